@@ -13,9 +13,11 @@ __version__ = "0.1.0"
 __all__ = [
     "GRPO",
     "PPO",
+    "EvalRecord",
     "Exported",
     "FoveaError",
     "Score",
+    "StepRecord",
     "TargetMetrics",
     "Task",
     "TrainedRun",
@@ -30,9 +32,11 @@ if TYPE_CHECKING:
     from fovea.api import (
         GRPO,
         PPO,
+        EvalRecord,
         Exported,
         FoveaError,
         Score,
+        StepRecord,
         TargetMetrics,
         Task,
         TrainedRun,

@@ -15,10 +15,11 @@ from rich.console import Console
 from rich.text import Text
 
 from fovea import __version__
-from fovea.build.data import make_opener, make_renderer
+from fovea.build.data import make_renderer
 from fovea.build.engine import make_embedded, make_evaluator, make_server_evaluator, server_bounds
 from fovea.build.environment import make_environment
 from fovea.build.given import rows_as_files
+from fovea.build.images import make_opener
 from fovea.build.targets import (
     Baseline,
     OpenedModel,
@@ -175,7 +176,7 @@ class EvalSet:
         if TIME in config.run_dir:  # a recipe's, of no run yet: images are fetched into the cache
             config = config.model_copy(update={"run_dir": str(Path(config.data.cache_dir).expanduser())})
         given = given or GivenCode()
-        made = make_environment(config, given.environment, given.reward)
+        made = make_environment(config, given.environment, given.rewards)
         tasks = made.environment.tasks(split)
         size = config.evaluate.dev_size if split == "dev" else config.evaluate.test_size
         return EvalSet(

@@ -140,6 +140,18 @@ def test_a_run_whose_process_a_library_ends_goes_on(tmp_path: Path) -> None:
     assert "starting again from the beginning; 0 restarts left" in done.stderr
 
 
+def test_a_run_on_ray_says_what_has_ended_it_without_restarts_too(tmp_path: Path) -> None:
+    """The reward ends the process as Ray does that has lost a server; its trial call comes before Ray starts."""
+    (tmp_path / "own.py").write_text(LIBRARY)
+    on_ray = ("max_restarts=0", "cluster.gpus_per_node=1", f"reward={tmp_path / 'own.py'}:reward")
+    done = fovea(*arguments(tmp_path / "run", *(each for each in SETTINGS if "max_restarts" not in each), *on_ray))
+    assert done.returncode == 3, done.stderr
+    assert done.stderr.splitlines() == [
+        "a library has ended the process with code 1, as Ray's does when its raylet has ended, and max_restarts=0 does "
+        "not start it again; resume=auto goes on from the beginning"
+    ]
+
+
 FATAL = """\
 import os, signal
 from pathlib import Path

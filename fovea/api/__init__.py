@@ -6,14 +6,17 @@ from fovea.api.trainers import GRPO, PPO
 from fovea.errors import FoveaError
 from fovea.evaluation.comparison import TargetMetrics
 from fovea.exporting.export import Exported
+from fovea.run.callbacks import EvalRecord, StepRecord
 from fovea.types import Score, Task
 
 __all__ = [
     "GRPO",
     "PPO",
+    "EvalRecord",
     "Exported",
     "FoveaError",
     "Score",
+    "StepRecord",
     "TargetMetrics",
     "Task",
     "TrainedRun",

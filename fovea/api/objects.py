@@ -3,45 +3,71 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
-from fovea.environments.custom.loading import RewardFunction, checked_reward, name_of
+from fovea.build.environment import GradedEnvironment
+from fovea.environments.custom.loading import check_named, checked_environment, checked_reward, load_reward, name_of
 from fovea.errors import ConfigError
 from fovea.run.inputs import GivenCode
 
-RewardArgument: TypeAlias = str | RewardFunction | None
-"""A function of the task, the completion's text and the task's images (docs/own.md), or `path/to/file.py:function`."""
+RewardArgument: TypeAlias = str | Callable[..., object] | Sequence[str | Callable[..., object]] | None
+"""A function of the task, the completion's text and the task's images (docs/own.md) or of TRL's signature, `path/to/
+file.py:function`, or a list of these."""
 
 
 def given_code(environment: object, reward: RewardArgument) -> GivenCode:
-    """Those of the arguments that are objects; ConfigError for what is none of the things that they may be."""
+    """Arguments given as Python objects; ConfigError for an unsupported type."""
     if isinstance(environment, type):
         raise ConfigError(
             f"environment={environment.__name__} is a class; give an object of it, {environment.__name__}(...)"
         )
-    if isinstance(reward, list | tuple):
-        raise ConfigError(_several_rewards(reward))
-    if reward is not None and not isinstance(reward, str) and not callable(reward):
-        raise ConfigError(
-            f"reward={reward!r:.60} is of type {type(reward).__name__}, no function; give one of the task, the text "
-            "and the images, which returns a number or named parts"
-        )
-    if reward is not None and not isinstance(reward, str):
-        checked_reward(reward, name_of(reward))
+    _check_environment(environment)
+    rewards = _listed(reward)
+    for each in rewards:
+        _check_reward(each)
     is_setting = environment is None or isinstance(environment, str | Mapping)
+    is_named = all(isinstance(each, str) for each in rewards)
     return GivenCode(
-        environment=None if is_setting else environment, reward=None if isinstance(reward, str) else reward
+        environment=None if is_setting else environment,
+        rewards=() if is_named else [load_reward(each) if isinstance(each, str) else each for each in rewards],
     )
 
 
-def _several_rewards(rewards: Sequence[object]) -> str:
-    names = [str(getattr(each, "__name__", f"reward_{place}")) for place, each in enumerate(rewards)]
-    parts = ", ".join(f'"{name}": {name}(task, text, images)' for name in names)
-    return (
-        f"reward is a list of {len(rewards)}, and a run has one, whose parts are added and logged by name; give "
-        f"reward=lambda task, text, images: {{{parts}}}, with a weight before each call"
-    )
+def _listed(reward: RewardArgument) -> Sequence[str | Callable[..., object]]:
+    if reward is None:
+        return []
+    return [reward] if isinstance(reward, str) or not isinstance(reward, Sequence) else reward
+
+
+def _check_environment(environment: object) -> None:
+    """ConfigError for an object that lacks the methods of an environment, and for a name without a file."""
+    if isinstance(environment, str) and ".py" in environment:
+        check_named(environment, "environment")
+    if isinstance(environment, int | float | list | tuple | set):
+        raise ConfigError(
+            f"environment={environment!r:.60} is of type {type(environment).__name__}; give a name such as 'shapes' "
+            "(docs/environments.md), path/to/file.py:Class, the section environment={...}, or an object of yours "
+            "(docs/own.md)"
+        )
+    of_fovea = environment is None or isinstance(environment, str | Mapping) or hasattr(environment, "graders")
+    if not of_fovea and not isinstance(environment, GradedEnvironment):
+        checked_environment(environment, type(environment).__name__)
+
+
+def _check_reward(reward: object) -> None:
+    """ConfigError for an object that cannot be called as a reward, and for a name without a file."""
+    if isinstance(reward, str):
+        check_named(reward, "reward")
+        return
+    if isinstance(reward, type) or not callable(reward):
+        kind = f"the class {reward.__name__}" if isinstance(reward, type) else f"of type {type(reward).__name__}"
+        fix = f"give an object of it, {reward.__name__}(...), or a function" if isinstance(reward, type) else "give one"
+        raise ConfigError(
+            f"reward={reward!r:.60} is {kind}, no function; {fix} of the task, the text and the images, which returns "
+            "a number or named parts"
+        )
+    checked_reward(reward, name_of(reward))
 
 
 def code_settings(environment: object, reward: RewardArgument) -> dict[str, object]:
@@ -49,9 +75,9 @@ def code_settings(environment: object, reward: RewardArgument) -> dict[str, obje
     given = given_code(environment, reward)
     if given.environment is not None:
         environment = {"name": "own", "file": name_of(given.environment)}
-    if given.reward is not None:
-        reward = name_of(given.reward)
-    named = {"environment": environment, "reward": reward}
+    names = [each if isinstance(each, str) else name_of(each) for each in _listed(reward)]
+    described = names if isinstance(reward, list | tuple) else next(iter(names), None)
+    named = {"environment": environment, "reward": described}
     return {key: value for key, value in named.items() if value is not None}
 
 

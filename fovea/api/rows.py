@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from fovea.api.settings import is_set
 from fovea.build.given import ARGUMENTS, Frames
@@ -13,8 +13,9 @@ from fovea.data.rows import InMemory, given_rows
 from fovea.environments.base import Split
 from fovea.errors import ConfigError
 
-RowsArgument: TypeAlias = str | os.PathLike[str] | InMemory | None
-"""Rows in memory, or the name of a file or data set, as `environment.train_files` has it."""
+FileName: TypeAlias = str | os.PathLike[str]
+RowsArgument: TypeAlias = FileName | Sequence[FileName] | InMemory | None
+"""Rows in memory, or the name of a file or data set, or a list of names, as `environment.train_files` has them."""
 
 TEST_SHARE = 0.1
 """Share of the rows that is held out for the final figures where no test rows are given."""
@@ -35,16 +36,16 @@ class RowsArguments:
     @property
     def frames(self) -> Frames:
         """Those in memory."""
-        return {split: rows for split, rows in self._given.items() if not isinstance(rows, str | os.PathLike)}
+        return {split: rows for split, rows in self._given.items() if not _file_names(rows)}
 
     @property
     def _files(self) -> dict[str, object]:
         """The settings that name the others."""
-        files = {split: rows for split, rows in self._given.items() if isinstance(rows, str | os.PathLike)}
-        return {f"environment.{split}_files": [os.fspath(file)] for split, file in files.items()}
+        files = {split: _file_names(rows) for split, rows in self._given.items()}
+        return {f"environment.{split}_files": names for split, names in files.items() if names}
 
     @property
-    def _given(self) -> dict[Split, str | os.PathLike[str] | InMemory]:
+    def _given(self) -> dict[Split, Any]:
         given: dict[Split, RowsArgument] = {"train": self.rows, "dev": self.dev_rows, "test": self.test_rows}
         return {split: rows for split, rows in given.items() if rows is not None}
 
@@ -72,3 +73,9 @@ class RowsArguments:
         if not is_set("environment.dev_files", *others):
             made["environment.dev_files"] = None
         return made | self._files
+
+
+def _file_names(rows: Any) -> list[str]:
+    """The names, where rows are given by the name of a file or a list of names."""
+    names = rows if isinstance(rows, list | tuple) else [rows]
+    return [os.fspath(name) for name in names] if all(isinstance(name, str | os.PathLike) for name in names) else []

@@ -6,7 +6,7 @@ Nothing is checked here that a recipe's checks would find: the same tree of sett
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -34,10 +34,12 @@ class Settings(TypedDict, total=False):
     resume_changed: str
     threads: int | None
     profile: bool
+    reward_weights: Sequence[float] | None
     reward_timeout_seconds: float
     reward_on_failure: str
     reward_limit: float
     reward_calls_at_once: int
+    reward_in: str
     model_reward: SectionSettings
     second_opinion: SectionSettings
     curriculum: SectionSettings
@@ -61,6 +63,11 @@ def overrides_of(*given: Mapping[str, object]) -> list[Tree]:
     """
     found: dict[Path, object] = {}
     for mapping in given:
+        if not isinstance(mapping, Mapping):
+            raise ConfigError(
+                f"settings={mapping!r:.60} is of type {type(mapping).__name__}; give a mapping of names to values, "
+                "such as settings={'seed': 1, 'rollout.top_p': 0.9}"
+            )
         for key, value in mapping.items():
             if not isinstance(key, str):
                 raise ConfigError(

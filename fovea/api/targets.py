@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
 
 import torch
 
@@ -64,6 +64,8 @@ def evaluate(  # noqa: PLR0913 (each is an option of the command)
         raise ConfigError(
             "nothing to evaluate; give a run, a checkpoint, a model, a server or a baseline such as 'gold'"
         )
+    if split not in get_args(Split):
+        raise ConfigError(f"split={split!r} is none of the three splits; give {', '.join(map(repr, get_args(Split)))}")
     if rows is not None and split != "test":
         raise ConfigError(f"split={split!r} names rows, and rows gives others; leave either out")
     named = (code_settings(environment, reward), settings or {})

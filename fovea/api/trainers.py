@@ -27,6 +27,7 @@ from fovea.environments.base import Split
 from fovea.errors import ConfigError
 from fovea.evaluation.comparison import TargetMetrics
 from fovea.exporting.export import Exported, check_empty
+from fovea.run.callbacks import Callbacks, OnEval, OnStep
 from fovea.run.context import Run
 from fovea.run.run_dir import has_checkpoint
 from fovea.utils.launch import check_torchrun, is_worker
@@ -51,6 +52,8 @@ class Trainer:
         test_rows: RowsArgument = None,
         dev_rows: RowsArgument = None,
         reward: RewardArgument = None,
+        on_step: OnStep | None = None,
+        on_eval: OnEval | None = None,
         settings: Mapping[str, object] | None = None,
         **more: Unpack[Settings],
     ) -> None:
@@ -61,12 +64,14 @@ class Trainer:
           ones win; the arguments win over all.
         * `environment`: its name, `path/to/file.py:Class`, the section `environment`, or an object (docs/own.md).
         * `rows`: a pandas DataFrame, a `datasets.Dataset`, a list of mappings, a mapping of columns, or the name of a
-          file or data set (`train.parquet`, `owner/name@train`), to train on.
+          file or data set (`train.parquet`, `owner/name@train`) or a list of names, to train on.
           With a reward of your own the environment is `rows`; otherwise name one that grades (`vqa`, `geo3k`,
           `caption`, `geospot`). The section `environment` names columns (`prompt_key`, `image_key`, ...). Rows in
           memory are written into the run folder.
         * `test_rows`, `dev_rows`: rows held out; without them, shares of `rows`, by image.
-        * `reward`: a function of a task, a text and images, plain or async, or `path/to/file.py:function`.
+        * `reward`: a function of a task, a text and images, plain or async, one of TRL's signature, or
+          `path/to/file.py:function`; or a list of these, whose sum, weighed by `reward_weights`, is the reward.
+        * `on_step`, `on_eval`: called with a `StepRecord` after each step, an `EvalRecord` after each evaluation.
         * `settings` and all further arguments: settings by their names in a recipe, dotted (in `settings`) or nested.
         """
         if unnamed:
@@ -74,6 +79,8 @@ class Trainer:
                 f"fovea.{self._name} is given {len(unnamed)} arguments without a name; name each: "
                 f"fovea.{self._name}(model='Qwen/Qwen3-VL-2B-Instruct', rows=frame, reward=function)"
             )
+        self._callbacks = Callbacks(on_step=on_step, on_eval=on_eval)
+        self._callbacks.check()
         described = {**model_settings(model), **code_settings(environment, reward)}
         further = settings or {}
         rows_given = RowsArguments(rows=rows, test_rows=test_rows, dev_rows=dev_rows)
@@ -82,7 +89,7 @@ class Trainer:
         self._recipes = recipe_files(recipe)
         grader = _grader(rows, self._recipes, reward, others)
         self._frames = rows_given.frames
-        self._code = given_code(environment, reward)
+        self._code, self._reward = given_code(environment, reward), reward
         if rows is not None:
             check_takes_rows(environment_of(self._recipes, overrides_of(*others, grader)))
         made = {**rows_given.settings(*others), **grader}
@@ -110,9 +117,9 @@ class Trainer:
         if export_to is not None:
             check_empty(Path(export_to))
         with restored_threads():
-            run = build(self.config, self._code.environment, self._frames, self._code.reward)
+            run = build(self.config, self._code.environment, self._frames, self._code.rewards)
             self._folder = run.folder
-            _run_steps(run)
+            _run_steps(replace(run, callbacks=self._callbacks))
         trained = load_run(run.folder)
         return trained if export_to is None else replace(trained, model=self.export(export_to).folder)
 
@@ -131,7 +138,7 @@ class Trainer:
             *others,
             split=split,
             rows=rows,
-            reward=self._code.reward,
+            reward=self._reward,
             environment=self._code.environment,
             settings=settings,
             html_file=html_file,
@@ -207,6 +214,9 @@ def _grader(
     if rows is None or recipes or named:
         return {}
     if reward is None and not is_set("reward", *others):
+        # a misspelt name, or TRL's reward_funcs, has an error that helps more
+        some_rows = {"environment.name": "vqa", "environment.train_files": [], "environment.test_files": []}
+        load_run_config(recipes, overrides_of(*others, some_rows))
         raise ConfigError(
             "rows are given, but nothing that grades their answers; give reward=function, or environment='vqa', "
             "'geo3k', 'caption' or 'geospot', which grade by themselves (docs/environments.md)"

@@ -1,23 +1,17 @@
-"""Builders of the data path: images, rows, prompt sources and data order."""
+"""Builders of the data path: prompt sources and data order."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
-from pathlib import Path
 
 import torch
 
 from fovea.config.run import Config, Data, Model
 from fovea.data.bad_rows import BadRows
 from fovea.data.epochs import EpochOrder, RowOrder
-from fovea.data.failed_hosts import FailedHosts
-from fovea.data.fetch import FetchedFiles, UrlLimits
 from fovea.data.images import ImageOpener
 from fovea.data.order import Order, kinds_of, levels_of
-from fovea.data.readers.remote import remote_image
-from fovea.data.rows import RowAccess
 from fovea.environments.base import Environment, Split
 from fovea.environments.mixture import with_shares
 from fovea.environments.prompt_source import PromptSource
@@ -31,31 +25,6 @@ CUDA_PREFETCH_THREADS = 4
 """An image of 512 px takes some 10 ms: 64 of them are ready within a second, where a step takes several."""
 
 
-def url_limits(settings: Data) -> UrlLimits:
-    """Limits of reading from URLs."""
-    return UrlLimits(
-        max_mib=settings.max_image_mib,
-        timeout_seconds=settings.url_timeout_seconds,
-        retries=settings.url_retries,
-        allow_private_addresses=settings.allow_private_addresses,
-    )
-
-
-def make_opener(settings: Data, folder: Path, note: Callable[[str], None] = lambda _: None) -> ImageOpener:
-    """Make the opener of images, with a cache of fetched files in the run folder.
-
-    `note` is told of a host that no longer answers.
-    """
-    read = FailedHosts(partial(remote_image, limits=url_limits(settings)), settings.url_host_pause_seconds, note)
-    fetch = FetchedFiles(folder / "images", settings.url_cache_gib, read)
-    return ImageOpener(
-        max_mib=settings.max_image_mib,
-        max_megapixels=settings.max_image_megapixels,
-        convert=settings.convert_images,
-        fetch=fetch,
-    )
-
-
 def make_renderer(settings: Model, processor: Processor, opener: ImageOpener, *, max_new_tokens: int) -> Renderer:
     """Make the renderer of prompts, which leave the model positions for a completion of `max_new_tokens`."""
     return Renderer(
@@ -64,13 +33,6 @@ def make_renderer(settings: Model, processor: Processor, opener: ImageOpener, *,
         min_pixels=settings.min_pixels,
         max_pixels=settings.max_pixels,
         max_new_tokens=max_new_tokens,
-    )
-
-
-def make_access(settings: Data) -> RowAccess:
-    """Make the access settings of data files."""
-    return RowAccess(
-        cache_dir=Path(settings.cache_dir), image_root=settings.image_root, url_limits=url_limits(settings)
     )
 
 

@@ -12,8 +12,9 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from fovea.build.data import make_opener, make_order, make_renderer, within_epochs
+from fovea.build.data import make_order, make_renderer, within_epochs
 from fovea.build.environment import GradedEnvironment, make_environment
+from fovea.build.images import make_opener
 from fovea.build.interpreter import find_interpreter
 from fovea.build.megatron import trains_with_megatron
 from fovea.build.model import locate_model
@@ -99,7 +100,7 @@ def _try_parts(config: Config, graded: GradedEnvironment, problems: list[FoveaEr
         make_order(config, tasks("train"))  # names of kinds and levels that no row has
         lines += filter(None, [too_few_rows(len(tasks("train")), config.rollout)])
         config = within_epochs(config, partial(tasks, "train"))
-    lines += [f"{key}: {reward}, tried on a training row" for key, reward in config.rewards.items()]
+    lines += [f"{key}: {', '.join(names)}, tried on a training row" for key, names in config.rewards.items()]
     return [*lines, _steps(config)]
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fovea.build.data import make_access, make_opener
+from fovea.build import reward_host
+from fovea.build.images import make_access, make_opener
 from fovea.build.opinions import with_opinions
 from fovea.config.mixture import MixturePart
+from fovea.config.rewards import reward_tuple
 from fovea.config.run import (
     CaptionEnvironment,
     Config,
@@ -26,14 +28,10 @@ from fovea.config.splits import EnvironmentSettings
 from fovea.environments.base import Environment, MakesEnvironment
 from fovea.environments.curriculum import Stages
 from fovea.environments.custom.environment import UserEnvironment, user_graders
-from fovea.environments.custom.grader import UserGrader, score_function
-from fovea.environments.custom.loading import (
-    RewardFunction,
-    checked_environment,
-    checked_reward,
-    load_environment,
-    load_reward,
-)
+from fovea.environments.custom.loading import checked_environment, checked_reward, load_environment, load_reward
+from fovea.environments.custom.processes import RewardProcesses
+from fovea.environments.custom.several import reward_grader
+from fovea.environments.custom.trl import RewardFunction
 from fovea.environments.geo3k import Geo3k
 from fovea.environments.graders.grading import Grading
 from fovea.environments.graders.limited_calls import CallLimits, LimitedCalls
@@ -58,11 +56,12 @@ class GradedEnvironment:
     """Those of a mixture, by name, while they grade their own answers."""
 
 
-def make_environment(config: Config, given: Any = None, reward: RewardFunction | None = None) -> GradedEnvironment:
-    """Make the environment of the settings, or wrap a `given` object; `reward`, if set, replaces its graders.
+def make_environment(config: Config, given: Any = None, rewards: Sequence[RewardFunction] = ()) -> GradedEnvironment:
+    """Make the environment of the settings, or wrap a `given` object; the setting `reward` replaces its graders.
 
     A GradedEnvironment is taken as it is from here, an object with `graders` is an environment of Fovea, and
-    any other is treated like a user's class from a file. The function `reward` is the one that the setting describes.
+    any other is treated like a user's class from a file. `rewards` are the functions that the setting describes, where
+    Python code has given them.
     """
     if given is None:
         made = named_environment(config.with_own_files)
@@ -72,7 +71,7 @@ def make_environment(config: Config, given: Any = None, reward: RewardFunction |
         made = object_environment(config, given, type(given).__name__)
     if config.reward is not None:
         # an environment's stages belong to its own graders
-        made = replace(made, grading=reward_grading(config, config.reward, reward), stages=Stages(), parts={})
+        made = replace(made, grading=reward_grading(config, config.reward, rewards), stages=Stages(), parts={})
     grading = with_opinions(config, made.grading)
     return replace(made, grading=replace(grading, reward_limit=config.reward_limit))
 
@@ -170,12 +169,30 @@ def stages_of(environment: Any) -> Stages:
     return Stages(stages=tuple(environment.stages), default_starts=tuple(environment.default_starts))
 
 
-def reward_grading(config: Config, name: str, given: RewardFunction | None = None) -> Grading:
-    """Grading by the user's reward function in all stages: the `given` one, or that of a file."""
-    reward = load_reward(name) if given is None else checked_reward(given, name)
-    function = score_function(reward, make_opener(config.data, Path(config.run_dir)))
-    calls = LimitedCalls(reward_limits(config, name))
-    return Grading(graders=(UserGrader(function, CallThreads(name)),), calls=calls)
+def reward_grading(config: Config, reward: str | tuple[str, ...], given: Sequence[RewardFunction] = ()) -> Grading:
+    """Grading by the user's reward functions in all stages: the `given` ones, or those of files."""
+    names = reward_tuple(reward)
+    name = ", ".join(names)
+    limits = reward_limits(config, name)
+    if config.reward_in == "process":
+        return _in_processes(config, reward, limits)
+    functions = [checked_reward(*each) for each in zip(given, names, strict=True)] if given else map(load_reward, names)
+    opener = make_opener(config.data, Path(config.run_dir))
+    grader = reward_grader(reward, list(functions), config.reward_weights, opener, CallThreads(name))
+    return Grading(graders=(grader,), calls=LimitedCalls(limits))
+
+
+def _in_processes(config: Config, reward: str | tuple[str, ...], limits: CallLimits) -> Grading:
+    settings = {
+        "reward": reward,
+        "weights": config.reward_weights,
+        "data": config.data.model_dump(mode="json"),
+        "run_dir": config.run_dir,
+    }
+    processes = RewardProcesses(reward_host.__name__, settings, limits.name, config.reward_timeout_seconds)
+    # their own time limit leaves the start of a process out
+    calls = LimitedCalls(replace(limits, timeout_seconds=None, may_hold_lock=False))
+    return Grading(graders=(processes,), calls=calls, clients=(processes,))
 
 
 def reward_limits(config: Config, name: str) -> CallLimits:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from fovea.build.data import make_opener
+from fovea.build.images import make_opener
 from fovea.config.environments import Judge, RewardModel
 from fovea.config.model_reward import ModelReward, SecondOpinion
 from fovea.config.run import Config

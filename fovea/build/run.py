@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -9,10 +10,11 @@ from pathlib import Path
 from time import perf_counter
 
 from fovea.build.backends import open_backends
-from fovea.build.data import make_opener, make_order, make_renderer, make_sources, within_epochs
+from fovea.build.data import make_order, make_renderer, make_sources, within_epochs
 from fovea.build.engine import make_evaluator
 from fovea.build.environment import GradedEnvironment, make_environment
 from fovea.build.given import Frames, rows_as_files
+from fovea.build.images import make_opener
 from fovea.build.model import locate_model
 from fovea.build.outputs import make_profile, model_table, peak_tflops
 from fovea.build.policy import make_warmup
@@ -24,7 +26,7 @@ from fovea.data.bad_rows import BadRows
 from fovea.data.images import ImageOpener
 from fovea.environments.base import Environment
 from fovea.environments.curriculum import Curriculum
-from fovea.environments.custom.loading import RewardFunction
+from fovea.environments.custom.trl import RewardFunction
 from fovea.metrics.console_file import CONSOLE_FILE
 from fovea.metrics.jsonl import METRICS_FILE
 from fovea.metrics.log import JsonlSink, MetricsLog, Phases, Sink
@@ -45,13 +47,13 @@ def build(
     config: Config,
     environment: Environment | GradedEnvironment | None = None,
     frames: Frames | None = None,
-    reward: RewardFunction | None = None,
+    rewards: Sequence[RewardFunction] = (),
 ) -> Run:
     """Make all services of a run, without training; each error says which setting to change.
 
     `frames` replaces the data files of the settings with rows in memory, such as `{"train": frame, "test": frame}`, and
     writes them into the run folder; `environment` replaces the environment of the settings, for tasks that exist as
-    Python objects (docs/own.md); `reward` is the function that the setting of that name describes.
+    Python objects (docs/own.md); `rewards` are the functions that the setting `reward` describes.
     """
     started = perf_counter()
     chosen_trackers(config.log)  # a package that is missing ends the command before anything is made
@@ -59,9 +61,9 @@ def build(
     with rows_as_files(config, frames) as rows, ending_signals(Stop()), ExitStack() as on_failure:
         config = on_failure.enter_context(open_run_folder(rows.config))
         rows.move_into(Path(config.run_dir))
-        graded = make_environment(config, environment, reward)
+        graded = make_environment(config, environment, rewards)
         user = environment.environment if isinstance(environment, GradedEnvironment) else environment
-        run = _make_services(config, graded, started, GivenCode(environment=user, reward=reward))
+        run = _make_services(config, graded, started, GivenCode(environment=user, rewards=rewards))
         for remark in rows.remarks:
             run.progress.warn(remark)
         # from here on it is the run that closes its folder

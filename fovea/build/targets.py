@@ -26,6 +26,7 @@ from fovea.build.trust import check_trust
 from fovea.config.base import Section, leaves
 from fovea.config.loading import keys_of, load_config
 from fovea.config.recipes import Override, section_of, shipped_recipes
+from fovea.config.rewards import reward_tuple
 from fovea.config.run import Config, Model
 from fovea.config.splits import SplitFiles
 from fovea.environments.base import Environment
@@ -236,7 +237,7 @@ def shared_settings(
         )
     configs = [load_config([file], overrides) for file in sources]
     for file, config in zip(sources, configs, strict=True):
-        if (_environment(config), config.reward) != (_environment(configs[0]), configs[0].reward):
+        if (_environment(config), _reward(config)) != (_environment(configs[0]), _reward(configs[0])):
             raise ConfigError(
                 f"{sources[0]} and {file} have different environments ({_first_difference(configs[0], config)}); "
                 "give a recipe (recipe=FILE) that says which rows all targets are asked"
@@ -264,9 +265,15 @@ def _environment(config: Config) -> Section:
     return environment.of_any_run() if isinstance(environment, SplitFiles) else environment
 
 
+def _reward(config: Config) -> str:
+    """The reward functions, with their weights where they have some."""
+    weights = "" if config.reward_weights is None else f" with reward_weights={list(config.reward_weights)}"
+    return f"{', '.join(reward_tuple(config.reward))}{weights}"
+
+
 def _first_difference(first: Config, second: Config) -> str:
     if _environment(first) == _environment(second):
-        return f"reward: {first.reward} and {second.reward}"
+        return f"reward: {_reward(first)} and {_reward(second)}"
     one, other = (leaves(_environment(config).model_dump()) for config in (first, second))
     key = next(key for key in (*one, *other) if one.get(key) != other.get(key))
     return f"environment.{key}: {one.get(key)} and {other.get(key)}"

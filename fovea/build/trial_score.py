@@ -12,6 +12,8 @@ from fovea.data.images import ImageOpener, is_url
 from fovea.data.readers.base import listed
 from fovea.environments.base import Environment, Split
 from fovea.environments.custom.grader import UserGrader
+from fovea.environments.custom.processes import RewardProcesses
+from fovea.environments.custom.several import SeveralRewards
 from fovea.environments.dataset_tasks import ANSWER_KEYS
 from fovea.environments.rows import OwnRows
 from fovea.errors import DataError, UnscoredError
@@ -42,7 +44,7 @@ def try_reward(graded: GradedEnvironment) -> None:
 
 def _try(graded: GradedEnvironment) -> None:
     environment, grading = graded.environment, graded.grading
-    if environment.max_turns > 1 or not isinstance(grading.graders[-1], UserGrader):
+    if environment.max_turns > 1 or not isinstance(grading.graders[-1], UserGrader | SeveralRewards | RewardProcesses):
         return
     found = _answered_row(graded)
     if found is None:

@@ -14,9 +14,9 @@ from fovea.build.engine import MakesEngine
 from fovea.config.backends import MegatronBackend, ServingEngine, VllmServersEngine
 from fovea.config.loading import keys_of
 from fovea.config.recipes import Override
+from fovea.config.rewards import FROM_PYTHON
 from fovea.config.run import CaptionEnvironment, Config, Judge, OwnEnvironment
 from fovea.environments.base import MakesEnvironment
-from fovea.environments.custom.loading import FROM_PYTHON
 from fovea.errors import ConfigError
 
 
@@ -46,10 +46,11 @@ def wants_trust(config: Config) -> bool:
 
 def _powers(config: Config) -> Iterator[tuple[str, str, str]]:
     """The settings with such a power: the key that names it, what it does, and what to set instead."""
-    for key, reward in config.rewards.items():
-        if reward.startswith(FROM_PYTHON):
-            continue  # no code is named; whoever loads it says that it must be given again
-        yield key, f"runs the code of {key}={reward}", f"{key}=null, or {key}=FILE.py:FUNCTION of yours"
+    for key, rewards in config.rewards.items():
+        for reward in rewards:
+            if reward.startswith(FROM_PYTHON):
+                continue  # no code is named; whoever loads it says that it must be given again
+            yield key, f"runs the code of {key}={reward}", f"{key}=null, or {key}=FILE.py:FUNCTION of yours"
     for key, environment in config.environments.items():
         if isinstance(environment, OwnEnvironment):
             yield f"{key}.file", f"runs the code of {key}={environment.file}", f"{key}=FILE.py:CLASS of yours"

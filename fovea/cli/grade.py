@@ -30,7 +30,8 @@ def grade(
 ) -> None:
     """Score a file of answers by accuracy.
 
-    The graders are those of a run. What its reward adds for the form of an answer is among `parts`, not in `score`.
+    The graders are those of a run. `score` is its accuracy (geospot: the reward of the last stage), not its reward: a
+    share for the form of an answer (environment.format_weight) is not in it, but the form is among `parts`.
     Adds `score`, `parts` and `reason` to every row, and prints a summary: one line of JSON, which goes to stderr
     without --out, so that stdout holds only rows. A row that cannot be graded has the score null and is counted by
     reason. Exit code 2 if no row can be graded.

@@ -40,7 +40,7 @@ from fovea.config.loading import dropped_settings, dump_config, load_config, loa
 from fovea.config.run import Config
 from fovea.config.type_text import show
 from fovea.errors import ConfigError
-from fovea.run.supervisor import end_with, supervise
+from fovea.run.supervisor import end_with, is_supervised, supervise
 from fovea.utils import entry_points
 from fovea.utils.launch import check_torchrun, is_worker, num_processes
 
@@ -189,7 +189,7 @@ def train(
         config = load_run_config(recipes, [*overrides, *(["log.progress=false"] if quiet else [])])
         if supervised_by is not None:
             end_with(supervised_by)
-        elif config.max_restarts and not dry_run:
+        elif is_supervised(config) and not dry_run:
             flags = [flag for flag, is_set in {"--quiet": quiet, "--debug": debug}.items() if is_set]
             raise typer.Exit(supervise(config, [*flags, *(words or [])]))
         _say_dropped(recipes, overrides)

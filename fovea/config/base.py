@@ -33,6 +33,7 @@ Fraction: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 PositiveInt: TypeAlias = Annotated[int, Field(ge=1)]
 NonNegativeInt: TypeAlias = Annotated[int, Field(ge=0)]
 PositiveFloat: TypeAlias = Annotated[float, Field(gt=0)]
+FiniteFloat: TypeAlias = Annotated[float, Field(allow_inf_nan=False)]
 NonNegativeFloat: TypeAlias = Annotated[float, Field(ge=0)]
 
 

@@ -17,6 +17,7 @@ from fovea.config.algorithm import Algorithm
 from fovea.config.algorithm_parts import KlInReward
 from fovea.config.backends import EmbeddedEngine, EngineUse, VllmServersEngine
 from fovea.config.base import (
+    FiniteFloat,
     MayChange,
     NonNegativeInt,
     PositiveFloat,
@@ -45,6 +46,7 @@ from fovea.config.mixture import EnvironmentConfig, MixtureEnvironment
 from fovea.config.model import Lora, Model, TinyModel
 from fovea.config.model_reward import ModelReward, SecondOpinion
 from fovea.config.plan import Plan
+from fovea.config.rewards import RewardPlace, list_complaints, process_complaints, reward_tuple
 from fovea.config.sections import Checkpoint, Data, Evaluate, Log, Parity, Rollout, Train, Warmup
 from fovea.config.splits import SplitFiles
 
@@ -117,18 +119,24 @@ class Config(Section):
     """Profile a few steps into profile/ of the run folder: phases, operators, a trace of one step."""
     model: Model
     environment: EnvironmentConfig = Field(default_factory=ShapesEnvironment)
-    reward: str | None = None
-    """Reward function of your own, `path/to/file.py:function`, in place of the environment's score (docs/own.md). A run
-    that was given a function by Python code has `python:module.name` here."""
+    reward: str | tuple[str, ...] | None = None
+    """Reward function of your own, `path/to/file.py:function`, or a list of them, in place of the environment's score
+    (docs/own.md). A run that was given a function by Python code has `python:module.name` here."""
+    reward_weights: tuple[FiniteFloat, ...] | None = None
+    """Weights of a list of rewards, in their order; the reward is the weighted sum. Default: 1 each."""
     reward_timeout_seconds: PositiveFloat = 10.0
-    """Time limit for one call of your own reward function, or of your own environment's score."""
+    """Time limit for one call of your own reward function (of a list: of all of them together), or of your own
+    environment's score."""
     reward_on_failure: Literal["error", "drop"] = "error"
     """Handling of such a call that raises, is late or returns no number: stop, or drop the group
     (`groups/unscored`)."""
     reward_limit: MayChange[PositiveFloat] = 1e6
     """Largest size of a reward, from any environment or your own code; a larger one is an error that names its row."""
     reward_calls_at_once: PositiveInt = 1
-    """Concurrent calls, in threads; more than 1 only for thread-safe code."""
+    """Concurrent calls, in as many threads (more than 1 only for thread-safe code) or processes."""
+    reward_in: MayChange[RewardPlace] = "thread"
+    """Threads of the run, or processes, for calls of reward functions that are named by their files. A process is
+    killed when its call is late, and started again, also where the call holds the interpreter lock (docs/own.md)."""
     model_reward: ModelReward | None = None
     second_opinion: SecondOpinion | None = None
     curriculum: Curriculum = Field(default_factory=Curriculum)
@@ -181,11 +189,11 @@ class Config(Section):
         }
 
     @property
-    def rewards(self) -> dict[str, str]:
+    def rewards(self) -> dict[str, tuple[str, ...]]:
         """The user's own reward functions, of the run and of the parts of a mixture, by dotted key."""
         parts = self.environment.parts.by_name if isinstance(self.environment, MixtureEnvironment) else {}
-        of_parts = {f"environment.parts.{name}.reward": part.reward for name, part in parts.items()}
-        return {key: reward for key, reward in {"reward": self.reward, **of_parts}.items() if reward is not None}
+        of_parts = {f"environment.parts.{name}.reward": reward_tuple(part.reward) for name, part in parts.items()}
+        return {key: specs for key, specs in {"reward": reward_tuple(self.reward), **of_parts}.items() if specs}
 
     @property
     def with_own_files(self) -> Config:
@@ -253,6 +261,8 @@ def _disagreements(config: Config) -> Iterator[str]:
     yield from _rates_of_frozen_parts(config)
     yield from _without_dev(config)
     yield from _weights_in_epochs(config)
+    yield from list_complaints(config.reward, config.reward_weights)
+    yield from process_complaints(config.rewards, config.reward_in)
     yield from _rewards_of_parts(config)
     yield from _rows_without_a_reward(config)
     yield from _second_opinion_without_a_rule(config)

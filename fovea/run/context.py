@@ -17,6 +17,7 @@ from fovea.evaluation.evaluator import Evaluator
 from fovea.metrics.log import MetricsLog, Phases
 from fovea.metrics.progress import Progress
 from fovea.rollout.base import Engine
+from fovea.run.callbacks import Callbacks
 from fovea.run.checkpoint import Checkpoint, Checkpoints
 from fovea.run.fingerprint import Fingerprint
 from fovea.run.parity_push import TakenPush
@@ -78,6 +79,8 @@ class Run:
     """Width and height in which the model gives coordinates on an image (`ModelFamily.box_frame`)."""
     signal_watch: SignalWatch = field(default_factory=SignalWatch)
     taken_push: TakenPush = field(default_factory=TakenPush)
+    callbacks: Callbacks = field(default_factory=Callbacks)
+    """Functions that Python code has given, called after steps and evaluations."""
     profile: Callable[[int], AbstractContextManager[object]] = nullcontext
     """Context manager around every step, by step (`fovea.metrics.profile`)."""
     fingerprint: Fingerprint = field(default_factory=dict)

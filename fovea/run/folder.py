@@ -11,9 +11,9 @@ from fovea.config.base import leaves
 from fovea.config.describe import describe, moved_key
 from fovea.config.loading import config_of, dump_config
 from fovea.config.recipes import read_yaml
+from fovea.config.rewards import FROM_PYTHON
 from fovea.config.run import Config
 from fovea.config.splits import ROWS_FOLDER, RUN_DIR
-from fovea.environments.custom.loading import FROM_PYTHON
 from fovea.errors import ConfigError, DataError, ScoreError
 from fovea.report.about import CONFIG_FILE, read_config
 from fovea.run.checkpoint import Checkpoints, is_checkpoint
@@ -146,7 +146,8 @@ def _are_given(files: object) -> bool:
 
 
 def _set_back(key: str, value: object, saved: Path) -> str:
-    if isinstance(value, str) and value.startswith(FROM_PYTHON):
+    given = value if isinstance(value, list) else [value]
+    if any(str(each).startswith(FROM_PYTHON) for each in given):
         argument = key.partition(".")[0]
         return f"give that object again from Python, fovea.GRPO(recipe='{saved}', {argument}=..., resume='auto'),"
     return "set it back"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from fovea.data.pixel_hashes import pixel_hashes
 from fovea.errors import TrainError
@@ -11,15 +12,15 @@ from fovea.evaluation.answers_file import write_answers
 from fovea.evaluation.controls import usable_tasks, with_blank_images, with_shuffled_images
 from fovea.evaluation.figures import sampled_dev_metrics
 from fovea.evaluation.shared_images import SharedImages, find_shared_images
+from fovea.run.callbacks import EvalRecord
 from fovea.run.context import Run
 from fovea.run.rollout_step import evaluation_sampling
 from fovea.types import Evaluation, Metrics
 
 
-async def evaluate_test(run: Run, when: str) -> Evaluation:
+async def evaluate_test(run: Run, when: str, step: int) -> Evaluation:
     """Evaluate the engine's weights on test rows; the answers are kept as answers/test-WHEN.jsonl."""
-    keep = partial(write_answers, run.folder, f"test-{when}")
-    return await run.evaluator.evaluate(run.sources.test, run.config.evaluate.test_size, keep)
+    return await _evaluate(run, "test", when, step, run.config.evaluate.test_size)
 
 
 async def evaluate_controls(run: Run) -> tuple[Evaluation | None, Evaluation | None]:
@@ -31,10 +32,17 @@ async def evaluate_controls(run: Run) -> tuple[Evaluation | None, Evaluation | N
     return shuffled, blank
 
 
-async def read_dev(run: Run, when: str) -> Evaluation:
+async def read_dev(run: Run, when: str, step: int) -> Evaluation:
     """Evaluate the engine's weights on dev rows; the answers are kept as answers/dev-WHEN.jsonl."""
-    keep = partial(write_answers, run.folder, f"dev-{when}")
-    return await run.evaluator.evaluate(run.sources.dev, run.config.evaluate.dev_size, keep)
+    return await _evaluate(run, "dev", when, step, run.config.evaluate.dev_size)
+
+
+async def _evaluate(run: Run, split: Literal["dev", "test"], when: str, step: int, size: int | None) -> Evaluation:
+    keep = partial(write_answers, run.folder, f"{split}-{when}")
+    source = run.sources.dev if split == "dev" else run.sources.test
+    evaluation = await run.evaluator.evaluate(source, size, keep)
+    run.callbacks.evaluated(EvalRecord(step=step, split=split, when=when, evaluation=evaluation, folder=run.folder))
+    return evaluation
 
 
 async def sample_dev(run: Run) -> Metrics:

@@ -27,13 +27,14 @@ from huggingface_hub import try_to_load_from_cache
 from PIL.Image import Image
 
 from fovea import __version__
+from fovea.config.rewards import FROM_PYTHON
 from fovea.config.run import CaptionEnvironment, Config, Model, OwnEnvironment
 from fovea.config.splits import RUN_DIR
 from fovea.data.images import is_url
 from fovea.data.order import place_of
 from fovea.data.rows import FORMATS
 from fovea.environments.custom.importing import imported_files
-from fovea.environments.custom.loading import FROM_PYTHON, name_of
+from fovea.environments.custom.loading import name_of
 from fovea.errors import DataError
 from fovea.run.context import Sources
 from fovea.run.fingerprint import IMPORT, LIBRARY, Fingerprint
@@ -55,7 +56,7 @@ class GivenCode:
     """The user's own code that was given as objects, in place of names of files."""
 
     environment: Any = None
-    reward: Callable[..., object] | None = None
+    rewards: Sequence[Callable[..., object]] = ()
 
 
 def take_fingerprint(config: Config, model: Model, sources: Sources, given: GivenCode | None = None) -> Fingerprint:
@@ -155,8 +156,8 @@ def _image_file(path: Path) -> bytes:
 
 def _code(config: Config, given: GivenCode) -> Iterator[tuple[str, str]]:
     """Checksums of the user's own reward and environment: of their files, or of the source of what was given."""
-    own = {key: each.file for key, each in config.environments.items() if isinstance(each, OwnEnvironment)}
-    for setting, spec in {**config.rewards, **own}.items():
+    own = [(key, each.file) for key, each in config.environments.items() if isinstance(each, OwnEnvironment)]
+    for setting, spec in [(key, spec) for key, specs in config.rewards.items() for spec in specs] + own:
         if not spec.startswith(FROM_PYTHON):
             file = Path(spec.rpartition(":")[0]).expanduser()
             yield f"code of {setting}={spec}", checksum(file, MAX_FILE_BYTES)
@@ -165,8 +166,7 @@ def _code(config: Config, given: GivenCode) -> Iterator[tuple[str, str]]:
                 yield f"code of {setting}={spec}{IMPORT}{place}", checksum(module, MAX_FILE_BYTES)
     if given.environment is not None:
         yield f"code of the environment {type(given.environment).__name__}", _source(given.environment)
-    if given.reward is not None:
-        yield f"code of the reward {name_of(given.reward)}", _source(given.reward)
+    yield from ((f"code of the reward {name_of(reward)}", _source(reward)) for reward in given.rewards)
 
 
 def _source(given: object) -> str:

@@ -20,6 +20,7 @@ from fovea.report.about import SUMMARY_FILE, add_hint, read_hints, write_version
 from fovea.report.html import write_report
 from fovea.report.samples import drop_samples
 from fovea.report.summary import Summary, tables_of, write_summary
+from fovea.run.callbacks import StepRecord
 from fovea.run.context import Run
 from fovea.run.fingerprint import library_versions
 from fovea.run.held_out import evaluate_controls, evaluate_test, read_dev, sample_dev, search_shared_images
@@ -92,7 +93,7 @@ async def _begun(run: Run) -> TrainState:
     )
     if run.config.evaluate.before_training:
         run.progress.stage("evaluating on the test rows before training")
-        state = replace(state, before=await evaluate_test(run, "before"))
+        state = replace(state, before=await evaluate_test(run, "before", 0))
     if run.warmup is not None:
         state = await _warmed_up(run, state)
     await save_checkpoint(run, state)
@@ -167,7 +168,7 @@ async def _warmed_up(run: Run, state: TrainState) -> TrainState:
 
     async def read_dev_of_warmup() -> Evaluation:
         await _wake_with_weights(run)
-        reading = await read_dev(run, "warmup")
+        reading = await read_dev(run, "warmup", 0)
         await run.engine.sleep()
         return reading
 
@@ -181,7 +182,7 @@ async def _warmed_up(run: Run, state: TrainState) -> TrainState:
     if not run.config.evaluate.before_training:
         return state
     run.progress.stage("evaluating on the test rows after the warm-up")
-    return replace(state, after_warmup=await evaluate_test(run, "after-warmup"))
+    return replace(state, after_warmup=await evaluate_test(run, "after-warmup", 0))
 
 
 async def _wake_with_weights(run: Run) -> None:
@@ -206,7 +207,7 @@ async def record(run: Run, state: TrainState, groups: Sequence[Group], metrics: 
     metrics |= run.checkpoints.metrics()
     metrics |= rates(groups, metrics, run.peak_tflops)
     if settings.evaluate.every_steps and step % settings.evaluate.every_steps == 0:
-        metrics |= dev_metrics(await read_dev(run, f"step-{step:06d}")) | await sample_dev(run)
+        metrics |= dev_metrics(await read_dev(run, f"step-{step:06d}", step)) | await sample_dev(run)
     state = replace(state, kept=state.kept.after_step(step, metrics, keep_best=settings.checkpoint.keep_best))
     run.metrics.write(step, metrics)
     run.progress.step(step, metrics)
@@ -214,6 +215,7 @@ async def record(run: Run, state: TrainState, groups: Sequence[Group], metrics: 
     every_steps = settings.checkpoint.every_steps
     if (every_steps and step % every_steps == 0) or state.kept.best_step == step:
         await save_checkpoint(run, state)
+    run.callbacks.stepped(StepRecord(step=step, max_steps=settings.max_steps, metrics=metrics, folder=run.folder))
     return state
 
 
@@ -274,7 +276,7 @@ def _microbatches(config: Config, metrics: Metrics) -> MicrobatchTokens:
 async def finish(run: Run, state: TrainState) -> Summary:
     """End a saved run: test evaluation with image ablations, summary.json, report.html, printed tables."""
     run.progress.stage("evaluating on the test rows after RL")
-    final = await evaluate_test(run, "final")
+    final = await evaluate_test(run, "final", state.step)
     shuffled, blank = await evaluate_controls(run) if run.config.evaluate.image_controls else (None, None)
     summary = Summary(
         before=state.before,

@@ -1,5 +1,8 @@
 """A run that is started again when it dies (`max_restarts`): a small process, without torch, that trains in a child.
 
+A run on Ray has one without restarts too, since Ray's library ends a process of which it has lost a server with code 1
+and without a word.
+
 The child is the same command with the folder of the run written out. It is started again, with resume=auto, after a
 death that a new process may survive: by a signal such as SIGKILL, SIGSEGV or SIGBUS, by the loss of a worker process,
 or out of memory; not after an error of the user's, nor where somebody asked for the end. A new checkpoint gives all
@@ -37,6 +40,12 @@ CAUSES = {
 }
 """Exit codes after which a run is started again, with the cause as a message gives it."""
 SHOW_CURSOR = "\x1b[?25h"
+
+
+def is_supervised(config: Config) -> bool:
+    """Whether a run trains in a child process of its command."""
+    on_ray = config.cluster.gpus_per_node is not None and num_processes() == 1
+    return bool(config.max_restarts) or on_ray
 
 
 def supervise(config: Config, words: Sequence[str]) -> int:
@@ -120,6 +129,8 @@ class Restarts:
     @property
     def refusal(self) -> str:
         """Why there is no further attempt; empty where there is one."""
+        if not self.config.max_restarts:
+            return "max_restarts=0 does not start it again"
         if self.left < 0:
             return f"max_restarts={self.config.max_restarts} were used up without a new checkpoint"
         hours = self.config.max_hours

@@ -22,7 +22,7 @@ def test_the_page_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     names: dict[str, Any] = {}
-    assert len(BLOCKS) == 4
+    assert len(BLOCKS) == 5
     for code in BLOCKS:
         smaller = re.sub(r"max_steps(=|\": )(40|15)", r"max_steps\g<1>2", code)
         smaller = smaller.replace('"check_every_steps": 5', '"check_every_steps": 2')
@@ -31,6 +31,8 @@ def test_the_page_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(first.metrics) == 2
     assert Path("exported/colours/model.safetensors").is_file()
     assert Path("eval.html").is_file()
+    rewards = [row["reward"] for row in fovea.load_run("runs/followed").metrics]
+    assert names["curve"] == list(enumerate(rewards, start=1))
 
 
 def test_every_argument_of_trls_trainer_has_a_counterpart() -> None:

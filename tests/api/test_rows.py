@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 
 import fovea
-from fovea.build.data import make_opener
 from fovea.build.environment import make_environment
 from fovea.build.given import rows_as_files
+from fovea.build.images import make_opener
 from fovea.config.run import VqaEnvironment
 from fovea.metrics.log import read_metrics
 from tests.api.small import PHOTOS, SETTINGS, base64_png, picture, png, rows, score
@@ -59,7 +59,7 @@ def test_every_form_of_rows_gives_the_same_tasks(form: str) -> None:
     with rows_as_files(config, {"train": FORMS[form](rows())}) as written:
         written.move_into(Path("run"))
     open_image = make_opener(written.config.data, Path("run"))
-    tasks = make_environment(written.config, reward=score).environment.tasks("train")
+    tasks = make_environment(written.config, rewards=[score]).environment.tasks("train")
     assert len(tasks) == 6
     for task in tasks:
         (ref,) = task.images
@@ -96,7 +96,7 @@ def test_a_run_resumes_from_its_own_rows_without_their_being_given_again() -> No
 def test_the_settings_of_a_run_are_a_recipe_for_another_on_its_rows() -> None:
     first = trained(rows())
     config = fovea.GRPO(recipe=first.config_file, reward=score, run_dir="other", seed=1).config
-    tasks = make_environment(config, reward=score).environment.tasks("train")
+    tasks = make_environment(config, rewards=[score]).environment.tasks("train")
     assert len(tasks) == 6
 
 

@@ -17,6 +17,8 @@ def test_a_script_under_torchrun_trains_as_in_one_process(tmp_path: Path, monkey
     printed = run_on(2, "tests.api.trained_script", str(tmp_path / "two"))
     after = [line for line in printed.splitlines() if line.startswith("after train")]
     assert after == ["after train, rank 0 steps 2"], "the rest of the script runs once"
+    called = [line for line in printed.splitlines() if line.startswith("callback")]
+    assert called == ["callback, rank 0 step 1", "callback, rank 0 step 2"]
     two = fovea.load_run("two")
     assert two.summary is not None
     settings = {**SETTINGS, "run_dir": "one", "threads": 1}

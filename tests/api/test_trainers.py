@@ -185,6 +185,26 @@ def test_whatever_can_be_called_is_a_reward(reward: Callable[..., Any], name: st
     assert f"reward: python:{__name__}.{name}" in run.config_file.read_text()
 
 
+def shortness(completions: list[str], **columns: Any) -> list[float | None]:
+    return [-len(text) / 8 for text in completions]
+
+
+def test_a_list_of_rewards_is_weighed_logged_and_evaluated() -> None:
+    settings = {**SETTINGS, **SHAPES, "run_dir": "run", "reward_weights": [2, 0.5]}
+    trainer = fovea.GRPO(settings=settings, reward=[Half(0.25), shortness])
+    run = trainer.train()
+    for row in run.metrics:
+        assert row["reward/Half"] == 0.25
+        assert row["reward/shortness"] < 0
+        assert row["reward"] == pytest.approx(2 * 0.25 + 0.5 * row["reward/shortness"], abs=1e-6)
+    saved = yaml.safe_load(run.config_file.read_text())
+    assert saved["reward"] == [f"python:{__name__}.Half", f"python:{__name__}.shortness"]
+    (figures,) = trainer.evaluate(quiet=True)
+    assert figures.parts["Half"].mean == 0.25
+    with pytest.raises(fovea.FoveaError, match=r"began with \['python:.*Half', .*give that object again from Python"):
+        fovea.GRPO(settings={**SETTINGS, **SHAPES, "run_dir": "run", "resume": "auto"}, reward=Half(0.25)).train()
+
+
 def pays(worth: float) -> Callable[..., float]:
     return lambda task, text, images: worth
 
@@ -321,15 +341,23 @@ def test_of_several_recipes_later_ones_win() -> None:
         ({"algorithm": {"name": "ppo"}}, r"algorithm\.name=ppo .* has a value function; use fovea\.PPO"),
         ({"max_restarts": 3}, r"max_restarts=3 has the command `fovea train` start again"),
         ({"reward": 3}, r"reward=3 is of type int, no function"),
+        ({"reward": [later, later]}, r"logged as reward/NAME, and later names 2 of them; write each as a def with a"),
+        ({"reward": [later, lambda task, text, images: 1]}, r"and <lambda> names 1 of them; write each as a def"),
+        ({"reward": []}, r"reward=\[\] names no function; name one or more, or leave reward out"),
+        ({"reward": [later, 3]}, r"reward=3 is of type int, no function; give one of the task, the text and the imag"),
+        ({"reward": Half}, r"is the class Half, no function; give an object of it, Half\(\.\.\.\), or a function of"),
         (
-            {"reward": [later, later]},
-            r"reward is a list of 2, .*; give reward=lambda task, text, images: {\"later\": later\(task, text, im",
+            {"reward": later, "reward_weights": [1]},
+            r"reward_weights=\[1\.0\] .*reward=.*later is one function; give as",
         ),
         (
-            {"reward_weights": [1, 2]},
-            r"reward_weights is no setting here: .*returns its parts by name, each times its weight",
+            {"reward": [later, Half(1)], "reward_weights": [1]},
+            r"reward_weights=\[1\.0\] .* reward has 2 functions; give",
         ),
-        ({"reward": lambda prompts, completions, answer: [1.0]}, r"takes `completions`, as TRL .* one completion at a"),
+        (
+            {"reward": lambda completions, trainer_state: [1.0]},
+            r"needs `trainer_state`, which only TRL's trainer has; give it a default, trainer_state=None, or write def",
+        ),
         ({"reward": lambda text: 1.0}, r"takes \(text\), but is called as .*task, text, images"),
         ({"environment": DarkOrLight}, r"environment=DarkOrLight is a class; give an object of it, DarkOrLight"),
         (
@@ -340,7 +368,20 @@ def test_of_several_recipes_later_ones_win() -> None:
             {"rows": [{"image": b""}], "recipe": "shapes"},
             r"rows are given, but environment\.name=shapes takes none; choose rows \(with a reward of your own\), vqa",
         ),
-        ({"rows": [{"image": b""}], "environment": "a.py:C"}, r"rows are given, but environment\.name=own takes none"),
+        (
+            {"rows": [{"image": b""}], "environment": {"name": "own", "file": "a.py:C"}},
+            r"rows are given, but environment\.name=own takes none",
+        ),
+        ({"rows": [{"image": b""}], "reward_funcs": later}, r"reward_funcs: no such setting; TRL's is reward here"),
+        (
+            {"reward": "accuracy"},
+            r"reward=accuracy does not name a file and something in it; write path/to/file\.",
+        ),
+        ({"reward": ["mine.py:f", later]}, r"reward=mine\.py:f: there is no file mine\.py in .*; fix the path"),
+        ({"environment": "mine.py:C"}, r"environment=mine\.py:C: there is no file mine\.py in .*; fix the path"),
+        ({"environment": 3}, r"environment=3 is of type int; give a name such as 'shapes' .*, path/to/file\.py:Class"),
+        ({"environment": Half(1)}, r"environment=Half has no method tasks; add tasks\(split\)"),
+        ({"settings": "seed=1"}, r"settings='seed=1' is of type str; give a mapping of names to values, such as setti"),
         ({"test_rows": [{"image": b""}]}, r"no rows to train on; give rows, too"),
         (
             {"model": torch.nn.Linear(1, 1)},
@@ -376,6 +417,9 @@ def test_rows_may_be_the_names_of_files() -> None:
     assert trainer.config.environment.train_files == ("train.jsonl",)
     assert trainer.config.environment.test_files == ("test.jsonl",)
     assert trainer.train().summary is not None
+    names = ["train.jsonl", Path("test.jsonl")]
+    several = fovea.GRPO(settings=SETTINGS, reward=lambda task, text, images: 1.0, rows=names)
+    assert several.config.environment.train_files == ("train.jsonl", "test.jsonl")
     with pytest.raises(fovea.FoveaError, match=r"no such file absent\.parquet"):
         fovea.GRPO(settings=SETTINGS, rows="absent.parquet", reward=lambda task, text, images: 1.0).train()
 
@@ -413,9 +457,10 @@ def test_ppo_refuses_an_algorithm_without_a_value_function() -> None:
     ("reward", "message"),
     [
         (
-            lambda completions, **kwargs: [1.0],
-            r"takes `completions`, as TRL calls it, and is called here for one completion at a time; write def reward",
+            lambda completions, **kwargs: [1.0, 2.0],
+            r"raised ValueError: it returned \[1\.0, 2\.0\] for one completion; return a list of one reward",
         ),
+        (lambda completions, **kwargs: 1.0, r"it returned 1\.0 for one completion; return a list of one reward"),
         (lambda task, text, images: task.anwser, r"raised AttributeError: .*anwser"),
         (lambda task, text, images: [1.0, 2.0], r"returned \[1\.0, 2\.0\], which is no number"),
     ],

@@ -10,9 +10,9 @@ import pandas as pd
 import pytest
 from PIL import Image
 
-from fovea.build.data import make_opener
 from fovea.build.environment import make_environment
 from fovea.build.given import rows_as_files
+from fovea.build.images import make_opener
 from fovea.build.run import build
 from fovea.config.run import Config
 from fovea.data.rows import InMemory

@@ -106,7 +106,7 @@ def test_what_a_mixture_cannot_have(override: str, message: str, tmp_path: Path)
 def test_a_reward_that_would_never_be_asked_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"so that environment\.parts\.geometry\.reward would never be asked"):
         load(tmp_path, "reward=a.py:f", f"{GEOMETRY}.reward=b.py:g")
-    assert load(tmp_path, f"{GEOMETRY}.reward=b.py:g").rewards == {f"{GEOMETRY}.reward": "b.py:g"}
+    assert load(tmp_path, f"{GEOMETRY}.reward=b.py:g").rewards == {f"{GEOMETRY}.reward": ("b.py:g",)}
 
 
 def test_parts_without_a_mixture() -> None:

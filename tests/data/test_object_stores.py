@@ -17,9 +17,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry
 from PIL import Image
 
-from fovea.build.data import make_opener
 from fovea.build.environment import make_environment
 from fovea.build.given import rows_as_files
+from fovea.build.images import make_opener
 from fovea.config.run import Config
 from fovea.data.cells import image_refs
 from fovea.errors import BadRowError, MissingExtraError

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fovea.build.data import make_opener
 from fovea.build.environment import make_environment
+from fovea.build.images import make_opener
 from fovea.build.model import locate_model
 from fovea.config.loading import load_config
 from fovea.config.run import Config

@@ -76,7 +76,7 @@ def test_dev_readings_are_of_dev_rows(tmp_path: Path) -> None:
         return reading(1.0)
 
     run.evaluator.evaluate = evaluate  # type: ignore[method-assign]
-    wait_for(read_dev(run, "now"))
+    wait_for(read_dev(run, "now", 0))
     assert read == [run.sources.dev]
 
 

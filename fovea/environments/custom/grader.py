@@ -14,9 +14,9 @@ from typing import SupportsFloat, TypeAlias, overload
 from PIL.Image import Image
 
 from fovea.data.images import OpenImage
-from fovea.environments.custom.loading import RewardFunction
+from fovea.environments.custom.trl import RewardFunction, is_async
 from fovea.environments.graders.base import NoScoreError
-from fovea.environments.graders.threads import CallThreads
+from fovea.environments.graders.threads import BlockingCalls
 from fovea.errors import named, raised
 from fovea.types import ImageRef, Mark, Score, Task, Turn
 
@@ -35,19 +35,15 @@ ScoreFunction: TypeAlias = Callable[[Task, Sequence[Turn]], object]
 class UserGrader:
     """A function of the user's as a grader. A plain one blocks, and is called in threads."""
 
-    def __init__(self, function: ScoreFunction, threads: CallThreads) -> None:
+    def __init__(self, function: ScoreFunction, threads: BlockingCalls) -> None:
         """Stages of one environment share `threads`, which count the calls that were given up."""
         self._function = function
         self._threads = threads
-        self._call = self._awaited if inspect.iscoroutinefunction(function) else self._in_a_thread
+        self.call = self._awaited if inspect.iscoroutinefunction(function) else self._in_a_thread
 
     async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
         """NoScoreError where the function raises, or returns what is no score."""
-        returned = await self._call(task, turns)
-        try:
-            return score_of(returned, num_images=len(task.images))
-        except ValueError as error:
-            raise NoScoreError(f"returned {error}") from error
+        return checked_score(await self.call(task, turns), task)
 
     async def _in_a_thread(self, task: Task, turns: Sequence[Turn]) -> object:
         return await self._threads.run(lambda: self._function(task, turns))
@@ -66,6 +62,14 @@ class UserGrader:
                 raise NoScoreError(raised(error)) from error
 
 
+def checked_score(returned: object, task: Task) -> Score:
+    """The score that the user's code returned for an answer to a task; NoScoreError where it is none."""
+    try:
+        return score_of(returned, num_images=len(task.images))
+    except ValueError as error:
+        raise NoScoreError(f"returned {error}") from error
+
+
 def score_function(reward: RewardFunction, open_image: OpenImage) -> ScoreFunction:
     """A reward function, plain or async, which is called with the text of the last turn and the images of the task."""
 
@@ -77,8 +81,7 @@ def score_function(reward: RewardFunction, open_image: OpenImage) -> ScoreFuncti
         assert inspect.isawaitable(returned), reward
         return await returned
 
-    is_async = any(map(inspect.iscoroutinefunction, (reward, type(reward).__call__)))
-    return call_async if is_async else call
+    return call_async if is_async(reward) else call
 
 
 class OpenedImages(Sequence[Image]):

@@ -7,25 +7,18 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import Any
 
-from PIL.Image import Image
-
+from fovea.config.rewards import FROM_PYTHON
 from fovea.config.run import OwnEnvironment
 from fovea.environments.custom.importing import import_file
+from fovea.environments.custom.trl import RewardFunction, called_as_by_trl, is_of_trl
 from fovea.errors import ConfigError, FoveaError, raised, result_or_error
-from fovea.types import Task
 
-RewardFunction: TypeAlias = Callable[[Task, str, Sequence[Image]], object]
-"""A function of the task, the text of the completion and the task's images: a number, or a mapping of named parts."""
-
-FROM_PYTHON = "python:"
-"""Beginning of the names of objects that Python code has given."""
 METHODS: Mapping[str, tuple[str, ...]] = {
     "tasks": ("split",),
     "prompt": ("task",),
@@ -47,25 +40,13 @@ def load_reward(spec: str) -> RewardFunction:
 
 
 def checked_reward(function: object, name: str) -> RewardFunction:
-    """The reward function itself; ConfigError for what cannot be called as one."""
+    """The reward function, one of TRL's signature wrapped; ConfigError for what cannot be called as one."""
     if not callable(function):
         raise ConfigError(f"reward={name} is {type(function).__name__}, no function; name one")
-    _check_not_trl(function, name)
+    if is_of_trl(function):
+        return called_as_by_trl(function, name)
     _check_call(function, ("task", "text", "images"), "reward", name)
     return function
-
-
-def _check_not_trl(function: Callable[..., object], name: str) -> None:
-    """ConfigError for a function of TRL's signature, whose parameters three positional arguments may fit."""
-    parameters: Collection[str] = ()
-    with suppress(ValueError):  # some functions written in C have no signature
-        parameters = inspect.signature(function).parameters
-    if "completions" in parameters:
-        raise ConfigError(
-            f"reward={name} takes `completions`, as TRL calls it, and is called here for one completion at a time; "
-            "write def reward(task, text, images), which returns a number: `text` is the completion, task.question "
-            "the prompt, and task.row has the further columns"
-        )
 
 
 def load_environment(settings: OwnEnvironment) -> Any:
@@ -124,6 +105,17 @@ def _instance(made: type, settings: OwnEnvironment) -> object:
 
 def load_named(spec: str, setting: str) -> object:
     """The object that a file defines under a name."""
+    path, name = check_named(spec, setting)
+    module = _imported(path, setting)
+    if not hasattr(module, name):
+        near = difflib.get_close_matches(name, vars(module), n=1)
+        meant = f"did you mean {near[0]}?" if near else f"define it, or name another: {_public(module)}"
+        raise ConfigError(f"{setting}={spec}: {path} has no {name}; {meant}")
+    return getattr(module, name)
+
+
+def check_named(spec: str, setting: str) -> tuple[Path, str]:
+    """The file and the name that `path/to/file.py:name` gives; ConfigError for another form, or where no file is."""
     if spec.startswith(FROM_PYTHON):
         raise ConfigError(_is_from_python(spec, setting))
     file, _, name = spec.rpartition(":")
@@ -132,12 +124,7 @@ def load_named(spec: str, setting: str) -> object:
     path = Path(file).expanduser()
     if not path.is_file():
         raise ConfigError(f"{setting}={spec}: there is no file {path} in {Path.cwd()}; fix the path")
-    module = _imported(path, setting)
-    if not hasattr(module, name):
-        near = difflib.get_close_matches(name, vars(module), n=1)
-        meant = f"did you mean {near[0]}?" if near else f"define it, or name another: {_public(module)}"
-        raise ConfigError(f"{setting}={spec}: {path} has no {name}; {meant}")
-    return getattr(module, name)
+    return path, name
 
 
 def _is_from_python(spec: str, setting: str) -> str:

@@ -31,8 +31,8 @@ class CallLimits:
     settings: str = "reward_"
     """The settings that hold these limits, up to `timeout_seconds` and `on_failure`."""
     calls_at_once: int = 1
-    timeout_seconds: float = 10.0
-    """For one try."""
+    timeout_seconds: float | None = 10.0
+    """For one try; None for graders with a limit of their own."""
     max_retries: int = 0
     """Further tries after a timeout or a TryAgainError, with growing pauses."""
     on_failure: Literal["error", "drop"] = "error"
@@ -87,7 +87,7 @@ class LimitedCalls:
         except TimeoutError as error:
             if not limit.expired():  # the grader's own error, of a socket for instance
                 raise NoScoreError(f"raised {first_line(error)}") from error
-            text = f"took more than {self.limits.settings}timeout_seconds={timeout_seconds:g}"
+            text = f"took more than {self.limits.settings}timeout_seconds={timeout_seconds or 0:g}"
             raise TryAgainError(text) from error
 
     def _failure(self, error: NoScoreError, num_tries: int) -> ScoreError:
@@ -99,10 +99,12 @@ class LimitedCalls:
 
 
 def _watch(limits: CallLimits) -> LoopWatch:
+    assert limits.timeout_seconds is not None, limits.name
     seconds = limits.timeout_seconds + HELD_SECONDS
     return LoopWatch(
         seconds,
         f"error: {limits.name} has blocked this process for {seconds:g} s, and {limits.settings}timeout_seconds="
         f"{limits.timeout_seconds:g} cannot end it: it holds Python's interpreter lock, as a regular expression with "
-        "nested repeats does, or is async and does not await; correct it at its line below, then set resume=auto",
+        "nested repeats does, or is async and does not await; correct it at its line below, or set reward_in=process, "
+        "where such a call can be ended, then set resume=auto",
     )

@@ -11,11 +11,20 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
 from threading import Thread
+from typing import Protocol
 
 from fovea.environments.graders.base import NoScoreError
 from fovea.errors import ScoreError, raised, result_or_error
 
 MAX_LATE_CALLS = 8
+
+
+class BlockingCalls(Protocol):
+    """Runs calls that block, one at a time or several."""
+
+    async def run(self, call: Callable[[], object]) -> object:
+        """The result of a call; NoScoreError where it raises."""
+        ...
 
 
 class CallThreads:
@@ -37,9 +46,7 @@ class CallThreads:
         except asyncio.CancelledError:
             self._note_late(thread)
             raise
-        if error is not None:
-            raise NoScoreError(raised(error)) from error
-        return result
+        return result_of(result, error)
 
     def _note_late(self, thread: Thread) -> None:
         self._late = [each for each in self._late if each.is_alive()] + [thread]
@@ -48,3 +55,10 @@ class CallThreads:
                 f"{len(self._late)} calls of {self._name} still run after reward_timeout_seconds each, and a thread "
                 "cannot be ended; make it end, or raise reward_timeout_seconds"
             )
+
+
+def result_of(result: object, error: BaseException | None) -> object:
+    """The result of a call; NoScoreError where it has raised."""
+    if error is not None:
+        raise NoScoreError(raised(error)) from error
+    return result

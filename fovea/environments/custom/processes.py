@@ -1,0 +1,165 @@
+"""Calls of the user's rewards in processes: one whose call is late is killed, and another is started.
+
+No thread can be ended, and one that holds the interpreter lock stops its whole process; a process can be killed. A
+process gets its settings as JSON and each task as a pickle, since rows hold arrays and pictures. It answers with JSON:
+nothing that comes from it is unpickled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from asyncio import IncompleteReadError, StreamReader, StreamWriter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from fovea.environments.graders.base import NoScoreError
+from fovea.errors import ConfigError, first_line, named
+from fovea.types import Mark, Score, Task, Turn
+from fovea.utils.launch import without_torchrun
+
+HEADER = struct.Struct("!Q")
+"""Before each message, in both directions: its length in bytes."""
+MAX_ANSWER_BYTES = 2**24
+START_SECONDS = 300.0
+"""Longest start of a process, which may load a model."""
+
+
+class RewardProcesses:
+    """A grader of which each call has a process; a process that has answered waits for the next call."""
+
+    def __init__(self, module: str, settings: Mapping[str, Any], name: str, timeout_seconds: float) -> None:
+        """`module` is run with the descriptor of a socket, by which it gets `settings`; `name` is for messages."""
+        self._command = [sys.executable, "-m", module]
+        self._settings = json.dumps(settings).encode()
+        self._name = name
+        self._timeout_seconds = timeout_seconds
+        self._idle: list[RewardProcess] = []
+
+    async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+        """NoScoreError where the function raises, is late, ends its process, or returns what is no score.
+
+        ConfigError where it cannot be imported. The time to start a process is not part of the limit.
+        """
+        message = _pickled(task, turns[-1].text)
+        process = self._idle.pop() if self._idle else await self._start()
+        try:
+            async with asyncio.timeout(self._timeout_seconds):
+                answer = await process.ask(message)
+        except TimeoutError as error:
+            process.kill()
+            text = f"took more than reward_timeout_seconds={self._timeout_seconds:g}, and its process was killed"
+            raise NoScoreError(text) from error
+        except EOFError as error:
+            raise NoScoreError(f"ended its process ({process.kill()})") from error
+        except BaseException:
+            process.kill()
+            raise
+        self._idle.append(process)
+        return _score(answer)
+
+    async def aclose(self) -> None:
+        """End the processes that wait for a call; those amid one end as it is cancelled."""
+        while self._idle:
+            self._idle.pop().kill()
+
+    async def _start(self) -> RewardProcess:
+        process = RewardProcess(self._command)
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                problem = (await process.ask(self._settings)).get("problem")
+        except EOFError:
+            problem = f"reward={self._name} cannot be imported: it ended its process ({process.kill()}); fix it"
+        except TimeoutError:
+            problem = f"reward={self._name} was not imported within {START_SECONDS:g} s; make its import faster"
+        except BaseException:
+            process.kill()
+            raise
+        if problem is not None:
+            process.kill()
+            raise ConfigError(problem)
+        return process
+
+
+class RewardProcess:
+    """The trainer's end of the socket to one process."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [*command, str(theirs.fileno())],
+                env=without_torchrun(os.environ),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                # Ctrl-C is for the run, which then kills this process and all that it has started
+                start_new_session=True,
+            )
+        self._streams: tuple[StreamReader, StreamWriter] | None = None
+
+    async def ask(self, message: bytes) -> dict[str, Any]:
+        """The answer to a message; EOFError where the process has ended."""
+        if self._streams is None:
+            self._streams = await asyncio.open_connection(sock=self._socket)
+        reader, writer = self._streams
+        try:
+            writer.write(HEADER.pack(len(message)) + message)
+            await writer.drain()
+            (size,) = HEADER.unpack(await reader.readexactly(HEADER.size))
+            if size > MAX_ANSWER_BYTES:
+                raise NoScoreError(f"returned a score of {size / 2**20:.0f} MiB; return fewer or smaller parts")
+            answer: dict[str, Any] = json.loads(await reader.readexactly(size))
+        except (IncompleteReadError, ConnectionError) as error:
+            raise EOFError from error
+        return answer
+
+    def kill(self) -> str:
+        """Kill the process and all that it has started, unless it has ended by itself; says how it ended."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(0.1 if self._streams and self._streams[0].at_eof() else 0)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        code = self._process.wait()
+        if self._streams is None:
+            self._socket.close()
+        else:
+            self._streams[1].close()
+        return f"exit code {code}" if code >= 0 else f"killed by signal {-code}, {signal.strsignal(-code)}"
+
+
+def _pickled(task: Task, text: str) -> bytes:
+    why = "cannot be called in a process, since the task holds an object that cannot be pickled"
+    with named(lambda error: NoScoreError(f"{why} ({first_line(error)})")):
+        return pickle.dumps((task, text), protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def _score(answer: Mapping[str, Any]) -> Score:
+    if "failed" in answer:
+        raise NoScoreError(answer["failed"])
+    marks = tuple(Mark(image=image, xy=tuple(xy), label=label) for image, xy, label in answer["marks"])
+    return Score(
+        reward=answer["reward"],
+        accuracy=answer["accuracy"],
+        parts=answer["parts"],
+        image_parts=tuple(answer["image_parts"]),
+        marks=marks,
+    )
+
+
+def score_to_json(score: Score) -> dict[str, Any]:
+    """A score as the answer of a process."""
+    return {
+        "reward": score.reward,
+        "accuracy": score.accuracy,
+        "parts": dict(score.parts),
+        "image_parts": [dict(parts) for parts in score.image_parts],
+        "marks": [(mark.image, mark.xy, mark.label) for mark in score.marks],
+    }

@@ -1,0 +1,103 @@
+"""Functions of Python code that a run calls after each step and each evaluation, in the process of rank 0."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from fovea.environments.custom.loading import name_of
+from fovea.environments.custom.trl import is_async
+from fovea.errors import ConfigError
+from fovea.types import Evaluation, Metrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """A step that was taken and recorded."""
+
+    step: int
+    """From 1; after a resume it goes on where the checkpoint was."""
+    max_steps: int
+    metrics: Metrics
+    """All metrics of the step by name (docs/metrics.md), as in metrics.jsonl."""
+    folder: Path
+    """The run folder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalRecord:
+    """An evaluation of held-out rows."""
+
+    step: int
+    """Steps taken before it."""
+    split: Literal["dev", "test"]
+    when: str
+    """`before`, `after-warmup` or `final` on test rows, `warmup` or `step-000010` on dev rows: part of the name of the
+    file of answers, answers/SPLIT-WHEN.jsonl in the run folder."""
+    evaluation: Evaluation
+    """Its `accuracy`, and the accuracies, rewards and parts of all rows."""
+    folder: Path
+    """The run folder."""
+
+
+OnStep: TypeAlias = Callable[[StepRecord], object]
+OnEval: TypeAlias = Callable[[EvalRecord], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Callbacks:
+    """The functions of a run; what they return is ignored, and what they raise ends the run."""
+
+    on_step: OnStep | None = None
+    on_eval: OnEval | None = None
+
+    def check(self) -> None:
+        """ConfigError for a callback that cannot be called with a record."""
+        for argument, function in {"on_step": self.on_step, "on_eval": self.on_eval}.items():
+            if function is not None:
+                _check(argument, function)
+
+    def stepped(self, record: StepRecord) -> None:
+        """Call `on_step`."""
+        if self.on_step is not None:
+            with _named(f"on_step={name_of(self.on_step)} at step {record.step}"):
+                self.on_step(record)
+
+    def evaluated(self, record: EvalRecord) -> None:
+        """Call `on_eval`."""
+        if self.on_eval is not None:
+            with _named(f"on_eval={name_of(self.on_eval)} of the evaluation {record.split}-{record.when}"):
+                self.on_eval(record)
+
+
+@contextmanager
+def _named(callback: str) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        # printed below the traceback
+        error.add_note(f"the callback {callback} raised this and ended the run; correct it, then resume='auto'")
+        raise
+
+
+def _check(argument: str, function: object) -> None:
+    if not callable(function) or isinstance(function, type):
+        raise ConfigError(
+            f"{argument}={function!r:.60} is no function; give one of a record, def {argument}(record) (docs/python.md)"
+        )
+    name = name_of(function)
+    if is_async(function):
+        raise ConfigError(f"{argument}={name} is async, and a run does not await it; write def {argument}(record)")
+    try:
+        inspect.signature(function).bind("record")
+    except TypeError:
+        raise ConfigError(
+            f"{argument}={name} takes {inspect.signature(function)}, but is called with one record; write "
+            f"def {argument}(record)"
+        ) from None
+    except ValueError:  # some functions written in C have no signature
+        return

@@ -1,0 +1,136 @@
+"""Callbacks of a run from Python: what they are given and when, and what an exception in one does."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fovea
+from fovea.metrics.names import definition_of
+from tests.api.small import SETTINGS
+from tests.tables import table
+
+ROOT = Path(__file__).parents[2]
+SHAPES = {"environment": {"name": "shapes", "train_size": 8, "dev_size": 2, "test_size": 2}}
+
+
+@pytest.fixture(autouse=True)
+def in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_each_step_and_evaluation_is_one_call_in_their_order() -> None:
+    seen: list[fovea.StepRecord | fovea.EvalRecord] = []
+    evaluations = {"evaluate": {**SETTINGS["evaluate"], "every_steps": 1, "before_training": True}}  # type: ignore[dict-item]
+    settings = {
+        **SETTINGS,
+        **SHAPES,
+        **evaluations,
+        "run_dir": "run",
+        "warmup": {"max_steps": 1, "check_every_steps": 1},
+    }
+    run = fovea.GRPO(settings=settings, on_step=seen.append, on_eval=seen.append).train()
+    steps = [record for record in seen if isinstance(record, fovea.StepRecord)]
+    assert [(record.step, record.max_steps, record.folder) for record in steps] == [
+        (1, 2, run.folder),
+        (2, 2, run.folder),
+    ]
+    assert [{"step": record.step, **record.metrics} for record in steps] == run.metrics
+    assert all(definition_of(name) for record in steps for name in record.metrics)
+    order = [f"step {r.step}" if isinstance(r, fovea.StepRecord) else f"{r.split}-{r.when} {r.step}" for r in seen]
+    # a reading of dev rows belongs to its step, whose metrics hold it
+    of_the_warmup = [entry for entry in order if entry.startswith("dev-warmup")]
+    assert of_the_warmup
+    assert [entry for entry in order if not entry.startswith("dev-warmup")] == [
+        *("test-before 0", "test-after-warmup 0", "dev-step-000001 1", "step 1", "dev-step-000002 2", "step 2"),
+        "test-final 2",
+    ]
+    for record in seen:
+        if isinstance(record, fovea.EvalRecord):
+            assert (record.evaluation.num_rows, 0 <= record.evaluation.accuracy <= 1) == (2, True)
+            assert (record.folder / "answers" / f"{record.split}-{record.when}.jsonl").is_file()
+    assert run.summary is not None
+    (final,) = [record for record in seen if isinstance(record, fovea.EvalRecord) and record.when == "final"]
+    assert run.summary["accuracy"]["final"] == pytest.approx(final.evaluation.accuracy)
+
+
+def test_a_run_with_callbacks_resumes_without_them() -> None:
+    """And the other way round: they are no settings."""
+    steps: list[int] = []
+    settings = {**SETTINGS, **SHAPES, "run_dir": "run"}
+    fovea.GRPO(settings=settings, on_step=lambda record: steps.append(record.step)).train()
+    again = {**settings, "resume": "auto"}
+    fovea.GRPO(settings={**again, "max_steps": 3}).train()
+    fovea.GRPO(settings={**again, "max_steps": 4}, on_step=lambda record: steps.append(record.step)).train()
+    assert steps == [1, 2, 4]
+
+
+BREAKS = """
+import fovea
+from tests.api.small import SETTINGS
+
+def follow(record):
+    if {condition}:
+        raise KeyError("no such metric")
+
+SHAPES = {{"environment": {{"name": "shapes", "train_size": 8, "dev_size": 2, "test_size": 2}}}}
+fovea.GRPO(settings={{**SETTINGS, **SHAPES, "run_dir": "run", "checkpoint.every_steps": 1}}, {argument}=follow).train()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("argument", "condition", "named"),
+    [
+        ("on_step", "record.step == 1", "on_step=python:__main__.follow at step 1"),
+        ("on_eval", "record.when == 'final'", "on_eval=python:__main__.follow of the evaluation test-final"),
+    ],
+)
+def test_an_exception_ends_the_run_with_its_traceback_and_the_callbacks_name(
+    argument: str, condition: str, named: str
+) -> None:
+    Path("follow.py").write_text(BREAKS.format(argument=argument, condition=condition))
+    done = subprocess.run(
+        [sys.executable, "follow.py"],
+        env={"PYTHONPATH": str(ROOT), "PATH": "", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert re.search(r'follow\.py", line 7, in follow\n .*\n(.*\n)?KeyError: \'no such metric\'\n', done.stderr)
+    assert f"the callback {named} raised this and ended the run; correct it, then resume='auto'" in done.stderr
+    # its step is not taken again
+    again = fovea.GRPO(settings={**SETTINGS, **SHAPES, "run_dir": "run", "checkpoint.every_steps": 1}, resume="auto")
+    assert [row["step"] for row in again.train().metrics] == [1, 2]
+
+
+async def later(record: fovea.StepRecord) -> None: ...
+
+
+class Follows:
+    def on_step_end(self, args: object, state: object, control: object) -> None: ...
+
+
+@table(
+    ("given", "message"),
+    [
+        ({"on_step": later}, r"on_step=.*later is async, and a run does not await it; write def on_step\(record\)"),
+        ({"on_eval": lambda: None}, r"on_eval=.* takes \(\), but is called with one record; write def on_eval\(record"),
+        ({"on_step": Follows()}, r"on_step=<.*Follows.*> is no function; give one of a record, def on_step\(record\)"),
+        ({"on_step": Follows}, r"on_step=<class.*Follows.*> is no function; give one of a record"),
+        (
+            {"callbacks": [Follows()]},
+            r"callbacks is no setting here: .*on_step=function and on_eval=function",
+        ),
+    ],
+)
+def test_what_is_no_callback_is_told(given: Mapping[str, Callable[..., Any]], message: str) -> None:
+    with pytest.raises(fovea.FoveaError, match=message):
+        fovea.GRPO(model={"tiny": {}}, environment="shapes", **given)  # type: ignore[arg-type]
