@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import fovea
+
 ROOT = Path(__file__).parent.parent
 HISTORY = {"CHANGELOG.md", "docs/log.md", "docs/decisions/039-a-name-for-the-distribution.md", "tests/test_name.py"}
 """Files that may name the other project: they tell what was, or why."""
@@ -70,3 +72,8 @@ def test_the_project_is_called_otherwise_and_its_extras_name_it() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["name"] == "fovea-rl"
     assert project["scripts"] == {"fovea": "fovea.cli.main:main"}
+
+
+def test_the_version_is_the_newest_of_the_changelog() -> None:
+    headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert headings[:2] == ["Unreleased", fovea.__version__]

@@ -39,7 +39,7 @@ class Extra(NamedTuple):
     setting: str
     """The setting that needs them."""
     known_good: str | None = None
-    """Start of the first package's versions that were tested (docs/versions.md); None where the bounds suffice."""
+    """Start of the first package's versions that were tested (docs/engines.md); None where the bounds suffice."""
     also: tuple[str, ...] = ()
     """Other distributions of the same package."""
 
@@ -117,7 +117,7 @@ def _state_of_extra(name: str, extra: Extra, package: str) -> str:
         return text
     if f"{version}.".startswith(f"{extra.known_good}."):
         return f"{text}, known to be good"
-    return f"{text}, but {extra.known_good} is what Fovea was tested with (docs/versions.md): {install}"
+    return f"{text}, but {extra.known_good} is what Fovea was tested with (docs/engines.md): {install}"
 
 
 def check_parity(recipes: Sequence[Path], overrides: Sequence[str]) -> bool:

@@ -1,7 +1,7 @@
 """The sink that feeds an experiment tracker, over all attempts of a run and all failures of the tracker.
 
 A tracker follows metrics.jsonl, which always has every step: what it missed is sent later, and nothing that goes wrong
-with it ends a run (docs/decisions/040-trackers.md).
+with it ends a run (docs/runs.md).
 """
 
 from __future__ import annotations

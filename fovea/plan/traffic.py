@@ -5,7 +5,7 @@ tensors past every rank. Weights are gathered for the forward and again for the 
 which gradients are reduced too (decision 054). With replicas of the weights, N are the ranks of one, and the shards of
 gradients are summed over the replicas once per optimizer step, by a ring that moves 2 (N - 1) / N of them. A push
 brings what training changes. The driver sends a prompt to the engine that completes it, and the tokens of the whole
-batch to every learner, twice; an image goes once to each process that needs it, as float32 pixels (decision 030).
+batch to every learner, twice; an image goes once to each process that needs it, as float32 pixels (decision 014).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Who trains on what: the passes of an update, the rows of every rank in each, and the images that these hold.
 
 All of it follows from lengths, sizes of images and counters. So every rank knows the rows of all, and the driver sends
-each rank the pixels of its own rows only (decision 030).
+each rank the pixels of its own rows only (decision 014).
 """
 
 from __future__ import annotations

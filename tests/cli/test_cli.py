@@ -293,7 +293,7 @@ def test_doctor_tells_sound_from_broken_from_missing(monkeypatch: pytest.MonkeyP
         (
             {"vllm": "0.4"},
             "vllm",
-            f"0.4, but 0.32 is what Fovea was tested with (docs/versions.md): {pip_install('vllm')}",
+            f"0.4, but 0.32 is what Fovea was tested with (docs/engines.md): {pip_install('vllm')}",
         ),
         ({}, "vllm", f"not installed; rollout.engine=vllm needs it: {pip_install('vllm')}"),
         ({"sglang": "0.5.23"}, "sglang", "0.5.23, known to be good"),
@@ -301,7 +301,7 @@ def test_doctor_tells_sound_from_broken_from_missing(monkeypatch: pytest.MonkeyP
         (
             {"sglang": "0.5.2"},
             "sglang",
-            f"0.5.2, but 0.5.23 is what Fovea was tested with (docs/versions.md): {pip_install('sglang')}",
+            f"0.5.2, but 0.5.23 is what Fovea was tested with (docs/engines.md): {pip_install('sglang')}",
         ),
         ({}, "sglang", f"not installed; rollout.engine=sglang needs it: {pip_install('sglang')}"),
     ],
@@ -312,7 +312,7 @@ def test_doctor_knows_which_engines_are_good(
     monkeypatch.setattr(doctor, "installed_version", installed.get)
     assert doctor.findings(doctor.Found({}, []))[engine] == line
     # the page that it leads to says the same
-    known = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8").lower()
+    known = (ROOT / "docs" / "engines.md").read_text(encoding="utf-8").lower()
     assert f"| {engine} | {doctor.EXTRAS[engine].known_good}" in known
 
 
