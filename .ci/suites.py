@@ -35,7 +35,7 @@ ENGINES = (
     *SHARED,
     "fovea/rollout/*.py",
     "fovea/serve",
-    "fovea/build/engine.py",
+    "fovea/wiring/engine.py",
     "tests/rollout/*.py",
     "tests/rollout/engines",
 )
@@ -58,13 +58,14 @@ COVERS: dict[str, tuple[str, ...]] = {
         *("requirements/sglang-cpu.lock", "requirements/sgl_kernel.py", "requirements/torchvision_on_cpu.py"),
     ),
     "megatron": (
-        *(*SHARED, "fovea/build/megatron.py", "fovea/train/*.py", "fovea/train/megatron"),
+        *(*SHARED, "fovea/wiring/megatron.py", "fovea/train/*.py", "fovea/train/megatron"),
         *("tests/train/megatron", "requirements/megatron-cpu.lock"),
         *("tests/warm*.py", "tests/cluster/torchrun_runs.py", "tests/policies.py"),
     ),
     "kill": (
-        *(*SHARED, "fovea/loop.py", "fovea/loop_async.py", "fovea/run", "fovea/rollout/*.py", "fovea/build/workers.py"),
-        *("fovea/build/backends.py", "fovea/cli/main.py", "fovea/metrics/jsonl.py", "fovea/train/torch/shards.py"),
+        *(*SHARED, "fovea/loop.py", "fovea/loop_async.py", "fovea/run", "fovea/rollout/*.py"),
+        "fovea/wiring/workers.py",
+        *("fovea/wiring/backends.py", "fovea/cli/main.py", "fovea/metrics/jsonl.py", "fovea/train/torch/checkpoint.py"),
         *("fovea/utils/launch.py", "fovea/utils/event_loop.py"),
         *("tests/warm*.py", "tests/cluster", "tests/rollout/fake_*.py", "tests/benchmarks/test_kills.py"),
         *("tests/rollout/test_remote_engine.py", "tests/rollout/test_engine_process.py"),

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fovea.metrics.log import read_metrics
-from fovea.report.curve import ACCURACY_COLOUR, REWARD_COLOUR, TEXT_COLOUR, tidy
+from fovea.report.panels import ACCURACY_COLOUR, REWARD_COLOUR, TEXT_COLOUR, tidy
 from fovea.utils.files import write_atomically
 
 COLOURS = (REWARD_COLOUR, ACCURACY_COLOUR, "#7a5195", "#808080")

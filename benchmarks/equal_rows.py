@@ -19,13 +19,13 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 from rich.table import Table
 
-from fovea.build.run import build
 from fovea.config.loading import load_config
 from fovea.loop import take_step
 from fovea.run.context import Run
 from fovea.run.lifecycle import begin, closing, record
 from fovea.types import Group
 from fovea.utils.event_loop import wait_for
+from fovea.wiring.run import build
 
 QUIET = ("log.progress=false", "checkpoint.every_steps=0", "evaluate.every_steps=0", "evaluate.before_training=false")
 PARTS = 3

@@ -29,7 +29,7 @@ from fovea.config.backends import EmbeddedEngine
 from fovea.models.families.registry import family_of
 from fovea.models.flops import FORWARD, Passes, Work, training_passes
 from fovea.models.modules import language_model, vision_tower
-from fovea.probe.rates import BEYOND_CACHE_BYTES, Rates, measure_rates, read_rate, thin_gemm_rate
+from fovea.tools.probe.rates import BEYOND_CACHE_BYTES, Rates, measure_rates, read_rate, thin_gemm_rate
 from fovea.types import Prompt
 
 MODULE = "benchmarks.floors"

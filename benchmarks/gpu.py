@@ -27,12 +27,12 @@ from benchmarks.cases import Case
 from benchmarks.gpu_model import QWEN3_VL_2B, SMALL
 from benchmarks.gpu_parts import Figures, Setting, against_trl, decoding, fresh_parts, give_back_memory, parity, steps
 from benchmarks.ours import share
-from fovea.cluster.local import SharedWeights
 from fovea.config.run import TinyModel
 from fovea.metrics.throughput import known_peak_tflops
 from fovea.models.shared_prefix.attention import Kernel
-from fovea.probe.rates import Rates, measure_rates
+from fovea.tools.probe.rates import Rates, measure_rates
 from fovea.utils.event_loop import wait_for
+from fovea.weights.local import SharedWeights
 
 MODULE = "benchmarks.gpu"
 SECONDS = 540.0

@@ -22,7 +22,7 @@ from fovea.models.families.registry import family_of
 from fovea.models.flops import Passes, training_passes
 from fovea.models.shared_prefix.attention import Kernel
 from fovea.models.tiny import TinyParts
-from fovea.probe.rates import Rates, seconds_of
+from fovea.tools.probe.rates import Rates, seconds_of
 from fovea.types import Prompt, Request, Sampling
 from fovea.utils.event_loop import wait_for
 

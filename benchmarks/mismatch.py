@@ -18,16 +18,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fovea.build.run import build
-from fovea.cluster.local import LocalPolicy, SharedWeights
-from fovea.cluster.measured import MeasuredSync
-from fovea.cluster.weights import WeightSource
 from fovea.config.loading import load_config
 from fovea.config.run import Config
 from fovea.loop import train
 from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.types import Weights
 from fovea.utils.malloc import keep_freed_memory
+from fovea.weights.base import WeightSource
+from fovea.weights.local import LocalPolicy, MeasuredSync, SharedWeights
+from fovea.wiring.run import build
 
 RUNS = ("exact", "corrected", "uncorrected")
 INT8 = ["rollout.engine.decode_weights=int8"]

@@ -38,7 +38,7 @@ HANG_SECONDS = 60
 """For one test with a mutant on: it hangs."""
 FORK = """
 import builtins, json, os, signal, sys, time
-import pytest, fovea.build.run, fovea.cli.main, fovea.loop
+import pytest, fovea.wiring.run, fovea.cli.main, fovea.loop
 
 for line in sys.stdin:
     request = json.loads(line)

@@ -10,10 +10,6 @@ from time import perf_counter
 from benchmarks.cases import BenchEnvironment, BenchGrader, Case, endless, make_parts, make_tasks
 from benchmarks.timing import Clock, StepTimes
 from fovea.advantages import with_advantages
-from fovea.build.data import prefetch_threads
-from fovea.build.engine import make_embedded, make_tape
-from fovea.cluster.local import LocalPolicy, SharedWeights
-from fovea.cluster.measured import MeasuredSync
 from fovea.config.backends import EmbeddedEngine as EmbeddedSettings
 from fovea.config.run import Config, Lora, Model
 from fovea.data.images import ImageOpener
@@ -42,6 +38,9 @@ from fovea.samples import make_batch
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch, Prompt, Sampling
 from fovea.utils.event_loop import wait_for
+from fovea.weights.local import LocalPolicy, MeasuredSync, SharedWeights
+from fovea.wiring.data import prefetch_threads
+from fovea.wiring.engine import make_embedded, make_tape
 
 LEARNING_RATE = 1e-6
 OPENER = ImageOpener(max_mib=32, max_megapixels=64)

@@ -22,10 +22,8 @@ from unittest.mock import patch
 import numpy as np
 from numpy.typing import NDArray
 
-from fovea.build.run import build
-from fovea.cluster.local import LocalPolicy
 from fovea.config.run import Config, ShapesZoomEnvironment
-from fovea.environments.shapes.zoom import ShapesZoom
+from fovea.environments.shapes.environment import ShapesZoom
 from fovea.models.families.qwen_vl import QwenVL
 from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.run.context import Run
@@ -34,6 +32,8 @@ from fovea.run.parity_reading import ParityReading
 from fovea.train.base import Pair
 from fovea.types import Completion, Message, Prompt, PromptImage, Request, Task, Turn
 from fovea.utils.event_loop import wait_for
+from fovea.weights.local import LocalPolicy
+from fovea.wiring.run import build
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 DTYPES = ("float32", "bfloat16")

@@ -25,13 +25,13 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.torch_memory import AllocationTrace
-from fovea.build.model import MODEL_FOLDER
-from fovea.build.run import build
 from fovea.config.loading import load_config
 from fovea.config.run import Config
 from fovea.loop import train
-from fovea.plan.plan import make_plan
 from fovea.run.context import Run
+from fovea.tools.plan.plan import make_plan
+from fovea.wiring.model import MODEL_FOLDER
+from fovea.wiring.run import build
 
 MODULE = "benchmarks.plan_check"
 MIB = 2**20

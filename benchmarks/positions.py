@@ -20,7 +20,6 @@ from unittest.mock import patch
 import numpy as np
 from numpy.typing import NDArray
 
-from fovea.build.run import build
 from fovea.config.loading import load_config
 from fovea.loop import train
 from fovea.models.families.base import ModelFamily
@@ -28,6 +27,7 @@ from fovea.train import row_dealer
 from fovea.train.packing import MicroBatch, micro_batches
 from fovea.types import PromptImage
 from fovea.utils.malloc import keep_freed_memory
+from fovea.wiring.run import build
 
 RUNS = ("mrope", "mrope-weights", "1d", "1d-weights")
 # the trainer computes its own log-probs, and the parity gate would rightly stop a run whose positions differ

@@ -29,20 +29,20 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.plan_check import COMMON, RECIPES, REWARD
-from fovea.build.model import MODEL_FOLDER
-from fovea.build.run import build
-from fovea.cluster.messages import Packing, Share, SharedArguments
 from fovea.cluster.services import WorkersPolicy
 from fovea.config.loading import load_config
 from fovea.config.run import Config, Train
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.models.flops import Work, training_passes
-from fovea.plan.plan import make_plan
+from fovea.processes.messages import Packing, Share, SharedArguments
 from fovea.run.context import Run
-from fovea.train.deal import Deal, ImageKeys
+from fovea.tools.plan.plan import make_plan
 from fovea.train.microbatching import Cost
+from fovea.train.row_assignment import Deal, ImageKeys
 from fovea.types import Batch, Prompt, PromptImage, Sample, SampleGroup
+from fovea.wiring.model import MODEL_FOLDER
+from fovea.wiring.run import build
 
 MODULE = "benchmarks.scaling"
 MIB = 2**20

@@ -19,8 +19,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 import fovea
-from fovea.config.describe import describe
-from fovea.config.listing import Setting
+from fovea.config.describe import Setting, describe
 
 ROOT = Path(__file__).parents[1]
 HOME = "README.md"

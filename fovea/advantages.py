@@ -19,7 +19,7 @@ from fovea.algorithms.advantage import dr_grpo, grpo, reinforce_plus_plus, reinf
 from fovea.algorithms.gae import gae, whiten
 from fovea.algorithms.kl import ESTIMATORS
 from fovea.algorithms.value_loss import explained_variance
-from fovea.config.algorithm_parts import (
+from fovea.config.algorithm import (
     DrGrpo,
     Gae,
     Grpo,

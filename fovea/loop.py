@@ -10,7 +10,7 @@ from fovea.report.summary import Summary
 from fovea.run.context import Run
 from fovea.run.draw import draw
 from fovea.run.lifecycle import begin, closing, end_early, finish, record, save_last, stopping
-from fovea.run.parity_gate import check_push
+from fovea.run.parity import check_push
 from fovea.run.recorded import record_samples
 from fovea.run.rollout_step import Rollout, record_unscored
 from fovea.run.signals import Stop

@@ -12,8 +12,6 @@ import numpy as np
 import torch
 from PIL import Image
 
-from fovea.cluster.local import SharedWeights
-from fovea.cluster.measured import MeasuredSync
 from fovea.config.run import Config, Model, TinyModel
 from fovea.data.order import Order, kinds_of
 from fovea.environments.base import Environment
@@ -42,6 +40,7 @@ from fovea.types import (
     Turn,
     Weights,
 )
+from fovea.weights.local import MeasuredSync, SharedWeights
 
 ANSWERS = ("a", "b", "c", "d")
 

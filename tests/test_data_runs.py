@@ -12,7 +12,6 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from fovea.build.run import build
 from fovea.cli.main import app
 from fovea.config.loading import load_config
 from fovea.data.bad_rows import BAD_ROWS_FILE
@@ -20,6 +19,7 @@ from fovea.errors import DataError
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.report.summary import Summary
+from fovea.wiring.run import build
 from tests.bad_files import FILES, encoded, picture, write
 from tests.data.small import SMALL
 from tests.data.web import served

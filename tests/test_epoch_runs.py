@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from fovea.build.run import build
 from fovea.config.loading import load_config
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
+from fovea.wiring.run import build
 from tests.data.small import SMALL
 from tests.runs import ROOT
 

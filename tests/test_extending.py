@@ -19,9 +19,8 @@ from transformers import SmolVLMConfig, SmolVLMForConditionalGeneration
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 from typer.testing import CliRunner
 
-from fovea.build.run import build
-from fovea.build.trust import check_trust
 from fovea.cli import main
+from fovea.commands.trust import check_trust
 from fovea.config.describe import describe
 from fovea.config.loading import dump_config, load_config
 from fovea.config.run import Algorithm, Config, Model
@@ -31,6 +30,7 @@ from fovea.metrics.log import read_metrics
 from fovea.models.load import load_network
 from fovea.models.processor import load_processor
 from fovea.models.render import Renderer
+from fovea.wiring.run import build
 from tests.idefics3 import SIDE_PX, make_network, make_tokenizer, save_idefics3
 from tests.policies import batch_of, make_policy, update_gradients
 from tests.reference import largest_relative_difference
@@ -288,7 +288,7 @@ def test_a_name_of_ours_is_refused(group: str, name: str, setting: str, site: Pa
 
 def test_a_package_that_was_imported_takes_no_name_of_ours(site: Path) -> None:
     code = (
-        "from typing import Literal\nfrom fovea.config.algorithm_parts import SapoLoss\n"
+        "from typing import Literal\nfrom fovea.config.algorithm import SapoLoss\n"
         "class Part(SapoLoss):\n"
         "    name: Literal['clip'] = 'clip'\n    extra: int = 1\n    def policy_loss(self): ...\n"
     )
@@ -312,7 +312,7 @@ def test_a_name_of_two_packages_is_refused(plus: Path) -> None:
         ),
         ("Part = 1\n", "part is registered as 1, which does not fit; register a class that derives from fovea.config"),
         (
-            "from fovea.config.algorithm_parts import LossSettings\nclass Part(LossSettings):\n    name: str = ''\n",
+            "from fovea.config.algorithm import LossSettings\nclass Part(LossSettings):\n    name: str = ''\n",
             "with the line `name: Literal['part'] = 'part'`",
         ),
     ],

@@ -15,9 +15,8 @@ from fovea.errors import DataError, MicrobatchMemoryError
 from fovea.loop import take_step, train
 from fovea.metrics.log import read_metrics
 from fovea.run import lifecycle
-from fovea.run.checkpoint import Checkpoints
+from fovea.run.checkpoint import Checkpoints, write_manifest
 from fovea.run.lifecycle import begin
-from fovea.run.manifest import write_manifest
 from fovea.run.microbatches import MicrobatchTokens, left_limit
 from fovea.run.rollout_step import training_sampling
 from fovea.run.state import TrainState

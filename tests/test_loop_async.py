@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from fovea import loop
-from fovea.cluster.weights import SyncReport
 from fovea.data.bad_rows import BAD_ROWS_FILE, BadRows
-from fovea.data.epochs import EpochOrder
+from fovea.data.order import EpochOrder
 from fovea.environments.prompt_source import PromptSource
 from fovea.errors import BadRowError, ConfigError, EngineError, TrainError
 from fovea.loop_async import train
@@ -23,6 +22,7 @@ from fovea.run.ahead import next_barrier
 from fovea.run.checkpoint import Checkpoints
 from fovea.run.context import Run
 from fovea.types import Batch, Completion, Message, Metrics, Request, Task
+from fovea.weights.base import SyncReport
 from tests.fakes import BanditEngine, BanditEnvironment, BanditPolicy, BanditRenderer, bandit_run, staged_run
 from tests.runs import untimed
 

@@ -20,7 +20,7 @@ CELL_SECONDS = 120
 TRAIN = f"""
 from pathlib import Path
 
-from fovea.build.run import build
+from fovea.wiring.run import build
 from fovea.config.loading import load_config
 from fovea.loop import train
 
@@ -79,7 +79,7 @@ def test_a_run_trains_and_is_evaluated_in_cells(notebook: Notebook) -> None:
     assert "step 2/2" in trained.text
     assert (notebook.folder / "run" / "summary.json").is_file()
     evaluated = notebook.run(
-        "from fovea.eval_targets import OutputFiles, evaluate_targets\n"
+        "from fovea.commands.evaluate import OutputFiles, evaluate_targets\n"
         "files = OutputFiles(json_file=Path('eval.json'))\n"
         "len(evaluate_targets(['run', 'majority'], [], recipe=None, split='test', output_files=files))"
     )
@@ -91,7 +91,7 @@ def test_a_file_is_graded_in_a_cell(notebook: Notebook) -> None:
     (notebook.folder / "answers.jsonl").write_text(json.dumps({"prediction": r"\boxed{3}", "truth": "3"}) + "\n")
     graded = notebook.run(
         "from pathlib import Path\n"
-        "from fovea.evaluation.grade_file import grade_file\n"
+        "from fovea.commands.grade import grade_file\n"
         "grade_file('geo3k', Path('answers.jsonl'), print).mean_score"
     )
     assert graded.error is None, graded.text

@@ -13,7 +13,6 @@ import pytest
 import yaml
 from PIL import Image
 
-from fovea.build.run import build
 from fovea.cli.main import sort_words
 from fovea.config.loading import load_config
 from fovea.errors import ScoreError
@@ -21,6 +20,7 @@ from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.metrics.names import undefined
 from fovea.report.samples import read_samples
+from fovea.wiring.run import build
 from tests.data.web import served
 
 ROOT = Path(__file__).parents[1]
@@ -114,7 +114,7 @@ def test_a_broken_reward_ends_a_run_before_its_model_is_loaded(monkeypatch: pyte
     def load(*_: object) -> None:
         raise AssertionError("the model is loaded")
 
-    monkeypatch.setattr("fovea.build.run.locate_model", load)
+    monkeypatch.setattr("fovea.wiring.run.locate_model", load)
     Path("broken.py").write_text("def score(task, text, images):\n    return task.anwser\n", encoding="utf-8")
     with pytest.raises(ScoreError, match=r"broken\.py:score raised AttributeError: .* at broken\.py:2; fix it"):
         build(load_config([], [*SMALL, *SHAPES, "reward=broken.py:score"]))

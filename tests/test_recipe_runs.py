@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fovea.build.run import build
 from fovea.config.loading import load_config
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
+from fovea.wiring.run import build
 from tests.environments.files import COLOURS, row, square
 from tests.runs import HASH_REWARD
 

@@ -61,7 +61,7 @@ def to_be_run(root: Path) -> set[str]:
         ("fovea/train/megatron/policy.py", {"megatron"}),
         ("fovea/cluster/ray.py", {"vllm", "sglang", "megatron", "kill"}),
         ("fovea/types.py", {"vllm", "sglang", "megatron", "kill"}),
-        ("fovea/view/app.py", {"browser"}),
+        ("fovea/view/server.py", {"browser"}),
         ("fovea/smolvl/network.py", {"talk"}),
         ("fovea/algorithms/kl.py", set()),
         ("fovea/models/torch_versions.py", {"oldest", "newest"}),
@@ -83,9 +83,9 @@ def test_a_new_and_a_renamed_file_are_changes(tree: Path) -> None:
     (tree / "fovea/view/new.py").touch()
     assert to_be_run(tree) == {"browser"}
     (tree / "fovea/view/new.py").unlink()
-    (tree / "fovea/view/app.py").rename(tree / "fovea/view/renamed.py")
+    (tree / "fovea/view/server.py").rename(tree / "fovea/view/renamed.py")
     assert to_be_run(tree) == {"browser"}
-    (tree / "fovea/view/renamed.py").rename(tree / "fovea/view/app.py")
+    (tree / "fovea/view/renamed.py").rename(tree / "fovea/view/server.py")
 
 
 def test_a_missing_and_a_forged_line_run_the_suite(tree: Path) -> None:
@@ -108,7 +108,7 @@ def test_a_missing_and_a_forged_line_run_the_suite(tree: Path) -> None:
 
 
 def test_a_suite_that_fails_or_whose_files_change_meanwhile_is_not_noted(tree: Path) -> None:
-    file = tree / "fovea/view/app.py"
+    file = tree / "fovea/view/server.py"
     before = file.read_bytes()
     file.write_bytes(before + b"\n")
     assert suites(tree, "run", "browser", "false") == 1

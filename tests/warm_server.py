@@ -15,10 +15,6 @@ from typing import Any
 
 import numpy as np
 
-import fovea.build.run
-import fovea.cli.main
-import fovea.loop  # noqa: F401
-
 MAX_REQUEST_BYTES = 1 << 20
 
 

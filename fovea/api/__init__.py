@@ -3,9 +3,9 @@
 from fovea.api.runs import TrainedRun, load_run
 from fovea.api.targets import evaluate, export
 from fovea.api.trainers import GRPO, PPO
+from fovea.commands.exporting.export import Exported
 from fovea.errors import FoveaError
 from fovea.evaluation.comparison import TargetMetrics
-from fovea.exporting.export import Exported
 from fovea.run.callbacks import EvalRecord, StepRecord
 from fovea.types import Score, Task
 

@@ -10,18 +10,16 @@ from typing import Any, TypeAlias, get_args
 
 import torch
 
-from fovea.api.objects import RewardArgument, code_settings, given_code
 from fovea.api.recipes import Recipe, recipe_files
-from fovea.api.rows import ASKED
 from fovea.api.runs import TrainedRun
-from fovea.api.settings import overrides_of
+from fovea.api.settings import ASKED, RewardArgument, code_settings, given_code, overrides_of
+from fovea.commands.evaluate import OutputFiles, evaluate_targets
+from fovea.commands.exporting.export import Exported
+from fovea.commands.exporting.export import export as export_model
 from fovea.data.rows import InMemory
 from fovea.environments.base import Split
 from fovea.errors import ConfigError
-from fovea.eval_targets import OutputFiles, evaluate_targets
 from fovea.evaluation.comparison import TargetMetrics
-from fovea.exporting.export import Exported
-from fovea.exporting.export import export as export_model
 
 Target: TypeAlias = str | os.PathLike[str] | TrainedRun
 

@@ -11,26 +11,34 @@ from typing import Any, ClassVar, Never
 from typing_extensions import Unpack
 
 from fovea import loop, loop_async
-from fovea.api.objects import RewardArgument, code_settings, given_code, model_settings
 from fovea.api.recipes import Recipe, recipe_files
-from fovea.api.rows import RowsArgument, RowsArguments
 from fovea.api.runs import TrainedRun, load_run
-from fovea.api.settings import Settings, is_set, overrides_of
+from fovea.api.settings import (
+    RewardArgument,
+    RowsArgument,
+    RowsArguments,
+    Settings,
+    code_settings,
+    given_code,
+    is_set,
+    model_settings,
+    overrides_of,
+)
 from fovea.api.targets import Target, evaluate, export, restored_threads
-from fovea.build.given import check_takes_rows
-from fovea.build.run import build
-from fovea.build.workers import serve_driver
+from fovea.commands.exporting.export import Exported, check_empty
 from fovea.config.loading import environment_of, load_run_config
 from fovea.config.run import Config
 from fovea.data.rows import InMemory
 from fovea.environments.base import Split
 from fovea.errors import ConfigError
 from fovea.evaluation.comparison import TargetMetrics
-from fovea.exporting.export import Exported, check_empty
 from fovea.run.callbacks import Callbacks, OnEval, OnStep
 from fovea.run.context import Run
 from fovea.run.run_dir import has_checkpoint
 from fovea.utils.launch import check_torchrun, is_worker
+from fovea.wiring.given import check_takes_rows
+from fovea.wiring.run import build
+from fovea.wiring.workers import serve_driver
 
 
 class Trainer:

@@ -10,8 +10,7 @@ from typing import Annotated
 
 import typer
 
-from fovea.cli.errors import one_line_errors
-from fovea.cli.options import Debug
+from fovea.cli.texts import Debug, one_line_errors
 from fovea.cluster.ray_token import has_token, make_token, token_path, use_token
 from fovea.errors import ClusterError, MissingExtraError
 from fovea.utils.installing import pip_install

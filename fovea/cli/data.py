@@ -11,8 +11,7 @@ from typing import Annotated
 
 import typer
 
-from fovea.cli.errors import one_line_errors
-from fovea.cli.options import Debug, Quiet
+from fovea.cli.texts import Debug, Quiet, one_line_errors
 
 app = typer.Typer(help="Fetch or render a data set.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -118,7 +117,7 @@ def caption(
 ) -> None:
     """Render scenes with one to five captions each, offline."""
     with one_line_errors(debug=debug):
-        from fovea.environments.data_sets.captions import write_captions
+        from fovea.environments.data_sets.scenes import write_captions
 
         _say("drawing scenes ...", quiet)
         _report(
@@ -167,7 +166,7 @@ def shapes(
     Training does not need them: the recipe generates its own.
     """
     with one_line_errors(debug=debug):
-        from fovea.environments.data_sets.shapes import write_shapes
+        from fovea.environments.data_sets.scenes import write_shapes
 
         _say("drawing scenes ...", quiet)
         files = write_shapes(

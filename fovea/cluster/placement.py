@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fovea.config.cluster import Cluster
+from fovea.config.sections import Cluster
 from fovea.errors import ConfigError
 from fovea.train.ranks import Ranks, check_replicas
 

@@ -26,13 +26,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs leave it out
 
-from fovea.cluster.heartbeat import beating
 from fovea.cluster.loopback import gloo_on_loopback, is_loopback, listen_at, running_cluster
 from fovea.cluster.ray_token import make_token
 from fovea.cluster.remote import RemoteWorker, serve
 from fovea.cluster.workers import Worker
-from fovea.config.cluster import Cluster
+from fovea.config.sections import Cluster
 from fovea.errors import ClusterError, ConfigError, FoveaError, MissingExtraError
+from fovea.processes.heartbeat import beating
 from fovea.utils.installing import pip_install
 from fovea.utils.malloc import GPU_ALLOCATOR
 

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fovea.cluster.messages import Share, SharedArguments
-from fovea.cluster.weights import SyncReport
 from fovea.cluster.workers import Call, WorkerHandle, Workers, call_each
 from fovea.errors import EngineError, LostEngineError, LostWorkerError
+from fovea.processes.messages import Share, SharedArguments
 from fovea.train.base import ModelFacts, Needs, Pair
-from fovea.train.deal import ImageKeys, ImagesByRank
+from fovea.train.row_assignment import ImageKeys, ImagesByRank
 from fovea.types import Batch, Completion, Metrics, Request
 from fovea.utils.lru_cache import LRUCache
+from fovea.weights.base import SyncReport
 
 MAX_KEPT = 1 << 16
 """Requests whose engine is remembered: more than a step has, and few where engines that train nothing never sleep."""

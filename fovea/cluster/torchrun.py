@@ -17,11 +17,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from fovea.cluster.connection import ConnectionLine
 from fovea.cluster.loopback import gloo_on_loopback
-from fovea.cluster.messages import Packing
-from fovea.cluster.remote import RemoteWorker
+from fovea.cluster.remote import ConnectionLine, RemoteWorker
 from fovea.errors import ClusterError
+from fovea.processes.messages import Packing
 from fovea.train.ranks import Ranks
 from fovea.utils.launch import end_with_torchrun, local_rank, num_local_processes, num_processes
 from fovea.utils.malloc import GPU_ALLOCATOR

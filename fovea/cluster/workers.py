@@ -7,19 +7,22 @@ the workers that they concern make them in the same order.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
+import re
+from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import isawaitable
 from typing import Any, Literal, Protocol
 
-from fovea.cluster.collective_errors import lost_ranks
-from fovea.cluster.local import LocalPolicy
-from fovea.cluster.messages import Share
-from fovea.cluster.weights import WeightSync
-from fovea.errors import LostEngineError, LostRankError, LostWorkerError
+import torch.distributed as dist
+
+from fovea.errors import FoveaError, LostEngineError, LostRankError, LostWorkerError
 from fovea.metrics.log import peak_gib
+from fovea.processes.messages import Share
 from fovea.rollout.base import Engine, HasProcesses
 from fovea.train.base import ModelFacts
+from fovea.weights.base import WeightSync
+from fovea.weights.local import LocalPolicy
 
 Service = Literal["policy", "engine", "weight_sync", "worker"]
 
@@ -268,3 +271,28 @@ class Workers:
             await asyncio.gather(*(handle.close() for handle in self._all))
         finally:
             self._release()
+
+
+_TIMEOUT = re.compile("timed out|timeout", re.IGNORECASE)
+
+
+@contextmanager
+def lost_ranks(call: str) -> Iterator[None]:
+    """A call in which LostRankError takes the place of errors of the process group."""
+    try:
+        yield
+    except FoveaError:
+        raise
+    except RuntimeError as error:
+        # gloo has no error type of its own
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            raise
+        if _TIMEOUT.search(str(error)):
+            raise LostRankError(
+                f"a collective call in {call} did not end within cluster.collective_timeout_seconds, so that a rank is "
+                "stuck or lost; start again to go on from the last checkpoint, or raise it where a call is that long"
+            ) from error
+        raise LostRankError(
+            f"another rank has left a collective call in {call}; its own message, if it had time for one, is above; "
+            "start again to go on from the last checkpoint"
+        ) from error

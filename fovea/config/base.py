@@ -23,7 +23,7 @@ from pydantic.fields import FieldInfo
 
 from fovea.errors import ConfigError
 from fovea.utils import entry_points
-from fovea.utils.urls import http_parts
+from fovea.utils.addresses import http_parts
 
 T = TypeVar("T")
 Tree: TypeAlias = dict[str, Any]

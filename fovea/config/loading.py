@@ -34,9 +34,19 @@ from fovea.config.base import (
     sections_of,
     variant_of,
 )
-from fovea.config.describe import describe, full_key, moved_key, unknown_key, unknown_name
+from fovea.config.describe import (
+    allowed_at,
+    describe,
+    full_key,
+    has_setting,
+    is_at_or_below,
+    listed,
+    moved_key,
+    settings,
+    unknown_key,
+    unknown_name,
+)
 from fovea.config.elsewhere import hint_for, hint_for_last_name
-from fovea.config.listing import allowed_at, has_setting, is_at_or_below, listed, settings
 from fovea.config.recipes import Override, read_override, read_recipe, write_yaml
 from fovea.config.run import Config
 from fovea.config.splits import ROWS_FOLDER

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 from fovea.config.algorithm import Algorithm
 from fovea.config.backends import MegatronBackend
-from fovea.config.cluster import Cluster
 from fovea.config.model import Model
-from fovea.config.sections import Train
+from fovea.config.sections import Cluster, Train
 
 ONE_RATE = "its optimizer has one learning rate for all weights"
 

@@ -13,8 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from fovea.config.algorithm import Algorithm
-from fovea.config.algorithm_parts import KlInReward
+from fovea.config.algorithm import Algorithm, KlInReward
 from fovea.config.backends import EmbeddedEngine, EngineUse, VllmServersEngine
 from fovea.config.base import (
     FiniteFloat,
@@ -26,13 +25,15 @@ from fovea.config.base import (
     Tree,
     refuse,
 )
-from fovea.config.cluster import Cluster
-from fovea.config.curriculum import Curriculum, GeoSpotEnvironment
 from fovea.config.environments import (
     CaptionEnvironment,
+    Curriculum,
+    EnvironmentConfig,
     FileEnvironment,
     Geo3kEnvironment,
+    GeoSpotEnvironment,
     Judge,
+    MixtureEnvironment,
     OwnEnvironment,
     PartEnvironment,
     RewardModel,
@@ -42,12 +43,22 @@ from fovea.config.environments import (
     VqaEnvironment,
 )
 from fovea.config.megatron_checks import megatron_complaints
-from fovea.config.mixture import EnvironmentConfig, MixtureEnvironment
 from fovea.config.model import Lora, Model, TinyModel
-from fovea.config.model_reward import ModelReward, SecondOpinion
-from fovea.config.plan import Plan
 from fovea.config.rewards import RewardPlace, list_complaints, process_complaints, reward_tuple
-from fovea.config.sections import Checkpoint, Data, Evaluate, Log, Parity, Rollout, Train, Warmup
+from fovea.config.sections import (
+    Checkpoint,
+    Cluster,
+    Data,
+    Evaluate,
+    Log,
+    ModelReward,
+    Parity,
+    Plan,
+    Rollout,
+    SecondOpinion,
+    Train,
+    Warmup,
+)
 from fovea.config.splits import SplitFiles
 
 # part of the tree, from files of their own

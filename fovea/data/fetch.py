@@ -7,22 +7,212 @@ check the address. Bodies are taken as they are sent, never decompressed.
 from __future__ import annotations
 
 import hashlib
+import ipaddress
+import socket
 import ssl
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, TypeVar
-from urllib.parse import urljoin
+from threading import Lock
+from typing import Any, BinaryIO, TypeVar
+from urllib.parse import urljoin, urlsplit
 
 import httpcore2
 import httpx2
 
 from fovea import __version__
-from fovea.data.pinned_network import Deadline, PinnedNetwork
 from fovea.errors import BadRowError
 from fovea.utils.files import complete_bytes, delete_abandoned, write_atomically
+
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_LOCAL_NAT64 = ipaddress.ip_network("64:ff9b:1::/48")
+"""Translated as each network chooses (RFC 8215), and public to Python before 3.13, as site-local addresses are."""
+_EMBEDDED = (
+    ipaddress.ip_network("::/96"),  # IPv4-compatible addresses (RFC 4291, 2.5.5.1), deprecated
+    ipaddress.ip_network("::ffff:0:0:0/96"),  # IPv4-translated addresses (RFC 2765, 2.1), for translators of a network
+)
+"""Some networks lead these to the IPv4 address inside; to Python they are public."""
+_AZURE_HOST = ipaddress.ip_address("168.63.129.16")
+"""The host of every virtual machine of Azure, reachable from nowhere else ("What is IP address 168.63.129.16?")."""
+
+
+class Deadline:
+    """A point in time that all operations of a transfer share."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    def seconds_left(self) -> float:
+        """Time until the deadline, above 0; httpcore2.TimeoutException once it has passed."""
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise httpcore2.TimeoutException("the deadline has passed")
+        return left
+
+
+class PinnedNetwork(httpcore2.NetworkBackend):
+    """TCP connections to public addresses, or to any with `allow_private_addresses`, until a deadline.
+
+    A private address is a BadRowError naming `where`; failures of the network are httpcore2's exceptions.
+    """
+
+    def __init__(self, where: str, deadline: Deadline, *, allow_private_addresses: bool) -> None:
+        self._where = where
+        self._deadline = deadline
+        self._allow_private_addresses = allow_private_addresses
+        self._sockets = httpcore2.SyncBackend()
+
+    def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[httpcore2.SOCKET_OPTION] | None = None,
+    ) -> httpcore2.NetworkStream:
+        address = self._resolved(host, port)
+        stream = self._sockets.connect_tcp(address, port, self._deadline.seconds_left(), local_address, socket_options)
+        return _TimedStream(stream, self._deadline)
+
+    def _resolved(self, host: str, port: int) -> str:
+        """The first address of a host name, all of whose addresses must be allowed."""
+        try:
+            found = [str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+        except (OSError, UnicodeError) as error:
+            raise httpcore2.ConnectError(str(error)) from error
+        private = [address for address in found if not is_public(address)]
+        if private and not self._allow_private_addresses:
+            raise BadRowError(
+                f"{self._where}: {host} is at {private[0]}, an address of this machine or a private network, which "
+                "rows may not reach; set data.allow_private_addresses=true if you trust the rows, or "
+                "data.on_bad_row=skip",
+                "url_private_address",
+            )
+        return found[0]
+
+
+class _TimedStream(httpcore2.NetworkStream):
+    """A stream whose every operation is given the time until the deadline.
+
+    A server that sends a byte now and then would never exceed a timeout that starts anew with each read.
+    """
+
+    def __init__(self, stream: httpcore2.NetworkStream, deadline: Deadline) -> None:
+        self._stream = stream
+        self._deadline = deadline
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        return self._stream.read(max_bytes, self._deadline.seconds_left())
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        self._stream.write(buffer, self._deadline.seconds_left())
+
+    def start_tls(
+        self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
+    ) -> httpcore2.NetworkStream:
+        stream = self._stream.start_tls(ssl_context, server_hostname, self._deadline.seconds_left())
+        return _TimedStream(stream, self._deadline)
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._stream.get_extra_info(info)
+
+
+def is_public(address: str) -> bool:
+    """Whether an IP address belongs to the open Internet, looking inside IPv6 addresses that wrap an IPv4 one."""
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address):
+        if ip in _LOCAL_NAT64 or ip.is_site_local or any(ip in network for network in _EMBEDDED):
+            return False
+        if ip in _NAT64:
+            return is_public(str(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)))
+        inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo[1] if ip.teredo else None)
+        if inner is not None:
+            return is_public(str(inner))
+    return ip.is_global and not ip.is_multicast and ip != _AZURE_HOST
+
+
+MAX_FAILURES = 3
+"""Images of one host that may fail in a row before it is given up for a while."""
+_OF_THE_HOST = ("url_timeout", "url_unreachable", "url_status_429", "url_status_5")
+"""Beginnings of the reasons that are the server's and not the image's."""
+
+
+@dataclass(slots=True)
+class _Host:
+    failures: int = 0
+    """In a row."""
+    given_up_until: float = 0.0
+    """On the clock."""
+
+
+class FailedHosts:
+    """A `read(url, where)` that answers at once for a host that failed MAX_FAILURES times in a row.
+
+    After `pause_seconds` one more image is asked of the host: it comes, or the host is given up again. `note` is told
+    of each host once. May be called from several threads.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[str, str], bytes],
+        pause_seconds: float,
+        note: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._read = read
+        self._pause_seconds = pause_seconds
+        self._note = note
+        self._clock = clock
+        self._hosts: dict[str, _Host] = {}
+        self._noted: set[str] = set()
+        self._lock = Lock()
+
+    def __call__(self, url: str, where: str) -> bytes:
+        """The content of a URL; BadRowError of `read`, or at once with the reason `url_host_failed`."""
+        name = urlsplit(url).netloc.rpartition("@")[2]
+        self._check(name, where)
+        try:
+            content = self._read(url, where)
+        except BadRowError as error:
+            if error.reason.startswith(_OF_THE_HOST):
+                self._failed(name, str(error))
+            raise
+        with self._lock:
+            self._hosts.pop(name, None)
+        return content
+
+    def _check(self, name: str, where: str) -> None:
+        with self._lock:
+            host = self._hosts.get(name)
+            left_seconds = host.given_up_until - self._clock() if host else 0.0
+        if host is not None and left_seconds > 0:
+            raise BadRowError(
+                f"{where}: {name} failed for {host.failures} images in a row and is asked again in "
+                f"{left_seconds:.0f} s (data.url_host_pause_seconds); bring it back, or set data.on_bad_row=skip",
+                "url_host_failed",
+            )
+
+    def _failed(self, name: str, error: str) -> None:
+        with self._lock:
+            host = self._hosts.setdefault(name, _Host())
+            host.failures += 1
+            given_up = self._pause_seconds > 0 and host.failures >= MAX_FAILURES
+            if given_up:
+                host.given_up_until = self._clock() + self._pause_seconds
+            is_new = given_up and name not in self._noted
+            if is_new:
+                self._noted.add(name)
+        if is_new:
+            self._note(
+                f"{name} failed for {MAX_FAILURES} images in a row, the last one: {error.partition('; ')[0]}; "
+                f"its images count as bad rows, and it is asked for one every {self._pause_seconds:g} s"
+            )
+
 
 _REDIRECTS = {301, 302, 303, 307, 308}
 _TRY_AGAIN = {429, 500, 502, 503, 504}

@@ -21,14 +21,11 @@ from typing import Any, TypeAlias, overload
 from fovea.data.cells import image_refs
 from fovea.data.fetch import UrlLimits
 from fovea.data.images import is_url
-from fovea.data.readers.base import Table, near_files
-from fovea.data.readers.columns import check_columns, check_unique
-from fovea.data.readers.folder import ImageFolder, metadata_of
-from fovea.data.readers.frame import InMemory, MemoryTable, is_dataset
+from fovea.data.readers.base import Table, check_columns, check_unique, near_files
+from fovea.data.readers.frame import ImageFolder, InMemory, MemoryTable, is_dataset, metadata_of
 from fovea.data.readers.lines import csv_rows, json_array, json_lines
 from fovea.data.readers.parquet import GroupCache, ParquetTable
-from fovea.data.readers.part import part_of, split_part
-from fovea.data.readers.remote import expand, local_copy
+from fovea.data.readers.remote import expand, local_copy, part_of, split_part
 from fovea.errors import DataError, MissingExtraError
 from fovea.utils.installing import pip_install
 

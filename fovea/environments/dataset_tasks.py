@@ -13,12 +13,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
-from fovea.config.run import FileEnvironment
+from fovea.config.run import FileEnvironment, RowsEnvironment
 from fovea.data.order import LazyTasks, Place
-from fovea.data.readers.base import listed
-from fovea.data.readers.columns import nearest
+from fovea.data.readers.base import listed, nearest
 from fovea.data.rows import RowAccess, Rows, image_refs, open_rows
-from fovea.environments.base import Split
+from fovea.environments.base import Environment, Split
 from fovea.environments.dataset_prompts import (
     Texts,
     bad_row,
@@ -30,6 +29,7 @@ from fovea.environments.dataset_prompts import (
     texts_of,
 )
 from fovea.environments.file_splits import FileSplits
+from fovea.environments.graders.base import Grader
 from fovea.errors import BadRowError, DataError
 from fovea.types import Message, Task
 
@@ -223,3 +223,28 @@ def image_cells(row: Row, settings: FileEnvironment) -> list[object]:
     if not settings.names_images:
         keys = tuple(key for key in keys if key in row)[:1]
     return [row.get(key) for key in keys]
+
+
+class OwnRows(Environment):
+    """The environment `rows`; see `config.RowsEnvironment`."""
+
+    def __init__(self, config: RowsEnvironment, access: RowAccess, *, imitated: bool = False) -> None:
+        """With `imitated`, for a warm-up, a row without an answer is a bad row."""
+        self._files = FileTasks(config, access, read_answer=plain_answer if imitated else answer_or_none)
+        self.graders: tuple[Grader, ...] = ()
+        self.answer_key = config.answer_key
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        return self._files.tasks(split)
+
+    def prompt(self, task: Task) -> Sequence[Message]:
+        return self._files.prompt(task)
+
+    def target(self, task: Task) -> str:
+        return task.answer
+
+
+def answer_or_none(cell: object, where: str) -> str:
+    """The answer of a cell that holds a text or a number, else an empty text: the reward finds the cell in the row."""
+    is_number = isinstance(cell, int | float) and not isinstance(cell, bool)
+    return plain_answer(cell, where) if is_number or (isinstance(cell, str) and cell.strip()) else ""

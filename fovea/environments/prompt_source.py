@@ -9,13 +9,12 @@ from functools import partial
 from typing import Literal, Protocol, TypeVar
 
 from fovea.data.bad_rows import BadRows
-from fovea.data.epochs import RowOrder
-from fovea.data.order import Place, place_of
+from fovea.data.order import Place, RowOrder, place_of
 from fovea.environments.base import Environment
 from fovea.errors import BadRowError, DataError
 from fovea.types import Message, Prompt, Task
+from fovea.utils.event_loop import Prefetch
 from fovea.utils.lru_cache import LRUCache
-from fovea.utils.prefetch import Prefetch
 
 MAX_BAD_IN_A_ROW = 1000
 Made = TypeVar("Made")

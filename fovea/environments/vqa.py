@@ -16,9 +16,8 @@ from fovea.environments.base import Environment, Split
 from fovea.environments.dataset_prompts import plain_answer
 from fovea.environments.dataset_tasks import FileTasks
 from fovea.environments.graders.base import Grade, shown
-from fovea.environments.graders.vqa_answer import found_answer, soft_accuracy
-from fovea.environments.graders.vqa_choices import listed_options, option_letter, options_of, picked_letter, true_letter
-from fovea.environments.graders.vqa_claim import claim_of
+from fovea.environments.graders.vqa_claim import claim_of, found_answer, soft_accuracy
+from fovea.environments.graders.vqa_words import listed_options, option_letter, options_of, picked_letter, true_letter
 from fovea.types import Message, Score, Task, Turn
 
 

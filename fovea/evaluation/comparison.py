@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from fovea.evaluation.answer import SampledAnswer
 from fovea.evaluation.evaluator import AnsweredRow
-from fovea.evaluation.figures import parts_of
 from fovea.evaluation.statistics import (
     Difference,
     Estimate,
@@ -19,6 +18,7 @@ from fovea.evaluation.statistics import (
     majority,
     mean_estimate,
     paired_difference,
+    parts_of,
 )
 
 if TYPE_CHECKING:  # it imports torch, which pages and summaries do without

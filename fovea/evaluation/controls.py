@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -59,3 +61,84 @@ def _blank(ref: ImageRef, open_image: OpenImage) -> ImageRef:
     width, height = open_image(ref).size
     # one value seen from everywhere: those of all test images are held at once
     return replace(ref, source=np.broadcast_to(np.uint8(GREY), (height, width, 3)))
+
+
+PixelHash = Callable[[ImageRef], bytes]
+"""A function from an image to a hash of its size and pixels; DataError where it cannot be opened."""
+Say = Callable[[str], None]
+MAX_SAMPLE_SECONDS = 300.0
+"""Time for the sample of one split: images that are slow to come cut the sample short, and its share is said."""
+_SAY_EVERY_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Searched:
+    """How many rows of a split were looked at."""
+
+    rows: int
+    of: int
+
+    @property
+    def share(self) -> float:
+        return self.rows / max(self.of, 1)
+
+    def __str__(self) -> str:
+        if self.rows == self.of:
+            return f"all {self.of:,}"
+        return f"{self.rows:,} of {self.of:,} ({100 * self.share:.3g} %)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedImages:
+    """The result of a search."""
+
+    shared: int
+    """Test rows with an image that a training row has too, among the rows searched; bad rows count as none."""
+    test: Searched
+    train: Searched
+
+    def __str__(self) -> str:
+        searched = f"searched: {self.test} test rows, {self.train} training rows"
+        return f"{self.shared} test rows have an image that a training row has too ({searched})"
+
+
+def find_shared_images(
+    test: PromptSource, train: PromptSource, pixel_hash: PixelHash, *, sample_rows: int | None, say: Say
+) -> SharedImages:
+    """Search `sample_rows` rows of each split, None for all; a sample is the same for the same number of rows."""
+    of_test = _hashed(test, pixel_hash, sample_rows, partial(_say_of, say, "test"))
+    of_train = _hashed(train, pixel_hash, sample_rows, partial(_say_of, say, "training"))
+    shared = set().union(*of_test) & set().union(*of_train)
+    return SharedImages(
+        shared=sum(bool(hashes & shared) for hashes in of_test),
+        test=Searched(rows=len(of_test), of=len(test)),
+        train=Searched(rows=len(of_train), of=len(train)),
+    )
+
+
+def _hashed(source: PromptSource, pixel_hash: PixelHash, sample_rows: int | None, say: Say) -> list[set[bytes]]:
+    """Hashes of the images of each row that was looked at."""
+
+    def hashes(index: int) -> set[bytes]:
+        return {pixel_hash(ref) for ref in source.tasks[index].images}
+
+    found, indices = list[set[bytes]](), _sampled(len(source), sample_rows)
+    end = time.monotonic() + MAX_SAMPLE_SECONDS
+    for number, index in enumerate(indices):
+        if sample_rows is not None and time.monotonic() > end:
+            break
+        if number % _SAY_EVERY_ROWS == 0:
+            say(f"{number:,} of {len(indices):,}")
+        found.append(source.look(partial(hashes, index)) or set())
+    return found
+
+
+def _sampled(num_rows: int, sample_rows: int | None) -> Sequence[int]:
+    if sample_rows is None or sample_rows >= num_rows:
+        return range(num_rows)
+    # in the order of the files, which are read block by block
+    return sorted(random.Random(0).sample(range(num_rows), sample_rows))
+
+
+def _say_of(say: Say, split: str, count: str) -> None:
+    say(f"looking for test images in the training split: {count} {split} rows")

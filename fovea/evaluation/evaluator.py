@@ -11,7 +11,7 @@ from fovea.environments.graders.grading import Grading
 from fovea.environments.prompt_source import PromptSource
 from fovea.errors import ConfigError, ScoreError
 from fovea.evaluation.answer import SampledAnswer, sampled_answer
-from fovea.evaluation.figures import parts_of
+from fovea.evaluation.statistics import parts_of
 from fovea.rollout.base import Engine
 from fovea.rollout.collect import Interaction, collect
 from fovea.types import Episode, Evaluation, Sampling, Task

@@ -1,12 +1,13 @@
 """Definitions of all logged metrics: name, unit, meaning, and the range of a healthy run.
 
-docs/metrics.md is generated from them (`python -m fovea.metrics.docs > docs/metrics.md`). Tests check that the page is
+docs/metrics.md is generated from them (`python -m fovea.metrics.names > docs/metrics.md`). Tests check that the page is
 up to date, and that every key of real runs is defined. The definitions stand in names.yaml.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,3 +58,34 @@ def definition_of(key: str) -> Metric | None:
 def undefined(keys: Iterable[str]) -> list[str]:
     """The keys without a definition, sorted; `step` needs none."""
     return sorted({key for key in keys if key != "step" and definition_of(key) is None})
+
+
+HEAD = """\
+# Metrics
+
+The metrics that are logged at every step to `metrics.jsonl` and the trackers. This page is generated from
+[`fovea/metrics/names.yaml`](../fovea/metrics/names.yaml) by `python -m fovea.metrics.names > docs/metrics.md`:
+change it there.
+
+A metric that does not apply to a step is absent from its line. A value that is not finite is null. "Healthy" is what to
+expect of a run that goes well, not a promise: look for changes that you did not cause.
+"""
+
+
+def metrics_page() -> str:
+    """The Markdown text of docs/metrics.md."""
+    return "\n".join([HEAD, *map(_chapter, CHAPTERS)])
+
+
+def _chapter(chapter: Chapter) -> str:
+    head = ["| name | unit | what it is | healthy |", "|---|---|---|---|"]
+    return "\n".join([f"## {chapter.title}", "", *head, *map(_row, chapter.metrics), ""])
+
+
+def _row(metric: Metric) -> str:
+    cells = (f"`{metric.name}`", metric.unit, metric.meaning, metric.healthy)
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(metrics_page())

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fovea.models.vision.features import ImageFeatures
+from fovea.models.vision.feature_cache import ImageFeatures
 
 
 class LinearGroup(IntEnum):

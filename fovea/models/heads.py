@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fovea.models.kernels import Again, RmsNormFunction, gradients_of_norm, inverse_rms, rms_norm
 from fovea.models.rope import Rope, rotate, turned, turned_back
@@ -90,3 +90,22 @@ class NormAndRotate(torch.autograd.Function):
         normalised = ctx.read().view_as(gradient).float() * scale
         trained = ctx.needs_input_grad[1]
         return *gradients_of_norm(gradient, normalised, weight_D, scale, of_weight=trained), None, None, None
+
+
+class ValueHead(nn.Module):
+    """A float32 linear layer on the hidden states that predict the actions, initialised to 0."""
+
+    def __init__(self, width: int, *, detach_trunk: bool) -> None:
+        """With `detach_trunk` the value loss trains this layer only."""
+        super().__init__()
+        self._detach_trunk = detach_trunk
+        self.linear = nn.Linear(width, 1)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, hidden_AE: Tensor) -> Tensor:
+        """Values [A]."""
+        states_AE = hidden_AE.detach() if self._detach_trunk else hidden_AE
+        values_A1: Tensor = self.linear(states_AE.float())
+        # a copy, not a view: FSDP2 registers its backward hook on the tensor that a module returns
+        return values_A1[:, 0].clone()

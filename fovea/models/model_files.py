@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ from transformers.utils import logging
 
 from fovea.config.run import Model
 from fovea.errors import ModelError
-from fovea.utils.local_path import is_hub_id, near_folder
+from fovea.utils.addresses import is_hub_id, near_folder
 
 # an index may name pickles, which torch refuses, and a config a package that is not installed
 UNREADABLE: tuple[type[Exception], ...] = (
@@ -100,3 +101,22 @@ def no_progress_bar() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
+
+
+CONFIG = "tokenizer_config.json"
+GENERIC = {"TokenizersBackend": "PreTrainedTokenizerFast"}
+"""The class of a tokenizer that is all in tokenizer.json, by its name in transformers 5 and the one that both know."""
+
+
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Write a tokenizer of transformers as `save_pretrained` does, under the names that version 4 has for its settings.
+
+    Version 5 reads those too, while version 4 fails on the list and the class that version 5 writes.
+    """
+    tokenizer.save_pretrained(folder)
+    file = folder / CONFIG
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    settings["tokenizer_class"] = GENERIC.get(settings["tokenizer_class"], settings["tokenizer_class"])
+    if isinstance(settings.get("extra_special_tokens"), list):
+        settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+    file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from fovea.models.save import in_hub_layout, is_turned
+from fovea.models.load import in_hub_layout, is_turned
 from fovea.models.trainable import adapted_weights, factored_weights, merged
 from fovea.types import Shape
 

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from fovea.models.drawn_distribution import drawn_logprobs_
 from fovea.models.families.base import ModelFamily
 from fovea.models.policy_network import PolicyNetwork
-from fovea.models.shared_prefix.packed_row import PackedRow
+from fovea.models.shared_prefix.layout import PackedRow
 from fovea.types import PromptImage
 
 

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fovea.models.expert_load import ExpertLoad
+from fovea.models.decoder import ExpertLoad
 from fovea.models.families.registry import family_of
 from fovea.models.head_gradients import Slopes
+from fovea.models.heads import ValueHead
 from fovea.models.modules import config_of, language_model, projector_modules, vision_modules
-from fovea.models.shared_prefix.packed_row import PackedRow
+from fovea.models.shared_prefix.layout import PackedRow
 from fovea.models.token_logprobs import TokenScores, token_scores
-from fovea.models.value_head import ValueHead
 
 
 class PolicyNetwork(nn.Module):

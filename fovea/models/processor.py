@@ -13,8 +13,8 @@ from fovea.config.run import Model
 from fovea.errors import ModelError
 from fovea.models.families.base import ModelFamily
 from fovea.models.families.registry import family_of
+from fovea.models.model_files import CONFIG as TOKENIZER_CONFIG
 from fovea.models.model_files import check_folder, damaged_model, hub_options
-from fovea.models.tokenizer_files import CONFIG as TOKENIZER_CONFIG
 from fovea.models.transformers_versions import load_config, load_tokenizer
 from fovea.utils.config_keys import check_config_keys, optional_file, optional_json
 

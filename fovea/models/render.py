@@ -17,7 +17,7 @@ from fovea.data.images import OpensImages
 from fovea.errors import BadRowError, DataError
 from fovea.models.processor import Processor, token_id
 from fovea.types import ImageRef, Message, Prompt, PromptImage
-from fovea.utils.spelled_marks import special_marks
+from fovea.utils.shown_text import special_marks
 
 ANSWER = "the-answer-of-the-model"
 """Placeholder of an answer in the chat template, by which the text after an answer is found."""

@@ -18,10 +18,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTok
 
 from fovea.config.run import TinyModel
 from fovea.models.families.qwen_vl import IMAGE_PAD, ImageProcessor
-from fovea.models.model_files import no_progress_bar
+from fovea.models.load import save_in_hub_layout
+from fovea.models.model_files import no_progress_bar, save_tokenizer
 from fovea.models.processor import Processor, make_processor, token_id
-from fovea.models.save import save_in_hub_layout
-from fovea.models.tokenizer_files import save_tokenizer
 from fovea.models.transformers_versions import SPECIAL_TOKENS_KEY, rope_fields
 from fovea.utils.files import atomic_folder
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fovea.models.activation_tape import LinearGroup
 from fovea.models.decoder import DecoderLayer, GatedMlp, LayerCall, run_layer
 from fovea.models.experts import Experts
-from fovea.models.families.layer import LayerModules, MlpModules
+from fovea.models.families.base import LayerModules, MlpModules
 from fovea.models.heads import HeadNorm
 from fovea.models.kernels import Again
 from fovea.models.linear_factors import Factors, add_adapter, factors_of

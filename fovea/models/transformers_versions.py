@@ -19,7 +19,7 @@ import transformers
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from fovea.models.tokenizer_files import GENERIC
+from fovea.models.model_files import GENERIC
 
 OLD = int(transformers.__version__.split(".")[0]) < 5
 """True below transformers 5."""

@@ -27,7 +27,7 @@ from fovea.models.processor import load_processor
 from fovea.models.render import Renderer
 from fovea.types import ImageRef, Message
 from fovea.utils.config_keys import check_unquantized
-from fovea.utils.spelled_marks import special_marks, without_marks
+from fovea.utils.shown_text import special_marks, without_marks
 
 KEY = "model_reward.reward_model.path"
 """The setting that names the folder."""

@@ -16,21 +16,19 @@ from transformers import PreTrainedModel
 from fovea.errors import ModelError
 from fovea.models.activation_tape import LinearGroup
 from fovea.models.decoder import LayerCall, VisualResidual, decoder_shape
+from fovea.models.heads import ValueHead
 from fovea.models.kernel_set import TORCH_KERNELS, Kernels
 from fovea.models.kernels import use_fused_layers
 from fovea.models.modules import vision_tower
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.rope import Rope
 from fovea.models.shared_prefix.attention import Kernel, heads_of, row_attention, slow_attention_note
-from fovea.models.shared_prefix.packed_row import PackedRow
+from fovea.models.shared_prefix.layout import PackedRow
 from fovea.models.trained_layer import TrainedCall, use_layer_calls
 from fovea.models.transformers_versions import rotary_tables
-from fovea.models.value_head import ValueHead
 from fovea.models.vision.attention import slow_vision_note, use_segment_attention
-from fovea.models.vision.feature_cache import Encode, FeatureCache
-from fovea.models.vision.features import ImageFeatures, concatenate
-from fovea.models.vision.passes import PASS_PATCHES, image_passes
-from fovea.models.vision.tower_inputs import tower_heads
+from fovea.models.vision.feature_cache import Encode, FeatureCache, ImageFeatures, concatenate
+from fovea.models.vision.tower_inputs import PASS_PATCHES, image_passes, tower_heads
 from fovea.types import PromptImage
 
 

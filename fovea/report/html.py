@@ -9,26 +9,133 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from itertools import count
 from pathlib import Path
 from statistics import fmean
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from fovea.evaluation.statistics import Estimate, format_interval
-from fovea.evaluation.tables import percent_text
+from fovea.evaluation.statistics import Estimate, format_interval, shown_once
+from fovea.evaluation.tables import mean_text, percent_text
 from fovea.metrics.log import BESIDE_STEPS, read_metrics
 from fovea.report.about import CONFIG_FILE, SUMMARY_FILE, about, read_config, read_hints
-from fovea.report.figure_rows import figure_rows
 from fovea.report.images import read_image
-from fovea.report.records import SampleRecord
+from fovea.report.records import RecordedAnswer, RecordedImage, RecordedMessage, RecordedTurn, SampleRecord
 from fovea.report.samples import read_samples, sample_steps
-from fovea.report.shown_turns import ShownTurn, shown_turns
-from fovea.report.summary import Stage, SummaryJson, accuracy_at, by_type_at, read_summary
+from fovea.report.summary import (
+    EstimateJson,
+    FiguresJson,
+    Stage,
+    SummaryJson,
+    accuracy_at,
+    by_type_at,
+    estimate_from_json,
+    read_summary,
+)
 from fovea.types import Metrics
 from fovea.utils.files import write_atomically
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FigureRow:
+    """A mean over the test rows with its interval, as text: before RL (after a warm-up, if any) and after it."""
+
+    name: str
+    before: str
+    final: str
+    n: int
+
+
+def figure_rows(summary: SummaryJson) -> list[FigureRow]:
+    """Accuracy by image type, reward and parts on the test rows; none in summaries of earlier versions."""
+    if "test" not in summary:
+        return []
+    before = figures_json(summary["test"]["warmup"] or summary["test"]["before"])
+    final = figures_json(summary["test"]["final"])
+    return [
+        FigureRow(
+            name=label, before=estimate_text(before.get(name)), final=estimate_text(final[name]), n=final[name]["n"]
+        )
+        for name, label in shown_once((before, final)).items()
+    ]
+
+
+def figures_json(figures: FiguresJson | None) -> dict[str, EstimateJson]:
+    """Accuracy by image type, reward and its parts, by name; empty without figures."""
+    if figures is None:
+        return {}
+    types = {f"accuracy on {name}": value for name, value in figures["by_image_type"].items()}
+    reward = {"reward": figures["reward"]} if figures["reward"] else {}
+    return types | reward | figures["parts"]
+
+
+def estimate_text(value: EstimateJson | None) -> str:
+    """A mean with its interval; empty where there is none."""
+    return "" if value is None else mean_text(estimate_from_json(value))
+
+
+MAX_TURN_IMAGES = 4
+"""Images that the environment added, embedded of one answer; a bound on the size of the page."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownPart:
+    """A part of a message: its text, an image (PNG file), or a note in place of an image that is not embedded."""
+
+    text: str = ""
+    image: bytes | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownMessage:
+    """A message of the environment between two answers of the model."""
+
+    role: str
+    parts: tuple[ShownPart, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownTurn:
+    """The text of the model, and the messages before it (none in the first turn, whose prompt is shown above)."""
+
+    messages: tuple[ShownMessage, ...] = ()
+    text: str
+
+
+def shown_turns(run_dir: Path, record: SampleRecord, answer: RecordedAnswer) -> tuple[ShownTurn, ...]:
+    """The turns of an answer, one where a record of an older version kept the last text only."""
+    places = count(1)
+    prompt = {image.name: place for place, image in enumerate(record.images, start=1)}
+    turns = answer.turns or (RecordedTurn(text=answer.score.text),)
+    return tuple(
+        ShownTurn(
+            messages=tuple(_message(run_dir, message, prompt, places) for message in turn.messages), text=turn.text
+        )
+        for turn in turns
+    )
+
+
+def _message(run_dir: Path, message: RecordedMessage, prompt: dict[str, int], places: Iterator[int]) -> ShownMessage:
+    parts = (
+        ShownPart(text=part) if isinstance(part, str) else _image(run_dir, part, prompt, places)
+        for part in message.parts
+    )
+    return ShownMessage(role=message.role, parts=tuple(parts))
+
+
+def _image(run_dir: Path, image: RecordedImage, prompt: dict[str, int], places: Iterator[int]) -> ShownPart:
+    """An image of a message; those of the prompt stand beside the answers already."""
+    if image.name in prompt:
+        return ShownPart(note=f"image {prompt[image.name]} of the prompt")
+    if next(places) > MAX_TURN_IMAGES:
+        return ShownPart(note="another image, which `fovea view` shows")
+    png = read_image(run_dir, image.name)
+    return ShownPart(image=png) if png else ShownPart(note="an image whose file in samples/images is gone")
+
 
 REPORT_FILE = "report.html"
 MAX_SAMPLE_STEPS = 40
@@ -87,8 +194,11 @@ class SampleStep:
 
 def write_report(run_dir: Path) -> Path:
     """Write reward_curve.png and report.html of a run, finished or not; returns the path of report.html."""
-    from fovea.report.curve import CURVE_FILE, draw_curve  # noqa: PLC0415  matplotlib takes a second to import,
-    from fovea.report.panels import draw_panels  # noqa: PLC0415  which a run need not wait for before its first step
+    from fovea.report.panels import (  # noqa: PLC0415  matplotlib takes a second to import,
+        CURVE_FILE,
+        draw_curve,
+        draw_panels,
+    )
 
     metrics = read_metrics(run_dir)
     if metrics:

@@ -14,8 +14,7 @@ from rich.text import Text
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
 from fovea.errors import DataError
-from fovea.evaluation.figures import figures_of, shown_once
-from fovea.evaluation.statistics import Estimate, estimate, share_estimate
+from fovea.evaluation.statistics import Estimate, estimate, figures_of, share_estimate, shown_once
 from fovea.evaluation.tables import cell, mean_cell
 from fovea.types import Evaluation
 from fovea.utils.bounded import read_file

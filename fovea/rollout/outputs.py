@@ -9,11 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from fovea.errors import EngineError
-from fovea.rollout.detokenizer import CompletionText
-from fovea.types import Completion, FinishReason, Request
+from fovea.types import Completion, FinishReason, PromptImage, Request
 
 FINISHES: Mapping[str | None, FinishReason] = {"stop": "stop", "length": "length"}
 
@@ -99,3 +101,42 @@ def check_expansion(ours_L: NDArray[np.int64], engines: Sequence[int]) -> None:
             "they process images differently; give both the same image processor and the same model.min_pixels and "
             "model.max_pixels"
         )
+
+
+class CompletionText:
+    """Decodes completions of one tokenizer."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._stop_ids = frozenset(stop_ids)
+
+    def decode(self, token_ids: Sequence[int], stop: Sequence[str]) -> str:
+        """Text without special tokens, cut before the first stop string."""
+        text = self._plain(token_ids)
+        ends = [index for string in stop if (index := text.find(string)) >= 0]
+        return text[: min(ends)] if ends else text
+
+    def holds_stop(self, token_ids: Sequence[int], stop: Sequence[str]) -> bool:
+        """Whether a stop string occurs within the newest tokens, as many as can hold one."""
+        text = self._plain(token_ids[-self.tail_tokens(stop) :])
+        return any(string in text for string in stop)
+
+    def tail_tokens(self, stop: Sequence[str]) -> int:
+        """Number of newest tokens that is certain to contain any of the stop strings whole."""
+        # a token holds at least one byte, and a character at most four
+        return 4 * max(len(string) for string in stop) + 4
+
+    def _plain(self, token_ids: Sequence[int]) -> str:
+        if token_ids and token_ids[-1] in self._stop_ids:
+            token_ids = token_ids[:-1]
+        text = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        assert isinstance(text, str)
+        return text
+
+
+def stacked(images: Sequence[PromptImage]) -> dict[str, Tensor]:
+    """Patches [patches of all images, values] and grids [images, 3] of some images, by transformers' names."""
+    return {
+        name: torch.from_numpy(np.concatenate([np.atleast_2d(image.tensors[name]) for image in images]))
+        for name in ("pixel_values", "image_grid_thw")
+    }

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
-from fovea.rollout.engine_process import EngineProcess
+from fovea.processes.engine_process import EngineProcess
 from fovea.types import Completion, Request, Shape
-from fovea.utils.tensor_handles import handles
+from fovea.utils.tensor_records import handles
 
 
 class RemoteEngine:

@@ -7,28 +7,133 @@ hand, does not match its manifest: a run resumes from the checkpoint before it.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NoReturn
 
-from fovea.errors import DataError, FoveaError, broken_checkpoint
-from fovea.run.disk import folder_bytes, room_for
+from fovea.errors import DataError, FoveaError, TrainError, broken_checkpoint, first_line
 from fovea.run.fingerprint import library_versions
-from fovea.run.kept import Kept
-from fovea.run.manifest import MANIFEST, damage, write_manifest
 from fovea.run.run_dir import checkpoint_folders, holds_files, step_of
 from fovea.train.base import Policy
 from fovea.types import Metrics
-from fovea.utils.background import in_background
-from fovea.utils.bounded import read_file
+from fovea.utils.bounded import check_inside, check_tree, read_file
+from fovea.utils.event_loop import in_background
 from fovea.utils.files import atomic_folder
+
+MANIFEST = "manifest.json"
+
+
+def write_manifest(folder: Path) -> None:
+    """Write the manifest of all files in a folder."""
+    files = {
+        path.relative_to(folder).as_posix(): {key: measure(path) for key, measure in _MEASURES.items()}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != MANIFEST
+    }
+    (folder / MANIFEST).write_text(json.dumps(files, indent=1))
+
+
+def damage(folder: Path) -> str | None:
+    """The first difference between a folder and its manifest, such as `policy.json is missing`; None if it is whole."""
+    try:
+        check_tree(folder)
+        expected = json.loads(read_file(folder / MANIFEST))
+        for key, measure in _MEASURES.items():
+            for name, entry in expected.items():
+                check_inside(folder / name, folder)
+                if measure(folder / name) != entry[key]:
+                    return f"{name} is not as it was written"
+    except DataError as error:
+        return str(error).partition(";")[0]
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).relative_to(folder)} is missing"
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        return f"its {MANIFEST} cannot be read ({first_line(error)})"
+    return None
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+_MEASURES: Mapping[str, Callable[[Path], int | str]] = {"bytes": _size, "sha256": _sha256}
+"""By the name of the entry; the size, which costs nothing, comes first."""
+
+
+GIB = 2**30
+
+
+def folder_bytes(folder: Path) -> int:
+    """Size of all files in a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+@contextmanager
+def room_for(what: str, folder: Path, needed_bytes: int) -> Iterator[None]:
+    """A block that writes about so many bytes into an existing folder; TrainError where they do not fit.
+
+    Nothing is begun where less is free. The block may still fail: of others' files, a quota or a limit of file sizes
+    nothing is known before.
+    """
+    free_bytes = shutil.disk_usage(folder).free
+    figures = f"it needs about {_shown(needed_bytes)}, and {_shown(free_bytes)} are free in {folder}"
+    way_out = "make room there and go on with resume=auto"
+    if free_bytes < needed_bytes:
+        raise TrainError(f"there is no room for {what}: {figures}; {way_out}")
+    try:
+        yield
+    except OSError as error:
+        raise TrainError(f"{what} could not be written ({error.strerror or error}): {figures}; {way_out}") from error
+
+
+def _shown(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.1f} MiB"
+
+
+DEV_READING = "accuracy/dev"
+"""The metric by which a checkpoint is the best."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """Steps by which it is decided; part of every checkpoint."""
+
+    best_step: int | None = None
+    """Step of the best dev reading; None without `checkpoint.keep_best`, or before the first reading."""
+    best_reading: float = 0.0
+    skipped_since: int | None = None
+    """First step of the present run of skipped updates; None where the last update was taken."""
+
+    def after_step(self, step: int, metrics: Mapping[str, float], *, keep_best: bool) -> Kept:
+        """The same after another step, whose metrics hold a dev reading or not."""
+        kept = self
+        if not metrics.get("updates_skipped", 0.0):
+            kept = replace(kept, skipped_since=None)
+        elif kept.skipped_since is None:
+            kept = replace(kept, skipped_since=step)
+        reading = metrics.get(DEV_READING)
+        if keep_best and reading is not None and (kept.best_step is None or reading > kept.best_reading):
+            kept = replace(kept, best_step=step, best_reading=reading)
+        return kept
+
+    def steps(self, saved: Sequence[int]) -> set[int]:
+        """The steps, among those of saved checkpoints, whose checkpoints are kept."""
+        before = [step for step in saved if self.skipped_since is not None and step < self.skipped_since]
+        return {step for step in saved if step == self.best_step} | set(before[-1:])
+
 
 STATE = "state.json"
 FORMAT = 2

@@ -1,4 +1,4 @@
-"""The services and records of one run, made by `fovea.build`; the loop passes each stage those that it uses."""
+"""The services and records of one run, made by `fovea.wiring`; the loop passes each stage those that it uses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fovea.cluster.measured import MeasuredSync
 from fovea.config.run import Config
 from fovea.data.bad_rows import BadRows
 from fovea.data.images import OpenImage
@@ -22,10 +21,11 @@ from fovea.run.checkpoint import Checkpoint, Checkpoints
 from fovea.run.fingerprint import Fingerprint
 from fovea.run.parity_push import TakenPush
 from fovea.run.rollout_step import TaskStream
-from fovea.run.signal_watch import SignalWatch
+from fovea.run.signals import SignalWatch
 from fovea.run.warmup import Warmup
 from fovea.train.base import Policy
 from fovea.types import PromptImage
+from fovea.weights.local import MeasuredSync
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

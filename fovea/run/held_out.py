@@ -8,10 +8,15 @@ from typing import Literal
 
 from fovea.data.pixel_hashes import pixel_hashes
 from fovea.errors import TrainError
-from fovea.evaluation.answers_file import write_answers
-from fovea.evaluation.controls import usable_tasks, with_blank_images, with_shuffled_images
-from fovea.evaluation.figures import sampled_dev_metrics
-from fovea.evaluation.shared_images import SharedImages, find_shared_images
+from fovea.evaluation.controls import (
+    SharedImages,
+    find_shared_images,
+    usable_tasks,
+    with_blank_images,
+    with_shuffled_images,
+)
+from fovea.evaluation.json_file import write_answers
+from fovea.evaluation.statistics import sampled_dev_metrics
 from fovea.run.callbacks import EvalRecord
 from fovea.run.context import Run
 from fovea.run.rollout_step import evaluation_sampling

@@ -10,10 +10,10 @@ from time import perf_counter
 from typing import Any, NoReturn
 
 from fovea.algorithms.kl import next_kl_coef
-from fovea.config.algorithm_parts import KlInReward
+from fovea.config.algorithm import KlInReward
 from fovea.config.run import Config
 from fovea.errors import FoveaError
-from fovea.evaluation.figures import dev_metrics
+from fovea.evaluation.statistics import dev_metrics
 from fovea.metrics.log import peak_memory
 from fovea.metrics.throughput import rates
 from fovea.report.about import SUMMARY_FILE, add_hint, read_hints, write_versions
@@ -25,15 +25,12 @@ from fovea.run.context import Run
 from fovea.run.fingerprint import library_versions
 from fovea.run.held_out import evaluate_controls, evaluate_test, read_dev, sample_dev, search_shared_images
 from fovea.run.microbatches import MicrobatchTokens, leaving_limit, left_limit, limit_of
-from fovea.run.parity import read_parity
-from fovea.run.parity_gate import check_push, pass_parity_gate
+from fovea.run.parity import check_push, pass_parity_gate, read_parity
 from fovea.run.parity_reading import ParityReading
-from fovea.run.position import go_to, position_of
 from fovea.run.rollout_step import cut_unscored, unscored_bytes
 from fovea.run.run_dir import link_latest
-from fovea.run.signal_watch import too_few_rows
-from fovea.run.signals import Stop, ending_signals
-from fovea.run.state import TrainState
+from fovea.run.signals import Stop, ending_signals, too_few_rows
+from fovea.run.state import TrainState, go_to, position_of
 from fovea.run.warmup import warm_up
 from fovea.types import Evaluation, Group, Metrics
 

@@ -20,12 +20,22 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
+from fovea.errors import ParityError
 from fovea.run.context import Run
-from fovea.run.parity_faults import faulty_groups
+from fovea.run.parity_faults import PromptKind, faulty_groups, usable_prompts
 from fovea.run.parity_push import Array, Columns, engine_logprobs
-from fovea.run.parity_reading import DrawnToken, FaultReading, Gap, KindReading, ParityReading, nan_as_infinity
-from fovea.run.parity_rows import PromptKind, usable_prompts
-from fovea.run.parity_samples import draw, kind_of, score
+from fovea.run.parity_reading import (
+    DrawnToken,
+    FaultReading,
+    Gap,
+    KindReading,
+    ParityReading,
+    draw,
+    kind_of,
+    nan_as_infinity,
+    parity_failure,
+    score,
+)
 from fovea.types import SampleGroup
 from fovea.utils.files import json_number, write_atomically
 
@@ -192,3 +202,28 @@ def _kind_json(kind: KindReading) -> dict[str, object]:
     }
     means = _gap_json(kind) | {"max_abs": json_number(kind.worst.gap)}
     return {"kind": kind.kind, "prompts": kind.prompts, "tokens": kind.tokens, **means, "worst_token": worst}
+
+
+async def pass_parity_gate(run: Run, version: int) -> None:
+    """Measure parity, write parity.json and print one line; ParityError beyond the limit."""
+    if run.config.parity.prompts == 0:
+        return
+    run.progress.stage("comparing the log-probs of engine and trainer")
+    reading = await read_parity(run, version)
+    write_parity(run.folder, reading, version)
+    run.progress.print(summary_line(reading))
+    # a push frees the activations that the engine recorded of these completions
+    await run.weight_sync.push(version)
+    if not reading.passed:
+        raise ParityError(parity_failure(reading))
+
+
+async def check_push(run: Run, version: int) -> None:
+    """Compare log-probs of two rows after a push to an engine that holds a copy of the weights; ParityError."""
+    is_copy = run.weight_sync.metrics.get("transfer/weights_mib", 0.0) > 0
+    if not is_copy or not run.taken_push.prompts:
+        return
+    with run.phases("parity"):
+        reading = await read_pushed_parity(run, version)
+    if reading.push_violation is not None:
+        raise ParityError(f"after the push of version {version}, {parity_failure(reading)}")

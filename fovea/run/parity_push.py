@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fovea.environments.prompt_source import PromptedTask
-from fovea.run.parity_rows import PromptKind
+from fovea.run.parity_faults import PromptKind
 from fovea.types import SampleGroup
 
 Array: TypeAlias = NDArray[np.float32]

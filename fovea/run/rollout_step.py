@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fovea.config.run import Config
-from fovea.data.epochs import RowOrder
+from fovea.data.order import RowOrder
 from fovea.environments.base import Environment
 from fovea.environments.curriculum import Curriculum
 from fovea.environments.graders.grading import Grading

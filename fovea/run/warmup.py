@@ -11,7 +11,7 @@ from fovea.config import run as config
 from fovea.data.order import Order
 from fovea.environments.base import Environment
 from fovea.environments.prompt_source import PromptedTask, PromptSource
-from fovea.rollout.multi_turn import extended
+from fovea.rollout.collect import extended
 from fovea.train.base import Pair, Policy
 from fovea.types import Evaluation, Turn
 

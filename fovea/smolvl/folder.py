@@ -12,8 +12,7 @@ from torch import Tensor
 
 from fovea.environments.data_sets.easy_vqa import split_pictures
 from fovea.errors import ConfigError, ModelError
-from fovea.models.model_files import no_progress_bar
-from fovea.models.tokenizer_files import save_tokenizer
+from fovea.models.model_files import no_progress_bar, save_tokenizer
 from fovea.smolvl.alignment import Alignment, align
 from fovea.smolvl.language import licence, load_language, load_tokenizer, package_folder
 from fovea.smolvl.network import build_image_processor, build_network, build_tokenizer, new_tower

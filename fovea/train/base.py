@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from fovea.config.run import Algorithm
-from fovea.train.deal import ImagesByRank
+from fovea.train.row_assignment import ImagesByRank
 from fovea.types import Batch, Metrics, ParameterCount, Prompt, Weights
 
 

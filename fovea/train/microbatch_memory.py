@@ -15,9 +15,9 @@ import torch
 
 from fovea.config.run import Train
 from fovea.errors import FoveaError, MicrobatchMemoryError, OutOfMemoryError, is_out_of_memory, memory_for
-from fovea.train.deal import largest_group_tokens, unsplittable_tokens
 from fovea.train.microbatching import Cost
 from fovea.train.ranks import Ranks
+from fovea.train.row_assignment import largest_group_tokens, unsplittable_tokens
 from fovea.types import Metrics, SampleGroup
 from fovea.utils.malloc import return_freed_memory
 

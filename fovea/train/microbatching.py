@@ -11,14 +11,51 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from fovea.errors import TrainError
 from fovea.models.flops import Passes, Work
-from fovea.train.equal_samples import distinct
-from fovea.types import Sample, SampleGroup
+from fovea.types import PromptImage, Sample, SampleGroup
+
+
+class Continuing(Protocol):
+    """Tokens behind a prompt, as the network reads them."""
+
+    @property
+    def token_ids_T(self) -> NDArray[np.int64]: ...
+
+    @property
+    def mask_T(self) -> NDArray[np.bool_]:
+        """True at actions."""
+
+    @property
+    def images(self) -> tuple[PromptImage, ...]: ...
+
+
+C = TypeVar("C", bound=Continuing)
+
+
+def distinct(continuations: Sequence[C]) -> tuple[list[C], list[int]]:
+    """The first of each set of equal continuations of one prompt, and the index of each continuation's among them."""
+    places: dict[Hashable, int] = {}
+    firsts: list[C] = []
+    index: list[int] = []
+    for each in continuations:
+        place = places.setdefault(_key(each), len(firsts))
+        if place == len(firsts):
+            firsts.append(each)
+        index.append(place)
+    return firsts, index
+
+
+def _key(each: Continuing) -> Hashable:
+    # the mask, too: only actions have log-probs
+    return each.token_ids_T.tobytes(), each.mask_T.tobytes(), tuple(image.key for image in each.images)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,23 +2,100 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fovea.config.algorithm import Critic
 from fovea.config.run import Algorithm
+from fovea.config.sections import Train
 from fovea.errors import TrainError
 from fovea.samples import has_old_logprobs, old_logprobs, with_old_logprobs
-from fovea.train.deal import Schedule
 from fovea.train.packing import MicroBatch
 from fovea.train.pass_result import PassResult
 from fovea.train.ranks import Ranks
+from fovea.train.row_assignment import Schedule
 from fovea.train.row_dealer import in_batch_order
 from fovea.train.update_metrics import UpdateStats
 from fovea.types import Batch, SampleGroup
+
+RATE_RATIO = "rate_ratio"
+"""Key of a parameter group: its learning rate relative to the optimizer's."""
+
+
+def make_adamw(
+    parameters: Sequence[Tensor],
+    *,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    rate_ratios: Sequence[float] | None = None,
+) -> torch.optim.AdamW:
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) with a learning rate of 0, to be set before every step.
+
+    Matrices decay, LoRA's two and a value head's among them. Vectors do not: they are biases, and scales of norms,
+    which decay would draw to 0. `rate_ratios` are learning rates of parameters relative to the optimizer's; default: 1.
+    """
+    groups: dict[tuple[bool, float], list[Tensor]] = {}
+    for parameter, ratio in zip(parameters, rate_ratios or [1.0] * len(parameters), strict=True):
+        groups.setdefault((parameter.dim() > 1, ratio), []).append(parameter)
+    given = [
+        {"params": members, "weight_decay": weight_decay if are_matrices else 0.0, RATE_RATIO: ratio}
+        for (are_matrices, ratio), members in groups.items()
+    ]
+    return torch.optim.AdamW(given, lr=0.0, betas=betas, eps=eps, fused=True)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set the learning rate of an optimizer of `make_adamw`: each group's is `rate` times its ratio."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group[RATE_RATIO]
+
+
+CRITIC_RATE_OVER_POLICY = 20
+"""Ratio of the value function's learning rate to the policy's where algorithm.advantage.critic.learning_rate is unset:
+1e-5 to 5e-7, at any scale (decision 009)."""
+
+
+def learning_rate(
+    step: int,
+    *,
+    peak: float,
+    warmup_steps: int,
+    total_steps: int,
+    shape: Literal["constant", "linear", "cosine"],
+    final_frac: float,
+) -> float:
+    """Learning rate of step 0, 1, ...: linear warm-up over `warmup_steps`, then `shape` down to `final_frac` x peak."""
+    rise = min(1.0, (step + 1) / max(warmup_steps, 1))
+    if shape == "constant":
+        return peak * rise
+    progress = min(1.0, max(0, step - warmup_steps) / max(total_steps - warmup_steps, 1))
+    left = 1 - progress if shape == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return peak * rise * (final_frac + (1 - final_frac) * left)
+
+
+def rate_of_run(step: int, train: Train, *, peak: float, max_steps: int) -> float:
+    """Learning rate of step 0, 1, ... of a run with these settings, for weights with a peak rate of their own."""
+    return learning_rate(
+        step,
+        peak=peak,
+        warmup_steps=train.lr_warmup_steps,
+        total_steps=max_steps,
+        shape=train.lr_schedule,
+        final_frac=train.final_lr_frac,
+    )
+
+
+def critic_rate(critic: Critic, train: Train) -> float:
+    """Peak learning rate of the value function."""
+    return critic.learning_rate or CRITIC_RATE_OVER_POLICY * train.learning_rate
+
 
 Minibatch: TypeAlias = Sequence[SampleGroup]
 

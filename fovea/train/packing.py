@@ -15,11 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fovea.models.families.base import ModelFamily
-from fovea.models.shared_prefix.layout import shared_prefix_layout
-from fovea.models.shared_prefix.packed_row import PackedRow
+from fovea.models.shared_prefix.layout import PackedRow, shared_prefix_layout
 from fovea.models.transfer import to_device
-from fovea.train.equal_samples import Continuing, distinct
-from fovea.train.microbatching import RowSlices
+from fovea.train.microbatching import Continuing, RowSlices, distinct
 from fovea.types import Prompt, PromptImage, Sample, SampleGroup
 
 

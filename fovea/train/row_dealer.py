@@ -18,11 +18,11 @@ from fovea.models.drawn_distribution import check_drawable
 from fovea.models.flops import training_passes
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.trainable import lora_layers
-from fovea.train.deal import Deal
 from fovea.train.microbatch_memory import MicrobatchLimit
 from fovea.train.microbatching import Cost, check_padding
 from fovea.train.packing import MicroBatch, micro_batches
 from fovea.train.ranks import Ranks
+from fovea.train.row_assignment import Deal
 from fovea.types import Metrics, SampleGroup
 from fovea.utils.host_waits import awaited
 

@@ -15,11 +15,11 @@ from torch import Tensor
 from fovea.errors import TrainError
 from fovea.models.drawn_distribution import check_drawable
 from fovea.models.policy_network import PolicyNetwork
-from fovea.models.shared_prefix.packed_row import PackedRow
+from fovea.models.shared_prefix.layout import PackedRow
 from fovea.train.base import Pair
-from fovea.train.deal import deal_in_turn, dummy_prompt
 from fovea.train.packing import pack_row
 from fovea.train.ranks import Ranks
+from fovea.train.row_assignment import deal_in_turn, dummy_prompt
 from fovea.types import PromptImage
 
 MAX_GRAD_NORM = 1.0

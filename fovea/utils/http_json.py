@@ -12,7 +12,7 @@ from typing import Any
 import httpx2
 
 from fovea.errors import ConfigError
-from fovea.utils.loopback import is_loopback
+from fovea.utils.addresses import is_loopback
 
 MAY_PASS = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 """Status codes of a server that is busy or not quite up."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import io
+import pickle
+from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Any, TypeVar
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
@@ -21,3 +24,20 @@ def map_tensors(make: Callable[..., Tensor], *records: Record) -> Record:
         parts = [getattr(record, field.name) for record in records]
         values[field.name] = make(*parts) if isinstance(parts[0], Tensor) else map_tensors(make, *parts)
     return type(records[0])(**values)
+
+
+def handles(tensors: Sequence[tuple[str, Tensor]]) -> bytes:
+    """Names and handles of tensors: of shared memory, or of CUDA's.
+
+    They are to be kept until the other process has opened them, and both processes have one `authkey`.
+    """
+    # a copy: a tensor in a CPU's memory is moved into shared memory for good
+    shared = [(name, tensor if tensor.is_cuda else tensor.detach().clone()) for name, tensor in tensors]
+    written = io.BytesIO()
+    ForkingPickler(written).dump(shared)
+    return written.getvalue()
+
+
+def opened(written: bytes) -> list[tuple[str, Tensor]]:
+    """The tensors of `handles`, in the other process. It is a pickle: it must come from a process of the same run."""
+    return cast(list[tuple[str, Tensor]], pickle.loads(written))

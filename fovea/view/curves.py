@@ -5,17 +5,76 @@ Axes: `N` steps with a value, `B` points of a curve.
 
 from __future__ import annotations
 
+import os
 import re
 from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import monotonic
 from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fovea.errors import DataError
 from fovea.metrics.jsonl import METRICS_FILE, parse_metrics
-from fovea.view.tail import Tail
+from fovea.report.records import summary_of
+from fovea.report.samples import (
+    BAD_CONTENT,
+    INDEX_FILE,
+    IndexedStep,
+    index_line,
+    read_step,
+    sample_steps,
+    samples_folder,
+)
+from fovea.utils.bounded import lines_of, open_file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Appended:
+    """The lines that were completed since the last look at a file."""
+
+    lines: tuple[str, ...]
+    begun_anew: bool
+    """The file is another one or shorter than before, as after a resume: what was read before counts no more."""
+
+
+class Tail:
+    """Reads a growing file from where it stopped the last time."""
+
+    def __init__(self, path: Path, within: Path | None = None) -> None:
+        """`within` is the folder that no link on the way may leave."""
+        self.path = path
+        self._within = within
+        self._offset = 0
+        self._identity: tuple[int, int] | None = None
+
+    def read(self) -> Appended:
+        """New complete lines, without their newlines; none while there is no file."""
+        try:
+            file = open_file(self.path, within=self._within)
+        except FileNotFoundError:
+            return Appended(lines=(), begun_anew=self._forget())
+        with file:
+            status = os.fstat(file.fileno())
+            identity = (status.st_dev, status.st_ino)
+            begun_anew = (identity != self._identity or status.st_size < self._offset) and self._forget()
+            self._identity = identity
+            file.seek(self._offset)
+            # a last line without newline is being written right now
+            complete = [line for line in lines_of(file, self.path) if line.endswith(b"\n")]
+        self._offset += sum(map(len, complete))
+        lines = tuple(line[:-1].decode("utf-8", errors="replace") for line in complete)
+        return Appended(lines=lines, begun_anew=begun_anew)
+
+    def _forget(self) -> bool:
+        """Begin at the start again; returns whether something had been read before."""
+        had_read = self._offset > 0
+        self._offset, self._identity = 0, None
+        return had_read
+
 
 MAX_POINTS = 400
 """Of a curve: about one per two pixels of a chart."""
@@ -124,3 +183,64 @@ def downsampled(steps_N: NDArray[np.float64], values_N: NDArray[np.float64], max
         lows_B=np.minimum.reduceat(values_N, starts_B),
         highs_B=np.maximum.reduceat(values_N, starts_B),
     )
+
+
+MAX_SECONDS = 0.1
+"""Of a refresh spent on steps that are in no index: a page waits for it. The next refresh goes on."""
+
+
+class SampleIndex:
+    """Entries of steps, in the order in which they were found; a step that was written again has a later one too."""
+
+    def __init__(self, run_dir: Path, clock: Callable[[], float] = monotonic) -> None:
+        self._run_dir = run_dir
+        self._tail = Tail(samples_folder(run_dir) / INDEX_FILE, run_dir)
+        self._clock = clock
+        self._entries: list[IndexedStep] = []
+        self._known: set[int] = set()
+        self._listed_ns = 0
+
+    def refresh(self) -> None:
+        """Read what the run has appended to its index, and some of the steps that are in none."""
+        for line in self._tail.read().lines:
+            try:
+                self._add(index_line(line))
+            except BAD_CONTENT:
+                continue  # the records themselves are read below
+        self._read_unlisted()
+
+    def _read_unlisted(self) -> None:
+        """Read steps that are in no index, for as long as a page may wait."""
+        folder = samples_folder(self._run_dir)
+        # listing ten thousand files at every poll takes longer than all the rest of it
+        changed_ns = folder.stat().st_mtime_ns if folder.exists() else 0
+        if changed_ns == self._listed_ns:
+            return
+        until = self._clock() + MAX_SECONDS
+        for step in sample_steps(self._run_dir):
+            if step not in self._known:
+                self._add(self._read(step))
+                if self._clock() > until:
+                    return
+        self._listed_ns = changed_ns
+
+    @property
+    def newest(self) -> int | None:
+        """The greatest step so far; None where no step was recorded."""
+        return max(self._known, default=None)
+
+    def after(self, count: int) -> Sequence[IndexedStep]:
+        """The entries that were found after the first `count` ones."""
+        return self._entries[count:]
+
+    def _add(self, entry: IndexedStep) -> None:
+        self._known.add(entry.step)
+        self._entries.append(entry)
+
+    def _read(self, step: int) -> IndexedStep:
+        """The entry of a step of a run from before there was an index; without groups where its file is damaged."""
+        try:
+            records = read_step(self._run_dir, step)
+        except (DataError, FileNotFoundError):
+            records = ()
+        return IndexedStep(step=step, groups=tuple(map(summary_of, records)))

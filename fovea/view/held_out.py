@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fovea.evaluation.answers_file import HeldOutAnswer, answer_files, read_answers
-from fovea.evaluation.figures import shown_once
+from fovea.evaluation.json_file import HeldOutAnswer, answer_files, read_answers
+from fovea.evaluation.statistics import shown_once
 from fovea.evaluation.tables import percent_text
 from fovea.report.about import SUMMARY_FILE
-from fovea.report.figure_rows import estimate_text, figures_json
+from fovea.report.html import estimate_text, figures_json
 from fovea.report.summary import EstimateJson, FiguresJson, SummaryJson, estimate_from_json, read_summary
 from fovea.utils.files import json_number
 

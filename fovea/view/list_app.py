@@ -14,9 +14,9 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Mount, Route, Router
 from starlette.types import Receive, Scope, Send
 
-from fovea.view.app import HEADERS, page, run_routes, secured
 from fovea.view.page_files import page_file
 from fovea.view.run_list import listed_runs, run_folders
+from fovea.view.server import HEADERS, page, run_routes, secured
 from fovea.view.viewed_run import ViewedRun
 
 LIST_FILE = "runs.html.j2"

@@ -3,16 +3,171 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias, cast
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.applications import Starlette
+from starlette.convertors import IntegerConvertor, register_url_convertor
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from fovea.errors import ConfigError
-from fovea.view.app import HOSTS
+from fovea.errors import ConfigError, FoveaError
+from fovea.report.images import read_image
+from fovea.view.page_files import PAGE_FILES, media_type, page_file
+from fovea.view.viewed_run import ViewedRun
+
+Endpoint: TypeAlias = Callable[[Request], Response]
+HOSTS = ("127.0.0.1", "localhost")
+"""Host headers that are answered. A page of another site that points its own name at this machine sends that name."""
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "cache-control": "no-store",
+}
+
+
+class _Number(IntegerConvertor):
+    """Numbers of a path, of so many digits that Python reads them all."""
+
+    regex = "[0-9]{1,15}"
+
+
+register_url_convertor("number", _Number())
+
+
+OF_A_RUN: Mapping[str, Callable[[ViewedRun, int], Any]] = {
+    "curve": ViewedRun.curve,
+    "totals": ViewedRun.totals,
+    "step": ViewedRun.step,
+    "answers": ViewedRun.answers,
+    "about": lambda run, _: run.settings_and_console(),
+}
+"""Answers about one run by the first word of their path, which a number of the run and another one follow."""
+
+
+def make_app(runs: Sequence[ViewedRun]) -> Starlette:
+    """The application that shows these runs."""
+    return secured(run_routes(runs))
+
+
+def secured(routes: Sequence[BaseRoute]) -> Starlette:
+    """An application for this machine only, with HEADERS on every answer."""
+    return Starlette(
+        routes=routes,
+        middleware=[
+            Middleware(_SetHeaders),
+            Middleware(TrustedHostMiddleware, allowed_hosts=HOSTS, www_redirect=False),
+        ],
+        exception_handlers={HTTPException: _as_json, FoveaError: _as_json},
+    )
+
+
+def run_routes(runs: Sequence[ViewedRun]) -> list[BaseRoute]:
+    """The page of these runs, and what it asks for."""
+
+    def run_of(request: Request) -> ViewedRun:
+        number: int = request.path_params["run"]
+        if number >= len(runs):
+            raise HTTPException(404, f"no run {number}: there are {len(runs)}")
+        return runs[number]
+
+    def facts(_request: Request) -> Response:
+        for run in runs:
+            run.refresh()
+        return _json([run.facts() for run in runs])
+
+    def of_a_run(name: str) -> Route:
+        def answer(request: Request) -> Response:
+            return _json(OF_A_RUN[name](run_of(request), request.path_params["number"]))
+
+        return Route(f"/data/{name}/{{run:number}}/{{number:number}}", _found(answer))
+
+    def entries(request: Request) -> Response:
+        return _json_text(run_of(request).entries(request.path_params["after"]))
+
+    def image(request: Request) -> Response:
+        png = read_image(run_of(request).folder, request.path_params["name"])
+        if png is None:
+            raise HTTPException(404, "this image is gone from samples/images")
+        return Response(png, media_type="image/png")
+
+    return [
+        Route("/", lambda _request: page("index.html")),
+        Route("/data/runs", facts),
+        *map(of_a_run, OF_A_RUN),
+        Route("/data/entries/{run:number}/{after:number}", _found(entries)),
+        Route("/images/{run:number}/{name}.png", _found(image)),
+        Route("/{name}", lambda request: page(request.path_params["name"])),
+    ]
+
+
+def page(name: str) -> Response:
+    """A file of the page; 404 for another name."""
+    if name not in PAGE_FILES:
+        raise HTTPException(404, f"no page {name}")
+    return Response(page_file(name), media_type=media_type(name))
+
+
+def _found(endpoint: Endpoint) -> Endpoint:
+    """The endpoint with 404 for what a run does not hold (any more)."""
+
+    def answer(request: Request) -> Response:
+        try:
+            return endpoint(request)
+        except FoveaError:
+            raise  # a damaged file, which is there
+        except (FileNotFoundError, IndexError, ValueError) as error:
+            raise HTTPException(404, f"nothing at {request.url.path}: {error}") from error
+
+    return answer
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    # ASCII, and not starlette's UTF-8, which cannot encode the lone surrogates of a data set
+    return _json_text(json.dumps(value, allow_nan=False), status)
+
+
+def _json_text(text: str, status: int = 200) -> Response:
+    return Response(text, status, media_type="application/json")
+
+
+def _as_json(_request: Request, error: Exception) -> Response:
+    """An error as the page shows it: a damaged file of the run folder is no fault of the server."""
+    status = error.status_code if isinstance(error, HTTPException) else 422
+    text = error.detail if isinstance(error, HTTPException) else str(error)
+    return _json({"error": text}, status)
+
+
+class _SetHeaders:
+    """Middleware that sets HEADERS on every answer, those that it does not have itself."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                given = {name for name, _ in message["headers"]}  # the list of runs has another policy
+                pairs = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+                added = [pair for pair in pairs if pair[0] not in given]
+                message = {**message, "headers": [*message["headers"], *added]}
+            await send(message)
+
+        await self._app(scope, receive, send_with_headers)
+
 
 HEADER_SECONDS = 5.0
 

@@ -14,9 +14,8 @@ from fovea.report.about import CONFIG_FILE, SUMMARY_FILE, about, check_run_folde
 from fovea.report.samples import read_step
 from fovea.view.about_run import console_bytes, console_text, hints, max_steps_of, settings_pairs
 from fovea.view.answers import curve_json, entry_json, step_json, totals_json
-from fovea.view.curves import Curves, Total
+from fovea.view.curves import Curves, SampleIndex, Total
 from fovea.view.held_out import HeldOutTable, answers_json, evaluations
-from fovea.view.sample_index import SampleIndex
 
 
 class ViewedRun:

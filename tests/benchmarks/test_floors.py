@@ -10,7 +10,7 @@ from benchmarks.cases import CASES
 from benchmarks.floors import MachineRates, Part, floor_seconds, parts_of, sizes_of
 from benchmarks.ours import Ours
 from fovea.models.flops import FORWARD, Passes, training_passes
-from fovea.probe.rates import Rates
+from fovea.tools.probe.rates import Rates
 
 CASE = replace(CASES["tiny"], prompts=2, samples=3, completion_tokens=5)
 MACHINE = MachineRates(large=Rates(gemm=100.0, attention=10.0, read=50.0, copy=20.0), thin_gemm=40.0, weight_read=30.0)

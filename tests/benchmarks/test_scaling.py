@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.scaling import PROMPT_TOKENS, SAMPLES, TOKENS, batch, message
-from fovea.cluster.messages import Packing
 from fovea.config.loading import load_config
-from fovea.plan.plan import make_plan
+from fovea.processes.messages import Packing
+from fovea.tools.plan.plan import make_plan
 from fovea.types import Request, Sampling
 
 GROUPS, GPUS = 5, 3

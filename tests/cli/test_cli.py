@@ -49,10 +49,10 @@ class StandInRun:
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, train: Callable[[Config], None]) -> None:
     """A `build` that makes a run of nothing but its settings and folder, and this `train`."""
-    build_module, loop_module = ModuleType("fovea.build.run"), ModuleType("fovea.loop")
+    build_module, loop_module = ModuleType("fovea.wiring.run"), ModuleType("fovea.loop")
     build_module.build = lambda config: StandInRun(config, Path(config.run_dir))  # type: ignore[attr-defined]
     loop_module.train = lambda run: train(run.config)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "fovea.build.run", build_module)
+    monkeypatch.setitem(sys.modules, "fovea.wiring.run", build_module)
     monkeypatch.setitem(sys.modules, "fovea.loop", loop_module)
 
 

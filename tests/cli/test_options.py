@@ -16,12 +16,12 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner, Result
 
-from fovea.build import run as run_module
 from fovea.cli import main as cli
 from fovea.cli.doctor import Found, findings
-from fovea.cli.errors import with_options
+from fovea.cli.texts import with_options
 from fovea.utils import malloc
 from fovea.utils.installing import pip_install
+from fovea.wiring import run as run_module
 from tests.saved import make_checkpoint
 from tests.tables import table
 

@@ -9,8 +9,7 @@ from typer.testing import CliRunner
 
 from fovea.api.trainers import GRPO
 from fovea.cli import main as cli
-from fovea.cli.recipes import describe_recipe
-from fovea.cli.words import sort_words
+from fovea.cli.words import describe_recipe, sort_words
 from fovea.config.describe import describe
 from fovea.config.recipes import find_recipe, shipped_recipes
 from fovea.errors import DataError

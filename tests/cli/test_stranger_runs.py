@@ -12,15 +12,14 @@ from starlette.testclient import TestClient
 from typer.testing import CliRunner, Result
 
 from fovea.cli.main import app
+from fovea.commands.serve import served_folder
 from fovea.config.loading import load_config
 from fovea.config.recipes import read_yaml
 from fovea.errors import ConfigError, DataError, FoveaError
-from fovea.run.checkpoint import read_checkpoint
+from fovea.run.checkpoint import damage, read_checkpoint, write_manifest
 from fovea.run.folder import open_run_folder
-from fovea.run.manifest import damage, write_manifest
 from fovea.run.microbatches import left_limit
-from fovea.serve.folder import served_folder
-from fovea.view.app import make_app
+from fovea.view.server import make_app
 from fovea.view.viewed_run import ViewedRun
 
 PRIVATE = b"-----BEGIN OPENSSH PRIVATE KEY-----"

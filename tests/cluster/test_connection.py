@@ -14,17 +14,16 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from fovea.cluster.connection import ConnectionLine, DriverConnection, serve_connection
-from fovea.cluster.local import LocalPolicy
-from fovea.cluster.remote import RemoteWorker
+from fovea.cluster.remote import ConnectionLine, DriverConnection, RemoteWorker, serve_connection
 from fovea.cluster.services import WorkersEngine, WorkersPolicy
 from fovea.cluster.workers import Call, LocalHandle, Worker, WorkerHandle, Workers
 from fovea.config.run import Train
 from fovea.errors import ClusterError, EngineError
 from fovea.train.base import Pair
-from fovea.train.deal import Deal, ImagesByRank, Schedule
+from fovea.train.row_assignment import Deal, ImagesByRank, Schedule
 from fovea.types import Completion, Prompt, PromptImage, Request, Sampling
 from fovea.utils.event_loop import wait_for
+from fovea.weights.local import LocalPolicy
 
 LIMIT_SECONDS = 20
 driver_is_gone = Event()

@@ -15,17 +15,16 @@ from typing import Any, cast
 import pytest
 import torch
 
-from fovea.build.other_environment import NO_LIMITS
-from fovea.cluster.connection import ConnectionLine, DriverConnection, serve_connection
-from fovea.cluster.remote import RemoteWorker
+from fovea.cluster.remote import ConnectionLine, DriverConnection, RemoteWorker, serve_connection
 from fovea.cluster.services import WorkersEngine, WorkersWeights
-from fovea.cluster.weights import SyncReport
 from fovea.cluster.workers import LocalHandle, Worker, Workers
 from fovea.errors import LostWorkerError
-from fovea.rollout.engine_process import EngineProcess
+from fovea.processes.engine_process import EngineProcess
 from fovea.rollout.remote_engine import RemoteEngine
 from fovea.types import Completion, Request, Sampling
 from fovea.utils.event_loop import wait_for
+from fovea.weights.base import SyncReport
+from fovea.wiring.other_environment import NO_LIMITS
 from tests.rollout.drawing import make_engine, same
 from tests.tiny_models import mixed_prompts, tiny
 from tests.warm import start_rank

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from fovea import loop, loop_async
-from fovea.build.run import build
 from fovea.config.loading import load_config
 from fovea.metrics.log import read_metrics
 from fovea.metrics.names import undefined
+from fovea.wiring.run import build
 from tests.cluster.torchrun_runs import (
     LONG,
     LONG_STEPS,

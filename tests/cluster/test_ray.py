@@ -15,12 +15,12 @@ from typing import Any, cast
 import psutil
 import pytest
 
-from fovea.build.backends import open_backends
 from fovea.cluster import loopback
 from fovea.cluster.ray_token import make_token
 from fovea.config.run import Cluster, Config, Model, TinyModel
 from fovea.errors import ClusterError, ConfigError
 from fovea.metrics.log import read_metrics
+from fovea.wiring.backends import open_backends
 from tests.cluster.ray_environment import NODE_CPUS, RayCluster, cluster_of, own_ray
 from tests.cluster.torchrun_runs import LONG, LONG_STEPS, STEPS, compare, settings
 from tests.runs import ROOT, command, environment, final_weights, fovea_here, untimed
@@ -227,7 +227,7 @@ LOSE_AN_ENGINE = """
 import sys, threading, time
 from pathlib import Path
 from fovea import loop
-from fovea.build.run import build
+from fovea.wiring.run import build
 from fovea.config.loading import load_config
 from fovea.metrics.log import read_metrics
 

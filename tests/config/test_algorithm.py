@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from fovea.config.algorithm_parts import (
+from fovea.config.algorithm import (
+    DEFAULTS_OF,
     ClippedLoss,
     Critic,
     DynamicSampling,
@@ -20,7 +21,6 @@ from fovea.config.algorithm_parts import (
 )
 from fovea.config.describe import describe
 from fovea.config.loading import dump_config, load_config
-from fovea.config.papers import DEFAULTS_OF
 from fovea.config.run import Algorithm, Config, Model
 from fovea.errors import ConfigError
 from tests.tables import table

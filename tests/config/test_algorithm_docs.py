@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from fovea.config.algorithm import DEFAULTS_OF
 from fovea.config.base import leaves
-from fovea.config.papers import DEFAULTS_OF
 
 LINES = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8").splitlines()
 

@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from fovea.cluster.placement import Placement
-from fovea.config.cluster import Cluster
+from fovea.config.sections import Cluster
 from fovea.errors import ConfigError
 
 

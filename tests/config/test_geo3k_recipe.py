@@ -16,10 +16,10 @@ import pytest
 from fovea.config.base import leaves
 from fovea.config.loading import load_config
 from fovea.config.recipes import read_recipe, read_yaml
-from tests.importer.runs_of_others import RLINF as RLINF_FILE
-from tests.importer.runs_of_others import VERL as VERL_FILE
-from tests.importer.runs_of_others import VERL_VARIANTS
 from tests.tables import table
+from tests.tools.importer.runs_of_others import RLINF as RLINF_FILE
+from tests.tools.importer.runs_of_others import VERL as VERL_FILE
+from tests.tools.importer.runs_of_others import VERL_VARIANTS
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 RECIPE, VERL_RECIPE = RECIPES / "geo3k.yaml", RECIPES / "geo3k_qwen2_5_vl_7b.yaml"

@@ -7,7 +7,7 @@ import pytest
 from fovea.config.backends import MegatronBackend
 from fovea.config.loading import load_config
 from fovea.errors import ConfigError
-from fovea.plan.plan import make_plan
+from fovea.tools.plan.plan import make_plan
 
 MEGATRON = ["model.tiny.hidden_size=64", "environment=shapes", "warmup=null", "train.backend.name=megatron"]
 

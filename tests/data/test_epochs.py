@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fovea.config.loading import load_config
-from fovea.data.epochs import EpochOrder
-from fovea.data.order import Order
+from fovea.data.order import EpochOrder, Order
 from fovea.errors import ConfigError, DataError
 
 

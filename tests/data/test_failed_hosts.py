@@ -8,8 +8,7 @@ from functools import partial
 
 import pytest
 
-from fovea.data.failed_hosts import MAX_FAILURES, FailedHosts
-from fovea.data.fetch import UrlLimits, fetch
+from fovea.data.fetch import MAX_FAILURES, FailedHosts, UrlLimits, fetch
 from fovea.errors import BadRowError
 from tests.data.web import served
 

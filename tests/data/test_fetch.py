@@ -16,10 +16,8 @@ import pytest
 from PIL import Image
 
 from fovea.data import fetch as fetch_module
-from fovea.data import pinned_network
-from fovea.data.fetch import FetchedFiles, UrlLimits, download, fetch
+from fovea.data.fetch import FetchedFiles, UrlLimits, download, fetch, is_public
 from fovea.data.images import open_image
-from fovea.data.pinned_network import is_public
 from fovea.errors import BadRowError, DataError
 from fovea.types import ImageRef
 from tests.data.web import Site, served
@@ -174,7 +172,7 @@ def test_which_addresses_are_public(address: str, public: bool) -> None:
 
 def test_a_redirect_to_a_private_address_is_refused(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first host counts as public here; where it leads to does not."""
-    monkeypatch.setattr(pinned_network, "is_public", lambda address: address != "127.0.0.2")
+    monkeypatch.setattr(fetch_module, "is_public", lambda address: address != "127.0.0.2")
     assert fetch(f"{site.url}/a.png", WHERE, limits(allow_private_addresses=False)) == png()
     url = f"{site.url}/to/http://127.0.0.2:{site.url.rpartition(':')[2]}/a.png"
     assert reason_of(url, allow_private_addresses=False) == "url_private_address"

@@ -14,8 +14,8 @@ from PIL import Image
 from pydantic import ValidationError
 
 from fovea.config.run import Config, GeoSpotEnvironment, VqaEnvironment
-from fovea.data.held_out import image_hashes, split_by_image
 from fovea.data.rows import RowAccess, open_rows
+from fovea.environments.file_splits import image_hashes, split_by_image
 from fovea.environments.geospot.environment import GeoSpot
 from fovea.environments.vqa import Vqa
 from fovea.errors import DataError

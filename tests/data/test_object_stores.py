@@ -17,13 +17,13 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry
 from PIL import Image
 
-from fovea.build.environment import make_environment
-from fovea.build.given import rows_as_files
-from fovea.build.images import make_opener
 from fovea.config.run import Config
 from fovea.data.cells import image_refs
 from fovea.errors import BadRowError, MissingExtraError
 from fovea.utils.installing import pip_install
+from fovea.wiring.environment import make_environment
+from fovea.wiring.given import rows_as_files
+from fovea.wiring.images import make_opener
 from tests.tables import table
 
 COLOURS = {

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from PIL import Image
 from pydantic import ValidationError
 
-from fovea.build.environment import GradedEnvironment, make_environment
 from fovea.config.run import CaptionEnvironment, Config, RewardModel
 from fovea.data.images import open_image
 from fovea.data.rows import RowAccess
@@ -23,7 +22,8 @@ from fovea.environments.graders.reward_model import RewardScorer
 from fovea.errors import DataError, ModelError
 from fovea.models.tiny import build_tokenizer
 from fovea.types import ImageRef
-from fovea.utils.spelled_marks import without_marks
+from fovea.utils.shown_text import without_marks
+from fovea.wiring.environment import GradedEnvironment, make_environment
 from tests.environments.files import COLOURS, files, row
 from tests.environments.reward_model import TEXTS, save_reward_model
 from tests.grading import scored, within_a_second

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from fovea.build.environment import stages_of as stages_of_environment
 from fovea.config import run as config
 from fovea.data.order import LazyTasks, Order, levels_of
 from fovea.data.rows import RowAccess
@@ -17,6 +16,7 @@ from fovea.environments.geospot.environment import GeoSpot
 from fovea.errors import ConfigError, DataError
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
+from fovea.wiring.environment import stages_of as stages_of_environment
 from tests.fakes import STAGES, BanditEnvironment, bandit_run, staged_run
 
 

@@ -14,10 +14,8 @@ from typing import Any
 
 import pytest
 
-from fovea.build.data import make_order
-from fovea.build.dry_run import plan
-from fovea.build.environment import GradedEnvironment, make_environment
-from fovea.build.run import build
+from fovea.commands.dry_run import plan
+from fovea.commands.evaluate import OutputFiles, evaluate_targets
 from fovea.config.loading import load_config
 from fovea.config.run import Config, ShapesEnvironment
 from fovea.data.order import kinds_of, place_of
@@ -27,10 +25,12 @@ from fovea.environments.mixture import Mixture, Part
 from fovea.environments.shapes.environment import Shapes
 from fovea.environments.shapes.questions import KINDS
 from fovea.errors import ConfigError, DataError, ScoreError
-from fovea.eval_targets import OutputFiles, evaluate_targets
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.types import Score, Task, Turn
+from fovea.wiring.data import make_order
+from fovea.wiring.environment import GradedEnvironment, make_environment
+from fovea.wiring.run import build
 
 ROLLOUT = {"prompts_per_step": 8, "samples_per_prompt": 2, "max_new_tokens": 4}
 REST = {

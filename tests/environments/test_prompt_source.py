@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fovea.data.epochs import EpochOrder
-from fovea.data.order import Order
+from fovea.data.order import EpochOrder, Order
 from fovea.environments.prompt_source import PromptSource
 from fovea.errors import DataError
 from tests.environments.prompt_sources import make_source

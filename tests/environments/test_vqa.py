@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from fovea.build.environment import make_environment
-from fovea.build.run import build
 from fovea.config.loading import load_config
 from fovea.config.run import Config, VqaEnvironment
 from fovea.data.order import kinds_of, levels_of
@@ -17,6 +15,8 @@ from fovea.environments.vqa import Vqa, grade
 from fovea.errors import BadRowError, DataError
 from fovea.loop import train
 from fovea.types import ImageRef, Score, Task
+from fovea.wiring.environment import make_environment
+from fovea.wiring.run import build
 from tests.environments.files import COLOURS, files, row
 from tests.grading import scored
 

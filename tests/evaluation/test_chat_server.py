@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fovea.build.targets import ServerTarget, parse_target, parse_targets
+from fovea.commands.targets import ServerTarget, parse_target, parse_targets
 from fovea.environments.base import Environment
 from fovea.environments.prompt_source import PromptSource
 from fovea.errors import BadRowError, ConfigError, EngineError
-from fovea.evaluation.answers_file import write_answers
 from fovea.evaluation.chat_server import ChatModel, EmptyPrompts, ServerEvaluator
 from fovea.evaluation.evaluator import AnsweredRow
+from fovea.evaluation.json_file import write_answers
 from fovea.types import ImageRef, Message, Sampling, Task, Turn
 from fovea.utils import http_json
 from fovea.utils.event_loop import wait_for

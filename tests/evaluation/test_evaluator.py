@@ -12,8 +12,7 @@ import torch
 
 from fovea.environments.custom.grader import UserGrader
 from fovea.environments.graders.grading import Grading
-from fovea.environments.graders.limited_calls import CallLimits, LimitedCalls
-from fovea.environments.graders.threads import CallThreads
+from fovea.environments.graders.limited_calls import CallLimits, CallThreads, LimitedCalls
 from fovea.environments.prompt_source import PromptSource
 from fovea.errors import DataError, ScoreError, UnscoredError
 from fovea.evaluation.baselines import baseline_answers, majority_answers

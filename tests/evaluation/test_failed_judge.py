@@ -12,12 +12,12 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
-from fovea.build.run import build
 from fovea.cli.main import app
 from fovea.config.run import Config
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.metrics.names import undefined
+from fovea.wiring.run import build
 from tests.chat_server import Endpoint, says
 from tests.environments.files import files, row
 

@@ -19,8 +19,7 @@ from fovea.environments.geospot.reward import Place, distance_parts
 from fovea.environments.prompt_source import PromptSource
 from fovea.errors import ConfigError
 from fovea.evaluation.evaluator import Evaluator
-from fovea.evaluation.figures import dev_metrics, figures_of, shown_once
-from fovea.evaluation.statistics import mean_estimate
+from fovea.evaluation.statistics import dev_metrics, figures_of, mean_estimate, shown_once
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.metrics.names import undefined

@@ -17,8 +17,8 @@ from fovea.data.pixel_hashes import pixel_hash, pixel_hashes
 from fovea.environments.prompt_source import PromptSource
 from fovea.environments.shapes.environment import Shapes
 from fovea.errors import DataError
-from fovea.evaluation import shared_images
-from fovea.evaluation.shared_images import SharedImages, find_shared_images
+from fovea.evaluation import controls
+from fovea.evaluation.controls import SharedImages, find_shared_images
 from fovea.types import ImageRef, Task
 from tests.environments.prompt_sources import opener, source_of
 
@@ -78,7 +78,7 @@ def test_a_sample_says_its_share_and_looks_at_nothing_else() -> None:
 
 def test_slow_images_cut_a_sample_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that takes connections and says nothing: each of 100 rows would take .2 s."""
-    monkeypatch.setattr(shared_images, "MAX_SAMPLE_SECONDS", 1.0)
+    monkeypatch.setattr(controls, "MAX_SAMPLE_SECONDS", 1.0)
 
     def wait_for_it(ref: ImageRef) -> bytes:
         with socket.create_connection(silent.getsockname()) as connection:

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from fovea.loop import train
-from fovea.metrics.docs import metrics_page
 from fovea.metrics.log import read_metrics
-from fovea.metrics.names import METRICS, Metric, definition_of, undefined
-from tests.build.small import run_of
+from fovea.metrics.names import METRICS, Metric, definition_of, metrics_page, undefined
+from tests.wiring.small import run_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "metrics.md"
@@ -22,11 +21,11 @@ STEP = {"prompts_per_step": 2, "samples_per_prompt": 2, "max_new_tokens": 3}
 
 def test_the_page_is_up_to_date() -> None:
     made = PAGE.read_text(encoding="utf-8")
-    assert made == metrics_page(), "write it anew: python -m fovea.metrics.docs > docs/metrics.md"
+    assert made == metrics_page(), "write it anew: python -m fovea.metrics.names > docs/metrics.md"
 
 
 def test_the_command_writes_the_page() -> None:
-    command = [sys.executable, "-m", "fovea.metrics.docs"]
+    command = [sys.executable, "-m", "fovea.metrics.names"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == metrics_page()
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from xml.etree import ElementTree
 
-from fovea.metrics.notebook import MAX_POINTS, NotebookDisplay, notebook_publisher
+from fovea.metrics.progress import MAX_POINTS, NotebookDisplay, notebook_publisher
 
 
 class Cell:

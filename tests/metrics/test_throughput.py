@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from fovea.build.outputs import peak_tflops
 from fovea.config.run import Algorithm, Log
 from fovea.metrics.progress import Progress
 from fovea.metrics.throughput import known_peak_tflops, rates
 from fovea.models.tiny import TinyParts
 from fovea.train.base import ModelFacts
 from fovea.types import Batch, Completion, Group, Sample, SampleGroup, Score, Task
+from fovea.wiring.outputs import peak_tflops
 from tests.policies import make_policy
 from tests.records import all_actions, one_turn
 from tests.tables import table

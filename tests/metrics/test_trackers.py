@@ -23,13 +23,13 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugin_util import markdown_to_safe_html
 
-from fovea.build.trackers import chosen_trackers, make_trackers
 from fovea.config.run import Config
 from fovea.errors import FoveaError, MissingExtraError
 from fovea.metrics.log import JsonlSink, MetricsLog
 from fovea.metrics.tracker import TrackedSample, plain_name
-from fovea.metrics.tracker_sink import TrackedRun, TrackerSink
+from fovea.metrics.trackers import TrackedRun, TrackerSink
 from fovea.utils.installing import pip_install
+from fovea.wiring.outputs import chosen_trackers, make_trackers
 
 ROOT = Path(__file__).parents[2]
 LOGS: Mapping[str, Mapping[str, object]] = {
@@ -432,7 +432,7 @@ def test_without_its_package_a_tracker_names_the_install_line(
 
 KEYLESS = """
 from pathlib import Path
-from fovea.build.trackers import make_trackers
+from fovea.wiring.outputs import make_trackers
 from fovea.config.run import Config
 from fovea.errors import ConfigError
 
@@ -464,7 +464,7 @@ def test_without_a_key_the_fix_is_one_line(tmp_path: Path) -> None:
 
 
 def test_a_database_of_mlflow_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("fovea.metrics.mlflow")
+    module = importlib.import_module("fovea.metrics.trackers")
 
     def fail() -> None:
         raise module.MlflowException("Model registry functionality is unavailable; got unsupported URI 'sqlite:'")

@@ -11,9 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from fovea.build.model import make_vlm, open_vlm
-from fovea.build.policy import make_policy
-from fovea.build.targets import CheckpointTarget, open_checkpoint
+from fovea.commands.targets import CheckpointTarget, open_checkpoint
 from fovea.config.loading import dump_config
 from fovea.config.run import Config, Lora, Model, TinyModel
 from fovea.errors import ConfigError, FoveaError, ModelError
@@ -21,6 +19,8 @@ from fovea.models.tiny import TinyParts
 from fovea.models.trainable import choose_trainable, trainable_parameters
 from fovea.models.vlm import VLM
 from fovea.train.packing import pack_row
+from fovea.wiring.model import make_vlm, open_vlm
+from fovea.wiring.policy import make_policy
 from tests.policies import make_batch
 from tests.saved import save_policy
 from tests.tiny_models import CPU, mixed_prompts, random_completions, save, tiny

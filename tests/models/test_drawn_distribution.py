@@ -14,11 +14,11 @@ from fovea.config.model import Lora
 from fovea.config.run import Model
 from fovea.errors import TrainError
 from fovea.models.drawn_distribution import banned_mass, drawn_logprobs_, drawn_weights_
+from fovea.models.heads import ValueHead
 from fovea.models.plain import PlainVLM
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.token_logprobs import TokenScores, token_scores
 from fovea.models.trainable import choose_trainable
-from fovea.models.value_head import ValueHead
 from fovea.models.vlm import VLM
 from fovea.train.packing import pack_row
 from fovea.types import Batch

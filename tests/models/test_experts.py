@@ -13,8 +13,7 @@ from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTex
 
 from fovea.config.run import Lora, Model, TinyModel
 from fovea.errors import ConfigError
-from fovea.models.decoder import LayerCall
-from fovea.models.expert_load import ExpertLoad, imbalance
+from fovea.models.decoder import ExpertLoad, LayerCall, imbalance
 from fovea.models.experts import Experts, route
 from fovea.models.kernels import silu_times
 from fovea.models.plain import PlainVLM

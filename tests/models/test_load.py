@@ -12,10 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from fovea.config.run import Model
 from fovea.errors import ModelError
-from fovea.models.load import load_network, pick_device
+from fovea.models.load import load_network, pick_device, save_network
 from fovea.models.model_files import damaged_model
 from fovea.models.processor import load_processor
-from fovea.models.save import save_network
 from fovea.models.tiny import TinyParts
 from fovea.models.vlm import VLM
 from fovea.train.packing import pack_row

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from fovea.models.tokenizer_files import save_tokenizer
+from fovea.models.model_files import save_tokenizer
 from tests.tiny_models import tiny
 
 TEXT = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>How many, Zoë?<|im_end|>\n"

@@ -28,7 +28,7 @@ from fovea.models.varlen import (
     varlen_refusal,
 )
 from fovea.models.vision.attention import segment_attention
-from fovea.models.vision.passes import image_passes
+from fovea.models.vision.tower_inputs import image_passes
 from fovea.types import PromptImage
 from tests.meta_device import META
 from tests.tiny_models import CPU

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageColor
 
-from fovea.report.curve import ACCURACY_COLOUR, REWARD_COLOUR, draw_curve, running_mean
+from fovea.report.panels import ACCURACY_COLOUR, REWARD_COLOUR, draw_curve, running_mean
 
 STEPS = [{"step": float(step), "reward": 1 - 1 / step, "loss": 0.1} for step in range(1, 101)]
 DEV = [row | {"accuracy/dev": row["reward"]} if row["step"] % 20 == 0 else row for row in STEPS]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fovea.rollout.asgi import App, Message, Receive, Send
+from fovea.rollout.server_guard import App, Message, Receive, Send
 from fovea.utils.event_loop import wait_for
 
 

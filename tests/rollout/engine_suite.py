@@ -18,7 +18,7 @@ from fovea.errors import EngineError
 from fovea.models.render import Renderer
 from fovea.models.tiny import TinyParts
 from fovea.rollout.base import Engine
-from fovea.rollout.multi_turn import extended
+from fovea.rollout.collect import extended
 from fovea.types import Completion, Prompt, Request, Sampling
 from fovea.utils.event_loop import wait_for
 from tests.reference import reference_logprobs

@@ -17,8 +17,8 @@ from threading import Lock
 from typing import Any
 
 from fovea.errors import LostEngineError
-from fovea.rollout.engine_host import Calls, begin
-from fovea.rollout.engine_process import EngineProcess, Limits
+from fovea.processes.engine_host import Calls, begin
+from fovea.processes.engine_process import EngineProcess, Limits
 
 BEGUN = "begun"
 """In the log once the process stays where it is."""

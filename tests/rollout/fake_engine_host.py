@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from fovea.build.other_environment import main
 from fovea.errors import EngineError
-from fovea.rollout.readiness import check_idle
+from fovea.rollout.server import check_idle
 from fovea.types import Completion, Request, Shape
+from fovea.wiring.other_environment import main
 
 FOR_EVER, DEADLY, STRANGE = "for ever", "deadly", "strange"
 """Ids of requests that are answered by nothing, by the end of the process, and by an error that is not Fovea's."""

@@ -19,8 +19,7 @@ from fovea.config.loading import load_config
 from fovea.models.decoder import DecoderShape
 from fovea.models.trainable import merged_weights
 from fovea.models.vlm import VLM
-from fovea.rollout.embedded.cache import Cache, TokenSpan
-from fovea.rollout.embedded.compaction import fill_holes
+from fovea.rollout.embedded.cache import Cache, TokenSpan, fill_holes
 from fovea.rollout.embedded.dense_cache import FIRST_TOKENS, DenseCache, KeyValues
 from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.rollout.embedded.paged_cache import GROWTH_TOKENS, MAX_ROWS, PagedCache, gathered_attention
@@ -28,8 +27,8 @@ from fovea.rollout.embedded.requests import QueuedRequest
 from fovea.rollout.embedded.tuning import PAGE_TOKENS
 from fovea.types import Prompt, Request, Sampling
 from fovea.utils.event_loop import wait_for
-from tests.plan.published import RECIPES
 from tests.tiny_models import tiny
+from tests.tools.plan.published import RECIPES
 
 SHAPE = DecoderShape(num_layers=2, num_heads=6, num_kv_heads=2, head_dim=8, norm_eps=1e-6)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.03}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fovea.rollout.embedded.compaction import fill_holes, grown_capacity
+from fovea.rollout.embedded.cache import fill_holes, grown_capacity
 
 
 def test_the_last_live_rows_fill_the_holes() -> None:

@@ -19,7 +19,6 @@ from torch.overrides import TorchFunctionMode
 from fovea.models.decoder import decoder_shape
 from fovea.models.trainable import factored_weights
 from fovea.models.vlm import VLM
-from fovea.rollout.detokenizer import CompletionText
 from fovea.rollout.embedded.batch import DecodeBatch
 from fovea.rollout.embedded.decode_step import GraphStepper
 from fovea.rollout.embedded.linears import NamedWeights, text_weights
@@ -28,6 +27,7 @@ from fovea.rollout.embedded.prefill import prefill, prefill_row
 from fovea.rollout.embedded.recorder import Recorder
 from fovea.rollout.embedded.requests import QueuedRequest
 from fovea.rollout.embedded.tuning import Tuning, make_cache, make_stepper
+from fovea.rollout.outputs import CompletionText
 from fovea.types import Request, Sampling
 from tests.meta_device import META, NoPageableCopies
 from tests.tiny_models import CPU, mixed_prompts, tiny

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from fovea.errors import EngineError, LostEngineError
-from fovea.rollout.engine_process import KEPT_LOGS, EngineProcess, Limits, NotStartedError
+from fovea.processes.engine_process import KEPT_LOGS, EngineProcess, Limits, NotStartedError
 from tests.process_groups import members
 from tests.rollout.fake_calls_host import BEGUN, LIMITS, Unreadable
 
@@ -59,7 +59,7 @@ def is_gone(process: psutil.Process) -> bool:
 
 TRAINER = """
 import os, sys, threading, time
-from fovea.rollout.engine_process import EngineProcess, Limits
+from fovea.processes.engine_process import EngineProcess, Limits
 def start():
     EngineProcess("fake", {command!r}, {{}}, Limits(**{limits!r}))
     time.sleep(600)
@@ -160,7 +160,7 @@ def test_a_process_that_is_killed_is_lost_though_a_fork_of_it_holds_the_pipe(pro
 PAUSED = """
 import os, signal, sys, time
 from fovea.errors import LostEngineError
-from fovea.rollout.engine_process import EngineProcess, Limits
+from fovea.processes.engine_process import EngineProcess, Limits
 process = EngineProcess("fake", {command!r}, {{}}, Limits(start_seconds=60, timeout_seconds=4))
 waiting, began = process.call("for_ever"), time.monotonic()
 print(process.pid, flush=True)

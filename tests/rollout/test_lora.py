@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from fovea.cluster.local import SharedWeights
 from fovea.config.run import Algorithm, Lora, Model, TinyModel
 from fovea.models.linear_factors import factors_of, merged_weight
 from fovea.models.tiny import TinyParts
@@ -20,6 +19,7 @@ from fovea.train.packing import pack_row
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Completion, Prompt
 from fovea.utils.event_loop import wait_for
+from fovea.weights.local import SharedWeights
 from tests.policies import make_batch, train_settings
 from tests.rollout.drawing import LOGPROB_TOLERANCE, generate, seeded
 from tests.tiny_models import CPU, mixed_prompts, tiny

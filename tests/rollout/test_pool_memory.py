@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from fovea.build.engine import free_first
 from fovea.config.run import Algorithm, Warmup
 from fovea.errors import EngineError
 from fovea.models.trainable import merged_weights
@@ -26,6 +25,7 @@ from fovea.train.base import Pair
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Sampling
 from fovea.utils.event_loop import wait_for
+from fovea.wiring.engine import free_first
 from tests.policies import make_batch, make_policy, train_settings
 from tests.rollout.drawing import generate, make_engine, same, seeded
 from tests.tiny_models import mixed_prompts, tiny

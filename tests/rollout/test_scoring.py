@@ -16,8 +16,7 @@ import pytest
 
 from fovea.environments.custom.grader import UserGrader
 from fovea.environments.graders.grading import Grading
-from fovea.environments.graders.limited_calls import CallLimits, LimitedCalls
-from fovea.environments.graders.threads import CallThreads
+from fovea.environments.graders.limited_calls import CallLimits, CallThreads, LimitedCalls
 from fovea.environments.prompt_source import PromptedTask
 from fovea.errors import ScoreError, TrainError, UnscoredError
 from fovea.loop import train

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from fovea.rollout.asgi import Message, Receive, Send
 from fovea.rollout.server import BANNED_IDS_ENV
-from fovea.rollout.server_bans import LOWEST_BIAS, MAX_BODY_BYTES, Bans
+from fovea.rollout.server_guard import LOWEST_BIAS, MAX_BODY_BYTES, Bans, Message, Receive, Send
 from fovea.utils.event_loop import wait_for
 from tests.rollout.asgi_calls import everybody
 

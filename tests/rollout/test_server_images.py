@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fovea.data import pinned_network
+from fovea.data import fetch
 from fovea.data.fetch import UrlLimits
-from fovea.rollout.asgi import Message
 from fovea.rollout.server import BANNED_IDS_ENV, URL_LIMITS_ENV, ModelServer, environment
-from fovea.rollout.server_bans import Bans
+from fovea.rollout.server_guard import Bans, Message
 from fovea.rollout.server_images import MAX_ADDRESSES, UNREADABLE
 from fovea.utils.event_loop import wait_for
 from tests.data.web import Site, served
@@ -95,7 +94,7 @@ def test_a_redirect_to_this_machine_is_refused(site: Site, monkeypatch: pytest.M
     """The address of the first request counts as public, where it leads to does not."""
     redirect = image(f"{site.url}/to/{site.url}/a.png")
     public = iter([True, True, True, False])
-    monkeypatch.setattr(pinned_network, "is_public", lambda _address: next(public))
+    monkeypatch.setattr(fetch, "is_public", lambda _address: next(public))
     assert asked(redirect)[0] == 200
     site.asked.clear()
     assert asked(redirect)[:2] == refused()

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from fovea.errors import ConfigError
-from fovea.rollout.asgi import Message
 from fovea.rollout.server import ADMIN_KEY_ENV, API_KEY_ENV
-from fovea.rollout.server_key import KEY_FILE, RequireKey, made_key
+from fovea.rollout.server_guard import KEY_FILE, Message, RequireKey, made_key
 from fovea.utils.event_loop import wait_for
 from tests.rollout.asgi_calls import everybody, status
 

@@ -10,8 +10,7 @@ import numpy as np
 from fovea.config.run import Algorithm, ShapesZoomEnvironment
 from fovea.environments.graders.grading import Grading
 from fovea.environments.prompt_source import PromptedTask
-from fovea.environments.shapes.environment import ShapesGrader
-from fovea.environments.shapes.zoom import ShapesZoom
+from fovea.environments.shapes.environment import ShapesGrader, ShapesZoom
 from fovea.models.tiny import TinyParts
 from fovea.rollout.collect import Interaction, collect
 from fovea.rollout.embedded.engine import EmbeddedEngine

@@ -17,10 +17,10 @@ import torch
 from fovea.errors import TrainError
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
+from fovea.run.checkpoint import folder_bytes, room_for
 from fovea.run.context import Run
-from fovea.run.disk import folder_bytes, room_for
 from fovea.train.ranks import ALONE
-from fovea.train.torch.shards import StagedShards
+from fovea.train.torch.checkpoint import StagedShards
 from fovea.types import Batch, Metrics
 from tests.fakes import BanditPolicy, bandit_run
 from tests.runs import arguments, fovea

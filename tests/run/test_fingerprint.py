@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fovea.build.run import build
 from fovea.config.run import Config
 from fovea.data.order import LazyTasks
 from fovea.errors import DataError
@@ -20,6 +19,7 @@ from fovea.loop import train
 from fovea.run.fingerprint import Fingerprint, changes, check_unchanged
 from fovea.run.inputs import MAX_ROWS, checksum, model_files, row_texts
 from fovea.types import ImageRef, Task
+from fovea.wiring.run import build
 
 REWARD = """\
 import numpy, helpers.words

@@ -11,7 +11,7 @@ from fovea.config.run import Config
 from fovea.evaluation.evaluator import Evaluator
 from fovea.loop import train
 from fovea.metrics.progress import Progress
-from fovea.run.kept import Kept
+from fovea.run.checkpoint import Kept
 from fovea.types import Batch, Evaluation, Metrics
 from tests.fakes import BanditPolicy, bandit_run
 

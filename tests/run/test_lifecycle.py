@@ -22,8 +22,8 @@ from fovea.run.state import TrainState
 from fovea.run.warmup import Warmup
 from fovea.types import Batch, Evaluation, Metrics
 from fovea.utils.event_loop import wait_for
-from tests.build.small import run_of
 from tests.fakes import ANSWERS, BanditPolicy, bandit_run
+from tests.wiring.small import run_of
 
 
 def reading(value: float) -> Evaluation:

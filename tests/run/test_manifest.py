@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from fovea.build.targets import find_checkpoint
+from fovea.commands.targets import find_checkpoint
 from fovea.errors import DataError
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
-from fovea.run.checkpoint import Checkpoint, Checkpoints
-from fovea.run.manifest import MANIFEST, damage, write_manifest
+from fovea.run.checkpoint import MANIFEST, Checkpoint, Checkpoints, damage, write_manifest
 from tests.fakes import bandit_run
 
 

@@ -17,16 +17,16 @@ from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.run.lifecycle import begin
 from fovea.run.parity import kind_reading, read_parity
-from fovea.run.parity_rows import without_images
+from fovea.run.parity_faults import without_images
 from fovea.train.torch.forward import Scorer
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import ImageRef, Message, Weights
 from fovea.utils.event_loop import wait_for
-from tests.build.small import run_of
 from tests.fakes import bandit_run
 from tests.run.parity import ROUNDING, plain_positions, tokens
 from tests.runs import untimed
 from tests.tiny_models import FAMILIES, image
+from tests.wiring.small import run_of
 
 INT8 = {"engine": {"decode_weights": "int8"}, "max_new_tokens": 8}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fovea.run.parity import read_parity
 from fovea.utils.event_loop import wait_for
-from tests.build.small import run_of
+from tests.wiring.small import run_of
 
 
 def test_faults_of_positions_cannot_be_told_on_the_plain_path(tmp_path: Path) -> None:

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from fovea.cluster.local import LocalPolicy, SharedWeights
-from fovea.cluster.measured import MeasuredSync
 from fovea.errors import ParityError
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
@@ -19,8 +17,9 @@ from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.run.context import Run
 from fovea.run.parity_push import TakenPush
 from fovea.types import Prompt, Sample, SampleGroup
-from tests.build.small import run_of
+from fovea.weights.local import LocalPolicy, MeasuredSync, SharedWeights
 from tests.runs import untimed
+from tests.wiring.small import run_of
 
 SETTINGS: dict[str, object] = {
     "max_steps": 3,

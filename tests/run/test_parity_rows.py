@@ -12,7 +12,7 @@ import pytest
 from fovea.cli.doctor import check_parity
 from fovea.environments.prompt_source import PromptedTask, PromptSource
 from fovea.errors import DataError
-from fovea.run.parity_rows import usable_prompts
+from fovea.run.parity_faults import usable_prompts
 from tests.fakes import bandit_run
 
 TINY = "model.tiny={hidden_size: 32, num_layers: 1, head_dim: 16, vocabulary_size: 300, vision_depth: 1}"

@@ -8,13 +8,13 @@ import pytest
 
 from fovea.run.context import Run
 from fovea.run.parity import read_parity
+from fovea.run.parity_faults import usable_prompts
 from fovea.run.parity_reading import FLOOR_FRAC, parity_failure
-from fovea.run.parity_rows import usable_prompts
 from fovea.train.base import Pair
 from fovea.utils.event_loop import wait_for
-from tests.build.small import run_of
 from tests.run.parity import ROUNDING, plain_positions
 from tests.tiny_models import DENSE_FAMILIES
+from tests.wiring.small import run_of
 
 STEPS = 15
 """Enough for a loss near 0.1: most tokens are certain, as in a model that has solved its task."""

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from fovea.run.parity import kind_reading, summary_line
+from fovea.run.parity_faults import PromptKind
 from fovea.run.parity_reading import FaultReading, Gap, ParityReading, parity_failure
-from fovea.run.parity_rows import PromptKind
 from tests.run.parity import tokens
 from tests.tables import table
 

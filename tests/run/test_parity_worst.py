@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from fovea.run.parity import kind_reading, summary_line
+from fovea.run.parity_faults import PromptKind
 from fovea.run.parity_reading import KindReading, ParityReading, parity_failure
-from fovea.run.parity_rows import PromptKind
 from tests.run.parity import tokens
 
 NEAR = [-1.0, -1.01, -1.02], [-1.0, -1.0, -1.0]

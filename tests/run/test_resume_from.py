@@ -11,7 +11,6 @@ import pytest
 
 from fovea import loop
 from fovea.api.runs import load_run
-from fovea.build.run import build
 from fovea.config.run import Config
 from fovea.errors import ConfigError, DataError
 from fovea.loop import train
@@ -21,6 +20,7 @@ from fovea.run.context import Run
 from fovea.run.state import TrainState
 from fovea.types import Group, Metrics
 from fovea.view.viewed_run import ViewedRun
+from fovea.wiring.run import build
 from tests.runs import untimed
 from tests.saved import saved_bytes
 

@@ -9,7 +9,7 @@ import pytest
 
 from fovea.config.run import Rollout
 from fovea.loop import train
-from fovea.run.signal_watch import SILENT_STEPS, SignalWatch, too_few_rows
+from fovea.run.signals import SILENT_STEPS, SignalWatch, too_few_rows
 from fovea.types import Score, Task, Turn
 from tests.fakes import BanditEnvironment, bandit_run
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from fovea.evaluation.shared_images import Searched, SharedImages
+from fovea.evaluation.controls import Searched, SharedImages
 from fovea.run.microbatches import MicrobatchTokens
 from fovea.run.state import TrainState
 from fovea.types import Evaluation

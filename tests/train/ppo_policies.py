@@ -9,13 +9,13 @@ import numpy as np
 import torch
 
 from fovea.advantages import with_advantages
-from fovea.config.algorithm_parts import Critic as CriticSettings
-from fovea.config.algorithm_parts import Gae
+from fovea.config.algorithm import Critic as CriticSettings
+from fovea.config.algorithm import Gae
 from fovea.config.run import Algorithm
+from fovea.models.heads import ValueHead
 from fovea.models.modules import config_of
 from fovea.models.tiny import TinyParts
 from fovea.models.trainable import trainable_parameters, value_parameters
-from fovea.models.value_head import ValueHead
 from fovea.models.vlm import VLM
 from fovea.samples import replace_samples, with_old_logprobs, with_values
 from fovea.train.torch.critic import Critic, ValueModel

@@ -13,18 +13,18 @@ import pytest
 import torch
 
 from fovea.advantages import with_advantages
-from fovea.build.model import make_vlm
-from fovea.build.policy import make_policy
-from fovea.cluster.messages import Packing, Share, SharedArguments
 from fovea.config.run import Config
 from fovea.models.tiny import TinyParts
+from fovea.processes.messages import Packing, Share, SharedArguments
 from fovea.samples import replace_samples
 from fovea.train.base import Needs, Pair
-from fovea.train.deal import ImageKeys
 from fovea.train.ranks import Ranks
+from fovea.train.row_assignment import ImageKeys
 from fovea.train.torch.policy import TorchPolicy
 from fovea.train.torch.sharding import full
 from fovea.types import Batch
+from fovea.wiring.model import make_vlm
+from fovea.wiring.policy import make_policy
 from tests.policies import make_batch
 from tests.tiny_models import tiny
 

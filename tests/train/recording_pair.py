@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from fovea.cluster.local import SharedWeights
 from fovea.config.run import Algorithm, Lora, Model, TinyModel, Train
 from fovea.models.activation_tape import Tape
 from fovea.models.tiny import TinyParts
@@ -18,6 +17,7 @@ from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch, Completion, Prompt, Sample, SampleGroup, Sampling
 from fovea.utils.event_loop import wait_for
+from fovea.weights.local import SharedWeights
 from tests.policies import stepped_gradients
 from tests.rollout.drawing import generate
 from tests.tiny_models import mixed_prompts

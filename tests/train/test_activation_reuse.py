@@ -11,8 +11,6 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from fovea.build.engine import make_tape
-from fovea.cluster.local import SharedWeights
 from fovea.config.run import Algorithm, Config, Model
 from fovea.models import vlm as vlm_module
 from fovea.models.activation_tape import Tape
@@ -25,6 +23,8 @@ from fovea.samples import with_old_logprobs
 from fovea.train.update_metrics import ActivationMeter
 from fovea.types import Completion, Request, Sampling
 from fovea.utils.event_loop import wait_for
+from fovea.weights.local import SharedWeights
+from fovea.wiring.engine import make_tape
 from tests.meta_device import META
 from tests.reference import largest_relative_difference
 from tests.rollout.drawing import generate

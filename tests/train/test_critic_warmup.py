@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from fovea.build.run import build
 from fovea.config.run import Config
 from fovea.loop import train
+from fovea.wiring.run import build
 from tests.runs import untimed
 from tests.saved import saved_bytes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fovea.config.run import Algorithm
 from fovea.models.vlm import VLM
-from fovea.train.deal import Deal, ImagesByRank, Schedule
+from fovea.train.row_assignment import Deal, ImagesByRank, Schedule
 from fovea.train.row_dealer import cost_of
 from tests.policies import train_settings
 from tests.tiny_models import image, renderer, tiny, user

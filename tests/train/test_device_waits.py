@@ -14,9 +14,9 @@ from torch import Tensor
 
 from fovea.advantages import with_advantages
 from fovea.config.run import Algorithm, Model, TinyModel, Warmup
+from fovea.models.heads import ValueHead
 from fovea.models.recompute import Recompute, recompute_activations
 from fovea.models.trainable import choose_trainable, trainable_parameters, value_parameters
-from fovea.models.value_head import ValueHead
 from fovea.models.vision.feature_cache import FeatureCache
 from fovea.models.vlm import VLM
 from fovea.samples import with_old_logprobs, with_values

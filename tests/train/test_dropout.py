@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from fovea.build.engine import make_tape
-from fovea.build.model import make_vlm
-from fovea.build.policy import make_policy
 from fovea.config.run import Config
 from fovea.train.base import Needs
 from fovea.train.torch.policy import TorchPolicy
+from fovea.wiring.engine import make_tape
+from fovea.wiring.model import make_vlm
+from fovea.wiring.policy import make_policy
 from tests.policies import make_batch
 from tests.saved import save_policy
 from tests.tiny_models import tiny

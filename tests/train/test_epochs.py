@@ -10,10 +10,10 @@ import torch
 
 from fovea.config.run import Algorithm
 from fovea.samples import with_old_logprobs
-from fovea.train.deal import Schedule
 from fovea.train.optimizer_steps import Minibatch, run_epochs
 from fovea.train.pass_result import PassResult
 from fovea.train.ranks import ALONE
+from fovea.train.row_assignment import Schedule
 from fovea.train.torch.policy import TorchPolicy
 from fovea.train.update_metrics import UpdateStats
 from fovea.types import Batch, Metrics

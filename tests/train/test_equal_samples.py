@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fovea.config.algorithm_parts import CispoLoss, ClippedLoss, GspoLoss
+from fovea.config.algorithm import CispoLoss, ClippedLoss, GspoLoss
 from fovea.config.run import Algorithm
 from fovea.models.flops import Passes, Work
 from fovea.models.plain import PlainVLM

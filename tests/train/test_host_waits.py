@@ -24,8 +24,7 @@ from fovea.train.packing import MicroBatch
 from fovea.train.pass_result import PassResult
 from fovea.train.ranks import ALONE
 from fovea.train.row_dealer import in_batch_order
-from fovea.train.torch.activation_reuse import Reuse
-from fovea.train.torch.backward import Backward
+from fovea.train.torch.backward import Backward, Reuse
 from fovea.train.torch.forward import Scorer
 from fovea.types import Batch
 from tests.meta_device import META, NoPageableCopies

@@ -12,8 +12,8 @@ from transformers import Trainer
 from fovea.errors import TrainError
 from fovea.models.tiny import TinyParts
 from fovea.train.ranks import ALONE
+from fovea.train.torch.checkpoint import StagedShards
 from fovea.train.torch.optimizer import Optimizer
-from fovea.train.torch.shards import StagedShards
 from tests.policies import train_settings
 
 

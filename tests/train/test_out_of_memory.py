@@ -15,7 +15,7 @@ import torch
 
 from fovea.config.run import Train
 from fovea.errors import MicrobatchMemoryError, OutOfMemoryError, TrainError, is_out_of_memory, memory_for
-from fovea.models.shared_prefix.packed_row import PackedRow
+from fovea.models.shared_prefix.layout import PackedRow
 from fovea.models.vlm import VLM
 from fovea.train.base import Needs
 from fovea.train.microbatch_memory import MicrobatchLimit

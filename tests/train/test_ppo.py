@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from fovea.cluster.local import LocalPolicy
 from fovea.models import trained_layer as linears
 from fovea.models.decoder import DecoderLayer, LayerCall
 from fovea.models.recompute import recompute_activations
@@ -19,6 +18,7 @@ from fovea.models.trainable import policy_parameters
 from fovea.run.checkpoint import estimated_bytes
 from fovea.samples import replace_samples
 from fovea.train.torch.policy import TorchPolicy
+from fovea.weights.local import LocalPolicy
 from tests.policies import NUM_TOKENS, make_batch, stepped_gradients
 from tests.reference import largest_relative_difference, reference_logprobs, reference_states
 from tests.saved import save_policy

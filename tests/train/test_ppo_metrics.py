@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fovea.advantages import with_advantages
-from fovea.config.algorithm_parts import Critic, Gae
+from fovea.config.algorithm import Critic, Gae
 from fovea.config.run import Algorithm
 from fovea.metrics.names import undefined
 from fovea.samples import with_old_logprobs, with_values

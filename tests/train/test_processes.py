@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fovea.algorithms.aggregation import sample_weights
-from fovea.config.algorithm_parts import Critic, Gae, KlInLoss
+from fovea.config.algorithm import Critic, Gae, KlInLoss
 from fovea.config.run import Algorithm
 from fovea.models.tiny import TinyParts
 from fovea.samples import replace_samples, with_old_logprobs, with_reference_logprobs

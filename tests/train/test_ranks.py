@@ -20,9 +20,9 @@ from fovea.advantages import with_advantages
 from fovea.errors import TrainError
 from fovea.train.base import Pair
 from fovea.train.ranks import ALONE, Ranks
+from fovea.train.torch.checkpoint import SavedShards, StagedShards
 from fovea.train.torch.policy import TorchPolicy
 from fovea.train.torch.sharding import full
-from fovea.train.torch.shards import SavedShards, StagedShards
 from tests.policies import many_groups
 from tests.saved import saved_tensors
 from tests.train.rank_policies import (

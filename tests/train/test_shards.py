@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 from fovea.errors import TrainError
 from fovea.train.ranks import ALONE
-from fovea.train.torch.shards import SavedShards, StagedShards
+from fovea.train.torch.checkpoint import SavedShards, StagedShards
 from tests.runs import ROOT, environment
 from tests.saved import saved_tensors
 
@@ -83,7 +83,7 @@ from pathlib import Path
 import torch
 from fovea.metrics.log import peak_rss_gib
 from fovea.train.ranks import ALONE
-from fovea.train.torch.shards import StagedShards
+from fovea.train.torch.checkpoint import StagedShards
 
 tensors = {str(index): torch.randn(8 * 2**20) for index in range(8)}
 before, pauses, done = peak_rss_gib(), [], threading.Event()

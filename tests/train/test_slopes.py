@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from fovea.config.run import Algorithm
-from fovea.train.slopes import slopes_are_known
+from fovea.train.objective import slopes_are_known
 from fovea.train.torch import backward
 from fovea.types import Batch, Metrics
 from tests.policies import batch_of, make_batch, make_policy, stepped_gradients, update_gradients

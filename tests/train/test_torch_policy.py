@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from fovea.config.algorithm_parts import ClippedLoss, KlInLoss
+from fovea.config.algorithm import ClippedLoss, KlInLoss
 from fovea.config.run import Algorithm, Lora, Model, TinyModel, Train
 from fovea.errors import TrainError
 from fovea.models.tiny import TinyParts
@@ -18,7 +18,7 @@ from fovea.models.trainable import FrozenGuard, choose_trainable, trainable_para
 from fovea.models.vision.feature_cache import FeatureCache
 from fovea.models.vlm import VLM
 from fovea.samples import with_old_logprobs
-from fovea.train.lr_schedule import learning_rate
+from fovea.train.optimizer_steps import learning_rate
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch
 from tests.policies import (

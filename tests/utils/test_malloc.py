@@ -68,7 +68,7 @@ import sys
 from fovea.utils.malloc import use_large_pages
 use_large_pages()
 import torch
-if "fovea" in sys.argv: import fovea.build.run
+if "fovea" in sys.argv: import fovea.wiring.run
 kept = torch.ones(64 * 2**20)
 print(open("/proc/self/smaps_rollup").read().split("AnonHugePages:")[1].split()[0])
 """

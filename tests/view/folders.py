@@ -12,8 +12,8 @@ from fovea.config.loading import dump_config
 from fovea.config.model import TinyModel
 from fovea.config.run import Config, Model
 from fovea.evaluation.answer import SampledAnswer
-from fovea.evaluation.answers_file import write_answers
 from fovea.evaluation.evaluator import AnsweredRow
+from fovea.evaluation.json_file import write_answers
 from fovea.metrics.log import JsonlSink, MetricsLog
 from fovea.report.images import png_bytes, write_image
 from fovea.report.records import RecordedAnswer, RecordedImage, RecordedMessage, RecordedTurn, SampleRecord, TokenTrace

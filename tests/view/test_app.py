@@ -5,8 +5,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from fovea.errors import DataError
-from fovea.view.app import make_app
 from fovea.view.page_files import PAGE_FILES, page_file
+from fovea.view.server import make_app
 from fovea.view.viewed_run import ViewedRun
 from tests.view.folders import write_run
 

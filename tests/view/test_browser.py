@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from fovea.build.run import build
 from fovea.config.loading import load_config
 from fovea.loop import train
 from fovea.metrics.log import JsonlSink, MetricsLog
@@ -22,6 +21,7 @@ from fovea.report.samples import write_samples
 from fovea.types import Mark
 from fovea.view.export import export
 from fovea.view.viewed_run import ViewedRun
+from fovea.wiring.run import build
 from tests.chromium import Browser, open_browser
 from tests.view.browsing import GROUP, HOSTILE, LINE, open_page, served, text_of
 from tests.view.folders import group, image_in, write_run

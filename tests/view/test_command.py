@@ -15,8 +15,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from fovea.cli.main import app
-from fovea.view.app import make_app
-from fovea.view.server import serve
+from fovea.view.server import make_app, serve
 from fovea.view.viewed_run import ViewedRun
 from tests.view.folders import write_run
 

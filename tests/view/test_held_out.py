@@ -14,9 +14,9 @@ from fovea.metrics.log import JsonlSink, MetricsLog
 from fovea.metrics.progress import Progress
 from fovea.report.about import add_hint
 from fovea.view.about_run import MAX_CONSOLE_BYTES, MAX_HINT_CHARS, MAX_HINTS
-from fovea.view.app import make_app
 from fovea.view.export import export
 from fovea.view.held_out import MAX_CHARS, MAX_ROWS
+from fovea.view.server import make_app
 from fovea.view.viewed_run import ViewedRun
 from tests.view.folders import finish_run, write_answers_of, write_run
 

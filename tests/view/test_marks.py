@@ -2,7 +2,7 @@ import pytest
 
 from fovea.report.records import RecordedImage
 from fovea.types import Mark
-from fovea.view.marks import MAX_MARKS, marks_in
+from fovea.view.answers import MAX_MARKS, marks_in
 
 THOUSANDTHS = RecordedImage(name="0123456789abcdef", frame=(1000, 1000))
 PIXELS = RecordedImage(name="0123456789abcdef", frame=(280, 140))

@@ -1,7 +1,7 @@
 from pathlib import Path
 
 from fovea.report.samples import write_samples
-from fovea.view.sample_index import SampleIndex
+from fovea.view.curves import SampleIndex
 from tests.view.folders import group, write_run
 
 IMAGE = "0123456789abcdef"

@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from fovea.view.tail import Appended, Tail
+from fovea.view.curves import Appended, Tail
 
 
 def read(tail: Tail) -> tuple[tuple[str, ...], bool]:

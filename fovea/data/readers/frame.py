@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from os import PathLike
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeGuard
 
-from fovea.data.readers.base import listed
+from fovea.data.readers.base import Table, listed
 from fovea.errors import DataError
 
 
@@ -143,3 +144,40 @@ def _plain(cell: Any) -> object:
     is_missing = type(cell).__name__ in {"NAType", "NaTType"} or (isinstance(cell, float) and math.isnan(cell))
     plain: object = None if is_missing else cell
     return plain
+
+
+METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
+
+
+def metadata_of(folder: Path) -> Path | None:
+    """The metadata table of an image folder; None where it has none."""
+    return next((folder / name for name in METADATA if (folder / name).is_file()), None)
+
+
+class ImageFolder:
+    """The rows of an image folder's table, its columns of paths renamed to columns of images."""
+
+    def __init__(self, table: Table, folder: Path) -> None:
+        self._table = table
+        self._names = {column: shown_as(column) for column in table.columns}
+        self.name, self.key, self.folder = f"{folder.name}/{table.name}", table.key, str(folder)
+        self.columns: Sequence[str] = list(self._names.values())
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def row(self, index: int) -> dict[str, object]:
+        return {shown_as(column): cell for column, cell in self._table.row(index).items()}
+
+    def place(self, index: int) -> str:
+        return self._table.place(index)
+
+    def column(self, name: str) -> Iterable[object]:
+        return self._table.column(next((own for own, shown in self._names.items() if shown == name), name))
+
+
+def shown_as(column: str) -> str:
+    """The name of a column of paths as a column of images; other columns keep theirs."""
+    if column in {"file_name", "file_names"}:
+        return "image" if column == "file_name" else "images"
+    return column.removesuffix("_file_name").removesuffix("_file_names")

@@ -12,8 +12,7 @@ from threading import Lock
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fovea.data.readers.base import first_line
-from fovea.data.readers.copies import copied_once
+from fovea.data.readers.base import copied_once, first_line
 from fovea.errors import BadRowError, DataError
 from fovea.utils.lru_cache import LRUCache
 

@@ -16,7 +16,7 @@ from PIL.Image import Image
 from fovea.data.images import OpenImage
 from fovea.environments.custom.trl import RewardFunction, is_async
 from fovea.environments.graders.base import NoScoreError
-from fovea.environments.graders.threads import BlockingCalls
+from fovea.environments.graders.limited_calls import BlockingCalls
 from fovea.errors import named, raised
 from fovea.types import ImageRef, Mark, Score, Task, Turn
 

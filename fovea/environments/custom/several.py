@@ -9,7 +9,7 @@ from fovea.data.images import OpenImage
 from fovea.environments.custom.grader import UserGrader, checked_score, score_function
 from fovea.environments.custom.trl import RewardFunction
 from fovea.environments.graders.base import Grader, NoScoreError
-from fovea.environments.graders.threads import BlockingCalls
+from fovea.environments.graders.limited_calls import BlockingCalls
 from fovea.types import Score, Task, Turn
 
 

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
-from fovea.data.writing import png_cell, write_rows
-from fovea.environments.shapes.scenes import Thing, draw
+from fovea.config.run import ShapesEnvironment
+from fovea.data.order import levels_of
+from fovea.data.writing import IMAGE_TYPE, png_cell, write_rows
+from fovea.environments.base import Split
+from fovea.environments.dataset_prompts import IMAGE_MARK
+from fovea.environments.shapes.environment import Shapes
+from fovea.environments.shapes.scenes import COLOURS, SHAPES, Thing, draw
+from fovea.errors import ConfigError
+from fovea.types import ImageRef
 
 STREAMS = {"train": 0, "test": 1}
 _TEST_SHARE = 0.1
@@ -44,3 +54,120 @@ def scene_cell(things: Sequence[Thing], side_px: int, rng: np.random.Generator) 
     """A picture of the things, on a grid or anywhere, without noise, which PNG cannot compress."""
     canvas_YXC = draw(things, side_px, rng, free=bool(rng.integers(2)))
     return png_cell(np.clip(canvas_YXC, 0, 255).astype(np.uint8))
+
+
+_SCHEMA = pa.schema(
+    [
+        ("prompt", pa.string()),
+        ("images", pa.list_(IMAGE_TYPE)),
+        ("answer", pa.string()),
+        ("kind", pa.string()),
+        ("level", pa.int32()),
+    ]
+)
+
+
+def write_shapes(
+    folder: Path,
+    *,
+    num_rows: int,
+    seed: int,
+    image_side_px: int,
+    levels: Sequence[int] = (1,),
+    comparison_share: float = 0.0,
+    text_share: float = 0.0,
+) -> list[Path]:
+    """Write `train.parquet` and `test.parquet`: the first rows of a run with this seed and these settings."""
+    if comparison_share + text_share > 1:
+        raise ConfigError(
+            f"--comparison-share={comparison_share:g} and --text-share={text_share:g} are more than all rows "
+            "together; lower one of them"
+        )
+    settings = ShapesEnvironment(
+        level=tuple(dict.fromkeys(levels)),
+        comparison_share=comparison_share,
+        text_share=text_share,
+        train_size=num_rows,
+        test_size=num_test_rows(num_rows),
+        image_side_px=image_side_px,
+    )
+    environment = Shapes(settings, seed)
+    splits: tuple[Split, ...] = ("train", "test")
+    return [write_rows(folder / f"{split}.parquet", _SCHEMA, _rows(environment, split)) for split in splits]
+
+
+def _rows(environment: Shapes, split: Split) -> Iterator[dict[str, object]]:
+    tasks = environment.tasks(split)
+    for task, level in zip(tasks, levels_of(tasks) or (), strict=True):
+        yield {
+            "prompt": IMAGE_MARK * len(task.images) + task.question,
+            "images": [_cell(ref) for ref in task.images],
+            "answer": task.answer,
+            "kind": task.kind,
+            "level": int(level),
+        }
+
+
+def _cell(ref: ImageRef) -> dict[str, object]:
+    assert isinstance(ref.source, np.ndarray), ref.where
+    return png_cell(ref.source)
+
+
+MAX_THINGS = 4
+QUESTION = "Describe the image in one sentence."
+FORMS = (
+    "The image shows {things}.",
+    "There {verb} {things}.",
+    "A picture of {things} on a dark background.",
+    "On a dark background I see {things}.",
+    "What can be seen here is {things}.",
+)
+"""The forms of a caption; row i has the first 1 + i % 5 of them."""
+_NUMBERS = ("no", "a", "two", "three", "four")
+_CAPTIONS_SCHEMA = pa.schema(
+    [("images", pa.list_(IMAGE_TYPE)), ("problem", pa.string()), ("answer", pa.list_(pa.string()))],
+)
+
+
+def write_captions(folder: Path, *, num_rows: int, seed: int, image_side_px: int) -> list[Path]:
+    """Write `train.parquet` and `test.parquet`, equal for equal arguments, and return them."""
+    return write_rendered(folder, _CAPTIONS_SCHEMA, partial(_row, image_side_px), num_rows=num_rows, seed=seed)
+
+
+def captions(things: Sequence[Thing], num_captions: int, rng: np.random.Generator) -> list[str]:
+    """Several captions of the same things."""
+    counts = sorted(Counter(things).items(), key=lambda pair: _place(pair[0]))
+    orders = [range(len(counts)), *(rng.permutation(len(counts)) for _ in range(num_captions - 1))]
+    return [
+        _caption(form, [counts[place] for place in order])
+        for form, order in zip(FORMS[:num_captions], orders, strict=True)
+    ]
+
+
+def _row(side_px: int, index: int, rng: np.random.Generator) -> dict[str, object]:
+    # a few kinds of things, so that some are seen twice
+    kinds = [_thing(rng) for _ in range(2 + index % 2)]
+    things = [kinds[int(rng.integers(len(kinds)))] for _ in range(rng.integers(1, MAX_THINGS + 1))]
+    return {
+        "images": [scene_cell(things, side_px, rng)],
+        "problem": f"{IMAGE_MARK}{QUESTION}",
+        "answer": captions(things, 1 + index % len(FORMS), rng),
+    }
+
+
+def _thing(rng: np.random.Generator) -> Thing:
+    return Thing(shape=SHAPES[rng.integers(len(SHAPES))], colour=COLOURS[rng.integers(len(COLOURS))])
+
+
+def _place(thing: Thing) -> tuple[int, int]:
+    return SHAPES.index(thing.shape), COLOURS.index(thing.colour)
+
+
+def _caption(form: str, counts: Sequence[tuple[Thing, int]]) -> str:
+    *rest, last = [_counted(thing, count) for thing, count in counts]
+    things = f"{', '.join(rest)} and {last}" if rest else last
+    return form.format(things=things, verb="is" if counts[0][1] == 1 else "are")
+
+
+def _counted(thing: Thing, count: int) -> str:
+    return f"{_NUMBERS[count]} {thing.colour} {thing.shape}{'s' if count > 1 else ''}"

@@ -18,7 +18,7 @@ from fovea.environments.caption import captions_of
 from fovea.environments.dataset_prompts import bad_row, never_right, plain_answer
 from fovea.environments.graders.base import Grade
 from fovea.environments.graders.cider import IDF_ROWS, CiderD
-from fovea.environments.graders.vqa_choices import options_of, true_letter
+from fovea.environments.graders.vqa_words import options_of, true_letter
 from fovea.environments.shapes import environment as shapes
 from fovea.errors import BadRowError, DataError
 

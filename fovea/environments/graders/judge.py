@@ -20,8 +20,8 @@ from fovea.config.run import Judge
 from fovea.environments.graders.base import NoScoreError, TryAgainError
 from fovea.environments.graders.limited_calls import CallLimits
 from fovea.errors import ConfigError
+from fovea.utils.addresses import is_loopback
 from fovea.utils.http_json import MAY_PASS, bearer
-from fovea.utils.loopback import is_loopback
 from fovea.utils.shown_text import without_secrets
 
 KEY = "environment.judge"

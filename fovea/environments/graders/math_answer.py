@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import re
 
-from fovea.environments.graders.math_formula import formula_value
+from fovea.environments.graders.math_formula import Rounded, formula_value, is_close
 from fovea.environments.graders.math_normalize import normalised, without_unit
-from fovea.environments.graders.rounded import Rounded, is_close
 
 # Longer answers are compared as they stand; the longest true answer of Geometry3K has 41 characters.
 _MAX_CHARS = 400

@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Batc
 from fovea.config.run import RewardModel
 from fovea.errors import ModelError, ScoreError
 from fovea.utils.config_keys import check_config_keys
-from fovea.utils.spelled_marks import special_marks, without_marks
+from fovea.utils.shown_text import special_marks, without_marks
 
 KEY = "environment.reward_model"
 """Settings of the reward model of captions."""

@@ -11,39 +11,87 @@ Everything else claims its own words and no part of them: `yes 2 is red`, `2 or 
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import takewhile
 
-from fovea.environments.graders.vqa_choices import option_letter
-from fovea.environments.graders.vqa_lexicon import (
-    AFFIRMATIONS,
-    COPULAS,
-    COPULAS_OF_SEVERAL,
-    DETERMINERS,
-    DOUBTS,
-    EMPHASIS,
-    MULTIPLES,
-    NEGATIONS,
-    NOT_THINGS,
-    OPERATIONS,
-    PREPOSITIONS,
-    PRONOUNS,
-    SHARES,
-    UNCLEAR,
-    YES_WORDS,
-    either,
-)
+from fovea.environments.graders.math_answer import last_boxed
 from fovea.environments.graders.vqa_words import (
     MAX_CHARS,
     NUMBER,
+    option_letter,
     plain_words,
     same_words,
     spelled,
     without_articles,
     yes_or_no,
 )
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+NEGATIONS = _words(
+    "not no never none neither nor nothing nobody nowhere without isnt arent wasnt werent dont doesnt didnt cant cannot"
+    " couldnt wont wouldnt shouldnt hasnt havent hadnt aint nope nah false incorrect untrue wrong lack lacks devoid"
+    " fails disagree denies deny excludes exclude nonexistent nil nada naught nought zilch"
+)
+YES_WORDS = _words("yes yeah yep yup")
+AFFIRMATIONS = YES_WORDS | _words("true correct right so indeed there")
+"""What cannot be the case instead, behind a no: `no, it is true`."""
+DOUBTS = _words(
+    "or either between maybe perhaps possibly probably might could if unless but except than unsure uncertain unlikely"
+    " doubt doubtful impossible opposite instead joke lie missing lacking absent hardly barely rarely scarcely seldom"
+    " contrary rather versus vs"
+)
+OTHER_NUMBER = _words(
+    "least most more less fewer over under about around approximately almost nearly roughly minus negative plus to"
+    " hundred hundreds thousand thousands million millions billion billions trillion trillions dozen dozens half times"
+)
+"""What makes another number of the one that stands beside it."""
+_STEMS = (
+    "four fif six seven eigh nin ten eleven twelf thirteen fourteen fifteen sixteen seventeen eighteen nineteen twentie"
+    " thirtie fortie fiftie sixtie seventie eightie ninetie hundred thousand million billion trillion"
+)
+FRACTIONS = _words("half halves third thirds quarter quarters") | {
+    f"{stem}{end}" for stem in _STEMS.split() for end in ("th", "ths")
+}
+MULTIPLES = FRACTIONS | _words(
+    "pair pairs couple couples duo duos trio trios quartet quartets score scores gross myriad myriads lakh lakhs crore"
+    " crores mil mio mn bn tn pi st nd rd th ths twice thrice double doubles triple triples zillion zillions thou kilo"
+    " mega giga tera percentage too permille ppm twos threes fours fives sixes sevens eights nines tens teens twenties"
+    " thirties forties fifties sixties seventies eighties nineties"
+)
+"""What makes another number of the one before it: `3 pairs`. Elsewhere it says nothing of one: `the first pair`."""
+SHARES = _words("per apiece each every")
+"""What makes a number that of a part, wherever it stands behind it: `3 dogs on each side`."""
+OPERATIONS = _words(
+    "squared cubed doubled tripled trebled quadrupled halved quartered multiplied divided added subtracted raised"
+    " factorial inverse reciprocal fold ply odd ish grand something square root power tops max maximum minimum"
+    " below above short shy off"
+)
+"""What makes another number of the one before it if no noun follows: `3 squared`, and not `3 raised hands`."""
+PREPOSITIONS = _words("in on at with from by near behind beside under above below inside outside along around")
+UNCLEAR = NEGATIONS | YES_WORDS | DOUBTS | OTHER_NUMBER | _words("true correct")
+"""What a sentence that says a value may not hold beside it."""
+NOT_THINGS = _words("idea clue answer way longer matter problem comment only just")
+"""Words behind a `no` by which it counts nothing: `no idea`, `No, only the man is`."""
+EMPHASIS = _words("indeed definitely certainly clearly absolutely sure please")
+COPULAS_OF_ONE = _words("is was looks appears seems")
+COPULAS_OF_SEVERAL = _words("are were look appear seem")
+COPULAS = COPULAS_OF_ONE | COPULAS_OF_SEVERAL
+PRONOUNS = _words("it this that these those they he she there both all")
+DETERMINERS = _words("the a an this that these those its his her their my your our both all each every")
+
+
+def either(words: frozenset[str]) -> str:
+    """The pattern of any one of these words."""
+    return f"(?:{'|'.join(sorted(words, reverse=True))})"
+
 
 MAX_WORDS = 20
 """The longest answer that is read as sentences; a longer response has to mark its answer."""
@@ -222,3 +270,74 @@ def _predicate(words: str) -> Claim | None:
     value = re.sub(r"^\S+ing (?=\d)", "", phrase)
     counted = None if value.startswith("no ") else _counted(value)
     return counted or Claim(without_articles(phrase))
+
+
+_ENOUGH_AGREE = 3
+
+_TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
+_LABEL = re.compile(r"\banswer\b\**\s*(?:is\b|:)[\s:*]*", re.IGNORECASE)
+_SENTENCE_END = re.compile(r"[.!?;\n]")
+_DENIAL = re.compile(
+    r"\b(?:not|never|cannot|wrong|incorrect|false|if|unless|doubt|neither|nor|no(?=\W*(?:\w+\W*)?$))\b|n\Wt\b",
+    re.IGNORECASE,
+)
+_FONT = re.compile(r"\\(?:text[a-z]*|math[a-z]+|mbox|operatorname) ?\{([^{}]*)\}")
+
+
+def found_answer(response: str) -> str:
+    r"""The answer in a response, from the most to the least explicit.
+
+    The last closed `\boxed{...}`; the last `<answer>...</answer>`; the text after the last "answer:" or
+    "answer is", up to the end of its line, unless its sentence denies it; else the text after `</think>`.
+    """
+    boxed = last_boxed(response)
+    marked = _last_marked(response) if boxed is None else boxed
+    tail = response.rpartition("</think>")[2].strip() if marked is None else marked
+    labelled = _labelled(tail) if marked is None else None
+    return _FONT.sub(r"\1", tail if labelled is None else labelled)
+
+
+def _labelled(text: str) -> str | None:
+    """The text after its last label; None without one, or after `I doubt that the answer is`."""
+    labels = list(_LABEL.finditer(text))
+    if not labels:
+        return None
+    sentence = _SENTENCE_END.split(text[: labels[-1].start()])[-1]
+    return None if _DENIAL.search(sentence) else text[labels[-1].end() :].split("\n", maxsplit=1)[0]
+
+
+def _last_marked(response: str) -> str | None:
+    """The text in the last pair of tags. Linear time."""
+    tags = list(_TAG.finditer(response))
+    pairs = [(opening, closing) for opening, closing in itertools.pairwise(tags) if closing[1] > opening[1]]
+    return response[pairs[-1][0].end() : pairs[-1][1].start()] if pairs else None
+
+
+def same_short_answer(given: str, truth: str) -> bool:
+    """Whether a found answer is the true one: in the same words, or as what it claims."""
+    return _is_true(_claimed(given), truth)
+
+
+def soft_accuracy(given: str, truths: Sequence[str]) -> float:
+    """VQA's accuracy: min(annotators who agree / 3, 1), averaged over all subsets that leave one annotator out.
+
+    With fewer than four annotators all others have to agree; a single annotator's answer is the truth.
+    """
+    claimed = _claimed(given)
+    agree = [_is_true(claimed, truth) for truth in truths]
+    if len(agree) < 2:
+        return float(any(agree))
+    enough = min(_ENOUGH_AGREE, len(agree) - 1)
+    left = [min((sum(agree) - one) / enough, 1.0) for one in agree]
+    return sum(left) / len(left)
+
+
+def _claimed(given: str) -> tuple[str, ...]:
+    """The one value of an answer, in its whole words and in those of its claim."""
+    claim = claim_of(given)
+    return (spelled(given), claim.phrase, claim.number or "")
+
+
+def _is_true(claimed: Sequence[str], truth: str) -> bool:
+    true = spelled(truth)
+    return any(same_words(words, true) for words in claimed)

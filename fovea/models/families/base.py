@@ -6,6 +6,7 @@ Axes: `L` token ids, `X` axes of a position (3 with M-RoPE: time, height, width;
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,10 +16,36 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from fovea.data.images import Size
-from fovea.models.families.layer import LayerModules
+from fovea.models.experts import Experts
 from fovea.models.flops import Work
-from fovea.models.vision.features import ImageFeatures
+from fovea.models.vision.feature_cache import ImageFeatures
 from fovea.types import PromptImage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlpModules:
+    """Modules of a gated MLP."""
+
+    gate: nn.Module
+    up: nn.Module
+    down: nn.Module
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerModules:
+    """Modules of a pre-norm decoder layer."""
+
+    input_norm: nn.Module
+    query: nn.Module
+    key: nn.Module
+    value: nn.Module
+    query_norm: nn.Module | None
+    """Norm of each query head; None in families that do not normalise queries and keys."""
+    key_norm: nn.Module | None
+    output: nn.Module
+    post_norm: nn.Module
+    mlp: MlpModules | Experts
+    """Experts as the tensors that their modules hold now, which FSDP2 exchanges around every pass."""
 
 
 class FastPath(Protocol):

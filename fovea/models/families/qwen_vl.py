@@ -20,9 +20,8 @@ from transformers import PreTrainedTokenizerBase
 
 from fovea.data.images import Size
 from fovea.models.experts import Experts
-from fovea.models.families.base import FastPath
-from fovea.models.families.layer import LayerModules, MlpModules
-from fovea.models.flops import VisionWork, Work, text_work
+from fovea.models.families.base import FastPath, LayerModules, MlpModules
+from fovea.models.flops import VisionWork, Work, text_work, vision_work
 from fovea.models.transfer import to_device
 from fovea.models.transformers_versions import (
     experts_per_token,
@@ -31,9 +30,8 @@ from fovea.models.transformers_versions import (
     tower_features,
     tower_options,
 )
-from fovea.models.vision.features import ImageFeatures
-from fovea.models.vision.graph_size import graph_bytes
-from fovea.models.vision.tower_inputs import tower_heads, tower_inputs
+from fovea.models.vision.feature_cache import ImageFeatures
+from fovea.models.vision.tower_inputs import graph_bytes, tower_heads, tower_inputs
 from fovea.types import PositionRule, PromptImage
 
 IMAGE_PAD = "<|image_pad|>"
@@ -232,3 +230,73 @@ def pixel_limits(own: Any, min_pixels: int | None, max_pixels: int | None) -> di
     smallest = min_pixels or min(own["shortest_edge"], max_pixels or own["shortest_edge"])
     largest = max_pixels or max(own["longest_edge"], min_pixels or own["longest_edge"])
     return {"shortest_edge": smallest, "longest_edge": largest}
+
+
+class Qwen2VL(QwenVL):
+    """ModelFamily of Qwen2-VL. Its vision tower has plain MLPs, and its config calls their width `embed_dim`."""
+
+    __slots__ = ()
+    model_type: ClassVar[str] = "qwen2_vl"
+    video_processor: ClassVar[str] = "Qwen2VLVideoProcessor"
+    fast_path: ClassVar[FastPath] = QwenFastPath(normed_heads=False, deepstack=False)
+
+    def vision_work(self, vision: Any) -> VisionWork:
+        width = vision.embed_dim
+        mlp = 2 * width * int(width * vision.mlp_ratio)
+        return vision_work(vision, width=width, mlp_weights=mlp, out_width=vision.hidden_size)
+
+
+class Qwen25VL(QwenVL):
+    """ModelFamily of Qwen2.5-VL. Its vision tower has gated MLPs and windowed attention in most blocks."""
+
+    __slots__ = ()
+    model_type: ClassVar[str] = "qwen2_5_vl"
+    video_processor: ClassVar[str] = "Qwen2VLVideoProcessor"
+    fast_path: ClassVar[FastPath] = QwenFastPath(normed_heads=False, deepstack=False)
+
+    def box_frame(self, image: PromptImage) -> tuple[int, int]:
+        """Pixels of the image as the vision tower sees it (section 2.2)."""
+        _, rows, columns = image.grid
+        side = self.config.vision_config.patch_size
+        return columns * side, rows * side
+
+    def vision_work(self, vision: Any) -> VisionWork:
+        whole = {index for index in vision.fullatt_block_indexes if index < vision.depth}
+        return vision_work(
+            vision,
+            width=vision.hidden_size,
+            mlp_weights=3 * vision.hidden_size * vision.intermediate_size,
+            out_width=vision.out_hidden_size,
+            windowed_layers=vision.depth - len(whole),
+            # rounded down to a multiple of spatial_merge_size, as transformers does
+            window_side=vision.window_size
+            // vision.spatial_merge_size
+            // vision.patch_size
+            * vision.spatial_merge_size,
+        )
+
+
+class Qwen3VL(QwenVL):
+    """ModelFamily of Qwen3-VL. Its decoder normalises queries and keys per head and has deepstack vision features."""
+
+    __slots__ = ()
+    model_type: ClassVar[str] = "qwen3_vl"
+    video_processor: ClassVar[str] = "Qwen3VLVideoProcessor"
+    fast_path: ClassVar[FastPath] = QwenFastPath(normed_heads=True, deepstack=True)
+    projector_paths: ClassVar[tuple[str, ...]] = (f"{VISION}.merger", f"{VISION}.deepstack_merger_list")
+
+    def vision_work(self, vision: Any) -> VisionWork:
+        return vision_work(
+            vision,
+            width=vision.hidden_size,
+            mlp_weights=2 * vision.hidden_size * vision.intermediate_size,
+            out_width=vision.out_hidden_size,
+            mergers=1 + len(vision.deepstack_visual_indexes),
+        )
+
+
+class Qwen3VLMoe(Qwen3VL):
+    """ModelFamily of Qwen3-VL-MoE: Qwen3-VL with a mixture of experts in place of the decoder's MLPs."""
+
+    __slots__ = ()
+    model_type: ClassVar[str] = "qwen3_vl_moe"

@@ -8,10 +8,7 @@ from typing import Any
 from fovea.errors import ModelError
 from fovea.models.families.base import ModelFamily
 from fovea.models.families.idefics3 import Idefics3
-from fovea.models.families.qwen2_5_vl import Qwen25VL
-from fovea.models.families.qwen2_vl import Qwen2VL
-from fovea.models.families.qwen3_vl import Qwen3VL
-from fovea.models.families.qwen3_vl_moe import Qwen3VLMoe
+from fovea.models.families.qwen_vl import Qwen2VL, Qwen3VL, Qwen3VLMoe, Qwen25VL
 from fovea.utils.entry_points import load, registered
 
 GROUP = "fovea.families"

@@ -8,6 +8,8 @@ Axes: `I` images.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +18,48 @@ from torch import Tensor
 from fovea.models.transfer import to_device
 from fovea.models.transformers_versions import OLD, vision_utils
 from fovea.models.varlen import HeadShape, takes_varlen
+from fovea.types import PromptImage
+
+PASS_PATCHES = 16_384
+"""Patches of a forward pass: 16 images of 512 px with patches of 16, enough to keep any GPU busy; at a width of 1,280,
+the activations of a block in bfloat16 take some 0.5 GiB."""
+
+
+def image_passes(images: Sequence[PromptImage], max_patches: int) -> Iterator[list[PromptImage]]:
+    """The images in their order, split into passes of at most so many patches; a larger image has one to itself."""
+    part: list[PromptImage] = []
+    room = max_patches
+    for image in images:
+        patches = math.prod(image.grid)
+        if part and patches > room:
+            yield part
+            part, room = [], max_patches
+        part.append(image)
+        room -= patches
+    if part:
+        yield part
+
+
+OF_BLOCK, OF_RECOMPUTED_BLOCK, OF_MERGER, OF_EMBEDDING = 20, 1, 5, 2
+"""Numbers per patch and unit of the tower's width: of a trained block, of one that computes all but its input again, of
+a merger (its input, norm, and both sides of its activation, and some) and of the patch embedding."""
+
+
+def graph_bytes(
+    patches: int,
+    width: int,
+    itemsize: int,
+    *,
+    trained_blocks: int,
+    recomputed_blocks: int,
+    mergers: int,
+    pixels: int,
+) -> int:
+    """Bytes of the graph of so many patches; `pixels` are the numbers of one, 0 where the embedding is not trained."""
+    blocks = OF_BLOCK * trained_blocks + OF_RECOMPUTED_BLOCK * recomputed_blocks
+    numbers = blocks + OF_MERGER * mergers + (OF_EMBEDDING if pixels else 0)
+    return patches * (numbers * width + pixels) * itemsize
+
 
 LONGEST = {"cu_seqlens": "max_seqlen", "cu_window_seqlens": "max_window_seqlen"}
 """Argument for the length of the longest segment, by that for the offsets."""

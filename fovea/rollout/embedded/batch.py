@@ -20,10 +20,10 @@ from torch import Tensor
 from fovea.errors import EngineError
 from fovea.models.activation_tape import NOT_RECORDED
 from fovea.models.transfer import to_device
-from fovea.rollout.detokenizer import CompletionText
-from fovea.rollout.embedded.compaction import Moves, fill_holes
+from fovea.rollout.embedded.cache import Moves, fill_holes
 from fovea.rollout.embedded.requests import DecodeRow, QueuedRequest, RemovedRow
 from fovea.rollout.embedded.sampler import Draw, RowSettings, needs_of, row_settings, sample_tokens, uniforms
+from fovea.rollout.outputs import CompletionText
 from fovea.types import Completion
 from fovea.utils.host_waits import awaited
 from fovea.utils.tensor_records import map_tensors

@@ -23,7 +23,6 @@ from fovea.models.processor import Processor
 from fovea.models.trainable import adapter_scale, factored_weights, weight_names
 from fovea.models.vlm import VLM
 from fovea.rollout.base import memory_for_rollout
-from fovea.rollout.detokenizer import CompletionText
 from fovea.rollout.embedded.batch import DecodeBatch, Forward, completion_of
 from fovea.rollout.embedded.cache import Cache
 from fovea.rollout.embedded.decode_step import GraphStepper, Stepper
@@ -39,6 +38,7 @@ from fovea.rollout.embedded.prefill import prefill, prefill_row
 from fovea.rollout.embedded.recorder import Recorder
 from fovea.rollout.embedded.requests import KeptKeys, QueuedRequest, RemovedRow, resumption
 from fovea.rollout.embedded.tuning import INT8, Tuning, make_cache, make_stepper, uses_pages
+from fovea.rollout.outputs import CompletionText
 from fovea.types import Completion, Request, Weights
 from fovea.utils.lru_cache import LRUCache
 

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from fovea.models.decoder import Attend, DecoderShape
 from fovea.models.transfer import to_device
-from fovea.rollout.embedded.cache import Store, TokenSpan
-from fovea.rollout.embedded.compaction import fill_holes
+from fovea.rollout.embedded.cache import Store, TokenSpan, fill_holes
 from fovea.rollout.embedded.requests import QueuedRequest
 
 SCRATCH = 0

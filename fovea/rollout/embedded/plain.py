@@ -20,10 +20,10 @@ from fovea.models.policy_network import PolicyNetwork
 from fovea.models.processor import Processor
 from fovea.models.trainable import factored_weights, weight_names
 from fovea.rollout.base import memory_for_rollout
-from fovea.rollout.detokenizer import CompletionText
 from fovea.rollout.embedded.batch import DecodeBatch, DecodeStep, completion_of
 from fovea.rollout.embedded.requests import QueuedRequest
 from fovea.rollout.embedded.sampler import sample_tokens
+from fovea.rollout.outputs import CompletionText
 from fovea.types import Completion, Request, Weights
 
 

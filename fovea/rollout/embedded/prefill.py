@@ -19,7 +19,7 @@ from fovea.models.rope import Rope
 from fovea.models.shared_prefix.attention import causal_prompts
 from fovea.models.shared_prefix.layout import shared_prefix_layout
 from fovea.models.transfer import to_device
-from fovea.models.vision.features import ImageFeatures, concatenate
+from fovea.models.vision.feature_cache import ImageFeatures, concatenate
 from fovea.models.vlm import VLM
 from fovea.rollout.embedded.cache import Cache, TokenSpan
 from fovea.rollout.embedded.linears import TextWeights

@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from fovea.models.activation_tape import NOT_RECORDED, ImageGraph, Tape, Trace
-from fovea.models.vision.features import ImageFeatures
+from fovea.models.vision.feature_cache import ImageFeatures
 from fovea.models.vlm import VLM
 from fovea.rollout.embedded.requests import QueuedRequest, RemovedRow
 from fovea.types import PromptImage

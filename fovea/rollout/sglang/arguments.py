@@ -17,9 +17,9 @@ from fovea.errors import ConfigError, EngineError, LostEngineError
 from fovea.models.load import pick_device
 from fovea.models.model_files import hub_options
 from fovea.models.processor import Processor
+from fovea.processes.engine_process import EngineProcess, Limits
 from fovea.rollout.checks import check_arguments, check_family, check_merge, fitting_length, gpus_of_engine
-from fovea.rollout.detokenizer import CompletionText
-from fovea.rollout.engine_process import EngineProcess, Limits
+from fovea.rollout.outputs import CompletionText
 from fovea.rollout.sglang.engine import SglangEngine
 from fovea.rollout.sglang.inputs import Translator
 from fovea.rollout.sglang.weights import SglangWeights

@@ -13,10 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from fovea.errors import EngineError
-from fovea.rollout.detokenizer import CompletionText
-from fovea.rollout.engine_process import EngineProcess
-from fovea.rollout.outputs import Drawn, completions
-from fovea.rollout.readiness import BROKEN_PUSH, CLOSED, NO_WEIGHTS, Readiness, check_idle
+from fovea.processes.engine_process import EngineProcess
+from fovea.rollout.outputs import CompletionText, Drawn, completions
+from fovea.rollout.server import BROKEN_PUSH, CLOSED, NO_WEIGHTS, Readiness, check_idle
 from fovea.rollout.sglang.inputs import Translator
 from fovea.rollout.sglang.weights import SglangWeights
 from fovea.types import Completion, Request, Shape

@@ -25,7 +25,7 @@ from sglang.srt.managers.io_struct import (
     UpdateWeightsFromTensorReqInput,
 )
 
-from fovea.rollout.engine_host import Calls, begin
+from fovea.processes.engine_host import Calls, begin
 from fovea.rollout.outputs import Drawn, Sampled
 from fovea.rollout.sglang.inputs import Drawing
 from fovea.rollout.sglang.scheduler import run_scheduler

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fovea.errors import EngineError
-from fovea.rollout.stacked import stacked
+from fovea.rollout.outputs import stacked
 from fovea.types import Prompt, Request, Sampling
 
 Drawing = Mapping[str, Any]

@@ -14,8 +14,7 @@ from sglang.srt.entrypoints.http_server import app, launch_server
 from sglang.srt.server_args import ServerArgs
 
 from fovea.rollout.server import API_KEY_ENV
-from fovea.rollout.server_bans import Bans
-from fovea.rollout.server_key import RequireKey
+from fovea.rollout.server_guard import Bans, RequireKey
 
 
 def main(arguments: dict[str, Any]) -> None:

@@ -15,11 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fovea.processes.engine_process import EngineProcess
 from fovea.rollout.checks import check_shapes, checkpoint_shapes
-from fovea.rollout.engine_process import EngineProcess
 from fovea.types import Shape
 from fovea.utils.checksum import read_hashes, value_hash
-from fovea.utils.tensor_handles import handles
+from fovea.utils.tensor_records import handles
 
 
 class Sent(NamedTuple):

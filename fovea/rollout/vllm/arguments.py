@@ -21,11 +21,11 @@ from fovea.errors import ConfigError, first_line, named
 from fovea.models.model_files import hub_options
 from fovea.models.processor import Processor
 from fovea.rollout.checks import check_arguments, check_family, check_merge, fitting_length, gpus_of_engine, keeping_gpu
-from fovea.rollout.detokenizer import CompletionText
-from fovea.rollout.vllm.adapter import VllmAdapter, room_for
+from fovea.rollout.outputs import CompletionText
 from fovea.rollout.vllm.engine import VllmEngine
 from fovea.rollout.vllm.inputs import Translator
-from fovea.rollout.vllm.trained_on import TRAINED_ON
+from fovea.rollout.vllm.server import TRAINED_ON
+from fovea.rollout.vllm.worker import VllmAdapter, room_for
 
 RECEIVER = "fovea.rollout.vllm.worker.WeightReceiver"
 

@@ -13,13 +13,12 @@ from fovea.config.run import Model
 from fovea.errors import ConfigError, first_line, named
 from fovea.models.processor import Processor
 from fovea.rollout.checks import fitting_length
-from fovea.rollout.detokenizer import CompletionText
-from fovea.rollout.server_key import made_key
+from fovea.rollout.outputs import CompletionText
+from fovea.rollout.server_guard import made_key
 from fovea.rollout.vllm.arguments import check_model
 from fovea.rollout.vllm.inputs import Translator
 from fovea.rollout.vllm.push_folder import PushFolder
-from fovea.rollout.vllm.server_facts import ServerFacts
-from fovea.rollout.vllm.servers import VllmServers
+from fovea.rollout.vllm.servers import ServerFacts, VllmServers
 from fovea.rollout.vllm.weights import ExpectedWeights
 from fovea.utils.http_json import CallBounds, JsonServer
 

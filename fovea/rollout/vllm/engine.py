@@ -6,22 +6,42 @@ The completions of a group share their prompt by vLLM's prefix cache, and so do 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-from fovea.errors import EngineError, first_line, named
-from fovea.rollout.detokenizer import CompletionText
-from fovea.rollout.outputs import Drawn, Sampled, completions
-from fovea.rollout.readiness import BROKEN_PUSH, CLOSED, NO_WEIGHTS, Readiness, check_idle
-from fovea.rollout.vllm.adapter import REQUEST, VllmAdapter
+from fovea.errors import EngineError, LostEngineError, first_line, named
+from fovea.rollout.outputs import CompletionText, Drawn, Sampled, completions
+from fovea.rollout.server import BROKEN_PUSH, CLOSED, NO_WEIGHTS, Readiness, check_idle
 from fovea.rollout.vllm.inputs import Translator
-from fovea.rollout.vllm.lost import workers_of
 from fovea.rollout.vllm.weights import VllmWeights
+from fovea.rollout.vllm.worker import REQUEST, VllmAdapter
 from fovea.types import Completion, Request, Shape
+
+
+@contextmanager
+def workers_of(llm: LLMEngine) -> Iterator[None]:
+    """Block in which calls reach vLLM's workers; LostEngineError where one of them has ended, before or meanwhile."""
+    _check(llm, None)
+    try:
+        yield
+    except (RuntimeError, OSError, AssertionError) as error:
+        _check(llm, error)
+        raise
+
+
+def _check(llm: LLMEngine, cause: Exception | None) -> None:
+    executor = llm.engine_core.engine_core.model_executor
+    if isinstance(executor, MultiprocExecutor) and executor.is_failed:
+        raise LostEngineError(
+            "a worker process of vLLM has ended, with it the engine; its own messages are above; start again to go on "
+            "from the last checkpoint (max_restarts does)"
+        ) from cause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -19,7 +19,7 @@ from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 from vllm.sampling_params import RequestOutputKind
 
 from fovea.errors import EngineError
-from fovea.rollout.stacked import stacked
+from fovea.rollout.outputs import stacked
 from fovea.types import Prompt, Request
 
 SEEDS = 1 << 62
@@ -79,7 +79,7 @@ class Translator:
             logit_bias=dict.fromkeys(self.banned_ids, -torch.inf),
             logprobs=0,
             flat_logprobs=True,
-            # text is needed to find stop strings only: `fovea.rollout.detokenizer` writes that of a completion
+            # text is needed to find stop strings only: `fovea.rollout.outputs` writes that of a completion
             detokenize=bool(sampling.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
         )

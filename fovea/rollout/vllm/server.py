@@ -11,13 +11,26 @@ import torch
 
 from fovea.config.base import over
 from fovea.rollout.server import Launch, ModelServer, checked, environment
-from fovea.rollout.vllm.trained_on import TRAINED_ON
+
+TRAINED_ON: Mapping[str, Any] = {
+    "trust_remote_code": False,
+    # stop tokens and sampling come with every request
+    "generation_config": "vllm",
+    # of the distribution that is drawn from (decision 018)
+    "logprobs_mode": "processed_logprobs",
+    # pixels come normalised, and vLLM would normalise them once more
+    "mm_device_do_normalize": False,
+    # images come processed: there is nothing to keep
+    "mm_processor_cache_gb": 0,
+    "enable_prefix_caching": True,
+}
+
 
 MODULE = "vllm.entrypoints.launchers.api_server.entry"
 MIDDLEWARE = (
-    "fovea.rollout.server_bans.Bans",
+    "fovea.rollout.server_guard.Bans",
     "fovea.rollout.vllm.server_push.SamePush",
-    "fovea.rollout.server_key.RequireKey",
+    "fovea.rollout.server_guard.RequireKey",
 )
 """Innermost first: a request without the key gets no further than the last."""
 WEIGHTS_DIR_ENV = "FOVEA_WEIGHTS_DIR"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from fovea.rollout.asgi import App, Message, Receive, Send, answer, header, refuse, whole_body
+from fovea.rollout.server_guard import App, Message, Receive, Send, answer, header, refuse, whole_body
 
 PUSH_HEADER = "x-fovea-push"
 """Header of a call with the name of the push that it is for."""

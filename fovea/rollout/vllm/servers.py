@@ -7,24 +7,87 @@ whole, so that a server that starts anew can get all of the present weights from
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from vllm import SamplingParams
+from vllm.entrypoints.scale_out.token_in_token_out.mm_serde import encode_mm_kwargs_item
 
 from fovea.errors import EngineError, first_line, named
-from fovea.rollout.detokenizer import CompletionText
-from fovea.rollout.outputs import FINISHES, Drawn, Sampled, completions
-from fovea.rollout.readiness import BROKEN_PUSH, CLOSED, Readiness, check_idle
+from fovea.rollout.outputs import FINISHES, CompletionText, Drawn, Sampled, completions
+from fovea.rollout.server import BROKEN_PUSH, CLOSED, Readiness, check_idle
 from fovea.rollout.server_pool import Member, ServerPool, TakenError, understood
 from fovea.rollout.vllm.inputs import Translator
 from fovea.rollout.vllm.push_folder import OTHER_RUN, Push, PushFolder, run_of
-from fovea.rollout.vllm.server_facts import ServerFacts
 from fovea.rollout.vllm.server_push import FACTS, LOAD, PUSH_HEADER, RPC
 from fovea.rollout.vllm.weights import ExpectedWeights, compare
-from fovea.rollout.vllm.wire import generate_body
 from fovea.types import Completion, Request, Shape
 from fovea.utils.event_loop import BackgroundLoop
 from fovea.utils.http_json import CallError, JsonServer
+
+SENT = (
+    "n",
+    "temperature",
+    "seed",
+    "max_tokens",
+    "min_tokens",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "logit_bias",
+    "logprobs",
+    "detokenize",
+)
+"""Sampling parameters that `rollout.vllm.inputs.Translator` sets and a server takes."""
+
+
+def generate_body(prompt: Mapping[str, Any], sampling: SamplingParams) -> dict[str, Any]:
+    """The body of a request, from the same prompt and parameters that an engine in this process gets."""
+    body: dict[str, Any] = {
+        "token_ids": prompt["prompt_token_ids"],
+        # those that vLLM has in the end, to be compared with ours
+        "return_token_ids": True,
+        # a bias of minus infinity is -Infinity, which Python's JSON has on both sides
+        "sampling_params": {name: getattr(sampling, name) for name in SENT},
+    }
+    if "mm_kwargs" in prompt:
+        places = prompt["mm_placeholders"]["image"]
+        body["features"] = {
+            "mm_hashes": {"image": list(prompt["mm_hashes"]["image"])},
+            "mm_placeholders": {"image": [{"offset": each.offset, "length": each.length} for each in places]},
+            "kwargs_data": {"image": [encode_mm_kwargs_item(item) for item in prompt["mm_kwargs"]["image"]]},
+        }
+    return body
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerFacts:
+    """What the trainer needs of every server."""
+
+    dtype: str
+    max_model_len: int
+    """Tokens of the longest prompt with its completion."""
+    max_images: int
+    """Images of a prompt."""
+
+    def check(self, url: str, found: Mapping[str, Any]) -> None:
+        """Raise EngineError for a server of which something differs (`server_worker.FolderReceiver.fovea_facts`)."""
+        again = "start it again, by fovea serve MODEL --for-training DIR"
+        if found["logprobs_mode"] != "processed_logprobs" or found["normalizes_pixels"]:
+            raise EngineError(f"{url} gives log-probs of another distribution than is trained; {again}")
+        if found["dtype"] != self.dtype:
+            raise EngineError(
+                f"{url} computes in {found['dtype']}, the trainer in {self.dtype}; {again} dtype={self.dtype}"
+            )
+        for name in ("max_model_len", "max_images"):
+            if found[name] < getattr(self, name):
+                argument = "max_model_len=" if name == "max_model_len" else "limit_mm_per_prompt.image="
+                raise EngineError(
+                    f"{url} has {name}={found[name]}, and the settings need {getattr(self, name)}; {again} "
+                    f"{argument}{getattr(self, name)}"
+                )
+
 
 GENERATE = "/inference/v1/generate"
 

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fovea.config.algorithm_parts import Critic as CriticSettings
+from fovea.config.algorithm import Critic as CriticSettings
 from fovea.config.run import Config
-from fovea.models.value_head import ValueHead
-from fovea.train.adamw import make_adamw, set_learning_rate
-from fovea.train.lr_schedule import critic_rate, rate_of_run
+from fovea.models.heads import ValueHead
 from fovea.train.megatron.parallel import Place
+from fovea.train.optimizer_steps import critic_rate, make_adamw, rate_of_run, set_learning_rate
 
 
 class Critic:

@@ -19,10 +19,10 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from torch import Tensor
 
 from fovea.models.head_gradients import Slopes
+from fovea.models.heads import ValueHead
 from fovea.models.plain import PlainRow, plain_rows
-from fovea.models.shared_prefix.packed_row import PackedRow
+from fovea.models.shared_prefix.layout import PackedRow
 from fovea.models.token_logprobs import TokenScores
-from fovea.models.value_head import ValueHead
 from fovea.train.megatron.model import MegatronModel
 from fovea.train.megatron.sharded_logprobs import VocabularySlice, sharded_token_scores
 from fovea.train.packing import MicroBatch

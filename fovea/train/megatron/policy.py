@@ -17,25 +17,24 @@ import torch
 from numpy.typing import NDArray
 
 from fovea.config.run import Config, Model
+from fovea.models.load import save_network
 from fovea.models.outgoing import OutgoingWeight
-from fovea.models.save import save_network
 from fovea.models.trainable import count_parameters, trainable_parameters
 from fovea.samples import has_old_logprobs, with_old_logprobs, with_reference_logprobs, with_values
 from fovea.train.base import ModelFacts, Needs, Pair
-from fovea.train.deal import ImagesByRank, Schedule
-from fovea.train.megatron.adapters import adapters_off
 from fovea.train.megatron.checkpoint import HAS_REFERENCE, Checkpoints
 from fovea.train.megatron.critic import Critic
-from fovea.train.megatron.model import MegatronModel, copy_slices, skeleton
+from fovea.train.megatron.model import MegatronModel, adapters_off, copy_slices, skeleton
 from fovea.train.megatron.optimizer import MegatronOptimizer
 from fovea.train.megatron.parallel import take_place
 from fovea.train.megatron.passes import Passes
 from fovea.train.megatron.sft import SupervisedTrainer
 from fovea.train.microbatch_memory import MicrobatchLimit
+from fovea.train.objective import known_slopes
 from fovea.train.optimizer_steps import SkippedUpdates, run_epochs, take_step
 from fovea.train.pass_result import PassResult, measured_loss
+from fovea.train.row_assignment import ImagesByRank, Schedule
 from fovea.train.row_dealer import RowDealer, in_batch_order
-from fovea.train.slopes import known_slopes
 from fovea.train.update_metrics import UpdateStats, batch_mismatch
 from fovea.types import Batch, Metrics, SampleGroup, Weights
 

@@ -6,24 +6,106 @@ Axes: `A` actions of a micro-batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
 import torch
 
 from fovea.config.run import Algorithm
+from fovea.models.activation_tape import ImageGraph, RecordedOutputs, Tape, Trace
 from fovea.models.recompute import kept_bytes
-from fovea.models.shared_prefix.packed_row import PackedRow
-from fovea.train.objective import value_terms
+from fovea.models.shared_prefix.layout import PackedRow
+from fovea.train.microbatching import distinct
+from fovea.train.objective import known_slopes, value_terms
 from fovea.train.packing import MicroBatch
 from fovea.train.pass_result import PassResult, measured_loss
 from fovea.train.ranks import Ranks
-from fovea.train.slopes import known_slopes
-from fovea.train.torch.activation_reuse import Reuse
 from fovea.train.torch.critic import Critic, ValueModel
 from fovea.train.torch.forward import Scorer
 from fovea.train.torch.sharding import sum_over_replicas
 from fovea.train.update_metrics import ActivationMeter
-from fovea.types import SampleGroup
+from fovea.types import Sample, SampleGroup
+
+MIN_SHARE_OF_GRAPH = 2 / 3
+"""Least share of a graph's visual tokens that the update must need. A backward pass goes through all images of the
+graph and costs twice a forward pass: below 2/3, encoding the needed images again is cheaper (with checkpointed blocks,
+which compute forward once more, below 3/4)."""
+
+
+@dataclass(slots=True)
+class Reuse:
+    """Rollout activations for the packed rows of one optimizer step."""
+
+    graph: ImageGraph
+    """Features by image key with their autograd graph; images that are not in it are encoded again."""
+    leaves: ImageGraph
+    """The same features, detached, to accumulate gradients in."""
+    tape: Tape
+    actions: int = 0
+    """Number of actions whose linear outputs were read from the tape."""
+
+    @staticmethod
+    def of(groups: Sequence[SampleGroup], tape: Tape) -> Reuse:
+        """Activations worth reusing for these groups. Frees all other graphs of the tape."""
+        samples = [sample for group in groups for sample in group.samples]
+        traces = [trace for sample in samples if (trace := _trace(sample, tape))]
+        graphs = {trace.graph_number: tape.graph(trace.graph_number) for trace in traces}
+        needed = {image.key for group in groups for image in group.prompt.images}
+        worth = [graph for graph in graphs.values() if _share(graph, needed) >= MIN_SHARE_OF_GRAPH]
+        tape.free_graphs()
+        graph = {key: features for each in worth for key, features in each.items()}
+        leaves = {key: features.map(lambda x: x.detach().requires_grad_()) for key, features in graph.items()}
+        return Reuse(graph, leaves, tape)
+
+    def row(self, micro: MicroBatch) -> PackedRow:
+        """The packed row of a micro-batch with its recorded features and linear outputs, where all of them exist."""
+        row, features = micro.row, None
+        # all or none: the vision tower runs on all images of a row in one pass
+        if row.images and all(image.key in self.leaves for image in row.images):
+            features = tuple(self.leaves[image.key] for image in row.images)
+        recorded = recorded_outputs(micro, self.tape)
+        self.actions += row.num_actions if recorded is not None else 0
+        return replace(row, features=features, recorded=recorded)
+
+    def finish(self) -> None:
+        """Backpropagate the accumulated gradients through the vision tower."""
+        pairs = [
+            (tensor, leaf.grad)
+            for key, features in self.graph.items()
+            for tensor, leaf in zip(features.tensors, self.leaves[key].tensors, strict=True)
+            if leaf.grad is not None
+        ]
+        if pairs:
+            outputs, gradients = zip(*pairs, strict=True)
+            torch.autograd.backward(outputs, gradients)
+
+
+def recorded_outputs(micro: MicroBatch, tape: Tape) -> RecordedOutputs | None:
+    """Recorded linear outputs of the row; None unless the tape holds those of every token."""
+    of_groups = [distinct(group.samples)[0] for group in micro.groups]
+    traces = [[_trace(sample, tape) for sample in samples] for samples in of_groups]
+    known = [[trace for trace in group if trace is not None and trace.holds_linears] for group in traces]
+    if [len(group) for group in known] != [len(samples) for samples in of_groups]:
+        return None
+    # group[0]: the samples of a group share one prompt, which is once on the tape and once in the row
+    places = [x for group in known for x in (group[0].prompt_places_L, *(trace.places_T for trace in group))]
+    joined = torch.from_numpy(np.concatenate(places))
+    # a row padded to a fixed length has tokens that no rollout computed
+    if len(joined) != micro.row.num_tokens:
+        return None
+    return RecordedOutputs(tape=tape, places_N=joined)
+
+
+def _trace(sample: Sample, tape: Tape) -> Trace | None:
+    """Trace of a sample; None for an episode of several turns, whose activations are not recorded."""
+    return tape.trace(sample.completion_ids[0]) if len(sample.completion_ids) == 1 else None
+
+
+def _share(graph: ImageGraph, needed: set[str]) -> float:
+    """Share of a graph's visual tokens that are needed; 0 for an empty graph."""
+    tokens = {key: len(features.embeds_VD) for key, features in graph.items()}
+    return sum(n for key, n in tokens.items() if key in needed) / max(sum(tokens.values()), 1)
 
 
 class Backward:

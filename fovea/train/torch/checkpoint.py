@@ -7,15 +7,128 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from math import prod
 from pathlib import Path
+from socket import gethostname
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Replicate
 
-from fovea.errors import TrainError, broken_checkpoint
+from fovea.errors import TrainError, broken_checkpoint, named
 from fovea.models.trainable import VALUE_HEAD, policy_parameters
-from fovea.train.torch.shards import SavedShards
+from fovea.train.ranks import Ranks
+from fovea.utils.event_loop import in_background
+from fovea.utils.files import flush, os_errors
+from fovea.utils.host_waits import awaited
+
+OFFSETS, OFFSET = "DCP_SHARDING_INFO", "saved_offsets"
+"""Keys of DCP's entry in the header of a file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedShards:
+    """One rank's shards of named tensors, copied to host memory."""
+
+    shards: Mapping[str, Tensor]
+    offsets: Mapping[str, Sequence[int]]
+    """Place of each shard's first element in its whole tensor."""
+
+    @staticmethod
+    def of(tensors: Mapping[str, Tensor], ranks: Ranks) -> StagedShards:
+        """Copy what this rank writes of the tensors: its own shards, and on the first rank tensors without shards."""
+        shards: dict[str, Tensor] = {}
+        offsets: dict[str, Sequence[int]] = {}
+        for name, tensor in tensors.items():
+            if _is_written_here(tensor, ranks):
+                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                shards[name] = _host_copy(local)
+                offsets[name] = _offset(tensor)
+        return StagedShards(shards=shards, offsets=offsets)
+
+    def write(self, folder: Path, rank: int) -> None:
+        """Write the file of this rank into a folder, which is made if need be, and wait until it is on disk."""
+        folder.mkdir(exist_ok=True)
+        file = folder / f"rank-{rank:05}.safetensors"
+        header = {OFFSETS: json.dumps({name: {OFFSET: list(offset)} for name, offset in self.offsets.items()})}
+        with os_errors(file):
+            # not DCP's own writer: it copies all of a file in memory, twice, while no other thread of Python runs
+            save_file(dict(self.shards), file, metadata=header)
+        flush(file)
+
+
+def _is_written_here(tensor: Tensor, ranks: Ranks) -> bool:
+    if not isinstance(tensor, DTensor):
+        return ranks.is_first
+    place = tensor.device_mesh.get_coordinate()
+    assert place is not None, "a rank outside of the mesh of its weights"
+    # of replicas, the first one; a rank beyond the rows of a short tensor has nothing of it
+    copies = (at for at, placement in zip(place, tensor.placements, strict=True) if isinstance(placement, Replicate))
+    return not any(copies) and tensor.to_local().numel() > 0
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    return awaited(tensor.detach()).to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def _offset(tensor: Tensor) -> Sequence[int]:
+    if not isinstance(tensor, DTensor):
+        return [0] * tensor.dim()
+    (chunk,) = tensor.__create_chunk_list__()  # DCP's protocol of sharded tensors
+    return list(chunk.offsets)
+
+
+class SavedShards:
+    """The tensors in a folder of shards, of which the headers have been read; TrainError where they cannot be."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._reader = HuggingFaceStorageReader(str(folder))
+        checkpoint = folder.parent
+        if not checkpoint.is_dir():
+            raise TrainError(
+                f"{checkpoint}: no such folder on {gethostname()}; put run_dir where all machines of the run see the "
+                "same files"
+            )
+        with self._errors_named():
+            if not any(folder.glob("*.safetensors")):
+                raise ValueError(f"{folder.name} has no shards")
+            self._metadata = self._reader.read_metadata()
+            self.shapes = dict(_whole_shapes(self._metadata))
+            """Shapes of the whole tensors, by name."""
+
+    def copy_into(self, tensors: Mapping[str, Tensor]) -> None:
+        """Read tensors by name, of a sharded one the shard that this rank holds."""
+        # planned by each rank alone, which reads all headers: DCP's own `load` would send pickles between ranks
+        planner = DefaultLoadPlanner(flatten_state_dict=False)
+        with self._errors_named(), torch.no_grad():
+            planner.set_up_planner({name: x.detach() for name, x in tensors.items()}, self._metadata)
+            self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+            self._reader.read_data(planner.create_local_plan(), planner)
+
+    def _errors_named(self) -> AbstractContextManager[None]:
+        return named(lambda error: TrainError(f"{self._folder}: {broken_checkpoint(error)}"))
+
+
+def _whole_shapes(metadata: Metadata) -> Iterator[tuple[str, torch.Size]]:
+    """Names and shapes of all tensors; ValueError for one whose shards do not fill it."""
+    for name, entry in metadata.state_dict_metadata.items():
+        assert isinstance(entry, TensorStorageMetadata), "safetensors hold tensors alone"
+        if sum(prod(chunk.sizes) for chunk in entry.chunks) != prod(entry.size):
+            raise ValueError(f"shards of {name} are missing")
+        yield name, entry.size
+
 
 TRAINABLE, VALUE, REFERENCE = "trainable", "value", "reference"
 """Folders of the policy's and the value function's parameters, and of the reference."""
@@ -103,3 +216,42 @@ def load_trained(checkpoint: Path, vlm: nn.Module) -> tuple[str, ...]:
     _check_same(checkpoint, shapes, wanted, "leave out the settings of model that are not those of its run")
     saved.copy_into(wanted)
     return (*left_out, *([VALUE] if (checkpoint / VALUE).is_dir() else []))
+
+
+class Saving:
+    """A rank's share of the checkpoints of a policy."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._writing: Future[None] | None = None
+
+    def begin(self, folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], counts: Mapping[str, int]) -> None:
+        """Copy tensors to host memory, and begin to write this rank's shards of each set to its folder in `folder`.
+
+        TrainError where this rank does not see the folder.
+        """
+        assert self._writing is None, "the checkpoint before is not finished"
+        self._ranks.run_on_each(partial(_check_seen, folder))
+        staged = {name: StagedShards.of(each, self._ranks) for name, each in tensors.items()}
+
+        def write() -> None:
+            for name, shards in staged.items():
+                shards.write(folder / name, self._ranks.rank)
+            if self._ranks.is_first:
+                save_counts(folder, counts)
+
+        self._writing = in_background(write, "checkpoint")
+
+    def finish(self) -> None:
+        """Wait until all of it is on disk; an error of the writing is raised here."""
+        assert self._writing is not None, "no checkpoint was begun"
+        writing, self._writing = self._writing, None
+        writing.result()
+
+
+def _check_seen(folder: Path) -> None:
+    if not folder.is_dir():
+        raise TrainError(
+            f"{folder} is not there on {socket.gethostname()}, so that its part of a checkpoint cannot be written; put "
+            "run_dir on storage that all machines see under one path"
+        )

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from fovea.models.heads import ValueHead
 from fovea.models.policy_network import PolicyNetwork
-from fovea.models.shared_prefix.packed_row import PackedRow
-from fovea.models.value_head import ValueHead
+from fovea.models.shared_prefix.layout import PackedRow
 from fovea.train.torch.optimizer import Optimizer
 from fovea.train.torch.sharding import copy_weights
 

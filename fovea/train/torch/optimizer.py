@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fovea.config.run import Train
-from fovea.train.adamw import make_adamw, set_learning_rate
-from fovea.train.lr_schedule import rate_of_run
+from fovea.train.optimizer_steps import make_adamw, rate_of_run, set_learning_rate
 from fovea.train.torch.checkpoint import load_optimizer, load_weights, optimizer_folder, optimizer_tensors
 from fovea.train.torch.sharding import full
 from fovea.utils.host_waits import awaited

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from fovea.config.run import Algorithm, Train, Warmup
 from fovea.errors import memory_for
 from fovea.models.activation_tape import Tape
-from fovea.models.expert_load import imbalance
+from fovea.models.decoder import imbalance
+from fovea.models.load import save_network
 from fovea.models.outgoing import OutgoingWeight, outgoing, outgoing_merged
 from fovea.models.policy_network import PolicyNetwork
-from fovea.models.save import save_network
 from fovea.models.trainable import (
     PROJECTOR,
     VISION_TOWER,
@@ -37,20 +37,16 @@ from fovea.models.trainable import (
 )
 from fovea.samples import has_old_logprobs
 from fovea.train.base import ModelFacts, Needs, Pair
-from fovea.train.deal import ImagesByRank, Schedule
 from fovea.train.microbatch_memory import MicrobatchLimit
 from fovea.train.optimizer_steps import SkippedUpdates, are_scored, run_epochs, take_step
 from fovea.train.pass_result import PassResult
 from fovea.train.ranks import ALONE, Ranks
-from fovea.train.torch.activation_reuse import Reuse
-from fovea.train.torch.annotation import Annotator
-from fovea.train.torch.backward import Backward
-from fovea.train.torch.checkpoint import REFERENCE, TRAINABLE, VALUE, load_counts, load_reference
+from fovea.train.row_assignment import ImagesByRank, Schedule
+from fovea.train.torch.backward import Backward, Reuse
+from fovea.train.torch.checkpoint import REFERENCE, TRAINABLE, VALUE, Saving, load_counts, load_reference
 from fovea.train.torch.critic import Critic
-from fovea.train.torch.dropout import dropout_seed
-from fovea.train.torch.forward import Scorer
+from fovea.train.torch.forward import Annotator, Scorer, dropout_seed
 from fovea.train.torch.optimizer import Optimizer
-from fovea.train.torch.saving import Saving
 from fovea.train.torch.sft import SupervisedTrainer
 from fovea.train.torch.sharding import copy_weights, full
 from fovea.train.update_metrics import UpdateStats, batch_mismatch

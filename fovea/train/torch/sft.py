@@ -9,9 +9,8 @@ import torch
 from fovea.config.run import Warmup
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.trainable import trainable_parameters
-from fovea.train.adamw import make_adamw, set_learning_rate
 from fovea.train.base import Pair
-from fovea.train.lr_schedule import learning_rate
+from fovea.train.optimizer_steps import learning_rate, make_adamw, set_learning_rate
 from fovea.train.ranks import ALONE, Ranks
 from fovea.train.supervised import (
     BETAS,
@@ -22,7 +21,7 @@ from fovea.train.supervised import (
     cross_entropy,
     row_of_share,
 )
-from fovea.train.torch.dropout import dropout_seed
+from fovea.train.torch.forward import dropout_seed
 from fovea.train.torch.optimizer import MasterWeights
 from fovea.train.torch.sharding import shards_tower
 from fovea.utils.host_waits import awaited

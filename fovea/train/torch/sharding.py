@@ -16,9 +16,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fovea.errors import TrainError
+from fovea.models.heads import ValueHead
 from fovea.models.modules import language_model, vision_modules
 from fovea.models.policy_network import PolicyNetwork
-from fovea.models.value_head import ValueHead
 from fovea.models.vlm import VLM
 from fovea.train.ranks import Ranks
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from fovea.build.environment import make_environment
 from fovea.config.loading import load_config
 from fovea.environments.graders.grading import Grading
 from fovea.types import ImageRef
+from fovea.wiring.environment import make_environment
 from tests.fakes import BanditEnvironment
 
 REWARDS = """

@@ -8,8 +8,7 @@ import pytest
 
 from fovea.environments.custom.grader import UserGrader
 from fovea.environments.graders.grading import Grading
-from fovea.environments.graders.limited_calls import CallLimits, LimitedCalls
-from fovea.environments.graders.threads import CallThreads
+from fovea.environments.graders.limited_calls import CallLimits, CallThreads, LimitedCalls
 from fovea.errors import UnscoredError
 from fovea.types import Task
 from tests.grading import score_in_run

@@ -18,7 +18,6 @@ import pytest
 import torch
 from PIL import Image
 
-from fovea.build.environment import GradedEnvironment, make_environment
 from fovea.config.loading import load_config
 from fovea.config.run import Config
 from fovea.environments.curriculum import Curriculum, Stage, Stages
@@ -26,10 +25,10 @@ from fovea.environments.custom.environment import UserEnvironment
 from fovea.environments.custom.grader import OpenedImages, UserGrader, score_function, score_of
 from fovea.environments.custom.loading import checked_reward, load_reward
 from fovea.environments.graders.grading import Grading
-from fovea.environments.graders.limited_calls import CallLimits, LimitedCalls
-from fovea.environments.graders.threads import MAX_LATE_CALLS, CallThreads
+from fovea.environments.graders.limited_calls import MAX_LATE_CALLS, CallLimits, CallThreads, LimitedCalls
 from fovea.errors import ConfigError, DataError, ScoreError, UnscoredError
 from fovea.types import ImageRef, Mark, Message, Score, Task, Turn
+from fovea.wiring.environment import GradedEnvironment, make_environment
 from tests.fakes import BanditEnvironment
 from tests.grading import score_in_run
 from tests.tables import table

@@ -14,12 +14,12 @@ import pytest
 import torch
 from PIL import Image
 
-from fovea.build.environment import make_environment
 from fovea.config.loading import load_config
 from fovea.environments.custom.loading import checked_reward
 from fovea.environments.graders.grading import Grading
 from fovea.errors import ConfigError, ScoreError
 from fovea.types import ImageRef, Mark, Score, Task
+from fovea.wiring.environment import make_environment
 from tests.fakes import BanditEnvironment
 from tests.grading import score_in_run
 

@@ -12,10 +12,10 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from fovea.build.environment import make_environment
 from fovea.cli.main import app
 from fovea.config.loading import load_config
 from fovea.environments.base import Split
+from fovea.wiring.environment import make_environment
 from tests.grading import scored
 
 pytest.importorskip("easy_vqa", reason="the package easy-vqa is not installed (the extra talk)")

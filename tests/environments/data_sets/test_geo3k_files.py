@@ -14,10 +14,10 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner, Result
 
-from fovea.build.environment import make_environment
 from fovea.cli.main import app
 from fovea.config.loading import load_config
 from fovea.environments.base import Split
+from fovea.wiring.environment import make_environment
 from tests.environments.files import row, square
 from tests.grading import scored
 

@@ -12,21 +12,21 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from fovea.build.environment import make_environment
-from fovea.build.run import build
 from fovea.cli.main import app
 from fovea.config.loading import load_config
 from fovea.config.run import Config, ShapesEnvironment
 from fovea.data.images import open_image
 from fovea.data.order import kinds_of
 from fovea.environments.base import Environment, Split
-from fovea.environments.data_sets.captions import FORMS, captions
-from fovea.environments.data_sets.vqa_questions import NUM_ANNOTATORS, QUESTION_TYPES, ask
+from fovea.environments.data_sets.scenes import FORMS, captions
+from fovea.environments.data_sets.vqa import NUM_ANNOTATORS, QUESTION_TYPES, ask
 from fovea.environments.graders.base import Grader
-from fovea.environments.graders.vqa_choices import LETTERS
+from fovea.environments.graders.vqa_words import LETTERS
 from fovea.environments.shapes.environment import Shapes
 from fovea.environments.shapes.scenes import Thing
 from fovea.loop import train
+from fovea.wiring.environment import make_environment
+from fovea.wiring.run import build
 from tests.grading import scored
 
 ROOT = Path(__file__).parents[3]

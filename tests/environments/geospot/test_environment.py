@@ -11,7 +11,6 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from fovea.build.run import build
 from fovea.cli.main import app
 from fovea.config.loading import load_config
 from fovea.config.run import Config, GeoSpotEnvironment
@@ -26,6 +25,7 @@ from fovea.errors import ConfigError, DataError
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.types import Task
+from fovea.wiring.run import build
 from tests.grading import scored
 
 ROOT = Path(__file__).parents[3]

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fovea.environments.geospot.folding import fold, spellings
-from fovea.environments.geospot.gazetteer import LatLon, country_distance_km, great_circle_km
-from fovea.environments.geospot.matching import same_city, same_region
+from fovea.environments.geospot.gazetteer import LatLon, country_distance_km, fold, great_circle_km, spellings
+from fovea.environments.geospot.reward import same_city, same_region
 from tests.tables import table
 
 LOCATIONS = Path(__file__).parents[4] / "shared" / "data" / "geospot" / "locations_160.csv"

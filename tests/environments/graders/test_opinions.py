@@ -14,14 +14,13 @@ from PIL import Image
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
-from fovea.build.environment import GradedEnvironment, make_environment
-from fovea.build.opinions import reward_scorer
 from fovea.config.loading import load_config
 from fovea.config.run import Config, RewardModel
 from fovea.environments.graders.reward_model import RewardScorer
 from fovea.errors import ConfigError, ModelError, UnscoredError
 from fovea.models.vision_reward import VisionRewardScorer
 from fovea.types import ImageRef
+from fovea.wiring.environment import GradedEnvironment, make_environment, reward_scorer
 from tests.chat_server import Endpoint, endpoints, says
 from tests.environments.files import files, row
 from tests.environments.reward_model import save_reward_model

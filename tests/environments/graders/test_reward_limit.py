@@ -7,16 +7,15 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from fovea.build.environment import make_environment
 from fovea.config.environments import CaptionEnvironment
 from fovea.config.run import Config
 from fovea.environments.caption import CaptionGrader
 from fovea.environments.custom.grader import UserGrader, score_function
 from fovea.environments.graders.grading import Grading
-from fovea.environments.graders.limited_calls import CallLimits, LimitedCalls
-from fovea.environments.graders.threads import CallThreads
+from fovea.environments.graders.limited_calls import CallLimits, CallThreads, LimitedCalls
 from fovea.errors import DataError
 from fovea.types import ImageRef, Score
+from fovea.wiring.environment import make_environment
 from tests.fakes import BanditEnvironment
 from tests.grading import score_in_run
 

@@ -10,9 +10,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fovea.environments.graders.vqa_answer import found_answer, same_short_answer, soft_accuracy
-from fovea.environments.graders.vqa_choices import listed_options, options_of, picked_letter, true_letter
-from fovea.environments.graders.vqa_words import same_words, spelled
+from fovea.environments.graders.vqa_claim import found_answer, same_short_answer, soft_accuracy
+from fovea.environments.graders.vqa_words import (
+    listed_options,
+    options_of,
+    picked_letter,
+    same_words,
+    spelled,
+    true_letter,
+)
 from fovea.environments.vqa import grade
 from fovea.errors import BadRowError
 from tests.grading import within_a_second

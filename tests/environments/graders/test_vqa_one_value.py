@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fovea.environments.data_sets.vqa_questions import QUESTION_TYPES, ask
+from fovea.environments.data_sets.vqa import QUESTION_TYPES, ask
 from fovea.environments.vqa import grade
 from tests.tables import table
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from fovea.build.run import build
 from fovea.config.run import Config, ShapesEnvironment
 from fovea.data.order import Order, kinds_of, levels_of
 from fovea.environments.base import Split
@@ -21,6 +20,7 @@ from fovea.environments.shapes.scenes import COLOURS, SHAPES, Thing
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.types import ImageRef, Task
+from fovea.wiring.run import build
 from tests.grading import scored
 
 SPLITS: tuple[Split, ...] = ("train", "dev", "test")

@@ -2,10 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fovea.models.families.qwen2_5_vl import Qwen25VL
-from fovea.models.families.qwen2_vl import Qwen2VL
-from fovea.models.families.qwen3_vl import Qwen3VL
-from fovea.models.families.qwen_vl import QwenVL
+from fovea.models.families.qwen_vl import Qwen2VL, Qwen3VL, Qwen25VL, QwenVL
 from fovea.types import PromptImage
 
 

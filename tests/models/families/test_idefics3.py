@@ -16,12 +16,11 @@ from transformers import (
     SuppressTokensLogitsProcessor,
 )
 
-from fovea.build.run import build
-from fovea.build.targets import find_checkpoint, open_checkpoint
+from fovea.commands.exporting.export import export
+from fovea.commands.targets import find_checkpoint, open_checkpoint
 from fovea.config.loading import load_config
 from fovea.config.run import Config, Model
 from fovea.errors import ConfigError
-from fovea.exporting.export import export
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.models.load import load_network
@@ -33,6 +32,7 @@ from fovea.models.transformers_versions import image_processor_class
 from fovea.rollout.embedded.plain import PlainEngine
 from fovea.train.packing import pack_row
 from fovea.types import ImageRef, Message, Sampling
+from fovea.wiring.run import build
 from tests.idefics3 import TILE_TOKENS, save_idefics3
 from tests.rollout.drawing import generate
 from tests.tiny_models import CPU, from_array, image, random_completions, user

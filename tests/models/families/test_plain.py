@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from fovea.config.run import Algorithm
+from fovea.models.heads import ValueHead
 from fovea.models.plain import PlainVLM
 from fovea.models.recompute import Recompute, recompute_plainly
 from fovea.models.tiny import TinyParts
 from fovea.models.trainable import merged_weights
-from fovea.models.value_head import ValueHead
 from fovea.models.vlm import VLM
 from fovea.rollout.embedded.plain import PlainEngine
 from fovea.train.base import Needs

@@ -11,9 +11,7 @@ import torch
 
 from fovea.errors import ConfigError
 from fovea.models.tiny import TinyParts
-from fovea.models.vision.disk_cache import SpillFolder
-from fovea.models.vision.feature_cache import FeatureCache
-from fovea.models.vision.features import ImageFeatures
+from fovea.models.vision.feature_cache import FeatureCache, ImageFeatures, SpillFolder
 from fovea.models.vlm import VLM
 from fovea.types import PromptImage
 from tests.tiny_models import image, renderer, tiny, user

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from fovea.cluster.engine_stream import EngineStream
-from fovea.cluster.local import call_here
-from fovea.cluster.streamed import StreamedWeights
 from fovea.config.run import Lora, Model
 from fovea.models.outgoing import in_layout_of_files, outgoing_merged
 from fovea.models.tiny import TinyParts, save_tiny
 from fovea.utils.event_loop import wait_for
+from fovea.weights.broadcast import StreamedWeights
+from fovea.weights.local import call_here
+from fovea.weights.to_engine import EngineStream
 from tests.rollout.engine_suite import LIMIT_TOKENS, Served
 from tests.rollout.engines.under_test import under_test
 from tests.tiny_models import tiny

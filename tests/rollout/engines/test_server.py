@@ -18,11 +18,11 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from fovea.commands.serve import served_folder
 from fovea.config.run import Model
 from fovea.models.processor import load_processor
-from fovea.rollout.server_bans import MAX_BODY_BYTES
+from fovea.rollout.server_guard import MAX_BODY_BYTES
 from fovea.rollout.server_images import UNREADABLE
-from fovea.serve.folder import served_folder
 from tests.data.web import served
 from tests.rollout.engines.under_test import under_test
 from tests.rollout.serve_command import KEY, KEY_ENV, Serving, serving

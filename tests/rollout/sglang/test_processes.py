@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fovea.errors import ConfigError, LostEngineError
-from fovea.rollout.engine_process import Limits
+from fovea.processes.engine_process import Limits
 from fovea.rollout.sglang.engine import CACHE, SglangEngine
 from fovea.utils.event_loop import wait_for
 from tests.process_groups import members

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from fovea.cluster.engine_stream import EngineStream
-from fovea.cluster.local import call_here
-from fovea.cluster.streamed import StreamedWeights
 from fovea.config.run import Lora, Model
 from fovea.errors import EngineError
 from fovea.models.outgoing import outgoing
 from fovea.models.trainable import choose_trainable, lora_layers, trainable_parameters
 from fovea.utils.event_loop import wait_for
+from fovea.weights.broadcast import StreamedWeights
+from fovea.weights.local import call_here
+from fovea.weights.to_engine import EngineStream
 from tests.rollout.engine_suite import TOLERANCE, ask, prompts_of
 from tests.rollout.engines.serving import serving
 from tests.tiny_models import tiny

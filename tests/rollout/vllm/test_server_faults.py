@@ -17,14 +17,13 @@ import torch
 
 from fovea.errors import ConfigError, EngineError
 from fovea.rollout import server_pool
-from fovea.rollout.asgi import Message, Receive, Send
 from fovea.rollout.server import ModelServer
+from fovea.rollout.server_guard import Message, Receive, Send
 from fovea.rollout.vllm.push_folder import PushFolder
 from fovea.rollout.vllm.server import WEIGHTS_DIR_ENV, launch
-from fovea.rollout.vllm.server_facts import ServerFacts
 from fovea.rollout.vllm.server_push import SamePush
 from fovea.rollout.vllm.server_worker import FolderReceiver
-from fovea.rollout.vllm.servers import VllmServers
+from fovea.rollout.vllm.servers import ServerFacts, VllmServers
 from fovea.utils.event_loop import wait_for
 from fovea.utils.http_json import CallBounds, JsonServer
 from tests.chat_server import Endpoint, endpoints

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fovea.errors import EngineError
-from fovea.rollout.server_key import KEY_FILE, made_key
+from fovea.rollout.server_guard import KEY_FILE, made_key
 from fovea.rollout.vllm.servers import VllmServers
 from fovea.types import Completion
 from fovea.utils.event_loop import wait_for

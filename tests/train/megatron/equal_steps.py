@@ -18,15 +18,15 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from fovea.advantages import with_advantages
-from fovea.build.megatron import PushedPolicy
-from fovea.build.model import make_vlm
-from fovea.build.policy import make_policy
 from fovea.config.run import Algorithm, Config
 from fovea.models.load import load_network
 from fovea.models.processor import load_processor
 from fovea.models.tiny import TinyParts
 from fovea.train.base import Needs, Pair, PolicyWorker
 from fovea.train.torch.policy import TorchPolicy
+from fovea.wiring.megatron import PushedPolicy
+from fovea.wiring.model import make_vlm
+from fovea.wiring.policy import make_policy
 from tests.policies import make_batch
 from tests.tiny_models import mixed_prompts, random_completions, tiny
 from tests.train.ppo_policies import with_rewards

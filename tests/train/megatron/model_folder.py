@@ -16,13 +16,13 @@ import numpy as np
 import torch
 import transformers
 
-from fovea.build.model import open_vlm
-from fovea.build.targets import OpenedModel
+from fovea.commands.exporting.export import write_model
+from fovea.commands.targets import OpenedModel
 from fovea.config.loading import load_config
-from fovea.exporting.export import write_model
 from fovea.models.processor import load_processor
 from fovea.models.tiny import TinyParts
 from fovea.train.packing import pack_row
+from fovea.wiring.model import open_vlm
 from tests.tiny_models import CPU, mixed_prompts, save, tiny
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")

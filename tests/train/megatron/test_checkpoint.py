@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from fovea.build.megatron import saved_by_megatron
 from fovea.config.backends import MegatronBackend
 from fovea.config.run import Model
 from fovea.errors import ConfigError, TrainError
@@ -20,6 +19,7 @@ from fovea.train.base import Needs
 from fovea.train.megatron.checkpoint import COUNTS, STATE
 from fovea.train.model_division import check_division, check_experts
 from fovea.train.torch.sharding import copy_weights
+from fovea.wiring.megatron import saved_by_megatron
 from tests.policies import make_batch, named, with_advantage
 from tests.tiny_models import save, tiny
 from tests.train.megatron.equal_steps import (

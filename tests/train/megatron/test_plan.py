@@ -17,15 +17,14 @@ from benchmarks.torch_memory import AllocationTrace
 from fovea.config.run import Config
 from fovea.models.recompute import Recompute
 from fovea.models.tiny import TinyParts
-from fovea.plan.activations import Numerics
-from fovea.plan.megatron import held_states, update_peak
-from fovea.plan.model_sizes import model_sizes
-from fovea.plan.roles import Roles, roles_of
-from fovea.plan.workload import workload_of
+from fovea.tools.plan.activations import Numerics
+from fovea.tools.plan.megatron import held_states, update_peak
+from fovea.tools.plan.model_sizes import model_sizes
+from fovea.tools.plan.workload import Roles, roles_of, workload_of
 from fovea.train.base import Needs
 from fovea.types import Batch, Sample, SampleGroup
-from tests.plan.published import wide
 from tests.tiny_models import image, renderer, save, tiny, user
+from tests.tools.plan.published import wide
 from tests.train.megatron.equal_steps import PATIENCE, SIZES, megatron_policy, settings_of
 from tests.warm import run_ranks
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from fovea.build.targets import parse_target, shared_settings
+from fovea.commands.evaluate import EvalSet, compare
+from fovea.commands.exporting.export import export
+from fovea.commands.targets import parse_target, shared_settings
 from fovea.config.loading import load_config
 from fovea.config.run import Model
 from fovea.errors import ConfigError
-from fovea.eval_targets import EvalSet, compare
-from fovea.exporting.export import export
 from fovea.metrics.log import read_metrics
 from fovea.models.adapter_files import ADAPTER_WEIGHTS
 from fovea.models.load import load_network

@@ -13,10 +13,9 @@ import transformers
 from PIL import Image
 
 from fovea.config.run import Model
-from fovea.models.load import load_network
+from fovea.models.load import load_network, save_network
 from fovea.models.processor import load_processor
 from fovea.models.recompute import Recompute, recompute_activations
-from fovea.models.save import save_network
 from fovea.models.vlm import VLM
 from fovea.train.packing import pack_row
 from tests.rollout.drawing import generate, make_engine, seeded

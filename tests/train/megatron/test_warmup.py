@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fovea.build.megatron import PushedPolicy
 from fovea.errors import TrainError
+from fovea.wiring.megatron import PushedPolicy
 from tests.tiny_models import save, tiny
 from tests.train.megatron.equal_steps import SIZES, megatron_policy, mixed_pairs
 

@@ -1,0 +1,193 @@
+"""`fovea train --dry-run`: all that can go wrong before a model is loaded, tried without a run folder."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from fovea.config.backends import StreamedEngine
+from fovea.config.run import Config, Model
+from fovea.environments.base import Split
+from fovea.environments.prompt_source import PromptSource, RendersPrompts
+from fovea.errors import DataError, FoveaError, ModelError, SeveralErrors
+from fovea.evaluation.chat_server import EmptyPrompts
+from fovea.models.load import empty_network, pick_device
+from fovea.models.model_files import WHOLE_MODEL
+from fovea.models.processor import load_processor
+from fovea.models.render import Renderer
+from fovea.models.trainable import choose_trainable
+from fovea.run.folder import check_run
+from fovea.run.run_dir import filled, has_checkpoint
+from fovea.run.signals import too_few_rows
+from fovea.wiring.data import make_order, make_renderer, within_epochs
+from fovea.wiring.environment import GradedEnvironment, make_environment
+from fovea.wiring.images import make_opener
+from fovea.wiring.interpreter import find_interpreter
+from fovea.wiring.megatron import trains_with_megatron
+from fovea.wiring.model import locate_model
+from fovea.wiring.outputs import chosen_trackers
+from fovea.wiring.trial_score import remarks_on_answers, remarks_on_images, remarks_on_shares, spread, try_reward
+
+SPLITS: tuple[Split, ...] = ("train", "dev", "test")
+INDEX_FILE = "model.safetensors.index.json"
+NUM_OPENED = 32
+"""Rows of each split that are opened, evenly spread: a second where the processor takes 10 ms an image."""
+
+
+def plan(config: Config, *, all_rows: bool = False) -> list[str]:
+    """What the run would do, line by line; raises what the run itself would, all of it at once.
+
+    Opens a sample of the rows of each split, or all of them, calls the user's reward and reads all files of the model
+    but its weights. Nothing is written but caches of remote files.
+    """
+    problems: list[FoveaError] = []
+    folder = Path(filled(config, "<time>"))
+    for check in (partial(check_run, folder), _check_trackers, _check_packages, _check_device):
+        with _noted(problems):
+            check(config)
+    lines: list[str] = []
+    with TemporaryDirectory(prefix="fovea-dry-run-") as scratch, _noted(problems):
+        # images are fetched into the run folder
+        elsewhere = config.with_own_files.model_copy(update={"run_dir": scratch})
+        graded = make_environment(elsewhere)
+        try:
+            lines = _try_parts(elsewhere, graded, problems, all_rows=all_rows)
+        finally:
+            graded.grading.close()
+    if len(problems) > 1:
+        raise SeveralErrors(problems)
+    if problems:
+        raise problems[0]
+    return [*lines, f"run folder: {folder}{' (resumed)' if has_checkpoint(folder) else ''}"]
+
+
+@contextmanager
+def _noted(problems: list[FoveaError]) -> Iterator[None]:
+    """A block whose error is added to the problems, unless it is there already."""
+    try:
+        yield
+    except FoveaError as error:
+        if str(error) not in map(str, problems):
+            problems.append(error)
+
+
+def _try_parts(config: Config, graded: GradedEnvironment, problems: list[FoveaError], *, all_rows: bool) -> list[str]:
+    """Lines about model, rows, rewards and steps; what fails is added to the problems."""
+    tiny = ", to be made with random weights" if config.model.tiny else ""
+    lines, tasks = [f"model: {config.model.name}{tiny}"], graded.environment.tasks
+    renderer: RendersPrompts = EmptyPrompts()
+    with _noted(problems):
+        model = _located(config, graded)
+        renderer = _renderer(config, model)
+        _check_model(model)
+    for name, part in {"": graded, **graded.parts}.items():
+        for split in SPLITS:
+            with _noted(problems):
+                rows = _rows(config, part, split, renderer, all_rows=all_rows)
+                lines.append(f"{name}, {rows}" if name else rows)
+    with _noted(problems):
+        try_reward(graded)
+        lines += [*remarks_on_answers(graded), *remarks_on_shares(config, graded)]
+        lines += remarks_on_images(tasks("train"), make_opener(config.data, Path(config.run_dir)))
+    with _noted(problems):
+        make_order(config, tasks("train"))  # names of kinds and levels that no row has
+        lines += filter(None, [too_few_rows(len(tasks("train")), config.rollout)])
+        config = within_epochs(config, partial(tasks, "train"))
+    lines += [f"{key}: {', '.join(names)}, tried on a training row" for key, names in config.rewards.items()]
+    return [*lines, _steps(config)]
+
+
+def _check_trackers(config: Config) -> None:
+    chosen_trackers(config.log)
+
+
+def _check_device(config: Config) -> None:
+    """ModelError where model.device is not on this machine, which trains unless a Ray cluster does."""
+    if not config.cluster.num_ray_workers:
+        pick_device(config.model.device)
+
+
+def _check_packages(config: Config) -> None:
+    """Raises MissingExtraError or ConfigError where a backend is not installed, or its interpreter is missing."""
+    # each import says what has to be installed
+    if config.cluster.num_ray_workers:
+        importlib.import_module("fovea.cluster.ray")
+        return  # the machines of a Ray cluster have environments of their own
+    if trains_with_megatron(config):
+        importlib.import_module("fovea.train.megatron")
+    engine = config.rollout.engine
+    if not isinstance(engine, StreamedEngine):
+        return
+    if engine.python is not None:
+        # this environment need not have the engine of another
+        find_interpreter(engine.python)
+    elif engine.extra is not None:
+        importlib.import_module("fovea.rollout." + engine.extra)
+
+
+def _located(config: Config, graded: GradedEnvironment) -> Model:
+    """The model with a path; a tiny one is made in the scratch folder, of the rows that can be read."""
+    data = config.data.model_copy(update={"on_bad_row": "skip"})
+    return locate_model(config.model_copy(update={"data": data}), Path(config.run_dir), lambda: graded.environment)
+
+
+def _renderer(config: Config, model: Model) -> Renderer:
+    opener = make_opener(config.data, Path(config.run_dir))
+    tokens = config.rollout.max_new_tokens
+    return make_renderer(config.model, load_processor(model), opener, max_new_tokens=tokens)
+
+
+def _check_model(model: Model) -> None:
+    """ModelError for weights that are not there, ConfigError for parts to train that the network lacks."""
+    index = Path(str(model.path), INDEX_FILE)
+    if index.is_file():
+        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        missing = sorted(name for name in files if not index.with_name(name).is_file())
+        if missing:
+            raise ModelError(
+                f"model.path={model.path}: {len(missing)} files are missing, first {missing[0]}; {WHOLE_MODEL}"
+            )
+    # without the adapter's files, which hold weights
+    lora = None if model.lora is None else model.lora.model_copy(update={"adapter": None})
+    with torch.device("meta"):
+        choose_trainable(empty_network(model), model.model_copy(update={"lora": lora}), seed=0)
+
+
+def _rows(config: Config, graded: GradedEnvironment, split: Split, renderer: RendersPrompts, *, all_rows: bool) -> str:
+    """The number of rows of a split, and the most tokens of those that are opened; DataError for bad ones."""
+    tasks = graded.environment.tasks(split)
+    opened = range(len(tasks)) if all_rows else spread(len(tasks), NUM_OPENED)
+    source = PromptSource(
+        tasks,
+        graded.environment,
+        renderer,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        on_bad_row="skip",  # the run may end at the first one, and here all are counted
+        cache_gib=0.0,
+    )
+    lengths = [row.prompt.num_tokens for index in opened if (row := source.get(index)) is not None]
+    bad = list(source.bad_rows.values())
+    if bad and (config.data.on_bad_row == "error" or (split == "train" and not lengths)):
+        raise DataError(f"{split}: {len(bad)} of the {len(opened)} rows opened cannot be used, the first: {bad[0]}")
+    rows = f"{split}: {len(tasks):,} rows"
+    if bad:
+        return (
+            f"{rows}; {len(bad)} of the {len(opened)} opened cannot be used, and data.on_bad_row=skip leaves them out"
+        )
+    longest = f"; the longest prompt of the {len(opened)} opened has {max(lengths, default=0):,} tokens"
+    return rows + longest * bool(config.model.path and lengths)
+
+
+def _steps(config: Config) -> str:
+    rollout = config.rollout
+    return (
+        f"{config.algorithm.name}: {config.max_steps:,} steps of {rollout.prompts_per_step} prompts with "
+        f"{rollout.samples_per_prompt} completions each, of at most {rollout.max_new_tokens} tokens"
+    )

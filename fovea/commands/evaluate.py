@@ -1,0 +1,398 @@
+"""`fovea eval`: several targets answer the same rows, one target after the other, graded by the same environment."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from rich.console import Console
+from rich.text import Text
+
+from fovea import __version__
+from fovea.commands.targets import (
+    Baseline,
+    OpenedModel,
+    ServerTarget,
+    Target,
+    open_model,
+    parse_targets,
+    settings_file,
+    shared_settings,
+)
+from fovea.config.backends import EmbeddedEngine
+from fovea.config.loading import dump_config, keys_of, load_config, public_settings
+from fovea.config.recipes import Override
+from fovea.config.run import TIME, Config
+from fovea.data.images import ImageOpener
+from fovea.data.rows import InMemory
+from fovea.environments.base import Environment, Split
+from fovea.environments.graders.grading import Grading
+from fovea.environments.prompt_source import PromptSource, RendersPrompts
+from fovea.errors import DataError
+from fovea.evaluation.baselines import baseline_answers, majority_answers
+from fovea.evaluation.chat_server import ChatModel, EmptyPrompts
+from fovea.evaluation.comparison import EvalResults, EvalRow, TargetAnswers, TargetMetrics, target_metrics
+from fovea.evaluation.controls import usable_tasks, with_blank_images, with_shuffled_images
+from fovea.evaluation.evaluator import AnsweredRow, AnswersRows, image_type_of
+from fovea.evaluation.json_file import write_json
+from fovea.evaluation.tables import tables
+from fovea.models.processor import describe_banned
+from fovea.models.render import Renderer
+from fovea.report.evaluation import write_evaluation
+from fovea.run.inputs import GivenCode
+from fovea.run.rollout_step import evaluation_sampling
+from fovea.types import Message, Prompt, Task
+from fovea.utils.event_loop import wait_for
+from fovea.utils.http_json import JsonServer, bearer
+from fovea.utils.shown_text import printable, without_secrets
+from fovea.weights.local import SharedWeights
+from fovea.wiring.data import make_renderer
+from fovea.wiring.engine import make_embedded, make_evaluator, make_server_evaluator, server_bounds
+from fovea.wiring.environment import make_environment
+from fovea.wiring.given import rows_as_files
+from fovea.wiring.images import make_opener
+
+Say = Callable[[str], None]
+ONLY_ROWS: Sequence[Override] = ({"model": {"tiny": {}}}, {"environment": {"name": "rows"}})
+"""Settings below those of the user, where rows are all that is asked; the targets name the models."""
+NO_TRAINING_ROWS: Override = {"environment": {"train_files": []}}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputFiles:
+    """Optional output files of `fovea eval`, written in addition to the printed tables."""
+
+    json_file: Path | None = None
+    html_file: Path | None = None
+
+
+def evaluate_targets(  # noqa: PLR0913 (each is an option of the command)
+    words: Sequence[str],
+    overrides: Sequence[Override],
+    *,
+    recipe: Path | None,
+    split: Split,
+    output_files: OutputFiles,
+    trust: bool = False,
+    api_key_env: str | None = None,
+    quiet: bool = False,
+    given: GivenCode | None = None,
+    rows: InMemory | None = None,
+) -> list[TargetMetrics]:
+    """Evaluate all targets, print the tables and write the output files.
+
+    `trust` lets code run that the settings of the targets' own folders name; `api_key_env` is the environment variable
+    with the key for servers; `quiet` leaves out the progress; `given` are the objects that the settings describe;
+    `rows` are asked in place of those of the test split.
+    """
+    targets = parse_targets(words, api_key_env)
+    progress = Console(quiet=quiet)
+
+    def say(text: str) -> None:
+        progress.print(Text(printable(without_secrets(text)), style="dim"))
+
+    with ExitStack() as stack:
+        if rows is None:
+            config = shared_settings(targets, recipe, overrides, trust=trust)
+        else:
+            config = _settings_beside_rows(targets, recipe, overrides, trust=trust)
+            config = stack.enter_context(_asking(rows, config, say))
+        wait_for(check_servers(targets, config))
+        eval_set = EvalSet.of(config, split, given)
+        stack.enter_context(closing(eval_set.grading))
+        results = compare(targets, eval_set, overrides, say, trust=trust)
+        return _write(results, eval_set, split, output_files)
+
+
+def _settings_beside_rows(
+    targets: Sequence[Target], recipe: Path | None, overrides: Sequence[Override], *, trust: bool
+) -> Config:
+    """The settings of a recipe or of the targets, else the defaults with the user's environment and reward."""
+    if recipe is None and all(settings_file(target) is None for target in targets):
+        others = [] if "environment.train_files" in keys_of(overrides) else [NO_TRAINING_ROWS]
+        return load_config([], [*ONLY_ROWS, *overrides, *others])
+    return shared_settings(targets, recipe, overrides, trust=trust)
+
+
+@contextmanager
+def _asking(rows: InMemory, config: Config, say: Say) -> Iterator[Config]:
+    """The settings with files of these rows, which are there until the block ends, as those of the test split."""
+    with (
+        rows_as_files(config.with_own_files, {"test": rows}, arguments={"test": "rows"}) as written,
+        TemporaryDirectory(prefix="fovea-rows-") as folder,
+    ):
+        for remark in written.remarks:
+            say(remark)
+        written.move_into(Path(folder))
+        yield written.config.with_files_of(folder)
+
+
+def _write(results: EvalResults, eval_set: EvalSet, split: Split, output_files: OutputFiles) -> list[TargetMetrics]:
+    """Print the tables, write the output files, and return what is in them."""
+    config, console = eval_set.config, Console()
+    metrics = target_metrics(results)
+    # rows that were given have no data set whose name could be told
+    of_what = "" if config.environment.name == "rows" else f" of {config.environment.name}"
+    title = f"{len(results.rows)} {split} rows{of_what}"
+    for table in tables(metrics, f"Accuracy in %, greedy, {title}"):
+        console.print(table)
+    if output_files.json_file is not None:
+        about = {"environment": config.environment.name, "split": split, "fovea": __version__}
+        write_json(output_files.json_file, results, metrics, about, public_settings(config))
+        console.print(Text(f"metrics and answers: {output_files.json_file}"))
+    if output_files.html_file is not None:
+        page = write_evaluation(
+            output_files.html_file,
+            results,
+            metrics,
+            title=title,
+            images_of=lambda row: [eval_set.open_image(ref) for ref in eval_set.tasks[row.index].images],
+            settings=dump_config(config),
+        )
+        console.print(Text(f"page: {page}"))
+    return metrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalSet:
+    """The rows that every target is evaluated on, with their environment and settings."""
+
+    config: Config
+    environment: Environment
+    grading: Grading
+    tasks: Sequence[Task]
+    size: int
+    open_image: ImageOpener
+
+    @staticmethod
+    def of(config: Config, split: Split, given: GivenCode | None = None) -> EvalSet:
+        """The rows that a run with these settings evaluates on: `evaluate.dev_size` of dev, else `test_size`."""
+        if TIME in config.run_dir:  # a recipe's, of no run yet: images are fetched into the cache
+            config = config.model_copy(update={"run_dir": str(Path(config.data.cache_dir).expanduser())})
+        given = given or GivenCode()
+        made = make_environment(config, given.environment, given.rewards)
+        tasks = made.environment.tasks(split)
+        size = config.evaluate.dev_size if split == "dev" else config.evaluate.test_size
+        return EvalSet(
+            config=config,
+            environment=made.environment,
+            grading=made.grading,
+            tasks=tasks,
+            size=min(size or len(tasks), len(tasks)),
+            open_image=make_opener(config.data, Path(config.run_dir)),
+        )
+
+
+def compare(
+    targets: Sequence[Target], eval_set: EvalSet, overrides: Sequence[Override], say: Say, *, trust: bool = False
+) -> EvalResults:
+    """Answers of all targets, on the rows that every target answered; one model is in memory at a time."""
+    if eval_set.config.threads is not None:
+        torch.set_num_threads(eval_set.config.threads)
+    answers = [
+        wait_for(ask_target(target, eval_set, overrides, partial(_say_of, say, target.name), trust=trust))
+        for target in targets
+    ]
+    common = set.intersection(*(set(each.greedy) for each in answers))
+    if not common:
+        raise DataError(f"no row has a scored answer of every target; {targets[0].name}: {_first_reason(answers[0])}")
+    index_of = {row.id: row.index for row in answers[0].greedy.values() if row.id in common}
+    rows = [_row(eval_set, index) for index in sorted(index_of.values())]
+    return EvalResults(rows=tuple(rows), targets=tuple(answers))
+
+
+def _say_of(say: Say, name: str, text: str) -> None:
+    say(f"{name}: {text}")
+
+
+def _first_reason(answers: TargetAnswers) -> str:
+    return next(iter([*answers.skipped.values(), *answers.unscored]), "no row was skipped")
+
+
+def _row(eval_set: EvalSet, index: int) -> EvalRow:
+    task = eval_set.tasks[index]
+    return EvalRow(
+        id=task.id,
+        index=index,
+        kind=task.kind,
+        question=task.question,
+        truth=task.answer,
+        image_type=image_type_of(task, eval_set.config.evaluate.image_type_key),
+    )
+
+
+async def ask_target(
+    target: Target, eval_set: EvalSet, overrides: Sequence[Override], say: Say, *, trust: bool = False
+) -> TargetAnswers:
+    """The answers of one target, which is loaded for it and freed again."""
+    if isinstance(target, Baseline):
+        return await _ask_baseline(target, eval_set, say)
+    if isinstance(target, ServerTarget):
+        return await _ask_server(target, eval_set, say)
+    say("loading the model")
+    model = open_model(target, eval_set.config, overrides, trust=trust)
+    engine = make_embedded(_engine_settings(eval_set.config), model.processor, model.vlm)
+    await SharedWeights(model, engine).push(0)
+    # closed on every way out: the next target's engine needs the memory
+    try:
+        evaluator = make_evaluator(eval_set.config, engine, eval_set.environment, eval_set.grading)
+        answers = await _ask_model(target.name, evaluator, _source(eval_set, _renderer(eval_set, model)), eval_set, say)
+        return replace(answers, banned=describe_banned(model.processor))
+    finally:
+        await engine.close()
+
+
+def _engine_settings(config: Config) -> EmbeddedEngine:
+    """Settings of the engine that answers, whichever samples in training: it shares the network that is opened here."""
+    engine = config.rollout.engine
+    # no update follows, so that the engine need not keep activations for reuse
+    return (engine if isinstance(engine, EmbeddedEngine) else EmbeddedEngine()).model_copy(update={"reuse_gib": 0.0})
+
+
+def _renderer(eval_set: EvalSet, model: OpenedModel) -> Renderer:
+    tokens = eval_set.config.rollout.max_new_tokens
+    return make_renderer(model.config.model, model.processor, eval_set.open_image, max_new_tokens=tokens)
+
+
+def _source(eval_set: EvalSet, renderer: RendersPrompts) -> PromptSource:
+    data = eval_set.config.data
+    return PromptSource(
+        eval_set.tasks,
+        eval_set.environment,
+        renderer,
+        max_prompt_tokens=data.max_prompt_tokens,
+        on_bad_row=data.on_bad_row,
+        cache_gib=data.prompt_cache_gib,
+    )
+
+
+async def check_servers(targets: Sequence[Target], config: Config) -> None:
+    """ConfigError where a server does not answer: before any row is read, and not after hours with other targets."""
+    for target in targets:
+        if isinstance(target, ServerTarget):
+            async with _model_of(target, config):
+                pass
+
+
+@asynccontextmanager
+async def _model_of(target: ServerTarget, config: Config) -> AsyncIterator[ChatModel]:
+    """The model of a server, with a connection that ends with the block."""
+    server = JsonServer(target.url, server_bounds(config), bearer(target.api_key_env, "api_key_env"))
+    try:
+        yield await ChatModel.of(server, target.model)
+    finally:
+        await server.close()
+
+
+async def _ask_server(target: ServerTarget, eval_set: EvalSet, say: Say) -> TargetAnswers:
+    config = eval_set.config
+    async with _model_of(target, config) as model:
+        evaluator = make_server_evaluator(config, model, eval_set.environment, eval_set.grading, eval_set.open_image)
+        return await _ask_model(target.name, evaluator, _source(eval_set, EmptyPrompts()), eval_set, say)
+
+
+async def _ask_model(
+    name: str, evaluator: AnswersRows, source: PromptSource, eval_set: EvalSet, say: Say
+) -> TargetAnswers:
+    config = eval_set.config
+    say(f"{eval_set.size} rows, greedy")
+    unscored, later = list[str](), list[str]()
+    greedy = _by_id(await evaluator.answers(source, eval_set.size, unscored=unscored))
+    samples: Mapping[str, AnsweredRow] = {}
+    if n := config.evaluate.samples_per_prompt:
+        sampling = evaluation_sampling(config)
+        say(f"{eval_set.size} rows, {n} answers each at temperature {sampling.temperature:g}")
+        answered = await evaluator.answers(
+            source, eval_set.size, sampling=sampling, n=n, seed=config.seed, unscored=later
+        )
+        samples = _by_id(answered)
+    shuffled: Mapping[str, AnsweredRow] = {}
+    blank: Mapping[str, AnsweredRow] = {}
+    if config.evaluate.image_controls:
+        shuffled, blank = await _controls(evaluator, source, eval_set, say, later)
+    _say_left_out([*unscored, *later], say)
+    return TargetAnswers(
+        name=name,
+        greedy=greedy,
+        samples=samples,
+        shuffled=shuffled,
+        blank=blank,
+        skipped=dict(source.bad_rows),
+        unscored=tuple(unscored),
+    )
+
+
+async def _controls(
+    evaluator: AnswersRows, source: PromptSource, eval_set: EvalSet, say: Say, unscored: list[str]
+) -> tuple[dict[str, AnsweredRow], dict[str, AnsweredRow]]:
+    """Greedy answers with shuffled images and with blank ones (image ablation); empty where no row has an image."""
+    tasks = [task for task in usable_tasks(source, eval_set.size) if task.images]
+    if not tasks:
+        return {}, {}
+    say(f"{len(tasks)} rows with shuffled images, and with blank ones")
+    changed = (with_shuffled_images(tasks), with_blank_images(tasks, eval_set.open_image))
+    shuffled, blank = [_by_id(await evaluator.answers(source.with_tasks(each), unscored=unscored)) for each in changed]
+    return shuffled, blank
+
+
+def _say_left_out(unscored: Sequence[str], say: Say) -> None:
+    for reason in unscored:
+        say(f"not scored, left out: {reason}")
+
+
+def _by_id(answered: Sequence[AnsweredRow]) -> dict[str, AnsweredRow]:
+    repeated = [name for name, count in Counter(row.id for row in answered).items() if count > 1]
+    if repeated:
+        raise DataError(
+            f"two rows of the split have the id {repeated[0]!r}; give every row of a split an id of its own"
+        )
+    return {row.id: row for row in answered}
+
+
+async def _ask_baseline(target: Baseline, eval_set: EvalSet, say: Say) -> TargetAnswers:
+    environment = eval_set.environment
+    if target.kind == "majority":
+        say("counting the answers of training rows")
+        answer_of = majority_answers(environment, environment.tasks("train"))
+    elif target.kind == "gold":
+        answer_of = environment.target
+    else:
+        answer_of = partial(_constant, target.text)
+    source = _source(eval_set, _NoRenderer())
+    unscored = list[str]()
+    answers = await baseline_answers(environment, eval_set.grading, source, eval_set.size, answer_of, unscored=unscored)
+    _say_left_out(unscored, say)
+    return TargetAnswers(
+        name=target.name,
+        greedy=_by_id(answers),
+        skipped=dict(source.bad_rows),
+        unscored=tuple(unscored),
+        is_model=False,
+    )
+
+
+def _constant(text: str, _task: Task) -> str:
+    return text
+
+
+class _NoRenderer:
+    """Stands in for a renderer with baselines, which need no token ids."""
+
+    most_tokens: int | None = None
+
+    def fewest_tokens(self, messages: Sequence[Message], where: str = "") -> int:
+        raise AssertionError(
+            f"baselines render no prompts, but {where} asked for the length of {len(messages)} messages"
+        )
+
+    def prompt(self, messages: Sequence[Message], where: str = "") -> Prompt:
+        raise AssertionError(f"baselines render no prompts, but {where} asked for one of {len(messages)} messages")
+
+    def observation(self, messages: Sequence[Message], *, after: int, where: str = "") -> Prompt:
+        raise AssertionError(f"baselines give one answer, but {where} asked for a turn after token {after}")

@@ -1,0 +1,266 @@
+"""The model folder that a server is started on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic, sleep
+from types import FrameType
+from typing import Any, NoReturn
+
+import httpx2
+from transformers import AutoConfig
+
+from fovea.commands.exporting.export import export, step_of
+from fovea.commands.targets import CheckpointTarget, ModelTarget, parse_target
+from fovea.config.run import Model
+from fovea.data.fetch import UrlLimits
+from fovea.errors import ConfigError, EngineError
+from fovea.models.processor import load_processor
+from fovea.rollout.server import Launch, LaunchesServers, ModelServer
+from fovea.rollout.server_guard import made_key
+from fovea.utils.addresses import is_loopback
+from fovea.utils.bounded import check_inside
+
+EXPORTS = "exports"
+"""Folder of a run with the exports that it was served from."""
+
+
+def served_folder(source: str, say: Callable[[str], None], *, trust: bool = False) -> Path:
+    """The folder of a model, or the export of a run's newest checkpoint or of one that is named.
+
+    An export is written below the run folder, once for each checkpoint. ConfigError for what is neither.
+    """
+    target = parse_target(source)
+    if isinstance(target, CheckpointTarget):
+        folder = target.run / EXPORTS / f"step-{step_of(target)}"
+        check_inside(folder, target.run)
+        # a run that was trained again to this step has another checkpoint
+        if folder.exists() and folder.stat().st_mtime < target.folder.stat().st_mtime:
+            shutil.rmtree(folder)
+        if not folder.exists():
+            say(f"exporting {target.name} to {folder}")
+            export(target.folder, folder, trust=trust)
+        return folder
+    if isinstance(target, ModelTarget) and target.adapter is not None:
+        raise ConfigError(f"{source}: an adapter without its model; serve the run, or an export without --adapter-only")
+    if isinstance(target, ModelTarget) and Path(target.path).is_dir():
+        return Path(target.path)
+    raise ConfigError(f"{source}: not a folder; serve a run, a checkpoint, or the folder of a model (fovea export)")
+
+
+ENDING_SECONDS = 20.0
+POLL_SECONDS = 0.2
+END_GROUP = f"""
+read _
+kill -TERM -"$0"
+for _ in $(seq {10 * ENDING_SECONDS:.0f}); do kill -0 -"$0" || exit; sleep 0.1; done
+kill -KILL -"$0"
+"""
+"""Shell commands that wait at a pipe, whose other end no process has but this one, and then end a process group.
+
+It has time to delete its shared memory, which stays in /dev/shm otherwise.
+"""
+
+
+@contextmanager
+def running(launch: Launch, ending_seconds: float = ENDING_SECONDS) -> Iterator[subprocess.Popen[bytes]]:
+    """A process for the block. At its end, by SIGTERM and SIGKILL too, nothing of the process's group is left.
+
+    It has `ending_seconds` to finish what it does.
+    """
+    with _terminable():
+        # a session of its own: Ctrl-C reaches this process alone, which then ends the server
+        process = subprocess.Popen(launch.command, env=dict(launch.environment), start_new_session=True)
+        try:
+            with _ending_with_this_one(process.pid):
+                yield process
+        finally:
+            _end(process, ending_seconds)
+
+
+@contextmanager
+def _ending_with_this_one(group: int) -> Iterator[None]:
+    """A block during which a process group is ended when this process is killed, which has no time to do so itself."""
+    # with a session of its own, out of reach of Ctrl-C
+    waiting = subprocess.Popen(
+        ["/bin/sh", "-c", END_GROUP, str(group)],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield
+    finally:
+        # before the pipe is closed: by then the group's number may be another's
+        waiting.kill()
+        waiting.communicate()
+
+
+def wait_until_healthy(process: subprocess.Popen[bytes], url: str, max_seconds: float) -> None:
+    """Return when the server at `url` answers; EngineError when it ends before that, or takes too long."""
+    deadline = monotonic() + max_seconds
+    while process.poll() is None:
+        with suppress(httpx2.HTTPError):
+            if httpx2.get(f"{url}/health", timeout=2.0, trust_env=False).status_code == httpx2.codes.OK:
+                return
+        if monotonic() > deadline:
+            raise EngineError(f"the server does not answer after {max_seconds:g} s; raise --start-seconds")
+        sleep(POLL_SECONDS)
+    raise EngineError(f"the server ended with code {process.returncode} before it answered; its own messages say why")
+
+
+def _end(process: subprocess.Popen[bytes], seconds: float) -> None:
+    """End a process and its group, at first with time to finish."""
+    try:
+        process.send_signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+    finally:
+        # also where a second Ctrl-C cuts that time short
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """A block that SIGTERM and SIGHUP leave as Ctrl-C does."""
+    before = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _interrupt(number: int, _frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt(signal.strsignal(number))
+
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """Where a server listens, and who may call it."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key_env: str | None = None
+    """Environment variable with the key that requests must bring."""
+
+    @property
+    def url(self) -> str:
+        """The address for calls from this machine."""
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+    def api_key(self, default: str | None = None) -> str | None:
+        """The key, `default` where none is named.
+
+        ConfigError where the variable is empty, or where others could call a server without a key.
+        """
+        if self.api_key_env is None:
+            if default is None and not is_loopback(self.host):
+                raise ConfigError(
+                    f"--host {self.host}: other machines reach the server, and anyone there could use it; add "
+                    "--api-key-env VARIABLE with the name of an environment variable that holds a key"
+                )
+            return default
+        key = os.environ.get(self.api_key_env, "").strip()
+        if not key:
+            raise ConfigError(f"--api-key-env {self.api_key_env}: there is no such environment variable; export it")
+        return key
+
+    def check_free(self) -> None:
+        """ConfigError where something listens at the port, or the host is no address of this machine."""
+        try:
+            family, _, _, _, place = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
+            with socket.socket(family) as listening:
+                listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listening.bind(place)
+        except OSError as error:
+            raise ConfigError(
+                f"--host {self.host} --port {self.port}: cannot be listened at ({error.strerror}); give another port"
+            ) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """A model to serve."""
+
+    source: str
+    """A run, a checkpoint, or the folder of a model."""
+    name: str | None = None
+    """The model's name in requests; default: that of its folder, or of its run."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of the engine, under its own names."""
+    weights_dir: Path | None = None
+    """The folder through which a trainer brings its weights; None for a server of answers alone."""
+    url_limits: UrlLimits | None = None
+    """Limits of reading the images of requests at their addresses; None: images come as data only."""
+    trust: bool = False
+
+
+def serve(served: Served, address: Address, launch: LaunchesServers, say: Say, *, start_seconds: float) -> None:
+    """Start the server, say how it is called, and wait until it ends; EngineError where it ends by itself."""
+    # the trainer reads it from the same folder
+    admin_key = None if served.weights_dir is None else made_key(served.weights_dir)
+    api_key = address.api_key(admin_key)
+    address.check_free()
+    folder = served_folder(served.source, say, trust=served.trust)
+    server = ModelServer(
+        folder=folder,
+        name=served.name or Path(served.source).resolve().name,
+        dtype=_dtype(folder),
+        host=address.host,
+        port=address.port,
+        api_key=api_key,
+        admin_key=admin_key,
+        banned_ids=load_processor(Model(path=str(folder))).banned_ids,
+        weights_dir=served.weights_dir,
+        url_limits=served.url_limits,
+        arguments=served.arguments,
+    )
+    process = launch(server)
+    say(f"starting a server on {folder}")
+    with running(process) as child:
+        wait_until_healthy(child, address.url, start_seconds)
+        say(f"{server.name} is served at {address.url}/v1; Ctrl-C ends it. {_next(server, address)}")
+        code = child.wait()
+    raise EngineError(f"the server ended by itself, with code {code}; its own messages say why")
+
+
+def _dtype(folder: Path) -> str:
+    """The type that a model's folder names, such as float32; `auto` where it names none."""
+    dtype = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True).dtype
+    return "auto" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _next(server: ModelServer, address: Address) -> str:
+    """What the user does with a server that is ready."""
+    if server.weights_dir is None:
+        return f"Ask it:\n{example(address, server.name)}"
+    return (
+        f"Train with it:\nfovea train RECIPE rollout.engine=vllm_servers 'rollout.engine.servers=[{address.url}]' "
+        f"rollout.engine.weights_dir={server.weights_dir}"
+    )
+
+
+def example(address: Address, name: str) -> str:
+    """A command that asks the server about an image."""
+    key = f' -H "Authorization: Bearer ${address.api_key_env}"' if address.api_key_env else ""
+    return (
+        f"curl {address.url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{{\n"
+        f'  "model": "{name}", "max_tokens": 256, "messages": [{{"role": "user", "content": [\n'
+        """    {"type": "image_url", "image_url": {"url": "data:image/png;base64,'$(base64 -w0 image.png)'"}},\n"""
+        """    {"type": "text", "text": "What is in the image?"}]}]}'"""
+    )

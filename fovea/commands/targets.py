@@ -1,0 +1,391 @@
+"""Targets of evaluation and export: arguments of the command line become targets, targets become models.
+
+A target is a run folder (its newest checkpoint), one checkpoint of it, a model folder or hub id, a folder with an
+adapter alone, a server, or a baseline. The settings of a checkpoint's model are those of its run; those of other models
+are the settings of the evaluation, with another `model.path`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from peft import PeftModel
+from safetensors import SafetensorError
+from transformers import PreTrainedModel
+
+from fovea.commands.trust import check_trust
+from fovea.config.base import Section, leaves
+from fovea.config.loading import keys_of, load_config
+from fovea.config.recipes import Override, section_of, shipped_recipes
+from fovea.config.rewards import reward_tuple
+from fovea.config.run import Config, Model
+from fovea.config.splits import SplitFiles
+from fovea.environments.base import Environment
+from fovea.errors import ConfigError, DataError, FoveaError, ModelError
+from fovea.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_merges
+from fovea.models.load import load_network
+from fovea.models.policy_network import PolicyNetwork
+from fovea.models.processor import Processor, load_processor
+from fovea.models.trainable import factored_weights
+from fovea.report.about import CONFIG_FILE
+from fovea.run.checkpoint import Checkpoints, DamagedCheckpointError, is_checkpoint, read_checkpoint
+from fovea.train.torch.checkpoint import load_trained
+from fovea.train.torch.sharding import copy_weights
+from fovea.types import Weights
+from fovea.utils.addresses import http_parts, is_hub_id, near_folder
+from fovea.utils.bounded import check_inside, read_file
+from fovea.utils.shown_text import without_secrets
+from fovea.wiring.environment import make_environment
+from fovea.wiring.megatron import saved_by_megatron, trains_with_megatron
+from fovea.wiring.model import locate_model, make_vlm, open_vlm
+
+RECIPE_FILE = "recipe.yaml"
+"""File of an exported folder with the settings of its run."""
+CONSTANT = "constant:"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Baseline:
+    """A target without a model."""
+
+    name: str
+    kind: Literal["majority", "gold", "constant"]
+    text: str = ""
+    """The answer of `constant` to every question."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointTarget:
+    """A checkpoint of a run."""
+
+    name: str
+    folder: Path
+    run: Path
+    """The run folder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelTarget:
+    """A Hugging Face model: a folder or hub id."""
+
+    name: str
+    path: str
+    revision: str | None = None
+    adapter: Path | None = None
+    """A folder with a peft adapter of that model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerTarget:
+    """A model behind an OpenAI-compatible server."""
+
+    name: str
+    url: str
+    """Address without `/v1`."""
+    model: str | None
+    """Its name there; None: the only one."""
+    api_key_env: str | None = None
+    """Environment variable with the key that it wants."""
+
+
+Target = Baseline | CheckpointTarget | ModelTarget | ServerTarget
+
+
+def parse_targets(words: Sequence[str], api_key_env: str | None = None) -> list[Target]:
+    """Parse several targets, of which servers get the key; ConfigError when two of them are the same."""
+    targets = [parse_target(word) for word in words]
+    targets = [replace(each, api_key_env=api_key_env) if isinstance(each, ServerTarget) else each for each in targets]
+    names = [target.name for target in targets]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"{twice}: named twice, and a target has one column; leave one out")
+    return targets
+
+
+def parse_target(word: str) -> Target:
+    """Parse a target; ConfigError when it is none."""
+    if word.startswith(CONSTANT):
+        return Baseline(name=word, kind="constant", text=word.removeprefix(CONSTANT))
+    if word in ("majority", "gold"):
+        return Baseline(name=word, kind="majority" if word == "majority" else "gold")
+    if word.startswith(("http://", "https://")):
+        return _server_target(word)
+    folder = Path(word)
+    if folder.is_dir():
+        return _folder_target(word, folder)
+    if folder.expanduser().is_file():
+        raise ConfigError(
+            f"{word}: a file, no folder; name the folder of the run or model, and a recipe as recipe=FILE"
+        )
+    path, _, revision = word.partition("@")
+    if is_hub_id(path):
+        return ModelTarget(name=word, path=path, revision=revision or None)
+    if word in shipped_recipes():
+        raise ConfigError(f"{word}: a recipe, no target; give recipe={word} beside a target")
+    near = near_folder(folder.expanduser())
+    fix = (
+        f"did you mean {near}?"
+        if near
+        else "a target is a run, a checkpoint, a model folder, a hub id such as Qwen/Qwen3-VL-2B-Instruct, the "
+        f"address of a server, or one of the baselines majority, gold and {CONSTANT}TEXT"
+    )
+    raise ConfigError(f"{word}: no such folder; {fix}")
+
+
+def _server_target(word: str) -> ServerTarget:
+    """A server at `URL` or `URL#MODEL`; ConfigError for a URL with a password or key in it."""
+    parts = http_parts(word)
+    if parts is None or parts.username is not None or parts.query:
+        raise ConfigError(
+            f"{without_secrets(word)}: a server's address is http://HOST:PORT, or http://HOST:PORT#MODEL; a key comes "
+            "from api_key_env=VARIABLE"
+        )
+    url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
+    return ServerTarget(name=word, url=url, model=parts.fragment or None)
+
+
+def _folder_target(word: str, folder: Path) -> Target:
+    if (folder / ADAPTER_CONFIG).is_file():
+        return ModelTarget(name=word, path=_base_of(folder), adapter=folder)
+    if (folder / "config.json").is_file():
+        return ModelTarget(name=word, path=word)
+    return find_checkpoint(folder)
+
+
+def find_checkpoint(folder: Path) -> CheckpointTarget:
+    """Find the checkpoint of a folder: the folder itself, or the newest checkpoint of a run folder."""
+    if is_checkpoint(folder):
+        # resolved: the user's spelling may have other parents, as `runs/x/checkpoints/step-4/.` has
+        run = folder.resolve().parents[1]
+        if not (run / CONFIG_FILE).is_file():
+            raise ConfigError(
+                f"{folder}: no {CONFIG_FILE} in {run}, where that of its run should be; move it back there"
+            )
+        check_inside(run / CONFIG_FILE, run)
+        _check_whole(folder, run)
+        return CheckpointTarget(name=str(folder), folder=folder, run=run)
+    newest = Checkpoints(folder, keep=1).latest() if (folder / CONFIG_FILE).is_file() else None
+    if newest is None:
+        raise ConfigError(
+            f"{folder}: neither a run with a checkpoint, nor a checkpoint, nor a model folder with a config.json; "
+            "give one of these"
+        )
+    for read in (folder / CONFIG_FILE, newest.folder):
+        check_inside(read, folder)
+    if newest.passed_over:
+        raise DataError(f"{newest.passed_over[0]} is damaged; name {newest.folder} for the checkpoint before it")
+    return CheckpointTarget(name=f"{folder} step {newest.step}", folder=newest.folder, run=folder)
+
+
+@contextmanager
+def naming_deletion(checkpoint: Path) -> Iterator[None]:
+    """Block that reads a checkpoint; DataError with the cause where its run deletes it meanwhile."""
+    try:
+        yield
+    except (FoveaError, OSError) as error:
+        if checkpoint.exists():
+            raise
+        raise DataError(
+            f"{checkpoint} was deleted while it was read: its run goes on, and keeps the newest checkpoint.keep of "
+            "them; name its newest one, or set a larger checkpoint.keep for the run"
+        ) from error
+
+
+def _check_whole(checkpoint: Path, run: Path) -> None:
+    """DataError where a checkpoint is damaged, with one of its run that is not."""
+    try:
+        with naming_deletion(checkpoint):
+            read_checkpoint(checkpoint)
+    except DamagedCheckpointError as error:
+        whole = Checkpoints(run, keep=1).latest()
+        assert whole is not None, "no checkpoints, but one is damaged"
+        raise DataError(f"{error}; name {whole.folder} instead, which is whole") from error
+
+
+def _base_of(adapter: Path) -> str:
+    try:
+        base = json.loads(read_file(adapter / ADAPTER_CONFIG)).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise ModelError(f"{adapter / ADAPTER_CONFIG} cannot be read ({error}); export the adapter again") from error
+    if not base:
+        raise ModelError(f"{adapter}: its {ADAPTER_CONFIG} names no base model; write it under base_model_name_or_path")
+    return str(base)
+
+
+def shared_settings(
+    targets: Sequence[Target], recipe: Path | None, overrides: Sequence[Override], *, trust: bool = False
+) -> Config:
+    """Settings of the rows and prompts of an evaluation: those of the recipe, else of the first target with settings.
+
+    ConfigError where the targets' own environments differ and no recipe decides, and where a target's own settings
+    would run code and `trust` does not allow it.
+    """
+    if recipe is not None:
+        return load_config([recipe], overrides)
+    sources = [file for target in targets if (file := settings_file(target)) is not None]
+    if not sources:
+        raise ConfigError(
+            "no target says which rows to ask; give a recipe that does (recipe=FILE, or a name such as geo3k), or rows "
+            "from Python"
+        )
+    configs = [load_config([file], overrides) for file in sources]
+    for file, config in zip(sources, configs, strict=True):
+        if (_environment(config), _reward(config)) != (_environment(configs[0]), _reward(configs[0])):
+            raise ConfigError(
+                f"{sources[0]} and {file} have different environments ({_first_difference(configs[0], config)}); "
+                "give a recipe (recipe=FILE) that says which rows all targets are asked"
+            )
+    check_trust(configs[0], sources[0], overrides, trust=trust)
+    run = next((target.run for target in targets if isinstance(target, CheckpointTarget)), None)
+    is_of_run = run is not None and sources[0] == run / CONFIG_FILE and "run_dir" not in keys_of(overrides)
+    # where its folder is by now, for the rows that it holds
+    return configs[0].model_copy(update={"run_dir": str(run)}) if is_of_run else configs[0]
+
+
+def settings_file(target: Target) -> Path | None:
+    """File with the settings that a target was trained with; None if it has none."""
+    if isinstance(target, CheckpointTarget):
+        return target.run / CONFIG_FILE
+    if isinstance(target, ModelTarget):
+        file = (target.adapter or Path(target.path)) / RECIPE_FILE
+        return file if file.is_file() else None
+    return None
+
+
+def _environment(config: Config) -> Section:
+    """The environment, equal for runs that hold the same rows."""
+    environment = config.environment
+    return environment.of_any_run() if isinstance(environment, SplitFiles) else environment
+
+
+def _reward(config: Config) -> str:
+    """The reward functions, with their weights where they have some."""
+    weights = "" if config.reward_weights is None else f" with reward_weights={list(config.reward_weights)}"
+    return f"{', '.join(reward_tuple(config.reward))}{weights}"
+
+
+def _first_difference(first: Config, second: Config) -> str:
+    if _environment(first) == _environment(second):
+        return f"reward: {_reward(first)} and {_reward(second)}"
+    one, other = (leaves(_environment(config).model_dump()) for config in (first, second))
+    key = next(key for key in (*one, *other) if one.get(key) != other.get(key))
+    return f"environment.{key}: {one.get(key)} and {other.get(key)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedModel:
+    """A target's model, loaded for evaluation or export."""
+
+    config: Config
+    """Settings of the model."""
+    processor: Processor
+    vlm: PolicyNetwork
+    left_out: tuple[str, ...] = ()
+    """Folders and tensors of its checkpoint that do not belong to the model."""
+
+    def weights(self) -> Weights:
+        """All weights under their Hugging Face names, adapters beside them, as training pushes them to its engine."""
+        return factored_weights(self.vlm.network)
+
+
+def open_model(
+    target: CheckpointTarget | ModelTarget, shared: Config | None, overrides: Sequence[Override], *, trust: bool = False
+) -> OpenedModel:
+    """Load the model of a target; `shared` has the settings for models without any of their own.
+
+    Only those `overrides` of the sections `model` and `train` apply to checkpoints.
+    """
+    if isinstance(target, CheckpointTarget):
+        own = [each for each in overrides if section_of(each) in ("model", "train")]
+        return open_checkpoint(target, own, trust=trust)
+    assert shared is not None, "a plain model has no settings of its own"
+    settings = _plain_model(shared.model, target)
+    config = shared.model_copy(update={"model": settings})
+    processor, network = load_processor(settings), load_network(settings)
+    if target.adapter is not None:
+        _merge_adapter(network, target.adapter)
+    return OpenedModel(config=config, processor=processor, vlm=make_vlm(config, network, processor.banned_ids))
+
+
+def _plain_model(model: Model, target: ModelTarget) -> Model:
+    """Settings of an existing model, with `model`'s way of encoding images so that targets are comparable."""
+    return model.model_copy(
+        update={
+            "path": target.path,
+            "revision": target.revision or (model.revision if target.path == model.path else None),
+            "tiny": None,
+            "lora": None,
+            "freeze_vision_tower": not model.trains_vision,
+            "freeze_projector": None,
+        }
+    )
+
+
+def _merge_adapter(network: PreTrainedModel, adapter: Path) -> None:
+    if not (adapter / ADAPTER_WEIGHTS).is_file():
+        raise ModelError(f"{adapter}: it holds no {ADAPTER_WEIGHTS}, and other formats can run code; export it again")
+    check_merges(adapter)
+    try:
+        # merged in place, so that the network keeps its class and its names
+        merged: Any = PeftModel.from_pretrained(network, str(adapter)).merge_and_unload()
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        first_line = str(error).strip().split("\n")[0]
+        raise ModelError(
+            f"{adapter}: the adapter does not fit {network.name_or_path} ({first_line}); give its own base"
+        ) from error
+    assert merged is network, "peft merged the adapter into another network"
+
+
+def _without_first_adapter(config: Config) -> Config:
+    """The settings without the adapter that training started from: a checkpoint holds the one it became."""
+    lora = config.model.lora
+    if lora is None or lora.adapter is None:
+        return config
+    model = config.model.model_copy(update={"lora": lora.model_copy(update={"adapter": None})})
+    return config.model_copy(update={"model": model})
+
+
+def open_checkpoint(
+    target: CheckpointTarget, overrides: Sequence[Override] = (), *, trust: bool = False
+) -> OpenedModel:
+    """Load the model of a run with the weights of one of its checkpoints.
+
+    Code that the run's settings name is needed only where its tiny model has to be made again; it runs by `trust`.
+    """
+    with naming_deletion(target.folder):
+        return _open_checkpoint(target, overrides, trust=trust)
+
+
+def _open_checkpoint(target: CheckpointTarget, overrides: Sequence[Override], *, trust: bool) -> OpenedModel:
+    file = target.run / CONFIG_FILE
+    config = _without_first_adapter(load_config([file], overrides))
+    if trains_with_megatron(config) and not trust:
+        raise ConfigError(
+            f"{target.name} is a checkpoint of train.backend=megatron, with a pickle among its files, which can run "
+            "code when it is read; add trust=True, if the run is your own"
+        )
+    model = locate_model(config, target.run, partial(_environment_of, config, file, overrides, trust=trust))
+    processor = load_processor(model)
+    vlm = open_vlm(config, model, processor.banned_ids)
+    left_out = _load_trained(target.folder, config, model, vlm)
+    return OpenedModel(config=config, processor=processor, vlm=vlm, left_out=left_out)
+
+
+def _load_trained(checkpoint: Path, config: Config, model: Model, vlm: PolicyNetwork) -> tuple[str, ...]:
+    """Restore the weights of a checkpoint of either backend in place; returns the names of what was left out."""
+    if not trains_with_megatron(config):
+        return load_trained(checkpoint, vlm)
+    saved = saved_by_megatron(config, model, vlm.banned_ids, checkpoint)
+    copy_weights(saved.weights, dict(factored_weights(vlm.network)))
+    return saved.left_out
+
+
+def _environment_of(config: Config, file: Path, overrides: Sequence[Override], *, trust: bool) -> Environment:
+    check_trust(config, file, overrides, trust=trust)
+    return make_environment(config).environment

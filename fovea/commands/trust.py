@@ -1,0 +1,103 @@
+"""Settings that come with a folder: they say which rows and which model, and never which code runs on this machine.
+
+A run folder or an export may be a stranger's. Its settings are believed for what they describe; what they would run,
+send or open is refused, unless the user names it on the command line or trusts the folder for this one command.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from fovea.algorithms.policy_loss import HasFormula
+from fovea.config.backends import MegatronBackend, ServingEngine, VllmServersEngine
+from fovea.config.loading import keys_of
+from fovea.config.recipes import Override
+from fovea.config.rewards import FROM_PYTHON
+from fovea.config.run import CaptionEnvironment, Config, Judge, OwnEnvironment
+from fovea.environments.base import MakesEnvironment
+from fovea.errors import ConfigError
+from fovea.wiring.engine import MakesEngine
+
+
+def check_trust(
+    config: Config, file: Path, overrides: Sequence[Override], *, trust: bool, trains: bool = False
+) -> None:
+    """ConfigError where `config`, read from a folder's `file`, would use a power that the user did not name.
+
+    These are to run code, to send rows or a key to a judge, and to reach private addresses; with `trains` those of
+    engine and backend, too. `overrides` are the user's own settings: what they set is the user's, whatever the file
+    says.
+    """
+    if trust:
+        return
+    for key, refused, instead in (*_powers(config), *(_training_powers(config) if trains else ())):
+        if key not in keys_of(overrides):
+            raise ConfigError(
+                f"{file} {refused}, and what a folder says runs no code, sends no row or key to a judge and opens no "
+                f"private network here; add trust=True, if the folder is your own, or set {instead}"
+            )
+
+
+def wants_trust(config: Config) -> bool:
+    """Whether a run of these settings is evaluated by `--trust` alone: for what they name, or Megatron's pickle."""
+    return isinstance(config.train.backend, MegatronBackend) or any(True for _ in _powers(config))
+
+
+def _powers(config: Config) -> Iterator[tuple[str, str, str]]:
+    """The settings with such a power: the key that names it, what it does, and what to set instead."""
+    for key, rewards in config.rewards.items():
+        for reward in rewards:
+            if reward.startswith(FROM_PYTHON):
+                continue  # no code is named; whoever loads it says that it must be given again
+            yield key, f"runs the code of {key}={reward}", f"{key}=null, or {key}=FILE.py:FUNCTION of yours"
+    for key, environment in config.environments.items():
+        if isinstance(environment, OwnEnvironment):
+            yield f"{key}.file", f"runs the code of {key}={environment.file}", f"{key}=FILE.py:CLASS of yours"
+        if isinstance(environment, MakesEnvironment):
+            yield f"{key}.name", *_of_package(f"{key}.name", environment.name)
+    for key, judge in _judges(config).items():
+        if judge is not None:
+            sent = "rows" if judge.api_key_env is None else f"the key in {judge.api_key_env}"
+            yield f"{key}.url", f"sends {sent} to {key}.url={judge.url}", f"{key}.url=URL"
+    private = "data.allow_private_addresses"
+    if config.data.allow_private_addresses:
+        yield private, f"lets rows reach this machine and private networks by {private}=true", f"{private}=false"
+
+
+def _training_powers(config: Config) -> Iterator[tuple[str, str, str]]:
+    """The settings with such a power in training alone, as `_powers` gives them."""
+    engine, key = config.rollout.engine, "rollout.engine"
+    if isinstance(engine, MakesEngine):
+        yield f"{key}.name", *_of_package(f"{key}.name", engine.name)
+    if isinstance(config.algorithm.loss, HasFormula):
+        yield "algorithm.loss.name", *_of_package("algorithm.loss.name", config.algorithm.loss.name)
+    if config.log.tracker is not None:
+        yield "log.tracker.name", *_of_package("log.tracker.name", config.log.tracker.name)
+    if isinstance(engine, VllmServersEngine):
+        sent = f"rows, weights and the key in {key}.weights_dir"
+        yield f"{key}.servers", f"sends {sent} to {key}.servers={list(engine.servers)}", f"{key}.servers=[URL]"
+    if (python := getattr(engine, "python", None)) is not None:
+        yield f"{key}.python", f"runs {key}.python={python}", f"{key}.python=ENV/bin/python"
+    if isinstance(engine, ServingEngine) and engine.engine_args:
+        yield f"{key}.engine_args", f"starts its engine with {key}.engine_args={engine.engine_args}", f"{key}=embedded"
+    if isinstance(config.train.backend, MegatronBackend):
+        yield "train.backend.name", "reads a pickle, which can run code (train.backend=megatron)", "train.backend=torch"
+
+
+def _of_package(key: str, name: str) -> tuple[str, str]:
+    """Describe what a section of another package does, and what to set instead."""
+    return f"runs the code of another package by {key}={name}", f"{key}={name}"
+
+
+def _judges(config: Config) -> dict[str, Judge | None]:
+    of_captions = {
+        f"{key}.judge": environment.judge
+        for key, environment in config.environments.items()
+        if isinstance(environment, CaptionEnvironment)
+    }
+    return {
+        **of_captions,
+        "model_reward.judge": config.model_reward.judge if config.model_reward else None,
+        "second_opinion.judge": config.second_opinion.judge if config.second_opinion else None,
+    }

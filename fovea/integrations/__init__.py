@@ -1,1 +1,0 @@
-"""Fovea on the platforms of others: one file for each, which imports its package."""

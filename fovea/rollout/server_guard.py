@@ -1,0 +1,199 @@
+"""ASGI, the interface between a web server and its applications, for middleware of engines' servers."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import secrets
+from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeAlias
+
+from fovea.data.fetch import UrlLimits
+from fovea.errors import ConfigError
+from fovea.rollout.server import ADMIN_KEY_ENV, API_KEY_ENV, BANNED_IDS_ENV, URL_LIMITS_ENV
+from fovea.rollout.server_images import ImageRefusedError, replace_addresses
+from fovea.utils.addresses import is_loopback
+
+Message: TypeAlias = MutableMapping[str, Any]
+"""A request's description, or an event of it."""
+Receive: TypeAlias = Callable[[], Awaitable[Message]]
+Send: TypeAlias = Callable[[Message], Awaitable[None]]
+App: TypeAlias = Callable[[Message, Receive, Send], Awaitable[None]]
+
+
+def header(scope: Message, name: bytes) -> bytes:
+    """The value of a request's header, by its name in small letters; empty where it is not given."""
+    value: bytes = dict(scope["headers"]).get(name, b"")
+    return value
+
+
+async def answer(send: Send, status: int, body: bytes) -> None:
+    """Answer a request with a status code and JSON."""
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def refuse(send: Send, status: int, reason: bytes) -> None:
+    """Answer a request with a status code, and with the reason as JSON."""
+    await answer(send, status, b'{"error": "%s"}' % reason)
+
+
+async def whole_body(receive: Receive, max_bytes: float = math.inf) -> bytes | None:
+    """The body of a request; None as soon as it is longer than `max_bytes`."""
+    chunks, num_bytes, has_more = list[bytes](), 0, True
+    while has_more:
+        message = await receive()
+        chunks.append(message.get("body", b""))
+        num_bytes += len(chunks[-1])
+        if num_bytes > max_bytes:
+            return None
+        has_more = message.get("more_body", False)
+    return b"".join(chunks)
+
+
+HEALTH = "/health"
+ASKING = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/metrics")
+"""Paths for whoever may ask. All others are administration: some write files, or replace the model, by GET too."""
+UNAUTHORIZED, FORBIDDEN = 401, 403
+KEY_FILE = "server-key"
+"""File of the folder of pushes with the key of administration."""
+
+
+class RequireKey:
+    """ASGI middleware that lets those with a key ask, and those with the key of administration do everything.
+
+    Without a key for asking, a server on loopback refuses what a browser sends for a web page, also for one whose name
+    has come to lead to this machine (DNS rebinding).
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._api_key, self._admin_key = (_bearer(os.environ.get(name)) for name in (API_KEY_ENV, ADMIN_KEY_ENV))
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            return await send({"type": "websocket.close"})  # before it is accepted: status 403
+        if scope["type"] == "http" and scope["path"] != HEALTH and (refusal := self._refusal(scope)):
+            return await refuse(send, *refusal)
+        return await self._app(scope, receive, send)
+
+    def _refusal(self, scope: Message) -> tuple[int, bytes] | None:
+        """Status and reason of a call that is refused."""
+        given = header(scope, b"authorization")
+        if self._admin_key and secrets.compare_digest(given, self._admin_key):
+            return None
+        if self._api_key is None and _is_of_a_page(scope):
+            return FORBIDDEN, b"web pages may not call this server; start it with --api-key-env"
+        if self._api_key and not secrets.compare_digest(given, self._api_key):
+            return UNAUTHORIZED, b"Unauthorized"
+        if scope["path"] not in ASKING:
+            return FORBIDDEN, b"this server answers %s only" % ", ".join(ASKING).encode()
+        return None
+
+
+def _bearer(key: str | None) -> bytes | None:
+    return f"Bearer {key}".encode() if key else None
+
+
+def _is_of_a_page(scope: Message) -> bool:
+    """Whether a browser may have sent a call for a web page; an image of a page comes without an origin."""
+    host = re.fullmatch(rb"\[?(.*?)\]?(:\d*)?", header(scope, b"host"))
+    site = header(scope, b"sec-fetch-site")
+    is_elsewhere = host is None or not is_loopback(host[1].decode("latin-1").lower())
+    return is_elsewhere or bool(header(scope, b"origin")) or site not in (b"", b"same-origin", b"none")
+
+
+def made_key(folder: Path) -> str:
+    """The key of administration of the servers that share a folder of pushes, made by whoever comes first.
+
+    ConfigError where it is not this user's alone.
+    """
+    file = folder / KEY_FILE
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not file.exists():
+            _write_once(file)
+        status = file.stat()
+        if status.st_uid != os.getuid() or status.st_mode & 0o077:
+            raise ConfigError(
+                f"{file}: others may know this key of the servers; delete it, and start all of them again"
+            )
+        return file.read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}; it must be a file of the user who trains and serves") from error
+
+
+def _write_once(file: Path) -> None:
+    """Write another key, whole and readable by this user only; a file that came meanwhile stays."""
+    with TemporaryDirectory(dir=file.parent) as folder:
+        new = Path(folder) / file.name
+        new.touch(mode=0o600)
+        new.write_text(secrets.token_hex(16))
+        with suppress(FileExistsError):
+            file.hardlink_to(new)
+
+
+PATHS = ("/v1/chat/completions", "/v1/completions")
+LOWEST_BIAS = -100.0
+"""Of OpenAI's interface: it leaves a token e^-100 of its probability."""
+MAX_BODY_BYTES = 64 << 20
+"""Of a request: a hundred photographs of half a MiB."""
+BAD_REQUEST, TOO_LARGE = 400, 413
+
+
+class Bans:
+    """ASGI middleware that adds a `logit_bias` against banned ids to every request for completions.
+
+    vLLM and SGLang read no `suppress_tokens` from a generation config. Images by address are refused, or read here.
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._bias = {str(index): LOWEST_BIAS for index in json.loads(os.environ[BANNED_IDS_ENV])}
+        limits = os.environ.get(URL_LIMITS_ENV)
+        self._url_limits = None if limits is None else UrlLimits(**json.loads(limits))
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in PATHS:
+            return await self._app(scope, receive, send)
+        body = await whole_body(receive, MAX_BODY_BYTES)
+        if body is None:
+            return await refuse(send, TOO_LARGE, b"a request of more than %d bytes" % MAX_BODY_BYTES)
+        request = _parsed(body)
+        if request is None:
+            return await refuse(send, BAD_REQUEST, b"the request is no JSON object")
+        try:
+            await replace_addresses(request.get("messages"), self._url_limits)
+        except ImageRefusedError as error:
+            return await refuse(send, BAD_REQUEST, error.args[0])
+        changed = self._with_bans(request)
+        headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
+        headers.append((b"content-length", str(len(changed)).encode()))
+        given = False
+
+        async def receive_changed() -> Message:
+            nonlocal given
+            if given:
+                return await receive()  # tells of a client that hangs up
+            given = True
+            return {"type": "http.request", "body": changed, "more_body": False}
+
+        await self._app({**scope, "headers": headers}, receive_changed, send)
+
+    def _with_bans(self, request: dict[str, Any]) -> bytes:
+        given = request.get("logit_bias")
+        return json.dumps({**request, "logit_bias": (given if isinstance(given, dict) else {}) | self._bias}).encode()
+
+
+def _parsed(body: bytes) -> dict[str, Any] | None:
+    try:
+        request = json.loads(body)
+    except (ValueError, RecursionError):  # no JSON, or too deep
+        return None
+    return request if isinstance(request, dict) else None

@@ -1,0 +1,321 @@
+"""Settings of RLinf that are read together, or have another unit here; elsewhere.yaml has those that have neither."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from fovea.tools.importer.theirs import TRACKERS, Left, Line, Rule, Theirs
+
+GROUP, ADVANTAGE = "algorithm.group_size", "algorithm.adv_type"
+SAMPLING, PLACEMENT = "algorithm.sampling_params", "cluster.component_placement"
+ALGORITHMS = {
+    "grpo": ("grpo", "grpo"),
+    "gae": ("ppo", "gae"),
+    "reinpp": ("reinforce++", "reinforce++"),
+    "reinpp_baseline": ("reinforce++_baseline", "reinforce++_baseline"),
+}
+"""Their advantage: our algorithm and advantage."""
+ENVIRONMENTS = {"math": "geo3k", "vqa": "vqa"}
+LOSSES = ("actor", "actor_critic", "ppo")
+"""Their names of the clipped loss."""
+ESTIMATORS = {"low_var_kl": "k3", "k3": "k3", "mse": "k2", "k2": "k2"}
+DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "32": "float32", "float32": "float32"}
+
+
+def environment(theirs: Theirs) -> Iterator[Line | Left]:
+    key = "reward.reward_type"
+    named, kind = theirs.environment, ENVIRONMENTS.get(str(theirs.value(key)))
+    if named is not None and kind not in (None, named):
+        raise theirs.refuse(key, f"this is environment.name={kind}, but --environment says {named}; leave that out")
+    if named is None and kind is None:
+        raise theirs.refuse(key, "no environment here is of that type; add --environment geo3k, vqa or caption")
+    yield theirs.line("environment.name", named or kind, key, why="" if kind else f"--environment {named}")
+
+
+def reward_values(theirs: Theirs) -> Iterator[Line | Left]:
+    """Rewards of right and wrong answers, each times a factor."""
+    scale, kind = "reward.reward_scale", str(theirs.value("reward.reward_type"))
+    if (theirs.environment or ENVIRONMENTS.get(kind)) != "geo3k":
+        return
+    for ours in ("reward_max_val", "reward_min_val"):
+        value = theirs.value(f"reward.{ours}") * theirs.value(scale)
+        yield theirs.line(f"environment.{ours}", value, f"reward.{ours}", scale)
+
+
+def model(theirs: Theirs) -> Iterator[Line | Left]:
+    for key in ("rollout.model.model_path", "actor.model.model_path"):
+        if theirs.value(key) is not None:
+            yield theirs.line("model.path", str(theirs.value(key)).rstrip("/"), key)
+
+
+def dtype(theirs: Theirs) -> Iterator[Line | Left]:
+    """The number format of computing; the weights that the optimizer changes are float32 in any case."""
+    mixed, own = "actor.fsdp_config.mixed_precision.param_dtype", "actor.model.precision"
+    key = mixed if theirs.value(mixed) is not None else own
+    value = theirs.value(key)
+    if value is None:
+        return
+    if str(value) not in DTYPES:
+        raise theirs.refuse(key, f"there is no such format here; set it to {', '.join(DTYPES)}")
+    yield theirs.line("model.dtype", DTYPES[str(value)], key)
+    if key == mixed:
+        yield from theirs.left(own, "the optimizer's copy of the weights is always float32", matters=False)
+
+
+def tokens(theirs: Theirs) -> Iterator[Line | Left]:
+    """Longest prompt and longest completion, of which RLinf sets the sum too."""
+    prompt, total, own = "data.max_prompt_length", "runner.seq_length", f"{SAMPLING}.max_new_tokens"
+    longest, both, new = theirs.value(prompt), theirs.value(total), theirs.value(own)
+    if longest is not None:
+        yield theirs.line("data.max_prompt_tokens", longest, prompt)
+    if new is not None and None not in (longest, both) and new > both - longest:
+        raise theirs.refuse(own, f"more than {total}={both} less {prompt}={longest}; lower it, or raise {total}")
+    if new is not None:
+        yield theirs.line("rollout.max_new_tokens", new, own)
+    elif None not in (longest, both):
+        yield theirs.line("rollout.max_new_tokens", both - longest, total, prompt)
+
+
+def min_new_tokens(theirs: Theirs) -> Iterator[Line | Left]:
+    key = f"{SAMPLING}.min_new_tokens"
+    if (theirs.value(key) or 0) > 1:
+        yield theirs.line("rollout.engine.min_new_tokens", theirs.value(key), key)
+    else:
+        yield from theirs.left(key, "an empty completion is graded like any other", matters=False)
+
+
+def bad_rows(theirs: Theirs) -> Iterator[Line | Left]:
+    key = "data.filter_prompt_by_length"
+    drops = theirs.value(key)
+    why = "" if drops else "RLinf cuts longer prompts, here they are an error"
+    yield theirs.line("data.on_bad_row", "skip" if drops else "error", key, why=why)
+
+
+def betas(theirs: Theirs) -> Iterator[Line | Left]:
+    keys = ("actor.optim.adam_beta1", "actor.optim.adam_beta2")
+    yield theirs.line("train.betas", [theirs.value(key) for key in keys], *keys)
+
+
+def warmup(theirs: Theirs) -> Iterator[Line | Left]:
+    """Warm-up steps, which RLinf may write as a share of all steps."""
+    counts = ("actor.optim.lr_warmup_steps", "actor.lr_sched.lr_warmup_iters")
+    shares = ("actor.optim.lr_warmup_steps_ratio", "actor.lr_sched.lr_warmup_fraction")
+    count = next((key for key in counts if (theirs.value(key) or 0) > 0), None)
+    share = next((key for key in shares if theirs.value(key)), None)
+    total = theirs.value("runner.max_steps")
+    if count is not None and share is not None:
+        raise theirs.refuse(share, f"and {count}={theirs.value(count)} too; leave one out (set it to 0)")
+    if count is not None:
+        yield theirs.line("train.lr_warmup_steps", theirs.value(count), count)
+    elif share is None:
+        yield theirs.line("train.lr_warmup_steps", 0, *counts, *shares)
+    elif total is None or total < 1:
+        yield from _share_of_unknown_steps(theirs, share)
+    else:
+        yield theirs.line("train.lr_warmup_steps", math.ceil(theirs.value(share) * total), share, "runner.max_steps")
+
+
+def _share_of_unknown_steps(theirs: Theirs, share: str) -> Iterator[Line | Left]:
+    """A share of a number of steps that only the rows tell; RLinf's FSDP trainer does not read `lr_sched`."""
+    reason = "a share of a number of steps that is not known; add runner.max_steps=N behind the file"
+    if not share.startswith("actor.lr_sched.") or theirs.value("actor.training_backend") != "fsdp":
+        raise theirs.refuse(share, reason)
+    why = "RLinf's FSDP trainer does not read actor.lr_sched"
+    yield theirs.line("train.lr_warmup_steps", 0, "actor.training_backend", why=why)
+    yield from theirs.left(share, f"{reason}; RLinf's FSDP trainer does not read it either")
+
+
+def microbatches(theirs: Theirs) -> Iterator[Line | Left]:
+    by_tokens, most = "runner.enable_dynamic_batch_size", "runner.max_tokens_per_mbs"
+    rows, group = "algorithm.training_batch_size_per_gpu", theirs.value(GROUP)
+    if theirs.value(by_tokens):
+        yield theirs.line("train.enable_dynamic_batch_size", True, by_tokens)
+        if theirs.value(most) is not None:
+            yield theirs.line("train.max_tokens_per_microbatch", theirs.value(most), most)
+    elif theirs.value(rows) is not None and group and theirs.value(rows) % group == 0:
+        yield theirs.line("train.enable_dynamic_batch_size", False, by_tokens)
+        yield theirs.line("train.groups_per_microbatch", theirs.value(rows) // group, rows, GROUP)
+    else:
+        yield from theirs.left(rows, f"it counts completions, and is no multiple of the {group} of a group")
+
+
+def algorithm(theirs: Theirs) -> Iterator[Line | Left]:
+    name, advantage = theirs.one_of(ADVANTAGE, ALGORITHMS, "advantage")
+    yield theirs.line("algorithm.name", name, ADVANTAGE)
+    yield theirs.line("algorithm.advantage.name", advantage, ADVANTAGE)
+    if name == "ppo":
+        yield theirs.line("algorithm.max_policy_kl", None, why="RLinf never ends the passes of a step early")
+        yield theirs.line("algorithm.ppo_epochs", 1, why="RLinf makes one pass over the completions of a step")
+
+
+def gae(theirs: Theirs) -> Iterator[Line | Left]:
+    if theirs.value(ADVANTAGE) == "gae":
+        for name in ("gamma", "gae_lambda"):
+            yield theirs.line(f"algorithm.advantage.{name}", theirs.value(f"algorithm.{name}"), f"algorithm.{name}")
+
+
+def critic(theirs: Theirs) -> Iterator[Line | Left]:
+    """The value function of PPO, in RLinf a model of its own."""
+    if theirs.value(ADVANTAGE) != "gae":
+        return
+    place, switch = "algorithm.advantage.critic", "critic.use_critic_model"
+    yield theirs.line(f"{place}.trunk", "separate", switch, why="the critic of RLinf is a model of its own")
+    of = {
+        "learning_rate": "critic.optim.lr",
+        "value_clip": "algorithm.value_clip",
+        "warmup_steps": "algorithm.critic_warmup_steps",
+    }
+    for ours, key in of.items():
+        if theirs.is_given(key):
+            yield theirs.line(f"{place}.{ours}", theirs.value(key), key)
+
+
+def clip(theirs: Theirs) -> Iterator[Line | Left]:
+    kind, both = "algorithm.loss_type", "algorithm.ratio_clip_eps"
+    if theirs.value(kind) not in LOSSES:
+        raise theirs.refuse(kind, f"there is no such loss here; set it to {', '.join(LOSSES)}")
+    yield theirs.line("algorithm.loss.name", "clip", kind)
+    for side in ("low", "high"):
+        own = f"algorithm.clip_ratio_{side}"
+        key = both if theirs.value(own) is None else own
+        yield theirs.line(f"algorithm.loss.clip_{side}", theirs.value(key), key)
+    yield theirs.line("algorithm.loss.dual_clip", theirs.value("algorithm.clip_ratio_c"), "algorithm.clip_ratio_c")
+
+
+def kl(theirs: Theirs) -> Iterator[Line | Left]:
+    coef, kind = "algorithm.kl_beta", "algorithm.kl_penalty_type"
+    if not theirs.value(coef):
+        yield theirs.line("algorithm.kl", None, coef)
+        return
+    estimator = theirs.one_of(kind, ESTIMATORS, "estimator")
+    yield theirs.line("algorithm.kl.name", "loss", coef)
+    yield theirs.line("algorithm.kl.coef", theirs.value(coef), coef)
+    yield theirs.line("algorithm.kl.estimator", estimator, kind)
+
+
+def importance(theirs: Theirs) -> Iterator[Line | Left]:
+    key = "algorithm.importance_sampling_clip"
+    if theirs.value("algorithm.importance_sampling_fix") and theirs.value(key) is not None:
+        yield theirs.line(key, theirs.value(key), key)
+
+
+def dynamic_sampling(theirs: Theirs) -> Iterator[Line | Left]:
+    key = "algorithm.max_num_gen_batches"
+    if (theirs.value(key) or 1) > 1:
+        yield theirs.line("algorithm.dynamic_sampling.max_gen_batches", theirs.value(key), key)
+
+
+def engine(theirs: Theirs) -> Iterator[Line | Left]:
+    key = "rollout.rollout_backend"
+    name = theirs.value(key)
+    if name not in ("vllm", "sglang"):
+        raise theirs.refuse(key, "vllm and sglang are here too; set it to one of them")
+    yield theirs.line("rollout.engine.name", name, key)
+    for own in ("enable_chunked_prefill", "max_num_batched_tokens") if name == "vllm" else ():
+        if theirs.value(f"rollout.vllm.{own}") is not None:
+            yield theirs.line(f"rollout.engine.{own}", theirs.value(f"rollout.vllm.{own}"), f"rollout.vllm.{own}")
+
+
+def steps(theirs: Theirs) -> Iterator[Line | Left]:
+    epochs, total = "runner.max_epochs", "runner.max_steps"
+    if theirs.value(epochs) is not None:
+        yield theirs.line("max_epochs", theirs.value(epochs), epochs)
+    if (theirs.value(total) or -1) > 0:
+        yield theirs.line("max_steps", theirs.value(total), total)
+    else:
+        yield theirs.line("max_steps", 1_000_000, total, why="the epochs end the run before")
+
+
+def run_dir(theirs: Theirs) -> Iterator[Line | Left]:
+    folder, name, resume = "runner.output_dir", "runner.experiment_name", "runner.resume_dir"
+    if theirs.value(folder) is not None and theirs.value(name) is not None:
+        yield theirs.line("run_dir", f"{theirs.value(folder)}/{theirs.value(name)}", folder, name)
+    if theirs.is_given(resume):
+        yield theirs.line("resume", theirs.value(resume) or "never", resume)
+
+
+def loggers(theirs: Theirs) -> Iterator[Line | Left]:
+    key, project = "runner.logger.logger_backends", "runner.logger.project_name"
+    named = theirs.value(key)
+    if named is None:
+        return
+    names = [named] if isinstance(named, str) else list(named)
+    yield theirs.line("log.tensorboard", "tensorboard" in names, key)
+    for name in sorted(TRACKERS.keys() & set(names)):
+        yield theirs.line(TRACKERS[name], theirs.value(project), key, project)
+    others = sorted(set(names) - {"tensorboard", *TRACKERS})
+    if others:
+        yield from theirs.left(key, f"no {', '.join(others)}; metrics.jsonl in the run folder has every metric")
+
+
+def placement(theirs: Theirs) -> Iterator[Line | Left]:
+    """GPUs of actor and rollout: all for both, or ranges that are the same or do not meet."""
+    keys = [key for key in theirs.given if key == PLACEMENT or key.startswith(f"{PLACEMENT}.")]
+    found: dict[str, tuple[str, Any]] = {}
+    for key in keys:
+        for part in key.removeprefix(f"{PLACEMENT}.").split(","):
+            found[part.strip()] = (key, theirs.value(key))
+    if "actor" not in found or "rollout" not in found:
+        for key in keys:
+            yield from theirs.left(key, "set cluster.placement, and cluster.rollout_gpus where it is not collocated")
+        return
+    (first, actor), (second, rollout) = found["actor"], found["rollout"]
+    read = tuple(dict.fromkeys((first, second)))
+    if actor == rollout:
+        yield theirs.line("cluster.placement", "collocated", *read)
+        if actor == "all":
+            yield from _all_gpus(theirs, first)
+    elif _gpus(actor) and _gpus(rollout) and not _gpus(actor) & _gpus(rollout):
+        yield theirs.line("cluster.placement", "disaggregated", *read)
+        yield theirs.line("cluster.rollout_gpus", len(_gpus(rollout)), second)
+    else:
+        for key in read:
+            yield from theirs.left(key, "no placement here; set cluster.placement and cluster.rollout_gpus")
+
+
+def _all_gpus(theirs: Theirs, key: str) -> Iterator[Line | Left]:
+    """All GPUs of this machine, where there are several; one has a run without a setting."""
+    num_gpus = theirs.count_gpus()
+    if num_gpus > 1:
+        yield theirs.line("cluster.gpus_per_node", num_gpus, key, why="the GPUs of this machine")
+    elif num_gpus == 0:
+        reason = "this machine has no GPUs to count; set cluster.gpus_per_node=N in the recipe, or use torchrun"
+        yield from theirs.left(key, reason)
+
+
+def _gpus(text: Any) -> set[int]:
+    """The GPUs of `0-3` or `5`; none for anything else."""
+    first, _, last = str(text).partition("-")
+    is_range = first.isdigit() and (last or first).isdigit()
+    return set(range(int(first), int(last or first) + 1)) if is_range else set()
+
+
+RULES: dict[str, Rule] = {
+    rule.__name__: rule
+    for rule in (
+        algorithm,
+        bad_rows,
+        betas,
+        clip,
+        critic,
+        dtype,
+        dynamic_sampling,
+        engine,
+        environment,
+        gae,
+        importance,
+        kl,
+        loggers,
+        microbatches,
+        min_new_tokens,
+        model,
+        placement,
+        reward_values,
+        run_dir,
+        steps,
+        tokens,
+        warmup,
+    )
+}

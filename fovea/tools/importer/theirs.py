@@ -1,0 +1,163 @@
+"""The settings of a run of another system, as rules ask for them, and what rules make of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, TypeVar
+
+from fovea.config.elsewhere import Counterpart, System
+from fovea.config.type_text import show
+from fovea.errors import ConfigError
+from fovea.tools.importer.interpolation import Given, Unread, resolve
+
+T = TypeVar("T")
+_TYPES: Mapping[str, Callable[[Any], bool]] = {
+    "null": lambda value: value is None,
+    "boolean": lambda value: value in (True, False),  # 0 and 1 too
+    "integer": lambda value: isinstance(value, int) and not isinstance(value, bool),
+    "positive integer": lambda value: _TYPES["integer"](value) and value > 0,
+    "number": lambda value: isinstance(value, float) or _TYPES["integer"](value),
+    "text": lambda value: isinstance(value, str),
+    "list of texts": lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value),
+}
+"""Types of values in elsewhere.yaml, which names them one `or` another."""
+
+TRACKERS = {"mlflow": "log.mlflow_experiment", "swanlab": "log.swanlab_project", "wandb": "log.wandb_project"}
+"""Trackers by their names in the others' lists of loggers: the setting that names their project."""
+
+EnvironmentName: TypeAlias = Literal["geo3k", "vqa", "caption"]
+"""Environments of rows in files, as the other systems have them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One setting of the recipe, and where it comes from."""
+
+    key: str
+    value: Any
+    source: str
+    read: tuple[str, ...]
+    """The other system's keys that it was made of."""
+    is_given: bool
+    """Whether one of those keys is set, and not all of them defaults."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Left:
+    """A setting that was given and is not in the recipe."""
+
+    key: str
+    reason: str
+    matters: bool
+    """Whether the recipe lacks something by that."""
+
+
+class Unusable(Exception):
+    """A given value of a type that is not the setting's: whatever is made of it is left out."""
+
+    def __init__(self, key: str, reason: str) -> None:
+        super().__init__(f"{key}: {reason}")
+        self.left = Left(key=key, reason=reason, matters=True)
+
+
+Rule: TypeAlias = Callable[["Theirs"], Iterator[Line | Left]]
+"""Makes settings of several of the other system's together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Theirs:
+    """The settings that were given, over the defaults of the system that they belong to."""
+
+    system: System
+    given: Mapping[str, Given]
+    environment: EnvironmentName | None = None
+    """The environment that the user named, where the settings do not tell."""
+    count_gpus: Callable[[], int] = lambda: 0
+    """Counts the GPUs of this machine, for settings that mean all of them."""
+
+    def value(self, key: str) -> Any:
+        """The value of a key, references replaced, or its default; None where it is null or has neither.
+
+        ConfigError for a value that cannot be known, Unusable for one of another type than the setting's.
+        """
+        return self._value(key, ())
+
+    def _value(self, key: str, through: tuple[str, ...]) -> Any:
+        """The value of a key to which references lead through others."""
+        if key in through:
+            circle = " -> ".join([*through[through.index(key) :], key])
+            raise ConfigError(f"{circle}: these settings refer to each other in a circle; write the value of one")
+        given, known = self.given.get(key), self.system.find(key)
+        if given is None:
+            return known.default if known is not None and known.theirs == key else None
+        if isinstance(given.value, Unread):
+            raise ConfigError(f"{given.where}: {given.text}: {given.value.reason}; add {key}=VALUE behind the file")
+        value = resolve(given.value, key, lambda other: self._value(other, (*through, key)))
+        if known is not None and known.type and not any(_TYPES[each](value) for each in known.type.split(" or ")):
+            raise Unusable(key, f"{show(value)} is no {known.type}")
+        return value
+
+    def one_of(self, key: str, ours: Mapping[str, T], kind: str) -> T:
+        """What the value of a key is here; ConfigError for one that is nothing here, without which is no recipe."""
+        value = self.value(key)
+        if not isinstance(value, str) or value not in ours:
+            raise self.refuse(key, f"there is no such {kind} here; set it to {', '.join(ours)}")
+        return ours[value]
+
+    def is_given(self, *keys: str) -> bool:
+        return any(key in self.given for key in keys)
+
+    def line(self, key: str, value: Any, *read: str, why: str = "") -> Line:
+        """A setting made of the keys that were read; `why` says what they do not."""
+        source = "; ".join([*filter(None, map(self._source, read)), *([why] if why else [])])
+        return Line(key=key, value=value, source=source, read=read, is_given=self.is_given(*read))
+
+    def left(self, key: str, reason: str, *, matters: bool = True) -> Iterator[Left]:
+        """That a key is not in the recipe, if it was given."""
+        if key in self.given:
+            yield Left(key=key, reason=reason, matters=matters)
+
+    def refuse(self, key: str, reason: str) -> ConfigError:
+        """The error for a value without which there is no recipe."""
+        given = self.given.get(key)
+        said = (
+            f"{given.where}: {given.text}" if given else f"{key}={show(self.value(key))}, {self.system.title}'s default"
+        )
+        return ConfigError(f"{said}: {reason}")
+
+    def _source(self, key: str) -> str:
+        if key in self.given:
+            given = self.given[key]
+            resolved = show(self.value(key))
+            became = "" if given.text == f"{key}={resolved}" else f" = {resolved}"
+            return f"{given.text}{became} ({given.where})"
+        found = self.system.find(key)
+        has_default = found is not None and found.has_default
+        return f"{key}={show(self.value(key))} ({self.system.title}'s default)" if has_default else ""
+
+
+def plain(theirs: Theirs, setting: Counterpart) -> Iterator[Line | Left]:
+    """What becomes of a setting without a rule."""
+    key = setting.theirs
+    if setting.none:
+        yield from _without_counterpart(theirs, setting)
+    elif theirs.is_given(key) or setting.has_default:
+        value = theirs.value(key)
+        if setting.values is not None and value is not None:
+            if value not in list(setting.values):  # a list, which no mapping has as a key, is not in it either
+                allowed = ", ".join(map(show, setting.values))
+                yield from theirs.left(key, f"only {allowed} have a counterpart in {setting.ours[0]}")
+                return
+            value = setting.values[value]
+        if setting.special is not None and value in list(setting.special):
+            value = setting.special[value]
+        for ours in setting.ours if value is not None else ():
+            yield theirs.line(ours, value, key)
+
+
+def _without_counterpart(theirs: Theirs, setting: Counterpart) -> Iterator[Left]:
+    for key in theirs.given:
+        if theirs.system.find(key) == setting:
+            matters = setting.harmless != "any" and theirs.value(key) not in (None, *setting.harmless)
+            yield Left(key=key, reason=setting.none, matters=matters)

@@ -1,0 +1,251 @@
+"""Activations of the language model in an update: what autograd keeps of a packed row, and the temporaries beside it.
+
+Counted tensor by tensor from the code that runs (`models.decoder`, `models.trained_layer`, `models.kernels`,
+`models.shared_prefix`, `models.token_logprobs`), by the method of Korthikanti et al., arXiv 2205.05198, section 4.1.
+Our layers keep other tensors than theirs: RMS norms, gated MLPs, grouped queries, flash attention without dropout.
+
+Sizes are bytes unless a name says otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fovea.config.run import Config
+from fovea.models.recompute import Recompute
+from fovea.tools.plan.model_sizes import ModelSizes
+from fovea.tools.plan.walk import Stage
+from fovea.tools.plan.workload import RowShape
+from fovea.train.objective import slopes_are_known
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlpNumbers:
+    """Numbers of one layer."""
+
+    saved: int
+    """Per token, what autograd keeps after the norm: outputs of the first products, and the activations of them."""
+    kept: int
+    """Per token, outputs of matrix products, which selective checkpointing keeps."""
+    kept_in_saved: int
+    """Those of them that autograd keeps anyway."""
+    forward: int
+    """Per token, what exists at once without autograd."""
+    backward: int
+    """Per token, gradients at the backward pass of the activation beyond what they take the place of."""
+    weight: int
+    """Of the gradient of the largest weight, before it is added to that of the micro-batches before."""
+
+
+def mlp_numbers(sizes: ModelSizes) -> MlpNumbers:
+    """The numbers of a layer of this model."""
+    width, text, active = sizes.width, sizes.text, sizes.decoder.experts_per_token
+    if not active:
+        inner = int(text.intermediate_size)
+        # gate, its activation, the other half, their product; three gradients in place of one of these
+        return MlpNumbers(
+            saved=4 * inner,
+            kept=width + 2 * inner,
+            kept_in_saved=2 * inner,
+            forward=3 * inner,
+            backward=2 * inner,
+            weight=width * inner,
+        )
+    inner, copies = active * int(text.moe_intermediate_size), active * width
+    # a token's state is copied for each of its experts, and the product is kept before and after it is weighted
+    return MlpNumbers(
+        saved=copies + 5 * inner,
+        kept=int(text.num_experts) + copies + 2 * inner,
+        kept_in_saved=2 * inner,
+        forward=2 * copies + 3 * inner,
+        backward=2 * inner + copies,
+        weight=_expert_weights(sizes) * 2 // 3,
+    )
+
+
+def expert_weights(sizes: ModelSizes) -> int:
+    """Numbers in the experts of all layers; 0 without experts."""
+    return sizes.decoder.num_layers * _expert_weights(sizes) if sizes.decoder.experts_per_token else 0
+
+
+def _expert_weights(sizes: ModelSizes) -> int:
+    return 3 * int(sizes.text.num_experts) * sizes.width * int(sizes.text.moe_intermediate_size)
+
+
+ACTIVATIONS, LOGITS = "activations", "logits and loss"
+FLOAT = 4
+BYTES_OF = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numerics:
+    """How numbers are stored, and by which kernels they are computed."""
+
+    width: int
+    """Bytes of a weight or an activation."""
+    cuda: bool
+
+    @staticmethod
+    def of(config: Config, cuda: bool) -> Numerics:
+        return Numerics(width=BYTES_OF[config.model.dtype], cuda=cuda)
+
+    @property
+    def norm_saves(self) -> int:
+        """Bytes that an RMS norm keeps of each number: its input on CUDA, the normalised float32 number on a CPU."""
+        return self.width if self.cuda else FLOAT
+
+    @property
+    def copies_keys_by_head(self) -> bool:
+        """True for the attention of float32 on CUDA, which repeats keys for all completions and query heads."""
+        return self.cuda and self.width == FLOAT
+
+
+def decoder_stages(config: Config, sizes: ModelSizes, row: RowShape, numerics: Numerics) -> list[Stage]:
+    """A stage for every decoder layer; in the last one only tokens that predict an action go on after attention."""
+    units = sizes.of("language")
+    outputs = [row.tokens] * (len(units) - 1) + [row.predictors]
+    how = config.train.gradient_checkpointing
+    return [
+        stage_of(how, ACTIVATIONS, _layer_bytes(sizes, row, numerics, number), gradient=FLOAT * unit.trainable)
+        for unit, number in zip(units, outputs, strict=True)
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleBytes:
+    """Bytes of a layer or block that gradient checkpointing may recompute."""
+
+    entry: int
+    """Its input."""
+    saved: int
+    """What autograd keeps of it."""
+    backward: int
+    """Temporaries of its backward pass beyond that."""
+    kept: int
+    """Outputs of its linear layers and of attention, which `selective` keeps (`models.recompute`)."""
+    kept_in_saved: int
+    """Those of them that autograd keeps anyway."""
+
+
+def stage_of(how: Recompute, part: str, module: ModuleBytes, *, gradient: int) -> Stage:
+    """The stage of a layer or block: what is recomputed exists in its own backward pass only."""
+    saved, backward = module.saved, module.backward
+    if how == "none":
+        return Stage(part=part, saved=saved, forward=3 * module.entry, backward=backward, gradient=gradient)
+    if how == "full":
+        return Stage(part=part, saved=module.entry, forward=saved, backward=saved + backward, gradient=gradient)
+    return Stage(
+        part=part,
+        saved=module.entry + module.kept,
+        forward=saved - module.kept_in_saved,
+        backward=saved - module.kept_in_saved + backward,
+        gradient=gradient,
+    )
+
+
+def _layer_bytes(sizes: ModelSizes, row: RowShape, numerics: Numerics, outputs: int) -> ModuleBytes:
+    """Bytes of a decoder layer; `outputs` of its tokens go on after the attention."""
+    shape, width, mlp = sizes.decoder, numerics.width, mlp_numbers(sizes)
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    norm = sizes.width * numerics.norm_saves + FLOAT
+    # the norm of the input, and its output, which the projections read
+    before = row.tokens * (norm + sizes.width * width)
+    if norms_heads(sizes):
+        before += row.tokens * ((queries + keys) * numerics.norm_saves + FLOAT * (shape.num_heads + shape.num_kv_heads))
+    # the output projection's input, the second norm and its output, and the MLP
+    after = outputs * (queries * width + norm + (sizes.width + mlp.saved) * width)
+    # at the backward pass of the activation, with the gradient of the residual stream and of one weight
+    in_mlp = outputs * (mlp.backward + sizes.width) * width + mlp.weight * width
+    attended = (2 if numerics.cuda else 3) * queries * row.tokens * width
+    return ModuleBytes(
+        entry=row.tokens * sizes.width * width,
+        saved=before + _saved_by_attention(sizes, row, numerics) + after,
+        backward=max(in_mlp, _attention_backward(sizes, row, numerics) - after),
+        kept=row.tokens * (queries + 2 * keys) * width + attended + outputs * (sizes.width + mlp.kept) * width,
+        kept_in_saved=outputs * mlp.kept_in_saved * width + row.tokens * queries * width,
+    )
+
+
+def _attention_backward(sizes: ModelSizes, row: RowShape, numerics: Numerics) -> int:
+    """Temporaries at the backward pass of attention, when what comes after it in the layer is freed."""
+    shape, width = sizes.decoder, numerics.width
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    stream = 2 * row.tokens * sizes.width
+    if numerics.cuda:
+        return (stream + row.tokens * (2 * queries + 2 * keys) + 2 * row.keys * keys) * width
+    # the gradient of the output, blocks of the gradients of queries, keys and values, and the rows that they become
+    blocks = row.tokens * (4 * queries + 5 * keys)
+    if width == FLOAT:
+        return (stream + blocks) * width
+    # of few queries in float32, beside the gradients in 16 bits that they are copies of
+    return FLOAT * blocks + (stream + row.tokens * (queries + keys)) * width
+
+
+def _saved_by_attention(sizes: ModelSizes, row: RowShape, numerics: Numerics) -> int:
+    shape, width = sizes.decoder, numerics.width
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    log_sums = FLOAT * shape.num_heads
+    if not numerics.cuda:
+        # padded blocks of queries, keys, values and outputs
+        return row.block_tokens * ((2 * queries + 2 * keys) * width + log_sums)
+    gathered = 2 * row.keys * (queries if numerics.copies_keys_by_head else keys) * width
+    # the output itself is what the output projection keeps
+    return row.tokens * (queries * width + log_sums) + gathered
+
+
+def norms_heads(sizes: ModelSizes) -> bool:
+    """True if queries and keys have norms of each head."""
+    fast = sizes.family.fast_path
+    return bool(getattr(fast, "normed_heads", False))
+
+
+def head_stage(config: Config, sizes: ModelSizes, row: RowShape, numerics: Numerics) -> Stage:
+    """The last norm, logits, log-probs and entropies (`models.token_logprobs.LogprobAndEntropy`)."""
+    width, vocabulary = numerics.width, sizes.vocabulary
+    chunk = min(row.actions, max(1, int(config.train.backend.logits_mib * 2**20 / (FLOAT * vocabulary))))
+    recomputes = chunk < row.actions
+    block = chunk * vocabulary
+    norm = row.predictors * (sizes.width * numerics.norm_saves + FLOAT)
+    states = row.actions * sizes.width * width
+    probabilities = FLOAT * block
+    # the gradient of the head is summed in float32, to which a product in 16 bits is added
+    of_weight = vocabulary * sizes.width * FLOAT if sizes.head_trains else 0
+    product = of_weight * width // FLOAT
+    beside = product if width < FLOAT else 0
+    # x log x of the probabilities, for the gradient of the entropy; then the gradient of the logits in 16 bits
+    of_logits = max(FLOAT * block if config.algorithm.entropy_coef else 0, block * width if width < FLOAT else 0)
+    known = all(slopes_are_known(config.algorithm, on_policy=each) for each in (True, False))
+    if recomputes and config.train.backend.name == "torch" and known:
+        # gradients are made beside the chunk's logits and log-probs, and stay for the backward pass, which makes none
+        return Stage(
+            part=LOGITS,
+            saved=norm + states,
+            forward=2 * FLOAT * block + states + of_weight + beside,
+            backward=0 if sizes.tied else of_weight,
+            gradient=0 if sizes.tied else FLOAT * vocabulary * sizes.width * sizes.head_trains,
+            pending=of_weight if sizes.tied else 0,
+        )
+    # gradients of further chunks are added to that of the first, which waits
+    of_chunks = of_weight if recomputes else 0
+    # logits and log-probs exist at once
+    again = max(2 * FLOAT * block, probabilities + of_logits) if recomputes else of_logits
+    return Stage(
+        part=LOGITS,
+        saved=norm + states + (0 if recomputes else probabilities),
+        forward=(2 if recomputes else 1) * FLOAT * block,
+        backward=again + states + of_chunks + (0 if sizes.tied else product),
+        gradient=0 if sizes.tied else FLOAT * vocabulary * sizes.width * sizes.head_trains,
+        pending=of_weight if sizes.tied else 0,
+    )
+
+
+def embedding_stage(sizes: ModelSizes, row: RowShape, numerics: Numerics) -> Stage:
+    """The embedding, whose gradient is a dense matrix before it is added; and what of the root is no head."""
+    (root,) = sizes.of("root")
+    of_head = 0 if sizes.tied else sizes.vocabulary * sizes.width * sizes.head_trains
+    gradient = FLOAT * (root.trainable - of_head)
+    dense = sizes.vocabulary * sizes.width * numerics.width if gradient else 0
+    stream = row.tokens * sizes.width * numerics.width
+    # cosines and sines of the positions
+    rope = 3 * row.tokens * sizes.decoder.head_dim * numerics.width
+    return Stage(part=ACTIVATIONS, saved=rope, forward=2 * stream, backward=stream + dense, gradient=gradient)

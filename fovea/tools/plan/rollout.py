@@ -1,0 +1,119 @@
+"""Peak memory of a rollout by the embedded engine: key-value cache, prefill, decoding, and the vision tower."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+
+from fovea.config.run import Config
+from fovea.rollout.embedded.dense_cache import FIRST_TOKENS
+from fovea.rollout.embedded.paged_cache import GROWTH_TOKENS, MAX_ROWS
+from fovea.rollout.embedded.prefill import PASS_TOKENS
+from fovea.rollout.embedded.tuning import ONEDNN_LIMITS
+from fovea.tools.plan.activations import FLOAT, Numerics, expert_weights, mlp_numbers
+from fovea.tools.plan.engine import CACHE, batch_tokens, token_bytes
+from fovea.tools.plan.model_sizes import ModelSizes
+from fovea.tools.plan.recorded import Recorded
+from fovea.tools.plan.vision import VISION, encoding_bytes, feature_bytes
+from fovea.tools.plan.walk import Bytes
+from fovea.tools.plan.workload import Lengths, Workload
+
+PASSES, COPIES = "prefill and decoding", "decode copies"
+SAMPLING_COPIES = 3
+"""Float32 tensors [rows, vocabulary] while a token is sampled: logits, log-probs and probabilities."""
+
+
+def rollout_peak(config: Config, sizes: ModelSizes, work: Workload, numerics: Numerics, recorded: Recorded) -> Bytes:
+    """Bytes by part, without those that are held in all phases, at the peak of a rollout."""
+    prompts = admitted_prompts(config, work, numerics)
+    rows = prompts * config.rollout.samples_per_prompt
+    held = recorded.bytes.copy()
+    held[CACHE] = cache_bytes(config, sizes, work, numerics)
+    held[COPIES] = decode_copies(sizes, rows, numerics)
+    held[PASSES] = max(_prefill_bytes(sizes, work, prompts, numerics), _sampling_bytes(sizes, prompts, rows, numerics))
+    images = prompts * work.lengths.images
+    features = feature_bytes(sizes, images * work.lengths.image_tokens, numerics)
+    # the images of a batch of prompts are encoded together before they are prefilled; those of a frozen tower singly
+    together = images if sizes.trains_vision else min(images, 1)
+    # a graph keeps what its pass needs, unless its blocks are checkpointed
+    kept = recorded.vision_graph and config.train.gradient_checkpointing == "none"
+    encoding = 0 if kept else encoding_bytes(sizes, together * work.lengths.patches, numerics)
+    if encoding > held[PASSES] + held[CACHE] + held[COPIES] + features:
+        return recorded.bytes + Counter({VISION: encoding, CACHE: pool_bytes(config, sizes, numerics)})
+    held[VISION] += features
+    return held
+
+
+def admitted_prompts(config: Config, work: Workload, numerics: Numerics) -> int:
+    """Most prompts whose completions run at the same time on one engine: those that are admitted at the start."""
+    rollout = config.rollout
+    if not numerics.cuda:
+        return _that_fit(config, work, prompt_demand(config, work.lengths))
+    room = min(GROWTH_TOKENS, rollout.max_new_tokens)
+    fitting = _that_fit(config, work, work.lengths.prompt_tokens + rollout.samples_per_prompt * room)
+    return max(1, min(fitting, MAX_ROWS // rollout.samples_per_prompt))
+
+
+def running_prompts(config: Config, work: Workload, numerics: Numerics) -> int:
+    """Prompts whose completions run at the same time on average; on CUDA half of each completion is there by then."""
+    if not numerics.cuda:
+        return admitted_prompts(config, work, numerics)
+    lengths = work.lengths
+    drawn = config.rollout.samples_per_prompt * lengths.completion_tokens // 2
+    fitting = _that_fit(config, work, lengths.prompt_tokens + drawn)
+    return min(fitting, admitted_prompts(config, work, numerics))
+
+
+def _that_fit(config: Config, work: Workload, prompt_tokens: int) -> int:
+    """Prompts of an engine that fit its cache, at so many tokens for each with its completions."""
+    return max(1, min(work.rank_prompts, batch_tokens(config) // prompt_tokens))
+
+
+def prompt_demand(config: Config, lengths: Lengths) -> int:
+    """Cache tokens of a prompt with its completions: an engine refuses it where max_batch_tokens are fewer."""
+    return lengths.prompt_tokens + config.rollout.samples_per_prompt * config.rollout.max_new_tokens
+
+
+def cache_bytes(config: Config, sizes: ModelSizes, work: Workload, numerics: Numerics) -> int:
+    """Bytes of the key-value cache: on CUDA a pool, on a CPU buffers that grow by doubling."""
+    if numerics.cuda:
+        return pool_bytes(config, sizes, numerics)
+    lengths, rollout = work.lengths, config.rollout
+    prompts = admitted_prompts(config, work, numerics)
+    room = min(FIRST_TOKENS, rollout.max_new_tokens)
+    while room < min(lengths.completion_tokens, rollout.max_new_tokens):
+        room = min(2 * room, rollout.max_new_tokens)
+    tokens = prompts * (lengths.prompt_tokens + rollout.samples_per_prompt * room)
+    return tokens * token_bytes(sizes, numerics)
+
+
+def pool_bytes(config: Config, sizes: ModelSizes, numerics: Numerics) -> int:
+    """Bytes of the pool of pages, which is there for a whole rollout; 0 on a CPU."""
+    return batch_tokens(config) * token_bytes(sizes, numerics) if numerics.cuda else 0
+
+
+def decode_copies(sizes: ModelSizes, rows: int, numerics: Numerics) -> int:
+    """Bytes of oneDNN's copies of the weights but those of experts, on a CPU with few rows."""
+    limits = ONEDNN_LIMITS[torch.float32 if numerics.width == FLOAT else torch.bfloat16]
+    uses = not numerics.cuda and limits.allow(rows, sizes.width)
+    return (sizes.language_weights - expert_weights(sizes)) * numerics.width if uses else 0
+
+
+def _prefill_bytes(sizes: ModelSizes, work: Workload, prompts: int, numerics: Numerics) -> int:
+    """All prompts' states, before and after the layers, beside one pass in its MLP or its attention."""
+    shape = sizes.decoder
+    whole = prompts * work.lengths.prompt_tokens
+    tokens = min(PASS_TOKENS, whole)
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    in_mlp = 2 * sizes.width + mlp_numbers(sizes).forward
+    # queries, keys and values as they come, rotated, as blocks, repeated for all heads, and the output
+    in_attention = sizes.width + (queries + 2 * keys) + (queries + keys) + (queries + 2 * keys) + 2 * queries + queries
+    passes = 2 if tokens < whole else 1
+    return (passes * whole * sizes.width + tokens * max(in_mlp, in_attention)) * numerics.width
+
+
+def _sampling_bytes(sizes: ModelSizes, prompts: int, rows: int, numerics: Numerics) -> int:
+    """Logits of the prompts, which their completions share, and the tensors that a first token is sampled from."""
+    raw = numerics.width if numerics.width < FLOAT else 0
+    return sizes.vocabulary * (prompts * (FLOAT + raw) + rows * SAMPLING_COPIES * FLOAT)

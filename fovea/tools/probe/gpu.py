@@ -1,0 +1,112 @@
+"""The checks of `fovea doctor --gpu`: what a GPU runs, how right and how fast, and what a recipe would get of it."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from fovea.config.run import Config
+from fovea.errors import ModelError
+from fovea.tools.plan.machine import machine_of
+from fovea.tools.plan.plan import RunPlan, make_plan
+from fovea.tools.probe import kernels, tiny_runs
+from fovea.tools.probe.checks import Check, run_checks
+from fovea.tools.probe.rates import Rates, best_seconds, measure_rates, ring
+from fovea.utils.malloc import GPU_ALLOCATOR, GPU_ALLOCATOR_BEFORE
+
+GIGA, TERA, GIB = 1e9, 1e12, 2**30
+ALLOCATOR = (GPU_ALLOCATOR, GPU_ALLOCATOR_BEFORE)
+PINNED_BYTES = 2**28
+
+
+def check_gpu(config: Config | None, say: Callable[[str], None], *, on_cpu: bool = False) -> bool:
+    """Run all checks on the first CUDA device and tell them line by line; False if any of them failed.
+
+    `config`: the recipe whose speed is estimated. `on_cpu` runs the same lines on the CPU, to see that they work.
+    ModelError without a CUDA device.
+    """
+    if not on_cpu and not torch.cuda.is_available():
+        raise ModelError("--gpu, but torch sees no CUDA device; --gpu --cpu tries the same checks on the CPU")
+    device = torch.device("cpu" if on_cpu else "cuda")
+    failed = run_checks(_checks(device, config, _rates(device)), say)
+    say(f"{len(failed)} checks failed: {'; '.join(failed)}" if failed else "all checks passed")
+    say("send all of the above with a report of a fault, and the recipe with its settings")
+    return not failed
+
+
+def _rates(device: torch.device) -> Rates:
+    if device.type == "cpu":
+        return measure_rates("cpu", torch.float32, gemm_side=256, num_bytes=2**22)
+    return measure_rates(device.type, torch.bfloat16, gemm_side=8192, num_bytes=2**32)
+
+
+def _checks(device: torch.device, config: Config | None, rates: Rates) -> Sequence[Check]:
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    checks = [
+        Check("machine", partial(machine, device)),
+        Check("rates", partial(told_rates, device, rates)),
+        Check("attention of updates", partial(kernels.packed_rows, device, dtype)),
+        Check("attention of vision towers", partial(kernels.vision_rows, device, dtype)),
+        Check("attention of decode steps", partial(kernels.decoding, device, dtype, rates)),
+        Check("engine beside trainer", partial(tiny_runs.engine_beside_trainer, device, dtype)),
+        Check("a step beside one on the CPU", partial(tiny_runs.step_beside_cpu, device)),
+        Check("ring of all GPUs", partial(ring, device)),
+    ]
+    return checks if config is None else [*checks, Check("the recipe", partial(expected, config, rates))]
+
+
+def machine(device: torch.device) -> Iterator[str]:
+    """Versions and the device's properties."""
+    yield f"Python {platform.python_version()}, {os.cpu_count()} cores, torch {torch.__version__}"
+    if device.type == "cpu":
+        yield "the CPU in place of a GPU: its figures say nothing of one"
+        return
+    of = torch.cuda.get_device_properties(device)
+    free, total = torch.cuda.mem_get_info(device)
+    count, memory = torch.cuda.device_count(), f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
+    yield f"{count} x {of.name}, sm_{of.major}{of.minor}, {memory}"
+    yield f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, NCCL {torch.cuda.nccl.version()}"
+    yield from (f"{name}={os.environ[name]}" for name in ALLOCATOR if name in os.environ)
+
+
+def told_rates(device: torch.device, rates: Rates) -> Iterator[str]:
+    """Rates of products, attention, memory, and of copies from the host."""
+    yield f"products {rates.gemm / TERA:,.2f} TFLOP/s, attention {rates.attention / TERA:,.2f} TFLOP/s"
+    yield f"reading {rates.read / GIGA:,.0f} GB/s, copying {rates.copy / GIGA:,.0f} GB/s"
+    if device.type == "cuda":
+        host = torch.empty(PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
+        seconds = best_seconds(lambda: host.to(device, non_blocking=True), device.type)
+        yield f"from the host's pinned memory {PINNED_BYTES / seconds / GIGA:,.0f} GB/s"
+
+
+def expected(config: Config, rates: Rates) -> Iterator[str]:
+    """What a recipe would get: rows at once, tokens per second, and the MFU of its update at most."""
+    machine = machine_of(config.plan, config.cluster, config.model.device)
+    known = machine.gpu.peak_tflops
+    measured = replace(machine.gpu, peak_tflops=rates.gemm / TERA, memory_gb_per_second=rates.read / GIGA)
+    plan = make_plan(config, machine=replace(machine, gpu=measured))
+    yield f"{plan.model} on {machine.gpus} x {machine.gpu.name}: {_fits(plan)}"
+    rollout = plan.compute[0]
+    tokens = config.rollout.prompts_per_step * config.rollout.samples_per_prompt * plan.lengths.completion_tokens
+    assert rollout.seconds is not None, "measured rates are known"
+    if plan.rows is not None:
+        yield f"rollout: {plan.rows:,} completions at once on average"
+    yield (
+        f"rollout: {tokens / rollout.seconds:,.0f} tokens/s at {config.plan.decode_bandwidth_frac:.0%} of the measured "
+        "bandwidth (plan.decode_bandwidth_frac)"
+    )
+    if known is not None:
+        most = rates.gemm / TERA / known
+        planned = config.plan.update_mfu * most
+        yield f"update: an MFU of {planned:.0%} is planned (plan.update_mfu); products of matrices only have {most:.0%}"
+
+
+def _fits(plan: RunPlan) -> str:
+    peak, usable = plan.peak.total / GIB, plan.machine.usable_bytes / GIB
+    fits = "fits" if plan.fits else "DOES NOT FIT"
+    return f"{fits}, with {peak:.1f} of {usable:.1f} GiB at the peak, in the {plan.peak.phase}"

@@ -1,0 +1,139 @@
+"""Measured rates of a machine: matrix products, attention and memory traffic, each the best of several tries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.multiprocessing.spawn import spawn
+
+from fovea.tools.probe.checks import CheckFailed
+
+TRIES = 5
+BEYOND_CACHE_BYTES = 2**30
+"""More bytes than the caches of current machines hold."""
+WEIGHT_SIDE = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Operations and bytes per second; a multiplication and an addition count as two operations."""
+
+    gemm: float
+    """Rate of large matrix products."""
+    attention: float
+    """Rate of fused attention without a mask."""
+    read: float
+    copy: float
+    """Rate of copying, counting bytes read and written."""
+
+
+def measure_rates(
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    *,
+    gemm_side: int = 2048,
+    num_bytes: int = BEYOND_CACHE_BYTES,
+) -> Rates:
+    """Measure the rates of torch's own operators, with its current number of threads."""
+    large = torch.ones(num_bytes // dtype.itemsize, device=device, dtype=dtype)
+    other = torch.empty_like(large)
+    return Rates(
+        gemm=gemm_rate(gemm_side, device, dtype),
+        attention=attention_rate(device, dtype),
+        read=num_bytes / best_seconds(large.sum, device),
+        copy=2 * num_bytes / best_seconds(lambda: other.copy_(large), device),
+    )
+
+
+def gemm_rate(side: int, device: str, dtype: torch.dtype) -> float:
+    """Rate of products of square matrices."""
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    return 2 * side**3 / best_seconds(lambda: a @ b, device)
+
+
+def thin_gemm_rate(rows: int, weight_bytes: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> float:
+    """Rate of `rows` tokens through one weight after another, as in a decode step, whose caches are as cold."""
+    count = max(1, weight_bytes // (WEIGHT_SIDE**2 * dtype.itemsize))
+    weights = [torch.randn(WEIGHT_SIDE, WEIGHT_SIDE, device=device).to(dtype) for _ in range(count)]
+    x = torch.randn(rows, WEIGHT_SIDE, device=device).to(dtype)
+
+    def pass_all() -> None:
+        for weight in weights:
+            F.linear(x, weight)
+
+    return 2 * rows * WEIGHT_SIDE**2 * count / best_seconds(pass_all, device)
+
+
+def read_rate(num_bytes: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> float:
+    """Rate of reading the same bytes repeatedly: that of a cache if they fit into one."""
+    values = torch.ones(num_bytes // dtype.itemsize, device=device, dtype=dtype)
+    return num_bytes / best_seconds(values.sum, device)
+
+
+def attention_rate(device: str, dtype: torch.dtype, *, heads: int = 8, tokens: int = 1024, width: int = 64) -> float:
+    query, key, value = (torch.randn(1, heads, tokens, width, device=device).to(dtype) for _ in range(3))
+    seconds = best_seconds(lambda: F.scaled_dot_product_attention(query, key, value), device)
+    return 4 * heads * tokens**2 * width / seconds
+
+
+def best_seconds(call: Callable[[], object], device: str, tries: int = TRIES) -> float:
+    """Seconds of the fastest of several calls, after one to warm up."""
+    call()
+    return min(seconds_of(call, device) for _ in range(tries))
+
+
+def seconds_of(call: Callable[[], object], device: str) -> float:
+    """Wait until the device is done."""
+    synchronize(device)
+    started = perf_counter()
+    call()
+    synchronize(device)
+    return perf_counter() - started
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+CPU_PROCESSES = 2
+NUM_BYTES = {"cuda": 2**28, "cpu": 2**20}
+
+
+def ring(device: torch.device) -> Iterator[str]:
+    """Sum a tensor over one process per GPU, by NCCL; by gloo over two processes on a CPU."""
+    count = torch.cuda.device_count() if device.type == "cuda" else CPU_PROCESSES
+    if count == 1:
+        yield "one GPU: nothing to connect"
+        return
+    with TemporaryDirectory(prefix="fovea-doctor-") as folder:
+        spawn(_one_of_the_ring, (count, device.type, folder), nprocs=count)
+        seconds = float(Path(folder, "seconds").read_text())
+    # each GPU sends and receives all but its own part twice, as NCCL's tests count it ("bus bandwidth")
+    rate = 2 * (count - 1) / count * NUM_BYTES[device.type] / seconds
+    yield f"{count} processes: right; {rate / 1e9:,.1f} GB/s"
+
+
+def _one_of_the_ring(rank: int, count: int, kind: str, folder: str) -> None:
+    if kind == "cuda":
+        torch.cuda.set_device(rank)
+    store = dist.FileStore(str(Path(folder, "store")), count)  # type: ignore[attr-defined]  # public, though not listed
+    dist.init_process_group("nccl" if kind == "cuda" else "gloo", store=store, rank=rank, world_size=count)
+    try:
+        found = torch.full((1024,), float(rank + 1), device=kind)
+        dist.all_reduce(found)
+        if not bool((found == count * (count + 1) / 2).all()):
+            raise CheckFailed(f"rank {rank} got a sum of {float(found[0])} over the ranks 1 to {count}")
+        large = torch.zeros(NUM_BYTES[kind] // 4, device=kind)
+        seconds = best_seconds(lambda: dist.all_reduce(large), kind)
+        if rank == 0:
+            Path(folder, "seconds").write_text(str(seconds))
+    finally:
+        dist.destroy_process_group()

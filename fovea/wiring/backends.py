@@ -1,0 +1,174 @@
+"""Builder of policy, engine and weight sync: in this process, in those of torchrun, or in those that Ray starts."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from fovea.cluster.loopback import own_ray_on_loopback
+from fovea.cluster.placement import Placement
+from fovea.cluster.ray_token import use_token
+from fovea.cluster.services import WorkersEngine, WorkersPolicy, WorkersWeights
+from fovea.cluster.torchrun import connect_workers, join
+from fovea.cluster.workers import Call, LocalHandle, WorkerHandle, Workers, call_each
+from fovea.config.backends import EmbeddedEngine as EmbeddedSettings
+from fovea.config.backends import StreamedEngine as StreamedSettings
+from fovea.config.backends import VllmServersEngine
+from fovea.config.run import Config, Model
+from fovea.errors import ConfigError
+from fovea.models.processor import Processor
+from fovea.rollout.base import Engine
+from fovea.train.base import Policy
+from fovea.utils.event_loop import wait_for
+from fovea.utils.launch import num_processes
+from fovea.weights.base import WeightSync
+from fovea.weights.local import LocalPolicy, SharedWeights, call_here
+from fovea.weights.to_engine import EngineStream
+from fovea.wiring.engine import free_first, make_embedded, make_streamed, make_tape
+from fovea.wiring.interpreter import absolute, set_threads
+from fovea.wiring.kernel_notes import kernel_notes
+from fovea.wiring.megatron import trains_with_megatron
+from fovea.wiring.model import open_vlm
+from fovea.wiring.policy import make_policy
+from fovea.wiring.workers import Setup, check_offload, make_megatron_worker, make_stream, worker_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backends:
+    """Policy, engine and the weight sync between them, as the driver sees them."""
+
+    policy: Policy
+    engine: Engine
+    weight_sync: WeightSync
+    kernel_notes: tuple[str, ...] = ()
+    """Lines to print at the start (`build.kernel_notes`)."""
+
+
+def open_backends(config: Config, model: Model, processor: Processor) -> Backends:
+    """Open the model where the settings and torchrun say."""
+    if config.cluster.num_ray_workers:
+        return _on_ray(config, model)
+    return _on_torchrun(config, model) if num_processes() > 1 else _alone(config, model, processor)
+
+
+def _alone(config: Config, model: Model, processor: Processor) -> Backends:
+    """Policy and engine in this process, on the same tensors if the engine has none of its own."""
+    placement_of(config, num_workers=1)
+    check_offload(config)
+    set_threads(config)
+    if trains_with_megatron(config):
+        return _alone_with_megatron(config, model, processor)
+    vlm = open_vlm(config, model, processor.banned_ids)
+    notes = kernel_notes(config, vlm)
+    tape = make_tape(config, vlm)
+    policy = make_policy(config, vlm, tape)
+    settings = config.rollout.engine
+    if isinstance(settings, EmbeddedSettings):
+        engine = make_embedded(settings, processor, vlm, tape, can_give_way=True)
+        free_first(policy, engine)
+        return Backends(
+            policy=LocalPolicy(policy),
+            engine=engine,
+            weight_sync=SharedWeights(policy, engine),
+            kernel_notes=notes,
+        )
+    streamed = make_streamed(config, settings, model, processor)
+    sync = make_stream(config, policy, [EngineStream(streamed)], call_here)
+    return Backends(policy=LocalPolicy(policy), engine=streamed, weight_sync=sync, kernel_notes=notes)
+
+
+def _alone_with_megatron(config: Config, model: Model, processor: Processor) -> Backends:
+    """Policy and engine in this process, with weights that every push copies from one to the other."""
+    worker = make_megatron_worker(config, model, processor)
+    assert worker.policy is not None
+    assert worker.engine is not None
+    return Backends(
+        policy=worker.policy,
+        engine=worker.engine,
+        weight_sync=worker.weight_sync,
+        kernel_notes=worker.kernel_notes,
+    )
+
+
+def _on_torchrun(config: Config, model: Model) -> Backends:
+    """This process holds the first worker, beside the driver."""
+    setup = Setup(config=config, model=model, placement=placement_of(config, num_processes()))
+    cluster = config.cluster
+    handles = connect_workers(join(cluster.collective_timeout_seconds), setup, cluster.heartbeat_timeout_seconds)
+    return _backends_of([LocalHandle(worker_of(setup)), *handles], setup.placement)
+
+
+def _on_ray(config: Config, model: Model) -> Backends:
+    """This process is the driver alone."""
+    if num_processes() > 1:
+        raise ConfigError(
+            f"cluster.gpus_per_node={config.cluster.gpus_per_node} has Ray start the workers, but torchrun has started "
+            f"{num_processes()} processes; leave torchrun or cluster.gpus_per_node out"
+        )
+    placement = placement_of(config, config.cluster.num_ray_workers)
+    setup = Setup(config=_with_absolute_interpreter(config), model=_with_absolute_path(model), placement=placement)
+    use_token()
+    own_ray_on_loopback()
+    # imported here, since the package may be absent; the module names what to install
+    ray = importlib.import_module("fovea.cluster.ray")
+    workers = ray.RayWorkers(config.cluster, partial(worker_of, setup), device=config.model.device)
+    try:
+        return _backends_of(workers.handles, placement, workers.close)
+    except BaseException:
+        workers.close()
+        raise
+
+
+def _with_absolute_path(model: Model) -> Model:
+    """The same model for processes with another working directory, as the workers of a Ray cluster have."""
+    path = None if model.path is None else Path(model.path).expanduser()
+    return model if path is None or not path.exists() else model.model_copy(update={"path": str(path.absolute())})
+
+
+def _with_absolute_interpreter(config: Config) -> Config:
+    """The same settings for such processes."""
+    engine = config.rollout.engine
+    if not isinstance(engine, StreamedSettings) or engine.python is None:
+        return config
+    engine = engine.model_copy(update={"python": absolute(engine.python)})
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": engine})})
+
+
+def placement_of(config: Config, num_workers: int) -> Placement:
+    placement = Placement.of(config.cluster, num_workers, config.train.backend.replicas)
+    num_engines = len(placement.engines(range(num_workers)))
+    if isinstance(config.rollout.engine, VllmServersEngine) and num_engines > 1:
+        # Megatron's processes all train and generate
+        advice = (
+            "train in one process, or set rollout.engine=vllm, with its environment as rollout.engine.python"
+            if config.train.backend.name == "megatron"
+            else "set cluster.placement=disaggregated and cluster.rollout_gpus=1"
+        )
+        raise ConfigError(
+            f"rollout.engine=vllm_servers with {num_engines} workers that generate, and one has to lead the servers; "
+            f"{advice}"
+        )
+    return placement
+
+
+def _backends_of(
+    handles: Sequence[WorkerHandle], placement: Placement, release: Callable[[], None] = lambda: None
+) -> Backends:
+    """Wait until all workers, by rank, are ready; make one policy and one engine of theirs.
+
+    `release` is called once they are closed.
+    """
+    facts = wait_for(call_each((handle, Call(service="worker", method="describe")) for handle in handles))
+    model = next(each.model for each in facts if each.model is not None)
+    engine = next(each.engine for each in facts if each.engine is not None)
+    workers = Workers(placement.learners(handles), placement.engines(handles), release)
+    return Backends(
+        policy=WorkersPolicy(workers, model),
+        engine=WorkersEngine(workers, engine),
+        weight_sync=WorkersWeights(workers),
+        # all devices of a run are alike
+        kernel_notes=tuple(dict.fromkeys(line for each in facts for line in each.kernel_notes)),
+    )

@@ -1,0 +1,96 @@
+"""Builders of the data path: prompt sources and data order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from fovea.config.run import Config, Data, Model
+from fovea.data.bad_rows import BadRows
+from fovea.data.images import ImageOpener
+from fovea.data.order import EpochOrder, Order, RowOrder, kinds_of, levels_of
+from fovea.environments.base import Environment, Split
+from fovea.environments.mixture import with_shares
+from fovea.environments.prompt_source import PromptSource
+from fovea.models.load import pick_device
+from fovea.models.processor import Processor
+from fovea.models.render import Renderer
+from fovea.run.context import Sources
+from fovea.types import Task
+
+CUDA_PREFETCH_THREADS = 4
+"""An image of 512 px takes some 10 ms: 64 of them are ready within a second, where a step takes several."""
+
+
+def make_renderer(settings: Model, processor: Processor, opener: ImageOpener, *, max_new_tokens: int) -> Renderer:
+    """Make the renderer of prompts, which leave the model positions for a completion of `max_new_tokens`."""
+    return Renderer(
+        processor,
+        opener,
+        min_pixels=settings.min_pixels,
+        max_pixels=settings.max_pixels,
+        max_new_tokens=max_new_tokens,
+    )
+
+
+def make_sources(config: Config, environment: Environment, renderer: Renderer, bad_rows: BadRows) -> Sources:
+    """Make the prompt sources of the three splits."""
+
+    def source(split: Split, cache_gib: float = 0.0) -> PromptSource:
+        return PromptSource(
+            environment.tasks(split),
+            environment,
+            renderer,
+            max_prompt_tokens=config.data.max_prompt_tokens,
+            on_bad_row=config.data.on_bad_row,
+            cache_gib=cache_gib,
+            bad_rows=bad_rows,
+        )
+
+    train = source("train", config.data.prompt_cache_gib)
+    train.render_ahead(prefetch_threads(config.data, pick_device(config.model.device)))
+    return Sources(
+        train=train,
+        dev=source("dev", config.data.prompt_cache_gib),
+        test=source("test"),
+        bad_rows=bad_rows,
+    )
+
+
+def prefetch_threads(settings: Data, device: torch.device) -> int:
+    """Threads that render prompts ahead of a model on this device."""
+    if settings.prefetch_threads is not None:
+        return settings.prefetch_threads
+    # on a CPU, threads would take the cores that train
+    return CUDA_PREFETCH_THREADS if device.type == "cuda" else 0
+
+
+def within_epochs(config: Config, tasks: Callable[[], Sequence[Task]]) -> Config:
+    """The settings of a run that `max_epochs` may end before `max_steps`, where its schedules end too.
+
+    Bad rows, and the further rows that dynamic sampling draws, end it earlier still. `tasks` gives the training rows.
+    """
+    if config.max_epochs is None:
+        return config
+    num_steps = math.ceil(config.max_epochs * len(tasks()) / config.rollout.prompts_per_step)
+    return config.model_copy(update={"max_steps": min(num_steps, config.max_steps)})
+
+
+def make_order(config: Config, tasks: Sequence[Task]) -> RowOrder:
+    """Make the data order of training rows; ConfigError for a curriculum that it cannot follow."""
+    order = _order(config, tasks)
+    # all of them before the run begins, and not each where its stage does
+    for table in config.curriculum.tables_in_use:
+        order.weigh_levels(table)
+    order.weigh_levels({})
+    return order
+
+
+def _order(config: Config, tasks: Sequence[Task]) -> RowOrder:
+    if config.max_epochs is not None or not config.data.shuffle:
+        return EpochOrder(len(tasks), seed=config.seed, shuffle=config.data.shuffle, max_epochs=config.max_epochs)
+    return Order(
+        kinds_of(tasks), weights=with_shares(config.data.kind_weights, tasks), seed=config.seed, levels=levels_of(tasks)
+    )

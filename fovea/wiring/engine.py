@@ -1,0 +1,216 @@
+"""Builders of the rollout engine, its activation tape, and the evaluator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Protocol, runtime_checkable
+
+from fovea.config.backends import EmbeddedEngine as EmbeddedSettings
+from fovea.config.backends import SglangEngine as SglangSettings
+from fovea.config.backends import StreamedEngine as StreamedSettings
+from fovea.config.backends import VllmEngine as VllmSettings
+from fovea.config.backends import VllmServersEngine
+from fovea.config.run import Config, Model
+from fovea.data.images import OpenImage
+from fovea.environments.base import Environment
+from fovea.environments.graders.grading import Grading
+from fovea.errors import ConfigError
+from fovea.evaluation.chat_server import ChatModel, ServerEvaluator
+from fovea.evaluation.evaluator import Evaluator
+from fovea.models.activation_tape import Tape
+from fovea.models.policy_network import PolicyNetwork
+from fovea.models.processor import Processor
+from fovea.models.vlm import VLM
+from fovea.rollout.base import Engine
+from fovea.rollout.embedded.engine import EmbeddedEngine
+from fovea.rollout.embedded.plain import PlainEngine
+from fovea.rollout.embedded.tuning import Tuning
+from fovea.types import Sampling
+from fovea.utils.http_json import CallBounds
+from fovea.weights.to_engine import StreamTarget
+from fovea.wiring.megatron import PushedPolicy
+
+MIN_RECORDED_WIDTH = 128
+"""Smallest width that is recorded: narrower layers are recomputed faster than their outputs are read from memory."""
+
+
+class StreamedEngine(Engine, StreamTarget, Protocol):
+    """An engine in this process, or started by it, with weights of its own, which pushes stream into."""
+
+
+@runtime_checkable
+class MakesEngine(Protocol):
+    """Settings of an engine in another package, which make it."""
+
+    def make_engine(self, model: Model, processor: Processor, *, max_model_len: int, seed: int) -> StreamedEngine:
+        """Make the engine of `model.path`, for prompts with completions of up to `max_model_len` tokens."""
+        ...
+
+
+def has_own_weights(config: Config) -> bool:
+    """Whether the engine of the settings has weights of its own, instead of sampling with a network of Fovea's."""
+    return not isinstance(config.rollout.engine, EmbeddedSettings)
+
+
+def make_streamed(config: Config, settings: StreamedSettings, model: Model, processor: Processor) -> StreamedEngine:
+    """Make an engine with weights of its own; `model` has a path."""
+    if settings.python is not None:
+        from fovea.wiring.other_environment import make_remote
+
+        return make_remote(config, settings, model)
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    made: StreamedEngine
+    # each an optional extra
+    match settings:
+        case VllmServersEngine():
+            from fovea.rollout.vllm.connect import connect
+
+            made = connect(settings, model, processor, max_model_len=longest)
+        case VllmSettings():
+            from fovea.rollout.vllm.arguments import make_engine as make_vllm
+
+            made = make_vllm(settings, model, processor, max_model_len=longest, seed=config.seed)
+        case SglangSettings():
+            from fovea.rollout.sglang.arguments import make_engine as make_sglang
+
+            made = make_sglang(settings, model, processor, max_model_len=longest, seed=config.seed)
+        case _:
+            assert isinstance(settings, MakesEngine), settings.name
+            made = settings.make_engine(model, processor, max_model_len=longest, seed=config.seed)
+    return made
+
+
+def make_embedded(
+    settings: EmbeddedSettings,
+    processor: Processor,
+    vlm: PolicyNetwork,
+    tape: Tape | None = None,
+    pushed: Collection[str] = (),
+    can_give_way: bool = False,
+) -> EmbeddedEngine | PlainEngine:
+    """Make the engine that samples with this network in this process: embedded, else plain.
+
+    `pushed` are the weights that every push brings, whose memory is the update's while the embedded engine sleeps.
+    `can_give_way`: an update that runs out of memory frees what the engine keeps, and goes on.
+    """
+    int8 = settings.decode_weights == "int8"
+    device = vlm.device
+    if int8 and device.type != "cpu":
+        raise ConfigError(
+            f"rollout.engine.decode_weights=int8, but the model is on {device.type} and 8-bit decoding is made for "
+            "CPUs; set rollout.engine.decode_weights=exact"
+        )
+    if not isinstance(vlm, VLM):
+        if int8:
+            raise ConfigError(
+                "rollout.engine.decode_weights=int8, but the engine runs transformers' own forward (model.fast_path); "
+                "set rollout.engine.decode_weights=exact"
+            )
+        return PlainEngine(vlm, processor, max_batch_tokens=settings.max_batch_tokens)
+    return EmbeddedEngine(
+        vlm,
+        processor,
+        max_batch_tokens=settings.max_batch_tokens,
+        tape=tape,
+        tuning=Tuning(int8_decoding=int8),
+        pushed=pushed,
+        can_give_way=can_give_way,
+    )
+
+
+def free_first(policy: PushedPolicy, engine: Engine) -> None:
+    """Have the policy free the memory of an engine in its process before its micro-batches become smaller."""
+    if isinstance(engine, EmbeddedEngine):
+        policy.free_first(engine.free_spare_memory)
+
+
+def make_tape(config: Config, vlm: PolicyNetwork) -> Tape | None:
+    """Make the tape that records activations of the rollout for its update; None where the update reuses none.
+
+    It records the vision graph alone where linear outputs do not pay, or differ from those of the update, and on GPUs,
+    whose captured decode steps write where they were captured.
+    """
+    settings = config.rollout.engine
+    if not isinstance(settings, EmbeddedSettings) or not isinstance(vlm, VLM):
+        return None
+    if not records_rollouts(config):
+        return None
+    max_bytes = settings.reuse_gib * 2**30
+    if vlm.device.type != "cpu":
+        return Tape([], max_bytes, vlm.dtype) if vlm.trains_vision else None
+    widths = vlm.linear_widths if records_linears(config, vlm.text_config.hidden_size) else []
+    return Tape(widths, max_bytes, vlm.dtype)
+
+
+def records_rollouts(config: Config) -> bool:
+    """Whether an update may reuse activations of its rollout, where both are in one process."""
+    engine = config.rollout.engine
+    # what selective checkpointing keeps of a graph is not known before
+    unknown = config.train.gradient_checkpointing == "selective"
+    # outputs of a rollout are without dropout
+    return (
+        isinstance(engine, EmbeddedSettings) and engine.reuse_gib > 0 and not unknown and not config.model.has_dropout
+    )
+
+
+def records_linears(config: Config, hidden_size: int) -> bool:
+    """Whether the outputs of linear layers are among these activations on a CPU, in a language model of this width."""
+    recomputes = config.train.gradient_checkpointing != "none"
+    narrow = hidden_size < MIN_RECORDED_WIDTH
+    engine = config.rollout.engine
+    inexact = not isinstance(engine, EmbeddedSettings) or engine.decode_weights != "exact"
+    padded = not config.train.variable_seq_lengths
+    # in 16 bits, recorded outputs round differently from those that later passes over the same samples compute, and the
+    # importance ratios would contain that difference
+    algorithm = config.algorithm
+    critic = algorithm.critic
+    scored = algorithm.needs_old_logprobs or (critic is not None and critic.trunk != "separate")
+    again = algorithm.ppo_epochs * algorithm.minibatches > 1 or scored
+    mixed = config.model.dtype != "float32" and again
+    return not (recomputes or narrow or inexact or padded or mixed)
+
+
+def make_evaluator(
+    config: Config,
+    engine: Engine,
+    environment: Environment,
+    grading: Grading,
+    note_unscored: Callable[[str], None] = lambda _: None,
+) -> Evaluator:
+    """Make the evaluator of held-out rows; `note_unscored` is told why a row has no score."""
+    return Evaluator(
+        engine,
+        environment,
+        grading,
+        greedy=_greedy(config),
+        batch_size=config.evaluate.batch_size,
+        image_type_key=config.evaluate.image_type_key,
+        note_unscored=note_unscored,
+    )
+
+
+def make_server_evaluator(
+    config: Config, model: ChatModel, environment: Environment, grading: Grading, open_image: OpenImage
+) -> ServerEvaluator:
+    """Make the evaluator of a model behind a server."""
+    return ServerEvaluator(
+        model,
+        environment,
+        grading,
+        open_image,
+        greedy=_greedy(config),
+        batch_size=config.evaluate.batch_size,
+        image_type_key=config.evaluate.image_type_key,
+    )
+
+
+def server_bounds(config: Config) -> CallBounds:
+    """The limits of the calls of a server that `fovea eval` asks."""
+    server = config.evaluate.server
+    return CallBounds(
+        timeout_seconds=server.timeout_seconds, calls_at_once=server.max_concurrency, max_retries=server.max_retries
+    )
+
+
+def _greedy(config: Config) -> Sampling:
+    return Sampling(max_new_tokens=config.rollout.max_new_tokens, temperature=0.0, stop=config.rollout.stop)

@@ -1,0 +1,300 @@
+"""Builders of the environment and its graders."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from fovea.config.environments import Judge, MixturePart, RewardModel
+from fovea.config.rewards import reward_tuple
+from fovea.config.run import (
+    CaptionEnvironment,
+    Config,
+    Geo3kEnvironment,
+    GeoSpotEnvironment,
+    MixtureEnvironment,
+    OwnEnvironment,
+    RowsEnvironment,
+    ShapesEnvironment,
+    ShapesZoomEnvironment,
+    VqaEnvironment,
+)
+from fovea.config.sections import ModelReward, SecondOpinion
+from fovea.config.splits import EnvironmentSettings
+from fovea.data.images import OpenImage
+from fovea.environments.base import Environment, MakesEnvironment
+from fovea.environments.curriculum import Stages
+from fovea.environments.custom.environment import UserEnvironment, user_graders
+from fovea.environments.custom.loading import checked_environment, checked_reward, load_environment, load_reward
+from fovea.environments.custom.processes import RewardProcesses
+from fovea.environments.custom.several import reward_grader
+from fovea.environments.custom.trl import RewardFunction
+from fovea.environments.dataset_tasks import OwnRows
+from fovea.environments.geo3k import Geo3k, Geo3kGrader
+from fovea.environments.graders.base import Grader
+from fovea.environments.graders.grading import Closes, Grading
+from fovea.environments.graders.judge import JudgeClient, limits_of
+from fovea.environments.graders.limited_calls import CallLimits, CallThreads, LimitedCalls, UnlimitedCalls
+from fovea.environments.graders.opinions import (
+    LimitedGrader,
+    OpinionOfJudge,
+    OpinionOfRewardModel,
+    ScoresAnswers,
+    WithModelReward,
+    WithSecondOpinion,
+)
+from fovea.environments.graders.reward_model import RewardScorer
+from fovea.environments.mixture import Mixture, Part, errors_of_part
+from fovea.environments.shapes.environment import Shapes, ShapesZoom
+from fovea.environments.vqa import Vqa, VqaGrader
+from fovea.errors import ConfigError
+from fovea.models.families.registry import known
+from fovea.models.vision_reward import VisionRewardScorer
+from fovea.utils.bounded import read_file
+from fovea.wiring import reward_host
+from fovea.wiring.images import make_access, make_opener
+
+
+def with_opinions(config: Config, grading: Grading) -> Grading:
+    """The grading with the second opinion and the model's share of the reward that the settings name."""
+    if config.second_opinion is None and config.model_reward is None:
+        return grading
+    opener = make_opener(config.data, Path(config.run_dir))
+    clients: list[Closes] = [*grading.clients]
+    graders: list[Grader] = list(grading.graders)
+    if isinstance(grading.calls, LimitedCalls):
+        graders = [LimitedGrader(grader, grading.calls) for grader in graders]
+    if config.second_opinion is not None:
+        judge = _judge(config.second_opinion.judge, "second_opinion.judge", opener, clients)
+        graders = [_second_opinion(grader, judge, config.second_opinion) for grader in graders]
+    if config.model_reward is not None:
+        graders = _model_rewards(graders, config.model_reward, opener, clients)
+    calls = UnlimitedCalls("models that grade")
+    return Grading(graders=tuple(graders), calls=calls, clients=tuple(clients), parts=grading.parts)
+
+
+def _judge(settings: Judge, key: str, opener: OpenImage, clients: list[Closes]) -> Grader:
+    client = JudgeClient(settings, key)
+    clients.append(client)
+    return LimitedGrader(OpinionOfJudge(client, opener), LimitedCalls(limits_of(settings, key)))
+
+
+def _second_opinion(grader: Grader, judge: Grader, settings: SecondOpinion) -> Grader:
+    if not isinstance(grader, VqaGrader | Geo3kGrader):  # of an environment that was given as an object
+        raise ConfigError(
+            f"second_opinion overrules the rules of vqa and geo3k, and this run has a {type(grader).__name__}; set "
+            "second_opinion=null, or use model_reward"
+        )
+    return WithSecondOpinion(rule=grader, judge=judge, ask=settings.ask, accept_score=settings.accept_score)
+
+
+def _model_rewards(
+    graders: list[Grader], settings: ModelReward, opener: OpenImage, clients: list[Closes]
+) -> list[Grader]:
+    if settings.judge is not None:
+        name, model = "judge", _judge(settings.judge, "model_reward.judge", opener, clients)
+    else:
+        assert settings.reward_model is not None, "the settings have one of the two"
+        name, model = "reward_model", OpinionOfRewardModel(reward_scorer(settings.reward_model), opener)
+    return [WithModelReward(own=grader, model=model, name=name, weight=settings.weight) for grader in graders]
+
+
+def reward_scorer(settings: RewardModel) -> ScoresAnswers:
+    """A scorer that reads images where the folder's model does, else one of text."""
+    if _model_type(Path(settings.path)) in known():
+        return VisionRewardScorer(settings)
+    return RewardScorer(settings, "model_reward.reward_model")
+
+
+def _model_type(folder: Path) -> object:
+    try:
+        return json.loads(read_file(folder / "config.json")).get("model_type")
+    except (OSError, ValueError, AttributeError):  # the scorer of text names what the folder lacks
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradedEnvironment:
+    """An environment with the graders of its answers."""
+
+    environment: Environment
+    grading: Grading
+    stages: Stages = field(default_factory=Stages)
+    """Stages of the curriculum, one per grader."""
+    parts: Mapping[str, GradedEnvironment] = field(default_factory=dict)
+    """Those of a mixture, by name, while they grade their own answers."""
+
+
+def make_environment(config: Config, given: Any = None, rewards: Sequence[RewardFunction] = ()) -> GradedEnvironment:
+    """Make the environment of the settings, or wrap a `given` object; the setting `reward` replaces its graders.
+
+    A GradedEnvironment is taken as it is from here, an object with `graders` is an environment of Fovea, and
+    any other is treated like a user's class from a file. `rewards` are the functions that the setting describes, where
+    Python code has given them.
+    """
+    if given is None:
+        made = named_environment(config.with_own_files)
+    elif isinstance(given, GradedEnvironment):
+        made = given
+    else:
+        made = object_environment(config, given, type(given).__name__)
+    if config.reward is not None:
+        # an environment's stages belong to its own graders
+        made = replace(made, grading=reward_grading(config, config.reward, rewards), stages=Stages(), parts={})
+    grading = with_opinions(config, made.grading)
+    return replace(made, grading=replace(grading, reward_limit=config.reward_limit))
+
+
+def named_environment(config: Config) -> GradedEnvironment:
+    """Make the environment of `environment.name`."""
+    match config.environment:
+        case CaptionEnvironment() as settings:
+            return make_caption(config, settings)
+        case MixtureEnvironment() as settings:
+            return make_mixture(config, settings)
+        case OwnEnvironment() as settings:
+            return user_environment(config, load_environment(settings), settings.file)
+        case GeoSpotEnvironment() as settings:
+            from fovea.environments.geospot.environment import (
+                GeoSpot,  # an optional extra; the module reports its absence
+            )
+
+            made: Environment = GeoSpot(settings, make_access(config.data))
+        case Geo3kEnvironment() as settings:
+            made = Geo3k(settings, make_access(config.data))
+        case VqaEnvironment() as settings:
+            made = Vqa(settings, make_access(config.data))
+        case RowsEnvironment() as settings:
+            made = OwnRows(settings, make_access(config.data), imitated=config.warmup is not None)
+        case ShapesZoomEnvironment() as settings:
+            made = ShapesZoom(settings, config.seed)
+        case ShapesEnvironment() as settings:
+            made = Shapes(settings, config.seed)
+        case settings:
+            return package_environment(config, settings)
+    return own_environment(made)
+
+
+def package_environment(config: Config, settings: EnvironmentSettings) -> GradedEnvironment:
+    """Make the environment of another package."""
+    assert isinstance(settings, MakesEnvironment), settings.name
+    return object_environment(config, settings.make_environment(make_access(config.data), config.seed), settings.name)
+
+
+def make_mixture(config: Config, settings: MixtureEnvironment) -> GradedEnvironment:
+    """Make the environments of all parts, each as in a run of its own, and the one that deals tasks to them."""
+    made = {name: _make_part(config, name, part) for name, part in settings.parts.by_name.items()}
+    mixture = Mixture(
+        {
+            name: Part(environment=each.environment, grading=each.grading, share=settings.parts.by_name[name].share)
+            for name, each in made.items()
+        }
+    )
+    grading = Grading(graders=mixture.graders, parts=tuple(each.grading for each in made.values()))
+    return GradedEnvironment(environment=mixture, grading=grading, parts=made)
+
+
+def _make_part(config: Config, name: str, part: MixturePart) -> GradedEnvironment:
+    # a model's share of the reward is that of the whole run's
+    own = {"environment": part.environment, "reward": part.reward, "model_reward": None}
+    with errors_of_part(name):
+        made = make_environment(config.model_copy(update=own))
+    if made.stages.stages and config.curriculum.enabled:
+        raise ConfigError(
+            f"environment.parts.{name} has {len(made.stages.stages)} stages, which a mixture does not go through; set "
+            "curriculum.enabled=false, so that its answers are scored by the last"
+        )
+    return made
+
+
+def object_environment(config: Config, given: Any, name: str) -> GradedEnvironment:
+    """An object with `graders` is an environment like Fovea's; any other is treated like a user's class from a file."""
+    if hasattr(given, "graders"):
+        return own_environment(given)
+    return user_environment(config, checked_environment(given, name), name)
+
+
+def own_environment(environment: Any) -> GradedEnvironment:
+    """An environment of Fovea with its graders, which never wait."""
+    return GradedEnvironment(
+        environment=environment, grading=Grading(graders=environment.graders), stages=stages_of(environment)
+    )
+
+
+def user_environment(config: Config, user: Any, name: str) -> GradedEnvironment:
+    """A user's environment, whose `score` is called like a reward function."""
+    stages, limits = stages_of(user), reward_limits(config, f"{name}.score")
+    return GradedEnvironment(
+        environment=UserEnvironment(user, name),
+        grading=Grading(graders=user_graders(user, stages, limits.name), calls=LimitedCalls(limits)),
+        stages=stages,
+    )
+
+
+def stages_of(environment: Any) -> Stages:
+    """Curriculum stages of an environment; most have none."""
+    if not hasattr(environment, "stages"):
+        return Stages()
+    return Stages(stages=tuple(environment.stages), default_starts=tuple(environment.default_starts))
+
+
+def reward_grading(config: Config, reward: str | tuple[str, ...], given: Sequence[RewardFunction] = ()) -> Grading:
+    """Grading by the user's reward functions in all stages: the `given` ones, or those of files."""
+    names = reward_tuple(reward)
+    name = ", ".join(names)
+    limits = reward_limits(config, name)
+    if config.reward_in == "process":
+        return _in_processes(config, reward, limits)
+    functions = [checked_reward(*each) for each in zip(given, names, strict=True)] if given else map(load_reward, names)
+    opener = make_opener(config.data, Path(config.run_dir))
+    grader = reward_grader(reward, list(functions), config.reward_weights, opener, CallThreads(name))
+    return Grading(graders=(grader,), calls=LimitedCalls(limits))
+
+
+def _in_processes(config: Config, reward: str | tuple[str, ...], limits: CallLimits) -> Grading:
+    settings = {
+        "reward": reward,
+        "weights": config.reward_weights,
+        "data": config.data.model_dump(mode="json"),
+        "run_dir": config.run_dir,
+    }
+    processes = RewardProcesses(reward_host.__name__, settings, limits.name, config.reward_timeout_seconds)
+    # their own time limit leaves the start of a process out
+    calls = LimitedCalls(replace(limits, timeout_seconds=None, may_hold_lock=False))
+    return Grading(graders=(processes,), calls=calls, clients=(processes,))
+
+
+def reward_limits(config: Config, name: str) -> CallLimits:
+    """Limits for calls of the user's code."""
+    return CallLimits(
+        name=name,
+        calls_at_once=config.reward_calls_at_once,
+        timeout_seconds=config.reward_timeout_seconds,
+        on_failure=config.reward_on_failure,
+        may_hold_lock=True,
+    )
+
+
+def make_caption(config: Config, settings: CaptionEnvironment) -> GradedEnvironment:
+    """Make the caption environment, with reward model and judge where they are set."""
+    from fovea.environments.caption import Caption, CaptionGrader, JudgedCaptionGrader
+
+    reward_model = None
+    if settings.reward_model is not None:
+        from fovea.environments.graders.reward_model import RewardScorer
+
+        reward_model = RewardScorer(settings.reward_model)
+    caption = Caption(settings, make_access(config.data))
+    metrics = CaptionGrader(settings, caption.tasks, reward_model)
+    if settings.judge is None:
+        return GradedEnvironment(environment=caption, grading=Grading(graders=(metrics,)))
+    from fovea.environments.graders.judge import JudgeClient, limits_of
+
+    opener = make_opener(config.data, Path(config.run_dir))
+    client = JudgeClient(settings.judge)
+    judged = JudgedCaptionGrader(metrics, client, opener)
+    calls = LimitedCalls(limits_of(settings.judge))
+    return GradedEnvironment(environment=caption, grading=Grading(graders=(judged,), calls=calls, clients=(client,)))

@@ -1,0 +1,45 @@
+"""Builders of what reads images and data files, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from fovea.config.sections import Data
+from fovea.data.fetch import FailedHosts, FetchedFiles, UrlLimits
+from fovea.data.images import ImageOpener
+from fovea.data.readers.remote import remote_image
+from fovea.data.rows import RowAccess
+
+
+def url_limits(settings: Data) -> UrlLimits:
+    """Limits of reading from URLs."""
+    return UrlLimits(
+        max_mib=settings.max_image_mib,
+        timeout_seconds=settings.url_timeout_seconds,
+        retries=settings.url_retries,
+        allow_private_addresses=settings.allow_private_addresses,
+    )
+
+
+def make_opener(settings: Data, folder: Path, note: Callable[[str], None] = lambda _: None) -> ImageOpener:
+    """Make the opener of images, with a cache of fetched files in the run folder.
+
+    `note` is told of a host that no longer answers.
+    """
+    read = FailedHosts(partial(remote_image, limits=url_limits(settings)), settings.url_host_pause_seconds, note)
+    fetch = FetchedFiles(folder / "images", settings.url_cache_gib, read)
+    return ImageOpener(
+        max_mib=settings.max_image_mib,
+        max_megapixels=settings.max_image_megapixels,
+        convert=settings.convert_images,
+        fetch=fetch,
+    )
+
+
+def make_access(settings: Data) -> RowAccess:
+    """Make the access settings of data files."""
+    return RowAccess(
+        cache_dir=Path(settings.cache_dir), image_root=settings.image_root, url_limits=url_limits(settings)
+    )

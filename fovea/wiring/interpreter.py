@@ -1,0 +1,59 @@
+"""The interpreter of `rollout.engine.python`, and the variables of a process of its environment."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+import fovea
+from fovea.config.run import Config
+from fovea.errors import ConfigError, MissingExtraError
+
+
+def set_threads(config: Config) -> None:
+    """Set the number of threads that the settings give torch."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+
+
+def find_interpreter(setting: str) -> str:
+    """Absolute path of the interpreter, which is a link of its environment; ConfigError where there is none."""
+    here = f"rollout.engine.python={setting}"
+    found = shutil.which(os.path.expanduser(setting))
+    if found is None:
+        raise ConfigError(
+            f"{here}: no such interpreter; name that of the environment with the engine, as ENV/bin/python"
+        )
+    if find_spec("psutil") is None:
+        raise MissingExtraError(f"{here} ends processes by psutil, which is not installed: pip install psutil")
+    # not resolved: where the link leads is no environment
+    return os.path.abspath(found)
+
+
+def absolute(setting: str) -> str:
+    """The same interpreter for processes with another working directory; a name alone is looked up on their PATH."""
+    return os.path.abspath(os.path.expanduser(setting)) if os.sep in setting else setting
+
+
+def variables_of(interpreter: str) -> dict[str, str | None]:
+    """What changes in the variables of this process for one of another environment; None removes one.
+
+    Nothing is imported from where this one finds its packages, or from its working directory.
+    """
+    return {
+        "PATH": f"{os.path.dirname(interpreter)}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
+        "PYTHONPATH": _checkout(),
+        "PYTHONSAFEPATH": "1",
+        "PYTHONHOME": None,
+        "VIRTUAL_ENV": None,
+    }
+
+
+def _checkout() -> str | None:
+    """The folder of a checkout of Fovea, which the other environment takes too; None where it is installed."""
+    folder = Path(fovea.__file__).parents[1]
+    return str(folder) if (folder / "pyproject.toml").is_file() else None

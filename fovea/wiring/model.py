@@ -1,0 +1,166 @@
+"""Builders of the model: its folder, and its network on its device."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from transformers import PreTrainedModel
+
+from fovea.cluster.loading import load_on_ranks
+from fovea.config.run import Config, Model
+from fovea.environments.base import Environment
+from fovea.errors import ConfigError, DataError
+from fovea.models.heads import ValueHead
+from fovea.models.kernel_set import TORCH_KERNELS, Kernels
+from fovea.models.load import pick_device
+from fovea.models.modules import config_of, family_of_network
+from fovea.models.plain import PlainVLM
+from fovea.models.policy_network import PolicyNetwork
+from fovea.models.recompute import recompute_activations, recompute_plainly
+from fovea.models.tiny import make_tiny, save_tiny
+from fovea.models.trainable import choose_trainable
+from fovea.models.vision.feature_cache import FeatureCache, SpillFolder
+from fovea.models.vlm import VLM
+from fovea.run.run_dir import has_checkpoint
+from fovea.train.ranks import ALONE, Ranks
+from fovea.utils.launch import num_processes, rank
+from fovea.wiring.kernel_notes import runs_liger
+
+CORPUS_ROWS = 2000
+"""Training rows whose texts a tiny model's tokenizer is trained on."""
+MODEL_FOLDER = "model"
+"""Subfolder of a run folder for its tiny model."""
+
+
+def locate_model(config: Config, folder: Path, environment: Callable[[], Environment]) -> Model:
+    """Model settings with a `path`: those given, or a tiny model's, which is written into the run folder once.
+
+    A tiny model's tokenizer is trained on the texts of `environment`, which is called only then.
+    """
+    settings = config.model
+    if settings.tiny is None:
+        return settings
+    target = folder / MODEL_FOLDER
+    # without a checkpoint it is made again: the settings may differ from those of an earlier start
+    if not (target.is_dir() and has_checkpoint(folder)):
+        corpus = tokenizer_corpus(environment(), config.data.on_bad_row)
+        save_tiny(make_tiny(settings.tiny, corpus, config.seed), target)
+    return settings.model_copy(update={"path": str(target), "tiny": None})
+
+
+def open_vlm(config: Config, settings: Model, banned_ids: Sequence[int], ranks: Ranks = ALONE) -> PolicyNetwork:
+    """Load the network of `settings` onto its device, with frozen parts and adapters of the config.
+
+    On several `ranks` every process calls this, and the first one reads the network for all.
+    """
+    return make_vlm(config, load_on_ranks(settings, pick_device(config.model.device), ranks), banned_ids)
+
+
+def make_vlm(config: Config, network: PreTrainedModel, banned_ids: Sequence[int]) -> PolicyNetwork:
+    """Wrap a network for the policy, on its device, with frozen parts and adapters of the config.
+
+    `banned_ids` are those of the model's processor.
+    """
+    device = pick_device(config.model.device)
+    choose_trainable(network, config.model, config.seed)
+    fast = config.model.fast_path == "auto" and family_of_network(network).fast_path is not None
+    vlm = _fast_vlm(config, network, banned_ids, device) if fast else _plain_vlm(config, network, banned_ids)
+    return vlm.to(device)
+
+
+def _fast_vlm(config: Config, network: PreTrainedModel, banned_ids: Sequence[int], device: torch.device) -> VLM:
+    settings = config.model
+    kernels = liger_kernels(device) if runs_liger(config, device) else TORCH_KERNELS
+    recompute_activations(network, config.train.gradient_checkpointing)
+    _check_attention(settings, device)
+    return VLM(
+        network,
+        banned_ids,
+        attention=settings.attention,
+        feature_cache=None if settings.trains_vision else make_feature_cache(config),
+        kernels=kernels,
+        value_head=make_value_head(config, network),
+    )
+
+
+def _plain_vlm(config: Config, network: PreTrainedModel, banned_ids: Sequence[int]) -> PlainVLM:
+    _check_plain(config)
+    recompute_plainly(network, config.train.gradient_checkpointing)
+    return PlainVLM(network, banned_ids, make_value_head(config, network))
+
+
+def _check_plain(config: Config) -> None:
+    """ConfigError for a setting that only the fast path reads."""
+    settings = config.model
+    unread = {
+        "train.backend.liger_kernels": config.train.backend.liger_kernels is True,
+        "model.attention": settings.attention != "auto",
+        "model.feature_spill_gib": settings.feature_spill_gib > 0,
+    }
+    for name in (name for name, is_set in unread.items() if is_set):
+        raise ConfigError(
+            f"{name} is set, but {settings.name} runs transformers' own forward (model.fast_path="
+            f"{settings.fast_path}), which does not read it; leave it out"
+        )
+
+
+def make_value_head(config: Config, network: PreTrainedModel) -> ValueHead | None:
+    """Make the value head if PPO's value function shares the policy's trunk, else None."""
+    critic = config.algorithm.critic
+    if critic is None or critic.trunk == "separate":
+        return None
+    return ValueHead(config_of(network).text_config.hidden_size, detach_trunk=critic.trunk == "detached")
+
+
+def _check_attention(settings: Model, device: torch.device) -> None:
+    """ConfigError for an attention kernel that the device or dtype does not support."""
+    if settings.attention == "merged" and device.type != "cpu":
+        raise ConfigError(f"model.attention=merged is for CPUs, but the model is on {device.type}; set it to auto")
+    varlen = settings.attention in ("varlen", "varlen_gathered")
+    if varlen and device.type == "cuda" and settings.dtype != "bfloat16":
+        raise ConfigError(
+            f"model.attention={settings.attention} takes 16-bit numbers on CUDA, but model.dtype={settings.dtype}; set "
+            "model.dtype=bfloat16, or model.attention=auto"
+        )
+
+
+def liger_kernels(device: torch.device) -> Kernels:
+    """Load Liger's kernels, an optional extra for CUDA."""
+    if device.type != "cuda":
+        raise ConfigError(
+            f"train.backend.liger_kernels=true, but the model is on {device.type} and Liger's kernels run on CUDA "
+            "only; set train.backend.liger_kernels=false, or model.device=cuda where there is one"
+        )
+    # imported here, since the package may be absent; the module names what to install
+    kernels: Kernels = importlib.import_module("fovea.models.kernels_liger").LIGER_KERNELS
+    return kernels
+
+
+def make_feature_cache(config: Config) -> FeatureCache:
+    """Make the cache of a frozen vision tower's features, in memory and, if set, in files of the run folder."""
+    settings = config.model
+    files = None
+    if settings.feature_spill_gib:
+        # a folder belongs to one process
+        name = f"features-{rank()}" if num_processes() > 1 else "features"
+        files = SpillFolder(Path(config.run_dir) / name, settings.feature_spill_gib * 2**30)
+    return FeatureCache(settings.feature_cache_gib * 2**30, files)
+
+
+def tokenizer_corpus(environment: Environment, on_bad_row: Literal["error", "skip"]) -> list[str]:
+    """Questions and answers of the first training rows, to train a tokenizer on."""
+    tasks = environment.tasks("train")
+    texts: list[str] = []
+    for index in range(min(len(tasks), CORPUS_ROWS)):
+        try:
+            task = tasks[index]
+        except DataError:
+            if on_bad_row == "error":
+                raise
+            continue  # the run reports it when its data order comes to it
+        texts += [task.question, *environment.demonstration(task)]
+    return texts

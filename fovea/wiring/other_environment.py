@@ -1,0 +1,176 @@
+"""An engine in the Python environment of `rollout.engine.python`: starting its process, and what runs there."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fovea import __version__
+from fovea.algorithms.policy_loss import HasFormula
+from fovea.config.algorithm import ClippedLoss
+from fovea.config.backends import StreamedEngine as StreamedSettings
+from fovea.config.run import Config, Model, Section, ShapesEnvironment
+from fovea.environments.base import MakesEnvironment
+from fovea.errors import ClusterError, ConfigError, EngineError, FoveaError, OutOfMemoryError, first_line, named
+from fovea.models.processor import load_processor
+from fovea.processes.engine_host import Calls, begin
+from fovea.processes.engine_process import Answer, EngineProcess, Limits, NotStartedError
+from fovea.rollout.remote_engine import RemoteEngine
+from fovea.types import Completion, Request, Shape
+from fovea.utils.event_loop import wait_for
+from fovea.utils.installing import pip_install
+from fovea.utils.tensor_records import opened
+from fovea.wiring.engine import StreamedEngine, make_streamed
+from fovea.wiring.interpreter import find_interpreter, set_threads, variables_of
+
+NO_LIMITS = Limits(start_seconds=math.inf, timeout_seconds=math.inf)
+"""Those that an engine has are kept where it is made."""
+
+
+def make_remote(config: Config, settings: StreamedSettings, model: Model) -> RemoteEngine:
+    """Start the engine of the settings with the interpreter that they name; ConfigError where it does not start."""
+    assert settings.python is not None
+    here = f"rollout.engine.python={settings.python}"
+    python = find_interpreter(settings.python)
+    command = [python, "-m", "fovea.wiring.other_environment"]
+    sent = _sent(config, settings, model)
+    try:
+        process = EngineProcess(f"the engine of {settings.python}", command, sent, NO_LIMITS, variables_of(python))
+    except (NotStartedError, OSError) as error:
+        install = f"{settings.python} -m {pip_install(settings.extra)}"
+        raise ConfigError(f"{here}: {error}; where Fovea or the engine is missing there: {install}") from error
+    except (ClusterError, OutOfMemoryError):  # whose exit codes tell a supervisor to try again
+        raise
+    except FoveaError as error:
+        raise ConfigError(f"{here}: {error}") from error
+    return RemoteEngine(settings.name, process)
+
+
+def _sent(config: Config, settings: StreamedSettings, model: Model) -> dict[str, Any]:
+    """What `_make` makes the engine of, there an engine of its own environment."""
+    rollout = config.rollout.model_copy(update={"engine": settings.model_copy(update={"python": None})})
+    changed = {"rollout": rollout, **_in_place_of_packages(config)}
+    return {
+        "version": __version__,
+        # not pickled: the other environment may have another version of what settings are made of
+        "config": config.model_copy(update=changed).model_dump(mode="json"),
+        "model": model.model_dump(mode="json"),
+        "gpu": torch.cuda.current_device() if torch.cuda.is_available() else None,
+    }
+
+
+def _in_place_of_packages(config: Config) -> dict[str, Section]:
+    """Defaults for the sections of packages that the engine does not need, and which its environment may lack."""
+    changed: dict[str, Section] = {}
+    if isinstance(config.environment, MakesEnvironment):
+        changed["environment"] = ShapesEnvironment()
+    if isinstance(config.algorithm.loss, HasFormula):
+        changed["algorithm"] = config.algorithm.model_copy(update={"loss": ClippedLoss()})
+    if config.log.tracker is not None:
+        changed["log"] = config.log.model_copy(update={"tracker": None})
+    return changed
+
+
+class Served:
+    """What the trainer may call of an engine in this process."""
+
+    def __init__(self, engine: StreamedEngine) -> None:
+        self._engine = engine
+        self._running: dict[str, asyncio.Task[Any]] = {}
+        """The call of each request."""
+
+    async def generate(self, request: Request) -> Sequence[Completion]:
+        """Sample n completions of one prompt; EngineError if `abort` ends it."""
+        # in the task of this call: one of its own would begin after the next call, a `sleep` that would not see it
+        drawing = asyncio.current_task()
+        assert drawing is not None, "a coroutine runs in a task"
+        self._running[request.id] = drawing
+        try:
+            return await self._engine.generate(request)
+        except asyncio.CancelledError as error:
+            raise EngineError("the request was aborted") from error
+        finally:
+            # a request with its id may have come while this one was aborted
+            if self._running.get(request.id) is drawing:
+                del self._running[request.id]
+
+    async def abort(self, request: str) -> None:
+        """End a call of `generate`, and return once the engine has forgotten it."""
+        if drawing := self._running.get(request):
+            drawing.cancel()
+            await asyncio.wait([drawing])
+
+    async def pause(self) -> None:
+        """Stop decoding; running requests wait for `resume`."""
+        await self._engine.pause()
+
+    async def resume(self) -> None:
+        """Continue decoding."""
+        await self._engine.resume()
+
+    async def sleep(self) -> None:
+        """Free memory for the update."""
+        await self._engine.sleep()
+
+    async def wake(self) -> None:
+        """Accept requests again."""
+        await self._engine.wake()
+
+    async def has_weights(self) -> bool:
+        """Whether the engine holds all weights."""
+        return self._engine.has_weights
+
+    async def begin_push(self, shapes: Mapping[str, Shape]) -> None:
+        """Prepare for weights of these names and shapes."""
+        self._engine.begin_push(shapes)
+
+    async def take_weights(self, written: bytes) -> None:
+        """Load some of them, which come as handles of the trainer's memory."""
+        self._engine.take_weights([(name, _own(tensor)) for name, tensor in opened(written)])
+
+    async def finish_push(self, version: int) -> None:
+        """Compare every value with what was sent, and empty every cache made with older weights."""
+        self._engine.finish_push(version)
+
+    async def shut_down(self) -> None:
+        """End the engine; this process ends once that is answered."""
+        await self._engine.close()
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """The tensor itself, or a copy of one in a GPU's memory: handles of another process's cannot be handed on."""
+    return tensor.clone() if tensor.is_cuda else tensor
+
+
+def _make(sent: Mapping[str, Any]) -> StreamedEngine:
+    if sent["version"] != __version__:
+        raise ConfigError(f"it has Fovea {__version__}, and the trainer {sent['version']}; install that one")
+    with named(lambda error: ConfigError(f"the settings do not fit there ({first_line(error)})")):
+        config, model = Config.model_validate(sent["config"]), Model.model_validate(sent["model"])
+    set_threads(config)
+    if sent["gpu"] is not None:
+        torch.cuda.set_device(sent["gpu"])
+    settings = config.rollout.engine
+    assert isinstance(settings, StreamedSettings)
+    return make_streamed(config, settings, model, load_processor(model))
+
+
+def main(arguments: Sequence[str], make: Callable[[Mapping[str, Any]], StreamedEngine] = _make) -> None:
+    """Make the engine that the first message asks for, and serve the trainer until its end, or the engine's."""
+    connection, sent = begin(arguments)
+    try:
+        engine = make(sent)
+    except FoveaError as error:
+        connection.send(Answer(number=0, error=error))
+        return
+    wait_for(Calls(Served(engine), connection, arguments[1]).serve())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,146 @@
+"""Builders of a run's outputs: profile, and the table of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.table import Table
+from rich.text import Text
+
+from fovea.config.loading import public_settings
+from fovea.config.run import Config, Log
+from fovea.metrics.profile import StepProfile
+from fovea.metrics.progress import Progress
+from fovea.metrics.throughput import known_peak_tflops
+from fovea.metrics.tracker import ConnectsTracker, Tracker
+from fovea.metrics.trackers import TensorBoardTracker, TrackedRun, TrackerSink
+from fovea.train.base import ModelFacts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChosenTracker:
+    """A tracker that the settings choose; its package is installed."""
+
+    name: str
+    setting: str
+    """The setting that chose it, with its value."""
+    connect: Callable[[Path, TrackedRun], Tracker]
+    """Connects the run of this folder; raises ConfigError, or whatever the package raises."""
+
+
+def chosen_trackers(log: Log) -> list[ChosenTracker]:
+    """The chosen trackers but TensorBoard; MissingExtraError, with the install line, for one without its package."""
+    chosen = []
+    if (project := log.wandb_project) is not None:
+        from fovea.metrics.trackers import WandbTracker
+
+        chosen.append(
+            ChosenTracker(
+                name="wandb",
+                setting=f"log.wandb_project={project}",
+                connect=lambda folder, run: WandbTracker(folder, project=project, run_id=run.id),
+            )
+        )
+    if (experiment := log.mlflow_experiment) is not None:
+        from fovea.metrics.trackers import MlflowTracker
+
+        chosen.append(
+            ChosenTracker(
+                name="mlflow",
+                setting=f"log.mlflow_experiment={experiment}",
+                connect=lambda folder, run: MlflowTracker(
+                    experiment=experiment, run_name=folder.name, run_id=run.id, goes_on=run.last_step > 0
+                ),
+            )
+        )
+    if (swanlab_project := log.swanlab_project) is not None:
+        from fovea.metrics.trackers import SwanlabTracker
+
+        chosen.append(
+            ChosenTracker(
+                name="swanlab",
+                setting=f"log.swanlab_project={swanlab_project}",
+                connect=lambda folder, run: SwanlabTracker(folder, project=swanlab_project, run_id=run.id),
+            )
+        )
+    if (tracker := log.tracker) is not None:
+        assert isinstance(tracker, ConnectsTracker), tracker.name
+        chosen.append(
+            ChosenTracker(
+                name=tracker.name,
+                setting=f"log.tracker={tracker.name}",
+                connect=lambda folder, run: tracker.connect(folder, run.id),
+            )
+        )
+    return chosen
+
+
+def make_trackers(config: Config, folder: Path, start_step: int, warn: Callable[[str], None]) -> list[TrackerSink]:
+    """Make the sinks of the chosen trackers.
+
+    A new run connects to them at once, and ends where that fails. One that goes on has steps to lose: it connects with
+    its next step, and `warn` says what fails.
+    """
+    # a run that goes back to a checkpoint that was named gets a curve of its own: trackers take no step back
+    goes_on = start_step > 0 and config.resume_from is None
+    settings = public_settings(config)
+    sinks = []
+    for each in chosen_trackers(config.log):
+        run = TrackedRun(folder / f"{each.name}_run.json", goes_on=goes_on)
+        connect = partial(each.connect, folder, run)
+        sinks.append(TrackerSink(folder, each.setting, run, connect, settings=settings, warn=warn))
+    if config.log.tensorboard:
+        sinks.append(_tensorboard(folder, start_step, settings, warn))
+    if not start_step:
+        for sink in sinks:
+            sink.open()
+    return sinks
+
+
+def _tensorboard(
+    folder: Path, start_step: int, settings: Mapping[str, object], warn: Callable[[str], None]
+) -> TrackerSink:
+    # it takes back the steps after the checkpoint, so that nothing need be kept of what it was sent
+    run = TrackedRun(None, goes_on=start_step > 0, last_step=start_step)
+    connect = partial(TensorBoardTracker, folder / "tensorboard", resume_step=start_step)
+    return TrackerSink(folder, "log.tensorboard=true", run, connect, settings=settings, warn=warn)
+
+
+def make_profile(config: Config, folder: Path, start_step: int, progress: Progress) -> StepProfile | None:
+    """Make the profile of the next steps; None unless the settings ask for one and steps are left."""
+    if not config.profile or start_step >= config.max_steps:
+        return None
+    return StepProfile(folder, start_step=start_step, max_steps=config.max_steps, say=progress.print)
+
+
+def peak_tflops(settings: Log, facts: ModelFacts, progress: Progress) -> float | None:
+    """Peak TFLOP/s of all training processes together, the denominator of `mfu`; None where nothing gives it.
+
+    The peak of one is a setting, or the GPU's by its data sheet.
+    """
+    each = settings.peak_tflops
+    if each is None and facts.device_name is not None:
+        each = known_peak_tflops(facts.device_name)
+        progress.print(
+            f"mfu: not reported, the peak of {facts.device_name} is not known; set log.peak_tflops (dense bfloat16)"
+            if each is None
+            else f"mfu: a share of {each:g} TFLOP/s, dense bfloat16 by the data sheet of {facts.device_name}"
+        )
+    return None if each is None else each * facts.num_workers
+
+
+def model_table(name: str, facts: ModelFacts) -> Table:
+    """Table of trainable and total parameters of each part of the model."""
+    threads = torch.get_num_threads()
+    # a name is text, not markup
+    title = Text(f"{name} on {facts.device}, {threads} thread{'' if threads == 1 else 's'}")
+    table = Table(title=title, title_justify="left")
+    for header in ("part", "trainable", "total"):
+        table.add_column(header, justify="left" if header == "part" else "right")
+    for row in facts.parameters:
+        table.add_row(row.part, f"{row.trainable:,}", f"{row.total:,}")
+    return table

@@ -1,0 +1,94 @@
+"""Builders of the policy, its value function and the warm-up."""
+
+from __future__ import annotations
+
+import copy
+
+from fovea.config.algorithm import Critic as CriticSettings
+from fovea.config.run import Config
+from fovea.data.order import Order, kinds_of
+from fovea.environments.base import Environment
+from fovea.environments.mixture import with_shares
+from fovea.environments.prompt_source import PromptSource
+from fovea.errors import ConfigError
+from fovea.models.activation_tape import Tape
+from fovea.models.policy_network import PolicyNetwork
+from fovea.models.render import Renderer
+from fovea.models.trainable import freeze_lm_head, trainable_parameters, value_parameters
+from fovea.run.warmup import Warmup
+from fovea.train.optimizer_steps import critic_rate
+from fovea.train.ranks import ALONE, Ranks
+from fovea.train.torch.critic import Critic, ValueModel
+from fovea.train.torch.optimizer import Optimizer
+from fovea.train.torch.policy import TorchPolicy
+from fovea.train.torch.sharding import shard
+
+
+def make_policy(config: Config, vlm: PolicyNetwork, tape: Tape | None = None, ranks: Ranks = ALONE) -> TorchPolicy:
+    """Make the policy, with a reference model where a KL term needs a copy and a value function for PPO.
+
+    On several `ranks` every process calls this with the same model, which is sharded in place.
+    """
+    critic = config.algorithm.critic
+    reference = copy.deepcopy(vlm).requires_grad_(False) if config.copies_reference else None
+    value_model = make_value_model(vlm) if critic is not None and critic.trunk == "separate" else None
+    # after the copies and before the optimizers, which keep references to the sharded parameters
+    for model in (vlm, reference, value_model):
+        if model is not None:
+            shard(model, ranks, cpu_offload=config.train.backend.cpu_offload)
+    return TorchPolicy(
+        vlm,
+        train=config.train,
+        algorithm=config.algorithm,
+        temperature=config.rollout.temperature,
+        max_steps=config.max_steps,
+        reference=reference,
+        critic=None if critic is None else make_critic(config, critic, vlm, value_model),
+        tape=tape,
+        warmup=config.warmup,
+        ranks=ranks,
+    )
+
+
+def make_value_model(vlm: PolicyNetwork) -> ValueModel:
+    """Copy the policy's model and add a value head."""
+    model = ValueModel(copy.deepcopy(vlm)).to(vlm.device)
+    freeze_lm_head(model.trunk.network)
+    return model
+
+
+def make_critic(config: Config, settings: CriticSettings, vlm: PolicyNetwork, model: ValueModel | None) -> Critic:
+    """Make the value function: the head that `make_vlm` put on the policy, or a separate model."""
+    parameters = value_parameters(vlm) if model is None else trainable_parameters(model)
+    rate = critic_rate(settings, config.train)
+    return Critic(
+        optimizer=Optimizer(parameters, config.train, peak_learning_rate=rate, max_steps=config.max_steps),
+        model=model,
+        warmup_steps=settings.warmup_steps,
+    )
+
+
+def make_warmup(config: Config, environment: Environment, train: PromptSource, renderer: Renderer) -> Warmup | None:
+    """Make the warm-up; None without one."""
+    settings = config.warmup
+    if settings is None:
+        return None
+    unknown = set(settings.stop_kind_accuracy) - set(kinds_of(environment.tasks("dev")))
+    if unknown:
+        raise ConfigError(
+            f"warmup.stop_kind_accuracy: no dev row is of kind {', '.join(sorted(unknown))}, so that the warm-up could "
+            f"never stop; the kinds are {', '.join(sorted(set(kinds_of(environment.tasks('dev')))))}"
+        )
+    return Warmup(
+        settings=settings,
+        # a data order of its own, so that the rows of RL do not depend on how long the warm-up took
+        order=Order(
+            kinds_of(train.tasks),
+            weights=with_shares(settings.kind_weights, train.tasks),
+            seed=config.seed + 1,
+            setting="warmup.kind_weights",
+        ),
+        source=train,
+        environment=environment,
+        answer_ids=renderer.target,
+    )

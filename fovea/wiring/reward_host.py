@@ -1,0 +1,86 @@
+"""The process of a reward (`fovea.environments.custom.processes` is the other end): one call after the other.
+
+It imports no torch, unless the user's file does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from io import BufferedRWPair
+from pathlib import Path
+from typing import Any
+
+from fovea.config.sections import Data
+from fovea.environments.custom.loading import load_reward
+from fovea.environments.custom.processes import HEADER, score_to_json
+from fovea.environments.custom.several import reward_grader
+from fovea.environments.graders.base import Grader, NoScoreError
+from fovea.environments.graders.limited_calls import result_of
+from fovea.errors import FoveaError, result_or_error
+from fovea.types import Task, Turn
+from fovea.utils.launch import signal_at_end_of_parent
+from fovea.wiring.images import make_opener
+
+
+class CallsHere:
+    """Calls in the main thread: no other call waits meanwhile."""
+
+    async def run(self, call: Callable[[], object]) -> object:
+        return result_of(*result_or_error(call))
+
+
+def main(descriptor: int) -> None:
+    """Load the rewards that the first message names, then score one answer after the other until the trainer ends."""
+    # also amid a call that holds the interpreter lock
+    signal_at_end_of_parent(signal.SIGKILL)
+    os.set_inheritable(descriptor, False)
+    pipe = socket.socket(fileno=descriptor).makefile("rwb")
+    settings = _receive(pipe)
+    if settings is None:
+        return
+    try:
+        grader = _grader(json.loads(settings))
+    except FoveaError as error:
+        _send(pipe, {"problem": str(error)})
+        return
+    _send(pipe, {})
+    with asyncio.Runner() as runner:
+        while (message := _receive(pipe)) is not None:
+            _send(pipe, runner.run(_answer(grader, *pickle.loads(message))))
+
+
+def _grader(settings: Mapping[str, Any]) -> Grader:
+    opener = make_opener(Data.model_validate(settings["data"]), Path(settings["run_dir"]))
+    reward, weights = settings["reward"], settings["weights"]
+    functions = [load_reward(name) for name in ([reward] if isinstance(reward, str) else reward)]
+    return reward_grader(reward, functions, weights, opener, CallsHere())
+
+
+async def _answer(grader: Grader, task: Task, text: str) -> dict[str, Any]:
+    try:
+        return score_to_json(await grader.score(task, [Turn(messages=(), text=text)]))
+    except NoScoreError as error:
+        return {"failed": str(error)}
+
+
+def _receive(pipe: BufferedRWPair) -> bytes | None:
+    """The next message; None where the trainer has ended."""
+    header = pipe.read(HEADER.size)
+    return pipe.read(HEADER.unpack(header)[0]) if len(header) == HEADER.size else None
+
+
+def _send(pipe: BufferedRWPair, answer: Mapping[str, Any]) -> None:
+    content = json.dumps(answer).encode()
+    pipe.write(HEADER.pack(len(content)) + content)
+    pipe.flush()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,171 @@
+"""Builder of a run from its settings; this folder is the only place that names concrete backends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+
+from fovea.config.run import Config
+from fovea.data.bad_rows import BadRows
+from fovea.data.images import ImageOpener
+from fovea.environments.base import Environment
+from fovea.environments.curriculum import Curriculum
+from fovea.environments.custom.trl import RewardFunction
+from fovea.metrics.console_file import CONSOLE_FILE
+from fovea.metrics.jsonl import METRICS_FILE
+from fovea.metrics.log import JsonlSink, MetricsLog, Phases, Sink
+from fovea.metrics.progress import Progress
+from fovea.models.processor import load_processor
+from fovea.report.about import HINTS_FILE, add_hint
+from fovea.rollout.embedded.plain import PlainEngine
+from fovea.run.checkpoint import Checkpoint, Checkpoints
+from fovea.run.context import Run
+from fovea.run.fingerprint import check_unchanged
+from fovea.run.folder import open_run_folder
+from fovea.run.inputs import GivenCode, take_fingerprint
+from fovea.run.rollout_step import TaskStream, record_unscored_answer
+from fovea.run.signals import Stop, ending_signals
+from fovea.weights.local import MeasuredSync
+from fovea.wiring.backends import open_backends
+from fovea.wiring.data import make_order, make_renderer, make_sources, within_epochs
+from fovea.wiring.engine import make_evaluator
+from fovea.wiring.environment import GradedEnvironment, make_environment
+from fovea.wiring.given import Frames, rows_as_files
+from fovea.wiring.images import make_opener
+from fovea.wiring.model import locate_model
+from fovea.wiring.outputs import chosen_trackers, make_profile, make_trackers, model_table, peak_tflops
+from fovea.wiring.policy import make_warmup
+from fovea.wiring.trial_score import remarks_on_answers, remarks_on_images, remarks_on_shares, try_reward
+
+
+def build(
+    config: Config,
+    environment: Environment | GradedEnvironment | None = None,
+    frames: Frames | None = None,
+    rewards: Sequence[RewardFunction] = (),
+) -> Run:
+    """Make all services of a run, without training; each error says which setting to change.
+
+    `frames` replaces the data files of the settings with rows in memory, such as `{"train": frame, "test": frame}`, and
+    writes them into the run folder; `environment` replaces the environment of the settings, for tasks that exist as
+    Python objects (docs/own.md); `rewards` are the functions that the setting `reward` describes.
+    """
+    started = perf_counter()
+    chosen_trackers(config.log)  # a package that is missing ends the command before anything is made
+    # a signal ends it as an error does, so that no folder is left
+    with rows_as_files(config, frames) as rows, ending_signals(Stop()), ExitStack() as on_failure:
+        config = on_failure.enter_context(open_run_folder(rows.config))
+        rows.move_into(Path(config.run_dir))
+        graded = make_environment(config, environment, rewards)
+        user = environment.environment if isinstance(environment, GradedEnvironment) else environment
+        run = _make_services(config, graded, started, GivenCode(environment=user, rewards=rewards))
+        for remark in rows.remarks:
+            run.progress.warn(remark)
+        # from here on it is the run that closes its folder
+        return replace(run, held=on_failure.pop_all())
+
+
+def _make_services(config: Config, graded: GradedEnvironment, started: float, given: GivenCode) -> Run:
+    folder = Path(config.run_dir)
+    config = within_epochs(config, partial(graded.environment.tasks, "train"))
+    checkpoints = Checkpoints(folder, config.checkpoint.keep)
+    resumed = _resumed(config, checkpoints)
+    start_step = resumed.step if resumed else 0
+    progress = Progress(config.max_steps, start_step, config.log.progress, transcript=folder / CONSOLE_FILE)
+    progress.print(f"run folder: {folder}")
+    try_reward(graded)
+    opener = make_opener(config.data, folder, progress.print)
+    _print_remarks(config, graded, opener, progress, is_new=resumed is None)
+    progress.stage("making the model" if config.model.tiny else "looking up the model")
+    environment = graded.environment
+    model = locate_model(config, folder, lambda: environment)
+    processor = load_processor(model)
+    renderer = make_renderer(config.model, processor, opener, max_new_tokens=config.rollout.max_new_tokens)
+    bad_rows = BadRows(folder, resume_at=resumed.state.get("bad_rows", 0) if resumed else 0)
+    sources = make_sources(config, environment, renderer, bad_rows)
+    progress.stage("taking the fingerprint of rows, code and model")
+    fingerprint = take_fingerprint(config, model, sources, given)
+    if resumed:
+        before, allow = resumed.state["fingerprint"], config.resume_changed == "allow"
+        check_unchanged(before, fingerprint, allow=allow, say=progress.print)
+    # before the model is loaded: their errors should not cost minutes
+    stream = TaskStream(
+        source=sources.train,
+        order=make_order(config, sources.train.tasks),
+        curriculum=Curriculum(graded.stages, config.curriculum),
+        environment=environment,
+        grading=graded.grading,
+    )
+    warmup = make_warmup(config, environment, sources.train, renderer)
+    sinks: list[Sink] = [_metrics_file(folder, resumed, progress)]
+    trackers = make_trackers(config, folder, start_step, progress.warn)
+    profile = make_profile(config, folder, start_step, progress)
+    progress.stage("loading the model")
+    backends = open_backends(config, model, processor)
+    progress.print(model_table(config.model.name, facts := backends.policy.describe()))
+    for line in backends.kernel_notes:
+        progress.print(line)
+    if isinstance(backends.engine, PlainEngine):
+        progress.print("model.fast_path: none is used; trainer and engine run transformers' own forward, which is slow")
+    return Run(
+        config=config,
+        folder=folder,
+        environment=environment,
+        sources=sources,
+        stream=stream,
+        engine=backends.engine,
+        policy=backends.policy,
+        weight_sync=MeasuredSync(backends.weight_sync),
+        warmup=warmup,
+        open_image=opener,
+        evaluator=make_evaluator(
+            config, backends.engine, environment, graded.grading, partial(record_unscored_answer, folder)
+        ),
+        checkpoints=checkpoints,
+        resumed=resumed,
+        fingerprint=fingerprint,
+        metrics=MetricsLog([*sinks, profile] if profile else sinks, trackers),
+        phases=Phases(),
+        progress=progress,
+        started=started,
+        peak_tflops=peak_tflops(config.log, facts, progress),
+        token_text=renderer.token_text,
+        image_token_id=processor.family.image_token_id,
+        box_frame=processor.family.box_frame,
+        profile=profile or nullcontext,
+    )
+
+
+def _metrics_file(folder: Path, resumed: Checkpoint | None, progress: Progress) -> JsonlSink:
+    """metrics.jsonl, with a warning where a run that goes on in its own folder has lost lines of it."""
+    sink = JsonlSink(folder, resume_step=resumed.step if resumed else 0)
+    if resumed and sink.num_lost and resumed.folder.resolve().is_relative_to(folder.resolve()):
+        progress.warn(
+            f"{folder / METRICS_FILE} has no metrics of {sink.num_lost} of the {resumed.step} steps before the "
+            "checkpoint (lines are damaged or missing); curves have a gap there, and training goes on as before"
+        )
+    return sink
+
+
+def _print_remarks(
+    config: Config, graded: GradedEnvironment, opener: ImageOpener, progress: Progress, *, is_new: bool
+) -> None:
+    """Warn of rows that will not do what was meant, keep the warnings for the report, and count turned images."""
+    for line in remarks_on_images(graded.environment.tasks("train"), opener):
+        progress.print(line)
+    if is_new:
+        Path(config.run_dir, HINTS_FILE).unlink(missing_ok=True)  # of an earlier start
+    for remark in (*remarks_on_answers(graded), *remarks_on_shares(config, graded)):
+        progress.warn(remark)
+        add_hint(Path(config.run_dir), remark)
+
+
+def _resumed(config: Config, checkpoints: Checkpoints) -> Checkpoint | None:
+    """The checkpoint to go on from; None: start anew."""
+    if config.resume_from is not None:
+        return checkpoints.resume_from(config.resume_from)
+    return checkpoints.resume() if config.resume == "auto" else None

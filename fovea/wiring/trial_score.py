@@ -1,0 +1,121 @@
+"""A trial call of the user's own reward and remarks on the rows, before anything large is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+
+from fovea.config.run import Config
+from fovea.config.splits import SplitFiles
+from fovea.data.images import ImageOpener, is_url
+from fovea.data.readers.base import listed
+from fovea.environments.base import Environment, Split
+from fovea.environments.custom.grader import UserGrader
+from fovea.environments.custom.processes import RewardProcesses
+from fovea.environments.custom.several import SeveralRewards
+from fovea.environments.dataset_tasks import ANSWER_KEYS, OwnRows
+from fovea.errors import DataError, UnscoredError
+from fovea.types import Task, Turn
+from fovea.utils.event_loop import wait_for
+from fovea.wiring.environment import GradedEnvironment
+
+ALLOWED_EXCESS = 1.5
+"""Rows that a share holds out, relative to what was asked for, up to which nothing is said."""
+NUM_LOOKED_AT = 64
+"""Training rows whose images are looked at for their EXIF orientation."""
+MAX_ROWS_TRIED = 10
+"""Training rows in which one is sought that can be read; the run itself reports the bad ones."""
+
+
+def try_reward(graded: GradedEnvironment) -> None:
+    """Let the user's code score the right answer of a training row; ScoreError where it cannot.
+
+    Episodes of several turns are left to the run, as their course depends on the model. What the settings tolerate
+    (`reward_on_failure: drop`) is left to it, too.
+    """
+    try:
+        for each in (*graded.parts.values(), graded):
+            _try(each)
+    except BaseException:
+        graded.grading.close()
+        raise
+
+
+def _try(graded: GradedEnvironment) -> None:
+    environment, grading = graded.environment, graded.grading
+    if environment.max_turns > 1 or not isinstance(grading.graders[-1], UserGrader | SeveralRewards | RewardProcesses):
+        return
+    found = _answered_row(graded)
+    if found is None:
+        return
+    task, answer = found
+    with suppress(UnscoredError):
+        wait_for(grading.scores(task, [[Turn(messages=tuple(environment.prompt(task)), text=answer)]]))
+
+
+def remarks_on_answers(graded: GradedEnvironment) -> Iterator[str]:
+    """What is to be said of rows that have no column of true answers, of a mixture those of each part."""
+    for each in (*graded.parts.values(), graded):
+        if not isinstance(each.environment, OwnRows) or each.environment.answer_key is not None:
+            continue
+        found = _answered_row(each)
+        columns = [] if found is None else list(found[0].row)
+        if found is not None and not found[0].answer and not set(ANSWER_KEYS) & set(columns):
+            yield (
+                f"no column of the training rows is called {' or '.join(ANSWER_KEYS)}, so that task.answer is an empty "
+                f"text to the reward (the columns are {listed(columns)}); set environment.answer_key where one of them "
+                "holds the true answer"
+            )
+
+
+def remarks_on_shares(config: Config, graded: GradedEnvironment) -> Iterator[str]:
+    """Remarks on held-out shares that became larger than asked for, since rows that share an image stay together."""
+    for name, part in {"": graded, **graded.parts}.items():
+        key = f"environment.parts.{name}.environment" if name else "environment"
+        settings = config.environments.get(key)
+        if isinstance(settings, SplitFiles):
+            yield from _remarks_on_shares(key, settings, part.environment)
+
+
+def _remarks_on_shares(key: str, settings: SplitFiles, environment: Environment) -> Iterator[str]:
+    shares: dict[Split, float] = {"test": 0.0 if settings.test_files is not None else settings.test_share}
+    shares["dev"] = 0.0 if settings.dev_files is not None else settings.dev_share
+    held_out = {split: len(environment.tasks(split)) for split, share in shares.items() if share}
+    num_train = len(environment.tasks("train"))
+    total = num_train + sum(held_out.values())
+    for split, num_rows in held_out.items():
+        if num_rows > ALLOWED_EXCESS * max(1.0, shares[split] * total):
+            yield (
+                f"{key}.{split}_share={shares[split]:g} of {total} rows holds out {num_rows} and leaves {num_train} to "
+                f"train on, since rows that share an image stay together and there are few images; set "
+                f"{key}.{split}_files, or add pictures"
+            )
+
+
+def remarks_on_images(tasks: Sequence[Task], opener: ImageOpener) -> Iterator[str]:
+    """How many images of a sample of rows are turned by EXIF, if any; those at URLs are not fetched for it."""
+    seen, turned, looked_at = 0, 0, spread(len(tasks), NUM_LOOKED_AT)
+    for index in looked_at:
+        with suppress(DataError):  # the run itself reports bad rows
+            for ref in tasks[index].images:
+                if not isinstance(ref.source, str) or not is_url(ref.source):
+                    turned += opener.is_turned(ref)
+                    seen += 1
+    if turned and "rotated" in opener.convert:
+        yield f"{turned} of {seen} images turned by EXIF ({len(looked_at)} of {len(tasks):,} training rows looked at)"
+
+
+def spread(num_rows: int, num_chosen: int) -> Sequence[int]:
+    """Numbers of so many rows, evenly spread, or of all where there are fewer."""
+    num_chosen = min(num_rows, num_chosen)
+    return [index * num_rows // num_chosen for index in range(num_chosen)]
+
+
+def _answered_row(graded: GradedEnvironment) -> tuple[Task, str] | None:
+    tasks = graded.environment.tasks("train")
+    for index in range(min(len(tasks), MAX_ROWS_TRIED)):
+        try:
+            return tasks[index], graded.environment.target(tasks[index])
+        except DataError:
+            continue
+    return None

@@ -1,0 +1,421 @@
+"""A trained model as a folder: plain transformers and peft load it, and it answers as it did in training."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
+from typer.testing import CliRunner
+
+from fovea.cli.main import app
+from fovea.commands import targets
+from fovea.commands.evaluate import EvalSet, compare
+from fovea.commands.exporting import export as export_module
+from fovea.commands.exporting.check import beyond_rounding, check, make_probe
+from fovea.commands.exporting.export import VIDEO_PROCESSOR_FILE, check_repo, export, push, reload_model, write_model
+from fovea.commands.targets import find_checkpoint, open_checkpoint, parse_target, shared_settings
+from fovea.config.run import Config
+from fovea.errors import ConfigError, DataError, ModelError
+from fovea.evaluation.evaluator import AnsweredRow, Evaluator
+from fovea.loop import train
+from fovea.metrics.log import read_metrics
+from fovea.models.tiny import TinyParts
+from fovea.run import checkpoint
+from fovea.run.context import Run
+from fovea.types import Sampling
+from fovea.wiring.run import build
+from tests.reference import model_inputs, reference_logprobs
+from tests.saved import saved_tensors
+from tests.tiny_models import image, renderer, tiny, user
+
+SETTINGS: dict[str, Any] = {
+    "threads": 1,
+    "max_steps": 4,
+    "environment": {"name": "shapes", "train_size": 64, "dev_size": 24, "test_size": 32},
+    "warmup": {"max_steps": 12, "check_every_steps": 12, "learning_rate": 0.01},
+    "rollout": {"prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 6},
+    "train": {"learning_rate": 0.01},
+    "algorithm": {"name": "grpo", "entropy_coef": 0.1, "max_groups_without_signal": 4},
+    "evaluate": {"every_steps": 2, "dev_size": 24, "batch_size": 10},
+    "checkpoint": {"every_steps": 2, "keep": 5},
+    "log": {"tensorboard": False, "progress": False},
+}
+
+
+class Recording(Evaluator):
+    """An evaluator that records the answers of every evaluation."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.kept: list[list[AnsweredRow]] = []
+
+    async def answers(self, *arguments: Any, **settings: Any) -> list[AnsweredRow]:
+        rows = await super().answers(*arguments, **settings)
+        self.kept.append(rows)
+        return rows
+
+
+@dataclass(frozen=True)
+class Trained:
+    folder: Path
+    base: Path
+    run: Run
+    readings: list[list[AnsweredRow]]
+    """In the order in which the loop took them; the last five: dev of steps 2 and 4, test, its two controls."""
+
+
+def save_parts(parts: TinyParts, folder: Path) -> Path:
+    for part in (parts.network, parts.processor.tokenizer, parts.processor.image_processor):
+        part.save_pretrained(folder)
+    return folder
+
+
+def train_tiny(folder: Path, model: dict[str, Any], base: Path) -> Trained:
+    run = build(Config.model_validate({**SETTINGS, "run_dir": str(folder), "model": model}))
+    config = run.config
+    evaluator = Recording(
+        run.engine,
+        run.environment,
+        run.stream.grading,
+        greedy=Sampling(max_new_tokens=config.rollout.max_new_tokens, temperature=0.0),
+        batch_size=config.evaluate.batch_size,
+    )
+    train(replace(run, evaluator=evaluator))
+    return Trained(folder=folder, base=base, run=run, readings=evaluator.kept)
+
+
+EVERYWHERE = ["language_model", "vision_tower", "projector"]
+
+
+@pytest.fixture(scope="module")
+def lora(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """A Qwen3-VL from a folder with adapters, and images held to a size of their own."""
+    folder = tmp_path_factory.mktemp("lora")
+    base = save_parts(tiny("qwen3_vl"), folder / "base")
+    return train_tiny(
+        folder / "run", {"path": str(base), "lora": {"rank": 4, "parts": EVERYWHERE}, "max_pixels": 1600}, base
+    )
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """All weights of a Qwen2.5-VL, in bfloat16 with float32 copies in the checkpoint."""
+    folder = tmp_path_factory.mktemp("full")
+    tiny_model = {"family": "qwen2_5_vl"}
+    return train_tiny(folder / "run", {"tiny": tiny_model, "dtype": "bfloat16"}, folder)
+
+
+@pytest.fixture(scope="module")
+def merged(lora: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("merged") / "model"
+    done = export(lora.folder, folder)
+    assert done.max_logprob_difference < 1e-4
+    return folder
+
+
+def texts(rows: Sequence[AnsweredRow]) -> list[tuple[str, str, float]]:
+    return [(row.id, answer.text, answer.accuracy) for row in rows for answer in row.answers]
+
+
+def read(target: str, split: str, *overrides: str) -> list[AnsweredRow]:
+    """By the command's own way."""
+    found = parse_target(target)
+    config = shared_settings([found], None, overrides)
+    rows = EvalSet.of(config, split)  # type: ignore[arg-type]
+    return list(compare([found], rows, overrides, lambda _: None).targets[0].greedy.values())
+
+
+def logits(parts: TinyParts, network: Any) -> Tensor:
+    """Of a prompt with two images, by the network's own forward."""
+    prompt = renderer(parts).prompt(user(image(1), "How many circles?", image(2, 64, 96), "And here?"))
+    with torch.no_grad():
+        return network(**model_inputs(parts, prompt, np.array([5, 6, 7])), use_cache=False).logits[0]
+
+
+def test_a_merged_export_has_the_adapter_models_logits(lora: Trained, merged: Path) -> None:
+    """The adapter model: transformers' own forward through peft's layers, weights from the checkpoint."""
+    model = open_checkpoint(find_checkpoint(lora.folder))
+    adapted = model.vlm.network
+    adapted.set_attn_implementation("sdpa")
+    plain = AutoModelForImageTextToText.from_pretrained(merged)
+    assert type(plain).__name__ == "Qwen3VLForConditionalGeneration"
+    parts = tiny("qwen3_vl")
+    torch.testing.assert_close(logits(parts, plain), logits(parts, adapted), atol=1e-4, rtol=0)
+    base = AutoModelForImageTextToText.from_pretrained(lora.base)
+    assert (logits(parts, base) - logits(parts, plain)).abs().max() > 0.1, "the adapter has learned nothing"
+
+
+def test_an_exported_model_answers_as_it_did_in_training(lora: Trained, merged: Path, tmp_path: Path) -> None:
+    """Texts and accuracies of every row, of two steps, and of the checkpoints themselves."""
+    dev_of_2, dev_of_4, test = map(texts, lora.readings[-5:-2])
+    assert dev_of_2 != dev_of_4, "steps change answers, or this test could not fail"
+    step_2 = lora.folder / "checkpoints" / "step-2"
+    export(step_2, tmp_path / "step-2")
+    assert texts(read(str(tmp_path / "step-2"), "dev")) == dev_of_2 == texts(read(str(step_2), "dev"))
+    assert texts(read(str(merged), "dev")) == dev_of_4
+    assert texts(read(str(merged), "test")) == test == texts(read(str(lora.folder), "test"))
+    by_step = {row["step"]: row["accuracy/dev"] for row in read_metrics(lora.folder) if "accuracy/dev" in row}
+    assert list(by_step.values()) == [sum(x for _, _, x in dev) / 24 for dev in (dev_of_2, dev_of_4)]
+
+
+def test_a_checkpoint_that_its_run_deletes_meanwhile_is_named(
+    lora: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the model is loaded, and between the listing of checkpoints and the reading of the newest."""
+    run = shutil.copytree(lora.folder, tmp_path / "run")
+    first, second, third = (run / "checkpoints" / f"step-{step}" for step in (0, 2, 4))
+    load_processor = targets.load_processor
+
+    def rotated(settings: Any) -> Any:
+        shutil.rmtree(first)
+        return load_processor(settings)
+
+    monkeypatch.setattr(targets, "load_processor", rotated)
+    with pytest.raises(DataError, match=rf"^{first} was deleted while it was read: its run goes on, .* set a larger"):
+        export(first, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    newer = third.rename(tmp_path / "newer")
+    damage = checkpoint.damage
+
+    def rotated_again(folder: Path) -> str | None:
+        if folder == second and newer.exists():
+            newer.rename(third)
+            shutil.rmtree(second)
+        return damage(folder)
+
+    monkeypatch.setattr(checkpoint, "damage", rotated_again)
+    assert find_checkpoint(run).folder == third
+
+
+def test_the_adapter_alone_goes_on_its_base(lora: Trained, merged: Path, tmp_path: Path) -> None:
+    out = tmp_path / "adapter"
+    done = export(lora.folder, out, adapter_only=True)
+    assert done.max_logprob_difference < 1e-4
+    assert not list(out.glob("model*.safetensors"))
+    base = AutoModelForImageTextToText.from_pretrained(lora.base)
+    adapted = PeftModel.from_pretrained(base, out)
+    whole = AutoModelForImageTextToText.from_pretrained(merged)
+    parts = tiny("qwen3_vl")
+    torch.testing.assert_close(logits(parts, adapted), logits(parts, whole), atol=1e-4, rtol=0)
+    assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == str(lora.base)
+    assert texts(read(str(out), "dev")) == texts(lora.readings[-4])
+
+
+def test_a_fully_trained_model_of_another_family(full: Trained, tmp_path: Path) -> None:
+    """Every weight to the last bit, log-probs by transformers alone, tokenizer, template, images."""
+    out = tmp_path / "model"
+    export(full.folder, out)
+    plain = AutoModelForImageTextToText.from_pretrained(out, dtype="auto")
+    assert (type(plain).__name__, plain.dtype) == ("Qwen2_5_VLForConditionalGeneration", torch.bfloat16)
+    saved = saved_tensors(full.folder / "checkpoints" / "step-4" / "trainable")
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(parameter, saved[f"network.{name}"].bfloat16()), name
+    parts = full.run
+    model = open_checkpoint(find_checkpoint(full.folder))
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    assert tokenizer.chat_template == model.processor.chat_template
+    assert tokenizer.eos_token_id == model.processor.tokenizer.eos_token_id
+    assert AutoImageProcessor.from_pretrained(out).patch_size == model.processor.image_processor.patch_size
+    trained = TinyParts(network=model.vlm.network, processor=model.processor)
+    prompt = renderer(trained).prompt(user(image(1), "How many circles?"))
+    answer = np.array([9, 8, 7])
+    # bfloat16 would round other logits alike
+    again = TinyParts(network=plain.float(), processor=replace(model.processor, tokenizer=tokenizer))
+    trained.network.float()
+    torch.testing.assert_close(
+        reference_logprobs(again, prompt, answer), reference_logprobs(trained, prompt, answer), atol=1e-5, rtol=0
+    )
+    assert texts(read(str(out), "test")) == texts(full.readings[-3])
+    assert parts.config.model.dtype == "bfloat16"
+
+
+def test_limits_on_pixels_go_with_the_model(merged: Path) -> None:
+    size = AutoImageProcessor.from_pretrained(merged).size
+    assert size["longest_edge"] == 1600
+    assert size["shortest_edge"] == 256
+
+
+def test_the_video_processor_is_the_familys_or_the_bases(full: Trained, merged: Path, tmp_path: Path) -> None:
+    images = json.loads((merged / "preprocessor_config.json").read_text())
+    videos = json.loads((merged / VIDEO_PROCESSOR_FILE).read_text())
+    assert videos.pop("video_processor_type") == "Qwen3VLVideoProcessor"
+    assert videos == {key: images[key] for key in videos}
+    assert "size" not in videos, "one image's pixels are no limit for a video"
+    base = tmp_path / "base"
+    shutil.copytree(merged, base)
+    (base / VIDEO_PROCESSOR_FILE).write_text('{"fps": 3}')
+    model = open_checkpoint(find_checkpoint(full.folder))
+    settings = model.config.model.model_copy(update={"tiny": None, "path": str(base)})
+    (tmp_path / "out").mkdir()
+    write_model(tmp_path / "out", replace(model, config=model.config.model_copy(update={"model": settings})))
+    assert (tmp_path / "out" / VIDEO_PROCESSOR_FILE).read_text() == '{"fps": 3}'
+    (tmp_path / "private.json").write_text("{}")
+    (base / VIDEO_PROCESSOR_FILE).unlink()
+    (base / VIDEO_PROCESSOR_FILE).symlink_to(tmp_path / "private.json")
+    with pytest.raises(DataError, match=r"leads out of"):
+        write_model(tmp_path / "out", replace(model, config=model.config.model_copy(update={"model": settings})))
+
+
+def test_the_card_tells_recipe_and_figures(lora: Trained, merged: Path, tmp_path: Path) -> None:
+    card = (merged / "README.md").read_text()
+    summary = json.loads((lora.folder / "summary.json").read_text())
+    assert "after 4 steps of GRPO on the environment `shapes`" in card
+    assert f"after: {100 * summary['accuracy']['final']:.1f};" in card
+    assert "| counting |" in card
+    assert "It was trained as a LoRA adapter, which is merged into these weights." in card
+    assert "samples_per_prompt: 4" in card
+    export(lora.folder / "checkpoints" / "step-2", tmp_path / "early")
+    assert "of the run's last step, 4, and not of this checkpoint" in (tmp_path / "early" / "README.md").read_text()
+
+
+def test_a_value_function_is_left_out_and_named(tmp_path: Path) -> None:
+    """Of a real step of PPO, with a head on the policy's own trunk."""
+    settings = {
+        **SETTINGS,
+        "run_dir": str(tmp_path / "run"),
+        "max_steps": 1,
+        "warmup": None,
+        "model": {"tiny": {}},
+        "algorithm": {"name": "ppo"},
+        "evaluate": {"image_controls": False, "test_size": 4},
+    }
+    run = build(Config.model_validate(settings))
+    train(run)
+    done = export(tmp_path / "run", tmp_path / "out")
+    assert done.left_out == ("value",)
+    assert "value function (value)" in (tmp_path / "out" / "README.md").read_text()
+    saved = load_file(tmp_path / "out" / "model.safetensors")
+    assert not [name for name in saved if "value" in name]
+    trained = dict(run.policy.worker.weights())
+    assert all(torch.equal(saved[name], trained[name]) for name in saved)
+
+
+def test_a_folder_that_differs_is_refused(lora: Trained, merged: Path) -> None:
+    model = open_checkpoint(find_checkpoint(lora.folder))
+    probe = make_probe(model.processor, model.config.model)
+    broken = reload_model(merged, model)
+    assert check(model, broken, probe, merged=True) < 1e-4
+    name, parameter = next(iter(broken.network.named_parameters()))
+    with torch.no_grad():
+        parameter.view(-1)[0] += 0.5
+    with pytest.raises(ModelError, match=f"the weight {name} has other values; nothing was written"):
+        check(model, broken, probe, merged=True)
+    suppressed = json.loads((merged / "generation_config.json").read_text())["suppress_tokens"]
+    assert suppressed == list(model.processor.banned_ids) != []
+    free = reload_model(merged, model)
+    free.network.generation_config.suppress_tokens = None
+    with pytest.raises(ModelError, match="its generation config suppresses other token ids than the run"):
+        check(model, free, probe, merged=True)
+    right = reload_model(merged, model)
+    template = replace(right.processor, chat_template="{{ messages[0].role }}<|image_pad|>")
+    other_template = replace(right, processor=template)
+    with pytest.raises(ModelError, match="the tokens of a prompt differ"):
+        check(model, other_template, probe, merged=True)
+    with torch.no_grad():
+        broken.network.get_input_embeddings().weight.mul_(-1)
+    with pytest.raises(ModelError, match="the log-probs of the probe are off by"):
+        check(model, broken, probe, merged=False)
+
+
+# SmolVL after RL in bfloat16, against transformers with the same weights; and with two projections of it exchanged
+ROUNDED = [0.080, 0.061, 0.108, -0.023, -0.013, -0.161, -0.081, 0.267, -0.135, -0.060, 0.016, 0.129, 0.133, -0.001]
+EXCHANGED_RMS = 0.918
+
+
+def test_rounding_is_no_difference() -> None:
+    rounded_T = torch.tensor(ROUNDED)
+    assert beyond_rounding(rounded_T, torch.bfloat16) is None
+    assert beyond_rounding(rounded_T * 1e-4, torch.float32) is None
+    assert beyond_rounding(rounded_T, torch.float32) is not None
+    exchanged_T = rounded_T * EXCHANGED_RMS / rounded_T.square().mean().sqrt()
+    assert beyond_rounding(exchanged_T, torch.bfloat16) == (
+        "the log-probs of the probe are off by 0.918 in the root mean square"
+    )
+    assert beyond_rounding(torch.tensor([0.0, math.nan]), torch.bfloat16) is not None
+
+
+def test_nothing_is_left_when_the_check_fails(lora: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> float:
+        raise ModelError("not the same")
+
+    monkeypatch.setattr(export_module, "check", refuse)
+    with pytest.raises(ModelError, match="not the same"):
+        export(lora.folder, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_exported_is_said_in_a_line(lora: Trained, full: Trained, tmp_path: Path) -> None:
+    (tmp_path / "something").touch()
+    with pytest.raises(ConfigError, match=r"it exists and is not an empty folder; export to another one"):
+        export(lora.folder, tmp_path)
+    with pytest.raises(ConfigError, match=r"trained no adapter \(model\.lora\) that could be exported alone"):
+        export(full.folder, tmp_path / "out", adapter_only=True)
+    with pytest.raises(ConfigError, match="neither a run with a checkpoint, nor a checkpoint"):
+        export(lora.base.parent, tmp_path / "out")
+    with pytest.raises(ConfigError, match="--push a/b/c: not a valid repository name; use ORG/NAME"):
+        check_repo("a/b/c")
+
+
+def test_push_is_one_upload_to_a_private_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub itself is out of reach here: what it is asked is kept."""
+    asked: list[tuple[str, dict[str, Any]]] = []
+
+    class Hub:
+        def create_repo(self, repo: str, **options: Any) -> str:
+            asked.append((repo, options))
+            return f"hub/{repo}"
+
+        def upload_folder(self, **options: Any) -> None:
+            asked.append(("upload", options))
+
+    monkeypatch.setattr(export_module, "HfApi", Hub)
+    assert push(tmp_path, "me/model") == "hub/me/model"
+    assert asked[0] == ("me/model", {"private": True, "exist_ok": True})
+    assert [(name, options["repo_id"], options["folder_path"]) for name, options in asked[1:]] == [
+        ("upload", "me/model", tmp_path)
+    ]
+
+
+def test_a_hub_out_of_reach_is_one_line_that_names_the_way_out(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=f"--push me/model: .*{tmp_path} is complete: upload it with `hf upload"):
+        push(tmp_path, "me/model")
+
+
+def test_the_commands(lora: Trained, merged: Path, tmp_path: Path) -> None:
+    """`fovea eval` on a checkpoint, the exported folder and baselines; `fovea export` into a folder that is taken."""
+    files = [tmp_path / "eval.json", tmp_path / "eval.html"]
+    targets = [str(lora.folder), str(merged), "majority", "gold"]
+    settings = ["evaluate.test_size=12", "evaluate.samples_per_prompt=3"]
+    done = CliRunner().invoke(
+        app, ["eval", *targets, *settings, "--json", str(files[0]), "--html", str(files[1]), "--debug"]
+    )
+    assert done.exit_code == 0, done.output
+    assert "Image ablation" in done.stdout
+    content = json.loads(files[0].read_text())
+    run, exported, majority, gold = content["targets"]
+    assert {**run, "target": ""} == {**exported, "target": "", "versus_first": None, "versus_first_by_kind": {}}
+    assert set(run["pass_at"]) == {"1", "2", "3"}
+    of_run, of_export = content["banned_tokens"].values()
+    assert of_run == of_export
+    assert (of_run["count"], of_run["num_beyond_tokenizer"]) == (7, 0), "the special tokens but the end of a turn"
+    assert "<|image_pad|>" in of_run["special"]
+    assert "<|im_end|>" not in of_run["special"]
+    assert run["image_ablation"]["shuffled"]["n"] == 12
+    assert (gold["accuracy"]["mean"], majority["image_ablation"], len(content["rows"])) == (1.0, None, 12)
+    assert "data:image/png;base64," in files[1].read_text()
+    taken = CliRunner().invoke(app, ["export", str(lora.folder), "--out", str(merged)])
+    assert taken.exit_code == 2
+    assert taken.stderr.startswith(f"error: {merged}: it exists and is not an empty folder")
+    assert taken.stderr.count("\n") == 1

@@ -1,0 +1,190 @@
+"""What the words of `fovea eval` mean, and whose rows are asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fovea.cli.evaluate import sort_words
+from fovea.commands.targets import Baseline, CheckpointTarget, ModelTarget, parse_target, parse_targets, shared_settings
+from fovea.config.loading import dump_config
+from fovea.config.run import Config, Model
+from fovea.errors import ConfigError, ModelError
+from fovea.models.load import load_network
+from fovea.run.checkpoint import FORMAT, write_manifest
+from tests.tiny_models import tiny
+
+TINY = {"model": {"tiny": {}}}
+
+
+def make_run(folder: Path, steps: tuple[int, ...] = (2, 10), **settings: object) -> Path:
+    """A run folder, as far as targets look at it."""
+    for step in steps:
+        checkpoint = folder / "checkpoints" / f"step-{step}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "state.json").write_text(json.dumps({"format": FORMAT, "step": step}))
+        write_manifest(checkpoint)
+    folder.mkdir(exist_ok=True)
+    (folder / "config.yaml").write_text(dump_config(Config.model_validate(TINY | settings)))
+    return folder
+
+
+def test_words_are_targets_and_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("lr=1").mkdir()
+    words = ["runs/x", "seed=1", r"constant:\boxed{a=b}", "lr=1", "evaluate.test_size=3", "org/name@v1"]
+    assert sort_words(words) == (
+        ["runs/x", r"constant:\boxed{a=b}", "lr=1", "org/name@v1"],
+        ["seed=1", "evaluate.test_size=3"],
+    )
+    with pytest.raises(ConfigError, match="no target given"):
+        sort_words(["seed=1"])
+
+
+def test_baselines_and_hub_ids() -> None:
+    assert parse_target("majority") == Baseline(name="majority", kind="majority")
+    assert parse_target("gold") == Baseline(name="gold", kind="gold")
+    assert parse_target("constant:no idea") == Baseline(name="constant:no idea", kind="constant", text="no idea")
+    assert parse_target("org/name-2B") == ModelTarget(name="org/name-2B", path="org/name-2B")
+    assert parse_target("org/name@abc123") == ModelTarget(name="org/name@abc123", path="org/name", revision="abc123")
+    for word in ("nonsense", "./org/name", "/org/name", "a/b/c"):
+        with pytest.raises(ConfigError, match="no such folder; a target is a run, a checkpoint"):
+            parse_target(word)
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "http://[::1",
+        "http://localhost:99999",
+        "http://localhost:0",
+        "http://localhost:x",
+        "http://[v1.x]",
+        "http://10.0.0.256",
+    ],
+)
+def test_an_address_that_cannot_be_called(word: str) -> None:
+    problem = rf"^{re.escape(word)}: a server's address is http://HOST:PORT, or http://HOST:PORT#MODEL"
+    with pytest.raises(ConfigError, match=problem):
+        parse_target(word)
+
+
+def test_a_name_below_a_folder_is_no_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the form of one, and would be asked for at the hub."""
+    make_run(tmp_path / "runs" / "shapes")
+    monkeypatch.chdir(tmp_path)
+    for word in ("runs/shaeps", "runs/shaeps/checkpoints/step-2", "./runs/shaeps", "rums/shapes/checkpoints"):
+        near = "runs" if word.startswith("rums") else "runs/shapes"
+        with pytest.raises(ConfigError, match=rf"^{word}: no such folder; did you mean {near}\?$"):
+            parse_target(word)
+    with pytest.raises(ConfigError, match=r"^runs/qwen3-vl-2b: no such folder; a target is a run"):
+        parse_target("runs/qwen3-vl-2b")
+    assert parse_target("Qwen/Qwen3-VL-2B-Instruct").name == "Qwen/Qwen3-VL-2B-Instruct"
+
+
+def test_a_file_or_recipe_is_no_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_run(tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    Path("notes.txt").touch()
+    for word in ("run/config.yaml", "./run/config.yaml", "notes.txt"):
+        with pytest.raises(ConfigError, match=rf"^{word}: a file, no folder; name the folder of the run or model"):
+            parse_target(word)
+    with pytest.raises(ConfigError, match=r"^geo3k: a recipe, no target; give recipe=geo3k beside a target"):
+        parse_target("geo3k")
+
+
+def test_a_run_is_its_newest_checkpoint(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    newest = parse_target(str(run))
+    assert newest == CheckpointTarget(name=f"{run} step 10", folder=run / "checkpoints" / "step-10", run=run)
+    chosen = parse_target(str(run / "checkpoints" / "step-2"))
+    assert isinstance(chosen, CheckpointTarget)
+    assert (chosen.folder.name, chosen.run) == ("step-2", run.resolve())
+    with pytest.raises(ConfigError, match="step 10: named twice, and a target has one column; leave one out"):
+        parse_targets([str(run), "majority", f"{run}/"])
+    (run / "config.yaml").unlink()
+    with pytest.raises(ConfigError, match=r"no config\.yaml in .*, where that of its run should be"):
+        parse_target(str(run / "checkpoints" / "step-2"))
+    with pytest.raises(ConfigError, match="neither a run with a checkpoint, nor a checkpoint, nor a model folder"):
+        parse_target(str(make_run(tmp_path / "young", steps=())))
+
+
+def test_an_adapter_names_its_base(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+    assert parse_target(str(tmp_path)) == ModelTarget(name=str(tmp_path), path="org/base", adapter=tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match="names no base model"):
+        parse_target(str(tmp_path))
+
+
+def test_rows_are_those_of_the_first_run_or_of_the_recipe(tmp_path: Path) -> None:
+    easy = make_run(tmp_path / "easy", seed=4)
+    hard = make_run(tmp_path / "hard", environment={"name": "shapes", "level": 3})
+    targets = [parse_target(word) for word in ("majority", str(easy))]
+    config = shared_settings(targets, None, ["evaluate.test_size=5"])
+    assert (config.seed, config.evaluate.test_size) == (4, 5)
+    both = [*targets, parse_target(str(hard))]
+    with pytest.raises(ConfigError, match=r"different environments \(environment\.level: 1 and 3\); give a recipe"):
+        shared_settings(both, None, [])
+    assert shared_settings(both, None, ["environment.level=2"]).environment.level == 2  # type: ignore[union-attr]
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model: {tiny: {}}\nseed: 9\n")
+    assert shared_settings(both, recipe, []).seed == 9
+    with pytest.raises(ConfigError, match=r"which rows to ask; give a recipe that does \(recipe=FILE,"):
+        shared_settings(targets[:1], None, [])
+
+
+LOAD = """
+from fovea.config.run import Model
+from fovea.models.load import load_network
+from fovea.run.checkpoint import FORMAT
+from fovea.run.checkpoint import write_manifest
+for revision in (None, "v1"):
+    network = load_network(Model(path="org/tiny", revision=revision))
+    print(float(network.lm_head.weight.double().sum()))
+"""
+
+
+def test_a_revision_pins_the_model(tmp_path: Path) -> None:
+    """Two commits in a cache of the hub's own layout: main is the second, the first is asked for by its hash."""
+    sums = {}
+    hub = tmp_path / "hub" / "models--org--tiny"
+    commits = {"a" * 40: 0, "b" * 40: 1}
+    for commit, seed in commits.items():
+        parts, folder = tiny("qwen3_vl", seed=seed), hub / "snapshots" / commit
+        for part in (parts.network, parts.processor.tokenizer, parts.processor.image_processor):
+            part.save_pretrained(folder)
+        sums[commit] = float(parts.network.get_submodule("lm_head").weight.double().sum())  # type: ignore[union-attr, operator]
+    (hub / "refs").mkdir()
+    (hub / "refs" / "main").write_text("b" * 40)
+    (hub / "refs" / "v1").write_text("a" * 40)
+    environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+
+    done = subprocess.run([sys.executable, "-c", LOAD], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    newest, pinned = map(float, done.stdout.split())
+    assert newest == pytest.approx(sums["b" * 40])
+    assert pinned == pytest.approx(sums["a" * 40])
+    assert newest != pytest.approx(pinned)
+
+
+def test_a_folder_has_no_revisions(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="only hub ids have revisions"):
+        load_network(Model(path=str(tmp_path), revision="v1"))
+    with pytest.raises(ValueError, match=r"model\.tiny is made here and has no revisions"):
+        Model.model_validate({"tiny": {}, "revision": "v1"})
+
+
+def test_runs_with_different_rewards_need_a_recipe(tmp_path: Path) -> None:
+    first, second = make_run(tmp_path / "own", reward="mine.py:score"), make_run(tmp_path / "other")
+    targets = parse_targets([str(first), str(second)])
+    with pytest.raises(ConfigError, match=r"different environments \(reward: mine\.py:score and None\); give a recipe"):
+        shared_settings(targets, None, [])
+    assert shared_settings(targets, second / "config.yaml", []).reward is None
+    assert shared_settings(targets, None, ["reward=ours.py:score"]).reward == "ours.py:score"

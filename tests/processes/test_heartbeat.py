@@ -1,0 +1,207 @@
+"""Workers that hang: stopped processes, and ranks that never come to a collective call."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen
+from threading import Event
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fovea.cluster.placement import Placement, Role
+from fovea.cluster.remote import ConnectionLine, DriverConnection, RemoteWorker
+from fovea.cluster.workers import Call, call_each, lost_ranks
+from fovea.errors import ClusterError, LostRankError
+from fovea.metrics.log import read_metrics
+from fovea.processes.heartbeat import BEATS_PER_TIMEOUT, Silence, Watch, beating
+from fovea.utils.event_loop import wait_for
+from tests.cluster.torchrun_runs import LONG, processes_of, rank_of, settings, torchrun
+from tests.runs import ROOT, environment
+from tests.warm import start_rank
+
+TIMEOUT_SECONDS = 2.0
+PATIENCE = timedelta(seconds=600)
+"""Of processes that are to end otherwise."""
+
+
+def test_a_silence_is_over_when_nothing_was_heard_for_the_timeout() -> None:
+    silence = Silence(10.0, now=100.0)
+    assert silence.pause_seconds == 1.0
+    assert not any(silence.is_over(now) for now in range(101, 111))
+    assert silence.is_over(111.0)
+    silence.heard(111.5)
+    assert not any(silence.is_over(now) for now in range(112, 122))
+    assert silence.is_over(122.0)
+
+
+def test_the_time_in_which_the_driver_itself_was_stopped_is_no_silence() -> None:
+    """It has yet to read what came meanwhile, for which it has the whole timeout."""
+    silence = Silence(10.0, now=100.0)
+    assert not silence.is_over(500.0)
+    assert not any(silence.is_over(now) for now in range(501, 511))
+    assert silence.is_over(511.0)
+    slow = Silence(10.0, now=100.0)
+    assert [slow.is_over(now) for now in (103.0, 106.0, 109.0, 112.0)] == [False, False, False, True], (
+        "slow looks count"
+    )
+
+
+def test_silence_while_the_driver_itself_was_stopped_says_nothing() -> None:
+    """A supervised run that was stopped by Ctrl-Z, and its workers with it."""
+    script = (
+        "import os, signal, time; from fovea.processes.heartbeat import Watch\n"
+        f"Watch({TIMEOUT_SECONDS}, lambda: print('silent', flush=True)); os.kill(os.getpid(), signal.SIGSTOP)\n"
+        f"time.sleep({TIMEOUT_SECONDS / 4})"
+    )
+    with Popen([sys.executable, "-c", script], stdout=PIPE, text=True) as process:
+        _, status = os.waitpid(process.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        time.sleep(1.1 * TIMEOUT_SECONDS)
+        process.send_signal(signal.SIGCONT)
+        assert process.communicate() == ("", None), "nobody else was silent"
+
+
+def beat_only(_: int) -> None:
+    """A worker whose only call never ends, and whose thread beats on to the other end of its standard input."""
+    # oftener than one whose driver has this timeout: on a busy machine some of the beats come late
+    with beating(DriverConnection(Connection(0)).send, TIMEOUT_SECONDS / 4):
+        time.sleep(PATIENCE.total_seconds())
+
+
+def test_a_worker_that_computes_for_long_is_left_alone_and_a_stopped_one_is_killed(tmp_path: Path) -> None:
+    here, there = Pipe()
+    with there:
+        process = start_rank(beat_only, 1, (), tmp_path, stdin=there.fileno())
+    assert here.poll(PATIENCE.total_seconds()), "it has begun to beat"
+    handle = RemoteWorker(ConnectionLine(here, process.pid), 1, TIMEOUT_SECONDS)
+
+    async def run() -> None:
+        answer = await handle.start(Call(service="policy", method="update"))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(answer), 1.5 * TIMEOUT_SECONDS)
+        process.send_signal(signal.SIGSTOP)
+        with pytest.raises(
+            ClusterError,
+            match=r"rank 1 hangs: for cluster\.heartbeat_timeout_seconds=2\.0 nothing .*, in policy\.update",
+        ):
+            await answer
+        await handle.close()
+
+    wait_for(run())
+    assert process.wait(PATIENCE.total_seconds()) == -signal.SIGKILL, "nothing is left behind"
+
+
+def test_a_watch_that_has_ended_is_quiet() -> None:
+    silent = Event()
+    watch = Watch(0.2, silent.set)
+    watch.end()
+    assert not silent.wait(0.6)
+    Watch(0.2, silent.set)
+    assert silent.wait(10)
+
+
+def test_beats_end_with_the_line() -> None:
+    sent: list[bytes] = []
+
+    def send(message: bytes) -> None:
+        sent.append(message)
+        raise BrokenPipeError
+
+    with beating(send, 0.05 * BEATS_PER_TIMEOUT):
+        time.sleep(0.5)
+    assert sent == [b""]
+
+
+def first_comes_alone(rank: int, store: str) -> None:
+    """Rank 0 alone makes calls in the groups of some ranks: two replicas of a learner, and an engine that receives."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3, timeout=PATIENCE)
+    placement = Placement(num_learners=2, num_engines_only=1, learners_generate=False, replicas=2)
+    dist.barrier()  # all of them have been imported, and make their groups at once
+    role = Role.of(placement, "cpu", timedelta(seconds=TIMEOUT_SECONDS))
+    dist.barrier()
+    if rank:
+        return time.sleep(PATIENCE.total_seconds())
+    assert role.learners is not None
+    assert role.receivers is not None
+    assert role.learners.replicated is not None
+    said = "in policy.update did not end within cluster.collective_timeout_seconds"
+    meshes = (role.learners.mesh, role.learners.replicated["replicate"], role.receivers.mesh)
+    # all at once, so that their time passes at once
+    calls = [dist.all_reduce(torch.zeros(1), group=mesh.get_group(), async_op=True) for mesh in meshes]
+    for call in calls:
+        with pytest.raises(LostRankError, match=said), lost_ranks("policy.update"):
+            call.wait()
+
+
+def test_a_rank_that_never_comes_ends_the_collective_call_of_the_others(tmp_path: Path) -> None:
+    first, *others = (
+        start_rank(first_comes_alone, rank, (str(tmp_path / "store"),), tmp_path, stderr=PIPE) for rank in range(3)
+    )
+    _, errors = first.communicate(timeout=PATIENCE.total_seconds() / 2)
+    for each in others:
+        each.kill()
+        each.communicate()
+    assert first.returncode == 0, errors
+
+
+class Failing:
+    """A worker's end whose call ends with an error after a while."""
+
+    image_bytes = 0
+    sent_bytes = 0
+
+    def __init__(self, error: Exception, seconds: float) -> None:
+        self._error, self._seconds = error, seconds
+
+    async def start(self, _call: Call) -> asyncio.Future[None]:
+        async def fail() -> None:
+            await asyncio.sleep(self._seconds)
+            raise self._error
+
+        return asyncio.ensure_future(fail())
+
+    def forget_images(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+def test_of_the_errors_of_a_collective_call_the_cause_is_raised() -> None:
+    call = Call(service="policy", method="update")
+    follows, cause = Failing(LostRankError("another rank has left"), 0.0), Failing(ClusterError("the cause"), 0.2)
+    with pytest.raises(ClusterError, match=r"^the cause$"):
+        wait_for(call_each([(follows, call), (cause, call)]))
+    with pytest.raises(LostRankError, match="another rank has left"):
+        wait_for(call_each([(follows, call), (follows, call)]))
+
+
+@pytest.mark.slow
+@pytest.mark.kill
+def test_a_stopped_worker_of_a_run_ends_it(tmp_path: Path) -> None:
+    """The driver waits in a collective call meanwhile, in which it can do nothing."""
+    words = [*settings("recipes/shapes.yaml", tmp_path, *LONG), "cluster.heartbeat_timeout_seconds=10"]
+    with Popen(
+        torchrun("train", *words),
+        cwd=ROOT,
+        env=environment(),
+        stdout=DEVNULL,
+        stderr=PIPE,
+        text=True,
+    ) as process:
+        while len(read_metrics(tmp_path)) < 2:
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.1)
+        (worker,) = (each for each in processes_of(tmp_path) if rank_of(each) == "1")
+        os.kill(worker, signal.SIGSTOP)
+        _, err = process.communicate(timeout=120)
+    assert "the worker process of rank 1 hangs: for cluster.heartbeat_timeout_seconds=10" in err
+    assert processes_of(tmp_path) == []

@@ -1,0 +1,243 @@
+"""Settings of public runs of verl and RLinf become recipes whose resolved settings are those of tables made by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fovea.config.base import Tree, leaves
+from fovea.config.loading import load_config
+from tests.tables import table
+from tests.tools.importer.imports import GEO3K, error_of, imported, resolved
+from tests.tools.importer.runs_of_others import (
+    RLINF,
+    RLINF_TABLE,
+    RLINF_VARIANTS,
+    VERL,
+    VERL_TABLE,
+    VERL_VARIANTS,
+    WITHOUT_ITS_OWN_LIMIT,
+)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the script and the YAML of the two runs, to work in."""
+    monkeypatch.chdir(tmp_path)
+    Path("run.sh").write_text(VERL, encoding="utf-8")
+    Path("geo3k.yaml").write_text(RLINF, encoding="utf-8")
+    return tmp_path
+
+
+def defaults(table: Tree) -> Tree:
+    """The settings of a run with the members of unions of a table, and nothing else set."""
+    named = ("environment.name", "rollout.engine.name", "algorithm.advantage.name", "algorithm.loss.name")
+    chosen = [f"{key}={table[key]}" for key in named]
+    kl = [f"algorithm.kl.name={table['algorithm.kl.name']}"] if "algorithm.kl.name" in table else []
+    lora = ["model.lora={}"] if "model.lora.rank" in table else []
+    files = ["environment.train_files=[a]", "environment.test_files=[a]", "model.path=x"]
+    dapo = [f"algorithm.{key}=true" for key in ("dynamic_sampling", "overlong") if any(key in name for name in table)]
+    controller = ["algorithm.kl.controller.target=1"] if any("controller" in name for name in table) else []
+    return leaves(load_config([], [*chosen, *kl, *lora, *files, *dapo, *controller]).model_dump(mode="json"))
+
+
+def assert_matches(recipe: str, table: Tree) -> None:
+    """Key by key: what the table has is as it says, and what it lacks is at Fovea's default."""
+    settings = resolved(recipe)
+    assert {key: settings[key] for key in table} == table
+    own = defaults(table)
+    assert {key: value for key, value in settings.items() if key not in table and own.get(key) != value} == {}
+
+
+def test_a_verl_command_line_becomes_the_table(run: Path) -> None:
+    assert_matches(imported("run.sh", *GEO3K), VERL_TABLE)
+
+
+@pytest.mark.parametrize(("words", "changed"), VERL_VARIANTS.values(), ids=VERL_VARIANTS.keys())
+def test_words_behind_it_win(run: Path, words: list[str], changed: Tree) -> None:
+    kl = {} if "algorithm.kl" not in changed else {key: 0 for key in VERL_TABLE if key.startswith("algorithm.kl.")}
+    table = {key: value for key, value in VERL_TABLE.items() if key not in kl} | changed
+    assert_matches(imported("run.sh", *words, *GEO3K), table)
+
+
+def test_the_yaml_of_rlinf_becomes_the_table(run: Path) -> None:
+    assert_matches(imported("geo3k.yaml", "runner.max_steps=750"), RLINF_TABLE)
+
+
+@pytest.mark.parametrize(("words", "changed"), RLINF_VARIANTS.values(), ids=RLINF_VARIANTS.keys())
+def test_words_behind_the_yaml_win(run: Path, words: list[str], changed: Tree) -> None:
+    table = RLINF_TABLE | changed
+    if "algorithm.kl.name" in changed:
+        del table["algorithm.kl"]
+    assert_matches(imported("geo3k.yaml", "runner.max_steps=750", *words), table)
+
+
+def test_a_completion_has_what_the_prompt_leaves_of_a_sequence(run: Path) -> None:
+    Path("geo3k.yaml").write_text(WITHOUT_ITS_OWN_LIMIT, encoding="utf-8")
+    assert resolved(imported("geo3k.yaml", "data.max_prompt_length=1000"))["rollout.max_new_tokens"] == 7192
+
+
+def test_bare_words_are_enough(run: Path) -> None:
+    words = [
+        word for line in VERL.splitlines() for word in line.split() if "." in word and "=" in word and "$" not in word
+    ]
+    files = ["data.train_files=a.parquet", "data.val_files=b.parquet", "actor_rollout_ref.rollout.name=vllm"]
+    settings = resolved(
+        imported(*[word.replace("'", "") for word in words], *files, "data.max_response_length=7", *GEO3K)
+    )
+    assert settings["rollout.prompts_per_step"] == VERL_TABLE["rollout.prompts_per_step"]
+    assert settings["environment.train_files"] == ["a.parquet"]
+
+
+def test_each_line_says_where_it_comes_from(run: Path) -> None:
+    recipe = imported("run.sh", "trainer.nnodes=2", *GEO3K)
+    assert "  prompts_per_step: 512  # data.train_batch_size=512 (run.sh line 11)\n" in recipe
+    assert (
+        "  minibatches: 4  # data.train_batch_size=512 (run.sh line 11); "
+        "actor_rollout_ref.actor.ppo_mini_batch_size=128 (run.sh line 17)\n"
+    ) in recipe
+    assert "  num_nodes: 2  # trainer.nnodes=2 (command line)\n" in recipe
+    assert "  weight_decay: 0.01  # actor_rollout_ref.actor.optim.weight_decay=0.01 (verl's default)\n" in recipe
+    settings = [line for line in recipe.splitlines() if not line.startswith("#") and not line.endswith(":")]
+    assert all(line.partition("  # ")[2] for line in settings)
+
+
+def test_what_has_no_counterpart_is_listed_with_its_reason(run: Path) -> None:
+    words = ["trainer.colour=red", "data.video_key=clips", "trainer.logger=[swanlab,clearml]"]
+    recipe = imported("run.sh", *words, *GEO3K)
+    assert "  swanlab_project: verl_grpo_example_geo3k" in recipe
+    head = recipe.partition("\nrun_dir:")[0]
+    assert "# Without a counterpart here, and left out:\n#   data.video_key: videos are not read\n" in head
+    assert "#   trainer.logger: no clearml; metrics.jsonl in the run folder has every metric" in head
+    assert '# Unknown, and left out:\n#   trainer.colour="red" (command line)' in head
+
+
+def test_every_given_setting_is_somewhere(run: Path) -> None:
+    for words, text in ((["run.sh", *GEO3K], VERL), (["geo3k.yaml"], RLINF)):
+        recipe = imported(*words)
+        keys = [
+            word.lstrip("+").partition("=")[0] for word in text.split() if "." in word.partition("=")[0] and "=" in word
+        ]
+        assert [key for key in keys if key not in recipe] == []
+
+
+def test_a_share_of_an_unknown_number_of_steps_is_not_guessed(run: Path) -> None:
+    recipe = imported("geo3k.yaml")
+    assert "#   actor.lr_sched.lr_warmup_fraction: a share of a number of steps that is not known;" in recipe
+    assert resolved(recipe)["train.lr_warmup_steps"] == 0
+    assert "a share of a number of steps" in error_of("geo3k.yaml", "actor.training_backend=megatron")
+
+
+@table(
+    ("words", "message"),
+    [
+        (
+            ["run.sh"],
+            'data.reward_fn_key="data_source", verl\'s default: verl picks the grader of a row by this column',
+        ),
+        (["run.sh", "algorithm.use_kl_in_reward=True", *GEO3K], "a run has one KL term; leave one out"),
+        (["run.sh", "actor_rollout_ref.actor.clip_ratio=0.3", *GEO3K], "without effect in verl, where"),
+        (
+            ["run.sh", "actor_rollout_ref.rollout.response_length=99", *GEO3K],
+            "is rollout.max_new_tokens=99; a run of Fovea",
+        ),
+        (["run.sh", "actor_rollout_ref.actor.ppo_mini_batch_size=100", *GEO3K], "is no multiple of it"),
+        (["run.sh", "algorithm.adv_estimator=remax", *GEO3K], "there is no such advantage here; set it to grpo, gae"),
+        (["run.sh", "actor_rollout_ref.actor.kl_loss_type=abs", *GEO3K], "there is no such estimator here; set it to"),
+        (["run.sh", "actor_rollout_ref.rollout.name=hf", *GEO3K], "verl needs an engine, and vllm and sglang are here"),
+        (
+            ["run.sh", "actor_rollout_ref.actor.optim.lr=-1", *GEO3K],
+            "actor_rollout_ref.actor.optim.lr=-1 (command line)",
+        ),
+        (["geo3k.yaml", "algorithm.sampling_params.max_new_tokens=9000"], "more than runner.seq_length=8192 less"),
+        (["geo3k.yaml", "actor.model.model_path=/other"], "a run of Fovea has one value: leave one of them out"),
+        (["geo3k.yaml", "--environment", "vqa"], "this is environment.name=geo3k, but --environment says vqa"),
+        (["geo3k.yaml", "reward.reward_type=code"], "no environment here is of that type; add --environment"),
+        (["geo3k.yaml", "data.seed=${nothing:1}"], "is a function that is not known here; write its value"),
+        (["nothing.yaml"], "; give a YAML file or a script of verl or RLinf"),
+        (["nothing.sh"], "nothing.sh: no such file in "),
+        ([], "no settings found; write fovea import-config FILE"),
+        (["x=1"], "x=1: neither a file nor a setting of verl or RLinf, written key=value"),
+        (["data.shuffle=True"], "say which it is with --system verl or --system rlinf"),
+    ],
+)
+def test_what_cannot_be_imported_is_told(run: Path, words: list[str], message: str) -> None:
+    error = error_of(*words)
+    assert message in error
+    assert "\n" not in error
+
+
+def test_a_variable_that_nobody_sets_is_asked_for(run: Path) -> None:
+    Path("run.sh").write_text(VERL.replace("DATA=/data/geo3k\n", ""), encoding="utf-8")
+    assert error_of("run.sh", *GEO3K).endswith("add data.train_files=VALUE behind the file")
+    files = ["data.train_files=/d/train.parquet", "data.val_files=/d/test.parquet"]
+    assert resolved(imported("run.sh", *files, *GEO3K))["environment.train_files"] == ["/d/train.parquet"]
+
+
+def test_two_values_in_one_script_are_a_contradiction(run: Path) -> None:
+    Path("run.sh").write_text(f"{VERL}\npython3 -m verl.trainer.main_ppo trainer.nnodes=4\n", encoding="utf-8")
+    assert "run.sh line 41: trainer.nnodes=4, but run.sh line 38: trainer.nnodes=1; leave" in error_of("run.sh", *GEO3K)
+    assert resolved(imported("run.sh", "trainer.nnodes=3", *GEO3K))["cluster.num_nodes"] == 3
+
+
+def test_text_of_a_file_stays_in_its_comment(run: Path) -> None:
+    hostile = "a\u2028seed: 7\x85reward: b\n"
+    Path("geo3k.yaml").write_text(f"{RLINF}unknown: {{key: {json.dumps(hostile)}}}\n", encoding="utf-8")
+    recipe = imported("geo3k.yaml", f"data.system_prompt={json.dumps(hostile)}", "runner.max_steps=750")
+    settings = resolved(recipe)
+    assert (settings["seed"], settings["reward"]) == (41, None)
+
+
+def test_a_file_is_written_once(run: Path) -> None:
+    imported("run.sh", *GEO3K, "--out", "mine.yaml")
+    assert load_config([Path("mine.yaml")], []).rollout.prompts_per_step == VERL_TABLE["rollout.prompts_per_step"]
+    assert error_of("run.sh", *GEO3K, "--out", "mine.yaml").endswith(
+        "mine.yaml: there is such a file; give another --out"
+    )
+
+
+@pytest.mark.parametrize(
+    "options", ["--config-path=conf --config-name=mine", "--config-path conf --config-name mine", "-cp conf -cn mine"]
+)
+def test_the_config_that_a_command_names_is_read(run: Path, options: str) -> None:
+    """And the files of its `defaults` list; one that is not there is a remark."""
+    Path("conf").mkdir()
+    lists = "defaults:\n  - ppo_trainer\n  - data@data: few\n  - _self_\n"
+    Path("conf", "mine.yaml").write_text(f"{lists}data:\n  train_batch_size: 1\n", encoding="utf-8")
+    Path("conf", "data").mkdir()
+    Path("conf", "data", "few.yaml").write_text("seed: 7\nmax_response_length: 1\n")
+    Path("run.sh").write_text(VERL.replace("main_ppo ", f"main_ppo {options} "), encoding="utf-8")
+    recipe = imported("run.sh", *GEO3K)
+    assert_matches(recipe, VERL_TABLE | {"seed": 7})
+    assert "seed: 7  # data.seed=7 (data/few.yaml)" in recipe
+
+
+def test_a_config_that_is_not_there_is_listed(run: Path) -> None:
+    Path("run.sh").write_text(VERL.replace("main_ppo ", "main_ppo --config-name mine --config-dir gone "))
+    recipe = imported("run.sh", *GEO3K)
+    assert "#   --config-name: its settings stand in a YAML file, which is not in --config-path; name that" in recipe
+    assert "#   --config-dir: its settings stand in YAML files that are not there" in recipe
+
+
+def test_settings_of_trl_are_told_their_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("trl.yaml").write_text(
+        "model_name_or_path: m\nnum_generations: 8\nmax_completion_length: 64\nunheard_of: 1\n", encoding="utf-8"
+    )
+    assert error_of("trl.yaml") == (
+        "error: 3 of 4 settings are those of TRL, whose files are not read, only verl's and RLinf's; write a recipe by "
+        "the table in docs/from-trl.md (model_name_or_path is model.path, num_generations is "
+        "rollout.samples_per_prompt, max_completion_length is rollout.max_new_tokens)"
+    )
+
+
+def test_a_script_of_trl_is_told_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("trl.sh").write_text(
+        "accelerate launch --config_file zero3.yaml grpo_vlm.py \\\n  --learning_rate 1e-5 --num_generations=8\n"
+    )
+    assert error_of("trl.sh").startswith("error: 2 of 3 settings are those of TRL, whose files are not read, only verl")
+    Path("other.sh").write_text("python train.py --config_file zero3.yaml\n")
+    assert error_of("other.sh") == "error: no settings found; write fovea import-config FILE [KEY=VALUE]..."

@@ -1,0 +1,154 @@
+"""Model folders that hold a config.json alone, with the sizes of published models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import Qwen2_5_VLConfig, Qwen2VLConfig, Qwen3VLConfig
+
+from fovea.config.loading import load_config
+from fovea.config.run import Config
+from fovea.tools.plan.model_sizes import ModelSizes, model_sizes
+from fovea.tools.plan.plan import with_settings
+
+QWEN2_5_VL_7B: dict[str, Any] = {
+    "text_config": {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+    },
+    "vision_config": {
+        "depth": 32,
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "out_hidden_size": 3584,
+        "window_size": 112,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+    },
+    "tie_word_embeddings": False,
+}
+"""Qwen/Qwen2.5-VL-7B-Instruct: 8,292,166,656 parameters in its safetensors index (16,584,333,312 bytes of bfloat16)."""
+
+
+QWEN2_VL_7B: dict[str, Any] = QWEN2_5_VL_7B | {
+    "vision_config": {"depth": 32, "embed_dim": 1280, "hidden_size": 3584, "mlp_ratio": 4, "num_heads": 16}
+}
+"""Qwen/Qwen2-VL-7B-Instruct: 8,291,375,616 parameters in its safetensors index (16,582,751,232 bytes of bfloat16)."""
+
+
+def qwen3_vl(hidden: int, mlp: int, layers: int, heads: int) -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
+    return {
+        "text_config": {
+            "hidden_size": hidden,
+            "intermediate_size": mlp,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "vocab_size": 151936,
+            "rope_parameters": rope,
+            "tie_word_embeddings": True,
+        },
+        "vision_config": {
+            "depth": 24,
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "num_heads": 16,
+            "out_hidden_size": hidden,
+            "num_position_embeddings": 2304,
+            "deepstack_visual_indexes": [5, 11, 17],
+        },
+        "tie_word_embeddings": True,
+    }
+
+
+QWEN3_VL_2B, QWEN3_VL_4B = qwen3_vl(2048, 6144, 28, 16), qwen3_vl(2560, 9728, 36, 32)
+
+
+def _untied(sizes: dict[str, Any], **vision: object) -> dict[str, Any]:
+    return {
+        "text_config": sizes["text_config"] | {"tie_word_embeddings": False},
+        "vision_config": sizes["vision_config"] | vision,
+        "tie_word_embeddings": False,
+    }
+
+
+QWEN3_VL_8B = _untied(
+    qwen3_vl(4096, 12288, 36, 32),
+    depth=27,
+    hidden_size=1152,
+    intermediate_size=4304,
+    deepstack_visual_indexes=[8, 16, 24],
+)
+"""Qwen/Qwen3-VL-8B-Instruct: 8,767,123,696 parameters in its safetensors index (17,534,247,392 bytes of bfloat16)."""
+
+
+SMOLVL: dict[str, Any] = {
+    "text_config": {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49152,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e5, "mrope_section": [8, 12, 12]},
+        "tie_word_embeddings": True,
+    },
+    "vision_config": {"depth": 2, "embed_dim": 64, "hidden_size": 576, "mlp_ratio": 4, "num_heads": 4},
+    "tie_word_embeddings": True,
+}
+"""HuggingFaceTB/SmolLM2-135M-Instruct with the tower of `fovea model smolvl`."""
+
+
+def folder_of(folder: Path, sizes: dict[str, Any]) -> Path:
+    """A folder with the config.json of these sizes, and no weights."""
+    vision = sizes["vision_config"]
+    family = Qwen2VLConfig if "embed_dim" in vision else Qwen2_5_VLConfig if "window_size" in vision else Qwen3VLConfig
+    family(**sizes).save_pretrained(folder)
+    return folder
+
+
+FEW_PROMPTS = "rollout.prompts_per_step=64"
+"""Micro-batches are dealt anew in every plan that an advice tries."""
+RECIPES = Path(__file__).parents[3] / "recipes"
+
+
+def wide(family: str) -> dict[str, int]:
+    """Sizes at which activations are more than what a plan leaves out."""
+    return {"hidden_size": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "intermediate_size": 256}
+
+
+_SIZES: dict[str, ModelSizes] = {}
+"""Of published(), by the model's settings without its path: the network takes a second to make."""
+
+
+def published(folder: Path, *overrides: str) -> tuple[Config, ModelSizes]:
+    path = f"model.path={folder_of(folder, QWEN2_5_VL_7B)}"
+    config = load_config([RECIPES / "geo3k_qwen2_5_vl_7b.yaml"], [path, *overrides])
+    return config, sizes_of_published(config)
+
+
+def sizes_of_published(config: Config) -> ModelSizes:
+    """The sizes of Qwen2.5-VL-7B with the settings of a `published` config."""
+    model = config.model.model_dump_json(exclude={"path"})
+    if model not in _SIZES:
+        _SIZES[model] = model_sizes(config)
+    return _SIZES[model]
+
+
+def with_words(config: Config, words: Sequence[str]) -> Config:
+    pairs = [word.split("=") for word in words]
+    return with_settings(config, {key: _value(value) for key, value in pairs})
+
+
+def _value(text: str) -> object:
+    return json.loads(text) if text[0].isdigit() or text in ("true", "false") else text

@@ -1,0 +1,366 @@
+"""`fovea plan` against what real networks have: their parameters, the tensors that autograd keeps, measured peaks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, UntypedStorage
+from torch.autograd.graph import saved_tensors_hooks
+from typer.testing import CliRunner
+
+from benchmarks.torch_memory import AllocationTrace
+from fovea.cli.main import app
+from fovea.config.loading import load_config
+from fovea.config.run import Config
+from fovea.errors import ConfigError
+from fovea.models.recompute import Recompute, recompute_activations
+from fovea.models.vlm import VLM
+from fovea.tools.plan.activations import Numerics
+from fovea.tools.plan.memory import row_stages
+from fovea.tools.plan.model_sizes import ModelSizes, model_sizes
+from fovea.tools.plan.plan import RunPlan, advice_for, changes_for, make_plan, with_settings
+from fovea.tools.plan.rollout import decode_copies
+from fovea.tools.plan.workload import roles_of, workload_of
+from fovea.train.packing import pack_row
+from tests.policies import make_batch, make_policy
+from tests.tiny_models import CPU, FAMILIES, image, renderer, save, tiny, user
+from tests.tools.plan.published import (
+    FEW_PROMPTS,
+    QWEN2_5_VL_7B,
+    QWEN3_VL_2B,
+    QWEN3_VL_8B,
+    RECIPES,
+    folder_of,
+    published,
+    wide,
+    with_words,
+)
+
+GROUPS, SAMPLES, TOKENS = 6, 4, 12
+TOLERANCE = 0.15
+
+
+def config_for(folder: Path, prompt_tokens: int, image_tokens: int, **train: object) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"path": str(folder)},
+            "rollout": {"prompts_per_step": GROUPS, "samples_per_prompt": SAMPLES, "max_new_tokens": TOKENS},
+            "plan": {"gpu": "cpu", "gpus": 1, "prompt_tokens": prompt_tokens, "image_tokens": image_tokens},
+            "train": {"max_tokens_per_microbatch": 10**6, **train},
+        }
+    )
+
+
+@pytest.mark.parametrize("how", ["none", "full"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_saved_activations_are_those_that_autograd_keeps(family: str, how: Recompute, tmp_path: Path) -> None:
+    parts = tiny(family, **wide(family))
+    recompute_activations(parts.network, how)
+    vlm = VLM(parts.network.train(), parts.processor.banned_ids)
+    prompts = [renderer(parts).prompt(user(image(seed, 64, 64), "How many circles?")) for seed in range(GROUPS)]
+    unequal = [np.full(TOKENS, 5 + number) for number in range(SAMPLES)]  # a plan counts on no equal ones
+    row = pack_row(vlm.family, prompts, [unequal] * GROUPS, CPU)
+    kept: dict[int, UntypedStorage] = {}
+
+    def count(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with saved_tensors_hooks(count, lambda tensor: tensor):
+        vlm(row, temperature=1.0, chunk_tokens=10**6)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in vlm.parameters()}
+    measured = sum(storage.nbytes() for pointer, storage in kept.items() if pointer not in weights)
+    # the pixels are numpy's, and no activations
+    measured -= sum(prompt.images[0].tensors["pixel_values"].nbytes for prompt in prompts)
+
+    config = config_for(
+        save(parts, tmp_path), prompts[0].num_tokens, prompts[0].images[0].num_tokens, gradient_checkpointing=how
+    )
+    sizes, numerics = model_sizes(config), Numerics.of(config, cuda=False)
+    (shape,) = workload_of(config, sizes, roles_of(config, 1)).distinct_rows
+    planned = sum(stage.saved for stage in row_stages(config, sizes, shape, numerics))
+    assert (shape.tokens, shape.actions) == (row.num_tokens, row.num_actions)
+    # checkpoints hold rotary positions as arguments, where autograd's hooks do not see them
+    assert planned == pytest.approx(measured, rel=0.05 if how == "none" else TOLERANCE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_are_those_of_the_network(family: str, tmp_path: Path) -> None:
+    parts = tiny(family)
+    sizes = model_sizes(config_for(save(parts, tmp_path), 25, 9))
+    assert sizes.parameters == sizes.trainable == sum(parameter.numel() for parameter in parts.network.parameters())
+    assert sizes.tied
+
+
+def test_published_models_have_their_published_sizes(tmp_path: Path) -> None:
+    """Bytes of bfloat16 in the indices of Qwen/Qwen2.5-VL-7B-Instruct and Qwen/Qwen3-VL-8B-Instruct."""
+    _, sizes = published(tmp_path / "7B")
+    larger = model_sizes(
+        load_config([RECIPES / "geo3k.yaml"], [f"model.path={folder_of(tmp_path / '8B', QWEN3_VL_8B)}"])
+    )
+    assert [2 * each.parameters for each in (sizes, larger)] == [16_584_333_312, 17_534_247_392]
+    assert not sizes.tied
+    assert not larger.tied
+
+
+def test_states_of_a_sharded_policy_by_hand(tmp_path: Path) -> None:
+    """On 8 ranks: float32 shards, moments and gradients, a shard of the reference, and an engine while it is awake."""
+    config, sizes = published(tmp_path, "plan.gpu=a100-40")
+    rollout, update = make_plan(config, sizes).phases
+    count = sizes.parameters
+    for phase in (rollout, update):
+        assert phase.parts["parameters"] == pytest.approx(4 * count / 8, abs=8)
+        assert phase.parts["optimizer"] == pytest.approx(8 * count / 8, abs=8)
+        assert phase.parts["reference model"] == pytest.approx(2 * count / 8, abs=8)
+    assert rollout.parts["engine's weights"] == 2 * count
+    assert "engine's weights" not in update.parts, "every push brings all of them"
+    assert update.parts["gradients"] == pytest.approx(4 * count / 8, rel=0.01)
+    assert "gradients" not in rollout.parts, "an update frees them"
+    # keys and values of 28 layers with 4 heads of 128 numbers, in 16 bits
+    assert rollout.parts["key-value cache"] == 393_216 * 2 * 28 * 4 * 128 * 2
+
+
+def test_a_sleeping_engine_keeps_what_is_frozen(tmp_path: Path) -> None:
+    config, sizes = published(tmp_path, "model.lora.rank=16", "plan.gpu=a100-40")
+    update = make_plan(config, sizes).phases[1].parts
+    assert update["engine's weights"] == 2 * (sizes.parameters - sizes.trainable) == 16_584_333_312
+
+
+def test_copies_of_weights_stay_with_the_cache_where_an_update_leaves_room_for_both(tmp_path: Path) -> None:
+    config, sizes = published(tmp_path, "plan.gpu=h100")
+    rollout, update = (phase.parts for phase in make_plan(config, sizes).phases)
+    for part in ("engine's weights", "key-value cache"):
+        assert update[part] == rollout[part]
+    larger = with_settings(config, {"rollout.engine.max_batch_tokens": 600_000})
+    assert not {"engine's weights", "key-value cache"} & make_plan(larger, sizes).phases[1].parts.keys()
+
+
+def test_offload_and_replicas(tmp_path: Path) -> None:
+    config, sizes = published(tmp_path)
+    assert not make_plan(config, sizes).on_host
+    plan = make_plan(with_settings(config, {"train.backend.cpu_offload": True}), sizes)
+    assert not {"optimizer", "parameters", "gradients"} & plan.phases[1].parts.keys()
+    count = sizes.parameters
+    assert plan.on_host == {
+        "parameters": pytest.approx(4 * count / 8, abs=8),
+        "optimizer": pytest.approx(8 * count / 8, abs=8),
+        "gradients": pytest.approx(4 * count / 8, abs=8),
+    }
+    alone = make_plan(with_settings(config, {"train.backend.cpu_offload": True, "plan.gpus": 1}), sizes)
+    assert alone.on_host == {"optimizer": 12 * count, "gradients": 4 * count}, "master weights and two moments"
+    replicated = make_plan(with_settings(config, {"train.backend.replicas": 2}), sizes).phases[1].parts
+    assert replicated["optimizer"] == pytest.approx(8 * sizes.parameters / 4, abs=8)
+    assert replicated["gradients"] == pytest.approx(4 * sizes.parameters / 4, rel=0.01)
+
+
+def test_no_seconds_of_a_network_between_nodes(tmp_path: Path) -> None:
+    config, sizes = published(tmp_path)
+    assert make_plan(config, sizes).machine.link_gb_per_second == 450
+    nodes = {"plan.gpus": None, "cluster.num_nodes": 2, "cluster.gpus_per_node": 4}
+    machine = make_plan(with_settings(config, nodes), sizes).machine
+    assert (machine.gpus, machine.link_gb_per_second) == (8, None)
+
+
+def moved(config: Config, sizes: ModelSizes) -> dict[str, int]:
+    return {each.what: each.num_bytes for each in make_plan(config, sizes).traffic}
+
+
+def test_traffic_of_replicas_by_hand(tmp_path: Path) -> None:
+    """2 replicas of 4 ranks: each row reduces 3 of 4 shards, and of 4 steps 2 * 1/2 shard goes to the other replica."""
+    config, sizes = published(tmp_path)
+    assert "all-reduce over replicas" not in moved(config, sizes)
+    gradients, rows = 4 * sizes.parameters, make_plan(config, sizes).microbatches
+    for replicas, past in ((1, 7 / 8), (2, 3 / 4)):
+        found = moved(with_settings(config, {"train.backend.replicas": replicas}), sizes)
+        assert found["reduce-scatter of gradients"] == pytest.approx(past * rows * gradients)
+    assert found["all-reduce over replicas"] == pytest.approx(4 * gradients / 4)
+    with pytest.raises(ConfigError, match=r"replicas=3 does not divide .* 8; set it to 1, 2, 4 or 8"):
+        make_plan(with_settings(config, {"train.backend.replicas": 3}), sizes)
+
+
+def test_a_separate_critic_is_work_and_traffic(tmp_path: Path) -> None:
+    """Its passes are the policy's, and one for values; a head gives values in the pass for old log-probs."""
+    config, sizes = published(tmp_path, "algorithm.name=ppo", "algorithm.ppo_epochs=1", "algorithm.kl=null")
+    rows = make_plan(config, sizes).microbatches
+    whole = 7 / 8 * 2 * sizes.parameters
+    for trunk, networks in (("shared", 1), ("separate", 2)):
+        found = with_settings(config, {"algorithm.advantage.critic.trunk": trunk})
+        logprobs, update = make_plan(found, sizes).compute[1:]
+        assert update.flops == networks * make_plan(config, sizes).compute[-1].flops
+        assert logprobs.phase == "logprobs"
+        assert moved(found, sizes)["all-gather of weights"] == pytest.approx(3 * networks * rows * whole)
+
+
+@pytest.mark.parametrize(("width", "most_rows"), [(4, 64), (2, 256)], ids=["float32", "bfloat16"])
+def test_decode_copies_on_a_cpu(width: int, most_rows: int, tmp_path: Path) -> None:
+    _, sizes = published(tmp_path)
+    numerics = Numerics(width=width, cuda=False)
+    assert decode_copies(sizes, most_rows, numerics) == width * sizes.language_weights
+    assert not decode_copies(sizes, most_rows + 1, numerics)
+    assert not decode_copies(sizes, most_rows, Numerics(width=width, cuda=True))
+
+
+def test_gpus_of_their_own_hold_one_side_only(tmp_path: Path) -> None:
+    """Two of 8 GPUs generate: they hold an engine, and the other six hold shards of a sixth and no engine."""
+    config, sizes = published(tmp_path, "cluster.placement=disaggregated", "cluster.rollout_gpus=2")
+    rollout, update = make_plan(config, sizes).phases
+    assert rollout.parts["engine's weights"] == 2 * sizes.parameters
+    assert not {"optimizer", "gradients", "reference model"} & rollout.parts.keys()
+    assert "engine's weights" not in update.parts
+    assert update.parts["optimizer"] == pytest.approx(8 * sizes.parameters / 6, abs=8)
+
+
+@pytest.mark.parametrize("logits_mib", [512.0, 0.005], ids=["whole", "in chunks"])
+def test_peak_of_an_update_is_the_measured_one(logits_mib: float, tmp_path: Path) -> None:
+    """Whole passes and optimizer steps of a tiny policy, by torch's allocator."""
+    parts = tiny("qwen3_vl", **wide("qwen3_vl"))
+    backend = {"logits_mib": logits_mib}
+    policy, batch = make_policy(parts, backend=backend), make_batch(parts)
+    policy.update(batch)
+    trace = AllocationTrace()
+    trace.start()
+    with torch.profiler.record_function("update"):
+        policy.update(batch)
+    trace.stop()
+    (peak,) = trace.peaks(["update"])["update"]
+    # what other tests have left is not this policy's: weights and moments are left out on both sides
+    measured = peak - trace.before
+
+    groups = batch.groups
+    prompt = sum(group.prompt.num_tokens for group in groups) // len(groups)
+    image_tokens = sum(one.num_tokens for group in groups for one in group.prompt.images) // len(groups)
+    config = Config.model_validate(
+        {
+            "model": {"path": str(save(parts, tmp_path))},
+            "train": {"backend": backend},
+            "rollout": {
+                "prompts_per_step": len(groups),
+                "samples_per_prompt": 3,
+                "max_new_tokens": 9,
+                "engine": {"reuse_gib": 0.0},
+            },
+            "plan": {
+                "gpu": "cpu",
+                "gpus": 1,
+                "prompt_tokens": prompt,
+                "image_tokens": image_tokens,
+                "completion_tokens": round(sum(len(s.token_ids_T) for s in batch.samples) / 9),
+            },
+        }
+    )
+    update = make_plan(config).phases[1]
+    planned = update.total - update.parts["parameters"] - update.parts["optimizer"]
+    assert update.parts["parameters"] == 4 * sum(parameter.numel() for parameter in parts.network.parameters())
+    assert update.parts["optimizer"] == 2 * update.parts["parameters"]
+    assert planned == pytest.approx(measured, rel=TOLERANCE)
+
+
+KV_BYTES = 2 * 28 * 8 * 128 * 2
+"""Keys and values of a token of Qwen3-VL-2B in bfloat16: 28 layers of 8 heads of width 128."""
+
+
+def geo3k_plan(tmp_path: Path, *words: str) -> RunPlan:
+    """The plan of recipes/geo3k.yaml on one H100 of 80 GB."""
+    path = f"model.path={folder_of(tmp_path, QWEN3_VL_2B)}"
+    return make_plan(load_config([RECIPES / "geo3k.yaml"], [path, "plan.gpus=1", "plan.gpu=h100", *words]))
+
+
+def test_a_pool_stays_where_it_fits_beside_the_update(tmp_path: Path) -> None:
+    rollout, update = geo3k_plan(tmp_path).phases
+    assert rollout.parts["key-value cache"] == update.parts["key-value cache"] == 131_072 * KV_BYTES
+    rollout, update = geo3k_plan(tmp_path, "rollout.engine.max_batch_tokens=300000").phases
+    assert rollout.parts["key-value cache"] == 300_000 * KV_BYTES
+    assert "key-value cache" not in update.parts, "freed, and allocated again"
+
+
+def test_a_pool_without_a_size_is_what_memory_leaves(tmp_path: Path) -> None:
+    default = "rollout.engine.max_batch_tokens=null"
+    plan = geo3k_plan(tmp_path, default)
+    assert plan.batch_tokens is not None
+    assert plan.peak.phase == "update"
+    assert 0 <= plan.machine.usable_bytes - plan.peak.total < KV_BYTES, "all that the update leaves"
+    plan = geo3k_plan(tmp_path, default, "train.gradient_checkpointing=none", "train.max_tokens_per_microbatch=24576")
+    rollout, update = plan.phases
+    held = rollout.parts["parameters"] + rollout.parts["optimizer"]
+    assert plan.batch_tokens == int(0.8 * (plan.machine.usable_bytes - held)) // KV_BYTES, "four fifths of what is free"
+    assert "key-value cache" not in update.parts
+
+
+def test_advice_is_what_fits(tmp_path: Path) -> None:
+    path = f"model.path={folder_of(tmp_path, QWEN3_VL_2B)}"
+    small = ["plan.gpus=1", "plan.gpu=a100-40", "rollout.engine.max_batch_tokens=65536", "rollout.max_new_tokens=1024"]
+    config = load_config(
+        [RECIPES / "geo3k.yaml"],
+        [
+            path,
+            *small,
+            FEW_PROMPTS,
+            "train.gradient_checkpointing=none",
+            "data.max_prompt_tokens=1024",
+            "model.freeze_vision_tower=true",
+        ],
+    )
+    sizes = model_sizes(config)
+    assert not make_plan(config, sizes).fits
+    advice = advice_for(config)
+    assert advice
+    for each in advice:
+        changed = with_words(config, each.settings)
+        assert make_plan(changed, sizes if changed.model == config.model else None).fits
+
+
+def test_advice_is_what_runs(tmp_path: Path) -> None:
+    """An engine refuses a prompt that does not fit its cache with all completions, and LoRA trains no projector."""
+    config, sizes = published(
+        tmp_path, FEW_PROMPTS, "plan.gpus=1", "rollout.max_new_tokens=4096", "model.freeze_projector=false"
+    )
+    assert not make_plan(config, sizes).fits
+    tried = [settings for change in changes_for(config, make_plan(config, sizes)) for settings in change.tries]
+    cache = "rollout.engine.max_batch_tokens"
+    assert min(settings[cache] for settings in tried if cache in settings) >= 1024 + 5 * 4096
+    assert {"train.backend.cpu_offload", "model.lora.rank"} <= {key for settings in tried for key in settings}
+    assert all("lora" not in word for each in advice_for(config) for word in each.settings)
+
+
+def test_engines_move_to_gpus_of_their_own_where_both_do_not_fit_one(tmp_path: Path) -> None:
+    """A 7B model's engine and the weights that FSDP2 gathers beside it are more than a GPU of 24 GiB has."""
+    small = ["rollout.prompts_per_step=64", "rollout.engine.max_batch_tokens=32768", "model.feature_cache_gib=0"]
+    config, sizes = published(tmp_path, "plan.gpu=l4", "plan.gpus=8", "model.lora.rank=16", *small)
+    assert not make_plan(config, sizes).fits
+    assert ("cluster.placement=disaggregated", "cluster.rollout_gpus=4") in [x.settings for x in advice_for(config)]
+
+
+def test_the_command_says_what_to_change(tmp_path: Path) -> None:
+    words = ["plan", str(RECIPES / "geo3k_qwen2_5_vl_7b.yaml"), f"model.path={folder_of(tmp_path, QWEN2_5_VL_7B)}"]
+    words += [FEW_PROMPTS]
+    fits = CliRunner().invoke(app, [*words, "--json"])
+    assert fits.exit_code == 0
+    assert json.loads(fits.stdout)["fits"] is True
+    too_much = CliRunner().invoke(app, [*words, "plan.gpus=1"])
+    assert too_much.exit_code == 1
+    assert "does not fit" in too_much.stdout
+    assert "it fits with" in too_much.stdout
+
+
+def test_a_folder_without_a_config_is_one_line(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["plan", str(RECIPES / "geo3k.yaml"), f"model.path={tmp_path}"])
+    assert done.exit_code == 2
+    assert "config.json, the only file of a model that a plan reads" in done.stderr
+
+
+def test_a_folder_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    """Without a question to the hub, which knows no such name."""
+    folder_of(tmp_path / "Qwen3-VL", QWEN3_VL_2B)
+    done = CliRunner().invoke(app, ["plan", str(RECIPES / "geo3k.yaml"), f"model.path={tmp_path / 'Qwen3-Vl'}"])
+    assert done.exit_code == 2
+    assert f"no such folder; did you mean {tmp_path / 'Qwen3-VL'}?" in done.stderr.replace("\n", "")
+
+
+def test_a_model_that_the_hub_does_not_give_says_what_a_plan_needs() -> None:
+    done = CliRunner().invoke(app, ["plan", str(RECIPES / "geo3k.yaml"), "model.path=nobody/has-this-model"])
+    assert done.exit_code == 2
+    assert "give a folder that holds this file, the only one of a model that a plan reads" in done.stderr

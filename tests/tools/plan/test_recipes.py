@@ -1,0 +1,176 @@
+"""Every recipe fits the machine that its head names, by its plan; some take two steps on two ranks with tiny models."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from fovea.config.loading import load_config
+from fovea.config.run import Config
+from fovea.metrics.log import read_metrics
+from fovea.models.processor import load_processor
+from fovea.models.render import Renderer
+from fovea.tools.plan.machine import GIB, machine_of
+from fovea.tools.plan.plan import RunPlan, make_plan
+from fovea.wiring.environment import make_environment
+from fovea.wiring.images import make_opener
+from fovea.wiring.model import locate_model
+from tests.cluster.torchrun_runs import train_on_two
+from tests.environments.files import row
+from tests.runs import HASH_REWARD
+from tests.tiny_models import save, tiny
+from tests.tools.plan.published import (
+    QWEN2_5_VL_7B,
+    QWEN2_VL_7B,
+    QWEN3_VL_2B,
+    QWEN3_VL_4B,
+    QWEN3_VL_8B,
+    SMOLVL,
+    folder_of,
+)
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+GB = 10**9
+VERL = "geo3k_qwen2_5_vl_7b.yaml"
+FROZEN, LORA = "model.freeze_vision_tower=true", "model.lora={rank: 64, alpha: 32, targets: all-linear}"
+MACHINE = re.compile(r"^# Machine: (?P<count>\d+) (?P<kind>x|CPU core,) (?P<memory>\d+) GB$", re.MULTILINE)
+BEFORE = {
+    "geo3k_sglang": "geo3k",
+    "geo3k_vllm": "geo3k_qwen2_5_vl_7b",
+    "megatron_qwen2_5_vl": "geo3k_qwen2_5_vl_7b",
+    "megatron_qwen3_vl": "geo3k_qwen2_5_vl_7b",
+    "tiny": "vqa",
+}
+"""A recipe that another one is added to."""
+MODELS = {
+    "Qwen/Qwen2-VL-7B-Instruct": QWEN2_VL_7B,
+    "Qwen/Qwen2.5-VL-7B-Instruct": QWEN2_5_VL_7B,
+    "Qwen/Qwen3-VL-2B-Instruct": QWEN3_VL_2B,
+    "Qwen/Qwen3-VL-8B-Instruct": QWEN3_VL_8B,
+    "models/smolvl": SMOLVL,
+}
+
+
+def planned(name: str, folder: Path) -> tuple[Config, RunPlan]:
+    """The settings of a recipe, and their plan on the machine that its head names."""
+    files = [RECIPES / f"{each}.yaml" for each in (BEFORE.get(name), name) if each is not None]
+    config = load_config(files, [f"run_dir={folder}/run"])
+    if config.model.path is not None:
+        config = load_config(files, [f"model.path={folder_of(folder, MODELS[config.model.path])}"])
+    (named,) = MACHINE.finditer(files[-1].read_text(encoding="utf-8"))
+    count, memory_gb = int(named["count"]), int(named["memory"])
+    found = machine_of(config.plan, config.cluster, config.model.device)
+    if named["kind"] == "x":
+        assert (found.gpus, found.gpu.memory_gib, found.gpu.is_cuda) == (count, memory_gb, True)
+        return config, make_plan(config)
+    assert (found.gpus, found.gpu.is_cuda) == (count, False)
+    own = replace(found, gpu=replace(found.gpu, memory_gib=memory_gb * GB / GIB))
+    return config, make_plan(config, machine=own)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.yaml")))
+def test_every_recipe_fits_the_machine_that_its_head_names(name: str, tmp_path: Path) -> None:
+    config, plan = planned(name, tmp_path)
+    assert plan.fits
+    seconds = [phase.seconds for phase in plan.compute if phase.seconds is not None]
+    if config.max_hours is not None:
+        assert sum(seconds) * config.max_steps < config.max_hours * 3600 - 600, "dev readings take time as well"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sizes", "overrides"),
+    [
+        ("geo3k.yaml", QWEN3_VL_2B, []),
+        ("geo3k.yaml", QWEN3_VL_4B, []),
+        ("geo3k.yaml", QWEN3_VL_8B, []),
+        (VERL, QWEN2_5_VL_7B, []),
+        (VERL, QWEN2_5_VL_7B, [FROZEN]),
+        (VERL, QWEN2_5_VL_7B, [LORA]),
+        (VERL, QWEN3_VL_8B, ["rollout.engine.max_batch_tokens=262144"]),
+        (VERL, QWEN2_5_VL_7B, ["plan.gpu=a100-40", "rollout.engine.max_batch_tokens=65536"]),
+    ],
+    ids=["2B", "4B", "8B", "7B", "7B frozen tower", "7B LoRA", "8B of verl's", "7B on 40 GB"],
+)
+def test_it_fits_8_gpus(recipe: str, sizes: dict[str, Any], overrides: list[str], tmp_path: Path) -> None:
+    path = f"model.path={folder_of(tmp_path / 'model', sizes)}"
+    plan = make_plan(load_config([RECIPES / recipe], [path, "plan.gpus=8", "plan.gpu=h100", *overrides]))
+    assert plan.fits
+    # of the update's peak nothing is so small that the recipe could not be meant for these GPUs
+    assert plan.peak.total > 0.2 * plan.machine.usable_bytes
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sizes"), [("megatron_qwen2_5_vl.yaml", QWEN2_5_VL_7B), ("megatron_qwen3_vl.yaml", QWEN3_VL_8B)]
+)
+def test_it_fits_8_gpus_under_megatron(recipe: str, sizes: dict[str, Any], tmp_path: Path) -> None:
+    """On the machine that both headers name."""
+    words = [f"model.path={folder_of(tmp_path / 'model', sizes)}", "plan.gpus=8", "plan.gpu=h100"]
+    plan = make_plan(load_config([RECIPES / VERL, RECIPES / recipe], words))
+    assert plan.fits
+    assert plan.peak.total > 0.8 * plan.machine.usable_bytes
+
+
+@pytest.mark.parametrize(("recipe", "tokens"), [("shapes", 25), ("shapes_ppo", 25), ("shapes_zoom", 85)])
+def test_a_plan_assumes_the_prompts_that_the_demo_has(recipe: str, tokens: int, tmp_path: Path) -> None:
+    config = load_config([RECIPES / f"{recipe}.yaml"], [f"run_dir={tmp_path}/run"])
+    environment = make_environment(config).environment
+    located = locate_model(config, tmp_path, lambda: environment)
+    renderer = Renderer(load_processor(located), make_opener(config.data, tmp_path))
+    tasks = environment.tasks("train")
+    longest = max(renderer.prompt(environment.prompt(tasks[index])).num_tokens for index in range(40))
+    assert config.plan.prompt_tokens == longest == tokens
+
+
+@pytest.mark.parametrize("recipe", ["vlm_gym_geospot.yaml", "vlm_gym_vqa.yaml"])
+def test_ppo_of_7b_fits_4_gpus_of_80_gb(recipe: str, tmp_path: Path) -> None:
+    """All weights are trained, without adapters or offload."""
+    config = load_config([RECIPES / recipe], [f"model.path={folder_of(tmp_path, QWEN2_VL_7B)}"])
+    assert (config.model.lora, config.train.backend.cpu_offload) == (None, False)
+    plan = make_plan(config)
+    assert (plan.machine.gpus, plan.machine.gpu.memory_gib) == (4, 80)
+    assert plan.trainable == plan.parameters == 8_291_375_616
+    assert plan.fits
+
+
+SMALL = (
+    "max_steps=2",
+    "rollout.prompts_per_step=4",
+    "rollout.samples_per_prompt=3",
+    "rollout.max_new_tokens=8",
+    "data.max_prompt_tokens=256",
+    "parity.prompts=0",
+    "evaluate.before_training=false",
+    "evaluate.image_controls=false",
+    "log.tensorboard=false",
+    "evaluate.shared_images=ignore",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "family"), [("geo3k.yaml", "qwen3_vl"), (VERL, "qwen2_5_vl")], ids=["RLinf", "verl"]
+)
+def test_it_takes_two_steps_on_two_ranks(recipe: str, family: str, tmp_path: Path) -> None:
+    data, run_dir = tmp_path / "rows.parquet", tmp_path / "run"
+    pq.write_table(
+        pa.Table.from_pylist([row(f"How many sides have {n} squares?", str(4 * n)) for n in range(1, 25)]), data
+    )
+    files = [f"environment.{split}_files=[{data}]" for split in ("train", "dev", "test")]
+    model = save(tiny(family), tmp_path / "model")
+    train_on_two(
+        f"recipes/{recipe}",
+        f"run_dir={run_dir}",
+        f"model.path={model}",
+        HASH_REWARD,
+        *files,
+        *SMALL,
+    )
+    steps = read_metrics(run_dir)
+    assert [step["step"] for step in steps] == [1, 2]
+    assert all(step["actions_trained"] > 0 and step["grad_norm"] > 0 for step in steps)

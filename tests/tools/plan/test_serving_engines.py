@@ -1,0 +1,133 @@
+"""`fovea plan` for engines with weights of their own: what they take, by hand, and what makes it fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fovea.cli.main import app
+from fovea.config.run import Config
+from fovea.errors import ConfigError
+from fovea.tools.plan.engine import CACHE
+from fovea.tools.plan.model_sizes import ModelSizes
+from fovea.tools.plan.plan import RunPlan, advice_for, make_plan
+from fovea.tools.plan.states import ENGINE
+from tests.tools.plan.published import (
+    FEW_PROMPTS,
+    QWEN2_5_VL_7B,
+    RECIPES,
+    folder_of,
+    published,
+    sizes_of_published,
+    with_words,
+)
+
+TOKEN_BYTES = 2 * 28 * 4 * 128 * 2
+"""Of Qwen2.5-VL-7B: keys and values of 28 layers with 4 heads of 128 numbers, in bfloat16."""
+GIB = 2**30
+APART = ("cluster.placement=disaggregated", "cluster.rollout_gpus=1")
+
+
+def plan_of(tmp_path: Path, *words: str) -> tuple[RunPlan, ModelSizes, Config]:
+    config, sizes = published(tmp_path, *words)
+    return make_plan(config, sizes), sizes, config
+
+
+def test_a_share_of_the_gpu_is_weights_and_the_rest_the_cache(tmp_path: Path) -> None:
+    plan, sizes, _ = plan_of(tmp_path, "rollout.engine=vllm", "rollout.engine.gpu_memory_utilization=0.4")
+    rollout, update, push = plan.phases
+    assert rollout.parts[ENGINE] == push.parts[ENGINE] == 2 * sizes.parameters
+    assert rollout.parts[CACHE] == int(0.4 * 80 * GIB) - 2 * sizes.parameters
+    assert plan.room is not None
+    assert plan.room.cache_tokens == rollout.parts[CACHE] // TOKEN_BYTES
+    # asleep, and without its cache until the push is over
+    assert not {ENGINE, CACHE} & update.parts.keys()
+    assert CACHE not in push.parts
+    # a bucket of 64 MiB, and the embedding that may fill it
+    assert push.parts["weights on their way"] == 2**26 + 2 * 152064 * 3584
+    assert rollout.parts["optimizer"] == update.parts["optimizer"] > 0
+
+
+def test_sglang_shares_what_the_trainer_leaves(tmp_path: Path) -> None:
+    plan, sizes, _ = plan_of(tmp_path, "rollout.engine=sglang", "rollout.engine.gpu_memory_utilization=0.4")
+    rollout = plan.phases[0].parts
+    # without a reference model: free when SGLang starts is all but the shards of the policy
+    free = 80 * GIB - rollout["parameters"] - rollout.get("reference model", 0)
+    assert rollout[CACHE] == int(free * 0.4) - 2 * sizes.parameters
+
+
+@pytest.mark.parametrize(
+    ("words", "weights", "cache_tokens"),
+    [
+        (["rollout.engine=vllm", "rollout.engine.kv_cache_gib=4"], 1, 4 * GIB // TOKEN_BYTES),
+        (["rollout.engine=sglang", "rollout.engine.max_total_tokens=50000"], 1, 50_000),
+        (["rollout.engine=sglang", "rollout.engine.max_total_tokens=50000", "plan.gpu=cpu"], 1, 50_000),
+        (["rollout.engine=sglang", "plan.gpu=cpu"], 1, 32_768),
+        (["rollout.engine=vllm", "plan.gpu=cpu"], 1, GIB // TOKEN_BYTES),
+        # two GPUs hold half of the weights and half of the heads each
+        (
+            ["rollout.engine=vllm", "rollout.engine.kv_cache_gib=4", "rollout.engine.tensor_parallel_size=2", *APART],
+            2,
+            8 * GIB // TOKEN_BYTES,
+        ),
+    ],
+)
+def test_a_cache_of_a_set_size(words: list[str], weights: int, cache_tokens: int, tmp_path: Path) -> None:
+    plan, sizes, _ = plan_of(tmp_path, *words)
+    assert plan.room is not None
+    assert plan.room.cache_tokens == cache_tokens
+    assert plan.room.weights == 2 * sizes.parameters // weights
+    # nothing is freed on a CPU
+    assert (ENGINE in plan.phases[1].parts) == ("plan.gpu=cpu" in words)
+
+
+@pytest.mark.parametrize("apart", [[], ["cluster.placement=disaggregated", "cluster.rollout_gpus=2"]])
+def test_engines_that_would_share_gpus_are_refused(apart: list[str], tmp_path: Path) -> None:
+    """As a run refuses them."""
+    words = ["rollout.engine=vllm", "rollout.engine.tensor_parallel_size=2", *apart]
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2, but each of \d GPUs has an engine"):
+        plan_of(tmp_path, *words)
+
+
+def test_gpus_of_their_own_hold_the_engine_alone(tmp_path: Path) -> None:
+    apart = ["cluster.placement=disaggregated", "cluster.rollout_gpus=2"]
+    plan, *_ = plan_of(tmp_path, "rollout.engine=vllm", "rollout.engine.gpu_memory_utilization=0.85", *apart)
+    assert plan.phases[0].parts.keys() == {ENGINE, CACHE}
+    assert plan.phases[0].total == pytest.approx(0.85 * 80 * GIB)
+
+
+def test_servers_take_nothing_of_the_trainers(tmp_path: Path) -> None:
+    words = ["rollout.engine=vllm_servers", "rollout.engine.servers=[http://host:1]", "rollout.engine.weights_dir=/w"]
+    plan, *_ = plan_of(tmp_path, *words)
+    assert plan.room is None
+    assert not any({ENGINE, CACHE} & phase.parts.keys() for phase in plan.phases)
+    assert plan.compute[0].seconds is None, "of servers that are not planned"
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("share", [0.1, 0.94])
+def test_what_is_advised_fits(engine: str, share: float, tmp_path: Path) -> None:
+    """A share too small for the weights and one conversation, and one that leaves the trainer too little."""
+    words = [f"rollout.engine={engine}", f"rollout.engine.gpu_memory_utilization={share}", FEW_PROMPTS]
+    plan, _, config = plan_of(tmp_path, *words)
+    assert not plan.fits
+    advice = advice_for(config)
+    assert any("gpu_memory_utilization" in each.settings[0] for each in advice)
+    for each in advice:
+        changed = with_words(config, each.settings)
+        assert make_plan(changed, sizes_of_published(changed)).fits
+
+
+def test_the_command_names_the_setting(tmp_path: Path) -> None:
+    path = f"model.path={folder_of(tmp_path, QWEN2_5_VL_7B)}"
+    words = ["plan", str(RECIPES / "geo3k_qwen2_5_vl_7b.yaml"), path, "rollout.engine=vllm", FEW_PROMPTS]
+    fits = CliRunner().invoke(app, words)
+    assert fits.exit_code == 0, fits.output
+    assert "the key-value cache of an engine has room for" in fits.stdout
+    small = CliRunner().invoke(app, [*words, "rollout.engine.gpu_memory_utilization=0.1"])
+    assert small.exit_code == 1
+    said = " ".join(small.stdout.split())
+    assert "does not fit: the key-value cache has room for 0 tokens beside the engine's weights" in said
+    assert "it fits with rollout.engine.gpu_memory_utilization=" in said

@@ -1,0 +1,222 @@
+"""Settings reach what they are for."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from fovea.config.run import Config, ShapesEnvironment
+from fovea.data.order import LazyTasks
+from fovea.environments.base import Split
+from fovea.environments.shapes.environment import Shapes
+from fovea.errors import ConfigError, DataError, MissingExtraError, TrainError
+from fovea.models.vision.feature_cache import FeatureCache
+from fovea.run.lifecycle import begin
+from fovea.train.base import ModelFacts
+from fovea.types import Task
+from fovea.utils.event_loop import wait_for
+from fovea.utils.installing import pip_install
+from fovea.wiring import kernel_notes
+from fovea.wiring.kernel_notes import liger_note, runs_liger
+from fovea.wiring.model import liger_kernels, locate_model, open_vlm, tokenizer_corpus
+from fovea.wiring.outputs import model_table
+from tests.wiring.small import SMALL, run_of
+
+
+@pytest.mark.parametrize(
+    ("model", "cached"),
+    [({}, False), ({"freeze_vision_tower": True}, True), ({"lora": {"rank": 2}}, True)],
+)
+def test_features_are_cached_exactly_when_the_tower_is_frozen(
+    model: dict[str, object], cached: bool, tmp_path: Path
+) -> None:
+    config = Config.model_validate({"model": {"tiny": {}, **model}, **SMALL})
+    environment = Shapes(config.environment, 0)  # type: ignore[arg-type]
+    vlm = open_vlm(config, locate_model(config, tmp_path, lambda: environment), banned_ids=())
+    assert isinstance(vlm._feature_cache, FeatureCache) is cached
+    assert any(p.requires_grad for p in vlm.network.get_submodule("model.visual").parameters()) is not cached
+
+
+def test_features_spill_into_the_run_folder_while_the_run_goes_on(tmp_path: Path) -> None:
+    model = {"tiny": {}, "freeze_vision_tower": True, "feature_cache_gib": 0, "feature_spill_gib": 1}
+    run = run_of(tmp_path, model=model)
+    row = run.sources.train.get(0)
+    assert row is not None
+    vlm = run.policy.worker._vlm  # type: ignore[attr-defined]
+    vlm.image_features(row.prompt.images)
+    assert len(list((tmp_path / "features").glob("*.safetensors"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("backend", "message"),
+    [
+        ({"cpu_offload": True}, "cpu_offload=true, but the model is on cpu, whose memory is the host's already; set"),
+        ({"replicas": 2}, "replicas=2 does not divide the number of training processes, 1; set it to 1$"),
+    ],
+)
+def test_settings_of_sharding_that_one_process_on_a_cpu_cannot_have(
+    backend: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^train\.backend\.{message}"):
+        run_of(tmp_path, train={"backend": backend}, model={"tiny": {}, "device": "cpu"})
+
+
+def test_liger_kernels_need_cuda(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"the model is on cpu .* CUDA only; set train\.backend\.liger_kernels=false, or"
+    ):
+        run_of(tmp_path, model={"tiny": {}, "device": "cpu"}, train={"backend": {"liger_kernels": True}})
+
+
+@pytest.mark.parametrize(
+    ("setting", "device", "installed", "runs"),
+    [
+        ("auto", "cuda", True, True),
+        ("auto", "cuda", False, False),
+        ("auto", "cpu", True, False),
+        (True, "cpu", False, True),
+        (False, "cuda", True, False),
+    ],
+)
+def test_liger_kernels_run_by_default_where_they_can(
+    setting: bool | str, device: str, installed: bool, runs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        kernel_notes, "find_spec", lambda name: object() if installed and name == "liger_kernel" else None
+    )
+    config = Config.model_validate({"model": {"tiny": {}}, "train": {"backend": {"liger_kernels": setting}}})
+    assert runs_liger(config, torch.device(device)) is runs
+    if setting == "auto" and device == "cuda":
+        (note,) = liger_note(runs)
+        assert note.startswith("slow: ") is not installed
+        assert (pip_install("liger") in note) is not installed
+
+
+@pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is not None, reason="liger_kernel is installed")
+def test_liger_kernels_need_their_package() -> None:
+    with pytest.raises(
+        MissingExtraError, match=rf"liger_kernel is not installed; {re.escape(pip_install('liger'))}, or set"
+    ):
+        liger_kernels(torch.device("cuda"))
+
+
+def test_pixel_limits_and_temperature_reach_their_places(tmp_path: Path) -> None:
+    run = run_of(tmp_path, model={"tiny": {}, "max_pixels": 32 * 32}, rollout={"temperature": 0.7, "max_new_tokens": 3})
+    row = run.sources.train.get(0)
+    assert row is not None
+    assert row.prompt.images[0].tensors["image_grid_thw"].tolist() == [1, 4, 4]
+    assert run.policy.worker._scorer.temperature == 0.7  # type: ignore[attr-defined]
+
+
+def test_each_split_comes_from_its_own_rows(tmp_path: Path) -> None:
+    sources = run_of(tmp_path).sources
+    for name, size in (("train", 12), ("dev", 4), ("test", 8)):
+        tasks = getattr(sources, name).tasks
+        assert len(tasks) == size
+        assert tasks[0].id.startswith(name)
+
+
+@pytest.mark.parametrize(("lora", "warmup", "copied"), [(False, False, True), (True, False, False), (True, True, True)])
+def test_a_reference_is_copied_only_where_no_adapter_can_be_switched_off(
+    lora: bool, warmup: bool, copied: bool, tmp_path: Path
+) -> None:
+    """After a warm-up of the adapters the model without them is not what RL began with."""
+    run = run_of(
+        tmp_path,
+        model={"tiny": {}, "lora": {"rank": 2} if lora else None},
+        algorithm={"kl": {"coef": 0.1}},
+        warmup={"max_steps": 1} if warmup else None,
+    )
+    assert (run.policy.worker._reference is not None) is copied  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_without_a_kl_term_no_reference_is_kept(lora: bool, tmp_path: Path) -> None:
+    """A copy would hold the memory of a second model for nothing."""
+    model = {"tiny": {}, "lora": {"rank": 2} if lora else None}
+    run = run_of(tmp_path, model=model, warmup={"max_steps": 1}, algorithm={"kl": None})
+    assert run.policy.worker._reference is None  # type: ignore[attr-defined]
+
+
+def test_shared_images_stop_a_run_that_forbids_them_before_it_trains(tmp_path: Path) -> None:
+    """The train rows stand in for the test rows."""
+    run = run_of(tmp_path, evaluate={"shared_images": "forbid", "image_controls": False})
+    object.__setattr__(run.sources, "test", run.sources.train)
+    with run.metrics, pytest.raises(TrainError, match="12 held-out images are also in the training split"):
+        wait_for(begin(run))
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_kind_that_no_row_has_cannot_be_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: object) -> None:
+        raise AssertionError("the model was loaded first")
+
+    monkeypatch.setattr("fovea.wiring.run.open_backends", load)
+    with pytest.raises(
+        ConfigError, match=r"no dev row is of kind existance.*the kinds are colour, counting, existence"
+    ):
+        run_of(tmp_path, warmup={"stop_kind_accuracy": {"existance": 0.7}})
+
+
+def test_where_metrics_go_is_opened_before_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing key of W&B should not cost the minutes that a large model takes to load."""
+    opened = list[str]()
+
+    def load(*_: object) -> None:
+        raise ConfigError(f"opened before: {opened}")
+
+    monkeypatch.setattr("fovea.wiring.run.make_trackers", lambda *_: opened.append("trackers"))
+    monkeypatch.setattr("fovea.wiring.run.open_backends", load)
+    with pytest.raises(ConfigError, match=r"opened before: .'trackers'"):
+        run_of(tmp_path)
+
+
+def test_bad_rows_are_skipped_when_the_words_are_learned() -> None:
+    class HalfBad(Shapes):
+        def tasks(self, split: Split) -> Sequence[Task]:
+            def make(index: int) -> Task:
+                if index % 2:
+                    raise DataError("bad")
+                return rows[index]
+
+            rows = super().tasks(split)
+            return LazyTasks(make, range(len(rows)), kind_of=lambda _: "all")
+
+    environment = HalfBad(ShapesEnvironment(train_size=6), seed=0)
+    assert len(tokenizer_corpus(environment, "skip")) == 2 * 3
+    with pytest.raises(DataError):
+        tokenizer_corpus(environment, "error")
+
+
+def test_the_reference_is_a_copy_that_stays(tmp_path: Path) -> None:
+    run = run_of(tmp_path, algorithm={"kl": {"coef": 0.1}})
+    policy = run.policy
+    reference, trained = policy.worker._reference.vlm, policy.worker._vlm  # type: ignore[attr-defined]
+    assert reference is not trained
+    assert not any(parameter.requires_grad for parameter in reference.parameters())
+    assert all(parameter.requires_grad for parameter in trained.parameters())
+    own = {parameter.data_ptr() for parameter in trained.parameters()}
+    assert not own & {parameter.data_ptr() for parameter in reference.parameters()}
+
+
+@pytest.mark.parametrize(("critic", "rate"), [({}, 0.02), ({"trunk": "separate"}, 0.02), ({"learning_rate": 0.5}, 0.5)])
+def test_the_critics_rate_follows_the_policys_unless_it_is_set(
+    critic: dict[str, object], rate: float, tmp_path: Path
+) -> None:
+    """1e-5 beside 5e-7, at any scale (decision 009)."""
+    train = {"learning_rate": 1e-3, "lr_warmup_steps": 0}
+    run = run_of(tmp_path, algorithm={"name": "ppo", "advantage": {"critic": critic}}, train=train)
+    rates = run.policy.worker._set_rates()  # type: ignore[attr-defined]
+    assert rates == pytest.approx({"learning_rate": 1e-3, "learning_rate/value": rate})
+
+
+@pytest.mark.parametrize(("num", "said"), [(1, "tiny on cpu, 1 thread"), (2, "tiny on cpu, 2 threads")])
+def test_the_table_of_a_model_counts_its_threads(num: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num)
+    facts = ModelFacts(device="cpu", device_name=None, parameters=())
+    assert str(model_table("tiny", facts).title) == said
