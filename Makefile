@@ -98,9 +98,10 @@ docs: $(DEVELOPS)  ## Build the documentation as a site, build/site
 docs-serve: $(DEVELOPS)  ## Show the documentation while it is written
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
-lint: $(DEVELOPS)  ## Check format, style and types
+lint: $(DEVELOPS)  ## Check format, style, plain English and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/python .ci/english.py
 	$(BIN)/mypy
 
 format: $(DEVELOPS)  ## Rewrite files in the project's format

@@ -19,7 +19,7 @@ class Deadline:
         return self._ends - self._clock()
 
     def allows(self, what: str, seconds: float) -> bool:
-        """Whether there is time for work of this estimated duration; prints that it is skipped if not."""
+        """True if there is time for work of this estimated duration; prints that it is skipped if not."""
         if self.seconds_left >= seconds:
             return True
         print(f"skipped: {what} (would take about {seconds:.0f} s, {max(self.seconds_left, 0):.0f} s are left)")

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fovea.config.run import TinyModel
+from fovea.config.model import TinyModel
 from fovea.environments.base import Environment
 from fovea.models.load import DTYPES
 from fovea.models.tiny import TinyParts, make_tiny, with_processor

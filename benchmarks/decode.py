@@ -1,4 +1,4 @@
-"""Decoding speed of the embedded engine, against the floor of its matrix products alone.
+"""Decoding speed of the embedded engine, against the floor of its matrix products only.
 
     python -m benchmarks.decode [tokens]
 

@@ -51,7 +51,7 @@ class Figures:
     step_tokens: float
     """Completion tokens of a step, the same for all engines where no completion ends early."""
     tokens_per_second: float
-    """Completion tokens by the time of the rollout alone."""
+    """Completion tokens by the time of the rollout only."""
     push_seconds: float
     peak_gib: float
     largest_gap: float

@@ -54,7 +54,7 @@ class Part:
     bytes: float
     """Bytes of weights, gradients, optimizer state and KV cache that pass through memory."""
     thin: bool = False
-    """Whether the matrix products have few rows."""
+    """True if the matrix products have few rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +133,7 @@ def _num_bytes(module: torch.nn.Module) -> int:
 
 
 def reuses_rollout(case: Case) -> bool:
-    """Whether the update reuses linear outputs and image features of the rollout."""
+    """True if the update reuses linear outputs and image features of the rollout."""
     config = config_of(case)
     engine = config.rollout.engine
     assert isinstance(engine, EmbeddedEngine), f"a benchmark of the embedded engine on {engine.name}"

@@ -27,7 +27,7 @@ from benchmarks.cases import Case
 from benchmarks.gpu_model import QWEN3_VL_2B, SMALL
 from benchmarks.gpu_parts import Figures, Setting, against_trl, decoding, fresh_parts, give_back_memory, parity, steps
 from benchmarks.ours import share
-from fovea.config.run import TinyModel
+from fovea.config.model import TinyModel
 from fovea.metrics.throughput import known_peak_tflops
 from fovea.models.shared_prefix.attention import Kernel
 from fovea.tools.probe.rates import Rates, measure_rates
@@ -133,7 +133,7 @@ class Findings:
         self.failed: list[str] = []
 
     def part(self, name: str, title: str, rows: Iterator[Figures]) -> None:
-        """Run a part and print its results; an error ends this part alone, and is listed in `failed`."""
+        """Run a part and print its results; an error ends only this part, and is listed in `failed`."""
         found = self.rows[name] = []
         try:
             for row in rows:

@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from fovea.config.run import TinyModel
+from fovea.config.model import TinyModel
 from fovea.models.families.qwen_vl import IMAGE_PAD
 from fovea.models.processor import token_id
 from fovea.models.tiny import SPECIAL_TOKENS, TinyParts, build_image_processor, with_chat_tokens, with_processor

@@ -26,7 +26,7 @@ from benchmarks.cases import IMAGE_HEAVY, Case, make_parts
 from benchmarks.growth_plot import draw_growth
 from benchmarks.ours import Ours, share
 from benchmarks.process import last_number, restart_with_tuned_malloc
-from fovea.config.run import TinyModel
+from fovea.config.model import TinyModel
 from fovea.metrics.log import peak_rss_gib
 
 MODULE = "benchmarks.growth"

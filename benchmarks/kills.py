@@ -162,7 +162,7 @@ class Launched:
         return False
 
     def _goes_on(self, attempt: Attempt, seconds: float) -> bool:
-        """Whether an attempt is not over before so many seconds have passed."""
+        """True if an attempt is not over before so many seconds have passed."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             if not all(map(is_running, attempt.pids)):

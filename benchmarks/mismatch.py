@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RoundedWeights:
-    """Weights of the policy rounded to a few bits, for the engine alone."""
+    """Weights of the policy rounded to a few bits, only for the engine."""
 
     source: WeightSource
     bits: int

@@ -57,7 +57,7 @@ def _install_switch() -> None:
 
 _install_switch()
 """
-"""What the package's `__init__.py` ends with in the copy: tells the mutant that is on, and notes who reaches which."""
+"""Last lines of the package's `__init__.py` in the copy: they report the active mutant, and note who reaches which."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ class Mutant:
 
     @property
     def identity(self) -> tuple[str, str, str, str]:
-        """What stays when lines above it change."""
+        """Key of a mutant that stays when lines above it change."""
         return self.file, self.function, self.original, self.mutated
 
 
@@ -190,7 +190,7 @@ def _run_later(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _changed(node: ast.expr) -> Iterator[ast.expr]:
-    """What an expression may become."""
+    """Mutations of an expression."""
     changed = copy.deepcopy(node)
     if isinstance(changed, ast.Compare) and type(changed.ops[0]) in COMPARED:
         changed.ops[0] = COMPARED[type(changed.ops[0])]()

@@ -69,7 +69,7 @@ for line in sys.stdin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of one mutant."""
+    """Result of one mutant."""
 
     mutant: Mutant
     ended: str
@@ -82,7 +82,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reached:
-    """What one run of all tests without a mutant told."""
+    """Results of one run of all tests without a mutant."""
 
     tests_of: Mapping[int, Sequence[str]]
     """Tests that reach a mutant, by its number."""

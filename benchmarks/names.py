@@ -78,7 +78,7 @@ def _keywords(tree: ast.AST, name: str) -> Iterator[str]:
 
 
 def missing(use: Use, source: Source) -> str | None:
-    """What a release lacks of this use; None if nothing that can be seen without running it."""
+    """Describe what a release lacks of this use; None if nothing is missing as far as the text shows."""
     module = use.module.replace(".", "/")
     if _exists(source, f"{module}/{use.name}"):
         return None
@@ -99,7 +99,7 @@ def _exists(source: Source, path: str) -> bool:
 
 @lru_cache
 def _definition(text: str, name: str) -> ast.AST | None:
-    """Where a module defines, assigns, imports or mentions a name, in this order."""
+    """Places where a module defines, assigns, imports or mentions a name, in this order."""
     tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name == name:
@@ -115,7 +115,7 @@ def _definition(text: str, name: str) -> ast.AST | None:
 
 
 def _arguments(found: ast.AST) -> set[str] | None:
-    """Keyword arguments that a function or class takes; None where its text alone does not say."""
+    """Keyword arguments that a function or class takes; None where its text does not say."""
     if isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef):
         given = found.args
         return None if given.kwarg else {each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)}

@@ -11,7 +11,8 @@ from benchmarks.cases import BenchEnvironment, BenchGrader, Case, endless, make_
 from benchmarks.timing import Clock, StepTimes
 from fovea.advantages import with_advantages
 from fovea.config.backends import EmbeddedEngine as EmbeddedSettings
-from fovea.config.run import Config, Lora, Model
+from fovea.config.model import Lora, Model
+from fovea.config.run import Config
 from fovea.data.images import ImageOpener
 from fovea.data.order import Order
 from fovea.environments.curriculum import Curriculum

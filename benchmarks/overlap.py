@@ -2,7 +2,7 @@
 
     python -m benchmarks.overlap --steps 60 --json overlap.json recipes/shapes.yaml seed=1
 
-Each bound of `--bounds` (`rollout.max_staleness_steps`) is a run of its own under torchrun, with a thread per process,
+Each bound of `--bounds` (`rollout.max_staleness_steps`) is a separate run under torchrun, with a thread per process,
 one after another. Figures are medians in seconds over its steps after the first ones, without checkpoints and readings.
 """
 

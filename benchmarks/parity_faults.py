@@ -5,7 +5,7 @@
 
 The faults are made in what the engine reads, and not by the gate's own functions. An answer is `named` (the run stops,
 and the error names this fault), `stopped` (with another name or none), `cannot tell` (it passes, and the line says that
-this fault cannot be told) or `PASSED`. Stale weights are read after a push that the engine has not taken.
+this fault would not show) or `PASSED`. Stale weights are read after a push that the engine has not taken.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from unittest.mock import patch
 import numpy as np
 from numpy.typing import NDArray
 
-from fovea.config.run import Config, ShapesZoomEnvironment
+from fovea.config.environments import ShapesZoomEnvironment
+from fovea.config.run import Config
 from fovea.environments.shapes.environment import ShapesZoom
 from fovea.models.families.qwen_vl import QwenVL
 from fovea.rollout.embedded.engine import EmbeddedEngine
@@ -194,7 +195,7 @@ def broken_positions(engine: BrokenEngine, wrong: Callable[..., Positions]) -> I
 
 
 def read_with(run: Run, fault: str) -> ParityReading:
-    """What the gate reads of an engine with this fault; for stale weights the policy is trained by a step."""
+    """Read the gate on an engine with this fault; for stale weights the policy is trained by a step."""
     if fault == STALE:
         return _read_stale(run)
     change = CHANGES[fault](run.image_token_id) if fault in CHANGES else _same
@@ -207,7 +208,7 @@ def read_with(run: Run, fault: str) -> ParityReading:
 def _read_stale(run: Run) -> ParityReading:
     assert isinstance(run.policy, LocalPolicy)
     assert isinstance(run.engine, EmbeddedEngine)
-    # of its own, which training does not change
+    # copies, which training does not change
     copies = {name: weight.detach().clone() for name, weight in run.policy.worker.weights()}
     run.engine.load_weights(copies, 0)
     wait_for(read_parity(run, 0))

@@ -2,7 +2,7 @@
 
     python -m benchmarks.plan_check --json plan_check.json
 
-Every case is a run of three steps in a process of its own. Measured is the most that torch's allocator holds
+Every case is a run of three steps in a separate process. Measured is the most that torch's allocator holds
 (`torch_memory`) in each phase of the last step, when the optimizer has its states and no checkpoint is being written;
 planned is what `fovea plan` says of the recipe with the lengths that the run had.
 """
@@ -186,7 +186,7 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def measure_apart(case: str) -> list[Row]:
-    """Run a case in a process of its own, whose memory no other case has touched."""
+    """Run a case in a separate process, whose memory no other case has touched."""
     command = [sys.executable, "-m", MODULE, "--case", case]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -36,7 +36,7 @@ def children(process: int) -> list[int]:
 
 
 def is_running(process: int) -> bool:
-    """Whether a process runs, or is stopped; one that has ended and is not yet waited for does not."""
+    """True if a process runs, or is stopped; one that has ended and is not yet waited for does not."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:

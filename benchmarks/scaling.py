@@ -2,7 +2,7 @@
 
     python -m benchmarks.scaling --json scaling.json
 
-Runs: `recipes/shapes.yaml` on 1, 2 and 4 workers of Ray on this machine, each run in a process of its own, which is the
+Runs: `recipes/shapes.yaml` on 1, 2 and 4 workers of Ray on this machine, each run in a separate process, which is the
 driver and no worker: its CPU time is what a step costs the driver. Figures are medians over the counted steps. Beside
 the bytes stands what `fovea plan` says of the same settings and lengths. Messages: a batch of made-up samples, dealt
 to some learners and packed for each as a call of the policy packs it.
@@ -31,7 +31,8 @@ from rich.table import Table
 from benchmarks.plan_check import COMMON, RECIPES, REWARD
 from fovea.cluster.services import WorkersPolicy
 from fovea.config.loading import load_config
-from fovea.config.run import Config, Train
+from fovea.config.run import Config
+from fovea.config.sections import Train
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.models.flops import Work, training_passes
@@ -169,7 +170,7 @@ class _End:
 
     packing: Packing
     images: ImageKeys
-    """Those in the learner's rows."""
+    """Tokens in the learner's rows."""
 
 
 def _deal(learners: int) -> Deal:
@@ -192,7 +193,7 @@ def _pack(ends: Sequence[_End], made_up: Batch) -> float:
 
 
 def batch(groups: int) -> Batch:
-    """Groups of `SAMPLES` completions of `TOKENS` tokens, each with an image of its own, after advantages."""
+    """Groups of `SAMPLES` completions of `TOKENS` tokens, each with a separate image, after advantages."""
     return Batch(groups=tuple(_group(number) for number in range(groups)))
 
 
@@ -228,7 +229,7 @@ def _sample(completion_id: str, token_id: int) -> Sample:
 
 def _in_process_of_its_own(case: str, steps: int) -> dict[str, float]:
     with TemporaryDirectory(prefix="fv") as folder:
-        # a cluster and a token of its own, whatever else runs on this machine
+        # a cluster and a separate token, whatever else runs on this machine
         own = {"RAY_TMPDIR": folder, "RAY_AUTH_TOKEN_PATH": f"{folder}/token", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", MODULE, "--case", case, "--steps", str(steps)]
         done = subprocess.run(command, env={**os.environ, **own}, stdout=subprocess.PIPE, text=True, check=True)

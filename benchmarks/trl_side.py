@@ -1,6 +1,6 @@
 """TRL's side of the comparisons: its GRPOTrainer on the same weights and rows.
 
-TRL needs a processor; transformers' own needs torchvision for videos alone, so a subclass without a video processor is
+TRL needs a processor; transformers' own needs torchvision only for videos, so a subclass without a video processor is
 used. The settings are the fastest for a CPU: no gradient checkpointing, KL off. Of a model in bfloat16 the optimizer
 steps those weights themselves.
 """

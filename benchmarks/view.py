@@ -22,7 +22,8 @@ from rich.table import Table
 from starlette.testclient import TestClient
 
 from fovea.config.loading import dump_config
-from fovea.config.run import Config, Model, TinyModel
+from fovea.config.model import Model, TinyModel
+from fovea.config.run import Config
 from fovea.evaluation.answer import SampledAnswer
 from fovea.metrics.jsonl import METRICS_FILE
 from fovea.report.about import CONFIG_FILE

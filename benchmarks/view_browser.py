@@ -2,7 +2,7 @@
 
     python -m benchmarks.view_browser --steps 10000
 
-Two made-up runs (`benchmarks.view`), served as `fovea view` serves them, by a process of its own. A time runs from the
+Two made-up runs (`benchmarks.view`), served as `fovea view` serves them, by a separate process. A time runs from the
 action until what it asks for is drawn: two frames after the page holds it. Needs Chromium and what tests need.
 """
 
@@ -60,7 +60,7 @@ class Action:
     do: str
     ready: str
     hash: str = "#samples"
-    """Where the action starts."""
+    """Script that brings the page to the start of the action."""
 
 
 def key(name: str) -> str:
@@ -73,7 +73,7 @@ def entered(selector: str, value: str, event: str = "change") -> str:
 
 
 def actions(steps: int) -> Iterator[Action]:
-    """What a person does, in about the order in which it is done."""
+    """Actions of a person, in their usual order."""
     middle = steps // 2
     newest, groups = f"step {steps:,} ", f"{4 * steps:,}"
     yield Action(name="nothing: two frames", do="0", ready="true")

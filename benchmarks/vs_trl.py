@@ -26,7 +26,7 @@ from benchmarks.cases import CASES, FAMILIES, Case
 from benchmarks.ours import Ours
 from benchmarks.process import last_number, restart_with_tuned_malloc
 from benchmarks.timing import CLOCKS, Clock, Speedup, StepTimes, medians, shown_ratio, spread, with_plain_share
-from fovea.config.run import Train
+from fovea.config.sections import Train
 from fovea.metrics.log import peak_rss_gib
 from fovea.models.load import DTYPES
 

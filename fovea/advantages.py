@@ -20,6 +20,7 @@ from fovea.algorithms.gae import gae, whiten
 from fovea.algorithms.kl import ESTIMATORS
 from fovea.algorithms.value_loss import explained_variance
 from fovea.config.algorithm import (
+    Algorithm,
     DrGrpo,
     Gae,
     Grpo,
@@ -28,7 +29,6 @@ from fovea.config.algorithm import (
     ReinforcePlusPlusBaseline,
     Rloo,
 )
-from fovea.config.run import Algorithm
 from fovea.samples import replace_samples
 from fovea.types import Batch, Metrics, Sample
 

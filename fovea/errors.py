@@ -27,7 +27,7 @@ class FoveaError(Exception):
 
 
 class SeveralErrors(FoveaError):
-    """Errors of independent checks, reported together, each on a line of its own."""
+    """Errors of independent checks, reported together, each on a separate line."""
 
     def __init__(self, errors: Sequence[FoveaError]) -> None:
         super().__init__("\n".join(map(str, errors)))
@@ -56,7 +56,7 @@ class BadRowError(DataError):
         self.reason = reason
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # a worker process sends it to its caller: an exception is otherwise made again of its message alone
+        # a worker process sends it to its caller: an exception is otherwise made again of its message only
         return type(self), (str(self), self.reason)
 
 
@@ -139,7 +139,7 @@ _OUT_OF_MEMORY = re.compile(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that an allocation failed, on the host or on a device."""
+    """True if an error says that an allocation failed, on the host or on a device."""
     # torch.OutOfMemoryError is a RuntimeError, too
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
@@ -204,7 +204,7 @@ def _statement(error: BaseException) -> str:
 
 
 def raised(error: BaseException) -> str:
-    """What code of the user's raised, and where, such as `raised ValueError: bad length at mine.py:12`."""
+    """Describe an exception of the user's code, such as `raised ValueError: bad length at mine.py:12`."""
     return f"raised {_with_text(error) or type(error).__name__}{_place(error)}"
 
 

@@ -1,8 +1,8 @@
 """The training loop in which engines draw the next steps while the policy trains: the sibling of `loop.py`.
 
 The loss corrects for the steps that the policy has taken since the weights that drew a completion, by its ratio to the
-log-probs that they drew with (`rollout.max_staleness_steps`, decision 020). Policy and engines must be in processes of
-their own.
+log-probs that they drew with (`rollout.max_staleness_steps`, decision 020). Policy and engines must be in separate
+processes.
 """
 
 from __future__ import annotations

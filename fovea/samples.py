@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from fovea.algorithms.advantage import has_signal, overlong_penalty
 from fovea.algorithms.aggregation import sample_weights
-from fovea.config.run import Algorithm
+from fovea.config.algorithm import Algorithm
 from fovea.types import Batch, Episode, Group, Metrics, Sample, SampleGroup, TurnTokens
 
 Value = TypeVar("Value", bound=np.generic)
@@ -64,7 +64,7 @@ def make_batch(
 
 
 def length_penalty(episode: Episode, settings: Algorithm, max_new_tokens: int) -> float:
-    """What `algorithm.overlong` adds to the reward of an episode, 0 or less."""
+    """Term, 0 or less, that `algorithm.overlong` adds to an episode's reward."""
     if settings.overlong is None:
         return 0.0
     return overlong_penalty(
@@ -94,7 +94,7 @@ def _kept(rewards_PG: torch.Tensor, signal_P: torch.Tensor, settings: Algorithm)
         return list(range(len(rewards_PG)))
     silent = (~signal_P).nonzero()[:, 0]
     worst_first = silent[rewards_PG[silent].mean(1).sort(stable=True).indices].tolist()
-    # Groups without signal train for the entropy bonus alone. Lowest rewards first: groups that fail need exploration
+    # Groups without signal train only for the entropy bonus. Lowest rewards first: groups that fail need exploration
     # more than those that succeed. Sorted back into step order, so that every minibatch has its share of both.
     return sorted([*signal_P.nonzero()[:, 0].tolist(), *worst_first[: settings.max_groups_without_signal]])
 
@@ -147,7 +147,7 @@ def with_old_logprobs(batch: Batch, logprobs: Sequence[NDArray[np.float32]]) -> 
 
 
 def has_old_logprobs(batch: Batch) -> bool:
-    """Whether the samples already hold old log-probs."""
+    """True if the samples already hold old log-probs."""
     return any(sample.old_logprobs_T is not None for sample in batch.samples)
 
 

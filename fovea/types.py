@@ -230,7 +230,7 @@ class Episode:
 
     @property
     def was_truncated(self) -> bool:
-        """Whether the last turn ended at the limit of tokens, and not by itself."""
+        """True if the last turn ended at the limit of tokens, and not by itself."""
         return self.last.finish == "length"
 
 

@@ -89,7 +89,7 @@ class Browser:
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
-        self._navigate("about:blank")  # an address that differs in its hash alone loads nothing
+        self._navigate("about:blank")  # an address that differs only in its hash loads nothing
         self.events.clear()  # those of the page before
         self._navigate(address)
 

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from fovea.config.run import Config, Model, TinyModel
+from fovea.config.model import Model, TinyModel
+from fovea.config.run import Config
 from fovea.data.order import Order, kinds_of
 from fovea.environments.base import Environment
 from fovea.environments.curriculum import Curriculum, Stage, Stages

@@ -1,4 +1,4 @@
-"""A reward of the answer's text alone: a model of random weights boxes no answer, and equal rewards train nothing."""
+"""A reward of the answer's text only: a model of random weights boxes no answer, and equal rewards train nothing."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Torch's meta device in place of a GPU: what the host or the device would wait for there is counted, or an error.
 
-Kernels run by their shapes alone, those of CUDA in place of those of CPUs, and the meta device has no numbers: as on a
+Kernels run only by their shapes, those of CUDA in place of those of CPUs, and the meta device has no numbers: as on a
 GPU, whatever the host reads of a tensor must be copied first. So a read is an error by itself, unless it is within
 `PretendedDevice`, which counts it and answers with ones. What the device would wait for are copies of the host's
 pageable memory. Operators that are given tensors of both devices are errors.

@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from fovea.config.run import Algorithm, Train
+from fovea.config.algorithm import Algorithm
+from fovea.config.sections import Train
 from fovea.models.tiny import TinyParts
 from fovea.models.trainable import trainable_parameters
 from fovea.models.vlm import VLM

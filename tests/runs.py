@@ -47,7 +47,7 @@ def environment() -> dict[str, str]:
 
 
 def fovea(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """A command in a process of its own, without the seconds of its imports."""
+    """A command in a separate process, without the seconds of its imports."""
     return run_warm(["fovea", *arguments], environment(), timeout=240)
 
 

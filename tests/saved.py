@@ -1,4 +1,4 @@
-"""Saving a policy, and its tensors read by torch.distributed.checkpoint alone."""
+"""Saving a policy, and its tensors read only by torch.distributed.checkpoint."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fovea.advantages import with_advantages
-from fovea.config.run import Algorithm
+from fovea.config.algorithm import Algorithm
 from fovea.types import Batch, Prompt, Sample, SampleGroup
 from tests.records import all_actions
 

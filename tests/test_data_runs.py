@@ -111,7 +111,7 @@ WEB = [
     *("data.on_bad_row=skip", "data.allow_private_addresses=true", "data.url_timeout_seconds=1", "data.url_retries=0"),
     *("data.max_image_mib=1", "data.max_prompt_tokens=400", "environment.system_prompt=null"),
     "data.convert_images=[]",
-    "data.url_host_pause_seconds=0",  # one server has all the bad rows, each with a reason of its own
+    "data.url_host_pause_seconds=0",  # one server has all the bad rows, each with a separate reason
 ]
 
 

@@ -21,9 +21,11 @@ from typer.testing import CliRunner
 
 from fovea.cli import main
 from fovea.commands.trust import check_trust
+from fovea.config.algorithm import Algorithm
 from fovea.config.describe import describe
 from fovea.config.loading import dump_config, load_config
-from fovea.config.run import Algorithm, Config, Model
+from fovea.config.model import Model
+from fovea.config.run import Config
 from fovea.errors import ConfigError, DataError, ModelError
 from fovea.loop import train
 from fovea.metrics.log import read_metrics

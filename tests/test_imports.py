@@ -124,7 +124,7 @@ def part(module: str, depth: int) -> str:
 
 
 def is_internal(found: Imported) -> bool:
-    """`from fovea import __version__` is no import of a module."""
+    """`from fovea import __version__` is not an import of a module."""
     return (ROOT / "fovea" / part(found.module, 1)).is_dir() or (
         ROOT / "fovea" / f"{part(found.module, 1)}.py"
     ).is_file()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fovea.config.run import TinyModel
+from fovea.config.model import TinyModel
 from fovea.data.images import ImageOpener
 from fovea.models.render import Renderer
 from fovea.models.tiny import TinyParts, make_tiny
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 def image(seed: int, height: int = 48, width: int = 48) -> ImageRef:
-    """Noise of a size of its own."""
+    """Noise of a separate size."""
     values = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
     return ImageRef(source=values)
 

@@ -20,7 +20,7 @@ SAME_REWARD = 1e-6
 
 
 def has_signal(rewards_PG: Tensor) -> Tensor:
-    """Whether the rewards of each group differ, [P]; also True for a group with a reward that is not finite.
+    """True if the rewards of each group differ, [P]; also True for a group with a reward that is not finite.
 
     They differ where their range is above a millionth of the group's largest absolute reward.
     """

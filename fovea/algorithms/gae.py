@@ -32,7 +32,7 @@ def gae(
     ):
         delta_B = rewards_B + gamma * next_value_B - values_B
         advantage_B = delta_B + gamma * gae_lambda * next_advantage_B
-        # masked-out tokens pass V_next and A_next through unchanged and are no time step: no factor gamma for them
+        # masked-out tokens pass V_next and A_next through unchanged and are not time step: no factor gamma for them
         next_value_B = torch.where(mask_B, values_B, next_value_B)
         next_advantage_B = torch.where(mask_B, advantage_B, next_advantage_B)
         backwards.append(next_advantage_B)

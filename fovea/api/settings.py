@@ -127,7 +127,7 @@ class RowsArguments:
 
     @property
     def frames(self) -> Frames:
-        """Those in memory."""
+        """Tables in memory, by split."""
         return {split: rows for split, rows in self._given.items() if not _file_names(rows)}
 
     @property
@@ -142,7 +142,7 @@ class RowsArguments:
         return {split: rows for split, rows in given.items() if rows is not None}
 
     def check(self) -> None:
-        """DataError for an argument that is no table, holds no rows or has two columns of one name."""
+        """DataError for an argument that is not a table, holds no rows or has two columns of one name."""
         for split, rows in self.frames.items():
             given_rows(rows, ARGUMENTS[split])
 
@@ -179,7 +179,7 @@ Path: TypeAlias = tuple[str, ...]
 
 
 class Settings(TypedDict, total=False):
-    """The settings of a recipe, as `fovea config` explains them, but for those with a parameter of their own."""
+    """The settings of a recipe, as `fovea config` explains them, but for those with a separate parameter."""
 
     seed: int
     run_dir: str | os.PathLike[str]
@@ -228,7 +228,7 @@ def overrides_of(*given: Mapping[str, object]) -> list[Tree]:
         for key, value in mapping.items():
             if not isinstance(key, str):
                 raise ConfigError(
-                    f"settings: {key!r:.60} is no name of a setting; write names as texts, such as 'seed'"
+                    f"settings: {key!r:.60} is not a name of a setting; write names as texts, such as 'seed'"
                 )
             check_depth(value, f"settings: {key}")
             for path, leaf in _leaves(tuple(key.split(".")), value):
@@ -239,7 +239,7 @@ def overrides_of(*given: Mapping[str, object]) -> list[Tree]:
 
 
 def is_set(key: str, *given: Mapping[str, object]) -> bool:
-    """Whether the mappings set a dotted key, or something below it."""
+    """True if the mappings set a dotted key, or something below it."""
     path = tuple(key.split("."))
     return any(next(iter(_paths(tree)))[: len(path)] == path for tree in overrides_of(*given))
 

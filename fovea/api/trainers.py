@@ -50,7 +50,7 @@ class Trainer:
 
     _name: ClassVar[str]
 
-    def __init__(  # noqa: PLR0913 (each is a part of a run that has a name of its own)
+    def __init__(  # noqa: PLR0913 (each is a part of a run that has a separate name)
         self,
         *unnamed: Never,
         model: str | os.PathLike[str] | Mapping[str, object] | None = None,
@@ -73,7 +73,7 @@ class Trainer:
         * `environment`: its name, `path/to/file.py:Class`, the section `environment`, or an object (docs/own.md).
         * `rows`: a pandas DataFrame, a `datasets.Dataset`, a list of mappings, a mapping of columns, or the name of a
           file or data set (`train.parquet`, `owner/name@train`) or a list of names, to train on.
-          With a reward of your own the environment is `rows`; otherwise name one that grades (`vqa`, `geo3k`,
+          With your own reward the environment is `rows`; otherwise name one that grades (`vqa`, `geo3k`,
           `caption`, `geospot`). The section `environment` names columns (`prompt_key`, `image_key`, ...). Rows in
           memory are written into the run folder.
         * `test_rows`, `dev_rows`: rows held out; without them, shares of `rows`, by image.

@@ -18,7 +18,7 @@ from fovea.utils.installing import pip_install
 NO_STATUS_YET = "No cluster status."
 """Start of what Ray says in the first seconds of a head node."""
 NO_CLUSTER = "Could not find any running Ray instance"
-"""What Ray says on a machine that is a node of no cluster, beside a setting that `fovea cluster` does not have."""
+"""Ray's message on a machine outside any cluster; its advice names an option that `fovea cluster` lacks."""
 STATUS_SECONDS = 30.0
 """Longest wait for the first status of a cluster."""
 
@@ -58,7 +58,7 @@ def start(
         else:
             raise ClusterError(
                 f"this machine has no token of the cluster at {address}; copy {token_path()} of the head node to the "
-                "same path here, readable by you alone, and run this again"
+                "same path here, readable only by you, and run this again"
             )
         sizes = {"node-ip-address": node_ip, "num-gpus": num_gpus, "num-cpus": num_cpus}
         options = [f"--{name}={value}" for name, value in sizes.items() if value is not None]

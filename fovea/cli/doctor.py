@@ -25,7 +25,7 @@ from fovea.utils.installing import pip_install
 
 PACKAGES = {
     "torch": "import torch",
-    # `import transformers` alone is lazy and loads nothing
+    # a bare `import transformers` is lazy and loads nothing
     "transformers": "from transformers import Qwen3VLForConditionalGeneration",
     "peft": "import peft",
 }

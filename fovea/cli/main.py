@@ -1,5 +1,5 @@
 """The `fovea` command line; `data`, `eval`, `export`, `grade`, `import-config`, `model`, `plan`, `recipes`, `serve`,
-`view` and `workflow` have files of their own.
+`view` and `workflow` have their own files.
 
 Commands import what they run inside their functions: importing torch takes seconds, and `--help` must not wait for it.
 Besides cli/, only build/ may do so (tests/test_imports.py checks it).
@@ -171,7 +171,7 @@ def train(
         check_torchrun()
         if is_worker():
             if dry_run:
-                return  # the driver alone checks, and calls no worker
+                return  # only the driver checks, and calls no worker
             from fovea.wiring.workers import serve_driver
 
             return serve_driver()

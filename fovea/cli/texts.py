@@ -45,7 +45,7 @@ def _option(argument: re.Match[str]) -> str:
 
 
 def _reader_has_gone() -> bool:
-    """Whether nobody reads stdout any more."""
+    """True if nobody reads stdout any more."""
     watched = select.poll()
     watched.register(sys.stdout, select.POLLOUT)
     return any(events & select.POLLERR for _, events in watched.poll(0))

@@ -33,7 +33,7 @@ def complete_word(ctx: typer.Context, incomplete: str) -> list[str]:
 
 
 def _key_before(words: list[str]) -> str | None:
-    """The setting whose value is completed: bash takes `=` for a word of its own."""
+    """The setting whose value is completed: bash takes `=` for a separate word."""
     names = words[:-1] if words and words[-1] == "=" else words
     return names[-1] if names and names[-1] in _types() else None
 
@@ -73,7 +73,7 @@ def complete_run(incomplete: str) -> list[str]:
 NEEDS = "# Needs: "
 """Start of the line in the head of a recipe that says what it takes."""
 NEEDS_ANOTHER = "another recipe before it"
-"""What a recipe needs that is nothing by itself."""
+"""The `Needs:` line of a recipe that only extends another one."""
 SENTENCE = re.compile(r".*?[.](?=\s|$)")
 WIDTH = 110
 
@@ -105,7 +105,7 @@ def recipes(
 
 
 def describe_recipe(file: Path) -> Described:
-    """What the head of a recipe says; DataError where it lacks its line of needs."""
+    """Parse the comment at the head of a recipe; DataError if its `Needs:` line is missing."""
     lines = file.read_text(encoding="utf-8").splitlines()
     needs = [line.removeprefix(NEEDS) for line in lines if line.startswith(NEEDS)]
     head = " ".join(line.removeprefix("#").strip() for line in lines if line.startswith("#"))
@@ -181,7 +181,7 @@ def bare_key(word: str) -> str:
 
 
 def is_recipe(word: str) -> bool:
-    """Whether a word is written as a file is, or is the name of a file or of a recipe that comes with Fovea."""
+    """True if a word is written as a file is, or is the name of a file or of a recipe that comes with Fovea."""
     return "/" in word or word.endswith((".yaml", ".yml")) or Path(word).is_file() or word in shipped_recipes()
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fovea.config.run import Model
+from fovea.config.model import Model
 from fovea.models.load import empty_network, load_network
 from fovea.train.ranks import Ranks
 

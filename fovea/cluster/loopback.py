@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 ADDRESS_FILE = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp") / "ray/ray_current_cluster"
-"""Where `ray start` leaves the address of the cluster that it has started or joined on this machine."""
+"""File to which `ray start` writes the address of this machine's cluster."""
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 RAY_BEYOND_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """The only switch by which Ray 2.60 gives a node the address 127.0.0.1: it replaces one that `ray.init` is given."""
@@ -25,7 +25,7 @@ def gloo_on_loopback() -> None:
 
 
 def own_ray_on_loopback() -> None:
-    """Have a Ray that this process starts for itself, and all that it starts, listen on loopback alone.
+    """Have a Ray that this process starts for itself, and all that it starts, listen only on loopback.
 
     Must be called before ray is imported, which reads the environment then. A cluster that is there is left alone.
     """
@@ -44,5 +44,5 @@ def is_loopback(host: str) -> bool:
 
 
 def listen_at(host: str) -> socket.socket:
-    """A socket that listens on a free port of one address alone."""
+    """A socket that listens on a free port of one address only."""
     return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)

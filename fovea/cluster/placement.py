@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Learners are the first of the workers; the last `num_engines_only` hold an engine alone."""
+    """Learners are the first of the workers; the last `num_engines_only` hold only an engine."""
 
     num_learners: int
     num_engines_only: int
@@ -37,7 +37,7 @@ class Placement:
         num_learners = num_workers - cluster.rollout_gpus
         if num_learners < 1:
             raise ConfigError(
-                f"cluster.rollout_gpus={cluster.rollout_gpus} generate alone, and there are {num_workers} processes, "
+                f"cluster.rollout_gpus={cluster.rollout_gpus} only generate, and there are {num_workers} processes, "
                 "so that none trains; lower it, start more processes (torchrun --nproc-per-node), or set "
                 "cluster.gpus_per_node for Ray to start them"
             )
@@ -51,34 +51,34 @@ class Placement:
 
     @property
     def ranks_of_engines(self) -> range:
-        """Ranks of the workers that hold an engine alone."""
+        """Ranks of the workers that hold only an engine."""
         return range(self.num_learners, self.num_learners + self.num_engines_only)
 
     def learners(self, workers: Sequence[T]) -> Sequence[T]:
-        """Those of all workers, by rank, that hold a shard of the policy."""
+        """Workers that hold a shard of the policy, ordered by rank."""
         return workers[: self.num_learners]
 
     def engines(self, workers: Sequence[T]) -> Sequence[T]:
-        """Those that hold an engine."""
+        """Workers that hold an engine."""
         return workers if self.learners_generate else workers[self.num_learners :]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
-    """What one worker holds, and the ranks by which it takes part in collective calls."""
+    """Parts that one worker holds, and its ranks in collective calls."""
 
     everyone: Ranks
     """Ranks of all workers."""
     learners: Ranks | None
     """Ranks of the policy; None for a worker without a shard of it."""
     receivers: Ranks | None
-    """Ranks of the first learner, which sends weights, and the workers with an engine alone; None for all others."""
+    """Ranks of the first learner, which sends weights, and the workers with only an engine; None for all others."""
     pairs: Mapping[int, Ranks]
     """Ranks of the first learner and one of those workers, by its rank among all; for pushes after one was lost, since
-    a process group can be made by all processes alone."""
+    a process group can be made only by all processes."""
     has_engine: bool
     in_thread: bool
-    """The policy's calls run in a thread of their own: engines may generate meanwhile."""
+    """The policy's calls run in a separate thread: engines may generate meanwhile."""
 
     @staticmethod
     def of(placement: Placement, device: str, timeout: timedelta) -> Role:

@@ -57,12 +57,12 @@ LOOK_SECONDS = 0.05
 SERVERS = ("gcs_server", "raylet")
 """Ray's names of the processes that a run needs. An agent of the raylet ends it."""
 ANSWERS = "answers"
-"""The concurrency group of the stream of answers: an event loop of its own, which goes on while a call blocks."""
+"""The concurrency group of the stream of answers: a separate event loop, which goes on while a call blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """Where the workers of a run meet, and as whom one of them comes."""
+    """Address, world size and rank for `init_process_group`."""
 
     host: str
     port: int
@@ -123,7 +123,7 @@ class RayWorker:
 
 
 def _join(rendezvous: Rendezvous) -> None:
-    # as torchrun describes a process to `utils.launch`; of the GPUs of its node Ray shows an actor its own alone
+    # as torchrun describes a process to `utils.launch`; Ray shows an actor only its own GPUs of its node
     os.environ |= {"RANK": str(rendezvous.rank), "WORLD_SIZE": str(rendezvous.size), "LOCAL_RANK": "0"}
     if rendezvous.allocator is not None:
         os.environ.setdefault(GPU_ALLOCATOR, rendezvous.allocator)
@@ -279,7 +279,7 @@ def _init(**options: Any) -> None:
     """Call `ray.init`, without its logs on the terminal and its handler of SIGTERM, which would end a run unsaved."""
     before = signal.getsignal(signal.SIGTERM)
     ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
-    # Ray, too, sets a handler in the main thread alone
+    # Ray, too, sets a handler only in the main thread
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, before)
 

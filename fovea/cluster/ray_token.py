@@ -11,12 +11,12 @@ PATH_VARIABLE = "RAY_AUTH_TOKEN_PATH"
 
 
 def token_path() -> Path:
-    """Where Ray looks for the token of this user."""
+    """Path at which Ray looks for this user's token."""
     return Path(os.environ.get(PATH_VARIABLE) or Path.home() / ".ray" / "auth_token")
 
 
 def has_token() -> bool:
-    """Whether Ray will find a token, in a file or in the environment."""
+    """True if Ray will find a token, in a file or in the environment."""
     return bool(os.environ.get("RAY_AUTH_TOKEN")) or token_path().is_file()
 
 

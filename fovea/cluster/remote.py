@@ -77,7 +77,7 @@ class RemoteWorker:
 
     async def start(self, call: Call) -> Awaitable[Any]:
         """Send a call, in one message with all others of this turn of the event loop."""
-        # one message: an engine that got requests one by one would prefill the first of them alone
+        # one message: an engine that got requests one by one would prefill the first of them only
         number, answer = self._num_calls, Future[Any]()
         # a caller that is cancelled waits no longer, but its answer still arrives
         answer.set_running_or_notify_cancel()

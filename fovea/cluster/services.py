@@ -126,7 +126,7 @@ class WorkersWeights:
         return reports[0]
 
     async def _leave_out_the_lost(self) -> None:
-        """Have the sender send to those engines alone that are left."""
+        """Have the sender send only to those engines that are left."""
         # in a push, which is collective, the loss of one would end all
         await self._workers.drop_ended()
         receivers = self._workers.engines_only
@@ -141,7 +141,7 @@ class WorkersWeights:
 class WorkersEngine:
     """The engines of all workers as one; a request goes to the one with the fewest completions to generate.
 
-    Requests of an engine that is lost, with its worker's process or alone, are made again on another, with the same
+    Requests of an engine that is lost, with or without its worker's process, are made again on another, with the same
     seeds.
     """
 

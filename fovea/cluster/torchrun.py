@@ -40,7 +40,7 @@ class Hello:
 
 
 def join(timeout_seconds: float | None = None) -> Ranks:
-    """Join the process group that torchrun describes, each process with a GPU of its own where there are any.
+    """Join the process group that torchrun describes, each process with a separate GPU where there are any.
 
     The driver gives the timeout of collective calls and torch's settings of GPU memory, and the others take them over.
     """

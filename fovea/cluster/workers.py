@@ -88,7 +88,7 @@ class Call:
 
     @property
     def is_collective(self) -> bool:
-        """Whether the workers wait for each other in it, so that an error on one of them is the end of all."""
+        """True if the workers wait for each other in it, so that an error on one of them is the end of all."""
         return self.service in ("policy", "weight_sync") and self.method not in ("finish_save", "images_by_rank")
 
     async def run(self, worker: Worker) -> Any:
@@ -140,7 +140,7 @@ class WorkerHandle(Protocol):
 async def call_each(calls: Iterable[tuple[WorkerHandle, Call]]) -> list[Any]:
     """Make calls on several workers at once; returns their results. The first error of any is raised.
 
-    In place of a LostRankError, the error of the worker that was lost, if it is told soon.
+    In place of a LostRankError, the error of the worker that was lost, if it arrives soon.
     """
     started = await asyncio.gather(*(handle.start(call) for handle, call in calls))
     answers = [asyncio.ensure_future(answer) for answer in started]
@@ -199,7 +199,7 @@ class Workers:
         """
         self.learners = learners
         self.engines = list(engines)
-        """Those that generate; `drop` takes one out."""
+        """Engines in use; `drop` removes one."""
         self._all = [*learners, *(handle for handle in engines if handle not in learners)]
         self._release = release
         self._measured_bytes = 0
@@ -218,11 +218,11 @@ class Workers:
 
     @property
     def engines_only(self) -> list[WorkerHandle]:
-        """Workers that hold an engine alone."""
+        """Workers that hold only an engine."""
         return [handle for handle in self.engines if handle not in self.learners]
 
     def drop(self, handle: WorkerHandle, error: LostWorkerError | LostEngineError) -> None:
-        """Go on without the engine of a worker, which is lost, with its process or alone.
+        """Go on without the engine of a worker, which is lost, with only its process or.
 
         `error` is raised where the run cannot: of a learner, or of the last engine.
         """
@@ -284,7 +284,7 @@ def lost_ranks(call: str) -> Iterator[None]:
     except FoveaError:
         raise
     except RuntimeError as error:
-        # gloo has no error type of its own
+        # gloo has no error type
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
         if _TIMEOUT.search(str(error)):

@@ -13,7 +13,8 @@ from tempfile import TemporaryDirectory
 import torch
 
 from fovea.config.backends import StreamedEngine
-from fovea.config.run import Config, Model
+from fovea.config.model import Model
+from fovea.config.run import Config
 from fovea.environments.base import Split
 from fovea.environments.prompt_source import PromptSource, RendersPrompts
 from fovea.errors import DataError, FoveaError, ModelError, SeveralErrors
@@ -42,7 +43,7 @@ NUM_OPENED = 32
 
 
 def plan(config: Config, *, all_rows: bool = False) -> list[str]:
-    """What the run would do, line by line; raises what the run itself would, all of it at once.
+    """Describe the run line by line; raises all errors of its start at once.
 
     Opens a sample of the rows of each split, or all of them, calls the user's reward and reads all files of the model
     but its weights. Nothing is written but caches of remote files.
@@ -119,7 +120,7 @@ def _check_packages(config: Config) -> None:
     # each import says what has to be installed
     if config.cluster.num_ray_workers:
         importlib.import_module("fovea.cluster.ray")
-        return  # the machines of a Ray cluster have environments of their own
+        return  # the machines of a Ray cluster have their own environments
     if trains_with_megatron(config):
         importlib.import_module("fovea.train.megatron")
     engine = config.rollout.engine

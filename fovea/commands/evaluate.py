@@ -137,7 +137,7 @@ def _write(results: EvalResults, eval_set: EvalSet, split: Split, output_files: 
     """Print the tables, write the output files, and return what is in them."""
     config, console = eval_set.config, Console()
     metrics = target_metrics(results)
-    # rows that were given have no data set whose name could be told
+    # rows that were given have no data set with a name
     of_what = "" if config.environment.name == "rows" else f" of {config.environment.name}"
     title = f"{len(results.rows)} {split} rows{of_what}"
     for table in tables(metrics, f"Accuracy in %, greedy, {title}"):
@@ -349,9 +349,7 @@ def _say_left_out(unscored: Sequence[str], say: Say) -> None:
 def _by_id(answered: Sequence[AnsweredRow]) -> dict[str, AnsweredRow]:
     repeated = [name for name, count in Counter(row.id for row in answered).items() if count > 1]
     if repeated:
-        raise DataError(
-            f"two rows of the split have the id {repeated[0]!r}; give every row of a split an id of its own"
-        )
+        raise DataError(f"two rows of the split have the id {repeated[0]!r}; give every row of a split a separate id")
     return {row.id: row for row in answered}
 
 

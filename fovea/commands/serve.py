@@ -20,7 +20,7 @@ from transformers import AutoConfig
 
 from fovea.commands.exporting.export import export, step_of
 from fovea.commands.targets import CheckpointTarget, ModelTarget, parse_target
-from fovea.config.run import Model
+from fovea.config.model import Model
 from fovea.data.fetch import UrlLimits
 from fovea.errors import ConfigError, EngineError
 from fovea.models.processor import load_processor
@@ -77,7 +77,7 @@ def running(launch: Launch, ending_seconds: float = ENDING_SECONDS) -> Iterator[
     It has `ending_seconds` to finish what it does.
     """
     with _terminable():
-        # a session of its own: Ctrl-C reaches this process alone, which then ends the server
+        # a separate session: Ctrl-C reaches only this process, which then ends the server
         process = subprocess.Popen(launch.command, env=dict(launch.environment), start_new_session=True)
         try:
             with _ending_with_this_one(process.pid):
@@ -89,7 +89,7 @@ def running(launch: Launch, ending_seconds: float = ENDING_SECONDS) -> Iterator[
 @contextmanager
 def _ending_with_this_one(group: int) -> Iterator[None]:
     """A block during which a process group is ended when this process is killed, which has no time to do so itself."""
-    # with a session of its own, out of reach of Ctrl-C
+    # with a separate session, out of reach of Ctrl-C
     waiting = subprocess.Popen(
         ["/bin/sh", "-c", END_GROUP, str(group)],
         stdin=subprocess.PIPE,
@@ -150,7 +150,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Where a server listens, and who may call it."""
+    """Address of a server, and its access key."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -181,7 +181,7 @@ class Address:
         return key
 
     def check_free(self) -> None:
-        """ConfigError where something listens at the port, or the host is no address of this machine."""
+        """ConfigError where something listens at the port, or the host is not an address of this machine."""
         try:
             family, _, _, _, place = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
             with socket.socket(family) as listening:
@@ -204,7 +204,7 @@ class Served:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the engine, under its own names."""
     weights_dir: Path | None = None
-    """The folder through which a trainer brings its weights; None for a server of answers alone."""
+    """The folder through which a trainer brings its weights; None for a server of answers only."""
     url_limits: UrlLimits | None = None
     """Limits of reading the images of requests at their addresses; None: images come as data only."""
     trust: bool = False
@@ -246,7 +246,7 @@ def _dtype(folder: Path) -> str:
 
 
 def _next(server: ModelServer, address: Address) -> str:
-    """What the user does with a server that is ready."""
+    """Describe how to use a server that is ready."""
     if server.weights_dir is None:
         return f"Ask it:\n{example(address, server.name)}"
     return (

@@ -1,7 +1,7 @@
 """Targets of evaluation and export: arguments of the command line become targets, targets become models.
 
 A target is a run folder (its newest checkpoint), one checkpoint of it, a model folder or hub id, a folder with an
-adapter alone, a server, or a baseline. The settings of a checkpoint's model are those of its run; those of other models
+adapter only, a server, or a baseline. The settings of a checkpoint's model are those of its run; those of other models
 are the settings of the evaluation, with another `model.path`.
 """
 
@@ -22,9 +22,10 @@ from transformers import PreTrainedModel
 from fovea.commands.trust import check_trust
 from fovea.config.base import Section, leaves
 from fovea.config.loading import keys_of, load_config
+from fovea.config.model import Model
 from fovea.config.recipes import Override, section_of, shipped_recipes
 from fovea.config.rewards import reward_tuple
-from fovea.config.run import Config, Model
+from fovea.config.run import Config
 from fovea.config.splits import SplitFiles
 from fovea.environments.base import Environment
 from fovea.errors import ConfigError, DataError, FoveaError, ModelError
@@ -297,14 +298,14 @@ class OpenedModel:
 def open_model(
     target: CheckpointTarget | ModelTarget, shared: Config | None, overrides: Sequence[Override], *, trust: bool = False
 ) -> OpenedModel:
-    """Load the model of a target; `shared` has the settings for models without any of their own.
+    """Load the model of a target; `shared` has the settings for models that bring none.
 
     Only those `overrides` of the sections `model` and `train` apply to checkpoints.
     """
     if isinstance(target, CheckpointTarget):
         own = [each for each in overrides if section_of(each) in ("model", "train")]
         return open_checkpoint(target, own, trust=trust)
-    assert shared is not None, "a plain model has no settings of its own"
+    assert shared is not None, "a plain model has no its own settings"
     settings = _plain_model(shared.model, target)
     config = shared.model_copy(update={"model": settings})
     processor, network = load_processor(settings), load_network(settings)

@@ -11,10 +11,11 @@ from pathlib import Path
 
 from fovea.algorithms.policy_loss import HasFormula
 from fovea.config.backends import MegatronBackend, ServingEngine, VllmServersEngine
+from fovea.config.environments import CaptionEnvironment, Judge, OwnEnvironment
 from fovea.config.loading import keys_of
 from fovea.config.recipes import Override
 from fovea.config.rewards import FROM_PYTHON
-from fovea.config.run import CaptionEnvironment, Config, Judge, OwnEnvironment
+from fovea.config.run import Config
 from fovea.environments.base import MakesEnvironment
 from fovea.errors import ConfigError
 from fovea.wiring.engine import MakesEngine
@@ -40,7 +41,7 @@ def check_trust(
 
 
 def wants_trust(config: Config) -> bool:
-    """Whether a run of these settings is evaluated by `--trust` alone: for what they name, or Megatron's pickle."""
+    """True if a run of these settings is evaluated only by `--trust`: for what they name, or Megatron's pickle."""
     return isinstance(config.train.backend, MegatronBackend) or any(True for _ in _powers(config))
 
 
@@ -66,7 +67,7 @@ def _powers(config: Config) -> Iterator[tuple[str, str, str]]:
 
 
 def _training_powers(config: Config) -> Iterator[tuple[str, str, str]]:
-    """The settings with such a power in training alone, as `_powers` gives them."""
+    """The settings with such a power only in training, as `_powers` gives them."""
     engine, key = config.rollout.engine, "rollout.engine"
     if isinstance(engine, MakesEngine):
         yield f"{key}.name", *_of_package(f"{key}.name", engine.name)

@@ -137,11 +137,11 @@ class Critic(Section):
 
     trunk: Literal["shared", "detached", "separate"] = "shared"
     """Network below the value head. shared: the policy's, trained by both losses; detached: the policy's, without the
-    value loss's gradient; separate: a model of its own, initialised from the policy."""
+    value loss's gradient; separate: a separate model, initialised from the policy."""
     learning_rate: MayChange[PositiveFloat | None] = None
     """Peak learning rate of the value head or the separate model; default: 20 times train.learning_rate."""
     warmup_steps: NonNegativeInt = 0
-    """First steps in which the value function alone is trained."""
+    """First steps, in which only the value function is trained."""
     value_coef: PositiveFloat = 0.5
     """Weight of the value loss in a trunk shared with the policy; AdamW cancels it in a separate one."""
     value_clip: PositiveFloat | None = 0.5
@@ -317,12 +317,12 @@ class Algorithm(Section):
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Whether turning rewards into advantages takes log-probs from before the update."""
+        """True if turning rewards into advantages takes log-probs from before the update."""
         return isinstance(self.kl, KlInReward)
 
     @property
     def corrects_for_engine(self) -> bool:
-        """Whether the loss accounts for completions of other probabilities than the trainer's before the update."""
+        """True if the loss accounts for completions of other probabilities than the trainer's before the update."""
         return self.importance_sampling_fix or self.old_logprobs == "engine"
 
     @property
@@ -339,7 +339,7 @@ def _contradictions(settings: Algorithm) -> Iterator[str]:
         where = "" if advantage == "gae" else " with a KL in the reward"
         yield (
             f"algorithm.loss=gspo weighs whole completions, but advantage={advantage}{where} gives every "
-            "token an advantage of its own; set algorithm.loss=clip"
+            "token a separate advantage; set algorithm.loss=clip"
         )
     if settings.importance_sampling_fix and settings.old_logprobs == "engine":
         yield (

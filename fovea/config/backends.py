@@ -82,7 +82,7 @@ class EmbeddedEngine(EngineSettings):
     it needs algorithm.importance_sampling_fix."""
     reuse_gib: MayChange[NonNegativeFloat] = 2.0
     """Memory for activations of the rollout that the update reuses; 0: none. Of a trained vision tower, and on a CPU of
-    the decoder too; with train.gradient_checkpointing=full of the tower alone, with selective of neither."""
+    the decoder too; with train.gradient_checkpointing=full of the tower only, with selective of neither."""
 
     @property
     def takes_adapters(self) -> bool:
@@ -163,7 +163,7 @@ class ServingEngine(StreamedEngine):
 
 
 class VllmEngine(ServingEngine):
-    """vLLM in the processes of the run, or with `python` beside them, on weights of its own that every update is pushed
+    """vLLM in the processes of the run, or with `python` beside them, on its own weights that every update is pushed
     to (extra: vllm)."""
 
     extra = "vllm"
@@ -172,7 +172,7 @@ class VllmEngine(ServingEngine):
     kv_cache_gib: MayChange[PositiveFloat | None] = None
     """Memory of the KV cache. Default: what gpu_memory_utilization leaves beside the weights; 1 on CPUs."""
     enable_lora: bool = False
-    """With model.lora: base weights are pushed once and adapters alone after each update, which the engine applies
+    """With model.lora: base weights are pushed once and only adapters after each update, which the engine applies
     beside them, as the trainer does. Default: merged weights, all of them each time; decoding is then that of a model
     without adapters."""
 
@@ -217,7 +217,7 @@ def _vllm_complaints(name: str, use: EngineUse) -> Iterator[str]:
 
 
 class SglangEngine(ServingEngine):
-    """SGLang in processes of its own, on weights of its own that every update is pushed to (extra: sglang)."""
+    """SGLang in its own processes, on its own weights that every update is pushed to (extra: sglang)."""
 
     extra = "sglang"
 
@@ -268,7 +268,7 @@ class VllmServersEngine(StreamedEngine):
         yield from _vllm_complaints(self.name, use)
         twice = next((each for each in self.servers if self.servers.count(each) > 1), None)
         if twice is not None:
-            yield f"rollout.engine.servers names {twice} twice, which is no second server; leave one out"
+            yield f"rollout.engine.servers names {twice} twice, which is not a second server; leave one out"
 
 
 EngineConfig: TypeAlias = Annotated[
@@ -305,7 +305,7 @@ class MegatronBackend(Section):
     """Divide the tokens between those GPUs where a layer is not split (norms, residual stream): less memory for
     activations."""
     pipeline_parallel_size: PositiveInt = 1
-    """Stages that the layers are divided into, on GPUs of their own."""
+    """Stages that the layers are divided into, each on separate GPUs."""
     expert_parallel_size: PositiveInt = 1
     """GPUs that the experts of a layer are dealt to, whole; their tokens travel to them and back."""
     optimizer_offload: MayChange[bool] = False
@@ -327,7 +327,7 @@ class MegatronBackend(Section):
 
     @property
     def liger_kernels(self) -> bool:
-        """False: Megatron has kernels of its own."""
+        """False: Megatron has its own kernels."""
         return False
 
 

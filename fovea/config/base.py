@@ -39,7 +39,7 @@ NonNegativeFloat: TypeAlias = Annotated[float, Field(ge=0)]
 
 def _can_be_called(url: str) -> str:
     if http_parts(url) is None:
-        raise AssertionError(url)  # and no ValueError, whose text would be told in place of what is allowed
+        raise AssertionError(url)  # and no ValueError, whose text would be printed in place of what is allowed
     return url
 
 

@@ -115,7 +115,7 @@ def _with_near_keys(key: str, known: Sequence[str]) -> str:
 
 
 def moved_key(key: str) -> str | None:
-    """What has become of a setting of an earlier version; None for any other key."""
+    """Advice for a setting of an earlier version; None for other keys."""
     old = _old_keys()
     if key in old["dropped"]:
         return f"{key} is no longer set: {old['dropped'][key]}; remove it"
@@ -165,7 +165,7 @@ class Setting(NamedTuple):
     default: str
     doc: str
     may_change: bool
-    """Whether a resumed run may have another value than it began with."""
+    """True if a resumed run may have another value than it began with."""
 
 
 def listed(key: str) -> tuple[str, str]:
@@ -193,7 +193,7 @@ def allowed_at(key: str, choices: Collection[str]) -> str:
 
 
 def has_setting(choice: str, key: str) -> bool:
-    """Whether a member of a union, written as its choice (`environment.name=geo3k`), has a setting of this key."""
+    """True if a member of a union, written as its choice (`environment.name=geo3k`), has a setting of this key."""
     (part, inner), key = listed(choice), listed(key)[1]
     return any(
         setting.key == key and (not variants or (inner if part else choice) in variants)

@@ -33,7 +33,7 @@ class Counterpart:
     special: Mapping[Any, Any] | None = None
     """Values that are others here; the rest are the same."""
     type: str = ""
-    """What its value must be to be read, such as `text or null`; empty: anything, which is checked later."""
+    """Type of value that is read, such as `text or null`; empty for any, checked later."""
     rule: str = ""
     """Name of the function of the importer that reads it with others, or changes its unit."""
     none: str = ""
@@ -60,7 +60,7 @@ class System:
     name: str
     title: str
     about: str
-    """What differs most, in a paragraph."""
+    """The largest differences, in a paragraph."""
     seen: str
     """The version that was read."""
     commands: tuple[Pair, ...]
@@ -112,7 +112,7 @@ def _counterpart(key: str, row: dict[str, Any]) -> Counterpart:
 
 
 def hint_for(key: str) -> str | None:
-    """What a key of another system is here, whole or without its first sections; None where that is no news.
+    """Counterpart of another system's key, whole or without its first sections; None if it has the same name.
 
     No news is a key whose counterpart has its last name: the table of our own settings has that too.
     """
@@ -124,7 +124,7 @@ def hint_for(key: str) -> str | None:
 
 
 def hint_for_last_name(key: str) -> str | None:
-    """What a setting of another system with the last name of a key is here; None if there is no such setting."""
+    """Counterpart of another system's setting with the same last name; None if there is none."""
     name = _last(key)
     found = [(system, each) for system, each in _all() if _last(each.theirs) == name and name not in GENERIC_NAMES]
     return _message(key, found) if found else None
@@ -138,7 +138,7 @@ def hint_for_section(key: str) -> str | None:
 
 
 def hint_for_first_name(key: str) -> str | None:
-    """What the setting of another system is here that a key names a field of; None for other keys."""
+    """Counterpart of the other system's setting of which the key is a field; None for other keys."""
     first, _, field = key.partition(".")
     found = [(system, each) for system, each in _all() if field and each.theirs == first]
     return _message(key, found) if found else None
@@ -164,7 +164,7 @@ def _all() -> Iterator[tuple[System, Counterpart]]:
 def _message(key: str, found: list[tuple[System, Counterpart]]) -> str:
     with_ours = [(system, each) for system, each in found if each.ours]
     if not with_ours:
-        return f"{key} is no setting here: {found[0][1].none}; remove it"
+        return f"{key} is not a setting here: {found[0][1].none}; remove it"
     distinct = {each.ours: (system, each) for system, each in reversed(with_ours)}
     told = [_told(key, system, each) for system, each in reversed(distinct.values())]
     return f"{key}: no such setting; {'; '.join(told)}"

@@ -43,7 +43,7 @@ class GeoSpotWeights(Section):
 
 
 class GeoSpotEnvironment(SplitFiles):
-    """Where was this picture taken? Country, region, city and coordinates, asked for in stages (see `curriculum`)."""
+    """GeoSpot: country, region, city and coordinates of a picture, asked for in stages (see `curriculum`)."""
 
     name: Literal["geospot"] = "geospot"
     image_key: str | None = None
@@ -198,7 +198,7 @@ class ShapesZoomEnvironment(ShapesEnvironment):
 
 
 class FileEnvironment(SplitFiles):
-    """Rows in files of your own (docs/data.md)."""
+    """Rows in your own files (docs/data.md)."""
 
     prompt_key: str | None = None
     """Column of the question, a text or messages; default: problem, prompt, question, conversations or messages."""
@@ -316,7 +316,7 @@ class VqaEnvironment(FileEnvironment):
 
 
 class RowsEnvironment(FileEnvironment):
-    """Questions about images that a reward of your own grades (`reward`); true answers may be missing."""
+    """Questions about images that your own reward grades (`reward`); true answers may be missing."""
 
     name: Literal["rows"] = "rows"
 
@@ -341,7 +341,7 @@ class Judge(Section):
     timeout_seconds: PositiveFloat = 60.0
     """Time limit of one try, from connecting to the last byte."""
     api_key_env: str | None = None
-    """Environment variable that holds the key of the endpoint; the key itself is no setting."""
+    """Environment variable that holds the key of the endpoint; the key itself is not a setting."""
     max_image_side_px: PositiveInt = 1024
     """Longest image side sent; larger images are scaled down."""
     on_failure: Literal["error", "drop"] = "error"
@@ -356,7 +356,7 @@ class Judge(Section):
 
 
 class RewardModel(Section):
-    """A sequence classifier with one output, from a folder in the format of transformers; it reads text alone."""
+    """A sequence classifier with one output, from a folder in the format of transformers; it reads only text."""
 
     path: str
     """Folder with config, tokenizer and weights as safetensors."""
@@ -391,7 +391,7 @@ class CaptionEnvironment(FileEnvironment):
 
 
 class OwnEnvironment(EnvironmentSettings):
-    """A class of your own (docs/own.md); `environment=path/to/file.py:Class` is short for this section."""
+    """A your own class (docs/own.md); `environment=path/to/file.py:Class` is short for this section."""
 
     name: Literal["own"] = "own"
     file: Annotated[str, Field(min_length=1)]
@@ -416,14 +416,14 @@ PartEnvironment: TypeAlias = Annotated[
 
 
 class MixturePart(Section):
-    """One data set of a mixture: how often it is drawn, and the settings that a run of it alone would have."""
+    """One data set of a mixture: how often it is drawn, and the settings that a run of it only would have."""
 
     share: PositiveFloat = 1.0
     """How often rows of this part are drawn, relative to the shares of the other parts, however many rows it has."""
     environment: PartEnvironment = Field(default_factory=ShapesEnvironment)
     """Environment of this part, with the settings of `environment`; no mixture."""
     reward: str | None = None
-    """Reward function of your own for this part, `path/to/file.py:function`, in place of its environment's score."""
+    """Your own reward function for this part, `path/to/file.py:function`, in place of its environment's score."""
 
 
 class MixtureParts(Section):

@@ -3,7 +3,7 @@
 A layer is one recipe or one override; later layers win:
 
 * Mappings merge key by key, anything else replaces. `null` clears what earlier layers had there, so
-  `model.lora=null model.lora.rank=8` starts the section over and `model.lora.rank=8` alone fills it up.
+  `model.lora=null model.lora.rank=8` starts the section over and only `model.lora.rank=8` fills it up.
 * A layer that chooses another member of a union (`environment.name=geo3k`, or `algorithm.loss=sapo` for short) drops
   what earlier layers set in that section. A layer that chooses another `algorithm.name` drops what earlier layers set
   of the parts that the old name or the new one stands for. Among overrides these choices come first, wherever they are
@@ -58,7 +58,7 @@ MOVED_AT_ONCE = 5
 """Moved settings that one message names; the config.yaml of an old run has some thirty."""
 _PARTS = "environment.parts"
 _SPELLED = {"true": "on and yes", "false": "off and no", "null": "~ and an empty key"}
-"""What else YAML reads as these values."""
+"""Other spellings that YAML reads as these values."""
 
 
 def load_config(recipes: Sequence[Path], overrides: Sequence[Override]) -> Config:
@@ -79,7 +79,7 @@ def config_of(tree: Tree, source: str) -> Config:
 
 
 def load_run_config(recipes: Sequence[Path], overrides: Sequence[Override]) -> Config:
-    """Load the settings of a run to train; rows that are in no folder of its own are those of the run of a recipe.
+    """Load the settings of a run to train; rows that are not in this run's folder are of the run of a recipe.
 
     So `config.yaml` of a run, which may hold rows, is a recipe for others.
     """
@@ -92,7 +92,7 @@ def load_run_config(recipes: Sequence[Path], overrides: Sequence[Override]) -> C
 def dropped_settings(recipes: Sequence[Path], overrides: Sequence[Override]) -> Tree:
     """The recipes' settings, by dotted key, that overrides dropped by choosing another member of their section."""
     before, after = (leaves(_layers(recipes, words).values) for words in ([], overrides))
-    # null, or a value in place of a section, is what the user wrote: that is no news
+    # null, or a value in place of a section, is what the user wrote: that is not a news
     replaced = tuple(f"{key}." for key in after)
     return {key: value for key, value in before.items() if key not in after and not key.startswith(replaced)}
 
@@ -111,7 +111,7 @@ def dump_config(config: Config, sections: Collection[str] = ()) -> str:
 
     Only passwords and keys of URLs are hidden, and must be given again.
 
-    With `sections` those alone. ConfigError for one that there is not.
+    With `sections`, only these. ConfigError for one that there is not.
     """
     tree = public_settings(config)
     unknown = next((section for section in sections if section not in tree), None)
@@ -215,7 +215,7 @@ class _Layers:
         return f"{where}{key}: {show(value)} does not fit; allowed: {allowed}{hint(key, value, allowed)}"
 
     def _dropped_below(self, section: str) -> str:
-        """What of a section earlier layers set and a later choice of another member dropped, to be given again."""
+        """Settings of a section that a later choice of another member dropped, for an error."""
         kept = leaves(self.values)
         name = f"{section}.{NAME}"
         choice = f"{name}={kept.get(name)}"
@@ -266,13 +266,15 @@ def _merge(into: Tree, layer: Tree, section: type[Section], path: str) -> None:
 
 
 def _check_texts(path: str, names: Iterable[object]) -> None:
-    """ConfigError for a name in a section that is no text, such as `on`, which YAML reads as true."""
+    """ConfigError for a name in a section that is not a text, such as `on`, which YAML reads as true."""
     where = f"{path[:-1]}: " if path else ""
     for name in names:
         if not isinstance(name, str):
             spelled = _SPELLED.get(show(name))
             read = f" ({spelled} are read as {show(name)})" if spelled else ""
-            raise ConfigError(f"{where}the key {show(name)}{read} is no text, as a setting's name is; put it in quotes")
+            raise ConfigError(
+                f"{where}the key {show(name)}{read} is not a text, as a setting's name is; put it in quotes"
+            )
 
 
 def _check_nested(path: str, name: str) -> None:
@@ -285,7 +287,7 @@ def _check_nested(path: str, name: str) -> None:
 
 
 def _take_bundle(into: Tree, layer: Tree, section: type[Section]) -> None:
-    """Where a layer chooses a name that stands for other settings, set those, and drop what was there of them."""
+    """Expand a name that stands for several settings, replacing earlier values of them."""
     old, new = into.get(NAME), layer.get(NAME)
     if isinstance(new, str) and new in section.bundles and new != old:
         for entry in section.bundles.get(str(old), {}):
@@ -294,7 +296,7 @@ def _take_bundle(into: Tree, layer: Tree, section: type[Section]) -> None:
 
 
 def _section_for(field: FieldInfo, current: Tree, new: Tree, key: str) -> tuple[Tree, type[Section]]:
-    """What of the current values a section starts from (nothing where another member is chosen), and which it is."""
+    """Choose the member of a union section, and the current values it keeps: none if another member is chosen."""
     if not is_union(field):
         return current, sections_of(field)[0]
     name = new.get(NAME, current.get(NAME, default_name(field)))
@@ -328,7 +330,7 @@ def _parts(layer: Tree) -> Sequence[str]:
 
 
 def _has(layer: Tree, key: str) -> bool:
-    """Whether a layer sets a key or something below it; a short form sets all of its section."""
+    """True if a layer sets a key or something below it; a short form sets all of its section."""
     name, _, below = key.partition(".")
     return not key or (name in layer and (not isinstance(layer[name], dict) or _has(layer[name], below)))
 

@@ -61,7 +61,7 @@ class TinyModel(Section):
             )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"model.tiny: num_heads={self.num_heads} is no multiple of num_kv_heads={self.num_kv_heads}; "
+                f"model.tiny: num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}; "
                 "set num_kv_heads=1"
             )
         return self
@@ -85,7 +85,7 @@ class TinyModel(Section):
     def _vision_fits(self) -> TinyModel:
         if self.vision_hidden_size % (4 * self.vision_heads):
             raise ValueError(
-                f"model.tiny: vision_hidden_size={self.vision_hidden_size} is no multiple of 4 * vision_heads="
+                f"model.tiny: vision_hidden_size={self.vision_hidden_size} is not a multiple of 4 * vision_heads="
                 f"{4 * self.vision_heads}, as rotary positions of height and width need; set vision_hidden_size="
                 f"{4 * self.vision_heads * max(1, self.vision_hidden_size // (4 * self.vision_heads))}"
             )
@@ -111,7 +111,7 @@ class Lora(Section):
     """Parts of the model that get adapters; images are encoded in every pass where the vision does."""
     targets: tuple[str, ...] = (ALL_LINEAR,)
     """Names of the linear layers of these parts that get an adapter; all-linear: every one of them. The experts of a
-    mixture are no linear layers."""
+    mixture are not linear layers."""
     exclude: tuple[str, ...] = ()
     """Regular expressions; a layer with a match anywhere in its path gets none."""
     adapter: str | None = None
@@ -132,7 +132,7 @@ class Lora(Section):
                 re.compile(pattern)
             except re.error as error:
                 raise ValueError(
-                    f"model.lora.exclude: {pattern} is no regular expression ({error}); escape what stands for itself"
+                    f"model.lora.exclude: {pattern} is not a regular expression ({error}); escape literal characters"
                 ) from error
         return self
 
@@ -213,7 +213,7 @@ class Model(Section):
 
     @property
     def name(self) -> str:
-        """What messages call the model."""
+        """Name of the model in messages."""
         if self.path is not None:
             return self.path
         assert self.tiny is not None
@@ -221,21 +221,21 @@ class Model(Section):
 
     @property
     def has_dropout(self) -> bool:
-        """Whether an update drops inputs of adapters."""
+        """True if an update drops inputs of adapters."""
         return self.lora is not None and self.lora.dropout > 0
 
     @property
     def trains_tower(self) -> bool:
-        """Whether the vision tower or adapters on it are trained, apart from its projector."""
+        """True if the vision tower or adapters on it are trained, apart from its projector."""
         return not self.freeze_vision_tower if self.lora is None else "vision_tower" in self.lora.parts
 
     @property
     def trains_projector(self) -> bool:
-        """Whether the projector or adapters on it are trained."""
+        """True if the projector or adapters on it are trained."""
         frozen = self.freeze_vision_tower if self.freeze_projector is None else self.freeze_projector
         return not frozen if self.lora is None else "projector" in self.lora.parts
 
     @property
     def trains_vision(self) -> bool:
-        """Whether image features change in training."""
+        """True if image features change in training."""
         return self.trains_tower or self.trains_projector

@@ -136,7 +136,7 @@ def find_recipe(word: str | os.PathLike[str]) -> Path:
 
 
 def read_override(override: Override) -> tuple[str, Tree]:
-    """Where an override comes from, for messages, and its tree."""
+    """Source of an override, for messages, and its tree."""
     return (COMMAND_LINE, parse_override(override)) if isinstance(override, str) else (ARGUMENTS, override)
 
 

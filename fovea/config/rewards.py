@@ -57,6 +57,6 @@ def process_complaints(rewards: Mapping[str, Sequence[str]], place: RewardPlace)
         for spec in specs:
             if spec.startswith(FROM_PYTHON):
                 yield (
-                    f"reward_in=process imports {key} in processes of its own, but {key}={spec} is an object of this "
+                    f"reward_in=process imports {key} in its own processes, but {key}={spec} is an object of this "
                     f"process; write it into a file, {key}='path/to/file.py:{part_name(spec)}', or leave reward_in out"
                 )

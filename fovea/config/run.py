@@ -26,24 +26,17 @@ from fovea.config.base import (
     refuse,
 )
 from fovea.config.environments import (
-    CaptionEnvironment,
     Curriculum,
     EnvironmentConfig,
-    FileEnvironment,
     Geo3kEnvironment,
-    GeoSpotEnvironment,
-    Judge,
     MixtureEnvironment,
-    OwnEnvironment,
     PartEnvironment,
-    RewardModel,
     RowsEnvironment,
     ShapesEnvironment,
-    ShapesZoomEnvironment,
     VqaEnvironment,
 )
 from fovea.config.megatron_checks import megatron_complaints
-from fovea.config.model import Lora, Model, TinyModel
+from fovea.config.model import Model
 from fovea.config.rewards import RewardPlace, list_complaints, process_complaints, reward_tuple
 from fovea.config.sections import (
     Checkpoint,
@@ -61,42 +54,8 @@ from fovea.config.sections import (
 )
 from fovea.config.splits import SplitFiles
 
-# part of the tree, from files of their own
-__all__ = [
-    "Algorithm",
-    "CaptionEnvironment",
-    "Checkpoint",
-    "Cluster",
-    "Curriculum",
-    "Data",
-    "EnvironmentConfig",
-    "Evaluate",
-    "FileEnvironment",
-    "Geo3kEnvironment",
-    "GeoSpotEnvironment",
-    "Judge",
-    "Log",
-    "Lora",
-    "MixtureEnvironment",
-    "Model",
-    "OwnEnvironment",
-    "Parity",
-    "PartEnvironment",
-    "Plan",
-    "RewardModel",
-    "Rollout",
-    "RowsEnvironment",
-    "Section",
-    "ShapesEnvironment",
-    "ShapesZoomEnvironment",
-    "TinyModel",
-    "Train",
-    "VqaEnvironment",
-    "Warmup",
-]
-
 NAME, TIME = "{name}", "{time}"
-"""What is filled in in `run_dir`."""
+"""Placeholders in `run_dir`."""
 
 
 class Config(Section):
@@ -106,7 +65,7 @@ class Config(Section):
     """Random seed of weights, data order and sampling."""
     run_dir: MayChange[Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]] = f"runs/{NAME}-{TIME}"
     """Output folder of the run: config, metrics, samples, checkpoints, report. {name} is environment.name; with {time},
-    every run gets a folder of its own, and runs/latest leads to it."""
+    every run gets a separate folder, and runs/latest leads to it."""
     max_steps: MayChange[PositiveInt] = 1000
     """Number of RL steps; fewer where max_epochs ends the run before."""
     max_epochs: MayChange[PositiveInt | None] = None
@@ -122,7 +81,7 @@ class Config(Section):
     """Start anew, or (auto) resume from the newest checkpoint in run_dir, if there is one, or from the checkpoint whose
     folder is named, such as runs/x/checkpoints/step-100: of the run in run_dir, or of another one for a new run_dir."""
     resume_changed: MayChange[Literal["error", "allow"]] = "error"
-    """Handling of rows, code of your own, model files or libraries that are not those that the checkpoint was made
+    """Handling of rows, your own code, model files or libraries that are not those that the checkpoint was made
     with: stop and name them, or go on with what is there now."""
     threads: MayChange[PositiveInt | None] = None
     """CPU threads of torch; default: torch's own choice."""
@@ -131,7 +90,7 @@ class Config(Section):
     model: Model
     environment: EnvironmentConfig = Field(default_factory=ShapesEnvironment)
     reward: str | tuple[str, ...] | None = None
-    """Reward function of your own, `path/to/file.py:function`, or a list of them, in place of the environment's score
+    """Your own reward function, `path/to/file.py:function`, or a list of them, in place of the environment's score
     (docs/own.md). A run that was given a function by Python code has `python:module.name` here."""
     reward_weights: tuple[FiniteFloat, ...] | None = None
     """Weights of a list of rewards, in their order; the reward is the weighted sum. Default: 1 each."""
@@ -168,7 +127,7 @@ class Config(Section):
         """True if torch may allocate GPU memory in segments that grow.
 
         Not beside an engine that opens tensors of this process by CUDA IPC (SGLang, or any in another environment), for
-        which segments must not move, nor beside vLLM, which allocates in a pool of its own in this process.
+        which segments must not move, nor beside vLLM, which allocates in a separate pool in this process.
         """
         engine = self.rollout.engine
         by_files = isinstance(engine, VllmServersEngine) and engine.python is None
@@ -357,7 +316,7 @@ def _rows_without_a_reward(config: Config) -> Iterator[str]:
         reward = f"{key.removesuffix('environment')}reward"
         if isinstance(environment, RowsEnvironment) and not {"reward", reward} & config.rewards.keys():
             yield (
-                f"{key}.name=rows grades no answers; set {reward} to a function of your own (docs/own.md), or choose "
+                f"{key}.name=rows grades no answers; set {reward} to your own function (docs/own.md), or choose "
                 f"an environment that grades: {key}.name=vqa, geo3k or caption"
             )
 

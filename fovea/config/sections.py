@@ -252,7 +252,7 @@ class Evaluate(Section):
     shared_images_rows: PositiveInt | None = 10_000
     """Rows of each split in which shared images are looked for, a fixed sample; null: all, however long it takes."""
     image_controls: bool = True
-    """Image ablation: answer every question also with a shuffled and with a blank image, as text alone would be."""
+    """Image ablation: also answer with a shuffled and a blank image: the accuracy of the text without the picture."""
     samples_per_prompt: NonNegativeInt = 0
     """Sampled answers per row in `fovea eval`, for pass@k and majority vote; 0: none."""
     dev_samples_per_prompt: NonNegativeInt = 0
@@ -374,7 +374,7 @@ def _disagreements(cluster: Cluster) -> Iterator[str]:
         )
     if cluster.placement == "collocated" and cluster.rollout_gpus:
         yield (
-            f"cluster.rollout_gpus={cluster.rollout_gpus} are to generate alone, but in cluster.placement=collocated "
+            f"cluster.rollout_gpus={cluster.rollout_gpus} are only to generate, but in cluster.placement=collocated "
             "every GPU trains too; set cluster.placement=disaggregated or hybrid, or leave rollout_gpus out"
         )
     if cluster.placement != "collocated" and not cluster.rollout_gpus:
@@ -397,7 +397,7 @@ Share: TypeAlias = Annotated[float, Field(gt=0, le=1)]
 
 
 class Plan(Section):
-    """What `fovea plan` assumes; a run itself reads none of it."""
+    """Assumptions of `fovea plan`; a run does not read them."""
 
     gpus: PositiveInt | None = None
     """GPUs of the run, one process on each; default: those of `cluster`, else 1."""

@@ -64,7 +64,7 @@ class SplitFiles(EnvironmentSettings):
 
     @property
     def names_images(self) -> bool:
-        """Whether a setting says which columns hold images."""
+        """True if a setting says which columns hold images."""
         return False
 
     @property

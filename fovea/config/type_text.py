@@ -60,11 +60,11 @@ def show(value: object) -> str:
 
 
 _RESUME = {True: "auto", False: "never"}
-"""What `resume` is where another system has a truth value."""
+"""Values of `resume` for a boolean in another system."""
 
 
 def hint(key: str, value: object, allowed: str) -> str:
-    """What to write instead, where the value tells what was meant."""
+    """Suggest a value where the given one shows what was meant."""
     if allowed.startswith(GROUP):
         defaults = "" if allowed == GROUP else f"{key}={{}} takes the defaults, "
         return f"; {defaults}`fovea config {key}` lists them"

@@ -35,7 +35,7 @@ _SKIP = "or set data.on_bad_row=skip"
 def image_refs(*cells: object, where: str, folder: str | Path | None) -> tuple[ImageRef, ...]:
     """Return references to the images of a row's cells, numbered from 1 over all cells; BadRowError naming `where`.
 
-    A cell is one image or a list of them; None is no image. An image is encoded bytes, also as a numpy array, a
+    A cell is one image or a list of them; None is not an image. An image is encoded bytes, also as a numpy array, a
     {bytes, path} struct, base64 text, bare or as a data URI, a path relative to `folder` (a URL where the data file
     is remote), a URL (https://, http://, s3://, gs://), a picture of Pillow's, or RGB values [height, width, 3].
     `folder` is None for rows of the user's own code, whose paths start at the working directory and may lead anywhere.
@@ -72,7 +72,8 @@ def _image_ref(image: object, where: str, folder: str | None) -> ImageRef:
         return ImageRef(source=_from_text(image, where, folder), where=where)
     seen = "an empty text" if isinstance(image, str) else f"a value of type {type(image).__name__}"
     raise BadRowError(
-        f"{where}: {seen} is no image; store encoded bytes, base64, a path, a URL or a {{bytes, path}} struct, {_SKIP}",
+        f"{where}: {seen} is not an image; store encoded bytes, base64, a path, a URL or a {{bytes, path}} struct, "
+        f"{_SKIP}",
         "image_kind",
     )
 
@@ -81,7 +82,7 @@ def _from_text(text: str, where: str, folder: str | None) -> bytes | str:
     if text.startswith("data:"):
         head = _DATA_URI.match(text)
         if head is None:
-            problem = f"{text[:40]}... is no data URI of an image in base64"
+            problem = f"{text[:40]}... is not a data URI of an image in base64"
             raise BadRowError(f"{where}: {problem}; write data:image/png;base64,..., {_SKIP}", "image_base64")
         return _unbase64(text[head.end() :], where)
     if _BASE64.fullmatch(text):
@@ -106,7 +107,7 @@ def _located(path: str, where: str, folder: str | None) -> str:
     if _ANYWHERE.match(path):
         return path
     if len(path) > _LONGEST_PATH:
-        problem = f"a text of {len(path)} characters, {path[:40]}..., is no image and too long for a path"
+        problem = f"a text of {len(path)} characters, {path[:40]}..., is not an image and too long for a path"
         raise BadRowError(f"{where}: {problem}; correct the row, {_SKIP}", "image_kind")
     if folder is None:
         if is_url(path):

@@ -123,7 +123,7 @@ class _TimedStream(httpcore2.NetworkStream):
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address belongs to the open Internet, looking inside IPv6 addresses that wrap an IPv4 one."""
+    """True if an IP address belongs to the open Internet, looking inside IPv6 addresses that wrap an IPv4 one."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         if ip in _LOCAL_NAT64 or ip.is_site_local or any(ip in network for network in _EMBEDDED):
@@ -153,7 +153,7 @@ class _Host:
 class FailedHosts:
     """A `read(url, where)` that answers at once for a host that failed MAX_FAILURES times in a row.
 
-    After `pause_seconds` one more image is asked of the host: it comes, or the host is given up again. `note` is told
+    After `pause_seconds` one more image is asked of the host: it comes, or the host is given up again. `note` gets
     of each host once. May be called from several threads.
     """
 
@@ -314,7 +314,7 @@ def _failures_named(where: str, limits: UrlLimits) -> Iterator[None]:
 
 @contextmanager
 def _requested(url: httpx2.URL, network: PinnedNetwork) -> Iterator[httpcore2.Response]:
-    """The response to a GET over a connection of its own."""
+    """The response to a GET over a separate connection."""
     target = httpcore2.URL(scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path)
     headers: dict[bytes | str, bytes | str] = {
         "Host": url.netloc,
@@ -334,10 +334,10 @@ def _parsed(url: str, where: str) -> httpx2.URL:
     try:
         parsed = httpx2.URL(url)
     except httpx2.InvalidURL as error:
-        raise _bad(where, f"{url[:200]} is no URL ({error})", "url_invalid") from error
+        raise _bad(where, f"{url[:200]} is not a URL ({error})", "url_invalid") from error
     port_exists = parsed.port is None or 0 < parsed.port < 1 << 16
     if parsed.scheme not in {"http", "https"} or not parsed.host or not port_exists:
-        raise _bad(where, f"{url[:200]} is no http:// or https:// URL", "url_invalid")
+        raise _bad(where, f"{url[:200]} is not a http:// or https:// URL", "url_invalid")
     if parsed.userinfo:
         raise _bad(where, "the URL holds a user name, and none is sent", "url_invalid")
     return parsed

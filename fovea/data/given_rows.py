@@ -28,7 +28,7 @@ from fovea.errors import BadRowError, DataError
 from fovea.types import ImageRef
 
 _NO_IMAGE: dict[str, object] = {"bytes": None, "path": ""}
-"""The cell of what is no image, in a row that is a bad one when it is read."""
+"""The cell of what is not an image, in a row that is a bad one when it is read."""
 ROWS_PER_GROUP = 50
 """Few, since a photo has megabytes, and a group is read as a whole."""
 _DIGITS = 12
@@ -45,7 +45,7 @@ class GivenRows:
     image_root: str | None = None
     """Folder that paths are relative to; None: the working directory."""
     skip_bad: bool = False
-    """Write what is no image as a bad row; False: an error."""
+    """Write what is not an image as a bad row; False: an error."""
     paths: list[str] = field(default_factory=list, init=False)
     """Paths of the images that are files of this machine, once they are written."""
     without_picture: list[int] = field(default_factory=list, init=False)
@@ -58,7 +58,7 @@ class GivenRows:
 
     @property
     def remark(self) -> str | None:
-        """What is to be said of the rows that were written; None: nothing."""
+        """Remark on the rows that were written, or None."""
         if not self.without_picture:
             return None
         num_rows, columns = len(self.without_picture), listed(self.image_columns)
@@ -137,7 +137,7 @@ class GivenRows:
             return {"bytes": None, "path": source}
         if isinstance(source, np.ndarray):
             if source.dtype != np.uint8 or source.ndim != 3 or source.shape[2] != 3:
-                problem = f"an array of {source.dtype} with shape {list(source.shape)} is no RGB picture"
+                problem = f"an array of {source.dtype} with shape {list(source.shape)} is not an RGB picture"
                 fix = "give uint8 values of shape [height, width, 3], or set data.on_bad_row=skip"
                 raise BadRowError(f"{ref.where}: {problem}; {fix}", "image_kind")
             source = Image.fromarray(source)
@@ -145,7 +145,7 @@ class GivenRows:
 
 
 def _has_empty_mapping(kind: Any) -> bool:
-    """Whether one of Arrow's types is, or has inside, a struct without fields, which Parquet does not know."""
+    """True if one of Arrow's types is, or has inside, a struct without fields, which Parquet does not know."""
     inner = [kind.field(index).type for index in range(kind.num_fields)]
     return (pa.types.is_struct(kind) and not inner) or any(map(_has_empty_mapping, inner))
 
@@ -156,7 +156,7 @@ def _unpacked(cell: object) -> object:
 
 def _encoded(image: Image.Image, where: str) -> bytes:
     """The picture without loss, with its frames and the note (EXIF) on how it is turned."""
-    # PNG has no colours for printing and no floats, TIFF has; the first frame alone would hide that there are more
+    # PNG has no colours for printing and no floats, TIFF has; only the first frame would hide that there are more
     frames = image.format != "MPO" and getattr(image, "n_frames", 1) > 1
     for form in ("PNG", "TIFF"):
         encoded = io.BytesIO()

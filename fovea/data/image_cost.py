@@ -1,4 +1,4 @@
-"""What decoding an image would cost beyond its pixels, read from the structure of its file before Pillow opens it."""
+"""Cost of decoding an image beyond its pixels, read from the file's structure before Pillow opens it."""
 
 from __future__ import annotations
 

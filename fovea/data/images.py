@@ -126,7 +126,7 @@ def _content(ref: ImageRef, max_mib: float, fetch: Fetch) -> tuple[str, bytes]:
 
 @contextmanager
 def _header(content: bytes, where: str, max_megapixels: float) -> Iterator[Image.Image]:
-    """An image whose header alone is read; BadRowError where decoding it would cost more than its pixels."""
+    """An image of which only the header is read; BadRowError where decoding it would cost more than its pixels."""
     if (problem := costly(content, max_megapixels)) is not None:
         raise _refused(where, problem, "save the image again", "image_too_costly")
     with _broken_is_bad(where, content), Image.open(io.BytesIO(content), formats=_FORMATS) as image:
@@ -164,7 +164,7 @@ class ImageOpener:
             return image.size
 
     def is_turned(self, ref: ImageRef) -> bool:
-        """Whether the EXIF orientation of an image has it shown turned or mirrored; BadRowError as for `open_image`."""
+        """True if the EXIF orientation of an image has it shown turned or mirrored; BadRowError as for `open_image`."""
         if isinstance(ref.source, np.ndarray):
             return False
         if isinstance(ref.source, Image.Image):
@@ -177,7 +177,7 @@ class ImageOpener:
 
 
 def is_url(path: str) -> bool:
-    """Whether a path is a URL or a data URI rather than a file of this machine."""
+    """True if a path is a URL or a data URI rather than a file of this machine."""
     return _URL.match(path) is not None
 
 
@@ -199,7 +199,7 @@ def _check_values(values: NDArray[np.uint8], where: str, max_megapixels: float) 
     if values.dtype != np.uint8 or values.ndim != 3 or values.shape[2] != 3:
         raise _refused(
             where,
-            f"an array of {values.dtype} with shape {list(values.shape)} is no RGB picture",
+            f"an array of {values.dtype} with shape {list(values.shape)} is not an RGB picture",
             "give uint8 values of shape [height, width, 3]",
             "image_kind",
         )
@@ -211,7 +211,7 @@ def _read(path: str, where: str, max_mib: float) -> bytes:
     try:
         status = Path(path).stat()
         if not stat.S_ISREG(status.st_mode):
-            raise _refused(where, "is no regular file", "give the path of an image", "image_missing")
+            raise _refused(where, "is not a regular file", "give the path of an image", "image_missing")
         check_bytes(status.st_size, where, max_mib)
         return Path(path).read_bytes()
     except FileNotFoundError as error:
@@ -332,7 +332,7 @@ def _why_unknown(content: bytes) -> tuple[str, str]:
         if not (width and height):
             return f"the image is {width}x{height} pixels, that is empty", "image_empty"
     known = ", ".join(_FORMATS)
-    return f"the content is no image with pixels in a known format ({known})", "image_unknown_format"
+    return f"the content is not an image with pixels in a known format ({known})", "image_unknown_format"
 
 
 def _upright(image: Image.Image) -> Image.Image:

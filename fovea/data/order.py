@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from fovea.errors import ConfigError, DataError
 from fovea.types import Task
 
-# Kinds are drawn in blocks, each from a generator of its own, so that a position is one number.
+# Kinds are drawn in blocks, each from a separate generator, so that a position is one number.
 _BLOCK = 4096
 _KIND_STREAM, _ROW_STREAM = 0, 1
 _LEVEL_SETTING = "curriculum.level_weights"
@@ -125,7 +125,7 @@ class Order:
     The kind of each draw is random, with a probability proportional to (rows of that kind x its weight). The
     rows of one kind come in a shuffled order, none twice until all were drawn; then they are shuffled anew.
     How many are taken at once does not change the order. With levels, each pair of a kind and a level
-    (`counting/hard`) is drawn like a kind of its own, weighted by its kind times its level.
+    (`counting/hard`) is drawn like a separate kind, weighted by its kind times its level.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Descriptions of images: compared with references, judged by a model, or both.
 
 A metric is between 0 and 1, and 1 is the value of a reference itself: CIDEr-D is divided by the score of the true
-answer (its plain value is the part `cider_d`), chrF and BLEU by 100. A judge has a scale of its own.
+answer (its plain value is the part `cider_d`), chrF and BLEU by 100. A judge has a separate scale.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from PIL.Image import Image
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 
-from fovea.config.environments import CaptionMetric
-from fovea.config.run import CaptionEnvironment
+from fovea.config.environments import CaptionEnvironment, CaptionMetric
 from fovea.data.images import OpenImage
 from fovea.data.rows import RowAccess
 from fovea.environments.base import Environment, Split

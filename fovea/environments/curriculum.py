@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypedDict
 
-from fovea.config import run as config
+from fovea.config import environments as config
 from fovea.errors import ConfigError, DataError
 from fovea.types import Metrics
 
@@ -137,7 +137,7 @@ def _starts(own: Sequence[int], settings: config.Curriculum, num_stages: int) ->
     if num_stages == 1 and (settings.starts is not None or settings.advance == "success"):
         key, given = ("advance", "success") if settings.starts is None else ("starts", list(settings.starts))
         raise ConfigError(
-            f"curriculum.{key}={given}, but this run has one stage: only geospot has more, unless a reward of your own "
+            f"curriculum.{key}={given}, but this run has one stage: only geospot has more, unless your own reward "
             f"scores it, and so has a run with curriculum.level_weights; take curriculum.{key} out"
         )
     if settings.enabled and settings.advance == "step" and len(starts) != num_stages - 1:

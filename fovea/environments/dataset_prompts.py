@@ -45,7 +45,7 @@ def texts_of(cell: object, where: str) -> Texts:
 
 
 def ends_with_reply(cell: object) -> bool:
-    """Whether the last of a cell's messages is the assistant's."""
+    """True if the last of a cell's messages is the assistant's."""
     last = cell[-1] if isinstance(cell, list | tuple) and cell else None
     return isinstance(last, Mapping) and _ROLES.get(last.get("role", last.get("from"))) == "assistant"
 
@@ -110,7 +110,7 @@ def checked_text(text: str, where: str) -> str:
 
 def _text(message: object, where: str) -> tuple[Role, str]:
     if not isinstance(message, Mapping):
-        problem = f"a value of type {type(message).__name__} is no message {{role, content}} or {{from, value}}"
+        problem = f"a value of type {type(message).__name__} is not a message {{role, content}} or {{from, value}}"
         raise bad_row(where, problem, "prompt_kind")
     role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
     if isinstance(content, list):

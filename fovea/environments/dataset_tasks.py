@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
-from fovea.config.run import FileEnvironment, RowsEnvironment
+from fovea.config.environments import FileEnvironment, RowsEnvironment
 from fovea.data.order import LazyTasks, Place
 from fovea.data.readers.base import listed, nearest
 from fovea.data.rows import RowAccess, Rows, image_refs, open_rows
@@ -176,7 +176,7 @@ def check_pictures(settings: FileEnvironment, rows: Rows, source: str) -> None:
 
 
 def _holds_image(cell: object) -> bool:
-    """Whether a cell is an image, its file's name, or a list of those."""
+    """True if a cell is an image, its file's name, or a list of those."""
     if isinstance(cell, list | tuple) and cell:
         return _holds_image(cell[0])
     if isinstance(cell, Mapping):

@@ -35,7 +35,7 @@ class Sides(NamedTuple):
 def split_by_image(images: Iterable[Sequence[bytes]], *, share: float, seed: int) -> Sides:
     """Hold out about `share` of the rows, given the hashes of each row's images.
 
-    Rows that share an image, directly or through other rows, form a group; a row without images is one of its own.
+    Rows that share an image, directly or through other rows, form a group; a row without images is a separate group.
     Whole groups are taken in the order of their seeded hashes, those that still fit into the share; if none fits, the
     smallest one. Nothing is held out of a single group. Rows that are added later do not change the order of the
     groups that were there.
@@ -114,7 +114,7 @@ class SplitRows:
 
 
 class FileSplits:
-    """Opens each split at its first use. Dev and test rows are of files of their own, else shares of the training rows.
+    """Opens each split at its first use. Dev and test rows are of their own files, else shares of the training rows.
 
     Test rows are held out first, dev rows of what is left.
     """

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from fovea.config.run import Geo3kEnvironment
+from fovea.config.environments import Geo3kEnvironment
 from fovea.data.rows import RowAccess
 from fovea.environments.base import Environment, Split
 from fovea.environments.dataset_tasks import FileTasks
@@ -81,7 +81,7 @@ def grade(prediction: str, truth: str, *, think_tags: bool = False) -> Grade:
 
 
 def is_gradable(truth: str) -> bool:
-    """Whether a true answer is right when it is boxed word for word; `{5` and a bare `$` are not."""
+    """True if a true answer is right when it is boxed word for word; `{5` and a bare `$` are not."""
     return grade(rf"\boxed{{{truth}}}", truth).score == 1
 
 

@@ -118,7 +118,7 @@ def dealt(task: Task, parts: Mapping[str, Part]) -> tuple[Part, Task]:
 
 @contextmanager
 def errors_of_part(name: str) -> Iterator[None]:
-    """Errors about settings, files and rows of a part say which part; they name them as a run of it alone has them."""
+    """Errors about settings, files and rows of a part say which part; they name them as a run of it only has them."""
     try:
         yield
     except (ConfigError, DataError) as error:

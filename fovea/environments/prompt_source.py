@@ -92,7 +92,7 @@ class PromptSource:
         return taken
 
     def has_more(self, order: RowOrder) -> bool:
-        """Whether an order still holds a usable row."""
+        """True if an order still holds a usable row."""
         rest = order.rest()
         return rest is None or any(self.get(index) is not None for index in rest)
 
@@ -163,7 +163,7 @@ class PromptSource:
         return self.render(self.tasks[index], where=self._where(index)) if ahead is None else ahead()
 
     def _coming(self, order: RowOrder, n: int) -> dict[int, Callable[[], PromptedTask]]:
-        """What renders the next n rows of an order, which stays where it is."""
+        """Calls that render the next n rows of an order, without advancing it."""
         position = order.state()
         coming = order.take(n)
         order.restore(position)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from fovea.config.run import VqaEnvironment
+from fovea.config.environments import VqaEnvironment
 from fovea.data.rows import RowAccess
 from fovea.environments.base import Environment, Split
 from fovea.environments.dataset_prompts import plain_answer
@@ -35,7 +35,7 @@ class Vqa(Environment):
     def prompt(self, task: Task) -> Sequence[Message]:
         options = task_options(task, self._config)
         if options:
-            true_letter(task.answer, options, task.id)  # a row whose answer is no option is a bad row
+            true_letter(task.answer, options, task.id)  # a row whose answer is not an option is a bad row
             task = replace(task, question=f"{task.question}\n{listed_options(options)}")
         return self._files.prompt(task)
 
@@ -101,7 +101,7 @@ def grade(prediction: str, truth: str | Sequence[str], *, options: Sequence[str]
 
 
 def is_gradable(truths: Sequence[str]) -> bool:
-    """Whether any of the true answers is right, at least in part, when it is boxed word for word; `?` is not."""
+    """True if any of the true answers is right, at least in part, when it is boxed word for word; `?` is not."""
     return any(grade(rf"\boxed{{{truth}}}", truths).score > 0 for truth in truths)
 
 

@@ -47,7 +47,7 @@ def _shuffled(pool: Sequence[Task], seed: int) -> Iterator[Task]:
 
 
 def _same_images(first: Task, second: Task) -> bool:
-    """Whether two tasks have the same images, by identity or content of their sources."""
+    """True if two tasks have the same images, by identity or content of their sources."""
     pairs = zip(first.images, second.images, strict=True)
     return all(a.source is b.source or np.array_equal(np.asarray(a.source), np.asarray(b.source)) for a, b in pairs)
 
@@ -67,7 +67,7 @@ PixelHash = Callable[[ImageRef], bytes]
 """A function from an image to a hash of its size and pixels; DataError where it cannot be opened."""
 Say = Callable[[str], None]
 MAX_SAMPLE_SECONDS = 300.0
-"""Time for the sample of one split: images that are slow to come cut the sample short, and its share is said."""
+"""Time for the sample of one split: images that are slow to come cut the sample short, and its share is printed."""
 _SAY_EVERY_ROWS = 16
 
 

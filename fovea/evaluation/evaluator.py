@@ -88,7 +88,7 @@ class Evaluator:
         image_type_key: str | None = None,
         note_unscored: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`note_unscored` is told why `evaluate` left a row out of its averages."""
+        """`note_unscored` gets the reason why `evaluate` left a row out of its averages."""
         self._engine = engine
         self._environment = environment
         self._grading = grading

@@ -54,7 +54,7 @@ class MetricsLog:
 
     @property
     def has_trackers(self) -> bool:
-        """Whether samples that are added are shown anywhere."""
+        """True if samples that are added are shown anywhere."""
         return bool(self._trackers)
 
     def add_samples(self, samples: Sequence[TrackedSample]) -> None:
@@ -144,7 +144,7 @@ def _ended_lines(path: Path) -> Iterator[str]:
 
 
 BESIDE_STEPS = ("checkpoint", "checkpoint_write")
-"""Names of phases that are no part of `seconds/step`."""
+"""Names of phases that are not part of `seconds/step`."""
 
 
 class Phases:

@@ -32,7 +32,7 @@ TIMED_STEPS = 3
 TOP_OPERATORS = 20
 FILE_WIDTH = 110
 PART_OF_SYNC = "push"
-"""A time that is within that of a phase, and so is none of its own."""
+"""A time that is within that of a phase, and so is not counted separately."""
 # minimum width: rich wraps a title that is wider than its table
 TABLE_WIDTH = 40
 

@@ -32,7 +32,7 @@ CURVE = "reward"
 
 
 class Publisher(Protocol):
-    """What shows an output in a notebook, or updates it: `display_pub` of an IPython shell."""
+    """Shows or updates an output in a notebook: `display_pub` of an IPython shell."""
 
     def publish(
         self, data: Mapping[str, str], *, transient: Mapping[str, str] | None = None, update: bool = False
@@ -254,7 +254,7 @@ class _Prints(Protocol):
 
 
 class _PlainLines:
-    """The stages and steps that get a line of their own where there is no live display."""
+    """The stages and steps that get a separate line where there is no live display."""
 
     def __init__(self, console: _Prints, clock: Callable[[], float], total_steps: int) -> None:
         self._console = console

@@ -35,7 +35,7 @@ PAUSE_PER_ATTEMPT = 10.0
 class TrackedRun:
     """Id of a run at a tracker and the last step that the tracker has, kept in a file of the run folder.
 
-    A run that goes on continues them; another one begins with an id of its own and step 0. Without a file nothing is
+    A run that goes on continues them; another one begins with a separate id and step 0. Without a file nothing is
     kept, for trackers that take back the steps after a checkpoint by themselves.
     """
 
@@ -193,7 +193,7 @@ class WandbTracker:
         except wandb.Error as error:
             raise ConfigError(
                 f"log.wandb_project={project}: {first_line(error)}; run `wandb login`, set WANDB_API_KEY, or set "
-                "WANDB_MODE=offline to log on this machine alone"
+                "WANDB_MODE=offline to log only on this machine"
             ) from error
         # our own `step` as x axis: W&B's step counter only grows, also where a run is continued
         self._run.define_metric("*", step_metric="step")
@@ -239,7 +239,7 @@ class SwanlabTracker:
         except (RuntimeError, ValueError) as error:
             raise ConfigError(
                 f"log.swanlab_project={project}: {first_line(error)}; run `swanlab login`, set SWANLAB_API_KEY, or set "
-                "SWANLAB_MODE=offline to log on this machine alone"
+                "SWANLAB_MODE=offline to log only on this machine"
             ) from error
 
     def begin(self, settings: Mapping[str, object]) -> None:
@@ -266,7 +266,7 @@ except ModuleNotFoundError as error:
 
 RUN_TAG = "fovea_run_id"
 PARAMS_PER_REQUEST, METRICS_PER_REQUEST = 100, 1000
-"""What one request may hold (`mlflow.utils.validation`)."""
+"""Limits of one request (`mlflow.utils.validation`)."""
 MAX_PARAM_LENGTH = 6000
 """Characters of a parameter's value, likewise."""
 

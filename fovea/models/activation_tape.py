@@ -164,7 +164,7 @@ class RecordedOutputs:
 
     def outputs(self, layer: int, wanted: Tensor | None, group: LinearGroup, columns: slice) -> Tensor:
         """Columns of the outputs of a group; after the attention of the last layer, of the `wanted` tokens only."""
-        # every token gives queries, keys and values; only later groups run on the wanted tokens alone
+        # every token gives queries, keys and values; only later groups run only on the wanted tokens
         behind_attention = group != LinearGroup.QKV
         places = self.places_N[wanted] if wanted is not None and behind_attention else self.places_N
         return self.tape.read(layer, group, columns, places)

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fovea.config.run import Lora
+from fovea.config.model import Lora
 from fovea.errors import ConfigError, ModelError
 from fovea.utils.bounded import read_file
 
@@ -27,7 +27,7 @@ MERGED = {
     *("alpha_pattern", "bias", "fan_in_fan_out", "layer_replication", "lora_bias", "modules_to_save", "rank_pattern"),
     *("target_parameters", "use_dora", "use_rslora"),
 }
-"""Keys of variants that peft merges into the base by arithmetic alone."""
+"""Keys of variants that peft merges into the base only by arithmetic."""
 WITHOUT_EFFECT = COMPARED | DESCRIPTIVE | OF_TRAINING
 """Keys of an adapter's config that are compared elsewhere or do not change what its tensors mean."""
 

@@ -56,7 +56,7 @@ class Experts:
         return out_NKE.sum(1)
 
     def run_all(self, x_NE: Tensor, weight_NK: Tensor, expert_NK: Tensor, gate: Gate) -> Tensor:
-        """Run every expert on all tokens, with weight 0 where it was not chosen: the shapes depend on N alone."""
+        """Run every expert on all tokens, with weight 0 where it was not chosen: the shapes depend only on N."""
         weight_NX = weight_NK.new_zeros(len(x_NE), len(self.router_XE)).scatter(1, expert_NK, weight_NK)
         gate_up_NXG = torch.einsum("ne,xge->nxg", x_NE, self.gate_up_XGE)
         gate_part, up_part = gate_up_NXG.chunk(2, -1)
@@ -72,7 +72,7 @@ def route(x_NE: Tensor, router_XE: Tensor, per_token: int) -> tuple[Tensor, Tens
 
 
 def _needs_fixed_shapes(x: Tensor) -> bool:
-    """Whether a CUDA graph is captured where torch's grouped product copies the groups' sizes to the host."""
+    """True if a CUDA graph is captured where torch's grouped product copies the groups' sizes to the host."""
     if not x.is_cuda or not torch.cuda.is_current_stream_capturing():
         return False
     sync_free = torch.cuda.get_device_capability(x.device)[0] in SYNC_FREE_MAJORS

@@ -32,7 +32,7 @@ class Slopes:
     """Derivatives of a loss by log-probs [A] and by entropies [A], where they are known before the loss."""
 
     of: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
-    """A function of both; None for entropies that are not in the loss. Those of an action follow from its own two
+    """A function of both; None for entropies that are not in the loss. The slopes of an action follow only from its two
     numbers: it is called after each chunk, when the numbers of actions that are yet to come are 0."""
     rounding: Tensor | float = 0.0
     """The least difference that the order of sums may make, of terms that cancel in a slope."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
-from fovea.config.run import Model
+from fovea.config.model import Model
 from fovea.errors import ModelError
 from fovea.models.model_files import WHOLE_MODEL, check_folder, damaged_model, hub_options, no_progress_bar
 from fovea.models.modules import config_of
@@ -74,11 +74,11 @@ def load_network(settings: Model) -> PreTrainedModel:
 
 EXPERTS = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
 """Ends of the names of Qwen3-VL-MoE's experts, which files hold as [experts, inputs, outputs]. transformers 5 holds
-[experts, outputs, inputs], reads both and writes its own; vLLM, SGLang and LMDeploy read that of the files alone."""
+[experts, outputs, inputs], reads both and writes its own; vLLM, SGLang and LMDeploy read that of the files only."""
 
 
 def is_turned(name: str) -> bool:
-    """Whether files of the hub hold a weight in another layout than this transformers does."""
+    """True if files of the hub hold a weight in another layout than this transformers does."""
     return name.endswith(EXPERTS) and not OLD
 
 

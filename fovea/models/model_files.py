@@ -12,7 +12,7 @@ from typing import Any
 from safetensors import SafetensorError
 from transformers.utils import logging
 
-from fovea.config.run import Model
+from fovea.config.model import Model
 from fovea.errors import ModelError
 from fovea.utils.addresses import is_hub_id, near_folder
 

@@ -16,7 +16,7 @@ def family_of_network(network: nn.Module) -> ModelFamily:
 
 
 def vision_modules(network: nn.Module) -> list[nn.Module]:
-    """Modules that compute image features: the vision tower, and the projector if it is a module of its own."""
+    """Modules that compute image features: the vision tower, and the projector if it is a separate module."""
     return [network.get_submodule(path) for path in family_of_network(network).vision_paths]
 
 

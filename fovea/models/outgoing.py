@@ -25,7 +25,7 @@ class OutgoingWeight:
 
     @property
     def is_trained(self) -> bool:
-        """Whether training changes it."""
+        """True if training changes it."""
         return self.parameter.requires_grad or self.adapter is not None
 
     @property

@@ -66,7 +66,7 @@ def plain_rows(row: PackedRow, family: ModelFamily) -> Iterator[PlainRow]:
         for tokens in completions:
             own_L = row.token_ids_N[start : start + tokens]
             # the first token after a prompt is always an action: an environment replies to the policy's first answer
-            assert actions.popleft() == last_of_prompt, "a completion whose first token is no action"
+            assert actions.popleft() == last_of_prompt, "a completion whose first token is not an action"
             hidden = [prompt_tokens - 1]
             while actions and start <= actions[0] < start + tokens:
                 hidden.append(actions.popleft() - start + prompt_tokens)

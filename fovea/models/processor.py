@@ -9,7 +9,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from fovea.config.run import Model
+from fovea.config.model import Model
 from fovea.errors import ModelError
 from fovea.models.families.base import ModelFamily
 from fovea.models.families.registry import family_of

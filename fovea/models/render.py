@@ -47,7 +47,7 @@ class Renderer:
         self.most_tokens: int | None = processor.max_positions - max_new_tokens
 
     def fewest_tokens(self, messages: Sequence[Message]) -> int:
-        """A lower bound of the tokens of a prompt: those of its images, from their headers alone.
+        """A lower bound of the tokens of a prompt: those of its images, only from their headers.
 
         No image is decoded or processed, and no text is tokenized. BadRowError for an image that cannot be processed.
         """
@@ -143,7 +143,7 @@ class Renderer:
         for mark in self._marks:
             if any(mark in text for text in texts):
                 raise BadRowError(
-                    f"{where}: its text contains {mark}, which the model reads as a mark of its own; remove that from "
+                    f"{where}: its text contains {mark}, which the model reads as a separate mark; remove that from "
                     "the row, or set data.on_bad_row=skip",
                     "prompt_special_token",
                 )

@@ -16,7 +16,7 @@ import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from fovea.config.run import TinyModel
+from fovea.config.model import TinyModel
 from fovea.models.families.qwen_vl import IMAGE_PAD, ImageProcessor
 from fovea.models.load import save_in_hub_layout
 from fovea.models.model_files import no_progress_bar, save_tokenizer

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from fovea.config.model import ALL_LINEAR
-from fovea.config.run import Lora, Model
+from fovea.config.model import ALL_LINEAR, Lora, Model
 from fovea.errors import ConfigError, TrainError
 from fovea.models.adapter_files import load_adapter
 from fovea.models.experts import Experts
@@ -101,7 +100,7 @@ def _adapted_layers(network: nn.Module, lora: Lora) -> list[str]:
         raise ConfigError(
             f"model.lora.targets: {', '.join(sorted(unmatched or lora.targets))} with exclude={list(lora.exclude)} "
             f"matches no linear layer of the {' or '.join(sorted(parts))}; leave model.lora.targets out to adapt all "
-            "of them (the experts of a mixture are no linear layers)"
+            "of them (the experts of a mixture are not linear layers)"
         )
     return chosen
 

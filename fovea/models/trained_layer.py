@@ -52,7 +52,7 @@ class TrainedLinears:
 
     @property
     def again(self) -> list[Again] | None:
-        """What reads the recorded outputs of each layer, a copy at every call; None where none are recorded."""
+        """Readers of each layer's recorded outputs, new at every call; None if none are recorded."""
         if self.recorded is None:
             return None
         ends = list(accumulate(module.out_features for module in self.modules))
@@ -82,7 +82,7 @@ def trained_layer(modules: LayerModules, recorded: LinearOutputs | None = None) 
 def _head_norm(modules: LayerModules) -> HeadNorm | None:
     query: Any = modules.query_norm
     key: Any = modules.key_norm
-    assert (query is None) == (key is None), "a norm of queries or keys alone"
+    assert (query is None) == (key is None), "a norm of only queries or only keys"
     return None if query is None else HeadNorm(query.weight, key.weight, query.variance_epsilon)
 
 

@@ -1,4 +1,4 @@
-"""What transformers 4.57 and 5 name or lay out differently, behind one name each.
+"""Differences of transformers 4.57 and 5 in names and layouts, behind one name each.
 
 Fovea is written for transformers 5. megatron-bridge wants a version below 5, so that an environment with it has 4.57:
 everything else in the package reads these names and knows of no versions. Delete this file when the bridge

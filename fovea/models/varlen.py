@@ -109,7 +109,7 @@ class FlashSegments:
         return out, lse
 
     def backward(self, gradient: Tensor, inputs: Triple, out: Tensor, lse: Tensor, pairs: Pairs) -> Triple:
-        # read by dropout alone, of which there is none
+        # read only by dropout, of which there is none
         random_state = torch.zeros(2, dtype=torch.uint64, device=out.device)
         gradients: Triple = OPS._varlen_attn_backward(
             gradient.contiguous(),
@@ -197,7 +197,7 @@ def _sum_of_heads(x_HMD: Tensor, times: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """What decides whether a kernel takes some tensors."""
+    """Properties of tensors by which a kernel accepts or refuses them."""
 
     device: torch.device
     dtype: torch.dtype
@@ -236,7 +236,7 @@ def varlen_refusal(shape: HeadShape) -> str | None:
 
 
 def takes_varlen(shape: HeadShape) -> bool:
-    """Whether torch's public `varlen_attn` is right for heads of this shape."""
+    """True if torch's public `varlen_attn` is right for heads of this shape."""
     return shape.device.type != "cpu" and varlen_refusal(shape) is None
 
 

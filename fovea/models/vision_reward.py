@@ -18,7 +18,8 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModel
 
-from fovea.config.run import Model, RewardModel
+from fovea.config.environments import RewardModel
+from fovea.config.model import Model
 from fovea.data.images import ImageOpener
 from fovea.errors import ModelError
 from fovea.models.model_files import check_folder, damaged_model, hub_options, no_progress_bar

@@ -156,9 +156,9 @@ class VLM(PolicyNetwork):
         return self._fast.activation_bytes(vision_tower(self.network), list(distinct.values()))
 
     def _encode_frozen(self, images: Sequence[PromptImage]) -> list[ImageFeatures]:
-        """Features to be cached: on a CPU, of each image from a forward pass of its own."""
+        """Features to be cached: on a CPU, of each image from a separate forward pass."""
         # a matrix product rounds differently with its number of rows: a resumed run, whose cache misses other images
-        # together, would get other features. On a GPU, where no run is resumed to the last bit, an image alone would
+        # together, would get other features. On a GPU, where no run is resumed to the last bit, a single image would
         # leave most of it idle
         if self.device.type == "cpu":
             return [features for image in images for features in self.encode([image])]
@@ -172,7 +172,7 @@ class VLM(PolicyNetwork):
         return self._fast.encode(vision_tower(self.network), images, self.device, self.dtype)
 
     def slow_kernels(self) -> list[str]:
-        """What a GPU refuses of the kernels that the fast path is made for, and what runs instead."""
+        """Notes on kernels of the fast path that the GPU refuses, and what runs instead."""
         text = heads_of(self._shape, self.device, self.dtype)
         notes = [
             slow_attention_note(text) if self._attention == "auto" else None,

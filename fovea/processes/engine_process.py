@@ -66,7 +66,7 @@ def wait_until_gone(groups: Set[int], seconds: float) -> None:
     A killed process holds its memory for a moment; only its parent could wait for it otherwise. One that nobody
     reaps, as in a container without an init, has given back everything.
     """
-    import psutil  # noqa: PLC0415  where an engine has processes of its own; the core does without
+    import psutil  # noqa: PLC0415  where an engine has its own processes; the core does without
 
     end = monotonic() + seconds
     for process in psutil.process_iter():
@@ -76,7 +76,7 @@ def wait_until_gone(groups: Set[int], seconds: float) -> None:
 
 
 class EngineProcess:
-    """An engine in a process, or several, of its own."""
+    """An engine in one or several separate processes."""
 
     def __init__(
         self,
@@ -273,7 +273,7 @@ class EngineProcess:
         return kind(f"{self._name} {self._end()}: {self._last_words()}{self._kept_log()}")
 
     def _has_given_up(self) -> bool:
-        """Whether it has ended by itself, and was not killed, before the engine was ready."""
+        """True if it has ended by itself, and was not killed, before the engine was ready."""
         if self._is_started:
             return False
         with suppress(subprocess.TimeoutExpired):

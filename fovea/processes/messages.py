@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 from fovea.types import PromptImage
 
 Reference: TypeAlias = tuple[str, int, tuple[int, int, int]]
-"""What a message has in place of an image: its key, number of tokens and grid."""
+"""Stand-in for an image in a message: its key, number of tokens and grid."""
 
 
 class Packing:
@@ -112,7 +112,7 @@ class _Encoded:
 
     body: bytes
     images: dict[str, PromptImage]
-    """Those that have tensors here."""
+    """Images by key whose tensors are in this process."""
     shares: list[Share]
 
 

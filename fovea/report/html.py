@@ -358,7 +358,7 @@ def _png_uri(png: bytes) -> str:
 
 
 def _is_small(png: bytes) -> bool:
-    """Whether the image is narrower than SMALL_IMAGE_PX."""
+    """True if the image is narrower than SMALL_IMAGE_PX."""
     # bytes 16 to 19 of a PNG file are the width in its IHDR chunk
     return int.from_bytes(png[16:20]) < SMALL_IMAGE_PX
 

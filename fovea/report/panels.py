@@ -100,7 +100,7 @@ Metrics = Mapping[str, float]
 PARTS = ("Parts of the reward", "On dev: reward and parts")
 """Titles of the panels in which a part of the reward has one colour."""
 REWARD_LINE: Mapping[str, Any] = {"color": TEXT_COLOUR, "linestyle": (0, (2, 4)), "markersize": 2, "zorder": 3}
-"""Dashed and on top: a reward of one part alone lies on that part's line."""
+"""Dashed and on top: a reward of one part only lies on that part's line."""
 
 PANELS: Mapping[str, tuple[str, ...]] = {
     "Groups with signal, share": ("groups/with_signal_frac",),
@@ -173,7 +173,7 @@ def _with_signal(row: Metrics) -> Metrics:
 
 def _has(rows: Sequence[Metrics], key: str) -> bool:
     values = [row[key] for row in rows if key in row]
-    # not below: what is not finite is no rounding
+    # not below: what is not finite is not a rounding
     return any(not abs(value) < ROUNDING_NATS for value in values) if key == "rollout_train_kl" else bool(values)
 
 

@@ -97,7 +97,7 @@ class SampleRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSummary:
-    """What filters and lists need of a record, without reading it."""
+    """Fields of a record that filters and lists need, without reading the record."""
 
     kind: str
     row: str

@@ -20,7 +20,7 @@ from fovea.utils.files import write_atomically
 
 INDEX_FILE = "index.jsonl"
 BAD_CONTENT = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
-"""What reading JSON of another shape raises."""
+"""Exceptions of reading JSON of another shape."""
 _STEP = re.compile(r"[0-9]{6,15}")
 
 

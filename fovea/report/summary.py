@@ -257,7 +257,7 @@ def controls_table(summary: Summary) -> Table | None:
         return None
     caption = (
         "Shuffled: each question with another question's images; blank: with grey ones. "
-        "Both show the accuracy that the text alone gives."
+        "Both show the accuracy without the picture."
     )
     return _fill(_table("Image ablation (shuffled, blank), after RL", caption), summary.final, columns)
 

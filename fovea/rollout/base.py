@@ -22,11 +22,11 @@ class Engine(Protocol):
 
     @property
     def name(self) -> str:
-        """What messages and the parity gate call the engine, approximate decoding included."""
+        """Name of the engine in messages and in the parity gate; includes approximate decoding."""
         ...
 
     async def generate(self, request: Request) -> Sequence[Completion]:
-        """Sample n completions of one prompt. Calls may overlap; a completion depends on its own call alone."""
+        """Sample n completions of one prompt. Calls may overlap; a completion depends only on its own call."""
         ...
 
     async def pause(self) -> None:
@@ -52,7 +52,7 @@ class Engine(Protocol):
 
 @runtime_checkable
 class HasProcesses(Protocol):
-    """An engine with processes of its own, which may end while it has nothing to do."""
+    """An engine with its own processes, which may end while it has nothing to do."""
 
     def check_processes(self) -> None:
         """Raise LostEngineError if one of them has ended."""

@@ -1,4 +1,4 @@
-"""What is checked alike for engines of other packages: models, their arguments, and the weights of a push."""
+"""Checks shared by engines of other packages: models, engine arguments, weights of a push."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def check_arguments(
     for key in given:
         here = f"rollout.engine.engine_args.{key}"
         if key in settings:
-            raise ConfigError(f"{here}: a setting of its own; set rollout.engine.{settings[key]}")
+            raise ConfigError(f"{here}: a separate setting; set rollout.engine.{settings[key]}")
         if key in fixed:
             raise ConfigError(f"{here}: Fovea sets it to {fixed[key]!r}, on which its training depends; remove it")
         check_known(key, known, where=here, engine=engine, listed=listed)

@@ -117,7 +117,7 @@ class CompletionText:
         return text[: min(ends)] if ends else text
 
     def holds_stop(self, token_ids: Sequence[int], stop: Sequence[str]) -> bool:
-        """Whether a stop string occurs within the newest tokens, as many as can hold one."""
+        """True if a stop string occurs within the newest tokens, as many as can hold one."""
         text = self._plain(token_ids[-self.tail_tokens(stop) :])
         return any(string in text for string in stop)
 

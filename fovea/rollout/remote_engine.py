@@ -63,7 +63,7 @@ class RemoteEngine:
 
     @property
     def has_weights(self) -> bool:
-        """Whether the engine holds all weights."""
+        """True if the engine holds all weights."""
         has_weights: bool = self.process.run("has_weights")
         return has_weights
 

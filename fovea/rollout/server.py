@@ -1,4 +1,4 @@
-"""What every engine's server is given, and the process that it becomes."""
+"""Arguments shared by the servers of all engines, and the process that each becomes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ModelServer:
     banned_ids: Sequence[int] = ()
     """Ids that are never drawn (`models.processor.Processor`)."""
     weights_dir: Path | None = None
-    """The folder through which a trainer brings its weights; None for a server of answers alone."""
+    """The folder through which a trainer brings its weights; None for a server of answers only."""
     url_limits: UrlLimits | None = None
     """Limits of reading the images of requests at their addresses; None: images come as data only."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -93,7 +93,7 @@ BROKEN_PUSH = (
 
 @dataclass(slots=True, kw_only=True)
 class Readiness:
-    """Whether an engine can serve a request, and with which weights."""
+    """True if an engine can serve a request, and with which weights."""
 
     max_model_len: int
     """Most tokens of a prompt with its completion."""

@@ -102,7 +102,7 @@ def _bearer(key: str | None) -> bytes | None:
 
 
 def _is_of_a_page(scope: Message) -> bool:
-    """Whether a browser may have sent a call for a web page; an image of a page comes without an origin."""
+    """True if a browser may have sent a call for a web page; an image of a page comes without an origin."""
     host = re.fullmatch(rb"\[?(.*?)\]?(:\d*)?", header(scope, b"host"))
     site = header(scope, b"sec-fetch-site")
     is_elsewhere = host is None or not is_loopback(host[1].decode("latin-1").lower())
@@ -112,7 +112,7 @@ def _is_of_a_page(scope: Message) -> bool:
 def made_key(folder: Path) -> str:
     """The key of administration of the servers that share a folder of pushes, made by whoever comes first.
 
-    ConfigError where it is not this user's alone.
+    ConfigError where others may read it.
     """
     file = folder / KEY_FILE
     try:
@@ -167,7 +167,7 @@ class Bans:
             return await refuse(send, TOO_LARGE, b"a request of more than %d bytes" % MAX_BODY_BYTES)
         request = _parsed(body)
         if request is None:
-            return await refuse(send, BAD_REQUEST, b"the request is no JSON object")
+            return await refuse(send, BAD_REQUEST, b"the request is not a JSON object")
         try:
             await replace_addresses(request.get("messages"), self._url_limits)
         except ImageRefusedError as error:

@@ -21,7 +21,7 @@ FIRST_PAUSE_SECONDS = 0.25
 MAX_PAUSE_SECONDS = 5.0
 
 Parse: TypeAlias = Callable[[Any], Any]
-"""Reads an answer; None for a part of one, with which a server may answer that is told to end."""
+"""Parses a response; None if the server was shut down before it was complete."""
 Prepare: TypeAlias = Callable[[JsonServer], Awaitable[None]]
 """Makes a server ready for calls: CallError where it does not answer, EngineError where it is not fit."""
 
@@ -46,7 +46,7 @@ class Member:
 
     server: JsonServer
     load: int = 0
-    """What it has to do, in the units of `ServerPool.post`."""
+    """Queued work, in the units of `ServerPool.post`."""
     is_ready: bool = False
     num_prepared: int = 0
     """How often it was made ready."""

@@ -53,7 +53,7 @@ class RolloutsAhead:
         self._step_began = (0.0, 0.0)
 
     def has_more(self, step: int) -> bool:
-        """Whether there are rows for this step, the next to be taken."""
+        """True if there are rows for this step, the next to be taken."""
         return step in self._positions or self._run.stream.has_more
 
     async def take(self, step: int) -> Rollout:

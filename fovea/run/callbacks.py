@@ -87,7 +87,7 @@ def _named(callback: str) -> Iterator[None]:
 def _check(argument: str, function: object) -> None:
     if not callable(function) or isinstance(function, type):
         raise ConfigError(
-            f"{argument}={function!r:.60} is no function; give one of a record, def {argument}(record) (docs/python.md)"
+            f"{argument}={function!r:.60} is not a function; write def {argument}(record) (docs/python.md)"
         )
     name = name_of(function)
     if is_async(function):

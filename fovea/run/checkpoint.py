@@ -330,7 +330,7 @@ def _check_format(folder: Path, state: dict[str, Any]) -> None:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder holds a checkpoint, whole or damaged, and not a run or a model."""
+    """True if a folder holds a checkpoint, whole or damaged, and not a run or a model."""
     return any((folder / name).is_file() for name in (STATE, MANIFEST))
 
 

@@ -32,7 +32,7 @@ class Change:
 
     @property
     def is_patch(self) -> bool:
-        """Whether it is another patch version of a library, such as 2.9.1 for 2.9.0."""
+        """True if it is another patch version of a library, such as 2.9.1 for 2.9.0."""
         if not self.name.startswith(LIBRARY) or self.before is None or self.now is None:
             return False
         return self.before.split(".")[:2] == self.now.split(".")[:2]
@@ -58,7 +58,7 @@ def changes(before: Fingerprint, now: Fingerprint) -> list[Change]:
 
 
 def check_unchanged(before: Fingerprint, now: Fingerprint, *, allow: bool, say: Callable[[str], None]) -> None:
-    """DataError for changes, which it names; with `allow`, or for patch versions alone, they are said instead."""
+    """DataError for changes, which it names; with `allow`, or only for patch versions, they are printed instead."""
     changed = changes(before, now)
     refused = [] if allow else [change for change in changed if not change.is_patch]
     if refused:

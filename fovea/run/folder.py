@@ -94,7 +94,7 @@ def check_run(folder: Path, config: Config) -> None:
 
 
 def _if_new(folder: Path) -> str:
-    """What else to do about a run whose first step failed, and whose rows or code have been corrected since."""
+    """Advice for a changed run that has no checkpoint yet."""
     if not has_taken_no_step(folder):
         return ""
     return "; it has taken no step: after a correction of code or rows add resume_changed=allow, or delete the folder"
@@ -105,7 +105,7 @@ def run_of(checkpoint: Path) -> Path:
     if not is_checkpoint(checkpoint):
         newest = Checkpoints(checkpoint, keep=1).newest
         fix = f"set resume={newest}" if newest else "set it to never, to auto, or to the folder of a checkpoint"
-        raise ConfigError(f"resume={checkpoint} is no checkpoint, such as runs/x/checkpoints/step-100; {fix}")
+        raise ConfigError(f"resume={checkpoint} is not a checkpoint, such as runs/x/checkpoints/step-100; {fix}")
     # resolved: the user's spelling may have other parents, as `runs/x/checkpoints/step-4/.` has
     return checkpoint.resolve().parents[1]
 
@@ -141,7 +141,7 @@ def _check_same(saved: Path, config: Config) -> None:
 
 
 def _are_given(files: object) -> bool:
-    """Whether this names rows that Python code gave, which the run folder keeps."""
+    """True if this names rows that Python code gave, which the run folder keeps."""
     return isinstance(files, list) and any(str(file).startswith(f"{RUN_DIR}/{ROWS_FOLDER}/") for file in files)
 
 

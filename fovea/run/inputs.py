@@ -27,8 +27,10 @@ from huggingface_hub import try_to_load_from_cache
 from PIL.Image import Image
 
 from fovea import __version__
+from fovea.config.environments import CaptionEnvironment, OwnEnvironment
+from fovea.config.model import Model
 from fovea.config.rewards import FROM_PYTHON
-from fovea.config.run import CaptionEnvironment, Config, Model, OwnEnvironment
+from fovea.config.run import Config
 from fovea.config.splits import RUN_DIR
 from fovea.data.images import is_url
 from fovea.data.order import place_of
@@ -193,7 +195,7 @@ def _text_of(given: object) -> str:
 
 
 def _bytecode(code: CodeType) -> str:
-    """What a function does, other than by its source."""
+    """Bytecode of a function, for functions without source."""
     constants = [_bytecode(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts]
     return repr((code.co_code, code.co_names, constants))
 

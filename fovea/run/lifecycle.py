@@ -153,7 +153,7 @@ def _report_changed_pace(run: Run, before: Mapping[str, Any]) -> None:
 
 
 async def measure_parity(run: Run) -> ParityReading:
-    """Measure the parity of a run that was built for this alone, and close it."""
+    """Measure the parity of a run that was built only for this, and close it."""
     async with closing(run):
         await run.weight_sync.push(0)
         return await read_parity(run, 0)

@@ -47,12 +47,12 @@ class Owner:
 
     @property
     def is_here(self) -> bool:
-        """Whether it runs, or ran, on this host."""
+        """True if it runs, or ran, on this host."""
         return self.host == socket.gethostname()
 
     @property
     def is_alive(self) -> bool:
-        """Whether a process of this host still runs."""
+        """True if a process of this host still runs."""
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
@@ -87,7 +87,7 @@ def owner_of(folder: Path) -> Owner | None:
 
 
 def was_left_by(pid: int, folder: Path) -> bool:
-    """Whether a process that held the lock of a folder has ended without releasing it, as by `_exit` of a C library."""
+    """True if a process that held the lock of a folder has ended without releasing it, as by `_exit` of a C library."""
     try:
         with (folder / LOCK_FILE).open(encoding="utf-8") as file:
             owner = _owner(file)
@@ -121,7 +121,7 @@ def _take(file: TextIO, folder: Path) -> None:
 
 
 def _is_at(file: TextIO, path: Path) -> bool:
-    """Whether an open file is the one at this path: its folder may have been deleted since it was opened."""
+    """True if an open file is the one at this path: its folder may have been deleted since it was opened."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:

@@ -38,8 +38,8 @@ def usable_prompts(
 ) -> list[tuple[PromptKind, PromptedTask]]:
     """Prompts of the first `num_rows` usable training rows, with and without their images.
 
-    `say` is told of every row that cannot be used. After `max_seconds` the rows found so far are all; DataError where
-    there are none.
+    `say` gets a line for every row that cannot be used. After `max_seconds` the rows found so far are all; DataError
+    where there are none.
     """
     prompts = list[tuple[PromptKind, PromptedTask]]()
     rows, tried, end, last_error = 0, 0, clock() + max_seconds, ""

@@ -83,7 +83,7 @@ FLOOR_FRAC = {"float32": 1e-3, "bfloat16": 0.1}
 MEAN_FACTOR, K3_FACTOR = 3.0, 10.0
 """A distance is clearly smaller than another by either of these; k3 grows with the square of a difference."""
 MIN_SIGMAS = 4.0
-"""A fault is found if it is nearer on more tokens than chance explains: means alone may rest on a single token."""
+"""A fault is found if it is nearer on more tokens than chance explains: a mean may rest on a single token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +101,7 @@ class Gap:
         return Gap(mean_abs=float((engine_A - trainer_A).abs().mean()), k3=float(k3(engine_A, trainer_A).mean()))
 
     def clearly_below(self, other: Gap) -> bool:
-        """Whether this distance is smaller by a factor that chance does not explain."""
+        """True if this distance is smaller by a factor that chance does not explain."""
         return MEAN_FACTOR * self.mean_abs < other.mean_abs or K3_FACTOR * self.k3 < other.k3
 
 
@@ -172,7 +172,7 @@ class Violation:
     kind: KindReading
     """The kind of prompt that breaks it."""
     text: str
-    """What is seen, and what the rule allows."""
+    """Measured value, and what the rule allows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -89,13 +89,13 @@ async def record_samples(run: Run, step: int, groups: Sequence[Group], batch: Ba
 
 
 async def _scored(run: Run, groups: Sequence[Group], batch: Batch) -> Samples:
-    """The samples of these groups with the trainer's log-probs as old ones, by a pass of their own.
+    """The samples of these groups with the trainer's log-probs as old ones, by a separate pass.
 
     The batch of the update stays as it is: with old log-probs in it, its loss would take its ratio to them.
     """
     wanted = {episode.tokens[0].completion.id for group in groups for episode in group.episodes}
     of_groups = [each for each in (*batch.groups, *batch.left_out) if each.samples[0].completion_ids[0] in wanted]
-    # the tokens alone: groups that the update leaves out have no advantages, and a pass wants all samples alike
+    # only the tokens: groups that the update leaves out have no advantages, and a pass wants all samples alike
     plain = replace_samples(Batch(groups=tuple(of_groups)), _tokens_alone)
     scored = await run.policy.annotate(plain, Needs(old_logprobs=True))
     samples = (sample for group in of_groups for sample in group.samples)
@@ -151,7 +151,7 @@ def _answer(run: Run, episode: Episode, samples: Samples) -> RecordedAnswer:
 
 
 def _score(run: Run, episode: Episode) -> SampledAnswer:
-    """The score by the environment; what the length took from the reward is a part of its own."""
+    """The score by the environment; what the length took from the reward is a separate part."""
     score = sampled_answer(episode)
     penalty = length_penalty(episode, run.config.algorithm, run.config.rollout.max_new_tokens)
     return replace(score, parts={**score.parts, "algorithm.overlong": penalty}) if penalty else score
@@ -162,7 +162,7 @@ def _generated(episode: Episode) -> tuple[Turn, ...]:
 
 
 def _places(turns: Sequence[TurnTokens]) -> Iterator[slice]:
-    """Where each turn's completion stands among the tokens of its sample."""
+    """Slice of each turn's completion in the tokens of its sample."""
     end = 0
     for number, turn in enumerate(turns):
         start = end + (turn.observation.num_tokens if number else 0)

@@ -38,7 +38,7 @@ class TaskStream:
 
     @property
     def has_more(self) -> bool:
-        """Whether there are rows for another step; there always are without `max_epochs`."""
+        """True if there are rows for another step; there always are without `max_epochs`."""
         return self.source.has_more(self.order)
 
     @property
@@ -181,7 +181,7 @@ def _write_unscored(folder: Path, rows: Sequence[Mapping[str, object]]) -> None:
 
 
 def training_sampling(config: Config) -> Sampling:
-    """Sampling parameters of training rollouts; each request gets a seed of its own."""
+    """Sampling parameters of training rollouts; each request gets a separate seed."""
     return replace(rollout_sampling(config), exact=False)
 
 

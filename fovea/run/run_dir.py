@@ -73,13 +73,13 @@ def delete_unless_begun(folder: Path, *, start_is_worth_keeping: bool = True) ->
 
 
 def has_taken_no_step(folder: Path) -> bool:
-    """Whether the run in a folder has no checkpoint but that of step 0, and no metrics of a step."""
+    """True if the run in a folder has no checkpoint but that of step 0, and no metrics of a step."""
     metrics = folder / METRICS_FILE
     return newest_step(folder) == 0 and not (metrics.exists() and metrics.stat().st_size)
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Whether the folder holds a run; until its first checkpoint, settings may change freely."""
+    """True if the folder holds a run; until its first checkpoint, settings may change freely."""
     return any(map(holds_files, folder.glob("checkpoints/step-*")))
 
 
@@ -95,7 +95,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def holds_files(folder: Path) -> bool:
-    """Whether a path is a folder that is not empty."""
+    """True if a path is a folder that is not empty."""
     return folder.is_dir() and any(folder.iterdir())
 
 
@@ -105,7 +105,7 @@ def newest_step(folder: Path) -> int:
 
 
 def has_a_time(folder: Path) -> bool:
-    """Whether the name of a folder ends in a time, so that it is one run's own and `latest` may lead to it."""
+    """True if the name of a folder ends in a time, so that it is one run's own and `latest` may lead to it."""
     return _ENDS_IN_TIME.search(folder.name) is not None
 
 

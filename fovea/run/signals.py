@@ -23,11 +23,11 @@ from time import perf_counter
 from types import FrameType
 from typing import NoReturn
 
-from fovea.config.run import Rollout
+from fovea.config.sections import Rollout
 from fovea.utils.launch import is_of_torchrun
 
 SAVED = "the run is saved"
-"""What KeyboardInterrupt tells of a run that has ended by its own account."""
+"""Message of the KeyboardInterrupt of a run that has already been saved."""
 RESUMABLE = "resume=auto continues from the last checkpoint, if there is one"
 """The same of a run that was ended on its way."""
 SAME_SIGNAL_SECONDS = 0.2
@@ -37,7 +37,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(slots=True)
 class Stop:
-    """Whether the run is to end after the running step, and the end itself."""
+    """True if the run is to end after the running step, and the end itself."""
 
     max_hours: float | None = None
     started: float = field(default_factory=perf_counter)

@@ -8,7 +8,7 @@ death that a new process may survive: by a signal such as SIGKILL, SIGSEGV or SI
 or out of memory; not after an error of the user's, nor where somebody asked for the end. A new checkpoint gives all
 restarts back: a run that goes on may die any number of times, one that dies at the same place again and again ends.
 
-Signals that end a run are passed on to the child, which has a session of its own and so gets none from the terminal.
+Signals that end a run are passed on to the child, which has a separate session and so gets none from the terminal.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SHOW_CURSOR = "\x1b[?25h"
 
 
 def is_supervised(config: Config) -> bool:
-    """Whether a run trains in a child process of its command."""
+    """True if a run trains in a child process of its command."""
     on_ray = config.cluster.gpus_per_node is not None and num_processes() == 1
     return bool(config.max_restarts) or on_ray
 
@@ -105,7 +105,7 @@ def newest_written(folder: Path) -> Written:
 
 @dataclass(slots=True)
 class Restarts:
-    """The restarts that a run has left, and what the next attempt is told."""
+    """The restarts that a run has left, and the arguments of the next attempt."""
 
     config: Config
     folder: Path
@@ -167,7 +167,7 @@ class Child:
 
     def run(self, command: Sequence[str]) -> int:
         """Run a command to its end; returns its exit code, negative for a signal. Leaves no process of it behind."""
-        # a session of its own: what the terminal or a launcher sends to all processes of a group arrives once
+        # a separate session: what the terminal or a launcher sends to all processes of a group arrives once
         self._process = subprocess.Popen(command, start_new_session=True)
         self._send()
         code = self._process.wait()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fovea.config import run as config
+from fovea.config import sections as config
 from fovea.data.order import Order
 from fovea.environments.base import Environment
 from fovea.environments.prompt_source import PromptedTask, PromptSource

@@ -2,7 +2,7 @@
 
 For each description (colour and shape) one vector, where an image's visual token stands, is trained by the
 cross-entropy of captions through the language model, which stays as it is. It is what the vision tower is then
-trained to write. Captions alone are trained on: that a question is answered by its one word is left to RL.
+trained only to write. Captions are trained on: that a question is answered by its one word is left to RL.
 
 Axes: `N` descriptions, `L` tokens of a conversation, `D` width of the language model.
 """

@@ -38,7 +38,7 @@ MARKS = {
 }
 """Special tokens of SmolLM2 that only its pre-training on code used, and Qwen2-VL's marks that take their place."""
 SYSTEM_PROMPT = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
-"""What SmolLM2's own template opens with where a conversation has no system prompt."""
+"""Default system prompt of SmolLM2's chat template."""
 CHAT_TEMPLATE = f"""\
 {{%- if messages[0].role != 'system' -%}}
 {{{{ '<|im_start|>system\\n{SYSTEM_PROMPT}<|im_end|>\\n' }}}}

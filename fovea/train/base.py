@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from fovea.config.run import Algorithm
+from fovea.config.algorithm import Algorithm
 from fovea.train.row_assignment import ImagesByRank
 from fovea.types import Batch, Metrics, ParameterCount, Prompt, Weights
 
@@ -60,7 +60,7 @@ class ModelFacts:
     """Parameters that a checkpoint holds with the moments of their optimizer: those under training, and those of a
     value function."""
     num_workers: int = 1
-    """Processes that train, each on a device of its own."""
+    """Processes that train, each on a separate device."""
 
 
 class Policy(Protocol):
@@ -137,7 +137,7 @@ class PolicyWorker(Protocol):
     def save(self, folder: Path) -> None: ...
 
     def finish_save(self) -> None:
-        """Called on a thread of its own."""
+        """Called on a separate thread."""
         ...
 
     def load(self, folder: Path) -> None: ...

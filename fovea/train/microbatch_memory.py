@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 
-from fovea.config.run import Train
+from fovea.config.sections import Train
 from fovea.errors import FoveaError, MicrobatchMemoryError, OutOfMemoryError, is_out_of_memory, memory_for
 from fovea.train.microbatching import Cost
 from fovea.train.ranks import Ranks

@@ -1,7 +1,7 @@
 """Assignment of groups to packed rows, balanced by cost under a token budget.
 
 Losses are normalised by counts of the whole batch, so no assignment changes the gradient. It depends on the groups
-alone: every rank computes the assignment of all ranks without communication.
+only: every rank computes the assignment of all ranks without communication.
 
 The cost of a group is its training FLOPs in units of one text token through the decoder's linear layers: 1 for each
 token, plus attention to earlier tokens, the head, and images that are encoded.
@@ -123,8 +123,8 @@ def slice_groups(groups: Sequence[SampleGroup], max_tokens: int | None = None) -
 def pack_by_cost(slices: Sequence[GroupSlice], cost: Cost, max_tokens: int) -> list[RowSlices]:
     """Pack groups into micro-batches under `max_tokens`, balancing cost longest-processing-time-first.
 
-    The budget is one of cost, which is at least the number of tokens. A slice whose cost alone exceeds it gets a row to
-    itself.
+    The budget is one of cost, which is at least the number of tokens. A slice whose cost by itself exceeds it gets a
+    row to itself.
     """
     costs = [cost.of(each.group) for each in slices]
     return [[slices[index] for index in row] for row in balanced_bins(costs, max_tokens)]

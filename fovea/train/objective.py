@@ -12,8 +12,7 @@ from fovea.algorithms.importance import ImportanceWeights, importance_weights
 from fovea.algorithms.kl import ESTIMATORS, k3
 from fovea.algorithms.policy_loss import HasFormula, PolicyLoss, cispo_loss, clipped_loss, gspo_loss, sapo_loss
 from fovea.algorithms.value_loss import value_loss
-from fovea.config.algorithm import CispoLoss, ClippedLoss, GspoLoss, KlInLoss, SapoLoss
-from fovea.config.run import Algorithm
+from fovea.config.algorithm import Algorithm, CispoLoss, ClippedLoss, GspoLoss, KlInLoss, SapoLoss
 from fovea.models.head_gradients import Slopes
 from fovea.models.token_logprobs import TokenScores
 from fovea.train.packing import MicroBatch
@@ -123,12 +122,12 @@ def _rounding(micro: MicroBatch, scale: float) -> Tensor | float:
     """Slopes of equal completions are one sum, in which advantages may cancel."""
     assert micro.advantages_A is not None, "a policy loss needs advantages (`advantages.with_advantages`)"
     weighed_A = micro.weights_A * micro.advantages_A
-    # a rank without a group of its own runs a micro-batch of no actions
+    # a rank without a separate group runs a micro-batch of no actions
     return ROUNDING * scale * weighed_A.abs().max() if len(weighed_A) else 0.0
 
 
 def slopes_are_known(algorithm: Algorithm, *, on_policy: bool) -> bool:
-    """Whether the slope of an action depends on its own log-prob alone.
+    """True if the slope of an action depends only on its own log-prob.
 
     `on_policy`: the old log-probs are those of the pass itself. Importance ratios are 1 then, and what is a constant
     otherwise, weights from old log-probs, depends on the pass.

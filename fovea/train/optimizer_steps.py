@@ -11,8 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fovea.config.algorithm import Critic
-from fovea.config.run import Algorithm
+from fovea.config.algorithm import Algorithm, Critic
 from fovea.config.sections import Train
 from fovea.errors import TrainError
 from fovea.samples import has_old_logprobs, old_logprobs, with_old_logprobs
@@ -81,7 +80,7 @@ def learning_rate(
 
 
 def rate_of_run(step: int, train: Train, *, peak: float, max_steps: int) -> float:
-    """Learning rate of step 0, 1, ... of a run with these settings, for weights with a peak rate of their own."""
+    """Learning rate of step 0, 1, ... of a run with these settings, for weights with a separate peak rate."""
     return learning_rate(
         step,
         peak=peak,
@@ -113,7 +112,7 @@ class ClippedOptimizer(Protocol):
 
 
 def are_scored(batch: Batch, algorithm: Algorithm) -> bool:
-    """Whether the batch's old log-probs come from a pass of the trainer, not from the engine or from none at all."""
+    """True if the batch's old log-probs come from a pass of the trainer, not from the engine or from none at all."""
     return has_old_logprobs(batch) and algorithm.old_logprobs == "trainer"
 
 
@@ -128,9 +127,9 @@ def run_epochs(
 ) -> list[NDArray[np.float32]]:
     """Run the epochs of an update; returns the trainer's log-probs [T] of every sample as they were before it.
 
-    `gradients` accumulates those of a minibatch times a scale: a loss is a share of the batch, a step is by a minibatch
-    alone. Without log-probs from an earlier pass of the trainer, those of the first epoch are returned, and are the old
-    log-probs of later epochs; nothing where that epoch has several minibatches, whose log-probs are of different
+    `gradients` accumulates those of a minibatch times a scale: a loss is a share of the batch, a step uses one
+    minibatch. Without log-probs from an earlier pass of the trainer, those of the first epoch are returned, and are the
+    old log-probs of later epochs; nothing where that epoch has several minibatches, whose log-probs are of different
     weights, or ended early.
     """
     algorithm, scored = schedule.algorithm, are_scored(batch, schedule.algorithm)

@@ -1,4 +1,4 @@
-"""What forward and backward passes over micro-batches find out: the loss, log-probs, metrics and non-finite tasks.
+"""Results of passes over micro-batches: loss, log-probs, metrics and tasks with non-finite values.
 
 Axes: `A` actions of a micro-batch.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fovea.config.run import Algorithm
+from fovea.config.algorithm import Algorithm
 from fovea.models.token_logprobs import TokenScores
 from fovea.train.objective import policy_terms, value_terms
 from fovea.train.packing import MicroBatch
@@ -21,11 +21,11 @@ from fovea.utils.host_waits import awaited
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """What a micro-batch has measured, still on its device."""
+    """Measurements of a micro-batch, still on its device."""
 
     micro: MicroBatch
     finite: Tensor
-    """Whether its loss is a finite number, []."""
+    """True if its loss is a finite number, []."""
     sums: dict[str, Tensor]
     """Sums for the metrics, [] each."""
     values_A: tuple[Tensor | None, ...]

@@ -17,7 +17,8 @@ from typing import TypeAlias, TypeVar
 
 import numpy as np
 
-from fovea.config.run import Algorithm, Train
+from fovea.config.algorithm import Algorithm
+from fovea.config.sections import Train
 from fovea.train.microbatching import Cost, GroupSlice, RowSlices, pack_by_cost, pack_by_count, slice_groups
 from fovea.types import Batch, Metrics, Prompt, PromptImage, SampleGroup
 
@@ -62,7 +63,7 @@ def align_ranks(rows_of_ranks: Sequence[Sequence[RowSlices]], dummy: GroupSlice)
 
 
 def slices_of(group: SampleGroup, rows_of_ranks: Sequence[Sequence[RowSlices]]) -> list[list[RowSlices]]:
-    """The rows of each rank with the slices of one group alone."""
+    """The rows of each rank with the slices of one group only."""
     kept = [
         [[each for each in row if each.group.samples[0] in group.samples] for row in rows] for rows in rows_of_ranks
     ]
@@ -233,7 +234,7 @@ class Schedule:
     def minibatches(self, epoch: int, groups: Sequence[SampleGroup]) -> list[Sequence[SampleGroup]]:
         """Groups of each optimizer step of an epoch: of the batch in order in the first, and shuffled in later ones."""
         if epoch > 0 and self.algorithm.minibatches > 1:
-            # seeded by counters alone, so that a resumed run shuffles like an uninterrupted one, and all ranks alike
+            # seeded only by counters, so that a resumed run shuffles like an uninterrupted one, and all ranks alike
             shuffled = np.random.default_rng((self.step, epoch)).permutation(len(groups))
             groups = [groups[index] for index in shuffled]
         # of nearly equal size, none of them empty
@@ -259,7 +260,7 @@ class ImagesByRank:
     limit_tokens: int
     """Largest micro-batch in effect, which is below the settings' after memory ran out."""
     shares: tuple[int, ...] = ()
-    """The share of the micro-batches that each worker has a part in, by rank; empty where each has one of its own."""
+    """The share of the micro-batches that each worker has a part in, by rank; empty where each has its own."""
 
     def to_annotate(
         self, batch: Batch, *, policy_passes: bool, reference_passes: bool, beside_engine: bool

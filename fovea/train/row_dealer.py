@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fovea.config.run import Train
+from fovea.config.sections import Train
 from fovea.models.drawn_distribution import check_drawable
 from fovea.models.flops import training_passes
 from fovea.models.policy_network import PolicyNetwork
@@ -49,7 +49,7 @@ class RowDealer:
     def micro_batches(self, groups: Sequence[SampleGroup], only: SampleGroup | None = None) -> list[MicroBatch]:
         """Micro-batches of this rank's share of the groups; all ranks have the same number of them.
 
-        With `only`, they hold that one of the groups alone, each part of it on the rank that has its pixels.
+        With `only`, they hold that one of the groups only, each part of it on the rank that has its pixels.
         TrainError where an action is a banned token, as it may be in samples that no engine of ours drew.
         """
         if not groups:
@@ -77,7 +77,7 @@ class RowDealer:
 
 def cost_of(vlm: PolicyNetwork) -> Cost:
     """Cost model of a training pass of this model, with features of a frozen vision tower and projector cached."""
-    # a projector that is trained behind a frozen tower needs forward passes of the tower alone
+    # a projector that is trained behind a frozen tower needs forward passes of the tower only
     passes = training_passes(
         lora=bool(lora_layers(vlm)), trains_vision=vlm.trains_tower, features_cached=not vlm.trains_vision
     )
@@ -89,7 +89,7 @@ def in_batch_order(
 ) -> list[NDArray[np.float32]]:
     """Scatter per-action values [A] of micro-batches into one array [T] per sample, in the order of the batch.
 
-    Includes the micro-batches of all ranks. Tokens that are no actions have 0.
+    Includes the micro-batches of all ranks. Tokens that are not actions have 0.
     """
     samples = [sample for group in groups for sample in group.samples]
     lengths = [len(sample.token_ids_T) for sample in samples]

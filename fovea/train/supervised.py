@@ -1,4 +1,4 @@
-"""What a step of supervised fine-tuning is under every backend: rows, loss, and the settings of AdamW.
+"""Supervised fine-tuning, shared by the backends: rows, loss, and the settings of AdamW.
 
 Axes: `A` actions of a row: the tokens of its answers.
 """

@@ -50,7 +50,7 @@ class UpdateStats:
             self.sums[key] += value
 
     def moved_too_far(self, max_policy_kl: float | None) -> bool:
-        """Whether the KL divergence of the last pass ends the update (`algorithm.max_policy_kl`).
+        """True if the KL divergence of the last pass ends the update (`algorithm.max_policy_kl`).
 
         Never before the first optimizer step: what is measured there is how far the engine's old log-probs are off.
         """
@@ -160,7 +160,7 @@ class ActivationMeter:
             yield
         kept = self._kept_bytes() - before
         for parameter in self._module.parameters():
-            # weights are no activations; those gathered from shards for the pass are freed by now and count 0 bytes
+            # weights are not activations; those gathered from shards for the pass are freed by now and count 0 bytes
             if not isinstance(parameter, DTensor):
                 saved.pop(parameter.untyped_storage().data_ptr(), None)
         self._largest = size

@@ -1,4 +1,4 @@
-"""Whether an address of the user's can be called, told before anything calls it."""
+"""True if an address of the user's can be called, told before anything calls it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def http_parts(url: str) -> SplitResult | None:
     try:
         parts = urlsplit(url)
         httpx2.URL(url)
-        # reading the port raises for one that is no number or too large
+        # reading the port raises for one that is not a number or too large
         callable_ = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except (ValueError, httpx2.InvalidURL):
         return None
@@ -29,7 +29,7 @@ CLOSE_ENOUGH = 0.7
 
 
 def is_hub_id(text: str) -> bool:
-    """Whether a text can be the `org/name` of a hub: a path below a folder of this machine is none."""
+    """True if a text can be the `org/name` of a hub: a path below a folder of this machine is none."""
     return HUB_ID.fullmatch(text) is not None and not Path(text).parent.exists()
 
 
@@ -49,7 +49,7 @@ def near_folder(path: Path) -> Path | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host name or address is one that other machines do not reach."""
+    """True if a host name or address is one that other machines do not reach."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

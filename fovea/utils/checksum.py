@@ -38,7 +38,7 @@ def bit_hash(tensor: Tensor) -> Tensor:
     for start in range(0, num_rows, ROWS_AT_ONCE):
         rows = words[start * ROW : min(start + ROWS_AT_ONCE, num_rows) * ROW].view(-1, ROW)
         total = total * PLACE_MULTIPLIER + ((rows * multipliers).sum(1) * multipliers[1 : 1 + len(rows)]).sum()
-    # a byte of the rest has a word of its own, after all others
+    # a byte of the rest has a separate word, after all others
     return total * PLACE_MULTIPLIER + (rest * multipliers[: len(rest)]).sum()
 
 

@@ -77,7 +77,7 @@ def optional_file(path: str, name: str, revision: str) -> Path | None:
 
 
 def _check_tokenizer_class(where: str, file: str, name: object) -> None:
-    """ModelError for a tokenizer that is not read from tokenizer.json alone: others import packages of their own."""
+    """ModelError for a tokenizer that is not read only from tokenizer.json: others import their own packages."""
     if name is None:
         return
     known = name if isinstance(name, str) else ""

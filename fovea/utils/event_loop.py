@@ -86,7 +86,7 @@ def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
 
 
 class BackgroundLoop:
-    """An event loop in a thread of its own, for work that must go on while the run's loop computes."""
+    """An event loop in a separate thread, for work that must go on while the run's loop computes."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -32,7 +32,7 @@ class CallError(Exception):
 
     @property
     def may_pass(self) -> bool:
-        """Whether another try may succeed."""
+        """True if another try may succeed."""
         return self.status is None or self.status in MAY_PASS
 
 
@@ -60,7 +60,7 @@ class JsonServer:
             timeout=None,
             follow_redirects=False,
             limits=httpx2.Limits(max_connections=bounds.calls_at_once + 1),
-            # HTTP_PROXY is for other machines: a proxy elsewhere has another loopback
+            # ignore HTTP_PROXY for localhost: the proxy would connect to its own localhost
             trust_env=not is_loopback(httpx2.URL(url).host),
         )
 
@@ -75,7 +75,7 @@ class JsonServer:
     async def post(
         self, path: str, body: Mapping[str, Any] | None = None, headers: Mapping[str, str] | None = None
     ) -> Any:
-        """The JSON that answers a body, None for an empty answer; CallError. `headers` are of this call alone."""
+        """The JSON that answers a body, None for an empty answer; CallError. `headers` are of this call only."""
         content = None if body is None else json.dumps(body).encode("utf-8", "replace")
         async with self._slots:
             return await self._call("POST", path, content, headers)
@@ -139,7 +139,7 @@ def _parsed(content: bytes) -> Any:
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise CallError(f"an answer that is no JSON ({_shown(content)})", status=httpx2.codes.OK) from error
+        raise CallError(f"an answer that is not a JSON ({_shown(content)})", status=httpx2.codes.OK) from error
 
 
 def _shown(content: bytes) -> str:

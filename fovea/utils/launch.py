@@ -1,4 +1,4 @@
-"""What torchrun says about this process in its environment, and its end with the process that has started it."""
+"""torchrun's environment variables, and ending this process with the one that started it."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class LoopWatch:
         # the end of a loop cancels its tasks; a debugger stops it for as long as somebody reads
         if (self._beats is None or self._beats.done()) and not _is_debugged():
             exit_on_sigquit()
-            # a session of its own: Ctrl-C in a terminal is for the run
+            # a separate session: Ctrl-C in a terminal is for the run
             process = subprocess.Popen(
                 self._command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, bufsize=0, start_new_session=True
             )

@@ -14,7 +14,7 @@ class LRUCache(Generic[Key, Value]):
     """Values of at most `max_bytes` in all; the least recently used are evicted first.
 
     `on_evict(key, value)` is called for every value that is evicted. The newest `min_values` stay whatever their size.
-    Threads must hold a lock of their own around the calls.
+    The caller locks around calls from several threads.
     """
 
     def __init__(

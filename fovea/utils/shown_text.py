@@ -44,7 +44,7 @@ def tree_without_secrets(value: Any) -> Any:
 
 
 def lacks_secrets(url: str) -> bool:
-    """Whether a URL had a password or key that `without_secrets` has hidden."""
+    """True if a URL had a password or key that `without_secrets` has hidden."""
     return f"//{HIDDEN}@" in url or f"={HIDDEN}" in url
 
 
@@ -56,7 +56,7 @@ def special_marks(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 def without_marks(text: str, marks: Sequence[str]) -> str:
     """The text with a space in each mark, so that a tokenizer reads the letters of it and no special token.
 
-    A policy never draws special tokens of its own, but can spell one, and so end its turn for a model that grades it.
+    A policy never draws special its own tokens, but can spell one, and so end its turn for a model that grades it.
     """
     for mark in marks:
         text = text.replace(mark, f"{mark[0]} {mark[1:]}")

@@ -36,7 +36,7 @@ def watch(parent: int, seconds: float, message: str) -> None:
 
 
 def _is_stopped(process: int) -> bool:
-    """Whether a process is stopped, as by SIGSTOP; False where /proc cannot say."""
+    """True if a process is stopped, as by SIGSTOP; False where /proc cannot say."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
     except OSError:

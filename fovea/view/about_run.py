@@ -27,7 +27,7 @@ def settings_pairs(settings: object) -> list[list[str]]:
 
 
 def max_steps_of(settings: object) -> int | None:
-    """The setting max_steps; None where it is no number of steps that a run could take."""
+    """The setting max_steps; None where it is not a number of steps that a run could take."""
     value = settings.get("max_steps") if isinstance(settings, Mapping) else None
     return value if isinstance(value, int) and 0 < value < TOO_MANY_STEPS else None
 

@@ -1,4 +1,4 @@
-"""What the page gets of runs: plain JSON values, with nothing in them that depends on how they are sent."""
+"""Answers to the page: plain JSON values, independent of how they are sent."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def run_folders(folder: Path) -> dict[str, Path]:
 
 
 def is_folder_of_runs(folder: Path) -> bool:
-    """Whether a folder is no run itself and has some in it."""
+    """True if a folder is not a run itself and has some in it."""
     return not (folder / CONFIG_FILE).is_file() and bool(run_folders(folder))
 
 

@@ -145,7 +145,7 @@ def _json_text(text: str, status: int = 200) -> Response:
 
 
 def _as_json(_request: Request, error: Exception) -> Response:
-    """An error as the page shows it: a damaged file of the run folder is no fault of the server."""
+    """An error as the page shows it: a damaged file of the run folder is not a fault of the server."""
     status = error.status_code if isinstance(error, HTTPException) else 422
     text = error.detail if isinstance(error, HTTPException) else str(error)
     return _json({"error": text}, status)
@@ -196,7 +196,7 @@ def serve(app: ASGIApp, port: int, say: Callable[[str], None]) -> None:
 
     ConfigError where the port is taken.
     """
-    # asyncio turns Nagle's algorithm off where a connection is said to be TCP; on, most answers wait 40 ms for an ACK
+    # asyncio turns Nagle's algorithm off only for TCP connections; with it, most answers wait 40 ms for an ACK
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     with listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

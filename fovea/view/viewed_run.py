@@ -19,7 +19,7 @@ from fovea.view.held_out import HeldOutTable, answers_json, evaluations
 
 
 class ViewedRun:
-    """What the page may ask of one run; safe to be called from several threads."""
+    """One run as the page reads it; safe to call from several threads."""
 
     def __init__(self, folder: Path) -> None:
         """DataError where `folder` holds no run."""
@@ -92,7 +92,7 @@ class ViewedRun:
             return {"settings": self._pairs, "console": console_text(self.folder)}
 
     def _settings(self) -> dict[str, Any]:
-        """What the page shows of the settings, which a resume may change."""
+        """Settings that the page shows; a resume may change them."""
         config = read_config(self.folder)
         if config != self._config:  # parsing YAML takes longer than all the rest
             settings = read_yaml(config, CONFIG_FILE)

@@ -45,7 +45,7 @@ class WeightSource(Protocol):
     def weights(self) -> Weights:
         """All weights under their Hugging Face names, adapters beside them.
 
-        Those that training changes have `requires_grad`; sharded ones are DTensors, which all ranks must gather.
+        Weights that training changes have `requires_grad`; sharded ones are DTensors, which all ranks must gather.
         """
         ...
 

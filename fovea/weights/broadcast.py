@@ -44,7 +44,7 @@ class Sender:
         return False  # `StreamedWeights` knows whether it has sent all
 
     def leave_out_lost(self, left: Sequence[int]) -> None:
-        """Send to those receivers alone that are left, by rank, to one after the other."""
+        """Send only to those receivers that are left, by rank, to one after the other."""
         self._groups = [self._pairs[rank] for rank in left]
 
     def begin(self, shapes: Mapping[str, Shape]) -> None:
@@ -82,7 +82,7 @@ class Sender:
 
 
 class ReceivedWeights:
-    """The weight sync of a worker that holds an engine alone; its pushes run while the policy's workers make theirs."""
+    """The weight sync of a worker that holds only an engine; its pushes run while the policy's workers make theirs."""
 
     def __init__(self, ranks: Ranks, taker: WeightTaker, pair: Ranks | None = None) -> None:
         """`pair` are the ranks of the sender and this process."""
@@ -133,8 +133,8 @@ class StreamedWeights:
     """Gathers the tensors of a policy one by one, and gives each to this worker's takers before the next.
 
     The first push brings all weights, later ones those that training changes: not a frozen tower, and with LoRA the
-    adapters alone where the engine takes them. The one after a push that failed brings all weights again. All ranks of
-    the policy make the same pushes.
+    only the adapters where the engine takes them. The one after a push that failed brings all weights again. All ranks
+    of the policy make the same pushes.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class StreamedWeights:
         self._sent_all = False
 
     async def leave_out_lost(self, left: Sequence[int]) -> None:
-        """Send to those engines elsewhere alone that are left, by rank among all workers."""
+        """Send only to the remaining engines elsewhere, by rank among all workers."""
         for taker in self._takers:
             if isinstance(taker, Sender):
                 taker.leave_out_lost(left)

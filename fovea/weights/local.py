@@ -72,7 +72,7 @@ class CallerThread:
 
 
 class LocalPolicy:
-    """A policy of one process, or this process's share of one; `finish_save` alone never blocks the event loop."""
+    """A policy of one process, or this process's share of one; only `finish_save` never blocks the event loop."""
 
     def __init__(self, worker: PolicyWorker, call: Caller = call_here) -> None:
         self.worker = worker

@@ -1,4 +1,4 @@
-"""An engine on tensors of its own, into which a push copies the policy's one by one."""
+"""An engine on its own tensors, into which a push copies the policy's one by one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class WeightTaker(Protocol):
 
     @property
     def needs_all(self) -> bool:
-        """Whether the next push must bring all weights, since none are held."""
+        """True if the next push must bring all weights, since none are held."""
         ...
 
     def begin(self, shapes: Mapping[str, Shape]) -> None:
@@ -92,11 +92,11 @@ BUCKET_BYTES = 1 << 26
 
 
 class StreamTarget(Protocol):
-    """An engine with weights of its own, as a push sees it; it refuses requests until the push has ended."""
+    """An engine with its own weights, as a push sees it; it refuses requests until the push has ended."""
 
     @property
     def has_weights(self) -> bool:
-        """Whether it holds all weights, so that a push may bring those alone that have changed."""
+        """True if it holds all weights, so that a push may bring only changed weights."""
         ...
 
     def begin_push(self, shapes: Mapping[str, Shape]) -> None:

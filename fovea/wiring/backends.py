@@ -17,7 +17,8 @@ from fovea.cluster.workers import Call, LocalHandle, WorkerHandle, Workers, call
 from fovea.config.backends import EmbeddedEngine as EmbeddedSettings
 from fovea.config.backends import StreamedEngine as StreamedSettings
 from fovea.config.backends import VllmServersEngine
-from fovea.config.run import Config, Model
+from fovea.config.model import Model
+from fovea.config.run import Config
 from fovea.errors import ConfigError
 from fovea.models.processor import Processor
 from fovea.rollout.base import Engine
@@ -55,7 +56,7 @@ def open_backends(config: Config, model: Model, processor: Processor) -> Backend
 
 
 def _alone(config: Config, model: Model, processor: Processor) -> Backends:
-    """Policy and engine in this process, on the same tensors if the engine has none of its own."""
+    """Policy and engine in this process, on the same tensors if the engine has no copy."""
     placement_of(config, num_workers=1)
     check_offload(config)
     set_threads(config)
@@ -102,7 +103,7 @@ def _on_torchrun(config: Config, model: Model) -> Backends:
 
 
 def _on_ray(config: Config, model: Model) -> Backends:
-    """This process is the driver alone."""
+    """This process is only the driver."""
     if num_processes() > 1:
         raise ConfigError(
             f"cluster.gpus_per_node={config.cluster.gpus_per_node} has Ray start the workers, but torchrun has started "

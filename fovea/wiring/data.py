@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fovea.config.run import Config, Data, Model
+from fovea.config.model import Model
+from fovea.config.run import Config
+from fovea.config.sections import Data
 from fovea.data.bad_rows import BadRows
 from fovea.data.images import ImageOpener
 from fovea.data.order import EpochOrder, Order, RowOrder, kinds_of, levels_of

@@ -10,7 +10,8 @@ from fovea.config.backends import SglangEngine as SglangSettings
 from fovea.config.backends import StreamedEngine as StreamedSettings
 from fovea.config.backends import VllmEngine as VllmSettings
 from fovea.config.backends import VllmServersEngine
-from fovea.config.run import Config, Model
+from fovea.config.model import Model
+from fovea.config.run import Config
 from fovea.data.images import OpenImage
 from fovea.environments.base import Environment
 from fovea.environments.graders.grading import Grading
@@ -35,7 +36,7 @@ MIN_RECORDED_WIDTH = 128
 
 
 class StreamedEngine(Engine, StreamTarget, Protocol):
-    """An engine in this process, or started by it, with weights of its own, which pushes stream into."""
+    """An engine in this process, or started by it, with its own weights, which pushes stream into."""
 
 
 @runtime_checkable
@@ -48,12 +49,12 @@ class MakesEngine(Protocol):
 
 
 def has_own_weights(config: Config) -> bool:
-    """Whether the engine of the settings has weights of its own, instead of sampling with a network of Fovea's."""
+    """True if the engine of the settings has its own weights, instead of sampling with a network of Fovea's."""
     return not isinstance(config.rollout.engine, EmbeddedSettings)
 
 
 def make_streamed(config: Config, settings: StreamedSettings, model: Model, processor: Processor) -> StreamedEngine:
-    """Make an engine with weights of its own; `model` has a path."""
+    """Make an engine with its own weights; `model` has a path."""
     if settings.python is not None:
         from fovea.wiring.other_environment import make_remote
 
@@ -127,7 +128,7 @@ def free_first(policy: PushedPolicy, engine: Engine) -> None:
 def make_tape(config: Config, vlm: PolicyNetwork) -> Tape | None:
     """Make the tape that records activations of the rollout for its update; None where the update reuses none.
 
-    It records the vision graph alone where linear outputs do not pay, or differ from those of the update, and on GPUs,
+    It records only the vision graph where linear outputs do not pay, or differ from those of the update, and on GPUs,
     whose captured decode steps write where they were captured.
     """
     settings = config.rollout.engine
@@ -143,7 +144,7 @@ def make_tape(config: Config, vlm: PolicyNetwork) -> Tape | None:
 
 
 def records_rollouts(config: Config) -> bool:
-    """Whether an update may reuse activations of its rollout, where both are in one process."""
+    """True if an update may reuse activations of its rollout, where both are in one process."""
     engine = config.rollout.engine
     # what selective checkpointing keeps of a graph is not known before
     unknown = config.train.gradient_checkpointing == "selective"
@@ -154,7 +155,7 @@ def records_rollouts(config: Config) -> bool:
 
 
 def records_linears(config: Config, hidden_size: int) -> bool:
-    """Whether the outputs of linear layers are among these activations on a CPU, in a language model of this width."""
+    """True if the outputs of linear layers are among these activations on a CPU, in a language model of this width."""
     recomputes = config.train.gradient_checkpointing != "none"
     narrow = hidden_size < MIN_RECORDED_WIDTH
     engine = config.rollout.engine
@@ -177,7 +178,7 @@ def make_evaluator(
     grading: Grading,
     note_unscored: Callable[[str], None] = lambda _: None,
 ) -> Evaluator:
-    """Make the evaluator of held-out rows; `note_unscored` is told why a row has no score."""
+    """Make the evaluator of held-out rows; `note_unscored` gets the reason why a row has no score."""
     return Evaluator(
         engine,
         environment,

@@ -8,20 +8,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fovea.config.environments import Judge, MixturePart, RewardModel
-from fovea.config.rewards import reward_tuple
-from fovea.config.run import (
+from fovea.config.environments import (
     CaptionEnvironment,
-    Config,
     Geo3kEnvironment,
     GeoSpotEnvironment,
+    Judge,
     MixtureEnvironment,
+    MixturePart,
     OwnEnvironment,
+    RewardModel,
     RowsEnvironment,
     ShapesEnvironment,
     ShapesZoomEnvironment,
     VqaEnvironment,
 )
+from fovea.config.rewards import reward_tuple
+from fovea.config.run import Config
 from fovea.config.sections import ModelReward, SecondOpinion
 from fovea.config.splits import EnvironmentSettings
 from fovea.data.images import OpenImage
@@ -125,7 +127,7 @@ class GradedEnvironment:
     stages: Stages = field(default_factory=Stages)
     """Stages of the curriculum, one per grader."""
     parts: Mapping[str, GradedEnvironment] = field(default_factory=dict)
-    """Those of a mixture, by name, while they grade their own answers."""
+    """Environments of a mixture by name; each grades its own answers."""
 
 
 def make_environment(config: Config, given: Any = None, rewards: Sequence[RewardFunction] = ()) -> GradedEnvironment:
@@ -185,7 +187,7 @@ def package_environment(config: Config, settings: EnvironmentSettings) -> Graded
 
 
 def make_mixture(config: Config, settings: MixtureEnvironment) -> GradedEnvironment:
-    """Make the environments of all parts, each as in a run of its own, and the one that deals tasks to them."""
+    """Make the environments of all parts, each as in a separate run, and the one that deals tasks to them."""
     made = {name: _make_part(config, name, part) for name, part in settings.parts.by_name.items()}
     mixture = Mixture(
         {

@@ -1,4 +1,4 @@
-"""What Python code gives in place of what settings name: rows in memory, a reward function, an environment."""
+"""Objects that Python code gives in place of settings: rows in memory, a reward function, an environment."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from tempfile import TemporaryDirectory
 from typing import TypeAlias, get_args
 
 from fovea.config.base import variants_of
-from fovea.config.run import Config, FileEnvironment, RowsEnvironment
+from fovea.config.environments import FileEnvironment, RowsEnvironment
+from fovea.config.run import Config
 from fovea.config.splits import ROWS_FOLDER, RUN_DIR, SplitFiles
 from fovea.data.given_rows import GivenRows, common_folder, digest_of
 from fovea.data.readers.base import check_named, listed, nearest
@@ -35,7 +36,7 @@ class WrittenRows:
     files: Mapping[str, Path] = field(default_factory=dict)
     """By the name in the folder of rows."""
     remarks: Sequence[str] = ()
-    """What is to be said of the rows before they are used."""
+    """Remarks on the rows, printed before they are used."""
 
     def move_into(self, folder: Path) -> None:
         """Move the files into a run folder, where it does not have them yet."""
@@ -96,7 +97,7 @@ def check_takes_rows(environment: str | None) -> None:
 
 def _takes_no_rows(environment: str) -> ConfigError:
     return ConfigError(
-        f"rows are given, but environment.name={environment} takes none; choose rows (with a reward of your own), vqa, "
+        f"rows are given, but environment.name={environment} takes none; choose rows (with your own reward), vqa, "
         "geo3k, caption or geospot"
     )
 
@@ -106,7 +107,7 @@ def _given(config: Config, settings: SplitFiles, rows: Rows, argument: str) -> G
     check_named(columns, settings.named_columns, f"the argument {argument} has")
     if isinstance(settings, FileEnvironment):
         check_question(settings, columns, argument)
-        # a reward of one's own may do without, but a warm-up imitates the answers
+        # your own reward may do without, but a warm-up imitates the answers
         if not isinstance(settings, RowsEnvironment) or config.warmup is not None:
             check_answer(settings, columns, rows[0] if len(rows) else None, argument)
     present = [name for name in names if name in columns]

@@ -26,7 +26,7 @@ def url_limits(settings: Data) -> UrlLimits:
 def make_opener(settings: Data, folder: Path, note: Callable[[str], None] = lambda _: None) -> ImageOpener:
     """Make the opener of images, with a cache of fetched files in the run folder.
 
-    `note` is told of a host that no longer answers.
+    `note` gets of a host that no longer answers.
     """
     read = FailedHosts(partial(remote_image, limits=url_limits(settings)), settings.url_host_pause_seconds, note)
     fetch = FetchedFiles(folder / "images", settings.url_cache_gib, read)

@@ -30,17 +30,17 @@ def find_interpreter(setting: str) -> str:
         )
     if find_spec("psutil") is None:
         raise MissingExtraError(f"{here} ends processes by psutil, which is not installed: pip install psutil")
-    # not resolved: where the link leads is no environment
+    # not resolved: where the link leads is not an environment
     return os.path.abspath(found)
 
 
 def absolute(setting: str) -> str:
-    """The same interpreter for processes with another working directory; a name alone is looked up on their PATH."""
+    """The same interpreter for processes with another working directory; a bare name is looked up on their PATH."""
     return os.path.abspath(os.path.expanduser(setting)) if os.sep in setting else setting
 
 
 def variables_of(interpreter: str) -> dict[str, str | None]:
-    """What changes in the variables of this process for one of another environment; None removes one.
+    """Changes to this process's environment variables for an interpreter elsewhere; None removes a variable.
 
     Nothing is imported from where this one finds its packages, or from its working directory.
     """

@@ -1,4 +1,4 @@
-"""What is said of kernels at the start of a run on a GPU: which were chosen, and what it refuses.
+"""Notes on kernels for the start of a run on a GPU: which were chosen, and which it refuses.
 
 A refusal costs a factor and no error, and so does a package that is not installed.
 """
@@ -20,12 +20,12 @@ LIGER = "liger_kernel"
 
 
 def has_liger() -> bool:
-    """Whether the package is installed."""
+    """True if the package is installed."""
     return find_spec(LIGER) is not None
 
 
 def runs_liger(config: Config, device: torch.device) -> bool:
-    """Whether Liger's kernels run on this device; `auto`: on CUDA, where they are installed."""
+    """True if Liger's kernels run on this device; `auto`: on CUDA, where they are installed."""
     setting = config.train.backend.liger_kernels
     return device.type == "cuda" and has_liger() if setting == "auto" else setting
 
@@ -41,7 +41,7 @@ def kernel_notes(config: Config, vlm: PolicyNetwork) -> tuple[str, ...]:
 
 
 def liger_note(runs: bool) -> list[str]:
-    """What `train.backend.liger_kernels=auto` became."""
+    """Note on what `train.backend.liger_kernels=auto` chose."""
     if runs:
         return ["train.backend.liger_kernels=auto: Liger's kernels run RMS norm, SwiGLU and rotary positions"]
     assert not has_liger(), "Liger is installed, but does not run on this GPU"

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from fovea.config.backends import MegatronBackend
-from fovea.config.run import Config, Model
+from fovea.config.model import Model
+from fovea.config.run import Config
 from fovea.models.outgoing import OutgoingWeight
 from fovea.train.base import PolicyWorker
 
@@ -29,7 +30,7 @@ class PushedPolicy(PolicyWorker, Protocol):
         ...
 
     def free_first(self, free_beside: Callable[[], bool]) -> None:
-        """Where memory runs out, call this before micro-batches become smaller."""
+        """Set the function that frees memory before micro-batches become smaller."""
         ...
 
     def outgoing_merged(self) -> Iterable[OutgoingWeight]:
@@ -38,7 +39,7 @@ class PushedPolicy(PolicyWorker, Protocol):
 
 
 class SavedPolicy(Protocol):
-    """What a checkpoint has of a model."""
+    """Weights of a policy, read from a checkpoint."""
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
@@ -52,7 +53,7 @@ class SavedPolicy(Protocol):
 
 
 def trains_with_megatron(config: Config) -> bool:
-    """Whether Megatron holds the policy, in a layout of its own that no engine samples with."""
+    """True if Megatron holds the policy, in a separate layout that no engine samples with."""
     return isinstance(config.train.backend, MegatronBackend)
 
 
@@ -65,7 +66,7 @@ def make_megatron_policy(config: Config, model: Model, banned_ids: Sequence[int]
 
 
 def saved_by_megatron(config: Config, model: Model, banned_ids: Sequence[int], checkpoint: Path) -> SavedPolicy:
-    """Read the weights of a checkpoint in this process alone, however many have written it."""
+    """Read the weights of a checkpoint only in this process, however many have written it."""
     alone = config.train.model_copy(update={"backend": MegatronBackend()})
     # imported here, since the packages may be absent; the module names what to install
     module = importlib.import_module("fovea.train.megatron.saved_policy")

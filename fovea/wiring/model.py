@@ -11,7 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from fovea.cluster.loading import load_on_ranks
-from fovea.config.run import Config, Model
+from fovea.config.model import Model
+from fovea.config.run import Config
 from fovea.environments.base import Environment
 from fovea.errors import ConfigError, DataError
 from fovea.models.heads import ValueHead

@@ -15,7 +15,10 @@ from fovea import __version__
 from fovea.algorithms.policy_loss import HasFormula
 from fovea.config.algorithm import ClippedLoss
 from fovea.config.backends import StreamedEngine as StreamedSettings
-from fovea.config.run import Config, Model, Section, ShapesEnvironment
+from fovea.config.base import Section
+from fovea.config.environments import ShapesEnvironment
+from fovea.config.model import Model
+from fovea.config.run import Config
 from fovea.environments.base import MakesEnvironment
 from fovea.errors import ClusterError, ConfigError, EngineError, FoveaError, OutOfMemoryError, first_line, named
 from fovea.models.processor import load_processor
@@ -30,7 +33,7 @@ from fovea.wiring.engine import StreamedEngine, make_streamed
 from fovea.wiring.interpreter import find_interpreter, set_threads, variables_of
 
 NO_LIMITS = Limits(start_seconds=math.inf, timeout_seconds=math.inf)
-"""Those that an engine has are kept where it is made."""
+"""The engine's own limits are applied in the process that makes it."""
 
 
 def make_remote(config: Config, settings: StreamedSettings, model: Model) -> RemoteEngine:
@@ -53,7 +56,7 @@ def make_remote(config: Config, settings: StreamedSettings, model: Model) -> Rem
 
 
 def _sent(config: Config, settings: StreamedSettings, model: Model) -> dict[str, Any]:
-    """What `_make` makes the engine of, there an engine of its own environment."""
+    """Payload for `_make` in the child: settings as JSON, with `python` unset."""
     rollout = config.rollout.model_copy(update={"engine": settings.model_copy(update={"python": None})})
     changed = {"rollout": rollout, **_in_place_of_packages(config)}
     return {
@@ -78,7 +81,7 @@ def _in_place_of_packages(config: Config) -> dict[str, Section]:
 
 
 class Served:
-    """What the trainer may call of an engine in this process."""
+    """Methods of an engine in this process that the trainer may call."""
 
     def __init__(self, engine: StreamedEngine) -> None:
         self._engine = engine
@@ -87,7 +90,7 @@ class Served:
 
     async def generate(self, request: Request) -> Sequence[Completion]:
         """Sample n completions of one prompt; EngineError if `abort` ends it."""
-        # in the task of this call: one of its own would begin after the next call, a `sleep` that would not see it
+        # in the task of this call: a separate task would begin after the next call, a `sleep` that would not see it
         drawing = asyncio.current_task()
         assert drawing is not None, "a coroutine runs in a task"
         self._running[request.id] = drawing
@@ -123,7 +126,7 @@ class Served:
         await self._engine.wake()
 
     async def has_weights(self) -> bool:
-        """Whether the engine holds all weights."""
+        """True if the engine holds all weights."""
         return self._engine.has_weights
 
     async def begin_push(self, shapes: Mapping[str, Shape]) -> None:

@@ -12,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fovea.config.loading import public_settings
-from fovea.config.run import Config, Log
+from fovea.config.run import Config
+from fovea.config.sections import Log
 from fovea.metrics.profile import StepProfile
 from fovea.metrics.progress import Progress
 from fovea.metrics.throughput import known_peak_tflops
@@ -85,7 +86,7 @@ def make_trackers(config: Config, folder: Path, start_step: int, warn: Callable[
     A new run connects to them at once, and ends where that fails. One that goes on has steps to lose: it connects with
     its next step, and `warn` says what fails.
     """
-    # a run that goes back to a checkpoint that was named gets a curve of its own: trackers take no step back
+    # a run that goes back to a checkpoint that was named gets a separate curve: trackers take no step back
     goes_on = start_step > 0 and config.resume_from is None
     settings = public_settings(config)
     sinks = []

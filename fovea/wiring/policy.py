@@ -81,7 +81,7 @@ def make_warmup(config: Config, environment: Environment, train: PromptSource, r
         )
     return Warmup(
         settings=settings,
-        # a data order of its own, so that the rows of RL do not depend on how long the warm-up took
+        # a separate data order, so that the rows of RL do not depend on how long the warm-up took
         order=Order(
             kinds_of(train.tasks),
             weights=with_shares(settings.kind_weights, train.tasks),

@@ -20,7 +20,7 @@ from fovea.utils.event_loop import wait_for
 from fovea.wiring.environment import GradedEnvironment
 
 ALLOWED_EXCESS = 1.5
-"""Rows that a share holds out, relative to what was asked for, up to which nothing is said."""
+"""Rows that a share holds out, relative to what was asked for, up to which nothing is printed."""
 NUM_LOOKED_AT = 64
 """Training rows whose images are looked at for their EXIF orientation."""
 MAX_ROWS_TRIED = 10
@@ -54,7 +54,7 @@ def _try(graded: GradedEnvironment) -> None:
 
 
 def remarks_on_answers(graded: GradedEnvironment) -> Iterator[str]:
-    """What is to be said of rows that have no column of true answers, of a mixture those of each part."""
+    """Remarks on rows without a column of true answers, for each part of a mixture."""
     for each in (*graded.parts.values(), graded):
         if not isinstance(each.environment, OwnRows) or each.environment.answer_key is not None:
             continue

@@ -14,7 +14,8 @@ from fovea.cluster.remote import DriverConnection, serve_connection
 from fovea.cluster.torchrun import connect_to_driver, join
 from fovea.cluster.workers import Worker
 from fovea.config.backends import EmbeddedEngine as EmbeddedSettings
-from fovea.config.run import Config, Model
+from fovea.config.model import Model
+from fovea.config.run import Config
 from fovea.errors import ConfigError
 from fovea.models.load import pick_device
 from fovea.models.outgoing import in_layout_of_files, outgoing
@@ -90,7 +91,7 @@ def make_worker(config: Config, model: Model, processor: Processor, role: Role) 
         )
     if trains_with_megatron(config):
         return make_megatron_worker(config, model, processor, role.everyone)
-    # an engine with weights of its own reads them itself
+    # an engine that holds its own weights reads them itself
     readers = role.learners if has_own_weights(config) else role.everyone
     vlm = open_vlm(config, model, processor.banned_ids, readers)
     notes = kernel_notes(config, vlm)
@@ -113,7 +114,7 @@ def make_worker(config: Config, model: Model, processor: Processor, role: Role) 
 
 
 def make_megatron_worker(config: Config, model: Model, processor: Processor, everyone: Ranks = ALONE) -> Worker:
-    """Make this process's part of a policy under Megatron, and its engine, which has a network of its own.
+    """Make this process's part of a policy under Megatron, and its engine, which has a separate network.
 
     `everyone` are the processes of the run, all of which make this call.
     """
@@ -142,7 +143,7 @@ def make_stream(config: Config, policy: PushedPolicy, takers: Sequence[WeightTak
 def _engine_and_taker(
     config: Config, model: Model, processor: Processor, vlm: PolicyNetwork | None, pushed: Sequence[str] = ()
 ) -> tuple[Engine, WeightTaker]:
-    """Make the engine of this process, and what brings it a push; one with weights of its own needs no network.
+    """Make the engine of this process, and what brings it a push; one with its own weights needs no network.
 
     `pushed` are the weights of a network beside a policy's that every push brings.
     """

@@ -24,7 +24,7 @@ from fovea.algorithms.aggregation import Aggregation
 from fovea.algorithms.kl import k3
 from fovea.algorithms.policy_loss import PolicyLoss, cispo_loss, clipped_loss, gspo_loss, sapo_loss
 from fovea.algorithms.ratio import spread
-from fovea.config.run import Algorithm
+from fovea.config.algorithm import Algorithm
 from fovea.models.tiny import TinyParts
 from fovea.models.vlm import VLM
 from fovea.samples import make_batch

@@ -45,7 +45,7 @@ def test_masked_tokens_are_passed_over_by_hand() -> None:
 def by_definition(
     rewards: list[float], values: list[float], gamma: float, gae_lambda: float
 ) -> tuple[list[float], list[float]]:
-    """A_t = sum over k of (gamma lambda)^k delta_{t+k}, in Python floats, of the actions alone."""
+    """A_t = sum over k of (gamma lambda)^k delta_{t+k}, in Python floats, of the actions only."""
     following = [*values, 0.0][1:]
     deltas = [r + gamma * v_next - v for r, v_next, v in zip(rewards, following, values, strict=True)]
     advantages = [

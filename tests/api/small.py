@@ -39,7 +39,7 @@ def base64_png(colour: str) -> str:
 
 
 def rows(size: int = 8) -> list[dict[str, Any]]:
-    """Pictures of one colour each, under a column name of their own."""
+    """Pictures of one colour each, under a separate column name."""
     colours = [COLOURS[index % len(COLOURS)] for index in range(size)]
     return [
         {"photo": picture(colour), "question": f"{index}: which colour?", "answer": colour}

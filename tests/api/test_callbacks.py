@@ -61,7 +61,7 @@ def test_each_step_and_evaluation_is_one_call_in_their_order() -> None:
 
 
 def test_a_run_with_callbacks_resumes_without_them() -> None:
-    """And the other way round: they are no settings."""
+    """And the other way round: they are not settings."""
     steps: list[int] = []
     settings = {**SETTINGS, **SHAPES, "run_dir": "run"}
     fovea.GRPO(settings=settings, on_step=lambda record: steps.append(record.step)).train()
@@ -123,11 +123,14 @@ class Follows:
     [
         ({"on_step": later}, r"on_step=.*later is async, and a run does not await it; write def on_step\(record\)"),
         ({"on_eval": lambda: None}, r"on_eval=.* takes \(\), but is called with one record; write def on_eval\(record"),
-        ({"on_step": Follows()}, r"on_step=<.*Follows.*> is no function; give one of a record, def on_step\(record\)"),
-        ({"on_step": Follows}, r"on_step=<class.*Follows.*> is no function; give one of a record"),
+        (
+            {"on_step": Follows()},
+            r"on_step=<.*Follows.*> is not a function; give one of a record, def on_step\(record\)",
+        ),
+        ({"on_step": Follows}, r"on_step=<class.*Follows.*> is not a function; give one of a record"),
         (
             {"callbacks": [Follows()]},
-            r"callbacks is no setting here: .*on_step=function and on_eval=function",
+            r"callbacks is not a setting here: .*on_step=function and on_eval=function",
         ),
     ],
 )

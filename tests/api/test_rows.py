@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import fovea
-from fovea.config.run import VqaEnvironment
+from fovea.config.environments import VqaEnvironment
 from fovea.metrics.log import read_metrics
 from fovea.wiring.environment import make_environment
 from fovea.wiring.given import rows_as_files
@@ -151,11 +151,11 @@ BROKEN: dict[str, tuple[Any, str]] = {
     ),
     "no image": (
         [{"photo": png("red"), "question": "?"}, {"photo": 3.5, "question": "?"}],
-        r"rows row 1, image 1: a value of type float is no image; store encoded bytes",
+        r"rows row 1, image 1: a value of type float is not an image; store encoded bytes",
     ),
     "an array of floats": (
         [{"photo": np.zeros((4, 4, 3)), "question": "?"}],
-        r"rows row 0, image 1: an array of float64 .* is no RGB picture; give uint8",
+        r"rows row 0, image 1: an array of float64 .* is not an RGB picture; give uint8",
     ),
     "a cell that no file holds": (
         [{"photo": png("red"), "question": "?", "extra": extra} for extra in (1, object())],
@@ -281,7 +281,7 @@ def long(task: fovea.Task, text: str, images: Any) -> float:
 
 @pytest.mark.parametrize("form", ["DataFrame", "list"])
 def test_rows_without_a_picture_are_counted_and_said(form: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """They train, since a data set may hold questions of words alone; one whose pictures went missing is no such."""
+    """They train, since a data set may hold questions of words only; one whose pictures went missing is not a such."""
     given = rows()
     given[2]["photo"] = given[5]["photo"] = None
     table = FORMS[form](given)

@@ -143,7 +143,7 @@ def test_a_time_limit_gives_the_run_so_far() -> None:
 
 
 class Half:
-    """A reward with a state of its own."""
+    """A reward with a separate state."""
 
     def __init__(self, worth: float) -> None:
         self.worth = worth
@@ -462,7 +462,7 @@ def test_ppo_refuses_an_algorithm_without_a_value_function() -> None:
         ),
         (lambda completions, **kwargs: 1.0, r"it returned 1\.0 for one completion; return a list of one reward"),
         (lambda task, text, images: task.anwser, r"raised AttributeError: .*anwser"),
-        (lambda task, text, images: [1.0, 2.0], r"returned \[1\.0, 2\.0\], which is no number"),
+        (lambda task, text, images: [1.0, 2.0], r"returned \[1\.0, 2\.0\], which is not a number"),
     ],
 )
 def test_what_a_wrong_reward_is_told_before_the_model_is_loaded(reward: Callable[..., Any], message: str) -> None:

@@ -10,7 +10,7 @@ from benchmarks.timing import Speedup, StepTimes, shown_ratio, with_plain_share
 
 
 def test_the_three_ratios_by_hand() -> None:
-    """The machine halved its speed in the second pair, and disturbed the third of ours alone."""
+    """The machine halved its speed in the second pair, and disturbed the third of ours only."""
     speedup = Speedup.of(slow=[10, 20, 12], fast=[2, 4, 6])
     assert speedup == Speedup(of_medians=12 / 4, paired=5, of_best=5)
 

@@ -321,7 +321,7 @@ def test_doctor_knows_every_extra_with_all_its_packages() -> None:
     extras = {
         name: lines for name, lines in project["optional-dependencies"].items() if name not in ("bench", "dev", "docs")
     }
-    # an extra may ask for others of ours, which have rows of their own
+    # an extra may ask for others of ours, which have their own rows
     others = {name: [line for line in lines if not line.startswith("fovea-rl[")] for name, lines in extras.items()}
     declared = {name: tuple(re.split(r"[<>=]", line)[0] for line in lines) for name, lines in others.items()}
     assert {name: extra.packages for name, extra in doctor.EXTRAS.items()} == declared

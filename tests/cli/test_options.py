@@ -113,7 +113,7 @@ def test_bash_completes_a_setting_up_to_its_equals_sign(tmp_path: Path) -> None:
 
 
 def typed_into_bash(startup: Path, typed: bytes) -> str:
-    """What an interactive bash shows, on a terminal of its own, of keys that are typed at its first prompt."""
+    """What an interactive bash shows, on a separate terminal, of keys that are typed at its first prompt."""
     ours, its = pty.openpty()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "dumb"}
     command = ["bash", "--noprofile", "--rcfile", str(startup), "-i"]

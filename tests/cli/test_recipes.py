@@ -52,9 +52,9 @@ def test_a_name_stands_for_the_file(tmp_path: Path) -> None:
     shapes = ROOT / "recipes" / "shapes.yaml"
     assert sort_words(["shapes", "seed=1", "tiny"]) == ([shapes, ROOT / "recipes" / "tiny.yaml"], ["seed=1"])
     (tmp_path / "vqa").mkdir()
-    assert find_recipe("vqa") == ROOT / "recipes" / "vqa.yaml"  # a folder of rows is no recipe
+    assert find_recipe("vqa") == ROOT / "recipes" / "vqa.yaml"  # a folder of rows is not a recipe
     (tmp_path / "shapes").write_text("seed: 3\n")
-    assert find_recipe("shapes") == Path("shapes")  # a file of one's own is
+    assert find_recipe("shapes") == Path("shapes")  # your own file is
 
 
 def test_no_recipe_is_called_as_a_setting_or_section() -> None:

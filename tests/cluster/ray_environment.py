@@ -23,7 +23,7 @@ NODE_CPUS = (3, 1, 1)
 
 @contextmanager
 def own_ray() -> Iterator[dict[str, str]]:
-    """Environment variables by which Ray has folders and a token of its own, for the block."""
+    """Environment variables by which Ray has folders and a separate token, for the block."""
     # not pytest's folder: the names of Ray's sockets are limited to 107 characters
     with (
         tempfile.TemporaryDirectory(prefix="fv", ignore_cleanup_errors=True) as folder,

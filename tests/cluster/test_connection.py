@@ -17,7 +17,7 @@ import pytest
 from fovea.cluster.remote import ConnectionLine, DriverConnection, RemoteWorker, serve_connection
 from fovea.cluster.services import WorkersEngine, WorkersPolicy
 from fovea.cluster.workers import Call, LocalHandle, Worker, WorkerHandle, Workers
-from fovea.config.run import Train
+from fovea.config.sections import Train
 from fovea.errors import ClusterError, EngineError
 from fovea.train.base import Pair
 from fovea.train.row_assignment import Deal, ImagesByRank, Schedule
@@ -71,7 +71,7 @@ class Policy:
 
     async def update(self, batch: object) -> dict[str, float]:
         if batch == "bad":
-            raise ValueError("on this rank alone")
+            raise ValueError("only on this rank")
         if batch == "together":
             remote_takes_part.set()
         if batch == "stuck":  # as in a collective call that the driver has left
@@ -165,7 +165,7 @@ def test_a_later_turn_goes_to_the_engine_that_keeps_the_turn_before(remote: Remo
 
     async def run() -> list[str]:
         first = await asyncio.gather(*(engine.generate(request(f"a{index}", keep=True)) for index in range(4)))
-        # by load alone, both would go to the driver's own engine
+        # only by load, both would go to the driver's own engine
         later = [await engine.generate(request("b", 1, continues=group[1].id)) for group in (first[1], first[3])]
         return [group[0].text for group in later]
 
@@ -200,7 +200,7 @@ def test_a_full_disk_is_told_as_such_and_the_worker_goes_on_until_the_run_is_end
 def test_a_collective_call_that_fails_is_told_and_ends_the_worker(remote: Remote) -> None:
     async def run() -> None:
         update = Call(service="policy", method="update", arguments=("bad",))
-        with pytest.raises(ClusterError, match="ValueError: on this rank alone"):
+        with pytest.raises(ClusterError, match="ValueError: only on this rank"):
             await result(remote.handle, update)
 
     wait_for(run())
@@ -212,7 +212,7 @@ def test_a_worker_that_has_ended_fails_the_calls_that_wait_by_its_rank(remote: R
     async def run() -> None:
         waiting = await remote.handle.start(Call(service="engine", method="generate", arguments=(request("r"),)))
         bad = await remote.handle.start(Call(service="policy", method="update", arguments=("bad",)))
-        with pytest.raises(ClusterError, match="on this rank alone"):
+        with pytest.raises(ClusterError, match="only on this rank"):
             await bad
         with pytest.raises(ClusterError, match="the worker process of rank 1 has ended"):
             await waiting

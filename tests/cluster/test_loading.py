@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fovea.cluster.loading import load_on_ranks
-from fovea.config.run import Model
+from fovea.config.model import Model
 from fovea.errors import FoveaError
 from fovea.models.load import load_network
 from fovea.models.tiny import save_tiny
@@ -26,7 +26,7 @@ DTYPES = ("float32", "bfloat16")
 
 
 def process(rank: int, port: int, folder: Path) -> None:
-    """Each rank has a folder of its own, the second one without any weights."""
+    """Each rank has a separate folder, the second one without any weights."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=PATIENCE)

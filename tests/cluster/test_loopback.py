@@ -1,4 +1,4 @@
-"""What a run of one machine starts listens on loopback alone."""
+"""What a run of one machine starts listens only on loopback."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ dist.barrier()
 def test_process_groups_under_torchrun(tmp_path: Path) -> None:
     """By the interface, too: where a machine's name is of loopback, gloo listens there by itself.
 
-    torchrun's own store is in a process of its own.
+    torchrun's own store is in a separate process.
     """
     (tmp_path / "script.py").write_text(LISTENING + OF_RANK)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]

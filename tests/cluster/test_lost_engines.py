@@ -1,4 +1,4 @@
-"""Engines in processes of their own that are killed: their requests are made again on those that are left."""
+"""Engines in their own processes that are killed: their requests are made again on those that are left."""
 
 from __future__ import annotations
 

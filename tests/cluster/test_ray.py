@@ -17,7 +17,9 @@ import pytest
 
 from fovea.cluster import loopback
 from fovea.cluster.ray_token import make_token
-from fovea.config.run import Cluster, Config, Model, TinyModel
+from fovea.config.model import Model, TinyModel
+from fovea.config.run import Config
+from fovea.config.sections import Cluster
 from fovea.errors import ClusterError, ConfigError
 from fovea.metrics.log import read_metrics
 from fovea.wiring.backends import open_backends
@@ -283,7 +285,7 @@ def test_a_stopped_worker_ends_the_run(cluster: RayCluster, tmp_path: Path) -> N
 @pytest.mark.slow
 @pytest.mark.kill
 def test_sigterm_ends_the_run_saved(ray_environment: dict[str, str], tmp_path: Path) -> None:
-    """With the Ray that it has started, and in which all listen on loopback alone."""
+    """With the Ray that it has started, and in which all listen only on loopback."""
     with going(ray_environment, tmp_path, *LONG, *COLLOCATED) as process:
         family = family_of(process)
         assert {address for each in (psutil.Process(process.pid), *family) for address in listening(each)} == LOOPBACK

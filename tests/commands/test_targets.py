@@ -14,7 +14,8 @@ import pytest
 from fovea.cli.evaluate import sort_words
 from fovea.commands.targets import Baseline, CheckpointTarget, ModelTarget, parse_target, parse_targets, shared_settings
 from fovea.config.loading import dump_config
-from fovea.config.run import Config, Model
+from fovea.config.model import Model
+from fovea.config.run import Config
 from fovea.errors import ConfigError, ModelError
 from fovea.models.load import load_network
 from fovea.run.checkpoint import FORMAT, write_manifest

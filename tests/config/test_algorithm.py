@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from fovea.config.algorithm import (
     DEFAULTS_OF,
+    Algorithm,
     ClippedLoss,
     Critic,
     DynamicSampling,
@@ -21,7 +22,8 @@ from fovea.config.algorithm import (
 )
 from fovea.config.describe import describe
 from fovea.config.loading import dump_config, load_config
-from fovea.config.run import Algorithm, Config, Model
+from fovea.config.model import Model
+from fovea.config.run import Config
 from fovea.errors import ConfigError
 from tests.tables import table
 
@@ -135,7 +137,7 @@ def test_clip_epsilon_is_listed_like_any_setting() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"loss": "gspo", "advantage": "gae"}, "every token an advantage of its own; set algorithm.loss=clip"),
+        ({"loss": "gspo", "advantage": "gae"}, "every token a separate advantage; set algorithm.loss=clip"),
         ({"loss": "gspo", "name": "reinforce++"}, "reinforce++ with a KL in the reward gives every token an advantage"),
         ({"importance_sampling_clip": 5.0}, "importance_sampling_fix=true, or algorithm.importance_sampling_clip=2.0"),
         ({"max_policy_kl": 0.1}, "of which there is one; set algorithm.ppo_epochs or"),

@@ -14,7 +14,7 @@ from fovea.errors import ConfigError
     ("settings", "said"),
     [
         ({"num_nodes": 2}, "cluster.num_nodes=2 needs Ray"),
-        ({"rollout_gpus": 1}, "cluster.rollout_gpus=1 are to generate alone"),
+        ({"rollout_gpus": 1}, "cluster.rollout_gpus=1 are only to generate"),
         ({"placement": "disaggregated"}, "cluster.placement=disaggregated needs GPUs that only generate"),
         ({"placement": "hybrid"}, "cluster.placement=hybrid needs GPUs that only generate"),
         (

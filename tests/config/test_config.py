@@ -3,17 +3,11 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from fovea.config.run import (
-    Algorithm,
-    Config,
-    Geo3kEnvironment,
-    Lora,
-    Model,
-    Rollout,
-    ShapesEnvironment,
-    TinyModel,
-    Train,
-)
+from fovea.config.algorithm import Algorithm
+from fovea.config.environments import Geo3kEnvironment, ShapesEnvironment
+from fovea.config.model import Lora, Model, TinyModel
+from fovea.config.run import Config
+from fovea.config.sections import Rollout, Train
 
 
 def test_the_smallest_config_is_the_demo_model_on_shapes() -> None:
@@ -86,7 +80,7 @@ def test_older_families_need_heads_that_fill_the_width() -> None:
 
 
 def test_query_heads_are_a_multiple_of_key_heads() -> None:
-    with pytest.raises(ValidationError, match="num_heads=2 is no multiple of num_kv_heads=3"):
+    with pytest.raises(ValidationError, match="num_heads=2 is not a multiple of num_kv_heads=3"):
         TinyModel(num_kv_heads=3)
 
 
@@ -100,7 +94,7 @@ def test_no_minibatch_is_empty() -> None:
     [
         (
             {"vision_heads": 3},
-            r"vision_hidden_size=64 is no multiple of 4 \* vision_heads=12.*set vision_hidden_size=60",
+            r"vision_hidden_size=64 is not a multiple of 4 \* vision_heads=12.*set vision_hidden_size=60",
         ),
         (
             {"family": "qwen3_vl_moe", "intermediate_size": 32},

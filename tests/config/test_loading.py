@@ -9,19 +9,12 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fovea.config.environments import Geo3kEnvironment, OwnEnvironment, ShapesEnvironment
 from fovea.config.loading import dump_config, load_config
+from fovea.config.model import Lora, Model, TinyModel
 from fovea.config.recipes import parse_override
-from fovea.config.run import (
-    Config,
-    Geo3kEnvironment,
-    Lora,
-    Model,
-    OwnEnvironment,
-    Rollout,
-    ShapesEnvironment,
-    TinyModel,
-    Warmup,
-)
+from fovea.config.run import Config
+from fovea.config.sections import Rollout, Warmup
 from fovea.errors import ConfigError
 from tests.tables import table
 
@@ -33,7 +26,7 @@ TINY = Config(model=Model(tiny=TinyModel()))
 
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A small sound recipe, in a folder of its own, named relative to it."""
+    """A small sound recipe, in a separate folder, named relative to it."""
     monkeypatch.chdir(tmp_path)
     Path("recipes").mkdir()
     path = Path("recipes/small.yaml")
@@ -312,15 +305,16 @@ def test_a_tiny_model_over_a_path_is_told_how(recipe: Path, override: str) -> No
             ": train.backend: in files and mappings sections nest, without dots: train: {backend: ...}",
         ),
         ("rollout.top_pp: 1\n", ": rollout.top_pp: no such setting; did you mean rollout.top_p?"),
-        ("train: {1: 2}\n", ": train: the key 1 is no text, as a setting's name is; put it in quotes"),
+        ("train: {1: 2}\n", ": train: the key 1 is not a text, as a setting's name is; put it in quotes"),
         (
             "train: {backend: {on: 2}}\n",
-            ": train.backend: the key true (on and yes are read as true) is no text, as a setting's name is; put it in "
+            ": train.backend: the key true (on and yes are read as true) is not a text, as a setting's name is; put it "
+            "in "
             "quotes",
         ),
         (
             "off: 2\n",
-            ": the key false (off and no are read as false) is no text, as a setting's name is; put it in quotes",
+            ": the key false (off and no are read as false) is not a text, as a setting's name is; put it in quotes",
         ),
         ("modle: {path: a, tiny: null}\n", ": modle: no such setting; did you mean model?"),
         (
@@ -369,7 +363,7 @@ def test_settings_without_any_layer_are_told_what_is_missing() -> None:
 
 @pytest.mark.parametrize("key", [1, True, None, 1.5, (1, 2)])
 def test_a_mapping_of_python_has_texts_as_keys_too(key: object) -> None:
-    with pytest.raises(ConfigError, match=r"^arguments: train: the key .* is no text, as a setting's name is"):
+    with pytest.raises(ConfigError, match=r"^arguments: train: the key .* is not a text, as a setting's name is"):
         load_config([], [{"train": {key: 2}}])
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from fovea.config.describe import describe
-from fovea.config.environments import MixtureEnvironment
+from fovea.config.environments import Geo3kEnvironment, MixtureEnvironment, OwnEnvironment, ShapesEnvironment
 from fovea.config.loading import dump_config, keys_of, load_config
-from fovea.config.run import Config, Geo3kEnvironment, OwnEnvironment, ShapesEnvironment
+from fovea.config.run import Config
 from fovea.errors import ConfigError
 from tests.tables import table
 

@@ -19,7 +19,7 @@ RECIPE = Path("recipes/shapes.yaml")
 
 
 def exists(key: str, section: type[Section] = Config) -> bool:
-    """Whether a key can be set, in one member of a union at least; aliases count."""
+    """True if a key can be set, in one member of a union at least; aliases count."""
     name, _, below = key.partition(".")
     if name in section.aliases:
         return not below

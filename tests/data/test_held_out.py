@@ -13,7 +13,8 @@ import pytest
 from PIL import Image
 from pydantic import ValidationError
 
-from fovea.config.run import Config, GeoSpotEnvironment, VqaEnvironment
+from fovea.config.environments import GeoSpotEnvironment, VqaEnvironment
+from fovea.config.run import Config
 from fovea.data.rows import RowAccess, open_rows
 from fovea.environments.file_splits import image_hashes, split_by_image
 from fovea.environments.geospot.environment import GeoSpot
@@ -23,7 +24,7 @@ from fovea.types import Task
 
 
 def png(number: int) -> bytes:
-    """A picture of its own for every number."""
+    """A separate picture for every number."""
     buffer = io.BytesIO()
     Image.new("RGB", (4, 4), (number % 256, number // 256, 7)).save(buffer, "PNG")
     return buffer.getvalue()

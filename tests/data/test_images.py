@@ -276,9 +276,9 @@ def test_half_a_file_is_an_error(kind: str) -> None:
     ("content", "problem"),
     [
         (b"", "the file is empty (0 bytes)"),
-        (b"not an image, a text", "the content is no image"),
+        (b"not an image, a text", "the content is not an image"),
         (png(0, 5), "the image is 0x5 pixels, that is empty"),
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "is no image with pixels in a known format"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "is not an image with pixels in a known format"),
     ],
 )
 def test_what_is_no_image(content: bytes, problem: str) -> None:
@@ -291,7 +291,7 @@ def test_what_is_no_image(content: bytes, problem: str) -> None:
 def test_text_file_called_png(tmp_path: Path) -> None:
     path = tmp_path / "pointer.png"
     path.write_text("version https://git-lfs.github.com/spec/v1")
-    with pytest.raises(DataError, match=r"pointer\.png\): the content is no image"):
+    with pytest.raises(DataError, match=r"pointer\.png\): the content is not an image"):
         open_image(ImageRef(source=str(path), where=WHERE), max_mib=1, max_megapixels=1)
 
 
@@ -304,7 +304,7 @@ def test_without_a_fetcher_nothing_is_read_from_the_network(path: str) -> None:
 def test_paths_that_cannot_be_read(tmp_path: Path) -> None:
     for path, problem in [
         (str(tmp_path / "none.png"), "no such image file; correct the path in the row, or set"),
-        (str(tmp_path), "is no regular file"),
+        (str(tmp_path), "is not a regular file"),
         ("a\0b", "the file cannot be read"),
         ("x" * 5000, "the file cannot be read"),
     ]:
@@ -317,7 +317,7 @@ def test_paths_that_cannot_be_read(tmp_path: Path) -> None:
     [
         (
             lambda: np.zeros((4, 4, 4), np.uint8),
-            r"an array of uint8 with shape \[4, 4, 4\] is no RGB picture",
+            r"an array of uint8 with shape \[4, 4, 4\] is not an RGB picture",
         ),
         (lambda: np.zeros((4, 4, 3), np.float32), r"an array of float32"),
         (lambda: np.zeros((4, 4), np.uint8), r"shape \[4, 4\]"),

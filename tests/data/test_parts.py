@@ -42,7 +42,7 @@ def test_rows_of_a_part_keep_their_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("bounds", "problem"), [("1", "is no part of a split; write"), ("5:3", "leaves none of 3 rows")]
+    ("bounds", "problem"), [("1", "is not a part of a split; write"), ("5:3", "leaves none of 3 rows")]
 )
 def test_a_part_without_rows(bounds: str, problem: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=problem):

@@ -86,14 +86,16 @@ def test_a_protocol_that_is_not_read_is_said_of_rows_from_python(path: str) -> N
 
 @pytest.mark.parametrize("cell", [7, [None], {"bytes": None, "path": None}, {"url": "x"}])
 def test_cells_that_are_no_image(cell: object, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"a.parquet row 2, image 1: a value of type .* is no image; store"):
+    with pytest.raises(DataError, match=r"a.parquet row 2, image 1: a value of type .* is not an image; store"):
         image_refs(cell, where="a.parquet row 2", folder=tmp_path)
 
 
 def test_a_text_that_is_almost_base64_is_decided_in_linear_time(tmp_path: Path) -> None:
     """In quadratic time a MiB takes two hours."""
     text = "A" * 80 + " " * (1 << 20)
-    with pytest.raises(BadRowError, match=r"of 1048657 characters, A{40}[.]{3}, is no image and too long for a path"):
+    with pytest.raises(
+        BadRowError, match=r"of 1048657 characters, A{40}[.]{3}, is not an image and too long for a path"
+    ):
         image_refs(f"{text}!", where="w", folder=tmp_path)
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from PIL import Image
 
-from fovea.config.run import ShapesEnvironment
+from fovea.config.environments import ShapesEnvironment
 from fovea.data.bad_rows import BadRows
 from fovea.environments.prompt_source import PromptSource, RendersPrompts
 from fovea.environments.shapes.environment import Shapes

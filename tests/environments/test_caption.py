@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from PIL import Image
 from pydantic import ValidationError
 
-from fovea.config.run import CaptionEnvironment, Config, RewardModel
+from fovea.config.environments import CaptionEnvironment, RewardModel
+from fovea.config.run import Config
 from fovea.data.images import open_image
 from fovea.data.rows import RowAccess
 from fovea.environments.caption import Caption, CaptionGrader, JudgedCaptionGrader, bleu, chrf, grade

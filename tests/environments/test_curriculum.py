@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fovea.config import run as config
+from fovea.config import environments as config
 from fovea.data.order import LazyTasks, Order, levels_of
 from fovea.data.rows import RowAccess
 from fovea.environments.curriculum import Curriculum, Stages

@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 from pydantic import ValidationError
 
+from fovea.config.environments import Geo3kEnvironment
 from fovea.config.loading import load_config
-from fovea.config.run import Geo3kEnvironment
 from fovea.data.order import kinds_of, place_of
 from fovea.data.rows import InMemory, RowAccess
 from fovea.environments.dataset_tasks import FileTasks

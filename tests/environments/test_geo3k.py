@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 from pydantic import ValidationError
 
-from fovea.config.run import Geo3kEnvironment
+from fovea.config.environments import Geo3kEnvironment
 from fovea.data.images import open_image
 from fovea.data.order import kinds_of
 from fovea.data.rows import RowAccess

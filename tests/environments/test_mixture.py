@@ -16,8 +16,9 @@ import pytest
 
 from fovea.commands.dry_run import plan
 from fovea.commands.evaluate import OutputFiles, evaluate_targets
+from fovea.config.environments import ShapesEnvironment
 from fovea.config.loading import load_config
-from fovea.config.run import Config, ShapesEnvironment
+from fovea.config.run import Config
 from fovea.data.order import kinds_of, place_of
 from fovea.environments.graders.grading import Grading
 from fovea.environments.graders.limited_calls import CallLimits, LimitedCalls

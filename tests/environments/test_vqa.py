@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from fovea.config.environments import VqaEnvironment
 from fovea.config.loading import load_config
-from fovea.config.run import Config, VqaEnvironment
+from fovea.config.run import Config
 from fovea.data.order import kinds_of, levels_of
 from fovea.data.rows import RowAccess
 from fovea.environments.vqa import Vqa, grade

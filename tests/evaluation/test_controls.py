@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from fovea.config.run import ShapesEnvironment
+from fovea.config.environments import ShapesEnvironment
 from fovea.data.images import ImageOpener
 from fovea.environments.shapes.environment import Shapes
 from fovea.evaluation.controls import usable_tasks, with_blank_images, with_shuffled_images

@@ -154,7 +154,7 @@ def test_the_first_table_can_be_left_out(tmp_path: Path) -> None:
 
 
 def test_test_rows_are_read_by_no_reading_that_steers(tmp_path: Path) -> None:
-    """With the tables off, a run to its last step asks for dev rows alone."""
+    """With the tables off, a run to its last step asks only for dev rows."""
     run = bandit_run(
         tmp_path,
         max_steps=4,

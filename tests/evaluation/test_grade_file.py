@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from fovea.cli import main as cli
-from fovea.config.run import ShapesEnvironment
+from fovea.config.environments import ShapesEnvironment
 from fovea.environments.shapes.environment import Shapes
 from tests.grading import scored
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fovea.config.run import ShapesEnvironment
+from fovea.config.environments import ShapesEnvironment
 from fovea.data.images import ImageOpener
 from fovea.data.pixel_hashes import pixel_hash, pixel_hashes
 from fovea.environments.prompt_source import PromptSource

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from fovea.config.run import Algorithm, Log
+from fovea.config.algorithm import Algorithm
+from fovea.config.sections import Log
 from fovea.metrics.progress import Progress
 from fovea.metrics.throughput import known_peak_tflops, rates
 from fovea.models.tiny import TinyParts

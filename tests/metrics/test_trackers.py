@@ -240,7 +240,7 @@ def test_a_resumed_run_goes_on_in_the_tracker_with_each_step_once(name: str) -> 
         time.sleep(1.01 - time.time() % 1)  # they name an offline folder by the second: two in one would share it
     assert log_steps(name, [2, 3], resume_step=1, samples_at=3) == []
     seen = READ[name]()
-    deadline = time.monotonic() + 60  # W&B's service is a process of its own and may still be writing
+    deadline = time.monotonic() + 60  # W&B's service is a separate process and may still be writing
     while len(seen.rewards) < 3 and time.monotonic() < deadline:
         time.sleep(0.2)
         seen = READ[name]()

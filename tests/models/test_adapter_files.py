@@ -13,7 +13,8 @@ from peft import LoraConfig, get_peft_model
 
 from fovea.commands.targets import CheckpointTarget, open_checkpoint
 from fovea.config.loading import dump_config
-from fovea.config.run import Config, Lora, Model, TinyModel
+from fovea.config.model import Lora, Model, TinyModel
+from fovea.config.run import Config
 from fovea.errors import ConfigError, FoveaError, ModelError
 from fovea.models.tiny import TinyParts
 from fovea.models.trainable import choose_trainable, trainable_parameters

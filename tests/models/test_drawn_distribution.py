@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, SuppressTokensLogitsProcessor, TemperatureLogitsWarper
 
-from fovea.config.model import Lora
-from fovea.config.run import Model
+from fovea.config.model import Lora, Model
 from fovea.errors import TrainError
 from fovea.models.drawn_distribution import banned_mass, drawn_logprobs_, drawn_weights_
 from fovea.models.heads import ValueHead

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import Qwen3VLMoeTextConfig
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextSparseMoeBlock
 
-from fovea.config.run import Lora, Model, TinyModel
+from fovea.config.model import Lora, Model, TinyModel
 from fovea.errors import ConfigError
 from fovea.models.decoder import ExpertLoad, LayerCall, imbalance
 from fovea.models.experts import Experts, route
@@ -145,7 +145,7 @@ def test_a_router_that_is_not_there_cannot_be_frozen() -> None:
 @pytest.mark.parametrize("name", ["gate_proj", "gate_up_proj", "experts", "gate"])
 def test_experts_and_router_get_no_adapter(name: str) -> None:
     settings = Model(tiny=TinyModel(), lora=Lora(targets=("q_proj", name)))
-    with pytest.raises(ConfigError, match=rf"targets: {name} .*experts of a mixture are no linear layers"):
+    with pytest.raises(ConfigError, match=rf"targets: {name} .*experts of a mixture are not linear layers"):
         choose_trainable(tiny("qwen3_vl_moe").network, settings, seed=0)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from fovea.config.run import Lora, Model, TinyModel
+from fovea.config.model import Lora, Model, TinyModel
 from fovea.models.families.registry import family_of
 from fovea.models.flops import Passes, Work, training_passes
 from fovea.models.shared_prefix.attention import completion_keys

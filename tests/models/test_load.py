@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fovea.config.run import Model
+from fovea.config.model import Model
 from fovea.errors import ModelError
 from fovea.models.load import load_network, pick_device, save_network
 from fovea.models.model_files import damaged_model

@@ -6,7 +6,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from fovea.config.run import Lora, Model, TinyModel
+from fovea.config.model import Lora, Model, TinyModel
 from fovea.models.modules import projector_modules
 from fovea.models.tiny import TinyParts
 from fovea.models.trainable import choose_trainable, count_parameters, trainable_parameters

@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from fovea.config.loading import load_config
-from fovea.config.run import Lora, Model, TinyModel
+from fovea.config.model import Lora, Model, TinyModel
 from fovea.errors import ConfigError
 from fovea.models.recompute import Recompute, kept_bytes, recompute_activations
 from fovea.models.trainable import choose_trainable, trainable_parameters

@@ -12,7 +12,7 @@ import transformers
 from PIL import Image, ImageFile
 from transformers.processing_utils import ProcessorMixin
 
-from fovea.config.run import ShapesEnvironment
+from fovea.config.environments import ShapesEnvironment
 from fovea.data.images import ImageOpener
 from fovea.environments.prompt_source import PromptSource
 from fovea.environments.shapes.environment import Shapes

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from fovea.config.run import Model
+from fovea.config.model import Model
 from fovea.models.load import load_network
 from fovea.models.tiny import MAX_CORPUS_CHARS, MAX_TEXT_CHARS, build_tokenizer, save_tiny
 from fovea.rollout.checks import checkpoint_shapes
@@ -25,7 +25,7 @@ print(len(build_tokenizer(["How many circles are there?", word], 2000)))
 
 
 def test_a_row_of_a_megabyte_without_spaces_is_no_hang() -> None:
-    """In a process of its own, since nothing else could end a trainer that hangs."""
+    """In a separate process, since nothing else could end a trainer that hangs."""
     done = subprocess.run([sys.executable, "-c", TRAIN], capture_output=True, text=True, check=False, timeout=100)
     assert int(done.stdout) > 300, done.stderr
 

@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from pydantic import ValidationError
 
-from fovea.config.run import Lora, Model, TinyModel
+from fovea.config.model import Lora, Model, TinyModel
 from fovea.errors import ConfigError
 from fovea.models.plain import PlainVLM
 from fovea.models.recompute import Recompute, recompute_activations
@@ -202,7 +202,7 @@ def test_exclude_takes_regular_expressions(exclude: object, left_out: str) -> No
 def test_an_exclusion_that_excludes_nothing_is_refused(parts: TinyParts) -> None:
     with pytest.raises(ConfigError, match=r"model\.lora\.exclude: layer\\\.0 matches no linear layer, such as model"):
         with_lora(parts, exclude=[r"layer\.0"])
-    with pytest.raises(ValidationError, match="is no regular expression"):
+    with pytest.raises(ValidationError, match="is not a regular expression"):
         Lora.model_validate({"exclude": ["*layers"]})
 
 
@@ -241,7 +241,7 @@ def test_dropout_is_pefts_and_of_updates_alone(checkpointing: Recompute) -> None
 
 
 def test_a_group_shares_the_mask_of_its_prompt() -> None:
-    """Completions that differ in the last token, which is no input, differ by the masks of their own tokens alone."""
+    """Completions that differ in the last token, which is not an input, differ by the masks of their tokens only."""
     parts = tiny("qwen3_vl")
     with_lora(parts, rank=4, dropout=0.5)
     ids = random_completions([(4,)])[0][0]

@@ -112,7 +112,7 @@ def test_a_reward_that_is_not_finite_is_still_valid_json(tmp_path: Path) -> None
     write_samples(tmp_path, 1, [record(answers=(RecordedAnswer(score=answer),))])
 
     def refuse(constant: str) -> None:
-        pytest.fail(f"{constant} is no JSON")
+        pytest.fail(f"{constant} is not a JSON")
 
     json.loads((tmp_path / "samples" / "step-000001.jsonl").read_text(), parse_constant=refuse)
     (back,) = read_samples(tmp_path)[1][0].answers

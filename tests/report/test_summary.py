@@ -120,7 +120,7 @@ def test_the_tables_have_a_row_for_each_type() -> None:
 def test_the_caption_says_what_the_controls_mean() -> None:
     text = " ".join(shown(SUMMARY).split())
     assert "Test images found in the training split: 0 (looked for in 50 % of its rows)." in text
-    assert "Both show the accuracy that the text alone gives." in text
+    assert "Both show the accuracy without the picture." in text
     assert "text alone" not in shown(RL_ONLY)
 
 

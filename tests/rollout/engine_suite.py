@@ -88,7 +88,7 @@ def check_draws(served: Served, version: int) -> None:
 
 
 def equal(first: Sequence[Completion], second: Sequence[Completion]) -> bool:
-    """Whether two groups are the same, up to rounding."""
+    """True if two groups are the same, up to rounding."""
     return all(
         (a.token_ids_T.tolist(), a.text, a.finish) == (b.token_ids_T.tolist(), b.text, b.finish)
         and np.allclose(a.logprobs_T, b.logprobs_T, atol=TOLERANCE)

@@ -70,7 +70,7 @@ LIMITS = {"start_seconds": 600.0, "timeout_seconds": 600.0}
 
 
 def stay() -> None:
-    """Have a process in this one's group, and one in a group of its own, and wait for the end."""
+    """Have a process in this one's group, and one in a separate group, and wait for the end."""
     subprocess.Popen(["sleep", "601"])
     subprocess.Popen(["sleep", "602"], start_new_session=True)
     print(BEGUN, flush=True)

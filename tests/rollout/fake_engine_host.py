@@ -122,7 +122,7 @@ class FakeEngine:
 
 
 def make(sent: Mapping[str, Any]) -> FakeEngine:
-    """The engine, and a process of its own, which has every open file that a process may hand on."""
+    """The engine, and a separate process, which has every open file that a process may hand on."""
     subprocess.Popen(["sleep", "600"], close_fds=False)
     return FakeEngine(sent)
 

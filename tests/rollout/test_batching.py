@@ -39,7 +39,7 @@ def mixed_requests() -> tuple[list[Prompt], list[Sampling]]:
 
 @pytest.fixture(scope="module")
 def alone() -> list[Any]:
-    """Each request in an engine of its own, on the plainest way."""
+    """Each request in a separate engine, on the plainest way."""
     requests = zip(*mixed_requests(), COUNTS, strict=True)
     return [generate(make_engine(PARTS), [p], [s], n)[0] for p, s, n in requests]
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from fovea.config.run import Algorithm, Lora, Model, TinyModel
+from fovea.config.algorithm import Algorithm
+from fovea.config.model import Lora, Model, TinyModel
 from fovea.models.linear_factors import factors_of, merged_weight
 from fovea.models.tiny import TinyParts
 from fovea.models.trainable import choose_trainable, lora_layers, merged_weights

@@ -130,7 +130,7 @@ def test_the_kernel_equals_its_plain_twin() -> None:
 
 
 def run_triton(program: str, **variables: str) -> str:
-    """What a program prints in a process of its own: Triton reads its variables when it is imported."""
+    """What a program prints in a separate process: Triton reads its variables when it is imported."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | variables
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from fovea.config.run import Algorithm, Warmup
+from fovea.config.algorithm import Algorithm
+from fovea.config.sections import Warmup
 from fovea.errors import EngineError
 from fovea.models.trainable import merged_weights
 from fovea.models.vlm import VLM

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from fovea.config.run import Algorithm
+from fovea.config.algorithm import Algorithm
 from fovea.models.plain import PlainVLM
 from fovea.models.tiny import TinyParts
 from fovea.models.vlm import VLM

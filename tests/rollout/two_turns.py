@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from fovea.config.run import Algorithm, ShapesZoomEnvironment
+from fovea.config.algorithm import Algorithm
+from fovea.config.environments import ShapesZoomEnvironment
 from fovea.environments.graders.grading import Grading
 from fovea.environments.prompt_source import PromptedTask
 from fovea.environments.shapes.environment import ShapesGrader, ShapesZoom

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fovea.config.run import Warmup as WarmupSettings
+from fovea.config.sections import Warmup as WarmupSettings
 from fovea.data.order import Order
 from fovea.environments.prompt_source import PromptSource
 from fovea.loop import train

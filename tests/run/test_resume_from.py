@@ -120,7 +120,7 @@ def test_a_setting_that_must_not_change_is_named(whole: Path, tmp_path: Path) ->
     ],
 )
 def test_what_is_no_checkpoint_is_said(named: str, fix: str, whole: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=rf"is no checkpoint, such as runs/x/checkpoints/step-100; {fix}"):
+    with pytest.raises(ConfigError, match=rf"is not a checkpoint, such as runs/x/checkpoints/step-100; {fix}"):
         run_in(tmp_path / "new", resume=str(whole / named))
 
 

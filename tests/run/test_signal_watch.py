@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fovea.config.run import Rollout
+from fovea.config.sections import Rollout
 from fovea.loop import train
 from fovea.run.signals import SILENT_STEPS, SignalWatch, too_few_rows
 from fovea.types import Score, Task, Turn

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fovea.config.run import Warmup as Settings
+from fovea.config.sections import Warmup as Settings
 from fovea.data.order import Order
 from fovea.errors import TrainError
 from fovea.models.vlm import VLM

@@ -9,9 +9,8 @@ import numpy as np
 import torch
 
 from fovea.advantages import with_advantages
+from fovea.config.algorithm import Algorithm, Gae
 from fovea.config.algorithm import Critic as CriticSettings
-from fovea.config.algorithm import Gae
-from fovea.config.run import Algorithm
 from fovea.models.heads import ValueHead
 from fovea.models.modules import config_of
 from fovea.models.tiny import TinyParts

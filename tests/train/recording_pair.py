@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from fovea.config.run import Algorithm, Lora, Model, TinyModel, Train
+from fovea.config.algorithm import Algorithm
+from fovea.config.model import Lora, Model, TinyModel
+from fovea.config.sections import Train
 from fovea.models.activation_tape import Tape
 from fovea.models.tiny import TinyParts
 from fovea.models.trainable import choose_trainable, trainable_parameters

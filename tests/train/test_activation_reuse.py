@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from fovea.config.run import Algorithm, Config, Model
+from fovea.config.algorithm import Algorithm
+from fovea.config.model import Model
+from fovea.config.run import Config
 from fovea.models import vlm as vlm_module
 from fovea.models.activation_tape import Tape
 from fovea.models.recompute import Recompute, recompute_activations
@@ -309,7 +311,7 @@ def test_a_gpu_keeps_the_graph_of_a_trained_tower_alone() -> None:
 
 @pytest.mark.parametrize("kept", ["all", "few", "plain"])
 def test_no_graph_of_the_tower_outlives_its_update(kept: str) -> None:
-    """Whether it was gone through or not: the next rollout makes one of its own."""
+    """True if it was gone through or not: the next rollout makes one of its own."""
     pair = Pair(tiny("qwen3_vl"), linears=False, plain_update_every_steps=1 if kept == "plain" else 1000)
     batch = batch_of(pair.prompts, pair.rollout())
     trace = pair.tape.trace(batch.groups[0].samples[0].completion_ids[0])

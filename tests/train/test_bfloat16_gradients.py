@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fovea.config.run import Algorithm
+from fovea.config.algorithm import Algorithm
 from fovea.models.vlm import VLM
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch
@@ -51,7 +51,7 @@ def gradients_of_step(
 
 
 def float32_sum(policy: TorchPolicy, batch: Batch) -> dict[str, torch.Tensor]:
-    """The gradients of each micro-batch alone, added up in float32."""
+    """The gradients of each micro-batch only, added up in float32."""
     total: dict[str, torch.Tensor] = {}
     for group in batch.groups:
         policy._optimizer.zero_grad()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fovea.config.run import Algorithm
+from fovea.config.algorithm import Algorithm
 from fovea.models.vlm import VLM
 from fovea.train.row_assignment import Deal, ImagesByRank, Schedule
 from fovea.train.row_dealer import cost_of

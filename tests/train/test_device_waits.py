@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from fovea.advantages import with_advantages
-from fovea.config.run import Algorithm, Model, TinyModel, Warmup
+from fovea.config.algorithm import Algorithm
+from fovea.config.model import Model, TinyModel
+from fovea.config.sections import Warmup
 from fovea.models.heads import ValueHead
 from fovea.models.recompute import Recompute, recompute_activations
 from fovea.models.trainable import choose_trainable, trainable_parameters, value_parameters

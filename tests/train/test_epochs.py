@@ -1,4 +1,4 @@
-"""Old log-probs of later epochs: those of the first one, without a pass of their own."""
+"""Old log-probs of later epochs: those of the first one, without a separate pass."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fovea.config.run import Algorithm
+from fovea.config.algorithm import Algorithm
 from fovea.samples import with_old_logprobs
 from fovea.train.optimizer_steps import Minibatch, run_epochs
 from fovea.train.pass_result import PassResult

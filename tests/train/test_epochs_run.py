@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fovea.config.run import Algorithm
+from fovea.config.algorithm import Algorithm
 from fovea.samples import with_old_logprobs
 from tests.policies import make_batch, make_policy
 from tests.tiny_models import tiny

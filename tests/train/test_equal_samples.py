@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fovea.config.algorithm import CispoLoss, ClippedLoss, GspoLoss
-from fovea.config.run import Algorithm
+from fovea.config.algorithm import Algorithm, CispoLoss, ClippedLoss, GspoLoss
 from fovea.models.flops import Passes, Work
 from fovea.models.plain import PlainVLM
 from fovea.samples import with_old_logprobs
@@ -25,7 +24,7 @@ GRADIENT_TOLERANCE = 1e-5
 
 
 def alone(batch: Batch) -> Batch:
-    """Each sample in a group of its own, which shares nothing: the slow twin."""
+    """Each sample in a separate group, which shares nothing: the slow twin."""
     return Batch(groups=tuple(replace(g, samples=(sample,)) for g in batch.groups for sample in g.samples))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForImageTextToText
 
-from fovea.config.run import Model
+from fovea.config.model import Model
 from fovea.models.load import load_network
 from tests.models.banned_ids import favour_banned_ids
 from tests.policies import make_batch, make_policy

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fovea.config.run import Algorithm, Model, TinyModel
+from fovea.config.algorithm import Algorithm
+from fovea.config.model import Model, TinyModel
 from fovea.models.activation_tape import Tape
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.recompute import Recompute, recompute_activations

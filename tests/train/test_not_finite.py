@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fovea.advantages import with_advantages
-from fovea.config.run import Algorithm
+from fovea.config.algorithm import Algorithm
 from fovea.errors import TrainError
 from fovea.samples import replace_samples, with_old_logprobs, with_values
 from fovea.train.torch.policy import TorchPolicy

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fovea.algorithms.aggregation import sample_weights
-from fovea.config.run import Algorithm
+from fovea.config.algorithm import Algorithm
 from fovea.models.tiny import TinyParts
 from fovea.models.trainable import trainable_parameters
 from fovea.samples import replace_samples

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from fovea.config.run import Train
+from fovea.config.sections import Train
 from fovea.errors import MicrobatchMemoryError, OutOfMemoryError, TrainError, is_out_of_memory, memory_for
 from fovea.models.shared_prefix.layout import PackedRow
 from fovea.models.vlm import VLM

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from fovea.advantages import with_advantages
-from fovea.config.algorithm import Critic, Gae
-from fovea.config.run import Algorithm
+from fovea.config.algorithm import Algorithm, Critic, Gae
 from fovea.metrics.names import undefined
 from fovea.samples import with_old_logprobs, with_values
 from tests.policies import make_batch

@@ -1,4 +1,4 @@
-"""A step cut over two real processes, each with groups of its own: summed, the gradient and loss of one process."""
+"""A step cut over two real processes, each with its own groups: summed, the gradient and loss of one process."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fovea.algorithms.aggregation import sample_weights
-from fovea.config.algorithm import Critic, Gae, KlInLoss
-from fovea.config.run import Algorithm
+from fovea.config.algorithm import Algorithm, Critic, Gae, KlInLoss
 from fovea.models.tiny import TinyParts
 from fovea.samples import replace_samples, with_old_logprobs, with_reference_logprobs
 from fovea.train.torch.policy import TorchPolicy

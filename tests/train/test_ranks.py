@@ -65,7 +65,7 @@ def experts(ranks: Ranks, folder: Path) -> Found:
 
 
 def experts_ppo(ranks: Ranks, folder: Path) -> Found:
-    """A value model of its own; routers frozen."""
+    """A separate value model; routers frozen."""
     policy = policy_of(ranks, SEPARATE, family="qwen3_vl_moe", model={**UNFROZEN, "freeze_router": True})
     return {"metrics": [step(policy, batch_of(seed)) for seed in range(2)], "weights": checksum(policy)}
 
@@ -342,7 +342,7 @@ def test_the_ranks_share_the_samples_and_begin_with_uneven_rows(both: list[dict[
     rows = [found["grpo"]["samples"] for found in both]
     assert sorted(number for of_rank in rows for row in of_rank for number in row) == list(range(15))
     assert len(rows[0]) == len(rows[1])
-    assert len({sum(map(bool, of_rank)) for of_rank in rows}) == 2, "as many rows of their own: nothing was padded"
+    assert len({sum(map(bool, of_rank)) for of_rank in rows}) == 2, "as many their own rows: nothing was padded"
     assert all(images > 0 for found in both for images in found["grpo"]["images"])
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fovea.config.run import Algorithm
+from fovea.config.algorithm import Algorithm
 from fovea.models.tiny import TinyParts
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch, Metrics, SampleGroup

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from fovea.config.run import Algorithm
+from fovea.config.algorithm import Algorithm
 from fovea.train.objective import slopes_are_known
 from fovea.train.torch import backward
 from fovea.types import Batch, Metrics

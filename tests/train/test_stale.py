@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fovea.config.run import Algorithm
+from fovea.config.algorithm import Algorithm
 from fovea.models.tiny import TinyParts
 from fovea.samples import with_old_logprobs
 from fovea.train.base import Needs

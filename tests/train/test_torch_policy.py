@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from fovea.config.algorithm import ClippedLoss, KlInLoss
-from fovea.config.run import Algorithm, Lora, Model, TinyModel, Train
+from fovea.config.algorithm import Algorithm, ClippedLoss, KlInLoss
+from fovea.config.model import Lora, Model, TinyModel
+from fovea.config.sections import Train
 from fovea.errors import TrainError
 from fovea.models.tiny import TinyParts
 from fovea.models.trainable import FrozenGuard, choose_trainable, trainable_parameters

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fovea.config.run import Lora, Model, TinyModel
+from fovea.config.model import Lora, Model, TinyModel
 from fovea.models.modules import family_of_network
 from fovea.models.trainable import choose_trainable, part_of, trainable_parameters
 from tests.policies import (

@@ -1,4 +1,4 @@
-"""Files of a folder that a stranger has made: what is no plain file inside it, or too large, is refused in a line."""
+"""Files of a stranger's folder: what is not a plain file inside it, or too large, is refused in a line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How memory is allocated, in processes of their own, since there is no way back."""
+"""How memory is allocated, in their own processes, since there is no way back."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from PIL import Image
 
 from fovea.config.loading import dump_config
-from fovea.config.model import TinyModel
-from fovea.config.run import Config, Model
+from fovea.config.model import Model, TinyModel
+from fovea.config.run import Config
 from fovea.evaluation.answer import SampledAnswer
 from fovea.evaluation.evaluator import AnsweredRow
 from fovea.evaluation.json_file import write_answers

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fovea.config.run import Lora, Model, TinyModel
+from fovea.config.model import Lora, Model, TinyModel
 from fovea.errors import EngineError
 from fovea.models.trainable import choose_trainable
 from fovea.types import Sampling, Weights

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fovea.cluster.placement import Placement, Role
-from fovea.config.run import Lora, Model, TinyModel
+from fovea.config.model import Lora, Model, TinyModel
 from fovea.errors import FoveaError
 from fovea.models.outgoing import OutgoingWeight
 from fovea.models.trainable import choose_trainable, factored_weights, trainable_parameters

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from benchmarks.torch_memory import live_bytes
 from fovea.advantages import with_advantages
 from fovea.cluster.placement import Placement, Role
-from fovea.config.run import Config, Lora, Model, TinyModel
+from fovea.config.model import Lora, Model, TinyModel
+from fovea.config.run import Config
 from fovea.errors import EngineError
 from fovea.models.outgoing import outgoing
 from fovea.models.trainable import choose_trainable, factored_weights, trainable_parameters

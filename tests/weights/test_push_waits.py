@@ -27,7 +27,7 @@ class Policy:
 
 
 class Engine:
-    """With tensors of its own, or as they come."""
+    """With its own tensors, or as they come."""
 
     weight_names = frozenset(WEIGHTS)
     has_weights = False

@@ -41,7 +41,7 @@ def test_servers_want_one_leader(backend: str, advice: str) -> None:
 def test_workers_on_ray_get_an_interpreter_that_they_find(
     python: str, there: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They have another working directory; where the link to an interpreter leads is no environment."""
+    """They have another working directory; where the link to an interpreter leads is not an environment."""
     monkeypatch.chdir(tmp_path)
     Path("env/bin").mkdir(parents=True)
     Path("env/bin/python").symlink_to("/bin/sh")

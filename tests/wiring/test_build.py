@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fovea.config.run import Config, ShapesEnvironment
+from fovea.config.environments import ShapesEnvironment
+from fovea.config.run import Config
 from fovea.data.order import LazyTasks
 from fovea.environments.base import Split
 from fovea.environments.shapes.environment import Shapes

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fovea.commands.targets import OpenedModel
-from fovea.config.run import Model
+from fovea.config.model import Model
 from fovea.data.images import ImageOpener
 from fovea.errors import ModelError
 from fovea.models.load import DTYPES
@@ -111,7 +111,7 @@ def check(model: OpenedModel, reloaded: Reloaded, probe: Probe, *, merged: bool)
 
 
 def beyond_rounding(differences_T: Tensor, dtype: torch.dtype) -> str | None:
-    """What differs where two models of this weight dtype give log-probs further apart than rounding moves them."""
+    """Describe a log-prob difference beyond rounding of this dtype, else None."""
     rms = float(differences_T.square().mean().sqrt())
     # `not <=` and not `>`: a NaN is a difference
     if not rms <= MAX_LOGPROB_RMS[dtype]:
@@ -128,7 +128,7 @@ def _different_weights(network: PreTrainedModel, reloaded: PreTrainedModel) -> s
 
 
 def _different_bans(banned_ids: Sequence[int], reloaded: Reloaded) -> str | None:
-    """Whether transformers' generate, or a processor of ours, would draw other ids from the folder than the run did."""
+    """True if transformers' generate, or a processor of ours, would draw other ids from the folder than the run did."""
     assert reloaded.network.generation_config is not None
     read = {
         "its processor bans": reloaded.processor.banned_ids,

@@ -26,8 +26,8 @@ from fovea.commands.targets import (
     open_checkpoint,
 )
 from fovea.config.loading import dump_config
+from fovea.config.model import Model
 from fovea.config.recipes import Override
-from fovea.config.run import Model
 from fovea.errors import ConfigError, DataError, ModelError, broken_checkpoint
 from fovea.models.adapter_files import ADAPTER_WEIGHTS, PARTS, tensor_name
 from fovea.models.load import load_network, save_network
@@ -114,12 +114,12 @@ def check_empty(out: Path) -> None:
 def _check_adapter(model: OpenedModel, target: CheckpointTarget) -> None:
     if model.config.model.lora is None:
         raise ConfigError(
-            f"{target.name} trained no adapter (model.lora) that could be exported alone; export the whole model"
+            f"{target.name} trained no adapter (model.lora) that could be exported by itself; export the whole model"
         )
     if model.config.model.tiny is not None:
         raise ConfigError(
             f"the model under the adapter of {target.name} was created by model.tiny and is in no folder that an "
-            "adapter alone could refer to; export the whole model"
+            "adapter by itself could refer to; export the whole model"
         )
 
 

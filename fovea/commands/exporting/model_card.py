@@ -84,7 +84,7 @@ def _description(card: Card) -> str:
     if not card.adapter_only:
         lines.append(
             f"Training gave {len(card.banned_ids)} token ids, special tokens above all, probability 0: they are the "
-            "`suppress_tokens` of `generation_config.json`, which other engines than transformers' own have to be told."
+            "`suppress_tokens` of `generation_config.json`, which engines other than transformers need as a setting."
         )
     lines.append(
         "The folder was loaded again after it was written: log-probs of a probe with an image differ from those of the "

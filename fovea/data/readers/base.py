@@ -39,7 +39,7 @@ class Table(Protocol):
     def __len__(self) -> int: ...
 
     def row(self, index: int) -> dict[str, object]:
-        """Read one row; BadRowError where it alone cannot be read."""
+        """Read one row; BadRowError if only this row cannot be read."""
         ...
 
     def place(self, index: int) -> str:

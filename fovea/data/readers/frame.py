@@ -39,12 +39,12 @@ InMemory: TypeAlias = Frame | HubDataset | Sequence[Mapping[str, object]] | Mapp
 
 
 def is_frame(source: object) -> TypeGuard[Frame]:
-    """Whether a source is a DataFrame."""
+    """True if a source is a DataFrame."""
     return hasattr(source, "iloc") and hasattr(source, "columns")
 
 
 def is_dataset(source: object) -> TypeGuard[HubDataset]:
-    """Whether a source is one split of a Hugging Face data set."""
+    """True if a source is one split of a Hugging Face data set."""
     is_split = not isinstance(source, Mapping) and hasattr(source, "__len__")
     return is_split and hasattr(source, "column_names") and hasattr(source, "with_format")
 
@@ -97,7 +97,7 @@ def _cells(source: object, name: str) -> _Cells:
         return _cells_of_rows(source, name)
     if isinstance(source, str | bytes | PathLike):
         raise DataError(
-            f"{name}={source!r:.80} is no table but a text or a path; read the file, such as by pandas.read_csv, or "
+            f"{name}={source!r:.80} is not a table but a text or a path; read the file, such as by pandas.read_csv, or "
             "name it in environment.train_files in place of this argument (docs/data.md)"
         )
     raise DataError(
@@ -115,13 +115,13 @@ def _cells_of_columns(source: Mapping[Any, Any], name: str) -> _Cells:
         raise DataError(
             f"{name}: the columns of a mapping must be lists of equal length, but are: {seen}; correct them"
         )
-    # a pandas Series finds its cells by label, and those of a shuffled or filtered one are no places
+    # a pandas Series finds its cells by label, and those of a shuffled or filtered one are not places
     columns = [cells.iloc if hasattr(cells, "iloc") else cells for cells in source.values()]
     return _Cells([*map(str, source)], next(iter(lengths.values()), 0), lambda place, row: columns[place][row])
 
 
 def _is_column(cells: Any) -> bool:
-    """Whether its cells can be taken by place; those of a text are its characters."""
+    """True if its cells can be taken by place; those of a text are its characters."""
     is_other = isinstance(cells, str | bytes | Mapping | Set)
     return not is_other and hasattr(cells, "__len__") and hasattr(cells, "__getitem__")
 

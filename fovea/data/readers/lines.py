@@ -79,7 +79,7 @@ class ByteRangeTable:
 
 
 def json_lines(path: Path, setting: str) -> ByteRangeTable:
-    """Open a file of one JSON object per line; empty lines are no rows."""
+    """Open a file of one JSON object per line; empty lines are not rows."""
     _check_utf8(path, setting)
     content = _mapped(path)
     table = ByteRangeTable(path, _line_ranges(content), _json_object)
@@ -210,7 +210,7 @@ def _csv_ranges(path: Path, delimiter: str, setting: str) -> Iterator[RowBytes]:
             _check_quotes_end(_mapped(path)[last], delimiter)
         except csv.Error as error:
             raise DataError(
-                f"{setting}: {path} is no CSV file that can be read ({first_line(error)}); write it again, for "
+                f"{setting}: {path} is not a CSV file that can be read ({first_line(error)}); write it again, for "
                 "example with pandas: frame.to_csv(path, index=False)"
             ) from error
 

@@ -35,7 +35,7 @@ _VALUE_BYTES = 8
 class GroupCache:
     """Decoded row groups of any number of files, by (file, group), within one bound on their bytes.
 
-    The group read last stays even if it alone exceeds the bound. Safe to use from many threads.
+    The group read last stays even if it exceeds the bound by itself. Safe to use from many threads.
     """
 
     def __init__(self, max_bytes: int = _CACHE_BYTES) -> None:
@@ -170,7 +170,7 @@ def _decoded_bytes(metadata: pq.FileMetaData, group: int) -> int:
 
 
 def _shares_prefixes(metadata: pq.FileMetaData) -> bool:
-    """Whether texts are stored as differences from the one before, which tell nothing of their length."""
+    """True if texts are stored as differences from the one before, which tell nothing of their length."""
     return any(PREFIXES in column.encodings for column in _columns(metadata))
 
 

@@ -36,7 +36,7 @@ def split_part(source: str) -> tuple[str, str | None]:
 
 
 def part_of(tables: Sequence[Table], bounds: str, source: str, setting: str) -> list[Table]:
-    """The rows of all tables together within `bounds`; DataError where these are no bounds, or hold no row."""
+    """The rows of all tables together within `bounds`; DataError where these are not bounds, or hold no row."""
     num_rows = sum(map(len, tables))
     rows = range(num_rows)[_slice(bounds, num_rows, source, setting)]
     if not rows:
@@ -55,7 +55,7 @@ def _slice(bounds: str, num_rows: int, source: str, setting: str) -> slice:
     found = _BOUNDS.fullmatch(bounds.replace(" ", ""))
     if found is None:
         raise DataError(
-            f"{setting}: {source}: [{bounds}] is no part of a split; write [:1000], [1000:], [:90%] or [-10%:]"
+            f"{setting}: {source}: [{bounds}] is not a part of a split; write [:1000], [1000:], [:90%] or [-10%:]"
         )
     return slice(*(None if bound is None else _row(bound, num_rows) for bound in found.groups()))
 
@@ -93,7 +93,7 @@ _DOWNLOAD_SECONDS = 3600.0
 
 
 def is_web(url: str) -> bool:
-    """Whether a URL is of http or https."""
+    """True if a URL is of http or https."""
     return url.startswith(("http://", "https://"))
 
 
@@ -183,7 +183,7 @@ def _web_copy(url: str, setting: str, folder: Path, limits: UrlLimits) -> Path:
 
 
 def _place(folder: Path, url: str, stamp: Sequence[str]) -> tuple[Path, str]:
-    """Folder and name of a copy, which has a folder of its own and so keeps its name."""
+    """Folder and name of a copy, which has a separate folder and so keeps its name."""
     digest = hashlib.sha256("\n".join([url, *stamp]).encode()).hexdigest()[:32]
     return folder / digest, Path(urlsplit(url).path).name
 

@@ -31,7 +31,7 @@ def check_tasks(tasks: Sequence[Task], made: str) -> None:
             raise DataError(f"{made} holds {_typed(task)}; return a list of fovea.types.Task")
         check_task(task, made)
         if task.id in ids:
-            raise DataError(f"{made} holds two rows of id {task.id!r}; give every row of a split an id of its own")
+            raise DataError(f"{made} holds two rows of id {task.id!r}; give every row of a split a separate id")
         ids.add(task.id)
 
 
@@ -115,7 +115,7 @@ def _check_image(image: object, found: str) -> None:
 
 
 def _is_list(value: object) -> TypeGuard[Sequence[object]]:
-    """Whether a value is a list of things: a text is one thing."""
+    """True if a value is a list of things: a text is one thing."""
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 

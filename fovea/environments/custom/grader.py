@@ -1,6 +1,7 @@
 """Graders from the user's code: a reward function, or the `score` of a class.
 
-Whatever that code does, a score is finite, or its absence is named: the call raised, or what it returned is no score.
+Whatever that code does, a score is finite, or its absence is named: the call raised, or what it returned is not a
+score.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ MAX_PARTS = 100
 MAX_MARKS = 100
 """The most boxes and points of a score, all of which are kept with it and drawn."""
 BESIDE_PARTS = (IMAGE_PARTS, MARKS)
-"""Keys of a mapping that are no parts of the reward."""
+"""Keys of a mapping that are not parts of the reward."""
 ScoreFunction: TypeAlias = Callable[[Task, Sequence[Turn]], object]
 """The user's `score(task, turns)`, plain or async: a `Score`, a number or a mapping of named parts."""
 
@@ -42,7 +43,7 @@ class UserGrader:
         self.call = self._awaited if inspect.iscoroutinefunction(function) else self._in_a_thread
 
     async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
-        """NoScoreError where the function raises, or returns what is no score."""
+        """NoScoreError where the function raises, or returns what is not a score."""
         return checked_score(await self.call(task, turns), task)
 
     async def _in_a_thread(self, task: Task, turns: Sequence[Turn]) -> object:
@@ -136,7 +137,7 @@ def _checked(score: Score, num_images: int) -> Score:
     _check_forms(score.parts, score.image_parts, score.marks)
     num_parts = max(map(len, (score.parts, *score.image_parts)))
     if num_parts > MAX_PARTS:
-        raise ValueError(f"{num_parts} parts, and each is a metric of its own; return at most {MAX_PARTS}")
+        raise ValueError(f"{num_parts} parts, and each is a separate metric; return at most {MAX_PARTS}")
     _check_names(score.parts)
     if score.image_parts and len(score.image_parts) != num_images:
         raise ValueError(f"{IMAGE_PARTS} for {len(score.image_parts)} images, but the task has {num_images}")
@@ -157,11 +158,11 @@ def _checked(score: Score, num_images: int) -> Score:
 def _check_forms(parts: object, images: object, marks: object) -> None:
     """ValueError for what is not of the type that the field of a score has, such as None for no parts."""
     if not isinstance(parts, Mapping):
-        raise ValueError(f"{parts!r:.60} as parts, which is no mapping of names to numbers")
+        raise ValueError(f"{parts!r:.60} as parts, which is not a mapping of names to numbers")
     if not isinstance(images, Sequence) or not all(isinstance(image, Mapping) for image in images):
-        raise ValueError(f"{images!r:.60} as {IMAGE_PARTS}, which is no list of mappings, one for each image")
+        raise ValueError(f"{images!r:.60} as {IMAGE_PARTS}, which is not a list of mappings, one for each image")
     if not isinstance(marks, Sequence) or not all(isinstance(mark, Mark) for mark in marks):
-        raise ValueError(f"{marks!r:.60} as {MARKS}, which is no list of fovea.types.Mark")
+        raise ValueError(f"{marks!r:.60} as {MARKS}, which is not a list of fovea.types.Mark")
 
 
 def _check_names(parts: Mapping[str, object]) -> None:
@@ -190,7 +191,7 @@ def _number(value: object, name: str) -> float:
     called = f" as {name}" if name else ""
     if isinstance(value, str | bytes) or not isinstance(value, SupportsFloat):
         no_return = " (is there a `return`?)" if value is None and not name else ""
-        raise ValueError(f"{value!r:.60}{called}, which is no number{no_return}; a score is one, or parts by name")
+        raise ValueError(f"{value!r:.60}{called}, which is not a number{no_return}; a score is one, or parts by name")
     try:
         number = float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # arrays of several values, as numpy and torch say it

@@ -20,7 +20,7 @@ OWN_PACKAGE = __name__.partition(".")[0]
 
 
 def import_file(path: Path) -> ModuleType:
-    """Run a file as a module of its own, anew with each call; raises whatever the file does."""
+    """Run a file as a separate module, anew with each call; raises whatever the file does."""
     name = f"fovea_own_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None, f"{path} ends in .py"
@@ -103,7 +103,7 @@ def _modules_of_other_folders(folder: Path) -> dict[str, ModuleType]:
 
 
 def _is_from_elsewhere(module: ModuleType, folder: Path) -> bool:
-    """Whether a module is of a file in another folder, and of no installed package."""
+    """True if a module is of a file in another folder, and of no installed package."""
     file = getattr(module, "__file__", None)
     known = (folder, *(Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")))
     return file is not None and not any(Path(file).resolve().is_relative_to(each.resolve()) for each in known)

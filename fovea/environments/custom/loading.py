@@ -13,8 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from fovea.config.environments import OwnEnvironment
 from fovea.config.rewards import FROM_PYTHON
-from fovea.config.run import OwnEnvironment
 from fovea.environments.custom.importing import import_file
 from fovea.environments.custom.trl import RewardFunction, called_as_by_trl, is_of_trl
 from fovea.errors import ConfigError, FoveaError, raised, result_or_error
@@ -54,7 +54,7 @@ def load_environment(settings: OwnEnvironment) -> Any:
     spec = settings.file
     made = load_named(spec, "environment")
     if not isinstance(made, type):
-        raise ConfigError(f"environment={spec} is no class; name one with the methods {', '.join(METHODS)}")
+        raise ConfigError(f"environment={spec} is not a class; name one with the methods {', '.join(METHODS)}")
     return checked_environment(_instance(made, settings), spec)
 
 
@@ -128,7 +128,7 @@ def check_named(spec: str, setting: str) -> tuple[Path, str]:
 
 
 def _is_from_python(spec: str, setting: str) -> str:
-    """What to do about an object of a Python program that nobody gives: to resume, to evaluate, or to train anew."""
+    """Advice for settings that name an object of a Python program when none was given."""
     made_in_place = " (a lambda or a local name has to become a def or class at the top of one)"
     return (
         f"{setting}={spec} is an object that Python code has given, and is in no file that is named; give it again "

@@ -45,7 +45,7 @@ class RewardProcesses:
         self._idle: list[RewardProcess] = []
 
     async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
-        """NoScoreError where the function raises, is late, ends its process, or returns what is no score.
+        """NoScoreError where the function raises, is late, ends its process, or returns what is not a score.
 
         ConfigError where it cannot be imported. The time to start a process is not part of the limit.
         """

@@ -39,7 +39,7 @@ class SeveralRewards:
         self._weights = dict(zip(names, weights or [1.0] * len(names), strict=True))
 
     async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
-        """NoScoreError where a function raises, returns what is no score, or all return None."""
+        """NoScoreError where a function raises, returns what is not a score, or all return None."""
         scores = {name: await self._score(name, task, turns) for name in self._graders}
         found = {name: score for name, score in scores.items() if score is not None}
         if not found:

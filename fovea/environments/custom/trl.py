@@ -1,7 +1,7 @@
 """Reward functions of TRL's signature (`reward_funcs` of its GRPOTrainer), called for one completion at a time.
 
 `prompts` and `completions` are lists of one, and so are the columns of the row, by name. They are texts, or lists of
-messages where the row's column `prompt` is one. The function returns a list of one reward; None is no reward.
+messages where the row's column `prompt` is one. The function returns a list of one reward; None is not a reward.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 
 
 def is_of_trl(function: Callable[..., object]) -> bool:
-    """Whether a function has TRL's signature: it takes `completions`."""
+    """True if a function has TRL's signature: it takes `completions`."""
     return "completions" in _parameters(function)
 
 
@@ -50,7 +50,7 @@ def called_as_by_trl(function: Callable[..., Any], name: str) -> RewardFunction:
 
 
 def is_async(function: Callable[..., object]) -> bool:
-    """Whether a function, or the call of an object, is a coroutine function."""
+    """True if a function, or the call of an object, is a coroutine function."""
     return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
 
 

@@ -95,7 +95,7 @@ def split_pictures(seed: int) -> Mapping[Split, Sequence[Picture]]:
 
 
 def question_type(question: Question) -> QuestionType:
-    """What a question asks for; one that denies something, so that its yes means that it is absent, is `absence`."""
+    """Type of a question; `absence` if a yes means that something is not there."""
     words = _words(question.text)
     if _is_open(question):
         return "colour" if "color" in words else "shape"

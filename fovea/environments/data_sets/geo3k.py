@@ -80,4 +80,6 @@ def _encoded(ref: ImageRef) -> bytes:
         return ref.source
     if isinstance(ref.source, str) and Path(ref.source).is_file():
         return Path(ref.source).read_bytes()
-    raise DataError(f"{ref.where}: is no encoded image and no file on this machine; put the image's bytes into the row")
+    raise DataError(
+        f"{ref.where}: is not an encoded image and no file on this machine; put the image's bytes into the row"
+    )

@@ -1,4 +1,4 @@
-"""The rendered data sets: two files of rows, each from (seed, split, index) alone, and a scene as a cell."""
+"""The rendered data sets: two files of rows, each a function of (seed, split, index), and a scene as a cell."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from fovea.config.run import ShapesEnvironment
+from fovea.config.environments import ShapesEnvironment
 from fovea.data.order import levels_of
 from fovea.data.writing import IMAGE_TYPE, png_cell, write_rows
 from fovea.environments.base import Split

@@ -1,4 +1,4 @@
-"""Where was this picture taken? The environment `geospot` (docs/geospot.md); its gazetteer is an extra."""
+"""GeoSpot: the place where a picture was taken (docs/geospot.md); its gazetteer is an extra."""
 
 from __future__ import annotations
 

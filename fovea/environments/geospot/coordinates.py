@@ -1,7 +1,7 @@
 """Latitudes and longitudes in the notations that people and models use.
 
 `-33.87`, `−33,87`, `33.87° S`, `33.87 (S)`, `S 33.87`, `33°52′10″S`, `33 52 10 S`, `33.87 degrees south`, `33.87° Sur`.
-A letter decides the sign; a value that is out of range, or names the other axis, is no coordinate.
+A letter decides the sign; a value that is out of range, or names the other axis, is not a coordinate.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The country that a text names, as an ISO 3166-1 alpha-2 code. Exact after folding: a near miss is no country.
+"""The country that a text names, as an ISO 3166-1 alpha-2 code. Exact after folding: a near miss is not a country.
 
 Names come from our own table, then ISO 3166 (pycountry) and CLDR in English (Babel), then CLDR in some seventy other
 languages. A foreign name that two countries share is none. Kosovo, which ISO does not list, is XK.
@@ -150,7 +150,7 @@ def _foreign_names() -> Mapping[str, str]:
 
 
 def _is_long(name: str) -> bool:
-    """Whether a name is too long to be mistaken for a code or a word, as Áo would be."""
+    """True if a name is too long to be mistaken for a code or a word, as Áo would be."""
     return len(name) > 3 or not fold(name).isascii()
 
 

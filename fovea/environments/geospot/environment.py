@@ -1,4 +1,4 @@
-"""Pictures and where they were taken: a table of your own, or OSV-5M's layout.
+"""Pictures and where they were taken: your own table, or OSV-5M's layout.
 
 Columns: an image, `country` (a name or an ISO code), `city`, `lat`, `lon`, and `region` where there is one. A cell that
 is empty is not asked for; only the country must be there, because every stage asks for it.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fovea.config.run import GeoSpotEnvironment
+from fovea.config.environments import GeoSpotEnvironment
 from fovea.data.order import LazyTasks
 from fovea.data.order import Place as RowPlace
 from fovea.data.rows import RowAccess, Rows, image_refs, open_rows

@@ -26,7 +26,7 @@ _LETTERS = str.maketrans(
 )
 # Sources without accents write Gaevleborg and Muenchen, others Gavleborg and Munchen.
 _WRITTEN_OUT = str.maketrans({"ä": "ae", "ö": "oe", "ü": "ue", "å": "aa", "ø": "oe"})
-_LATIN_MARKS = re.compile("[\u0300-\u036f]")  # not the vowel signs of Indic scripts, which are letters of their own
+_LATIN_MARKS = re.compile("[\u0300-\u036f]")  # not the vowel signs of Indic scripts, which are their own letters
 _APOSTROPHES = re.compile("['`´.\u02b9-\u02bf\u2018\u2019\u201b\u2032\uff07]")
 _SHORT_WORDS = {"st": "saint", "ste": "sainte", "mt": "mount", "ft": "fort"}
 

@@ -291,5 +291,5 @@ def _region_names() -> dict[str, str]:
 
 
 def _is_test(spot: _Spot) -> bool:
-    """Whether a place belongs to the test file: by its hash, so that no seed moves it to the other file."""
+    """True if a place belongs to the test file: by its hash, so that no seed moves it to the other file."""
     return hashlib.blake2b(str(spot.id).encode(), digest_size=1).digest()[0] < 256 * _TEST_SHARE

@@ -134,7 +134,7 @@ WEIGHTS: Mapping[str, float] = {"country": 0.3, "region": 0.2, "city": 0.2, "coo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeoStage:
-    """What is asked for, and how far off still earns something (1/e of the full score at the tolerance)."""
+    """Part of the place that is asked for, and its tolerance: the distance that earns 1/e of the full score."""
 
     name: str
     asks: tuple[str, ...]
@@ -154,7 +154,7 @@ STARTS = (100, 300, 600, 1000)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a picture was taken, as far as that is known."""
+    """Place where a picture was taken, as far as known."""
 
     country: str | None = None
     """ISO 3166-1 alpha-2 code."""
@@ -204,11 +204,11 @@ def grade(prediction: str, truth: Mapping[str, object]) -> Grade:
 def place_of(
     truth: Mapping[str, object], keys: Sequence[str] = ("country", "region", "city", "lat", "lon"), where: str = "truth"
 ) -> Place:
-    """The true place of a row; `keys` name its columns, empty cells are unknown. DataError for what is no place."""
+    """The true place of a row; `keys` name its columns, empty cells are unknown. DataError if they are not a place."""
     country, region, city = (_name(truth.get(key), key, where) for key in keys[:3])
     code = None if country is None else country_code(country)
     if country is not None and code is None:
-        raise DataError(f"{where}: {country!r} is no country we know; write its English name or ISO code")
+        raise DataError(f"{where}: {country!r} is not a country we know; write its English name or ISO code")
     lat, lon = (_degrees(truth.get(key), key, limit, where) for key, limit in zip(keys[3:], (90, 180), strict=True))
     if (lat is None) != (lon is None):
         raise DataError(f"{where}: one of {keys[3]} and {keys[4]} is empty; give both or neither")

@@ -15,7 +15,7 @@ from fovea.types import Score, Task, Turn
 
 
 class Closes(Protocol):
-    """What holds connections."""
+    """A client to close at the end of the run."""
 
     async def aclose(self) -> None: ...
 
@@ -33,11 +33,11 @@ class Grading:
     clients: tuple[Closes, ...] = ()
     """Connections that the graders use on the loop of their calls."""
     parts: tuple[Grading, ...] = ()
-    """Those that the graders call in their turn, closed with this one."""
+    """Gradings that these graders call, closed with this one."""
 
     @property
     def waits(self) -> bool:
-        """Whether some grader may wait, and may leave an answer without a score."""
+        """True if some grader may wait, and may leave an answer without a score."""
         return self.calls is not None or any(part.waits for part in self.parts)
 
     def at(self, stage: int) -> Grading:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import httpx2
 from PIL.Image import Image
 
-from fovea.config.run import Judge
+from fovea.config.environments import Judge
 from fovea.environments.graders.base import NoScoreError, TryAgainError
 from fovea.environments.graders.limited_calls import CallLimits
 from fovea.errors import ConfigError
@@ -60,7 +60,7 @@ class JudgeClient:
             follow_redirects=False,
             # httpx2 opens 100 by itself, for which further calls would wait within their time
             limits=httpx2.Limits(max_connections=settings.max_concurrency),
-            # HTTP_PROXY is for other machines: a proxy elsewhere has another loopback
+            # ignore HTTP_PROXY for localhost: the proxy would connect to its own localhost
             trust_env=not is_loopback(httpx2.URL(settings.url).host),
         )
 
@@ -151,7 +151,7 @@ def _text_of(content: bytes) -> str:
     except (ValueError, LookupError, TypeError, RecursionError):
         text = None
     if not isinstance(text, str):
-        raise TryAgainError(f"gave no score: the reply is no chat completion ({_shown(content)})")
+        raise TryAgainError(f"gave no score: the reply is not a chat completion ({_shown(content)})")
     return text
 
 

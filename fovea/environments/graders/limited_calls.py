@@ -29,7 +29,7 @@ class BlockingCalls(Protocol):
 
 
 class CallThreads:
-    """Threads for calls of one piece of code, each call in one of its own; to be used from one event loop."""
+    """Threads for calls of one piece of code, each call in a separate thread; to be used from one event loop."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -82,16 +82,16 @@ class CallLimits:
     """The settings that hold these limits, up to `timeout_seconds` and `on_failure`."""
     calls_at_once: int = 1
     timeout_seconds: float | None = 10.0
-    """For one try; None for graders with a limit of their own."""
+    """For one try; None for graders with a separate limit."""
     max_retries: int = 0
     """Further tries after a timeout or a TryAgainError, with growing pauses."""
     on_failure: Literal["error", "drop"] = "error"
     may_hold_lock: bool = False
-    """Whether the calls run code of the user's, which can keep the time limit from acting."""
+    """True if the calls run code of the user's, which can keep the time limit from acting."""
 
 
 class UnlimitedCalls:
-    """Calls of graders that keep to limits of their own, on an event loop beside the run's."""
+    """Calls of graders that keep to their own limits, on an event loop beside the run's."""
 
     def __init__(self, name: str) -> None:
         self.loop = BackgroundLoop(name)
@@ -107,7 +107,7 @@ class LimitedCalls:
     def __init__(self, limits: CallLimits) -> None:
         self.limits = limits
         self._slots = asyncio.Semaphore(limits.calls_at_once)
-        # of its own: an engine that computes on the run's loop would hold up replies, and time would run out meanwhile
+        # a separate thread: an engine that computes on the run's loop would hold up replies until their time runs out
         self.loop = BackgroundLoop(limits.name)
         self._calling = _watch(limits).calling if limits.may_hold_lock else nullcontext
 

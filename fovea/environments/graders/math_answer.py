@@ -37,7 +37,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def same_answer(given: str, truth: str) -> bool:
-    """Whether two answers, without their boxes, are equal as mathematics or as texts."""
+    """True if two answers, without their boxes, are equal as mathematics or as texts."""
     if max(len(given), len(truth)) > _MAX_CHARS:
         return given.strip() == truth.strip() != ""
     given, truth = normalised(given), normalised(truth)
@@ -99,7 +99,7 @@ def _exact(answer: str) -> str:
 
 
 def _rounds_to(exact: str, rounded: str) -> bool:
-    """Whether a decimal is the rounded value of an exact form; `12.4 = 12` would be two guesses."""
+    """True if a decimal is the rounded value of an exact form; `12.4 = 12` would be two guesses."""
     digits, values = _DECIMAL.fullmatch(rounded), (formula_value(exact), formula_value(rounded))
     if digits is None or _DECIMAL.fullmatch(exact) or values[0] is None or values[1] is None:
         return False
@@ -128,7 +128,7 @@ def _without_name(answer: str) -> str:
 
 
 def _is_plain(part: str) -> bool:
-    """Whether a text is a formula without letters, such as the value in `12 = x`."""
+    """True if a text is a formula without letters, such as the value in `12 = x`."""
     return formula_value(without_unit(part)) is not None and not _has_letter(without_unit(part))
 
 
@@ -152,7 +152,7 @@ _RELATION = re.compile(r"(=|<|>|\\(?:cong|sim|le|ge)(?![A-Za-z]))")
 
 
 def _same_relation(given: str, truth: str) -> bool:
-    """Whether two texts are the same relation; each has exactly one sign between two sides."""
+    """True if two texts are the same relation; each has exactly one sign between two sides."""
     given_parts, truth_parts = _RELATION.split(given), _RELATION.split(truth)
     if len(given_parts) != 3 or len(truth_parts) != 3:
         return False
@@ -164,7 +164,7 @@ def _same_relation(given: str, truth: str) -> bool:
 
 
 def _same_sides(given: tuple[str, str], truth: tuple[str, str]) -> bool:
-    """Whether the sides are equal, as they are or after terms change sides: `a = 90 - b`."""
+    """True if the sides are equal, as they are or after terms change sides: `a = 90 - b`."""
     if _same_side(given[0], truth[0]) and _same_side(given[1], truth[1]):
         return True
     return _equal(_difference(given), _difference(truth))
@@ -182,7 +182,7 @@ _ANGLES = re.compile(r"^(?:angles? |\\angle )", re.IGNORECASE)
 
 
 def _same_list(given: str, truth: str) -> bool:
-    """Whether two lists are equal: names in any order, other items, such as those of a tuple, in theirs."""
+    """True if two lists are equal: names in any order, other items in the given order."""
     names, truth_names = _items(given), _items(truth)
     if names is not None and names == truth_names:
         return True
@@ -213,7 +213,7 @@ def _between_commas(answer: str) -> list[str]:
 
 
 def _items(answer: str) -> tuple[bool, list[str]] | None:
-    """Whether the items of a list are angles, and their names."""
+    """Names of a list's items, and True if they are angles."""
     are_angles = _ANGLES.match(answer) is not None
     items = sorted(_as_text(_ANGLES.sub("", item.strip())) for item in _AND.split(answer))
     is_list = len(items) > 1 and all(items) and not re.search(r"[()\[\]{}]", answer)

@@ -1,4 +1,4 @@
-r"""The value of a short LaTeX formula, by a parser of our own: nothing is eval'ed, every input ends quickly.
+r"""The value of a short LaTeX formula, by our own parser: nothing is eval'ed, every input ends quickly.
 
 The grammar, loosest first (spaces matter in mixed numbers only):
 
@@ -57,7 +57,7 @@ class Rounded:
         return _of(value, (self.error + abs(value) * other.error) / abs(other.value))
 
     def __pow__(self, exponent: Rounded) -> Rounded:
-        """ArithmeticError where the power is no real number."""
+        """ArithmeticError where the power is not a real number."""
         value = self.value**exponent.value
         if isinstance(value, complex):
             raise ArithmeticError(f"{self.value} to the power of {exponent.value}")
@@ -67,12 +67,12 @@ class Rounded:
         return _of(value, abs(value) * (abs(of_base) + exponent.error * abs(math.log(abs(self.value)))))
 
     def is_zero(self) -> bool:
-        """Whether it is 0 but for rounding."""
+        """True if it is 0 but for rounding."""
         return abs(self.value) <= min(self.error, _TOLERANCE)
 
 
 def is_close(one: Rounded, other: Rounded) -> bool:
-    """Whether two numbers are equal but for rounding."""
+    """True if two numbers are equal but for rounding."""
     if one.is_zero() or other.is_zero():
         return one.is_zero() and other.is_zero()
     largest = max(abs(one.value), abs(other.value))

@@ -73,7 +73,7 @@ def _opened(task: Task, open_image: OpenImage) -> list[Image]:
 
 @dataclass(frozen=True, slots=True)
 class LimitedGrader:
-    """A grader whose calls keep to limits of their own."""
+    """A grader whose calls keep to their own limits."""
 
     grader: Grader
     calls: LimitedCalls

@@ -10,7 +10,7 @@ import torch
 from PIL.Image import Image
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BatchEncoding
 
-from fovea.config.run import RewardModel
+from fovea.config.environments import RewardModel
 from fovea.errors import ModelError, ScoreError
 from fovea.utils.config_keys import check_config_keys
 from fovea.utils.shown_text import special_marks, without_marks
@@ -20,7 +20,7 @@ KEY = "environment.reward_model"
 
 
 class RewardScorer:
-    """A scorer of an answer to a question. It reads text alone, and knows of the image only what the question says."""
+    """A scorer of an answer to a question. It reads only text, and knows of the image only what the question says."""
 
     def __init__(self, settings: RewardModel, key: str = KEY) -> None:
         """Weights come from safetensors, code from transformers; ModelError names what the folder lacks.

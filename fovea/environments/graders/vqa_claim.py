@@ -1,6 +1,6 @@
 """The one value that a short answer claims, read without any knowledge of the true answer.
 
-An answer is a value alone (`red`, `three dogs`, `yes`), or a sentence of a few known forms that says one value:
+An answer is only a value (`red`, `three dogs`, `yes`), or a sentence of a few known forms that says one value:
 
 * yes or no, and a clause that agrees with it: `Yes, there is a dog.`, `No, it is not.`, `No, the dog is brown.`;
 * a count: `There are 3 dogs in the image.`, `I see 3 dogs`, `no dogs`;
@@ -42,7 +42,7 @@ NEGATIONS = _words(
 )
 YES_WORDS = _words("yes yeah yep yup")
 AFFIRMATIONS = YES_WORDS | _words("true correct right so indeed there")
-"""What cannot be the case instead, behind a no: `no, it is true`."""
+"""Words that contradict a no before them: `no, it is true`."""
 DOUBTS = _words(
     "or either between maybe perhaps possibly probably might could if unless but except than unsure uncertain unlikely"
     " doubt doubtful impossible opposite instead joke lie missing lacking absent hardly barely rarely scarcely seldom"
@@ -52,7 +52,7 @@ OTHER_NUMBER = _words(
     "least most more less fewer over under about around approximately almost nearly roughly minus negative plus to"
     " hundred hundreds thousand thousands million millions billion billions trillion trillions dozen dozens half times"
 )
-"""What makes another number of the one that stands beside it."""
+"""Words that change the number beside them."""
 _STEMS = (
     "four fif six seven eigh nin ten eleven twelf thirteen fourteen fifteen sixteen seventeen eighteen nineteen twentie"
     " thirtie fortie fiftie sixtie seventie eightie ninetie hundred thousand million billion trillion"
@@ -66,18 +66,18 @@ MULTIPLES = FRACTIONS | _words(
     " mega giga tera percentage too permille ppm twos threes fours fives sixes sevens eights nines tens teens twenties"
     " thirties forties fifties sixties seventies eighties nineties"
 )
-"""What makes another number of the one before it: `3 pairs`. Elsewhere it says nothing of one: `the first pair`."""
+"""Words that change the number before them: `3 pairs`, but not `the first pair`."""
 SHARES = _words("per apiece each every")
-"""What makes a number that of a part, wherever it stands behind it: `3 dogs on each side`."""
+"""Words that make a number before them the number of a part: `3 dogs on each side`."""
 OPERATIONS = _words(
     "squared cubed doubled tripled trebled quadrupled halved quartered multiplied divided added subtracted raised"
     " factorial inverse reciprocal fold ply odd ish grand something square root power tops max maximum minimum"
     " below above short shy off"
 )
-"""What makes another number of the one before it if no noun follows: `3 squared`, and not `3 raised hands`."""
+"""Words that change the number before them if no noun follows: `3 squared`, but not `3 raised hands`."""
 PREPOSITIONS = _words("in on at with from by near behind beside under above below inside outside along around")
 UNCLEAR = NEGATIONS | YES_WORDS | DOUBTS | OTHER_NUMBER | _words("true correct")
-"""What a sentence that says a value may not hold beside it."""
+"""Words that make a sentence with a value unclear."""
 NOT_THINGS = _words("idea clue answer way longer matter problem comment only just")
 """Words behind a `no` by which it counts nothing: `no idea`, `No, only the man is`."""
 EMPHASIS = _words("indeed definitely certainly clearly absolutely sure please")
@@ -99,7 +99,7 @@ MAX_WORDS = 20
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What an answer claims, in normal form."""
+    """Claim of an answer, in normal form."""
 
     phrase: str
     """The value in the answer's own words: `3 dogs` of `There are 3 dogs`."""
@@ -191,7 +191,7 @@ def _yes_or_no(words: str) -> Claim | None:
 
 
 def _agrees(said: str, clause: str) -> bool:
-    """Whether a clause affirms, after a yes; after a no, whether it denies or says what is the case instead."""
+    """True if a clause agrees with the yes or no before it: affirms, or denies or names the alternative."""
     words = clause.split()
     if not (DOUBTS | YES_WORDS).isdisjoint(words):
         return False
@@ -207,7 +207,7 @@ def _agrees(said: str, clause: str) -> bool:
 
 
 def _counts_none(clause: str) -> bool:
-    """Whether a clause denies by a 0, as `there are 0` and `0 of them` do, and `the score is 0` does not."""
+    """True if a clause denies by a 0: `there are 0` and `0 of them` do, `the score is 0` does not."""
     if "0" not in clause.split():
         return False
     said = _IS.fullmatch(clause) or _ITS.fullmatch(clause)
@@ -234,7 +234,7 @@ def _counted(words: str) -> Claim | None:
 
 
 def _are_things(words: str, number: str) -> bool:
-    """Whether words say of what there is a number, and do not take it back."""
+    """True if words name the counted things, and do not take the number back."""
     things = words.split()
     if not things:
         return number != "no"
@@ -242,14 +242,14 @@ def _are_things(words: str, number: str) -> bool:
         return False
     first_is_thing = things[0] not in PRONOUNS | DETERMINERS | COPULAS | NOT_THINGS | {"and"}
     copulas = [place for place, word in enumerate(things) if word in COPULAS]
-    # of several things something may be said in the plural: `3 dogs are here`, and not `3 is red`
+    # of several things something may be plural: `3 dogs are here`, and not `3 is red`
     allowed = COPULAS if number in ("0", "1", "no") else COPULAS_OF_SEVERAL
     says_little = len(copulas) <= 1 and all(things[place] in allowed and things[place + 1 :] for place in copulas)
     return first_is_thing and says_little and _is_plain(words) and not re.search(r"\d", words)
 
 
 def _makes_another_number(things: list[str]) -> bool:
-    """Whether words behind a number change it: `3 pairs`, `3 k`, `3 ‰`, `3 squared`, `3 dogs on each side`."""
+    """True if words behind a number change it: `3 pairs`, `3 k`, `3 ‰`, `3 squared`, `3 dogs on each side`."""
     is_word = sum(map(str.isalpha, things[0])) > 1
     noun = [things[0], *takewhile(lambda word: word not in PREPOSITIONS | COPULAS, things[1:])]
     shared = not SHARES.isdisjoint(things)
@@ -257,7 +257,7 @@ def _makes_another_number(things: list[str]) -> bool:
 
 
 def _is_plain(words: str) -> bool:
-    """Whether words neither deny nor doubt, and leave a number as it is."""
+    """True if words neither deny nor doubt, and leave a number as it is."""
     return UNCLEAR.isdisjoint(words.split())
 
 
@@ -314,7 +314,7 @@ def _last_marked(response: str) -> str | None:
 
 
 def same_short_answer(given: str, truth: str) -> bool:
-    """Whether a found answer is the true one: in the same words, or as what it claims."""
+    """True if an answer equals the true one: in the same words, or by its claim."""
     return _is_true(_claimed(given), truth)
 
 

@@ -2,7 +2,7 @@
 
 The spelling follows VQA's evaluation code in its intent (case, articles, number words, punctuation, contractions),
 and departs from it where it errs: number words beyond ten are numbers, `-3` is not 3, `1,000` is 1000 and `1.000` is
-not, any apostrophe goes, and a choice `A` is no article. A sign that changes a number stays: `3+`, `>3`, `3²`.
+not, any apostrophe goes, and a choice `A` is not an article. A sign that changes a number stays: `3+`, `>3`, `3²`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def without_articles(words: str) -> str:
 
 
 def same_words(one: str, other: str) -> bool:
-    """Whether two answers in normal form are the same number, the same of yes and no, or the same words."""
+    """True if two answers in normal form are the same number, both yes or both no, or the same words."""
     if not one or not other:
         return False
     if _NUMBER.fullmatch(one) and _NUMBER.fullmatch(other):

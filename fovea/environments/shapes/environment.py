@@ -1,9 +1,9 @@
 """Questions about rendered scenes: how many, what colour, which shape, is there one; two scenes; scenes in words.
 
-Rows are rendered on demand, from (seed, split, index) alone. The hash of its pixels (of its text without an image)
-decides the split that a row may belong to, so that no image, no image of a pair and no text is in two splits. Dev and
-test do not depend on the seed: they are the same in every run. Kinds, levels and answers alternate, so that every
-prefix is balanced: of rows with one image, row i is of kind `KINDS[i % 4]`.
+Rows are rendered on demand, as a function of (seed, split, index). The hash of its pixels (of its text without an
+image) decides the split that a row may belong to, so that no image, no image of a pair and no text is in two splits.
+Dev and test do not depend on the seed: they are the same in every run. Kinds, levels and answers alternate, so that
+every prefix is balanced: of rows with one image, row i is of kind `KINDS[i % 4]`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from fovea.config.run import ShapesEnvironment, ShapesZoomEnvironment
+from fovea.config.environments import ShapesEnvironment, ShapesZoomEnvironment
 from fovea.data.order import LazyTasks
 from fovea.environments.base import Environment, Split
 from fovea.environments.graders.base import Grade, shown

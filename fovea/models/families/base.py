@@ -79,7 +79,7 @@ class ModelFamily(Protocol):
 
     @property
     def vision_paths(self) -> tuple[str, ...]:
-        """Module paths of the vision tower and of the projector, if it is a module of its own."""
+        """Module paths of the vision tower and of the projector, if it is a separate module."""
         ...
 
     @property

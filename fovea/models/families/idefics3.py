@@ -108,7 +108,7 @@ class Idefics3:
         return None
 
     def image_ids(self, image: PromptImage, tokenizer: PreTrainedTokenizerBase) -> NDArray[np.int64]:
-        # the text begins and ends with special tokens, so that tokenising it alone gives the ids it has in a prompt
+        # the text begins and ends with special tokens, so that tokenising it by itself gives the ids it has in a prompt
         rows, columns = image.tensors[SPLIT].tolist()
         tile = self.image_token * self.tile_tokens
         around = "<fake_token_around_image>"

@@ -56,7 +56,7 @@ def fastest_kernel(heads: HeadShape) -> Kernel:
 
 
 def slow_attention_note(heads: HeadShape) -> str | None:
-    """What is said at the start of a run whose device refuses the kernel that packed rows are made for."""
+    """Note for the start of a run whose device refuses the kernel for packed rows, else None."""
     fastest = fastest_kernel(heads)
     if fastest in ("merged", "varlen"):
         return None

@@ -41,7 +41,7 @@ def merged_attention(layout: SharedPrefixLayout, scale: float) -> Callable[[Tens
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Where the tokens of a block are in the row."""
+    """Indices of a block's tokens in the row."""
 
     index_PGT: Tensor
     padding_X: Tensor

@@ -82,7 +82,7 @@ def segment_attention(
 
 
 def slow_vision_note(heads: HeadShape) -> str | None:
-    """What is said at the start of a run whose device refuses the one call for all segments."""
+    """Note for the start of a run whose device refuses one call for all segments, else None."""
     if heads.device.type == "cpu" or takes_varlen(heads):
         return None
     return (

@@ -1,4 +1,4 @@
-"""What a Qwen vision tower derives from the sizes of its images, computed on the host.
+"""Inputs that a Qwen vision tower derives from the sizes of its images, computed on the host.
 
 Given the sizes on a GPU, transformers' towers would compute the same there, and wait for it several times. The
 functions are transformers' own, whose results a tower takes as arguments in place of calling them.
@@ -101,7 +101,7 @@ def tower_inputs(tower: Any, grids_I3: Tensor, heads: HeadShape) -> dict[str, Te
 
 
 def tower_heads(tower: Any, device: torch.device, dtype: torch.dtype) -> HeadShape:
-    """The heads of a tower that runs on this device in this type, each of which has keys of its own."""
+    """The heads of a tower that runs on this device in this type, each of which has its own keys."""
     attention = tower.blocks[0].attn
     heads: int = attention.num_heads
     return HeadShape(device, dtype, heads, heads, attention.qkv.in_features // heads)

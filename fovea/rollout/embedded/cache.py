@@ -75,11 +75,11 @@ class Cache(Protocol):
     """Keys and values of prompts and rows, in the order of `add`; `remove` compacts them (`compaction.fill_holes`)."""
 
     def cost(self, request: QueuedRequest) -> int:
-        """Most tokens that this request can take, alone in the cache."""
+        """Most tokens that this request can take if the cache holds nothing else."""
         ...
 
     def fits(self, requests: Sequence[QueuedRequest]) -> bool:
-        """Whether these requests can be added to what the cache holds."""
+        """True if these requests can be added to what the cache holds."""
         ...
 
     def add(self, requests: Sequence[QueuedRequest]) -> int:

@@ -3,7 +3,7 @@
 The images of a prompt are encoded once and the prompt is prefilled once for its n completions. Requests wait in a queue
 and are admitted in their order while the KV cache has room (`Cache.fits`); a finished completion frees its row and its
 cache at the next sync. Where pages run short, the youngest completion gives its own up and waits at the head of the
-queue. A completion depends on its own request alone: random numbers come from the request's seed, and attention never
+queue. A completion depends only on its own request: random numbers come from the request's seed, and attention never
 crosses rows.
 """
 
@@ -90,7 +90,7 @@ class EmbeddedEngine:
         self._weights: TextWeights | None = None
         self._named = NamedWeights(tensors={})
         self._may_approximate = True
-        """Whether all running requests accept approximate weights."""
+        """True if all running requests accept approximate weights."""
         self._asleep = False
         self._unpaused = asyncio.Event()
         self._unpaused.set()
@@ -415,7 +415,7 @@ class EmbeddedEngine:
         return self._cache
 
     def _ready_stepper(self, rows: int, cache: Cache) -> Forward:
-        # by the number of rows alone, so that a resumed run decodes with the same kernel
+        # by the number of rows only, so that a resumed run decodes with the same kernel
         if self._tuning.uses_onednn(rows, self._loaded_weights().embed):
             if self._onednn_stepper is None:
                 onednn = onednn_text_weights(self._named, self._shape, self._tape)

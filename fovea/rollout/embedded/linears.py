@@ -151,7 +151,7 @@ def _layer(
 
 def _head_norm(named: NamedWeights, prefix: str, shape: DecoderShape) -> HeadNorm | None:
     query, key = (named.tensors.get(f"{prefix}self_attn.{name}.weight") for name in ("q_norm", "k_norm"))
-    assert (query is None) == (key is None), f"{prefix}self_attn: a norm of queries or keys alone"
+    assert (query is None) == (key is None), f"{prefix}self_attn: a norm of only queries or only keys"
     if query is None or key is None:
         return None
     return HeadNorm(query, key, shape.norm_eps)
@@ -181,7 +181,7 @@ class Int8Linears:
     section 2.1).
     """
 
-    # quantizing the weights alone would be closer, but torch has no fast kernel for that in float32
+    # quantizing only the weights would be closer, but torch has no fast kernel for that in float32
 
     def __init__(self, layers: Sequence[Factors]) -> None:
         # layers on one input as one product: the input is quantized once
@@ -210,7 +210,7 @@ def _quantized(x_XE: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def can_use_onednn(like: Tensor) -> bool:
-    """Whether this build of torch has oneDNN, and these weights a dtype and device that it supports here."""
+    """True if this build of torch has oneDNN, and these weights a dtype and device that it supports here."""
     if not torch.backends.mkldnn.is_available() or like.is_cuda:
         return False
     return like.dtype == torch.float32 or (like.dtype == torch.bfloat16 and ONEDNN._is_mkldnn_bf16_supported())

@@ -55,7 +55,7 @@ class PagedRow:
     """Drawn tokens that its pages have been reserved for."""
     limit_tokens: int
     pages: list[int] = field(default_factory=list)
-    """Pages of its own: first the rest of its prompt, then its tokens."""
+    """Pages of this row: first the rest of its prompt, then its tokens."""
 
 
 class PagedCache:
@@ -86,7 +86,7 @@ class PagedCache:
 
     def fits(self, requests: Sequence[QueuedRequest]) -> bool:
         rows = len(self._rows) + sum(request.n for request in requests)
-        # a request of more rows runs alone
+        # a request of more rows runs by itself
         if rows > max(MAX_ROWS, requests[0].n):
             return False
         growth = sum(self._missing(row, row.tokens + GROWTH_TOKENS) for row in self._rows)

@@ -129,7 +129,7 @@ def triton_attention(
 
 
 def constants(heads: int, key_heads: int, width: int, page_tokens: int, splits: int) -> dict[str, Any]:
-    """What `attend_to_split` is compiled for."""
+    """Compile-time constants of `attend_to_split`."""
     group = heads // key_heads
     return {
         "HEADS": heads,

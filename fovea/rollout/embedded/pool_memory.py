@@ -97,7 +97,7 @@ class PoolMemory:
 
     @property
     def stays(self) -> bool:
-        """Whether the pool stays during the next update."""
+        """True if the pool stays during the next update."""
         if self._num_updates < self._min_updates or not self._pool_bytes:
             return False
         return not self._num_updates or self._pool_bytes <= self._beside_update

@@ -121,8 +121,8 @@ def prompt_passes(
 ) -> list[list[TokenSpan]]:
     """Split prompts into forward passes of at most `pass_tokens`, so that activations do not grow with the batch.
 
-    Whole prompts share a pass while they fit; a longer one, or one that continues a kept KV cache, runs alone, chunk by
-    chunk. `starts`: the first token of each prompt to be run; default: 0.
+    Whole prompts share a pass while they fit; a longer one, or one that continues a kept KV cache, runs by itself,
+    chunk by chunk. `starts`: the first token of each prompt to be run; default: 0.
     """
     passes: list[list[TokenSpan]] = []
     room = 0

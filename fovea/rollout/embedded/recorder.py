@@ -35,7 +35,7 @@ class Recorder:
     def __init__(self, vlm: VLM, tape: Tape | None) -> None:
         self._vlm, self._tape = vlm, tape
         self._on = self._records = False
-        """Whether the running requests are recorded at all, and whether their linear outputs are."""
+        """True if the running requests are recorded at all, and whether their linear outputs are."""
         self._graph_number = 0
         self._kept: dict[QueuedRequest, _Kept] = {}
 
@@ -59,7 +59,7 @@ class Recorder:
         return self._vlm.rollout_features(images) if images else []
 
     def _decide(self, requests: Sequence[QueuedRequest], images: Sequence[PromptImage], alone: bool) -> ImageGraph:
-        """Reserve tape for linear outputs and vision graph, else for the graph alone; returns the graph."""
+        """Reserve tape for linear outputs and vision graph, else only for the graph; returns the graph."""
         tape, asked = self._tape, all(request.request.for_update for request in requests)
         if tape is None or not asked or not (alone or self._on):
             self._on = self._records = False

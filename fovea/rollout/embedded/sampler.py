@@ -52,7 +52,7 @@ class SamplingNeeds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draw:
-    """What the next token of every row is drawn with."""
+    """Inputs for drawing the next token of every row."""
 
     uniform_B: Tensor
     """Uniform numbers in [0, 1), float64."""
@@ -87,7 +87,7 @@ def needs_of(samplings: Sequence[Sampling]) -> SamplingNeeds:
 
 
 def uniforms(seed: int, n: int, num_tokens: int) -> NDArray[np.float64]:
-    """Uniform numbers [n, num_tokens] in [0, 1), a function of the arguments alone.
+    """Uniform numbers [n, num_tokens] in [0, 1), a function of the arguments only.
 
     Philox is counter-based (Salmon et al., SC11): every seed gives an independent stream at no set-up cost.
     """

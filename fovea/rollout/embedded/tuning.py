@@ -28,13 +28,13 @@ CUDA_DECODE_STEPS_PER_SYNC = 8
 
 @dataclass(frozen=True, slots=True)
 class OneDnnLimits:
-    """Where oneDNN's layout is faster: with more rows, or narrower layers, its blocks bring nothing."""
+    """Limits within which oneDNN's layout is faster; more rows or narrower layers gain nothing from its blocks."""
 
     max_rows: int
     min_width: int
 
     def allow(self, rows: int, width: int) -> bool:
-        """Whether a model of this width decodes so many rows faster."""
+        """True if a model of this width decodes so many rows faster."""
         return rows <= self.max_rows and width >= self.min_width
 
 
@@ -67,11 +67,11 @@ class Tuning:
 
     @property
     def keeps_outputs_in_order(self) -> bool:
-        """Whether each token passes once, in order, through exact weights, as a tape of linear outputs requires."""
+        """True if each token passes once, in order, through exact weights, as a tape of linear outputs requires."""
         return not self.int8_decoding and self.cache != "paged" and self.decode_steps_per_sync in (None, 1)
 
     def uses_onednn(self, rows: int, embed: Tensor) -> bool:
-        """Whether oneDNN decode copies are faster for this many rows."""
+        """True if oneDNN decode copies are faster for this many rows."""
         if not self.onednn_decoding or not can_use_onednn(embed):
             return False
         return ONEDNN_LIMITS[embed.dtype].allow(rows, embed.shape[1])
@@ -82,7 +82,7 @@ class Tuning:
 
 
 def uses_pages(tuning: Tuning, shape: DecoderShape, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the KV cache is a pool of pages: where it is asked for, else where the kernel passes its trial."""
+    """True if the KV cache is a pool of pages: where it is asked for, else where the kernel passes its trial."""
     if tuning.cache is not None:
         return tuning.cache == "paged"
     return _paged_refusal(shape, device, dtype, tuning.page_tokens) is None
@@ -98,7 +98,7 @@ def make_cache(tuning: Tuning, shape: DecoderShape, like: Tensor, *, num_tokens:
 
 
 def decoding_note(text_config: Any, device: torch.device, dtype: torch.dtype) -> str:
-    """What is printed at the start of a run on a GPU: how it decodes by default, and the cost where that is slow."""
+    """Note for the start of a run on a GPU: the default decode path, and its cost where it is slow."""
     refusal = _paged_refusal(decoder_shape(text_config), device, dtype, PAGE_TOKENS)
     if refusal is None:
         rows, most = TRIALS[-1]

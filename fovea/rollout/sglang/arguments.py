@@ -12,7 +12,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from fovea.config.backends import CPU_KV_CACHE_TOKENS
 from fovea.config.backends import SglangEngine as Settings
-from fovea.config.run import Model
+from fovea.config.model import Model
 from fovea.errors import ConfigError, EngineError, LostEngineError
 from fovea.models.load import pick_device
 from fovea.models.model_files import hub_options
@@ -28,7 +28,7 @@ FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Families whose processed tensors and fused weights are those of `rollout.sglang.inputs` and `.scheduler`."""
 
 PATCH_VALUES = 1176
-"""Values of a patch (3 x 2 x 14 x 14) by which SGLang tells pixels from features, for Qwen2.5-VL alone."""
+"""Values of a patch (3 x 2 x 14 x 14) by which SGLang tells pixels from features, only for Qwen2.5-VL."""
 DEEPSTACK_LAYERS = 3
 """Vision layers whose features SGLang's Qwen3-VL-MoE adds to its decoder, whatever the config says."""
 
@@ -75,7 +75,7 @@ CPU_ENVIRONMENT: Mapping[str, str] = {
 def make_engine(
     settings: Settings, model: Model, processor: Processor, *, max_model_len: int, seed: int
 ) -> SglangEngine:
-    """Start SGLang on the model's folder, in processes of its own; ConfigError for what it refuses.
+    """Start SGLang on the model's folder, in its own processes; ConfigError for what it refuses.
 
     `max_model_len` is the default of the setting.
     """

@@ -1,4 +1,4 @@
-"""SGLang behind the `Engine` protocol, in processes of its own: continuous batching, paged KV cache, prefix cache.
+"""SGLang behind the `Engine` protocol, in its own processes: continuous batching, paged KV cache, prefix cache.
 
 The completions of a group share their prompt by SGLang's radix cache, and so do the turns of an episode.
 """
@@ -27,7 +27,7 @@ ABORT_SECONDS = 60.0
 
 
 class SglangEngine:
-    """Samples completions with SGLang, which has weights of its own."""
+    """Samples completions with SGLang, which has its own weights."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class SglangEngine:
 
     @property
     def has_weights(self) -> bool:
-        """Whether SGLang holds all weights, so that a push may bring those alone that have changed."""
+        """True if SGLang holds all weights, so that a push may bring only changed weights."""
         return self._weights.are_complete
 
     def begin_push(self, shapes: Mapping[str, Shape]) -> None:

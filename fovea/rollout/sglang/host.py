@@ -41,7 +41,7 @@ class Engine(SglangEngine):  # type: ignore[misc]
 
 
 class Host:
-    """What the trainer may call of an engine."""
+    """Methods of an engine that the trainer may call."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -53,7 +53,7 @@ class Host:
     async def generate(self, request: str, drawings: Sequence[Drawing]) -> Drawn:
         """Draw completions of one prompt, whose keys and values are computed once; `request` names them for `abort`.
 
-        The prompt goes through alone first: of requests that begin together, each would compute it.
+        The prompt goes through first, by itself: of requests that begin together, each would compute it.
         """
         self._ids[request] = [drawing["rid"] for drawing in drawings]
         try:

@@ -1,4 +1,4 @@
-"""What Fovea adds to the schedulers of SGLang, which are processes of their own: draws by seed, and a look at weights.
+"""Additions to SGLang's scheduler processes: seeded sampling, and comparison of weights.
 
 SGLang draws by a request's seed only together with kernels that do not depend on the batch
 (`enable_deterministic_inference`), which are slower and need a GPU. Its sampler is able to without them.
@@ -32,7 +32,7 @@ EXPERTS: Mapping[str, str] = {
 
 
 class Place(NamedTuple):
-    """Where SGLang holds a weight of the checkpoint."""
+    """Location of a checkpoint's weight inside SGLang's parameters."""
 
     parameter: str
     number: int
@@ -78,7 +78,7 @@ def compare(self: Any, sent: str) -> None:
 
 
 def differences(model: nn.Module, expected: Mapping[str, Sent], dtype: torch.dtype) -> str:
-    """What differs between the model and the weights that were sent, in words; "" where nothing does."""
+    """Describe differences between the model and the weights that were sent; "" if there are none."""
     parameters = dict(model.named_parameters())
     places = {name: place(name, parameters) for name in expected}
     unknown = [name for name, at in places.items() if at is None]
@@ -97,7 +97,7 @@ def differences(model: nn.Module, expected: Mapping[str, Sent], dtype: torch.dty
 
 
 def place(name: str, parameters: Mapping[str, Tensor]) -> Place | None:
-    """Where a weight of the checkpoint is; None if nowhere."""
+    """Location of a checkpoint's weight; None if the model has no such weight."""
     name = plain_name(name).replace(".attn.qkv.", ".attn.qkv_proj.")
     for part, held in EXPERTS.items():
         name = name.replace(part, held)

@@ -1,4 +1,4 @@
-"""The launch of SGLang's OpenAI-compatible server, a process of its own (`rollout.sglang.server_process`)."""
+"""The launch of SGLang's OpenAI-compatible server, a separate process (`rollout.sglang.server_process`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fovea.rollout.sglang.arguments import CPU_ARGUMENTS, CPU_ENVIRONMENT, FAMIL
 
 PROCESS = "fovea.rollout.sglang.server_process"
 SERVER_ENVIRONMENT = {
-    # its answer would wait for a completion of its own
+    # its answer would wait for a separate completion
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
     # a web server without the key and the bans
     "SGLANG_RUST_SERVER": "0",
@@ -45,7 +45,7 @@ def launch(server: ModelServer) -> Launch:
         # one process and one web server, which have the key and the bans
         "tokenizer_worker_num": 1,
         "enable_http2": False,
-        # by a request of its own, which others would wait for
+        # by a separate request, which others would wait for
         "skip_server_warmup": True,
     }
     given = checked(server, fixed)

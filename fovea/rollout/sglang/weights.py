@@ -57,7 +57,7 @@ class SglangWeights:
         self._names = {plain_name(name): name for name in held}
         """Names in the checkpoint, which are those that SGLang loads."""
         self.are_complete = False
-        """Whether SGLang holds all weights of some pushes, the last of which has ended."""
+        """True if SGLang holds all weights of some pushes, the last of which has ended."""
         self._sending: dict[str, tuple[Shape, Tensor]] = {}
         """Shapes and hashes of the weights of this push, by their names in the checkpoint; not read from the device."""
         self._sent: dict[str, Sent] = {}

@@ -14,7 +14,7 @@ if find_spec("vllm") is None:
 
 DEFAULTS = {
     "VLLM_NO_USAGE_STATS": "1",  # a run tells nobody about itself
-    "VLLM_LOGGING_LEVEL": "WARNING",  # its start alone logs fifty lines into a run's display
+    "VLLM_LOGGING_LEVEL": "WARNING",  # its start logs fifty lines into a run's display
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a CPU build would else run its one worker in a process
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # a CPU build would else pin the trainer's threads too
 }

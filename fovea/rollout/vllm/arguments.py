@@ -16,7 +16,7 @@ from vllm.v1.executor import Executor
 
 from fovea.config.backends import CPU_KV_CACHE_GIB
 from fovea.config.backends import VllmEngine as Settings
-from fovea.config.run import Model
+from fovea.config.model import Model
 from fovea.errors import ConfigError, first_line, named
 from fovea.models.model_files import hub_options
 from fovea.models.processor import Processor

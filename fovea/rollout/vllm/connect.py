@@ -9,7 +9,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
 from fovea.config.backends import VllmServersEngine as Settings
-from fovea.config.run import Model
+from fovea.config.model import Model
 from fovea.errors import ConfigError, first_line, named
 from fovea.models.processor import Processor
 from fovea.rollout.checks import fitting_length

@@ -53,7 +53,7 @@ class Waiting:
 
 
 class VllmEngine:
-    """Samples completions with vLLM, which has weights of its own."""
+    """Samples completions with vLLM, which has its own weights."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class VllmEngine:
         self._waiting: dict[str, Waiting] = {}
         self._runner: asyncio.Task[None] | None = None
         self._pushes_base = False
-        """Whether the present push brings other weights than those of an adapter."""
+        """True if the present push brings other weights than those of an adapter."""
         self._unpaused = asyncio.Event()
         self._unpaused.set()
 
@@ -145,7 +145,7 @@ class VllmEngine:
 
     @property
     def has_weights(self) -> bool:
-        """Whether vLLM holds all weights, so that a push may bring those alone that have changed."""
+        """True if vLLM holds all weights, so that a push may bring only changed weights."""
         return self._weights.are_complete and (self._adapter is None or self._adapter.is_complete)
 
     def begin_push(self, shapes: Mapping[str, Shape]) -> None:
@@ -246,5 +246,5 @@ def _sampled(output: Any) -> tuple[int, Sampled]:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a weight of a push is part of an adapter."""
+    """True if a weight of a push is part of an adapter."""
     return ".lora_" in name

@@ -75,7 +75,7 @@ class Translator:
             stop=list(sampling.stop),
             stop_token_ids=[] if self.ignore_eos else list(self.stop_ids),
             ignore_eos=self.ignore_eos,
-            # a bias of -inf is probability 0; its limits of +-100 are those of the web API alone
+            # a bias of -inf is probability 0; its limits of +-100 are those of the web API only
             logit_bias=dict.fromkeys(self.banned_ids, -torch.inf),
             logprobs=0,
             flat_logprobs=True,

@@ -24,7 +24,7 @@ PUSH_NAME = re.compile(r"run-[0-9a-f]{16}/[0-9]{1,9}")
 """The name of a push: the folder of its run, and its own in there."""
 LOCK_NAME = f"{socket.gethostname()}.lock"
 """A file of a run's folder that its trainer has locked; on some network file systems no other machine sees the lock."""
-OTHER_RUN = "another run has pushed its weights since; give every run servers of its own"
+OTHER_RUN = "another run has pushed its weights since; give every run its own servers"
 
 
 def run_of(push: str) -> str:
@@ -72,7 +72,7 @@ class PushFolder:
         self._push, self._num_files = push, 0
 
     def write(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
-        """Write some weights to a file of their own."""
+        """Write some weights to a separate file."""
         assert self._push is not None, "no push has begun"
         held = {name: tensor.detach().to(self._dtype).cpu().contiguous() for name, tensor in bucket}
         with self._writing():

@@ -38,7 +38,7 @@ DEV_MODE_ENV = "VLLM_SERVER_DEV_MODE"
 """Opens the paths by which a trainer pauses a server and calls its workers."""
 NOT_INHERITED = ("VLLM_API_KEY", DEV_MODE_ENV, "VLLM_ENABLE_V1_MULTIPROCESSING")
 """Of this process's environment. The last is set by this package for an engine in this process; a server has its engine
-in one of its own."""
+in a separate one."""
 
 
 FOR_TRAINING: Mapping[str, Any] = {

@@ -1,4 +1,4 @@
-"""What Fovea adds to the workers of a vLLM server for training: pushes of weights come through a folder.
+"""Additions to the workers of a vLLM server for training: weights are pushed through a folder.
 
 `rollout.vllm.server_push` calls these methods, with arguments and results that JSON holds.
 """
@@ -23,7 +23,7 @@ class FolderReceiver(WeightReceiver):
     """The push that the model holds, whole."""
 
     def fovea_facts(self) -> dict[str, Any]:
-        """What the trainer must know of this server (`rollout.vllm.server_facts`)."""
+        """Facts of this server for the trainer (`ServerFacts`)."""
         config = self.vllm_config.model_config
         media = config.multimodal_config
         return {

@@ -1,4 +1,4 @@
-"""vLLM servers behind the `Engine` protocol: processes of their own, on any machine, that share a folder with this one.
+"""vLLM servers behind the `Engine` protocol: their own processes, on any machine, that share a folder with this one.
 
 Requests carry expanded token ids and processed pixels to `/inference/v1/generate`, as in this process. Every push is
 whole, so that a server that starts anew can get all of the present weights from the folder.
@@ -63,7 +63,7 @@ def generate_body(prompt: Mapping[str, Any], sampling: SamplingParams) -> dict[s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerFacts:
-    """What the trainer needs of every server."""
+    """Facts of a server that the trainer needs."""
 
     dtype: str
     max_model_len: int
@@ -112,7 +112,7 @@ class VllmServers:
         self._folder = folder
         self.translator = translator
         self._text = text
-        # of its own: while the trainer computes on the run's loop, answers would wait and their time would run out
+        # a separate thread: while the trainer computes on the run's loop, answers would wait until their time runs out
         self._loop = BackgroundLoop("vLLM servers")
         self._push: Push | None = None
         self._loaded: dict[str, str] = {}
@@ -256,13 +256,13 @@ class VllmServers:
         while is_paused != self._is_paused:
             is_paused = self._is_paused
             path = "/pause?mode=keep" if is_paused else "/resume"
-            # once it has weights, of this run alone
+            # once it has weights, of this run only
             push = self._loaded.get(server.url)
             await server.post(path, headers={PUSH_HEADER: push} if push else None)
 
 
 async def _rpc(server: JsonServer, method: str, *arguments: Any) -> list[dict[str, Any]]:
-    """What each worker of a server returns; EngineError where the server has no such method."""
+    """Results of a method by worker; EngineError if the server has no such method."""
     try:
         answer = await server.post(RPC, {"method": method, "args": arguments})
     except CallError as error:

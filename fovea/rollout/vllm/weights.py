@@ -79,7 +79,7 @@ class ExpectedWeights:
         return {parameter: [parts[place] for place in sorted(parts)] for parameter, parts in slices.items()}
 
     def _layer(self, name: str) -> str:
-        """The layer of vLLM that has a weight, alone or fused with others."""
+        """The layer of vLLM that has a weight, by itself or fused with others."""
         return self._place(name)[0].rpartition(".")[0]
 
     def _place(self, name: str) -> tuple[str, int]:
@@ -99,7 +99,7 @@ class VllmWeights:
         is_sharded = llm.vllm_config.parallel_config.world_size > 1
         self._expected = ExpectedWeights(llm.model_config, is_sharded=is_sharded)
         self.are_complete = False
-        """Whether vLLM holds all weights of some pushes, the last of which has ended."""
+        """True if vLLM holds all weights of some pushes, the last of which has ended."""
         self._sending: dict[str, Tensor] = {}
         """Hashes of the values of this push by the names of the checkpoint, not read from the device yet."""
         self._sent: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""What Fovea adds to the workers of vLLM: they take a push of weights in pieces, and tell what they hold afterwards.
+"""Additions to vLLM's workers: they load a push of weights in pieces, and report what they hold afterwards.
 
 `worker_extension_cls` adds these methods to vLLM's own worker class, in whichever process it is.
 """
@@ -20,7 +20,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from fovea.config.run import Lora
+from fovea.config.model import Lora
 from fovea.errors import EngineError
 from fovea.models.load import EXPERTS
 from fovea.types import Shape
@@ -47,7 +47,7 @@ class WeightReceiver:
 
     @torch.no_grad()
     def begin_push(self) -> None:
-        """Prepare every layer for new weights; a layer takes them when all of its own have come."""
+        """Prepare every layer for new weights; a layer takes them when all its weights have come."""
         # it warns of layers with nothing to load, such as rotary embeddings; what layers hold is compared afterwards.
         # here, since vLLM resets the levels of its loggers when it starts
         RELOADING.setLevel(logging.ERROR)
@@ -119,7 +119,7 @@ def _matrices_held(layer: Any, slot: int, parts: Any) -> int:
 
 
 def _repack_tied_head(model: nn.Module) -> None:
-    """Process a head again that shares the embedding's weight, and so got none of its own.
+    """Process a head again that shares the embedding's weight, and so was not processed.
 
     On a CPU its kernel multiplies with a packed copy, which would stay that of the older weights.
     """
@@ -162,7 +162,7 @@ def _readable(model: nn.Module, parameter: str) -> Tensor:
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM makes room for (`vllm.config.lora.MaxLoRARanks`)."""
 REQUEST = LoRARequest("policy", ADAPTER_ID, "in memory")
-"""What a request is made with for vLLM to use the adapter; it is never read from that path."""
+"""LoRA request that makes vLLM use the adapter; never read from that path."""
 
 
 class VllmAdapter:
@@ -172,7 +172,7 @@ class VllmAdapter:
         self._llm = llm
         self._settings = settings
         self.is_complete = False
-        """Whether vLLM holds all of the adapter of the last push."""
+        """True if vLLM holds all of the adapter of the last push."""
         self._tensors: dict[str, Tensor] = {}
 
     def check(self, shapes: Mapping[str, Shape]) -> None:

@@ -138,7 +138,7 @@ def microbatches(theirs: Theirs) -> Iterator[Line | Left]:
         yield theirs.line("train.enable_dynamic_batch_size", False, by_tokens)
         yield theirs.line("train.groups_per_microbatch", theirs.value(rows) // group, rows, GROUP)
     else:
-        yield from theirs.left(rows, f"it counts completions, and is no multiple of the {group} of a group")
+        yield from theirs.left(rows, f"it counts completions, and is not a multiple of the {group} of a group")
 
 
 def algorithm(theirs: Theirs) -> Iterator[Line | Left]:
@@ -157,11 +157,11 @@ def gae(theirs: Theirs) -> Iterator[Line | Left]:
 
 
 def critic(theirs: Theirs) -> Iterator[Line | Left]:
-    """The value function of PPO, in RLinf a model of its own."""
+    """The value function of PPO, in RLinf a separate model."""
     if theirs.value(ADVANTAGE) != "gae":
         return
     place, switch = "algorithm.advantage.critic", "critic.use_critic_model"
-    yield theirs.line(f"{place}.trunk", "separate", switch, why="the critic of RLinf is a model of its own")
+    yield theirs.line(f"{place}.trunk", "separate", switch, why="the critic of RLinf is a separate model")
     of = {
         "learning_rate": "critic.optim.lr",
         "value_clip": "algorithm.value_clip",

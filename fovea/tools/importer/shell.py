@@ -73,7 +73,7 @@ class _Reader:
         return Word(text=text, line=line, unread=unread)
 
     def _piece(self) -> Iterator[str | Unread]:
-        """What the character at hand begins: a quoted text, an expansion, or itself."""
+        """Read the piece that the current character begins: a quoted text, an expansion, or itself."""
         first = self.script[self.at]
         if first == "'":
             end = self._find("'", self.at + 1)
@@ -135,7 +135,7 @@ class _Reader:
         if found["sign"]:
             return self._filled(found["default"])
         seen = (
-            "set in the environment alone, which a recipe does not show"
+            "set only in the environment, which a recipe does not show"
             if found["name"] in os.environ
             else "set nowhere"
         )
@@ -152,7 +152,7 @@ class _Reader:
         try:
             return str(_value(ast.parse(filled.strip().replace("/", "//"), mode="eval").body))
         except (SyntaxError, ValueError, ZeroDivisionError):
-            return Unread(text=f"$(({inner}))", reason=f"$(({inner})) is no sum of known numbers")
+            return Unread(text=f"$(({inner}))", reason=f"$(({inner})) is not a sum of known numbers")
 
     def _number(self, name: str) -> str:
         value = name if name.isdigit() else self.variables.get(name, name)

@@ -40,7 +40,7 @@ class Line:
     read: tuple[str, ...]
     """The other system's keys that it was made of."""
     is_given: bool
-    """Whether one of those keys is set, and not all of them defaults."""
+    """True if one of those keys is set, and not all of them defaults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Left:
     key: str
     reason: str
     matters: bool
-    """Whether the recipe lacks something by that."""
+    """True if the recipe lacks something by that."""
 
 
 class Unusable(Exception):
@@ -99,7 +99,7 @@ class Theirs:
         return value
 
     def one_of(self, key: str, ours: Mapping[str, T], kind: str) -> T:
-        """What the value of a key is here; ConfigError for one that is nothing here, without which is no recipe."""
+        """Counterpart of a key's value; ConfigError if it has none and the recipe needs it."""
         value = self.value(key)
         if not isinstance(value, str) or value not in ours:
             raise self.refuse(key, f"there is no such {kind} here; set it to {', '.join(ours)}")
@@ -114,7 +114,7 @@ class Theirs:
         return Line(key=key, value=value, source=source, read=read, is_given=self.is_given(*read))
 
     def left(self, key: str, reason: str, *, matters: bool = True) -> Iterator[Left]:
-        """That a key is not in the recipe, if it was given."""
+        """Record a given key that has no counterpart here."""
         if key in self.given:
             yield Left(key=key, reason=reason, matters=matters)
 
@@ -138,7 +138,7 @@ class Theirs:
 
 
 def plain(theirs: Theirs, setting: Counterpart) -> Iterator[Line | Left]:
-    """What becomes of a setting without a rule."""
+    """Translate a setting without a rule."""
     key = setting.theirs
     if setting.none:
         yield from _without_counterpart(theirs, setting)

@@ -26,7 +26,7 @@ RULES: Mapping[str, Mapping[str, Rule]] = {"verl": verl.RULES, "rlinf": rlinf.RU
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Translation:
-    """What became of the settings that were given: each of them is in one of the four."""
+    """Result of a translation: each given setting is in one of the four lists."""
 
     system: System
     lines: tuple[Line, ...]
@@ -87,7 +87,7 @@ def _near(unknown: str, system: System) -> str | None:
 
 
 def _found(theirs: Theirs) -> Iterator[Line | Left]:
-    """What becomes of each setting, in the order of the table; a rule comes where its first setting stands."""
+    """Translate each setting in the order of the table; a rule comes where its first setting stands."""
     done = set()
     for setting in theirs.system.settings:
         if not setting.rule:
@@ -98,7 +98,7 @@ def _found(theirs: Theirs) -> Iterator[Line | Left]:
 
 
 def _usable(made: Iterator[Line | Left], theirs: Theirs, setting: Counterpart) -> list[Line | Left]:
-    """What is made of a setting and those of its rule; with an unusable value among them, that all are left out."""
+    """Lines made of a setting and its rule's settings; if a value is unusable, all are left out."""
     try:
         return list(made)
     except Unusable as error:

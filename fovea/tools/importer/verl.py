@@ -62,7 +62,7 @@ def reward(theirs: Theirs) -> Iterator[Line | Left]:
         why = "the function's arguments are others here (docs/own.md)"
         yield theirs.line("reward", f"{file}:{theirs.value(name)}", path, name, why=why)
     elif file is not None:
-        yield from theirs.left(path, f"{show(file)} is no file")
+        yield from theirs.left(path, f"{show(file)} is not a file")
 
 
 def overlong(theirs: Theirs) -> Iterator[Line | Left]:
@@ -115,7 +115,9 @@ def minibatches(theirs: Theirs) -> Iterator[Line | Left]:
     size = f"{ACTOR}.ppo_mini_batch_size"
     prompts, of_one = theirs.value(TRAIN_BATCH), theirs.value(size)
     if prompts % of_one:
-        raise theirs.refuse(size, f"{TRAIN_BATCH}={prompts} is no multiple of it, so that it is no number of steps")
+        raise theirs.refuse(
+            size, f"{TRAIN_BATCH}={prompts} is not a multiple of it, so that it is not a number of steps"
+        )
     yield theirs.line("algorithm.minibatches", prompts // of_one, TRAIN_BATCH, size)
 
 
@@ -129,7 +131,7 @@ def microbatches(theirs: Theirs) -> Iterator[Line | Left]:
     elif theirs.value(rows) is None:
         return
     elif theirs.value(rows) % n:
-        yield from theirs.left(rows, f"it counts completions, and is no multiple of the {n} of a group")
+        yield from theirs.left(rows, f"it counts completions, and is not a multiple of the {n} of a group")
     else:
         yield theirs.line("train.enable_dynamic_batch_size", False, by_tokens)
         yield theirs.line("train.groups_per_microbatch", theirs.value(rows) // n, rows, N)
@@ -180,15 +182,15 @@ def gae(theirs: Theirs) -> Iterator[Line | Left]:
 
 
 def critic(theirs: Theirs) -> Iterator[Line | Left]:
-    """The value function of PPO, in verl a model of its own."""
+    """The value function of PPO, in verl a separate model."""
     if theirs.value(ESTIMATOR) != "gae":
         return
     place, path = "algorithm.advantage.critic", "critic.model.path"
     if theirs.value(path) not in (None, theirs.value(f"{MODEL}.path")):
         yield from theirs.left(path, "a critic starts from the policy's own weights")
-        yield theirs.line(f"{place}.trunk", "separate", ESTIMATOR, why="the critic of verl is a model of its own")
+        yield theirs.line(f"{place}.trunk", "separate", ESTIMATOR, why="the critic of verl is a separate model")
     else:
-        yield theirs.line(f"{place}.trunk", "separate", ESTIMATOR, path, why="the critic of verl is a model of its own")
+        yield theirs.line(f"{place}.trunk", "separate", ESTIMATOR, path, why="the critic of verl is a separate model")
     of = {
         "learning_rate": "critic.optim.lr",
         "value_clip": "critic.cliprange_value",
@@ -260,7 +262,7 @@ def filter_groups(theirs: Theirs) -> Iterator[Line | Left]:
     if not theirs.value(switch):
         return
     if theirs.value(metric) not in (None, "acc"):
-        yield from theirs.left(metric, "groups are compared by accuracy alone")
+        yield from theirs.left(metric, "groups are compared only by accuracy")
     if (theirs.value(most) or 0) > 0:
         yield theirs.line("algorithm.dynamic_sampling.max_gen_batches", theirs.value(most), switch, metric, most)
     else:

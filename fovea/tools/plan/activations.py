@@ -28,7 +28,7 @@ class MlpNumbers:
     kept: int
     """Per token, outputs of matrix products, which selective checkpointing keeps."""
     kept_in_saved: int
-    """Those of them that autograd keeps anyway."""
+    """Part of these bytes that autograd keeps anyway."""
     forward: int
     """Per token, what exists at once without autograd."""
     backward: int
@@ -118,13 +118,13 @@ class ModuleBytes:
     entry: int
     """Its input."""
     saved: int
-    """What autograd keeps of it."""
+    """Bytes that autograd saves."""
     backward: int
     """Temporaries of its backward pass beyond that."""
     kept: int
     """Outputs of its linear layers and of attention, which `selective` keeps (`models.recompute`)."""
     kept_in_saved: int
-    """Those of them that autograd keeps anyway."""
+    """Part of these bytes that autograd keeps anyway."""
 
 
 def stage_of(how: Recompute, part: str, module: ModuleBytes, *, gradient: int) -> Stage:
@@ -240,7 +240,7 @@ def head_stage(config: Config, sizes: ModelSizes, row: RowShape, numerics: Numer
 
 
 def embedding_stage(sizes: ModelSizes, row: RowShape, numerics: Numerics) -> Stage:
-    """The embedding, whose gradient is a dense matrix before it is added; and what of the root is no head."""
+    """The embedding, whose gradient is a dense matrix before it is added; and what of the root is not a head."""
     (root,) = sizes.of("root")
     of_head = 0 if sizes.tied else sizes.vocabulary * sizes.width * sizes.head_trains
     gradient = FLOAT * (root.trainable - of_head)

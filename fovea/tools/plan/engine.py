@@ -1,4 +1,4 @@
-"""The engine of a plan: its settings, and what one with weights of its own takes of a GPU.
+"""The engine of a plan: its settings, and the memory of one that holds its own weights.
 
 vLLM and SGLang take a share of a GPU when they start (`rollout.engine.gpu_memory_utilization`), load their weights into
 it, and make the rest the pool of their key-value cache, whatever the requests will need. vLLM's share is one of the
@@ -53,7 +53,7 @@ def with_batch_tokens(config: Config, tokens: int) -> Config:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingRoom:
-    """What an engine with weights of its own takes of each of its GPUs while it is awake."""
+    """Memory on each GPU of an engine that holds its own weights, while it is awake."""
 
     weights: int
     """Bytes of its copy of the weights, or of its part of them by `tensor_parallel_size`."""

@@ -124,7 +124,7 @@ def _this_machine(device: str) -> Gpu:
 
 
 def _is_named(gpu: Gpu, cuda_name: str, memory_bytes: int) -> bool:
-    """Whether CUDA's name of a device ("NVIDIA A100-SXM4-80GB") and its memory are this GPU's."""
+    """True if CUDA's name of a device ("NVIDIA A100-SXM4-80GB") and its memory are this GPU's."""
     product = gpu.name.partition("-")[0]
     words = cuda_name.lower().replace("rtx ", "rtx").replace("-", " ").split()
     return product in words and abs(memory_bytes / GIB / gpu.memory_gib - 1) < 0.1

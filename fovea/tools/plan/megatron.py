@@ -43,7 +43,7 @@ class Slice:
     total: int = 0
     trainable: int = 0
     trained_experts: int = 0
-    """Those of the trained ones that are experts, which other GPUs share than the rest."""
+    """Trained parameters of experts, which are sharded over other GPUs than the rest."""
 
     def __add__(self, other: Slice) -> Slice:
         return Slice(
@@ -61,7 +61,7 @@ def backend_of(config: Config) -> MegatronBackend:
 
 
 def held_states(config: Config, sizes: ModelSizes, roles: Roles, numerics: Numerics) -> States:
-    """What the GPU of a stage holds in all phases, without its engine."""
+    """Bytes that a GPU of a stage holds in all phases, without its engine."""
     backend, mine = backend_of(config), slice_of(config, sizes, roles)
     dense = FLOAT * optimizer_numbers(numerics) * (mine.trainable - mine.trained_experts) // roles.shares
     of_experts = roles.trainers // (roles.stages * backend.expert_parallel_size)

@@ -52,7 +52,7 @@ def update_peak(
         peaks.append(_graph_peak(config, sizes, work, numerics))
     peak: Bytes = max(peaks, key=lambda peak: peak.total()) + recorded.bytes
     peak[GATHERED] += gathered_bytes(sizes, ranks, numerics)
-    # the optimizer's step needs gradients alone, which are more than the peak's where most of them were yet to come
+    # the optimizer's step needs only gradients, which are more than the peak's where most of them were yet to come
     return max(peak, held, key=lambda moment: moment.total())
 
 
@@ -66,7 +66,7 @@ def _held_gradients(config: Config, sizes: ModelSizes, ranks: int, numerics: Num
 def _critic_peak(
     config: Config, sizes: ModelSizes, row: RowShape, ranks: int, numerics: Numerics, gradients_held: bool
 ) -> Bytes:
-    """Peak of a separate critic's passes, which encode images by a tower of their own and make no logits."""
+    """Peak of a separate critic's passes, which encode images by a separate tower and make no logits."""
     stages = _on_ranks(row_stages(config, sizes, row, numerics), config, ranks, numerics)[:-1]
     return peak_of(stages, gradients_part=CRITIC, gradients_held=gradients_held).held
 
@@ -171,14 +171,14 @@ def phases_of(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AroundPool:
-    """What a process with the embedded engine holds, without its key-value cache."""
+    """Memory of a process with the embedded engine, without its key-value cache."""
 
     rollout: Bytes
-    """What is there when a rollout begins."""
+    """Memory in use when a rollout begins."""
     update: Bytes
     """The peak of the update."""
     push: Bytes
-    """What is there in a push under Megatron; others send tensors one by one."""
+    """Memory in use during a push under Megatron; other backends send tensors one by one."""
     recorded: Recorded
     copied: int
     """Bytes of the engine's copies of trained weights, which stay during an update if the cache does."""

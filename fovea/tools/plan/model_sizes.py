@@ -1,4 +1,4 @@
-"""Sizes of a model, from its config alone: no weights are read, and no memory is taken for any.
+"""Sizes of a model, only from its config: no weights are read, and no memory is taken for any.
 
 The network is made on torch's meta device, frozen and given adapters as a run does it, and its parameters are counted.
 """
@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from fovea.config.run import Config, Model
+from fovea.config.model import Model
+from fovea.config.run import Config
 from fovea.errors import ConfigError, ModelError
 from fovea.models.decoder import DecoderShape, decoder_shape
 from fovea.models.families.base import ModelFamily

@@ -28,7 +28,7 @@ from fovea.train.model_division import check_division
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """What one step of a run takes, for each of its GPUs alike."""
+    """Memory, FLOPs and traffic of one step, for each GPU alike."""
 
     model: str
     parameters: int
@@ -41,7 +41,7 @@ class RunPlan:
     on_host: Mapping[str, int]
     """Bytes by part that a GPU's process holds in the host's memory, for `cpu_offload` or `optimizer_offload`."""
     room: ServingRoom | None
-    """What an engine with weights of its own takes; None for the embedded one, and for servers."""
+    """Memory of an engine that holds its own weights; None for the embedded one, and for servers."""
     batch_tokens: int | None
     """Tokens of the embedded engine's key-value cache; None for other engines."""
     rows: int | None
@@ -123,7 +123,7 @@ Settings: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Settings that change together, and what to try for them, that which costs least first."""
+    """Settings that change together, and the values to try, cheapest first."""
 
     tries: Sequence[Settings]
 
@@ -144,14 +144,14 @@ class Advice:
 
 
 def advice_for(config: Config) -> list[Advice]:
-    """Changes that suffice alone, each in its mildest form; else the changes that suffice together.
+    """Changes that suffice by themselves, each in its mildest form; else the changes that suffice together.
 
     Empty where nothing here does.
     """
     sizes: dict[str, ModelSizes] = {}
 
     def plan(changed: Config) -> RunPlan:
-        # what is trained, and thereby the sizes, depends on the model's settings alone
+        # what is trained, and thereby the sizes, depends only on the model's settings
         model = changed.model.model_dump_json()
         if model not in sizes:
             sizes[model] = model_sizes(changed)

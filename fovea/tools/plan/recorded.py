@@ -1,4 +1,4 @@
-"""What a rollout leaves for its update (decision 005): on a CPU the tape, and anywhere the vision tower's graph."""
+"""Bytes that a rollout leaves for its update (decision 005): the tape on a CPU, the vision graph anywhere."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Recorded:
 
 
 def recorded_bytes(config: Config, sizes: ModelSizes, work: Workload, ranks: int, numerics: Numerics) -> Recorded:
-    """What one process records, the vision graph alone on CUDA; nothing on several ranks."""
+    """Bytes that one process records: only the vision graph on CUDA, nothing on several ranks."""
     if ranks > 1 or not records_rollouts(config):
         return Recorded()
     limit = embedded_engine(config).reuse_gib * 2**30

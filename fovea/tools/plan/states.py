@@ -35,7 +35,7 @@ class States:
 
 
 def held_states(config: Config, sizes: ModelSizes, ranks: int, numerics: Numerics) -> States:
-    """What a process that trains holds in all phases, without its engine's weights and cache."""
+    """Bytes that a training process holds in all phases, without its engine's weights and cache."""
     held = _trained(config, sizes, sizes.trainable, ranks, numerics)
     if has_own_critic(config):
         of_critic = _trained(config, sizes, critic_trainable(sizes), ranks, numerics)
@@ -82,7 +82,7 @@ def gradient_bytes(config: Config, trainable: int, ranks: int, numerics: Numeric
 
 
 def has_own_critic(config: Config) -> bool:
-    """True if the value function is a model of its own."""
+    """True if the value function is a separate model."""
     critic = config.algorithm.critic
     return critic is not None and critic.trunk == "separate"
 

@@ -77,7 +77,7 @@ def _seconds(seconds: float | None) -> str:
 
 
 def _note_on_seconds(plan: RunPlan) -> str | None:
-    """What the estimate of seconds rests on where that is no data sheet, or why there is none."""
+    """Note on the source of the estimated seconds where that is not a data sheet, or on why there are none."""
     gpu = plan.machine.gpu
     if gpu.peak_tflops is None or gpu.memory_gb_per_second is None:
         return f"no seconds: the rates of {gpu.name} are not known here; name a GPU like it, such as plan.gpu=l40s"

@@ -1,4 +1,4 @@
-"""What a process that trains holds in all phases, by the backend of the settings."""
+"""Bytes that a training process holds in all phases, by the backend of the settings."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ VISION = "vision"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TowerShape:
-    """What a vision tower keeps of a patch in each block, in multiples of its widths."""
+    """Sizes of a vision tower; bytes per patch and block follow from its widths."""
 
     depth: int
     width: int

@@ -40,7 +40,7 @@ class Roles:
     stage: int = 0
     """The stage of the GPU that is planned."""
     is_divided: bool = False
-    """True if Megatron holds the policy, in slices of its own that no engine samples with."""
+    """True if Megatron holds the policy, in its own slices that no engine samples with."""
 
     @property
     def shares_tensors(self) -> bool:
@@ -99,7 +99,7 @@ class RowShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What one rank does in a step."""
+    """Work of one rank in a step."""
 
     lengths: Lengths
     rows: tuple[tuple[RowShape, ...], ...]

@@ -85,7 +85,7 @@ def told_rates(device: torch.device, rates: Rates) -> Iterator[str]:
 
 
 def expected(config: Config, rates: Rates) -> Iterator[str]:
-    """What a recipe would get: rows at once, tokens per second, and the MFU of its update at most."""
+    """Expected rates of a recipe: rows at once, tokens per second, upper bound of the update's MFU."""
     machine = machine_of(config.plan, config.cluster, config.model.device)
     known = machine.gpu.peak_tflops
     measured = replace(machine.gpu, peak_tflops=rates.gemm / TERA, memory_gb_per_second=rates.read / GIGA)

@@ -54,7 +54,7 @@ def packed_rows(device: torch.device, dtype: torch.dtype) -> Iterator[str]:
         found = packed_differences(layout, shape)
         told = ", ".join(f"{what} {value:.1e}" for what, value in found.items())
         if not max(found.values()) <= TOLERANCE[dtype]:
-            raise CheckFailed(f"{name}: off by {told}, and rounding alone moves them by less than {TOLERANCE[dtype]}")
+            raise CheckFailed(f"{name}: off by {told}, and rounding moves them by less than {TOLERANCE[dtype]}")
         yield f"{name}: right; relative differences: {told}"
 
 

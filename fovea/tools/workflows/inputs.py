@@ -108,7 +108,7 @@ def read_inputs(record: type[Inputs], source: str) -> Inputs:
         reason = str(error).partition(";")[0]
         raise ConfigError(f"{where}: a number is too long to be read ({reason}); write it shorter") from None
     if not isinstance(given, dict):
-        raise ConfigError(f'{where}: {show(given)} is no object of inputs; write {{"total_steps": 100}}')
+        raise ConfigError(f'{where}: {show(given)} is not an object of inputs; write {{"total_steps": 100}}')
     return checked(record, given)
 
 
@@ -130,7 +130,7 @@ def checked(record: type[Inputs], given: Mapping[str, object]) -> Inputs:
 
 
 def check_names(record: type[Section], given: Mapping[str, object], others: Sequence[str] = ()) -> None:
-    """ConfigError for the first name that is no input of the record, nor one of `others`, with what may be meant."""
+    """ConfigError for the first name that is neither an input of the record nor in `others`, with the nearest name."""
     known = [*record.model_fields, *others]
     unknown = next((name for name in given if name not in known), None)
     if unknown is not None:
@@ -190,7 +190,7 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _meant(unknown: str, record: type[Section], known: Sequence[str]) -> str:
-    """What to write in place of an unknown input."""
+    """Suggest a name in place of an unknown input."""
     same = [name for name in known if unknown in keys_of(name)]
     near = same or difflib.get_close_matches(unknown, known, n=1, cutoff=CLOSE_ENOUGH)
     if near:

@@ -22,7 +22,7 @@ from fovea.commands.targets import Target, find_checkpoint, parse_target, settin
 from fovea.commands.trust import check_trust
 from fovea.config.base import Tree
 from fovea.config.recipes import shipped_recipe
-from fovea.config.run import Rollout
+from fovea.config.sections import Rollout
 from fovea.data.rows import InMemory
 from fovea.errors import ConfigError, DataError, ModelError
 from fovea.evaluation.comparison import TargetMetrics
@@ -45,7 +45,7 @@ from fovea.utils.launch import num_processes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationOutputs:
-    """What vlm-rl-eval returns."""
+    """Outputs of vlm-rl-eval."""
 
     env_name: str
     num_episodes: int
@@ -122,7 +122,7 @@ COUNT_ANSWERS = ("total_steps", "checkpoint_interval")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingOutputs:
-    """What vlm-rl-training returns."""
+    """Outputs of vlm-rl-training."""
 
     final_reward: float | None
     """Mean reward of the last 100 episodes; None before the first."""

@@ -7,5 +7,5 @@ try:
 except ImportError as error:
     raise ConfigError(
         f"train.backend=megatron, but {error.name} is not installed; docs/megatron.md says how to get it into an "
-        "environment of its own; set train.backend.name=torch to train without"
+        "separate environment; set train.backend.name=torch to train without"
     ) from error

@@ -32,8 +32,8 @@ VALUE = "value"
 """Key of the value head and its moments."""
 HAS_REFERENCE = "has_reference"
 
-# how writing went is told through a queue, for which Megatron would start a process that outlives a kill of this one;
-# a save that is waited for needs none (megatron-core 0.16.1)
+# the result of writing comes through a queue, for which Megatron would start a process that outlives a kill of this
+# one; a save that is waited for needs none (megatron-core 0.16.1)
 filesystem_async._results_queue = SimpleQueue()
 
 
@@ -90,7 +90,7 @@ class Checkpoints:
 
 
 def load_weights(folder: Path, chunk: Any) -> tuple[str, ...]:
-    """Restore the weights of a model alone, in place; TrainError where they belong to another model.
+    """Restore the weights of a model only, in place; TrainError where they belong to another model.
 
     Returns the names of what else there is: of a value function.
     """

@@ -70,7 +70,7 @@ class Critic:
         self._adamw.step()
 
     def state(self) -> dict[str, Any]:
-        """What `load` restores, the same on all processes."""
+        """State that `load` restores, equal on all processes."""
         return {"head": self.head.state_dict(), "optimizer": self._adamw.state_dict()}
 
     def load(self, state: Mapping[str, Any]) -> None:

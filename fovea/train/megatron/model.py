@@ -27,7 +27,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForImageTextToText
 
 from fovea.config.backends import MegatronBackend
-from fovea.config.run import Config, Lora, Model
+from fovea.config.model import Lora, Model
+from fovea.config.run import Config
 from fovea.errors import ConfigError
 from fovea.models.linear_factors import Factors, merged_weight
 from fovea.models.load import DTYPES, pick_device
@@ -140,7 +141,7 @@ NOT_ON_A_CPU = (
     "moe_grouped_gemm",
     "moe_permute_fusion",
 )
-"""Fused kernels, which Megatron has for CUDA alone."""
+"""Fused kernels, which Megatron has only for CUDA."""
 
 
 def skeleton(settings: Model, banned_ids: Sequence[int], seed: int) -> PlainVLM:
@@ -230,7 +231,7 @@ class MegatronModel:
         provider.tensor_model_parallel_size = backend.tensor_parallel_size
         provider.pipeline_model_parallel_size = backend.pipeline_parallel_size
         provider.sequence_parallel = backend.sequence_parallel
-        # micro-batches of a pipeline differ in length, which Megatron allows with this dispatcher (of experts) alone
+        # micro-batches of a pipeline differ in length, which Megatron allows only with this dispatcher (of experts)
         provider.variable_seq_lengths = backend.pipeline_parallel_size > 1
         provider.moe_token_dispatcher_type = "alltoall"
         # the fused kernel counts positions of packed rows from 0, and M-RoPE has others
@@ -282,7 +283,7 @@ class MegatronModel:
         with _without_head(language), attending_to_own_row(language, packed):
             states: Tensor = model(input_ids=ids_1N, position_ids=None, attention_mask=None, **inputs)
         if self.config.sequence_parallel and self.module.post_process:
-            # the gradient of the whole comes to each rank (`Passes`), which goes on with that of its own tokens
+            # the gradient of the whole comes to each rank (`Passes`), which goes on with the slice of its tokens
             states = gather_from_sequence_parallel_region(states, tensor_parallel_output_grad=False)
         return states.contiguous()  # which a stage needs in order to send them
 
@@ -322,7 +323,7 @@ class MegatronModel:
             [self.chunk], cpu=False, show_progress=False, merge_adapter_weights=False
         ):
             name = self._module_name(exported).replace(".base_layer.", ".")
-            if name in wanted:  # a tied head comes under a name of its own as well
+            if name in wanted:  # a tied head comes under a separate name as well
                 yield name, tensor
 
     def _adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -345,7 +346,7 @@ class MegatronModel:
 def _sum_deepstack_gradients(
     _tower: Any, _inputs: Any, out: tuple[Tensor, list[Tensor]]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Make the gradient of deepstack features that of all ranks: each adds them to its own tokens alone.
+    """Make the gradient of deepstack features that of all ranks: each adds them only to its own tokens.
 
     Megatron then takes the mean of the tower's gradients over the ranks, which without this would be too small.
     """
@@ -363,7 +364,7 @@ def copy_slices(source: MegatronModel, target: MegatronModel) -> None:
 def _recompute_layers(module: Any) -> None:
     """Compute each decoder layer of this stage again in the backward pass, from its inputs.
 
-    Megatron's `recompute_granularity` means the same, but its checkpoints save tensors alone, and the bridge's Qwen3-VL
+    Megatron's `recompute_granularity` means the same, but its checkpoints save only tensors, and the bridge's Qwen3-VL
     hands them the list of its deepstack features.
     """
     for layer in module.language_model.decoder.layers:

@@ -12,7 +12,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import Tensor
 
 from fovea.config.backends import MegatronBackend
-from fovea.config.run import Train
+from fovea.config.sections import Train
 from fovea.train.optimizer_steps import rate_of_run
 
 
@@ -24,7 +24,7 @@ class Offloaded:
     """
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
-        """`tensors` lists them, each with a storage of its own; it is asked after each block, as they may be others."""
+        """`tensors` lists them, each with a separate storage; it is asked after each block, as they may be others."""
         self._list = tensors
         self._tensors: list[Tensor] = []
         self._copies: list[Tensor] = []
@@ -92,7 +92,7 @@ class MegatronOptimizer:
             [model],
         )
         for group in self.inner.param_groups:
-            # which Megatron leaves to a scheduler of its own, so that vectors would decay as well
+            # which Megatron leaves to a separate scheduler, so that vectors would decay as well
             group["weight_decay"] = train.weight_decay * group["wd_mult"]
         self._make_moments()
         assert isinstance(train.backend, MegatronBackend)
@@ -130,8 +130,8 @@ class MegatronOptimizer:
             self.inner.reload_model_params()
 
     def state(self, weights: Mapping[str, Any], *, is_loading: bool) -> dict[Any, Any]:
-        """What a checkpoint holds of it, beside this process's slices of the weights."""
-        # without its number in the names: once experts are dealt to processes, they have an optimizer of their own
+        """State of the optimizer for a checkpoint, beside this process's slices of the weights."""
+        # without its number in the names: once experts are dealt to processes, they have a separate optimizer
         metadata = {"distrib_optim_sharding_type": LAYOUT, "chained_optim_avoid_prefix": True}
         state: dict[Any, Any] = self.inner.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata)
         return state

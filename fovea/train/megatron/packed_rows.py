@@ -29,7 +29,7 @@ class PackedRows:
     token_ids_N: Tensor
     positions_3N: Tensor
     sequences: PackedSeqParams
-    """Where each row begins and ends, for Transformer Engine's attention."""
+    """Bounds of the rows, for Transformer Engine's attention."""
     images: list[PromptImage]
     """Images of all rows, in the order of their visual tokens."""
     hidden_index_U: list[int]

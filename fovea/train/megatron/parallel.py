@@ -34,7 +34,7 @@ class Place:
 
 
 def take_place(config: Config, device: torch.device) -> Place:
-    """Make the groups of all processes of torch.distributed, or of this one alone, which all processes must do.
+    """Make the groups of all processes of torch.distributed, or of this one only, which all processes must do.
 
     ConfigError where the processes cannot be divided by the settings.
     """

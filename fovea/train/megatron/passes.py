@@ -30,7 +30,7 @@ from fovea.train.packing import MicroBatch
 Loss = Callable[[MicroBatch, TokenScores], Tensor]
 """The loss of a micro-batch; all of them are added up."""
 LossOfRow = Callable[[int, TokenScores], Tensor]
-"""That of the row of this number."""
+"""Loss of the row with this index."""
 KnownSlopes = Callable[[MicroBatch, float], Slopes | None]
 """The slopes of a number times the loss of a micro-batch, where they are known before it."""
 SlopesOfRow = Callable[[int], Slopes | None]
@@ -71,7 +71,7 @@ class Passes:
 
     @property
     def has_values(self) -> bool:
-        """Whether scores have values, of a value head."""
+        """True if scores have values, of a value head."""
         return self._value_head is not None
 
     def restart(self) -> None:

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fovea.config.run import Config, Model
+from fovea.config.model import Model
+from fovea.config.run import Config
 from fovea.models.load import save_network
 from fovea.models.outgoing import OutgoingWeight
 from fovea.models.trainable import count_parameters, trainable_parameters
@@ -193,7 +194,7 @@ class MegatronPolicy:
         self._reference_is_loaded_model = not counts[HAS_REFERENCE]
 
     def free_first(self, free_beside: Callable[[], bool]) -> None:
-        """Where memory runs out, call this before micro-batches become smaller (`MicrobatchLimit.free_beside`)."""
+        """Set the function that frees memory before micro-batches become smaller (`MicrobatchLimit.free_beside`)."""
         self._limit.free_beside = free_beside
 
     def limit_microbatches(self, max_tokens: int) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 from megatron.core import parallel_state
 from torch import Tensor
 
-from fovea.config.run import Config, Model
+from fovea.config.model import Model
+from fovea.config.run import Config
 from fovea.train.megatron.checkpoint import load_weights
 from fovea.train.megatron.model import MegatronModel, skeleton
 from fovea.train.megatron.parallel import take_place
@@ -17,7 +18,7 @@ from fovea.train.megatron.parallel import take_place
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedPolicy:
-    """What a checkpoint has of a model."""
+    """Weights of a policy, read from a checkpoint."""
 
     weights: Mapping[str, Tensor]
     """Every weight whole, under its Hugging Face name, adapters beside them."""

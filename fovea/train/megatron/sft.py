@@ -27,7 +27,7 @@ from fovea.train.supervised import (
 
 
 class SupervisedTrainer(SupervisedSteps):
-    """The steps by Megatron's passes, with an optimizer of their own."""
+    """The steps by Megatron's passes, with a separate optimizer."""
 
     def __init__(
         self, config: Config, shape: PolicyNetwork, training: DistributedDataParallel, passes: Passes, place: Place

@@ -84,7 +84,7 @@ class _SlicedDistributions:
     """This slice of the softmax over the ids that are not banned.
 
     With z the scaled logits, log Z their log-sum-exp over the ids that may be drawn, and p = exp(z - log Z):
-    log p(t) = z_t - log Z and H = log Z - sum p z. Each needs numbers [A] of the other slices alone.
+    log p(t) = z_t - log Z and H = log Z - sum p z. Each needs numbers [A] of the other slices only.
     """
 
     probs_AS: Tensor

@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from fovea.config.run import Algorithm
+from fovea.config.algorithm import Algorithm
 from fovea.models.activation_tape import ImageGraph, RecordedOutputs, Tape, Trace
 from fovea.models.recompute import kept_bytes
 from fovea.models.shared_prefix.layout import PackedRow

@@ -110,7 +110,7 @@ class SavedShards:
 
     def copy_into(self, tensors: Mapping[str, Tensor]) -> None:
         """Read tensors by name, of a sharded one the shard that this rank holds."""
-        # planned by each rank alone, which reads all headers: DCP's own `load` would send pickles between ranks
+        # planned only by each rank, which reads all headers: DCP's own `load` would send pickles between ranks
         planner = DefaultLoadPlanner(flatten_state_dict=False)
         with self._errors_named(), torch.no_grad():
             planner.set_up_planner({name: x.detach() for name, x in tensors.items()}, self._metadata)
@@ -124,7 +124,7 @@ class SavedShards:
 def _whole_shapes(metadata: Metadata) -> Iterator[tuple[str, torch.Size]]:
     """Names and shapes of all tensors; ValueError for one whose shards do not fill it."""
     for name, entry in metadata.state_dict_metadata.items():
-        assert isinstance(entry, TensorStorageMetadata), "safetensors hold tensors alone"
+        assert isinstance(entry, TensorStorageMetadata), "safetensors hold only tensors"
         if sum(prod(chunk.sizes) for chunk in entry.chunks) != prod(entry.size):
             raise ValueError(f"shards of {name} are missing")
         yield name, entry.size

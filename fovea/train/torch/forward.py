@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fovea.config.run import Train
+from fovea.config.sections import Train
 from fovea.models.head_gradients import Slopes
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.shared_prefix.layout import PackedRow
@@ -36,8 +36,8 @@ from fovea.types import Batch, Metrics, SampleGroup
 def dropout_seed(step: int, ranks: Ranks, device: torch.device) -> Iterator[None]:
     """Seed torch's generators in this context by step and rank, and put them back behind it.
 
-    By the counters alone, so that a resumed run drops what an uninterrupted one does; by rank, so that each draws masks
-    of its own for its rows.
+    Only by the counters, so that a resumed run drops what an uninterrupted one does; by rank, so that each draws
+    different masks for its rows.
     """
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(int(np.random.SeedSequence((step, ranks.rank)).generate_state(1)[0]))

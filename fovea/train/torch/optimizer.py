@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fovea.config.run import Train
+from fovea.config.sections import Train
 from fovea.train.optimizer_steps import make_adamw, rate_of_run, set_learning_rate
 from fovea.train.torch.checkpoint import load_optimizer, load_weights, optimizer_folder, optimizer_tensors
 from fovea.train.torch.sharding import full
@@ -21,7 +21,7 @@ from fovea.utils.host_waits import awaited
 
 
 class Optimizer:
-    """AdamW on a set of parameters with a peak learning rate of their own; other settings are those of the run."""
+    """AdamW on a set of parameters with a separate peak learning rate; other settings are those of the run."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Optimizer:
         self.masters.sync_from_model()
 
     def tensors(self, name: str) -> dict[str, Mapping[str, Tensor]]:
-        """What `load` restores, by the folder it is saved in: master weights, and the state of the optimizer."""
+        """Tensors that `load` restores, by the folder they are saved in: master weights, and optimizer state."""
         weights = self.masters.by_name
         return {name: weights, optimizer_folder(name): optimizer_tensors(weights, self.adamw)}
 

@@ -18,7 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fovea.config.run import Algorithm, Train, Warmup
+from fovea.config.algorithm import Algorithm
+from fovea.config.sections import Train, Warmup
 from fovea.errors import memory_for
 from fovea.models.activation_tape import Tape
 from fovea.models.decoder import imbalance
@@ -232,7 +233,7 @@ class TorchPolicy:
             self._reference_is_loaded_model = not load_reference(folder, self._reference.vlm)
 
     def free_first(self, free_beside: Callable[[], bool]) -> None:
-        """Where memory runs out, call this before micro-batches become smaller (`MicrobatchLimit.free_beside`)."""
+        """Set the function that frees memory before micro-batches become smaller (`MicrobatchLimit.free_beside`)."""
         self._limit.free_beside = free_beside
 
     def limit_microbatches(self, max_tokens: int) -> None:
@@ -302,7 +303,7 @@ class TorchPolicy:
         taken = take_step(
             self._optimizers,
             stats,
-            # values near their initial 0 make poor advantages: the critic trains alone first
+            # values near their initial 0 make poor advantages: only the critic trains at first
             critic_alone=self._critic is not None and self._steps < self._critic.warmup_steps,
             bad_tasks=lambda: self._tasks_of_bad_gradients(groups),
         )
@@ -310,7 +311,7 @@ class TorchPolicy:
         return taken
 
     def _free_gradients(self) -> None:
-        """So that a rollout has their memory, and a pass adds to none."""
+        """Free all gradients, for the rollout's memory and so that the next pass starts from zero."""
         for optimizer in self._optimizers:
             optimizer.zero_grad()
 
@@ -331,7 +332,7 @@ class TorchPolicy:
         return [self._optimizer, *([] if self._critic is None else [self._critic.optimizer])]
 
     def _tasks_of_bad_gradients(self, groups: Sequence[SampleGroup]) -> list[str]:
-        """Ids of tasks with a non-finite gradient despite a finite loss, by a backward pass over each group alone."""
+        """Ids of tasks with a non-finite gradient despite a finite loss, by a backward pass for each group."""
         bad: list[str] = []
         for group in groups:
             self._free_gradients()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fovea.config.run import Warmup
+from fovea.config.sections import Warmup
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.trainable import trainable_parameters
 from fovea.train.base import Pair
@@ -28,7 +28,7 @@ from fovea.utils.host_waits import awaited
 
 
 class SupervisedTrainer(SupervisedSteps):
-    """The steps on float32 master weights, with an AdamW of their own."""
+    """The steps on float32 master weights, with a separate AdamW."""
 
     def __init__(
         self, vlm: PolicyNetwork, settings: Warmup, ranks: Ranks = ALONE, *, cpu_offload: bool = False

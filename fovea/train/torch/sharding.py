@@ -38,7 +38,7 @@ def shard(model: nn.Module, ranks: Ranks, *, cpu_offload: bool = False) -> None:
             f"{ranks.size}; set model.fast_path=auto, or start one process"
         )
     vision = vision_modules(vlm.network)
-    # a frozen tower is not sharded: each rank encodes images that its cache lacks, at times of its own, and a sharded
+    # a frozen tower is not sharded: each rank encodes images that its cache lacks, at its own times, and a sharded
     # module would wait for the other ranks
     whole = set() if vlm.trains_vision else {parameter for module in vision for parameter in module.parameters()}
     heads = [module for module in model.modules() if isinstance(module, ValueHead)]

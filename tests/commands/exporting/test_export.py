@@ -101,7 +101,7 @@ EVERYWHERE = ["language_model", "vision_tower", "projector"]
 
 @pytest.fixture(scope="module")
 def lora(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """A Qwen3-VL from a folder with adapters, and images held to a size of their own."""
+    """A Qwen3-VL from a folder with adapters, and images held to a separate size."""
     folder = tmp_path_factory.mktemp("lora")
     base = save_parts(tiny("qwen3_vl"), folder / "base")
     return train_tiny(
@@ -214,7 +214,7 @@ def test_the_adapter_alone_goes_on_its_base(lora: Trained, merged: Path, tmp_pat
 
 
 def test_a_fully_trained_model_of_another_family(full: Trained, tmp_path: Path) -> None:
-    """Every weight to the last bit, log-probs by transformers alone, tokenizer, template, images."""
+    """Every weight to the last bit, log-probs only by transformers, tokenizer, template, images."""
     out = tmp_path / "model"
     export(full.folder, out)
     plain = AutoModelForImageTextToText.from_pretrained(out, dtype="auto")
@@ -252,7 +252,7 @@ def test_the_video_processor_is_the_familys_or_the_bases(full: Trained, merged: 
     videos = json.loads((merged / VIDEO_PROCESSOR_FILE).read_text())
     assert videos.pop("video_processor_type") == "Qwen3VLVideoProcessor"
     assert videos == {key: images[key] for key in videos}
-    assert "size" not in videos, "one image's pixels are no limit for a video"
+    assert "size" not in videos, "one image's pixels are not limit for a video"
     base = tmp_path / "base"
     shutil.copytree(merged, base)
     (base / VIDEO_PROCESSOR_FILE).write_text('{"fps": 3}')

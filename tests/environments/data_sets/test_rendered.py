@@ -13,8 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from fovea.cli.main import app
+from fovea.config.environments import ShapesEnvironment
 from fovea.config.loading import load_config
-from fovea.config.run import Config, ShapesEnvironment
+from fovea.config.run import Config
 from fovea.data.images import open_image
 from fovea.data.order import kinds_of
 from fovea.environments.base import Environment, Split

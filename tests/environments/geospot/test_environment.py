@@ -12,8 +12,9 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from fovea.cli.main import app
+from fovea.config.environments import GeoSpotEnvironment
 from fovea.config.loading import load_config
-from fovea.config.run import Config, GeoSpotEnvironment
+from fovea.config.run import Config
 from fovea.data.images import open_image
 from fovea.data.order import kinds_of, levels_of
 from fovea.data.rows import RowAccess

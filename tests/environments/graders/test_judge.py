@@ -19,7 +19,7 @@ from urllib.request import urlopen
 import pytest
 from PIL import Image
 
-from fovea.config.run import Judge
+from fovea.config.environments import Judge
 from fovea.environments.graders import limited_calls
 from fovea.environments.graders.base import TryAgainError
 from fovea.environments.graders.grading import Grading

@@ -14,8 +14,9 @@ from PIL import Image
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
+from fovea.config.environments import RewardModel
 from fovea.config.loading import load_config
-from fovea.config.run import Config, RewardModel
+from fovea.config.run import Config
 from fovea.environments.graders.reward_model import RewardScorer
 from fovea.errors import ConfigError, ModelError, UnscoredError
 from fovea.models.vision_reward import VisionRewardScorer

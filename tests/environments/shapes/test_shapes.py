@@ -9,7 +9,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from fovea.config.run import ShapesEnvironment
+from fovea.config.environments import ShapesEnvironment
 from fovea.data.images import open_image
 from fovea.data.order import kinds_of
 from fovea.environments.base import Split

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from fovea.config.run import Config, ShapesEnvironment
+from fovea.config.environments import ShapesEnvironment
+from fovea.config.run import Config
 from fovea.data.order import Order, kinds_of, levels_of
 from fovea.environments.base import Split
 from fovea.environments.shapes.environment import Shapes

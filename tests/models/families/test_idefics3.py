@@ -19,7 +19,8 @@ from transformers import (
 from fovea.commands.exporting.export import export
 from fovea.commands.targets import find_checkpoint, open_checkpoint
 from fovea.config.loading import load_config
-from fovea.config.run import Config, Model
+from fovea.config.model import Model
+from fovea.config.run import Config
 from fovea.errors import ConfigError
 from fovea.loop import train
 from fovea.metrics.log import read_metrics

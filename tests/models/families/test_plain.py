@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fovea.config.run import Algorithm
+from fovea.config.algorithm import Algorithm
 from fovea.models.heads import ValueHead
 from fovea.models.plain import PlainVLM
 from fovea.models.recompute import Recompute, recompute_plainly

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fovea.config.run import Lora, Model
+from fovea.config.model import Lora, Model
 from fovea.models.outgoing import in_layout_of_files, outgoing_merged
 from fovea.models.tiny import TinyParts, save_tiny
 from fovea.utils.event_loop import wait_for

@@ -19,7 +19,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from fovea.commands.serve import served_folder
-from fovea.config.run import Model
+from fovea.config.model import Model
 from fovea.models.processor import load_processor
 from fovea.rollout.server_guard import MAX_BODY_BYTES
 from fovea.rollout.server_images import UNREADABLE

@@ -1,4 +1,4 @@
-"""One engine on two workers in processes of their own, to both of which weights are sent, and which shard them."""
+"""One engine on two workers in their own processes, to both of which weights are sent, and which shard them."""
 
 from __future__ import annotations
 

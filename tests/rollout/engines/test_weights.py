@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fovea.config.run import Lora, Model
+from fovea.config.model import Lora, Model
 from fovea.errors import EngineError
 from fovea.models.outgoing import outgoing_merged
 from fovea.models.trainable import choose_trainable, lora_layers, trainable_parameters

@@ -11,7 +11,7 @@ import torch
 from sglang.srt.server_args import ServerArgs
 
 from fovea.config.backends import SglangEngine as Settings
-from fovea.config.run import Model
+from fovea.config.model import Model
 from fovea.errors import ConfigError
 from fovea.models.tiny import save_tiny
 from fovea.rollout.sglang.arguments import CPU_ARGUMENTS, SETTINGS, make_engine, server_arguments
@@ -46,7 +46,7 @@ def test_every_argument_is_one_that_sglang_has() -> None:
     [
         ({"page_sise": 32}, r"engine_args\.page_sise: SGLang has no such engine argument; did you mean page_size"),
         ({"zzz": 1}, r"engine_args\.zzz: SGLang has no such engine argument; SGLang's ServerArgs lists them all"),
-        ({"tp_size": 2}, r"engine_args\.tp_size: a setting of its own; set rollout\.engine\.tensor_parallel_size"),
+        ({"tp_size": 2}, r"engine_args\.tp_size: a separate setting; set rollout\.engine\.tensor_parallel_size"),
         ({"sampling_backend": "flashinfer"}, r"sampling_backend: Fovea sets it to 'pytorch'.*remove it"),
         ({"trust_remote_code": True}, r"trust_remote_code: Fovea sets it to False"),
     ],

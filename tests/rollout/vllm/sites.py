@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fovea.config.backends import VllmServersEngine
-from fovea.config.run import Model
+from fovea.config.model import Model
 from fovea.models.tiny import TinyParts, save_tiny
 from fovea.rollout.vllm.connect import connect
 from fovea.rollout.vllm.servers import VllmServers

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fovea.config.run import Lora, Model
+from fovea.config.model import Lora, Model
 from fovea.errors import EngineError
 from fovea.models.outgoing import outgoing
 from fovea.models.trainable import choose_trainable, lora_layers, trainable_parameters

@@ -1,4 +1,4 @@
-"""vLLM in a process of its own, as where the trainer's environment has none, in the suite of all engines."""
+"""vLLM in a separate process, as where the trainer's environment has none, in the suite of all engines."""
 
 from __future__ import annotations
 

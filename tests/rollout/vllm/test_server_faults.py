@@ -213,7 +213,7 @@ def paths_of(endpoint: Endpoint, number: int) -> list[str]:
 
 
 def test_a_server_that_comes_back_amid_a_pause_is_paused(started: Callable[..., Endpoint], tmp_path: Path) -> None:
-    """The pause comes while the server is told to go on, and is no call of this server: it is not ready."""
+    """The pause comes while the server is told to go on, and is not a call of this server: it is not ready."""
     endpoint = started(facts(""), RECEIVED)
     engine = engine_of(endpoint, tmp_path)
     try:

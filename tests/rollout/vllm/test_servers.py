@@ -165,7 +165,7 @@ def test_a_server_that_is_killed_costs_no_request_and_one_that_returns_has_the_p
 
 
 def test_no_completion_is_drawn_from_the_weights_of_another_run(site: Site) -> None:
-    """A second run pushes while the first has nothing running; the last test, with runs of its own."""
+    """A second run pushes while the first has nothing running; the last test, with its own runs."""
     first, other = (site.connect(servers=(site.servers[0].url,)) for _ in range(2))
     request = ask("mine", prompts_of(site.parts)[2], n=2)
     try:

@@ -1,4 +1,4 @@
-"""Weights and cache of vLLM alone: weights that it fuses, and the tokens that its cache holds."""
+"""Weights and cache of vLLM only: weights that it fuses, and the tokens that its cache holds."""
 
 from __future__ import annotations
 

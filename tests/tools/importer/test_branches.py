@@ -109,7 +109,7 @@ def test_all_gpus_are_those_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> N
         (["data.truncation=left", "data.filter_overlong_prompts=False"], "data.truncation: a prompt is never cut"),
         (
             [f"{ACTOR}.ppo_micro_batch_size_per_gpu=8"],
-            f"{ACTOR}.ppo_micro_batch_size_per_gpu: it counts completions, and is no multiple of the 5 of a group",
+            f"{ACTOR}.ppo_micro_batch_size_per_gpu: it counts completions, and is not a multiple of the 5 of a group",
         ),
     ],
 )

@@ -143,7 +143,7 @@ def test_a_share_of_an_unknown_number_of_steps_is_not_guessed(run: Path) -> None
             ["run.sh", "actor_rollout_ref.rollout.response_length=99", *GEO3K],
             "is rollout.max_new_tokens=99; a run of Fovea",
         ),
-        (["run.sh", "actor_rollout_ref.actor.ppo_mini_batch_size=100", *GEO3K], "is no multiple of it"),
+        (["run.sh", "actor_rollout_ref.actor.ppo_mini_batch_size=100", *GEO3K], "is not a multiple of it"),
         (["run.sh", "algorithm.adv_estimator=remax", *GEO3K], "there is no such advantage here; set it to grpo, gae"),
         (["run.sh", "actor_rollout_ref.actor.kl_loss_type=abs", *GEO3K], "there is no such estimator here; set it to"),
         (["run.sh", "actor_rollout_ref.rollout.name=hf", *GEO3K], "verl needs an engine, and vllm and sglang are here"),

@@ -48,12 +48,12 @@ def test_settings_of_an_array_are_read_where_it_is_written() -> None:
     ("script", "reason"),
     [
         ("a.b=$NOT_SET_ANYWHERE", "$NOT_SET_ANYWHERE is set nowhere"),
-        ("a.b=$A_KEY", "$A_KEY is set in the environment alone, which a recipe does not show"),
+        ("a.b=$A_KEY", "$A_KEY is set only in the environment, which a recipe does not show"),
         ("a.b=$(nproc)", "$(nproc) is a command, and none is run"),
         ("a.b=`nproc`", "`nproc` is a command, and none is run"),
         ("if true; then N=1; else N=2; fi; a.b=$N", "$N is set to different values"),
         ("N=$(nproc)\na.b=$N", "$(nproc) is a command, and none is run"),
-        ("a.b=$((2 ** 9))", "$((2 ** 9)) is no sum of known numbers"),
+        ("a.b=$((2 ** 9))", "$((2 ** 9)) is not a sum of known numbers"),
         ("a.b=${NAME//x/y}", "${NAME//x/y} is unread"),
     ],
 )

@@ -60,13 +60,13 @@ def test_no_value_of_any_key_is_a_traceback(name: str, is_alone: bool) -> None:
 @pytest.mark.parametrize(
     ("words", "left"),
     [
-        (["data.train_batch_size=null"], "data.train_batch_size: null is no positive integer"),
+        (["data.train_batch_size=null"], "data.train_batch_size: null is not a positive integer"),
         (["data.train_batch_size=null"], f"{ACTOR}.ppo_mini_batch_size: read together with data.train_batch_size, wh"),
-        ([f"{ACTOR}.ppo_mini_batch_size=0"], f"{ACTOR}.ppo_mini_batch_size: 0 is no positive integer"),
-        ([f"{ACTOR}.use_kl_loss=abc"], f'{ACTOR}.use_kl_loss: "abc" is no boolean or null'),
+        ([f"{ACTOR}.ppo_mini_batch_size=0"], f"{ACTOR}.ppo_mini_batch_size: 0 is not a positive integer"),
+        ([f"{ACTOR}.use_kl_loss=abc"], f'{ACTOR}.use_kl_loss: "abc" is not a boolean or null'),
         ([f"{ACTOR}.optim.lr_scheduler_type=[1]"], f"{ACTOR}.optim.lr_scheduler_type: only "),
-        (["trainer.logger=0"], "trainer.logger: 0 is no text or list of texts or null"),
-        (["custom_reward_function.path=[1]"], "custom_reward_function.path: [1] is no file"),
+        (["trainer.logger=0"], "trainer.logger: 0 is not a text or list of texts or null"),
+        (["custom_reward_function.path=[1]"], "custom_reward_function.path: [1] is not a file"),
     ],
 )
 def test_a_value_of_a_wrong_type_is_left_out(words: list[str], left: str) -> None:

@@ -82,7 +82,7 @@ def measured(case: str, ranks: Ranks) -> int:
 
 def process(_: int, found: Path) -> None:
     torch.set_num_threads(1)
-    # gloo copies what it sends, and frees the copies in threads of its own, where the trace does not see it
+    # gloo copies what it sends, and frees the copies in its own threads, where the trace does not see it
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     ranks = Ranks.of_process_group("cpu")
     found.write_text(json.dumps({case: measured(case, ranks) for case in CASES}))

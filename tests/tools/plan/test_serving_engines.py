@@ -1,4 +1,4 @@
-"""`fovea plan` for engines with weights of their own: what they take, by hand, and what makes it fit."""
+"""`fovea plan` for engines with their own weights: what they take, by hand, and what makes it fit."""
 
 from __future__ import annotations
 

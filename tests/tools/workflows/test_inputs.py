@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from fovea.config.environments import GeoSpotEnvironment, VqaEnvironment
 from fovea.config.loading import load_config
 from fovea.config.recipes import shipped_recipe
-from fovea.config.run import GeoSpotEnvironment, VqaEnvironment
 from fovea.errors import ConfigError, DataError
 from fovea.tools.workflows.inputs import (
     RECIPES,
@@ -161,7 +161,7 @@ def test_a_required_input_is_named() -> None:
 
 def test_a_file_without_an_object_is_refused(tmp_path: Path) -> None:
     (tmp_path / "in.json").write_text("[1]")
-    with pytest.raises(ConfigError, match=r"in.json: \[1\] is no object of inputs"):
+    with pytest.raises(ConfigError, match=r"in.json: \[1\] is not an object of inputs"):
         read_inputs(TrainingInputs, str(tmp_path / "in.json"))
 
 

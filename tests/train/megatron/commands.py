@@ -1,4 +1,4 @@
-"""Whole runs by Megatron in processes of their own."""
+"""Whole runs by Megatron in their own processes."""
 
 from __future__ import annotations
 

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from fovea.advantages import with_advantages
-from fovea.config.run import Algorithm, Config
+from fovea.config.algorithm import Algorithm
+from fovea.config.run import Config
 from fovea.models.load import load_network
 from fovea.models.processor import load_processor
 from fovea.models.tiny import TinyParts
@@ -164,7 +165,7 @@ def torch_steps(config: Config, parts: TinyParts) -> Steps:
 
 
 def megatron_steps(case: Case, checkpoint: Path | None = None, recompute: str = "none") -> Steps:
-    """The steps by Megatron on all ranks of torch.distributed, or on this process alone; saved after `SAVED_AFTER`."""
+    """The steps by Megatron on all ranks of torch.distributed, or only on this process; saved after `SAVED_AFTER`."""
     family, folder, backend, algorithm = case
     settings, parts = settings_of(folder, algorithm).algorithm, tiny(family, **SIZES)
     with megatron_policy(folder, algorithm, recompute=recompute, **backend) as policy:

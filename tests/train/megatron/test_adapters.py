@@ -39,7 +39,7 @@ def test_a_step_moves_what_the_torch_backend_trains(model: Path) -> None:
     trained = {name for name, weight in factored_weights(network) if weight.requires_grad}
     with megatron_policy(model, model=given) as policy:  # type: ignore[arg-type]
         before = {name: weight.detach().clone() for name, weight in policy.weights()}
-        for _ in range(2):  # the first step moves one of the two matrices alone
+        for _ in range(2):  # the first step moves one of the two matrices only
             policy.sft(mixed_pairs(PARTS))
         after = dict(policy.weights())
         assert {weight.name for weight in policy.outgoing() if weight.is_trained} == trained

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fovea.config.backends import MegatronBackend
-from fovea.config.run import Model
+from fovea.config.model import Model
 from fovea.errors import ConfigError, TrainError
 from fovea.models.load import load_network
 from fovea.models.processor import load_processor
@@ -105,7 +105,7 @@ def test_an_export_has_its_adapters_merged(model: Path, tmp_path: Path) -> None:
     config = settings_of(model, "grpo, lora")
     with megatron_policy(model, "grpo, lora") as policy:
         policy.sft(mixed_pairs(tiny(FAMILY, **SIZES)))
-        policy.sft(mixed_pairs(tiny(FAMILY, **SIZES)))  # the first step moves one of the two matrices alone
+        policy.sft(mixed_pairs(tiny(FAMILY, **SIZES)))  # the first step moves one of the two matrices only
         policy.export(tmp_path)
         factors = dict(policy.weights())
         pushed = {weight.name: weight.is_trained for weight in policy.outgoing_merged()}

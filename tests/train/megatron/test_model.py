@@ -12,7 +12,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
-from fovea.config.run import Model
+from fovea.config.model import Model
 from fovea.models.load import load_network
 from fovea.models.plain import PlainRow, PlainVLM, plain_states
 from fovea.models.processor import load_processor

@@ -1,4 +1,4 @@
-"""Whole runs with train.backend=megatron, by the settings alone and in processes of their own."""
+"""Whole runs with train.backend=megatron, only by the settings and in their own processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fovea.commands.evaluate import EvalSet, compare
 from fovea.commands.exporting.export import export
 from fovea.commands.targets import parse_target, shared_settings
 from fovea.config.loading import load_config
-from fovea.config.run import Model
+from fovea.config.model import Model
 from fovea.errors import ConfigError
 from fovea.metrics.log import read_metrics
 from fovea.models.adapter_files import ADAPTER_WEIGHTS
@@ -38,7 +38,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_engine_samples_with_the_weights_of_each_step(straight: Path) -> None:
-    """The embedded engine has tensors of its own: the log-probs of every step are those of the newest weights."""
+    """The embedded engine has its own tensors: the log-probs of every step are those of the newest weights."""
     check_exact(straight, "embedded", steps=4)
 
 

@@ -12,7 +12,7 @@ import torch
 import transformers
 from PIL import Image
 
-from fovea.config.run import Model
+from fovea.config.model import Model
 from fovea.models.load import load_network, save_network
 from fovea.models.processor import load_processor
 from fovea.models.recompute import Recompute, recompute_activations

@@ -74,7 +74,7 @@ def test_what_is_frozen_stays_as_it_was(settings: dict[str, bool], still: tuple[
 
 
 def test_rl_goes_on_from_its_weights_in_16_bits(model: Path) -> None:
-    """The optimizer of RL has float32 copies of its own, which are older."""
+    """The optimizer of RL has float32 its own copies, which are older."""
     with megatron_policy(model, model={"dtype": "bfloat16"}) as policy:
         policy.sft(mixed_pairs(PARTS))
         policy.snapshot_reference()

@@ -1,0 +1,71 @@
+"""Constructions that read as a translation, in docstrings, comments, help, errors and documents.
+
+    python3 .ci/english.py [FILE...]     prints each with its place; exit code 1 if there is one
+
+CONTRIBUTING.md says what to write in their place. Standard library only.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FILES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**/*.md", "fovea/**/*.py", "benchmarks/**/*.py")
+BEHIND_OWN = "under|by|in|on|that|which|for|and|or|with|is|are|was|has|have|to|of|from|than|at|while|reads|takes|holds|keeps|grades"
+PHRASES = {
+    rf"\bof (?:its|their|his|one's|your|our) own(?=[,.;:)]|$| (?:{BEHIND_OWN})\b)": "separate, or its own X",
+    r"(?<!let )(?<!left )(?<!leave )(?<!stands )(?<![-`])\balone\b": "only, by itself",
+    r"(?<!here )\b(?:is|are) no (?!longer\b|more\b|less\b|fewer\b|other\b|\d)[a-z]": "is not a, has no",
+    r"\b(?:is|are|was|were|be) (?:told|said)\b(?! apart)": "prints, warns, reports",
+    r"(?:^|\. )Those (?:of|that|with|which)\b": "name the noun",
+    r"\bthat which\b": "name the noun",
+}
+"""A pattern, and what to write in its place."""
+FIRST_WORDS = re.compile(r"(?:What|Whether|Where|That|Those|So that)\b")
+
+
+def texts_of(path: Path) -> Iterator[tuple[int, str, bool]]:
+    """Line number, text, and True for a docstring: strings and comments of Python, lines of other files."""
+    content = path.read_text(encoding="utf-8")
+    if path.suffix != ".py":
+        yield from ((number, line, False) for number, line in enumerate(content.splitlines(), 1))
+        return
+    tree = ast.parse(content)
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.value, id(node) in docstrings
+    for token in tokenize.generate_tokens(io.StringIO(content).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string, False
+
+
+def findings(path: Path) -> Iterator[str]:
+    """A line for each construction in a file."""
+    for number, text, is_docstring in texts_of(path):
+        flat = " ".join(text.split())
+        for phrase, better in PHRASES.items():
+            for found in re.finditer(phrase, flat):
+                around = flat[max(0, found.start() - 40) : found.end() + 30]
+                yield f"{path}:{number}: '{found[0].strip()}' ({better}) in: {around}"
+        if is_docstring and FIRST_WORDS.match(flat):
+            yield f"{path}:{number}: begins with '{flat.split()[0]}' (what does it do, return or hold?): {flat[:80]}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the findings in the given files, or in all; returns the exit code."""
+    files = [Path(name) for name in arguments] or [path for pattern in FILES for path in sorted(ROOT.glob(pattern))]
+    found = [line for path in files for line in findings(path)]
+    for line in found:
+        print(line)
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
