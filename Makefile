@@ -49,14 +49,14 @@ demo: $(RUNS)  ## Train a tiny vision-language model on rendered scenes (CPU, a 
 
 talk: $(TALKS)  ## Train a model that can talk to answer questions about pictures (CPU, some ten minutes)
 	test -e data/easy_vqa/test.parquet || $(BIN)/fovea data easy-vqa
-	test -e models/smolvl/config.json || $(BIN)/fovea model smolvl
+	test -e models/smolvl/config.json || $(BIN)/python -m examples.talk smolvl
 	$(BIN)/fovea train recipes/easy_vqa.yaml
 
 test: $(DEVELOPS)  ## Run the tests but for the slow ones and the long suites
 	$(BIN)/python $(PYTEST) --dist worksteal -m "not slow and $(SUITES)"
 
 test-slow: $(DEVELOPS)  ## Run the slow tests: torchrun, Ray, notebooks
-	$(BIN)/python $(PYTEST) --dist loadfile -m "slow and not long and $(SUITES)" --ignore=tests/smolvl
+	$(BIN)/python $(PYTEST) --dist loadfile -m "slow and not long and $(SUITES)" --ignore=tests/talk
 
 test-kill: $(DEVELOPS)  ## Run the tests that kill processes (SMOKE=1, here and below: the shortest real run)
 	$(call suite,kill) $(BIN)/python $(PYTEST) --dist loadfile -m "kill and not long and not megatron$(smoke)"
@@ -65,7 +65,7 @@ test-browser: $(DEVELOPS)  ## Run the tests of the page in Chromium, which has t
 	$(call suite,browser) $(BIN)/python $(PYTEST) --dist loadfile -m "browser$(smoke)"
 
 test-talk: $(DEVELOPS) $(TALKS)  ## Run the tests of the model that can talk, whose package takes 93 MB
-	$(call suite,talk) $(BIN)/python $(PYTEST) --dist loadfile -m "not long$(smoke)" tests/smolvl
+	$(call suite,talk) $(BIN)/python $(PYTEST) --dist loadfile -m "not long$(smoke)" tests/talk
 
 test-vllm: .venv-vllm/.installed  ## Run the tests with vLLM, built for CPUs, in an environment of its own (2.7 GB)
 	$(call suite,vllm) FOVEA_TEST_ENGINE=vllm .venv-vllm/bin/python $(PYTEST) --dist loadfile -m "vllm and not long$(smoke)" tests/rollout

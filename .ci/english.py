@@ -16,8 +16,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FILES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**/*.md", "fovea/**/*.py", "benchmarks/**/*.py")
-BEHIND_OWN = "under|by|in|on|that|which|for|and|or|with|is|are|was|has|have|to|of|from|than|at|while|reads|takes|holds|keeps|grades"
+FILES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "docs/**/*.md",
+    *(f"{folder}/**/*.py" for folder in ("fovea", "benchmarks", "examples")),
+)
+BEHIND_OWN = "under|by|in|on|that|which|for|and|or|with|is|are|was|has|have|to|of|from|than|at|while|reads|takes|holds"
 PHRASES = {
     rf"\bof (?:its|their|his|one's|your|our) own(?=[,.;:)]|$| (?:{BEHIND_OWN})\b)": "separate, or its own X",
     r"(?<!let )(?<!left )(?<!leave )(?<!stands )(?<![-`])\balone\b": "only, by itself",

@@ -80,7 +80,7 @@ COVERS: dict[str, tuple[str, ...]] = {
         "tests/benchmarks/test_view_picture.py",
         "tests/test_docs_site.py",
     ),
-    "talk": ("fovea/smolvl", "tests/smolvl"),
+    "talk": ("examples/talk", "tests/talk"),
     "oldest": (*VERSIONS, "requirements/oldest.txt"),
     "newest": (*VERSIONS, "requirements/newest.txt"),
 }

@@ -62,7 +62,7 @@ def to_be_run(root: Path) -> set[str]:
         ("fovea/cluster/ray.py", {"vllm", "sglang", "megatron", "kill"}),
         ("fovea/types.py", {"vllm", "sglang", "megatron", "kill"}),
         ("fovea/view/server.py", {"browser"}),
-        ("fovea/smolvl/network.py", {"talk"}),
+        ("examples/talk/network.py", {"talk"}),
         ("fovea/algorithms/kl.py", set()),
         ("fovea/models/torch_versions.py", {"oldest", "newest"}),
         ("requirements/oldest.txt", {"oldest"}),
@@ -139,10 +139,10 @@ def test_every_test_of_a_suite_is_among_its_files(tree: Path) -> None:
 
 
 def test_a_name_that_finds_no_file_is_an_error(tree: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (tree / "fovea/smolvl").rename(tree / "fovea/moved")
+    (tree / "examples/talk").rename(tree / "fovea/moved")
     assert suites(tree, "unchanged", "talk") == 1
-    assert "suite talk covers fovea/smolvl, which finds no file" in capfd.readouterr().err
-    (tree / "fovea/moved").rename(tree / "fovea/smolvl")
+    assert "suite talk covers examples/talk, which finds no file" in capfd.readouterr().err
+    (tree / "fovea/moved").rename(tree / "examples/talk")
     assert suites(tree, "unchanged", "speech") == 1
     assert "no suite 'speech'; there are vllm," in capfd.readouterr().err
 

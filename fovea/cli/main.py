@@ -1,4 +1,4 @@
-"""The `fovea` command line; `data`, `eval`, `export`, `grade`, `import-config`, `model`, `plan`, `recipes`, `serve`,
+"""The `fovea` command line; `data`, `eval`, `export`, `grade`, `import-config`, `plan`, `recipes`, `serve`,
 `view` and `workflow` have their own files.
 
 Commands import what they run inside their functions: importing torch takes seconds, and `--help` must not wait for it.
@@ -23,7 +23,6 @@ from fovea.cli.evaluate import evaluate, export, grade, serve
 from fovea.cli.texts import Debug, Quiet, after_training, one_line_errors
 from fovea.cli.tools import app as workflow_app
 from fovea.cli.tools import import_config, plan
-from fovea.cli.view import app as model_app
 from fovea.cli.view import view
 from fovea.cli.words import Words, bare_key, complete_run, complete_word, is_key, is_recipe, recipes, sort_words
 from fovea.config.base import MAY_CHANGE
@@ -43,7 +42,7 @@ COMMANDS = "fovea.commands"
 
 IN_ORDER_OF_USE = (
     *("recipes", "train", "view", "report", "eval", "export", "serve"),
-    *("config", "doctor", "plan", "data", "model", "grade", "import-config", "cluster", "workflow"),
+    *("config", "doctor", "plan", "data", "grade", "import-config", "cluster", "workflow"),
 )
 
 
@@ -88,7 +87,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(data_app, name="data")
-app.add_typer(model_app, name="model")
 app.add_typer(cluster_app, name="cluster")
 app.add_typer(workflow_app, name="workflow")
 

@@ -37,7 +37,7 @@ def chosen_trackers(log: Log) -> list[ChosenTracker]:
     """The chosen trackers but TensorBoard; MissingExtraError, with the install line, for one without its package."""
     chosen = []
     if (project := log.wandb_project) is not None:
-        from fovea.metrics.trackers import WandbTracker
+        from fovea.metrics.wandb import WandbTracker
 
         chosen.append(
             ChosenTracker(
@@ -47,7 +47,7 @@ def chosen_trackers(log: Log) -> list[ChosenTracker]:
             )
         )
     if (experiment := log.mlflow_experiment) is not None:
-        from fovea.metrics.trackers import MlflowTracker
+        from fovea.metrics.mlflow import MlflowTracker
 
         chosen.append(
             ChosenTracker(
@@ -59,7 +59,7 @@ def chosen_trackers(log: Log) -> list[ChosenTracker]:
             )
         )
     if (swanlab_project := log.swanlab_project) is not None:
-        from fovea.metrics.trackers import SwanlabTracker
+        from fovea.metrics.swanlab import SwanlabTracker
 
         chosen.append(
             ChosenTracker(

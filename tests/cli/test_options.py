@@ -28,7 +28,6 @@ from tests.tables import table
 ROOT = Path(__file__).parents[2]
 COMMANDS = ["train", "eval", "export", "grade", "serve", "view", "report", "config", "doctor", "recipes"]
 DATA_SETS = ["geo3k", "vqa", "caption", "geospot", "shapes", "easy-vqa"]
-MODELS = ["smolvl", "smolvl-tower"]
 WORKFLOWS = [["workflow", "vlm-rl-training"], ["workflow", "vlm-rl-eval"]]
 SMALL = ["environment.train_size=50", "environment.dev_size=10", "environment.test_size=12"]
 SERVERS = ("rollout.engine.weights_dir=w", "rollout.engine.servers=[http://a:1]")
@@ -38,7 +37,7 @@ def fovea(*words: str) -> Result:
     return CliRunner().invoke(cli.app, words)
 
 
-@pytest.mark.parametrize("words", [[], ["data"], ["model"], ["workflow"]])
+@pytest.mark.parametrize("words", [[], ["data"], ["workflow"]])
 def test_the_summary_of_a_command_is_not_cut_off(words: list[str]) -> None:
     _, _, summaries = CliRunner().invoke(cli.app, [*words, "-h"], env={"COLUMNS": "80"}).stdout.partition("Commands:")
     assert summaries
@@ -47,10 +46,7 @@ def test_the_summary_of_a_command_is_not_cut_off(words: list[str]) -> None:
 
 @table(
     "words",
-    [[name] for name in COMMANDS]
-    + [["data", name] for name in DATA_SETS]
-    + [["model", name] for name in MODELS]
-    + WORKFLOWS,
+    [[name] for name in COMMANDS] + [["data", name] for name in DATA_SETS] + WORKFLOWS,
 )
 def test_every_command_has_a_short_help_and_debug(words: list[str]) -> None:
     result = fovea(*words, "-h")

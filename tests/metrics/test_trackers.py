@@ -464,7 +464,7 @@ def test_without_a_key_the_fix_is_one_line(tmp_path: Path) -> None:
 
 
 def test_a_database_of_mlflow_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("fovea.metrics.trackers")
+    module = importlib.import_module("fovea.metrics.mlflow")
 
     def fail() -> None:
         raise module.MlflowException("Model registry functionality is unavailable; got unsupported URI 'sqlite:'")

@@ -106,7 +106,7 @@ SMOLVL: dict[str, Any] = {
     "vision_config": {"depth": 2, "embed_dim": 64, "hidden_size": 576, "mlp_ratio": 4, "num_heads": 4},
     "tie_word_embeddings": True,
 }
-"""HuggingFaceTB/SmolLM2-135M-Instruct with the tower of `fovea model smolvl`."""
+"""HuggingFaceTB/SmolLM2-135M-Instruct with the tower of `python -m examples.talk smolvl`."""
 
 
 def folder_of(folder: Path, sizes: dict[str, Any]) -> Path:

@@ -20,10 +20,10 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from examples.talk.language import load_language, load_tokenizer
+from examples.talk.network import build_tokenizer
 from fovea.environments.data_sets.easy_vqa import Contents
 from fovea.models.processor import token_id
-from fovea.smolvl.language import load_language, load_tokenizer
-from fovea.smolvl.network import build_tokenizer
 
 INSTRUCTIONS = (
     "Describe the picture.",

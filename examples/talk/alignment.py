@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
+from examples.talk.captions import COLOUR_OPENING, SHAPE_OPENING, Speaker, caption_tokens
+from examples.talk.network import GRID, build_image_processor, new_tower
 from fovea.environments.data_sets.easy_vqa import Contents, Picture
 from fovea.models.vision.attention import run_in_segments
-from fovea.smolvl.captions import COLOUR_OPENING, SHAPE_OPENING, Speaker, caption_tokens
-from fovea.smolvl.network import GRID, build_image_processor, new_tower
 
 REPORT_EVERY_STEPS = 50
 WARMUP_STEPS = 50

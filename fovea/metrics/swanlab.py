@@ -1,0 +1,55 @@
+"""SwanLab as a tracker: the one file that imports swanlab (extra: swanlab)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from fovea.errors import ConfigError, MissingExtraError, first_line
+from fovea.metrics.tracker import TrackedSample, plain_name
+from fovea.utils.installing import pip_install
+
+try:
+    import swanlab
+except ModuleNotFoundError as error:
+    raise MissingExtraError(
+        f"log.swanlab_project is set, but {error.name} is not installed; {pip_install('swanlab')}, or set "
+        "log.swanlab_project=null"
+    ) from error
+
+
+class SwanlabTracker:
+    """A SwanLab run with the given id, which is continued where it exists.
+
+    Metrics that are not finite are left out. With SWANLAB_MODE=offline each attempt of a run is a folder in swanlog/,
+    all of the same id, which `swanlab sync` joins on the server.
+    """
+
+    def __init__(self, run_dir: Path, *, project: str, run_id: str) -> None:
+        try:
+            self._run = swanlab.init(
+                project=project,
+                name=run_dir.name,
+                id=run_id,
+                resume="allow",
+                log_dir=str(run_dir / "swanlog"),
+                # its record of the terminal would be of the live display
+                settings=swanlab.Settings(terminal={"proxy_type": "none"}),
+            )
+        except (RuntimeError, ValueError) as error:
+            raise ConfigError(
+                f"log.swanlab_project={project}: {first_line(error)}; run `swanlab login`, set SWANLAB_API_KEY, or set "
+                "SWANLAB_MODE=offline to log only on this machine"
+            ) from error
+
+    def begin(self, settings: Mapping[str, object]) -> None:
+        self._run.config.update(dict(settings))
+
+    def write(self, step: int, metrics: Mapping[str, float], samples: Sequence[TrackedSample]) -> None:
+        images = [swanlab.Image(sample.image, caption=sample.caption) for sample in samples]
+        finite = {plain_name(name): value for name, value in metrics.items() if math.isfinite(value)}
+        self._run.log(finite | ({"samples": images} if images else {}), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
