@@ -24,7 +24,7 @@ MARKED = {"vllm": "tests/rollout/vllm", "sglang": "tests/rollout/sglang", "megat
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the tree on which every suite has passed."""
     root = tmp_path_factory.mktemp("suites") / "tree"
-    for name in ("fovea", "tests", "requirements", ".ci"):
+    for name in ("fovea", "tests", "examples", "requirements", ".ci"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
     for suite in EVERYTHING:
         assert suites(root, "run", suite, "true") == 0
