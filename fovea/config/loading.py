@@ -197,8 +197,9 @@ class _Layers:
 
     def _explain(self, error: ValidationError) -> str:
         details = error.errors(include_url=False)[0]
-        key, value = _locate(self.values, details["loc"])
-        is_missing = details["type"] == "missing" and value is None
+        is_missing = details["type"] == "missing"
+        key, value = _locate(self.values, details["loc"], is_missing=is_missing)
+        is_missing = is_missing and value is None
         # what a section lacks is for the layer to give that chose it
         asked = f"{key.rpartition('.')[0]}.{NAME}" if is_missing else key
         sources = dict.fromkeys(source for _, source in self._sources_at(asked))
@@ -335,13 +336,16 @@ def _has(layer: Tree, key: str) -> bool:
     return not key or (name in layer and (not isinstance(layer[name], dict) or _has(layer[name], below)))
 
 
-def _locate(values: Any, loc: Sequence[int | str]) -> tuple[str, Any]:
-    """Key and value at a location that may name members of unions on its way, as pydantic's do."""
+def _locate(values: Any, loc: Sequence[int | str], *, is_missing: bool = False) -> tuple[str, Any]:
+    """Key and value at a location that may name members of unions on its way, as pydantic's do.
+
+    `is_missing`: the location ends with a key that its section lacks.
+    """
     names, value = [], values
     for step in loc:
         if not isinstance(value, dict):
             break
-        if step in value or step != value.get(NAME):
+        if step in value or (is_missing and step != value.get(NAME)):
             names.append(str(step))
             value = value.get(step)
     return ".".join(names), value

@@ -73,7 +73,9 @@ def test_a_shell_completes_settings_recipes_and_runs(tmp_path: Path) -> None:
         (tmp_path / "runs" / run).mkdir(parents=True)
     (tmp_path / "runs" / "first" / "config.yaml").touch()
     assert completed("fovea view ru", tmp_path) == ["runs/first"]
-    assert completed("fovea eval runs/first --recipe geo3k_", tmp_path) == ["geo3k_qwen2_5_vl_7b"]
+    assert completed("fovea eval runs/first --recipe geo3k_", tmp_path) == [
+        *("geo3k_qwen2_5_vl_7b", "geo3k_sglang", "geo3k_vllm")
+    ]
 
 
 def test_a_shell_puts_no_space_behind_the_equals_sign_of_a_setting() -> None:

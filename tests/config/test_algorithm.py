@@ -138,7 +138,10 @@ def test_clip_epsilon_is_listed_like_any_setting() -> None:
     ("given", "message"),
     [
         ({"loss": "gspo", "advantage": "gae"}, "every token a separate advantage; set algorithm.loss=clip"),
-        ({"loss": "gspo", "name": "reinforce++"}, "reinforce++ with a KL in the reward gives every token an advantage"),
+        (
+            {"loss": "gspo", "name": "reinforce++"},
+            "reinforce++ with a KL in the reward gives every token a separate advantage",
+        ),
         ({"importance_sampling_clip": 5.0}, "importance_sampling_fix=true, or algorithm.importance_sampling_clip=2.0"),
         ({"max_policy_kl": 0.1}, "of which there is one; set algorithm.ppo_epochs or"),
     ],

@@ -143,8 +143,11 @@ def test_one_model_source_gives_way_to_the_other(recipe: Path) -> None:
     ("override", "message"),
     [
         ("rollout.top_pp=1", "rollout.top_pp: no such setting; did you mean rollout.top_p?"),
-        ("top_p=1", "top_p: no such setting; did you mean rollout.top_p?"),
-        ("train.temperature=1", "train.temperature: no such setting; did you mean rollout.temperature?"),
+        ("top_p=1", "top_p: no such setting; did you mean rollout.top_p or evaluate.top_p?"),
+        (
+            "train.temperature=1",
+            "train.temperature: no such setting; did you mean rollout.temperature or evaluate.temperature?",
+        ),
         ("rolout.tpo_p=1", "rolout.tpo_p: no such setting; did you mean rollout.top_p?"),
         (
             "learning_rate=1",

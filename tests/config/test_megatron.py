@@ -7,7 +7,6 @@ import pytest
 from fovea.config.backends import MegatronBackend
 from fovea.config.loading import load_config
 from fovea.errors import ConfigError
-from fovea.tools.plan.plan import make_plan
 
 MEGATRON = ["model.tiny.hidden_size=64", "environment=shapes", "warmup=null", "train.backend.name=megatron"]
 
@@ -42,7 +41,7 @@ def test_sizes_are_settings_of_the_backend() -> None:
         (["train.gradient_checkpointing=selective"], r"gradient_checkpointing=selective with .*\(full\) or none"),
         (["model.lora.parts=vision_tower"], r"model\.lora\.parts with .*adapters are on the language model"),
         (["train.projector_learning_rate=1e-5"], r"train\.projector_learning_rate with .*one learning rate for all"),
-        (["train.variable_seq_lengths=false"], r"variable_seq_lengths=false with .*padded"),
+        (["train.variable_seq_lengths=false"], r"variable_seq_lengths=false with .*packed"),
         (["train.backend.replicas=2"], r"train\.backend\.replicas: a setting of train\.backend\.name=torch only"),
         (
             ["train.backend.sequence_parallel=true"],
@@ -53,8 +52,3 @@ def test_sizes_are_settings_of_the_backend() -> None:
 def test_what_it_cannot_do_is_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config([], [*MEGATRON, *overrides])
-
-
-def test_a_plan_is_made_for_the_torch_backend_alone() -> None:
-    with pytest.raises(ConfigError, match=r"train\.backend=megatron .*train\.backend\.name=torch"):
-        make_plan(load_config([], MEGATRON))

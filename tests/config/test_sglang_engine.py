@@ -27,7 +27,7 @@ def test_the_name_alone_chooses_it_and_what_it_can_do_is_allowed() -> None:
         (["rollout.engine.repetition_penalty=1.1"], r"repetition_penalty is not a setting here: .*; remove it"),
         (
             ["rollout.engine.data_parallel_size=2"],
-            r"data_parallel_size is not a setting here: every worker has an engine",
+            r"data_parallel_size is not a setting here: every worker has a separate engine",
         ),
         (["rollout.engine.kv_cache_gib=1"], r"kv_cache_gib: a setting of rollout\.engine\.name=vllm only"),
     ],

@@ -34,7 +34,7 @@ def test_the_name_alone_chooses_it_and_the_embedded_engine_is_the_default() -> N
         (["rollout.engine.repetition_penalty=1.1"], r"repetition_penalty is not a setting here: .*; remove it"),
         (
             ["rollout.engine.data_parallel_size=2"],
-            r"data_parallel_size is not a setting here: every worker has an engine",
+            r"data_parallel_size is not a setting here: every worker has a separate engine",
         ),
         (["rollout.engine.decode_weights=int8"], r"decode_weights: a setting of rollout\.engine\.name=embedded only"),
         (["rollout.engine.gpu_memory_utilisation=0.4"], r"did you mean rollout\.engine\.gpu_memory_utilization"),
