@@ -366,7 +366,7 @@ def test_of_several_recipes_later_ones_win() -> None:
         ),
         (
             {"rows": [{"image": b""}], "recipe": "shapes"},
-            r"rows are given, but environment\.name=shapes takes none; choose rows \(with a reward of your own\), vqa",
+            r"rows are given, but environment\.name=shapes takes none; choose rows \(with your own reward\), vqa",
         ),
         (
             {"rows": [{"image": b""}], "environment": {"name": "own", "file": "a.py:C"}},

@@ -95,7 +95,7 @@ class Theirs:
             raise ConfigError(f"{given.where}: {given.text}: {given.value.reason}; add {key}=VALUE behind the file")
         value = resolve(given.value, key, lambda other: self._value(other, (*through, key)))
         if known is not None and known.type and not any(_TYPES[each](value) for each in known.type.split(" or ")):
-            raise Unusable(key, f"{show(value)} is no {known.type}")
+            raise Unusable(key, f"{show(value)} is not a {known.type}")
         return value
 
     def one_of(self, key: str, ours: Mapping[str, T], kind: str) -> T:
