@@ -120,7 +120,7 @@ def test_schedules_that_do_not_fit(settings: dict[str, object], message: str) ->
 
 
 def test_starts_of_a_run_without_stages() -> None:
-    """As of geospot with a reward of one's own, which scores all steps alike."""
+    """As of geospot with your own reward, which scores all steps alike."""
     with pytest.raises(ConfigError, match=r"curriculum.starts=\[5, 9\], but this run has one stage: .* take .* out"):
         Curriculum(None, config.Curriculum(starts=(5, 9)))
 

@@ -223,7 +223,7 @@ for _ in range(4):
     grown.append(anonymous_mib() - before)
 print(num_bytes, cache.num_bytes, *grown)
 """
-"""In a process of its own: another's free lists would be measured as well. Mapped files are not counted, which the
+"""In a separate process: another's free lists would be measured as well. Mapped files are not counted, which the
 system takes back when it needs to; every 50th image is decoded."""
 
 

@@ -218,11 +218,11 @@ def test_a_grade_says_why() -> None:
         (row(answer=r"\boxed{}"), "the answer is empty"),
         (row(answer={"style": "rule"}), "the answer is missing"),
         (row([]), "the last message is missing"),
-        (row(["Find x."]), "a value of type str is no message {role, content}"),
+        (row(["Find x."]), "a value of type str is not a message {role, content}"),
         (row([{"role": "assistant", "content": "a"}]), "the last message is assistant"),
         (row([{"role": "tool", "content": "a"}]), "the role of a message is 'tool', not one of system, user"),
         (row([{"role": "user", "content": None}]), "the prompt is of type NoneType"),
-        (row() | {"images": [7]}, "image 1: a value of type int is no image"),
+        (row() | {"images": [7]}, "image 1: a value of type int is not an image"),
     ],
 )
 def test_bad_rows_say_what_is_wrong(cells: dict[str, object], problem: str, tmp_path: Path) -> None:

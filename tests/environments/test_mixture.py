@@ -164,7 +164,7 @@ def test_a_mixture_trains_and_a_resumed_run_equals_one_never_stopped(tmp_path: P
     assert straight == rows("resumed", 2, 4)
     assert any("accuracy/train/words" in row for row in straight)
     assert any(key.startswith("accuracy/train/scenes/") for row in straight for key in row)
-    # the run and the rows of its evaluation are known from its folder alone
+    # the run and the rows of its evaluation are known only from its folder
     (of_run, gold) = evaluate_targets(
         [str(tmp_path / "straight"), "gold"], [], recipe=None, split="dev", output_files=OutputFiles(), quiet=True
     )

@@ -106,7 +106,7 @@ def test_the_next_step_is_ready_when_its_turn_comes() -> None:
     assert renderer.rendered == 6
     next_step = [item.task.id for item in source.take(order, 3)]
     assert len(next_step) == 3
-    assert {future.result().task.id for future in ahead} == set(next_step), "rendered by the thread alone"
+    assert {future.result().task.id for future in ahead} == set(next_step), "rendered only by the thread"
 
 
 def test_an_error_ahead_is_raised_in_its_turn() -> None:

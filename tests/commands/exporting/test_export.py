@@ -360,7 +360,7 @@ def test_what_cannot_be_exported_is_said_in_a_line(lora: Trained, full: Trained,
     (tmp_path / "something").touch()
     with pytest.raises(ConfigError, match=r"it exists and is not an empty folder; export to another one"):
         export(lora.folder, tmp_path)
-    with pytest.raises(ConfigError, match=r"trained no adapter \(model\.lora\) that could be exported alone"):
+    with pytest.raises(ConfigError, match=r"trained no adapter \(model\.lora\) that could be exported by itself"):
         export(full.folder, tmp_path / "out", adapter_only=True)
     with pytest.raises(ConfigError, match="neither a run with a checkpoint, nor a checkpoint"):
         export(lora.base.parent, tmp_path / "out")

@@ -58,7 +58,7 @@ def test_what_is_documented_passes() -> None:
     [
         (
             [TASK, replace(TASK, answer="x")],
-            "holds two rows of id 'train/0'; give every row of a split an id of its own",
+            "holds two rows of id 'train/0'; give every row of a split a separate id",
         ),
         ([TASK, "row"], "holds 'row' (of type str); return a list of fovea.types.Task"),
         (

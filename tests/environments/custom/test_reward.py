@@ -111,9 +111,9 @@ def test_parts_of_images_are_no_part_of_the_sum() -> None:
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [
-        ({"parts": None}, "None as parts, which is no mapping of names to numbers"),
-        ({"image_parts": None}, "None as image_parts, which is no list of mappings"),
-        ({"marks": None}, "None as marks, which is no list of fovea.types.Mark"),
+        ({"parts": None}, "None as parts, which is not a mapping of names to numbers"),
+        ({"image_parts": None}, "None as image_parts, which is not a list of mappings"),
+        ({"marks": None}, "None as marks, which is not a list of fovea.types.Mark"),
         ({"marks": (Mark(image=1, xy=None),)}, "a mark at None; give x, y"),  # type: ignore[arg-type]
         ({"marks": (Mark(image="1", xy=(0, 1)),)}, "'1' as the image of a mark"),  # type: ignore[arg-type]
     ],
@@ -152,20 +152,20 @@ def test_marks_are_kept_beside_the_parts() -> None:
 @table(
     ("returned", "problem"),
     [
-        (None, "None, which is no number (is there a `return`?); a score is one, or parts by name; fix it"),
-        ("1.0", "'1.0', which is no number; a score is one, or parts by name; fix it"),
+        (None, "None, which is not a number (is there a `return`?); a score is one, or parts by name; fix it"),
+        ("1.0", "'1.0', which is not a number; a score is one, or parts by name; fix it"),
         (float("nan"), "nan, which is not finite"),
         ({}, "{}, which names no part and no reward"),
         ({"image_parts": []}, "which names no part and no reward"),
-        ({str(n): 0.0 for n in range(101)}, "101 parts, and each is a metric of its own; return at most 100"),
+        ({str(n): 0.0 for n in range(101)}, "101 parts, and each is a separate metric; return at most 100"),
         ({"overlong": 0.0, "found": 1.0}, "a part overlong: the metric reward/overlong is the penalty of algorithm"),
         ({"caf\udce9": 0.0}, r"a part 'caf\udce9', which holds half of a UTF-16 pair, which no plot shows; rename it"),
         (
             {"reward": 1, "image_parts": [{str(n): 0.0 for n in range(101)}]},
-            "101 parts, and each is a metric of its own",
+            "101 parts, and each is a separate metric",
         ),
         ({"answer": float("inf")}, "inf as answer, which is not finite"),
-        ({"answer": 1, "format": None}, "None as format, which is no number"),
+        ({"answer": 1, "format": None}, "None as format, which is not a number"),
         (np.ones(2), "which is not one number"),
         (torch.ones(2), "which is not one number"),
         (Score(reward=float("nan"), accuracy=0), "nan as reward"),
@@ -349,7 +349,7 @@ def test_a_class_that_is_none_is_named(name: str, settings: str, problem: str, t
 
 
 def test_a_value_is_no_class(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no class; name one with the methods tasks, prompt, score, target"):
+    with pytest.raises(ConfigError, match="is not a class; name one with the methods tasks, prompt, score, target"):
         environment_of(f"environment={written(tmp_path, 'x = 1', 'one.py')}:x")
 
 

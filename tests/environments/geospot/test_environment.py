@@ -1,4 +1,4 @@
-"""Tables of places: gold answers of every row and stage, columns by config, rows that are no places, drawn maps."""
+"""Tables of places: gold answers of every row and stage, columns by config, rows that are not places, drawn maps."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_columns_by_other_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("cells", "problem"),
     [
-        ({"country": "Atlantis"}, "'Atlantis' is no country we know"),
+        ({"country": "Atlantis"}, "'Atlantis' is not a country we know"),
         ({"country": None}, "the country is empty, so the first stages have nothing to ask for"),
         ({"lat": 95.0}, "lat is 95, beyond 90 degrees"),
         ({"lon": None}, "one of lat and lon is empty"),

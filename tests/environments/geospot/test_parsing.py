@@ -1,4 +1,4 @@
-"""Answers as models write them; coordinates in all their forms; and 20,000 texts that are no answers."""
+"""Answers as models write them; coordinates in all their forms; and 20,000 texts that are not answers."""
 
 from __future__ import annotations
 
