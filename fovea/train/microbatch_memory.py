@@ -79,8 +79,14 @@ class MicrobatchLimit:
         OutOfMemoryError if memory runs out nevertheless. The limit stays: an update, whose engine sleeps, has more.
         """
         fix = "lower the memory of the engine (rollout.engine), parity.max_new_tokens or model.max_pixels"
-        with self._one_group_at_a_time(groups), memory_for("scoring beside an engine that is awake", fix):
-            return self.with_all_memory(passes)
+
+        def one_group_at_a_time() -> Result:
+            with self._one_group_at_a_time(groups):
+                return passes()
+
+        # around it: what is noted for the next attempt is the limit of the run, not that of these passes
+        with memory_for("scoring beside an engine that is awake", fix):
+            return self.with_all_memory(one_group_at_a_time)
 
     def lower(self, max_tokens: int) -> None:
         """Begin with the limit with which an earlier process of the run ended, since memory ran out there."""

@@ -181,6 +181,15 @@ def test_scoring_beside_an_engine_lowers_no_limit() -> None:
     assert limit.metrics() == {"microbatch/max_tokens": before, "microbatch/out_of_memory": 0}
 
 
+def test_memory_that_runs_out_in_the_gate_of_several_ranks_lowers_no_limit() -> None:
+    """The next attempt began with micro-batches of one group, for the rest of the run."""
+    limit = MicrobatchLimit(train_settings(max_tokens_per_microbatch=512), Ranks(rank=1, size=2))
+    limit.free_beside = lambda: True
+    with pytest.raises(MicrobatchMemoryError, match=r"on rank 1 beside the KV cache") as raised:
+        limit.beside_engine(too_much, make_batch(tiny("qwen3_vl")).groups)
+    assert raised.value.next_max_tokens == limit.max_tokens == 512
+
+
 def test_a_policy_scores_one_group_at_a_time_beside_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     policy, batch, rows = make_policy(tiny("qwen3_vl")), make_batch(tiny("qwen3_vl")), list[int]()
     forward = type(policy.vlm).forward
