@@ -136,7 +136,8 @@ async def _limit_microbatches(run: Run, saved: MicrobatchTokens | None) -> None:
 def _pace(config: Config) -> dict[str, Any]:
     """The settings that a resumed run may have changed and that change its figures from there on, by their keys."""
     train, critic = config.train, config.algorithm.critic
-    keys = ("learning_rate", "max_grad_norm", "weight_decay", "lr_warmup_steps", "lr_schedule", "final_lr_frac")
+    rates = ("learning_rate", "vision_tower_learning_rate", "projector_learning_rate")
+    keys = (*rates, "max_grad_norm", "weight_decay", "lr_warmup_steps", "lr_schedule", "final_lr_frac")
     pace = {f"train.{key}": getattr(train, key) for key in keys}
     if critic is not None:
         pace["algorithm.advantage.critic.learning_rate"] = critic.learning_rate
