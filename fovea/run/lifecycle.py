@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from fovea.algorithms.kl import next_kl_coef
 from fovea.config.algorithm import KlInReward
+from fovea.config.backends import EmbeddedEngine
 from fovea.config.run import Config
 from fovea.errors import FoveaError
 from fovea.evaluation.statistics import dev_metrics
@@ -127,10 +128,13 @@ async def _limit_microbatches(run: Run, saved: MicrobatchTokens | None) -> None:
     # a limit that equals the setting was left by a rank whose memory ran out beside its engine's
     if limit < setting or (left is not None and left.setting == setting):
         await run.policy.limit_microbatches(limit)
-        run.progress.print(
-            f"micro-batches have {limit} tokens at most and the KV cache is freed for updates, since memory ran out "
-            f"before this resume; another value of train.max_tokens_per_microbatch={setting} counts from then on"
-        )
+        if limit < setting:
+            run.progress.print(
+                f"micro-batches have {limit} tokens at most, since memory ran out before this resume; another value of "
+                f"train.max_tokens_per_microbatch={setting} counts from then on"
+            )
+        if isinstance(run.config.rollout.engine, EmbeddedEngine):
+            run.progress.print("the KV cache is freed before every update, since memory ran out before this resume")
 
 
 def _pace(config: Config) -> dict[str, Any]:
