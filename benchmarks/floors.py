@@ -146,7 +146,10 @@ def parts_of(case: Case, sizes: Sizes, *, reuses: bool) -> list[Part]:
     passes = training_passes(
         lora=case.lora_rank is not None, trains_vision=trains_vision, features_cached=not trains_vision
     )
-    made = replace(passes, linear=passes.linear - 1, vision=max(passes.vision - 1, 0)) if reuses else passes
+    made = passes
+    if reuses:
+        vision, attention = (max(each - 1, 0) for each in (passes.vision, passes.vision_attention))
+        made = replace(passes, linear=passes.linear - 1, vision=vision, vision_attention=attention)
     return [
         _vision("rollout", sizes, FORWARD),
         _prompts("rollout", sizes, FORWARD),
@@ -169,14 +172,14 @@ def _vision(phase: str, sizes: Sizes, passes: Passes) -> Part:
         name="vision",
         passes=passes.vision,
         linear=passes.vision * linear,
-        attention=passes.vision * (sum(sizes.work.image(image) for image in images) - linear),
+        attention=passes.vision_attention * (sum(sizes.work.image(image) for image in images) - linear),
         bytes=passes.vision * sizes.vision_bytes,
     )
 
 
 def _prompts(phase: str, sizes: Sizes, passes: Passes) -> Part:
     tokens = [prompt.num_tokens for prompt in sizes.prompts]
-    pairs = sum(sizes.work.prompt(n, [], Passes(linear=0, attention=1, vision=0)) for n in tokens)
+    pairs = sum(sizes.work.prompt(n, [], Passes(linear=0, attention=1, vision=0, vision_attention=0)) for n in tokens)
     return Part(
         phase=phase,
         name="prompts",
@@ -231,7 +234,7 @@ def _rows(case: Case) -> int:
 
 
 def _completion_pairs(case: Case, sizes: Sizes) -> float:
-    only = Passes(linear=0, attention=1, vision=0)
+    only = Passes(linear=0, attention=1, vision=0, vision_attention=0)
     each = [sizes.work.completion(case.completion_tokens, prompt.num_tokens, only) for prompt in sizes.prompts]
     return case.samples * sum(each)
 

@@ -50,6 +50,8 @@ except ModuleNotFoundError as error:
 
 PLACEMENT_SECONDS = 5.0
 """Longest time that Ray takes to reserve GPUs that are free, and pause between two reports of those that are not."""
+OWN_CLUSTER_SECONDS = 60.0
+"""Longest time that Ray takes to reserve GPUs of a cluster that it has just started, on a busy machine."""
 KNOCK_SECONDS = 10.0
 """Longest wait for the head node of a cluster to take a connection."""
 LOOK_SECONDS = 0.05
@@ -183,9 +185,7 @@ class RayWorkers:
             threading.Thread(target=_end_with_servers, args=(self._closed,), name="watch of Ray", daemon=True).start()
         try:
             resource = _resource(device)
-            # no node joins the cluster of this run, nor does another run leave it
-            wait_seconds = 0.0 if self._owns_cluster else 60 * cluster.wait_minutes
-            self._bundles = _reserve(cluster, resource, wait_seconds)
+            self._bundles = (_reserve_here if self._owns_cluster else _reserve_shared)(cluster, resource)
             actors = [_start(self._bundles, node, resource) for node in _nodes_of_ranks(cluster)]
             host, port = _result(actors[0].meeting_point.remote())
             first = Rendezvous(
@@ -296,7 +296,21 @@ def _nodes_of_ranks(cluster: Cluster) -> list[int]:
     return [rank // cluster.gpus_per_node for rank in range(cluster.num_ray_workers)]
 
 
-def _reserve(cluster: Cluster, resource: str, wait_seconds: float) -> PlacementGroup:
+def _reserve_here(cluster: Cluster, resource: str) -> PlacementGroup:
+    """Reserve GPUs in the cluster that this run has started: no other node joins it, and no other run leaves it."""
+    fix = "lower cluster.gpus_per_node"
+    if max(_of_nodes(resource), default=0) < (cluster.gpus_per_node or 0):
+        raise ConfigError(f"{_missing(cluster, resource)}; {fix}")
+    return _reserve(cluster, resource, OWN_CLUSTER_SECONDS, fix)
+
+
+def _reserve_shared(cluster: Cluster, resource: str) -> PlacementGroup:
+    minutes = cluster.wait_minutes
+    fix = f"lower the settings, add nodes by `fovea cluster start`, or raise cluster.wait_minutes={minutes:g}"
+    return _reserve(cluster, resource, 60 * minutes, fix)
+
+
+def _reserve(cluster: Cluster, resource: str, wait_seconds: float, fix: str) -> PlacementGroup:
     """Take a bundle of as many nodes as the run asks for, and print what is missing; ConfigError if time runs out."""
     bundles = [{resource: float(cluster.gpus_per_node or 0)}] * cluster.num_nodes
     group: PlacementGroup = placement_group(bundles, strategy="STRICT_SPREAD")
@@ -305,10 +319,7 @@ def _reserve(cluster: Cluster, resource: str, wait_seconds: float) -> PlacementG
         missing = _missing(cluster, resource)
         if time.monotonic() >= deadline:
             remove_placement_group(group)
-            raise ConfigError(
-                f"{missing}; lower the settings, add nodes by `fovea cluster start`, or raise "
-                f"cluster.wait_minutes={cluster.wait_minutes:g}"
-            )
+            raise ConfigError(f"{missing}; {fix}")
         if missing != printed:
             print(f"waiting for the Ray cluster: {missing}", file=sys.stderr, flush=True)
             printed = missing
@@ -317,13 +328,18 @@ def _reserve(cluster: Cluster, resource: str, wait_seconds: float) -> PlacementG
 
 def _missing(cluster: Cluster, resource: str) -> str:
     """The GPUs (on CPUs: cores) that the run needs, beside those of the cluster."""
-    nodes = [f"{node['Resources'].get(resource, 0):g}" for node in ray.nodes() if node["Alive"]]
+    nodes = [f"{number:g}" for number in _of_nodes(resource)]
     free = ray.available_resources().get(resource, 0)
     return (
         f"cluster.num_nodes={cluster.num_nodes} and cluster.gpus_per_node={cluster.gpus_per_node} need "
         f"{cluster.gpus_per_node} {resource}s on each of {cluster.num_nodes} nodes; the cluster's {len(nodes)} nodes "
         f"have {', '.join(nodes)}, of which {free:g} are free"
     )
+
+
+def _of_nodes(resource: str) -> list[float]:
+    """GPUs (on CPUs: cores) of each node of the cluster, free or not."""
+    return [node["Resources"].get(resource, 0.0) for node in ray.nodes() if node["Alive"]]
 
 
 def _start(bundles: PlacementGroup, node: int, resource: str) -> Any:

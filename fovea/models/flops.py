@@ -23,10 +23,11 @@ class Passes:
     """Factor for the decoder's linear layers and the head."""
     attention: float
     vision: float
-    """Factor for the vision tower; 0 if image features are cached."""
+    """Factor for the vision tower's linear layers; 0 if image features are cached."""
+    vision_attention: float
 
 
-FORWARD = Passes(linear=1, attention=1, vision=1)
+FORWARD = Passes(linear=1, attention=1, vision=1, vision_attention=1)
 
 
 def training_passes(*, lora: bool, trains_vision: bool, features_cached: bool) -> Passes:
@@ -34,9 +35,12 @@ def training_passes(*, lora: bool, trains_vision: bool, features_cached: bool) -
 
     The recomputation of gradient checkpointing is not counted: model FLOPs, not hardware FLOPs.
     """
+    # the frozen layers under LoRA have gradients of inputs and none of weights
+    linear = 2 if lora else 3
+    if trains_vision:
+        return Passes(linear=linear, attention=3, vision=linear, vision_attention=3)
     frozen_vision = 0 if features_cached else 1
-    # linear: the frozen layers under LoRA have gradients of inputs and none of weights
-    return Passes(linear=2 if lora else 3, attention=3, vision=3 if trains_vision else frozen_vision)
+    return Passes(linear=linear, attention=3, vision=frozen_vision, vision_attention=frozen_vision)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,14 +62,15 @@ class Work:
     window_side: int
     """Patches along a side of a window; 0 without windows."""
 
-    def image(self, image: PromptImage) -> float:
+    def image(self, image: PromptImage, passes: Passes = FORWARD) -> float:
         """FLOPs of the vision tower on one image."""
         # a frame or tile attends to itself only
         frames, height, width = image.grid
         whole, windows = (height * width) ** 2, 0
         if self.window_side:
             windows = _sum_of_squares(height, self.window_side) * _sum_of_squares(width, self.window_side)
-        return frames * (height * width * self.patch + whole * self.image_pair + windows * self.window_pair)
+        attention = passes.vision_attention * (whole * self.image_pair + windows * self.window_pair)
+        return frames * (passes.vision * height * width * self.patch + attention)
 
     def prompt(self, tokens: int, images: Sequence[PromptImage], passes: Passes = FORWARD) -> float:
         """FLOPs of a prompt and its images in a packed row, with causal attention."""
@@ -75,7 +80,7 @@ class Work:
 
     def images(self, images: Sequence[PromptImage], passes: Passes = FORWARD) -> float:
         """FLOPs of the vision tower on several images."""
-        return passes.vision * sum(self.image(image) for image in images)
+        return sum(self.image(image, passes) for image in images)
 
     def completion(self, tokens: int, prompt_tokens: int, passes: Passes = FORWARD) -> float:
         """FLOPs of a completion in a packed row, with attention to its prompt and causally to itself."""

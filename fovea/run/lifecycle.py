@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from fovea.algorithms.kl import next_kl_coef
 from fovea.config.algorithm import KlInReward
+from fovea.config.backends import EmbeddedEngine
 from fovea.config.run import Config
 from fovea.errors import FoveaError
 from fovea.evaluation.statistics import dev_metrics
@@ -127,16 +128,20 @@ async def _limit_microbatches(run: Run, saved: MicrobatchTokens | None) -> None:
     # a limit that equals the setting was left by a rank whose memory ran out beside its engine's
     if limit < setting or (left is not None and left.setting == setting):
         await run.policy.limit_microbatches(limit)
-        run.progress.print(
-            f"micro-batches have {limit} tokens at most and the KV cache is freed for updates, since memory ran out "
-            f"before this resume; another value of train.max_tokens_per_microbatch={setting} counts from then on"
-        )
+        if limit < setting:
+            run.progress.print(
+                f"micro-batches have {limit} tokens at most, since memory ran out before this resume; another value of "
+                f"train.max_tokens_per_microbatch={setting} counts from then on"
+            )
+        if isinstance(run.config.rollout.engine, EmbeddedEngine):
+            run.progress.print("the KV cache is freed before every update, since memory ran out before this resume")
 
 
 def _pace(config: Config) -> dict[str, Any]:
     """The settings that a resumed run may have changed and that change its figures from there on, by their keys."""
     train, critic = config.train, config.algorithm.critic
-    keys = ("learning_rate", "max_grad_norm", "weight_decay", "lr_warmup_steps", "lr_schedule", "final_lr_frac")
+    rates = ("learning_rate", "vision_tower_learning_rate", "projector_learning_rate")
+    keys = (*rates, "max_grad_norm", "weight_decay", "lr_warmup_steps", "lr_schedule", "final_lr_frac")
     pace = {f"train.{key}": getattr(train, key) for key in keys}
     if critic is not None:
         pace["algorithm.advantage.critic.learning_rate"] = critic.learning_rate

@@ -17,7 +17,7 @@ from fovea.config.sections import Train
 from fovea.errors import FoveaError, MicrobatchMemoryError, OutOfMemoryError, is_out_of_memory, memory_for
 from fovea.train.microbatching import Cost
 from fovea.train.ranks import Ranks
-from fovea.train.row_assignment import largest_group_tokens, unsplittable_tokens
+from fovea.train.row_assignment import tokens_beside_engine, unsplittable_tokens
 from fovea.types import Metrics, SampleGroup
 from fovea.utils.malloc import return_freed_memory
 
@@ -32,6 +32,8 @@ class MicrobatchLimit:
 
     def __init__(self, train: Train, ranks: Ranks) -> None:
         self.max_tokens = train.max_tokens_per_microbatch
+        self.groups_per_row = train.groups_per_microbatch
+        """Groups of a micro-batch under train.enable_dynamic_batch_size=false."""
         self.free_beside: Callable[[], bool] = lambda: False
         """Frees what the engine in this process keeps for its next rollout; returns False where that is nothing."""
         self._train = train
@@ -77,8 +79,14 @@ class MicrobatchLimit:
         OutOfMemoryError if memory runs out nevertheless. The limit stays: an update, whose engine sleeps, has more.
         """
         fix = "lower the memory of the engine (rollout.engine), parity.max_new_tokens or model.max_pixels"
-        with self._at_most(largest_group_tokens(groups)), memory_for("scoring beside an engine that is awake", fix):
-            return self.with_all_memory(passes)
+
+        def one_group_at_a_time() -> Result:
+            with self._one_group_at_a_time(groups):
+                return passes()
+
+        # around it: what is noted for the next attempt is the limit of the run, not that of these passes
+        with memory_for("scoring beside an engine that is awake", fix):
+            return self.with_all_memory(one_group_at_a_time)
 
     def lower(self, max_tokens: int) -> None:
         """Begin with the limit with which an earlier process of the run ended, since memory ran out there."""
@@ -91,13 +99,13 @@ class MicrobatchLimit:
         return {"microbatch/max_tokens": float(self.max_tokens), "microbatch/out_of_memory": float(halvings)}
 
     @contextmanager
-    def _at_most(self, max_tokens: int) -> Iterator[None]:
-        before = self.max_tokens
-        self.max_tokens = min(before, max_tokens)
+    def _one_group_at_a_time(self, groups: Sequence[SampleGroup]) -> Iterator[None]:
+        before = self.max_tokens, self.groups_per_row
+        self.max_tokens, self.groups_per_row = tokens_beside_engine(self._train, groups, self.max_tokens), 1
         try:
             yield
         finally:
-            self.max_tokens = before
+            self.max_tokens, self.groups_per_row = before
 
     def _note_freed(self, error: BaseException) -> None:
         """Print once that the engine's memory is freed from here on."""

@@ -144,16 +144,23 @@ class Deal:
     """All ranks must run the vision tower together, so that a row without an image gets that of a dummy."""
 
     def rows_of_ranks(
-        self, groups: Sequence[SampleGroup], max_tokens: int, only: SampleGroup | None = None
+        self,
+        groups: Sequence[SampleGroup],
+        max_tokens: int,
+        only: SampleGroup | None = None,
+        *,
+        groups_per_row: int | None = None,
     ) -> list[list[RowSlices]]:
         """Rows of each rank, as many for every one, of at most `max_tokens` where the train settings limit them.
 
+        `groups_per_row` replaces `train.groups_per_microbatch`; no image changes its rank by it.
         With `only`, no more than that group's slices remain, each on the rank that has it among all groups.
         """
         if self.train.enable_dynamic_batch_size:
             rows = rows_by_cost(slice_groups(groups, max_tokens), self.cost, self.num_ranks, max_tokens)
         else:
-            rows = rows_by_count(slice_groups(groups), self.cost, self.num_ranks, self.train.groups_per_microbatch)
+            count = groups_per_row or self.train.groups_per_microbatch
+            rows = rows_by_count(slice_groups(groups), self.cost, self.num_ranks, count)
         rows = rows if only is None else slices_of(only, rows)
         return align_ranks(rows, GroupSlice(group=SampleGroup(prompt=self._dummy(groups), samples=()), first_sample=0))
 
@@ -197,11 +204,15 @@ def unsplittable_tokens(groups: Sequence[SampleGroup]) -> int:
     )
 
 
-def largest_group_tokens(groups: Sequence[SampleGroup]) -> int:
-    """Tokens of the group that has the most, its prompt counted once."""
-    return max(
-        (group.prompt.num_tokens + sum(len(s.token_ids_T) for s in group.samples) for group in groups), default=0
-    )
+def tokens_beside_engine(train: Train, groups: Sequence[SampleGroup], limit_tokens: int) -> int:
+    """Largest micro-batch of passes beside an engine that is awake: the largest group, its prompt counted once.
+
+    Rows of a fixed length keep that length.
+    """
+    if not train.variable_seq_lengths:
+        return limit_tokens
+    tokens = (group.prompt.num_tokens + sum(len(s.token_ids_T) for s in group.samples) for group in groups)
+    return min(limit_tokens, max(tokens, default=0))
 
 
 def deal_in_turn(examples: Sequence[T], num_ranks: int) -> list[Sequence[T]]:
@@ -267,7 +278,9 @@ class ImagesByRank:
     ) -> list[ImageKeys]:
         deals = [self.policy] if policy_passes else []
         deals += [self.reference or self.policy] if reference_passes else []
-        limit = min(self.limit_tokens, largest_group_tokens(batch.groups)) if beside_engine else self.limit_tokens
+        limit = self.limit_tokens
+        if beside_engine:
+            limit = tokens_beside_engine(self.policy.train, batch.groups, limit)
         return self._union(deal.images_of_ranks(batch.groups, limit) for deal in deals)
 
     def to_update(self, batch: Batch) -> list[ImageKeys]:

@@ -58,7 +58,9 @@ class RowDealer:
             for sample in group.samples:
                 actions = sample.token_ids_T[sample.mask_T]
                 check_drawable(actions, self._vlm.banned_ids, f"a sample of {group.task_id}")
-        rows_of_ranks = self.deal.rows_of_ranks(groups, self._microbatch_tokens(groups), only)
+        rows_of_ranks = self.deal.rows_of_ranks(
+            groups, self._microbatch_tokens(groups), only, groups_per_row=self._limit.groups_per_row
+        )
         padded_tokens = None if self._train.variable_seq_lengths else self._microbatch_tokens(groups)
         if padded_tokens is not None:
             # the rows of all ranks, so that all of them raise

@@ -24,7 +24,8 @@ def test_the_parts_add_up_to_the_work_of_the_model(freeze_vision: bool, reuses: 
     sizes = sizes_of(case, Ours(case, 1))
     parts = parts_of(case, sizes, reuses=reuses)
     passes = training_passes(lora=False, trains_vision=not freeze_vision, features_cached=freeze_vision)
-    once = Passes(linear=1, attention=0, vision=0 if freeze_vision else 1)
+    vision = 0 if freeze_vision else 1
+    once = Passes(linear=1, attention=0, vision=vision, vision_attention=vision)
     for phase, way in (("rollout", FORWARD), ("update", passes)):
         made = sum(part.linear + part.attention for part in parts if part.phase == phase)
         whole = sum(

@@ -119,6 +119,51 @@ def test_a_run_waits_for_a_node_that_is_not_there_yet(tmp_path: Path) -> None:
     assert len(read_metrics(tmp_path / "run")) == 1
 
 
+RESERVE_HERE = """
+import sys
+from fovea.cluster import ray
+from fovea.config.sections import Cluster
+from fovea.errors import ConfigError
+
+ray.PLACEMENT_SECONDS = 1e-4  # of a machine that is too busy for the real one
+cluster, device = Cluster(gpus_per_node=2), sys.argv[1]
+try:
+    ray.RayWorkers(cluster, int, device=device).close()
+    print("reserved")
+except ConfigError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("device", "printed"),
+    [
+        ("cpu", "reserved"),
+        (
+            "cuda",
+            "cluster.num_nodes=1 and cluster.gpus_per_node=2 need 2 GPUs on each of 1 nodes; the cluster's 1 nodes "
+            "have 0, of which 0 are free; lower cluster.gpus_per_node",
+        ),
+    ],
+)
+def test_a_run_waits_for_the_ray_that_it_has_started_and_not_for_gpus_that_it_lacks(
+    device: str, printed: str, ray_environment: dict[str, str]
+) -> None:
+    """It ended when Ray took more than five seconds, with advice about a wait for other nodes."""
+    done = subprocess.run(
+        [sys.executable, "-c", RESERVE_HERE, device],
+        cwd=ROOT,
+        env={**ray_environment, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS,
+        check=False,
+    )
+    assert done.stdout == f"{printed}\n", done.stderr
+    assert device == "cpu" or "waiting for the Ray cluster" not in done.stderr
+
+
 @contextmanager
 def going(environment: dict[str, str], run_dir: Path, *more: str) -> Iterator[subprocess.Popen[str]]:
     """A run that has taken a step and is still going; killed at the end of the block if it still goes."""

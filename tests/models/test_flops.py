@@ -66,9 +66,8 @@ def weights(parts: TinyParts, name: str) -> int:
 def expected(work: Work, prompt: Prompt, passes: Passes) -> float:
     """All N^2 pairs of tokens: eager attention computes the masked ones too."""
     tokens = prompt.num_tokens + len(COMPLETION)
-    vision = sum(work.image(picture) for picture in prompt.images)
     linear = tokens * (work.token + work.action)
-    return passes.linear * linear + passes.attention * tokens**2 * work.pair + passes.vision * vision
+    return passes.linear * linear + passes.attention * tokens**2 * work.pair + work.images(prompt.images, passes)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -77,7 +76,9 @@ def test_the_forward_pass_is_what_torch_counts(family: str) -> None:
     prompt = pictures(parts)
     work = family_of(parts.network.config, "").work
     with torch.no_grad():
-        assert counted(parts, prompt) == expected(work, prompt, Passes(linear=1, attention=1, vision=1))
+        assert counted(parts, prompt) == expected(
+            work, prompt, Passes(linear=1, attention=1, vision=1, vision_attention=1)
+        )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -120,6 +121,30 @@ def test_lora_saves_the_weight_gradients(family: str) -> None:
     down = sum(weights(parts, f"{name}.lora_A.default.weight") for name in first)
     found = counted(parts, prompt, backward=True)
     assert found == expected(work, prompt, passes) + 2 * tokens * (3 * adapters - down - base)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lora_saves_the_weight_gradients_of_the_vision_tower_too(family: str) -> None:
+    """Torch counts the adapters on top, and leaves out input gradients that end at the frozen patch embedding."""
+    parts = eager(odd_model(family))
+    work = family_of(parts.network.config, "").work
+    lora = Lora(rank=2, parts=("language_model", "vision_tower", "projector"))
+    choose_trainable(parts.network, Model(tiny=TinyModel(), lora=lora), seed=0)
+    prompt = pictures(parts)
+    passes = training_passes(lora=True, trains_vision=True, features_cached=False)
+    tokens, patches = prompt.num_tokens + len(COMPLETION), sum(len(x.tensors["pixel_values"]) for x in prompt.images)
+    merged = sum(picture.num_tokens for picture in prompt.images)
+    rows = {"language_model": tokens, "merger": merged, "deepstack_merger_list": merged, "blocks": patches}
+    adapters = sum(
+        next(number for part, number in rows.items() if f".{part}." in name) * parameter.numel()
+        for name, parameter in parts.network.named_parameters()
+        if ".lora_" in name
+    )
+    first = "model.visual.blocks.0.attn.qkv"
+    frozen = ("model.visual.patch_embed.proj.weight", f"{first}.base_layer.weight", f"{first}.lora_A.default.weight")
+    no_gradient = patches * sum(weights(parts, name) for name in frozen)
+    found = counted(parts, prompt, backward=True)
+    assert found == expected(work, prompt, passes) + 2 * (3 * adapters - no_gradient)
 
 
 @pytest.mark.parametrize("lengths", [[7], [1, 1], [4, 9, 1, 6]])

@@ -168,14 +168,19 @@ def test_a_resumed_run_with_another_end_says_what_that_changes(schedule: str, sa
 
 def test_a_resumed_run_says_what_paces_it_now(tmp_path: Path) -> None:
     """The advice after a run that diverged: a lower rate from its last checkpoint on."""
-    train(bandit_run(tmp_path, max_steps=2, train={"learning_rate": 0.1}))
-    slower = bandit_run(tmp_path, resume=True, max_steps=3, train={"learning_rate": 0.05, "max_grad_norm": 0.5})
+    vision = {"vision_tower_learning_rate": 0.01}
+    train(bandit_run(tmp_path, max_steps=2, train={"learning_rate": 0.1, **vision}))
+    vision |= {"vision_tower_learning_rate": 0.02, "projector_learning_rate": 0.03}
+    settings = {"learning_rate": 0.05, "max_grad_norm": 0.5, **vision}
+    slower = bandit_run(tmp_path, resume=True, max_steps=3, train=settings)
     lines: list[str] = []
     slower.progress.print = lambda line: lines.append(str(line))  # type: ignore[method-assign]
     train(slower)
     changes = [line for line in lines if line.endswith("from here on")]
     assert changes == [
         "train.learning_rate was 0.1 and is 0.05 from here on",
+        "train.vision_tower_learning_rate was 0.01 and is 0.02 from here on",
+        "train.projector_learning_rate was None and is 0.03 from here on",
         "train.max_grad_norm was 1.0 and is 0.5 from here on",
     ]
 

@@ -9,7 +9,9 @@ import pytest
 from fovea.errors import MicrobatchMemoryError
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
+from fovea.run.lifecycle import begin
 from fovea.types import Batch, Metrics
+from fovea.utils.event_loop import wait_for
 from tests.fakes import BanditPolicy, run_with
 
 SETTING = 1000
@@ -77,6 +79,33 @@ def test_a_rank_that_ran_out_of_memory_beside_the_engine_leaves_that_for_the_nex
     train(next_attempt)
     assert vars(next_attempt.policy)["limited"]
     assert sizes(tmp_path) == [SETTING] * 11
+
+
+LIMITED = f"micro-batches have {SETTING // 2} tokens at most, since memory ran out before this resume; another value of"
+FREED = "the KV cache is freed before every update, since memory ran out before this resume"
+
+
+@pytest.mark.parametrize(
+    ("policy", "engine", "printed"),
+    [
+        (OneOfSeveral, "embedded", [LIMITED, FREED]),
+        (OneOfSeveral, "vllm", [LIMITED]),
+        (BesideEngine, "embedded", [FREED]),
+        (BesideEngine, "vllm", []),
+    ],
+)
+def test_a_resume_prints_what_changes_after_memory_ran_out(
+    policy: type[SmallMemoryPolicy], engine: str, printed: list[str], tmp_path: Path
+) -> None:
+    """It named a KV cache to free with engines that keep none for the trainer, and a limit that was not lowered."""
+    with pytest.raises(MicrobatchMemoryError):
+        train(run_with(policy(), tmp_path, train=TRAIN))
+    resumed = run_with(policy(), tmp_path, resume=True, train=TRAIN, rollout={"engine": {"name": engine}})
+    lines: list[str] = []
+    resumed.progress.print = lambda line: lines.append(str(line))  # type: ignore[method-assign]
+    wait_for(begin(resumed))
+    found = [line for line in lines if line.endswith("before this resume") or "tokens at most" in line]
+    assert [line.startswith(start) for line, start in zip(found, printed, strict=True)] == [True] * len(printed)
 
 
 def test_another_setting_is_a_new_beginning(tmp_path: Path) -> None:

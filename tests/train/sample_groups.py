@@ -10,8 +10,8 @@ from fovea.models.flops import Passes, Work
 from fovea.types import Prompt, PromptImage, Sample, SampleGroup
 from tests.records import all_actions
 
-TRAINED = Passes(linear=3, attention=3, vision=3)
-CACHED = Passes(linear=3, attention=3, vision=0)
+TRAINED = Passes(linear=3, attention=3, vision=3, vision_attention=3)
+CACHED = Passes(linear=3, attention=3, vision=0, vision_attention=0)
 PLAIN = Work(token=2, pair=0, action=0, patch=0, image_pair=0, window_pair=0, window_side=0)
 """Tokens are all there is."""
 FULL = Work(token=2, pair=4, action=6, patch=8, image_pair=10, window_pair=0, window_side=0)

@@ -116,7 +116,7 @@ def test_cost_and_budget_count_what_is_computed() -> None:
     of = {each: GroupSlice(group=group, first_sample=0) for each, group in (("single", single), ("double", double))}
     assert of["double"].num_tokens == of["single"].num_tokens
     work = Work(token=2, pair=4, action=6, patch=8, image_pair=10, window_pair=0, window_side=0)
-    cost = Cost(work=work, passes=Passes(linear=3, attention=3, vision=3))
+    cost = Cost(work=work, passes=Passes(linear=3, attention=3, vision=3, vision_attention=3))
     assert cost.of(double) == cost.of(single)
     assert len(slice_groups([double], of["single"].num_tokens)) == 1
     # 4, 0 and 6 tokens: 0 1 0 | 2 1 | 0

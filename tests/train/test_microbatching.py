@@ -47,7 +47,7 @@ def test_the_cost_of_a_group_by_hand() -> None:
 
 
 def test_attention_counts_three_passes_where_frozen_layers_count_two() -> None:
-    lora = Cost(work=FULL, passes=Passes(linear=2, attention=3, vision=0))
+    lora = Cost(work=FULL, passes=Passes(linear=2, attention=3, vision=0, vision_attention=0))
     assert lora.of(group(3, 1)) == pytest.approx(3 + 6 / 2 + (3 / 2) * 6 * 4 / 2)
 
 

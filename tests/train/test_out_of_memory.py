@@ -19,6 +19,7 @@ from fovea.models.shared_prefix.layout import PackedRow
 from fovea.models.vlm import VLM
 from fovea.train.base import Needs
 from fovea.train.microbatch_memory import MicrobatchLimit
+from fovea.train.packing import MicroBatch
 from fovea.train.ranks import ALONE, Ranks
 from fovea.train.update_metrics import ActivationMeter
 from fovea.types import Batch
@@ -180,6 +181,15 @@ def test_scoring_beside_an_engine_lowers_no_limit() -> None:
     assert limit.metrics() == {"microbatch/max_tokens": before, "microbatch/out_of_memory": 0}
 
 
+def test_memory_that_runs_out_in_the_gate_of_several_ranks_lowers_no_limit() -> None:
+    """The next attempt began with micro-batches of one group, for the rest of the run."""
+    limit = MicrobatchLimit(train_settings(max_tokens_per_microbatch=512), Ranks(rank=1, size=2))
+    limit.free_beside = lambda: True
+    with pytest.raises(MicrobatchMemoryError, match=r"on rank 1 beside the KV cache") as raised:
+        limit.beside_engine(too_much, make_batch(tiny("qwen3_vl")).groups)
+    assert raised.value.next_max_tokens == limit.max_tokens == 512
+
+
 def test_a_policy_scores_one_group_at_a_time_beside_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     policy, batch, rows = make_policy(tiny("qwen3_vl")), make_batch(tiny("qwen3_vl")), list[int]()
     forward = type(policy.vlm).forward
@@ -197,6 +207,25 @@ def test_a_policy_scores_one_group_at_a_time_beside_an_engine(monkeypatch: pytes
     assert rows == [1, len(batch.groups)]
     for together, apart in zip(*found, strict=True):
         np.testing.assert_allclose(together, apart, atol=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{"enable_dynamic_batch_size": False, "groups_per_microbatch": 3}, {}])
+def test_rows_of_a_fixed_length_keep_it_beside_an_engine(
+    settings: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were padded to the largest group, in which several groups found no room."""
+    fixed = {"variable_seq_lengths": False, "max_tokens_per_microbatch": 200}
+    policy, found = make_policy(tiny("qwen3_vl"), **fixed, **settings), list[MicroBatch]()
+    pack = policy._scorer.micro_batches
+
+    def noted(*arguments: Any) -> Any:
+        found.extend(micros := pack(*arguments))
+        return micros
+
+    monkeypatch.setattr(policy._scorer, "micro_batches", noted)
+    policy.annotate(make_batch(tiny("qwen3_vl")), Needs(old_logprobs=True, beside_engine=True))
+    assert {micro.row.num_tokens for micro in found} == {200}
+    assert not settings or [len(micro.groups) for micro in found] == [1, 1, 1]
 
 
 def test_moments_are_there_before_the_first_passes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from fovea.train.ranks import ALONE, Ranks
 from fovea.train.torch.checkpoint import SavedShards, StagedShards
 from fovea.train.torch.policy import TorchPolicy
 from fovea.train.torch.sharding import full
+from fovea.types import Batch
 from tests.policies import many_groups
 from tests.saved import saved_tensors
 from tests.train.rank_policies import (
@@ -122,6 +123,22 @@ def lora(ranks: Ranks, folder: Path) -> Found:
     """Adapters on sharded weights that are frozen; the reference is the model without them."""
     policy = policy_of(ranks, GRPO, model={"lora": {"rank": 4}})
     return {"metrics": [step(policy, batch_of(seed)) for seed in range(2)], "weights": checksum(policy)}
+
+
+def lora_of_vision(ranks: Ranks, folder: Path) -> Found:
+    """A batch of text has no gradient; in a batch with images every rank encodes one in each row."""
+    policy = policy_of(ranks, {}, model={"lora": {"rank": 4, "parts": ["vision_tower"]}}, warmup=WARMUP)
+    of_text = Batch(groups=tuple(batch_of(seed).groups[2] for seed in range(3)))
+    assert not any(group.images for group in of_text.groups)
+    driver = Driver(policy)
+    pairs = [Pair(prompt=group.prompt, answer_ids=(5, 6)) for group in of_text.groups]
+    before = checksum(policy)
+    losses = [driver.sft(pairs)["loss"]]
+    policy.snapshot_reference()
+    metrics = [step(policy, of_text)]
+    assert checksum(policy) == before
+    metrics += [step(policy, batch) for batch in (batch_of(0), of_text, batch_of(1))]
+    return {"losses": losses, "metrics": metrics, "weights": checksum(policy)}
 
 
 def fixed_length(ranks: Ranks, folder: Path) -> Found:
@@ -282,6 +299,7 @@ SCENARIOS: Sequence[Scenario] = (
     two_replicas,
     frozen_tower,
     lora,
+    lora_of_vision,
     fixed_length,
     not_finite,
     kl_limit,

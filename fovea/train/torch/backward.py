@@ -146,8 +146,10 @@ class Backward:
         with self.activations(row.num_tokens):
             scores = self._scorer(row, known_slopes(micro, self._algorithm, scale))
             loss = measured_loss(scores, micro, self._algorithm, scale, done)
-        # also where the loss is not finite: the other ranks' backward passes wait for this one's collectives
-        loss.backward()
+        # text has no graph under adapters on the vision only; with a sharded tower, rows of all ranks have one or none
+        if loss.requires_grad:
+            # also where the loss is not finite: the other ranks' backward passes wait for this one's collectives
+            loss.backward()
 
     def _value_model(self, model: ValueModel, micro: MicroBatch, done: PassResult, scale: float) -> None:
         values_A = model(micro.row)

@@ -49,7 +49,9 @@ class SupervisedTrainer(SupervisedSteps):
         self._vlm.train()
         with dropout_seed(self._steps, self._ranks, self._vlm.device):
             part = self._loss(pairs)
-        torch.autograd.backward(part)
+        # text has no graph where only the vision has adapters: on all ranks, or on none
+        if part.requires_grad:
+            torch.autograd.backward(part)
         self._vlm.eval()
         total: float = sum(self._ranks.gather(float(awaited(part.detach()))))
         return total
