@@ -15,7 +15,6 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 from asyncio import IncompleteReadError, StreamReader, StreamWriter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -24,7 +23,7 @@ from typing import Any
 from fovea.environments.graders.base import NoScoreError
 from fovea.errors import ConfigError, first_line, named
 from fovea.types import Mark, Score, Task, Turn
-from fovea.utils.launch import without_torchrun
+from fovea.utils.launch import module_command, with_this_fovea, without_torchrun
 
 HEADER = struct.Struct("!Q")
 """Before each message, in both directions: its length in bytes."""
@@ -38,7 +37,7 @@ class RewardProcesses:
 
     def __init__(self, module: str, settings: Mapping[str, Any], name: str, timeout_seconds: float) -> None:
         """`module` is run with the descriptor of a socket, by which it gets `settings`; `name` is for messages."""
-        self._command = [sys.executable, "-m", module]
+        self._command = module_command(module)
         self._settings = json.dumps(settings).encode()
         self._name = name
         self._timeout_seconds = timeout_seconds
@@ -97,7 +96,7 @@ class RewardProcess:
         with theirs:
             self._process = subprocess.Popen(
                 [*command, str(theirs.fileno())],
-                env=without_torchrun(os.environ),
+                env=with_this_fovea(without_torchrun(os.environ)),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 # Ctrl-C is for the run, which then kills this process and all that it has started

@@ -48,6 +48,14 @@ def test_a_score_from_a_process_is_that_of_a_thread(function: str, tmp_path: Pat
         assert score_in_run(in_process, TASK, "two words") == score_in_run(in_thread, TASK, "two words")
 
 
+def test_a_process_imports_no_fovea_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "fovea").mkdir()
+    (tmp_path / "fovea" / "__init__.py").touch()
+    monkeypatch.chdir(tmp_path)
+    with graded(tmp_path, "pid") as grading:
+        assert score_in_run(grading, TASK, "").reward != os.getpid()
+
+
 def test_a_list_of_rewards_is_added_in_the_process(tmp_path: Path) -> None:
     names = [f"{tmp_path}/own.py:later", f"{tmp_path}/own.py:without_torch"]
     with graded(tmp_path, "", reward=names, reward_weights=[1, 2]) as grading:
