@@ -18,6 +18,7 @@ import pytest
 from PIL import Image
 
 import fovea
+from fovea.environments.custom.importing import import_file
 from fovea.environments.graders.grading import Grading
 from fovea.errors import ConfigError, ScoreError, UnscoredError
 from fovea.metrics.log import read_metrics
@@ -139,6 +140,18 @@ def test_a_task_that_goes_to_no_other_process_is_named(tmp_path: Path) -> None:
         pytest.raises(ScoreError, match=r"the task holds an object that cannot be pickled \(TypeError: .*lock"),
     ):
         score_in_run(grading, task, "")
+
+
+def test_a_class_of_the_environments_file_is_named(tmp_path: Path) -> None:
+    """Pickles hold its name, and only the process of the run has imported the file."""
+    (tmp_path / "boxes.py").write_text("class Box: ...\n")
+    task = replace(TASK, row={"box": import_file(tmp_path / "boxes.py").Box()})
+    with graded(tmp_path, "pid") as grading:
+        before = score_in_run(grading, TASK, "").reward
+        problem = r"an object that cannot be read there \(ModuleNotFoundError: .*fovea_own_boxes.*set reward_in=thread"
+        with pytest.raises(ScoreError, match=problem):
+            score_in_run(grading, task, "")
+        assert score_in_run(grading, TASK, "").reward == before, "its process goes on"
 
 
 def by_hand(task: Task, text: str, images: Sequence[Image.Image]) -> float:
