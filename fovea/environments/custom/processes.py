@@ -30,6 +30,9 @@ HEADER = struct.Struct("!Q")
 MAX_ANSWER_BYTES = 2**24
 START_SECONDS = 300.0
 """Longest start of a process, which may load a model."""
+END_SECONDS = 5.0
+"""Longest end of a process that has closed its socket."""
+POLL_SECONDS = 0.01
 
 
 class RewardProcesses:
@@ -51,24 +54,32 @@ class RewardProcesses:
         message = _pickled(task, turns[-1].text)
         process = self._idle.pop() if self._idle else await self._start()
         try:
+            answer = await self._ask(process, message)
+        except EOFError as error:
+            raise NoScoreError(f"ended its process ({error})") from error
+        return _score(answer)
+
+    async def _ask(self, process: RewardProcess, message: bytes) -> dict[str, Any]:
+        """The answer of a process, which then waits for the next call; EOFError says how a process has ended."""
+        try:
             async with asyncio.timeout(self._timeout_seconds):
                 answer = await process.ask(message)
         except TimeoutError as error:
-            process.kill()
+            await process.kill()
             text = f"took more than reward_timeout_seconds={self._timeout_seconds:g}, and its process was killed"
             raise NoScoreError(text) from error
         except EOFError as error:
-            raise NoScoreError(f"ended its process ({process.kill()})") from error
+            raise type(error)(await process.ended()) from error
         except BaseException:
-            process.kill()
+            await process.kill()
             raise
         self._idle.append(process)
-        return _score(answer)
+        return answer
 
     async def aclose(self) -> None:
         """End the processes that wait for a call; those amid one end as it is cancelled."""
         while self._idle:
-            self._idle.pop().kill()
+            await self._idle.pop().kill()
 
     async def _start(self) -> RewardProcess:
         process = RewardProcess(self._command)
@@ -76,14 +87,14 @@ class RewardProcesses:
             async with asyncio.timeout(START_SECONDS):
                 problem = (await process.ask(self._settings)).get("problem")
         except EOFError:
-            problem = f"reward={self._name} cannot be imported: it ended its process ({process.kill()}); fix it"
+            problem = f"reward={self._name} cannot be imported: it ended its process ({await process.ended()}); fix it"
         except TimeoutError:
             problem = f"reward={self._name} was not imported within {START_SECONDS:g} s; make its import faster"
         except BaseException:
-            process.kill()
+            await process.kill()
             raise
         if problem is not None:
-            process.kill()
+            await process.kill()
             raise ConfigError(problem)
         return process
 
@@ -120,18 +131,30 @@ class RewardProcess:
             raise EOFError from error
         return answer
 
-    def kill(self) -> str:
-        """Kill the process and all that it has started, unless it has ended by itself; says how it ended."""
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(0.1 if self._streams and self._streams[0].at_eof() else 0)
+    async def ended(self) -> str:
+        """How a process has ended that has closed its socket, for which it has some seconds before it is killed."""
+        # the kernel closes the socket first, and may then write a core file or free much memory
+        with suppress(TimeoutError):
+            async with asyncio.timeout(END_SECONDS):
+                await self._exit_code()
+        return await self.kill()
+
+    async def kill(self) -> str:
+        """Kill the process, unless it has ended by itself, and all that it has started; returns how it ended."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        code = self._process.wait()
         if self._streams is None:
             self._socket.close()
         else:
             self._streams[1].close()
+        code = await self._exit_code()
         return f"exit code {code}" if code >= 0 else f"killed by signal {-code}, {signal.strsignal(-code)}"
+
+    async def _exit_code(self) -> int:
+        """The exit code once there is one, negative for a signal; other calls go on meanwhile."""
+        while (code := self._process.poll()) is None:
+            await asyncio.sleep(POLL_SECONDS)
+        return code
 
 
 def _pickled(task: Task, text: str) -> bytes:

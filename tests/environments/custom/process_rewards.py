@@ -40,7 +40,10 @@ def misbehaves(task, text, images):
         return float(bool(re.match(r"(a+)+$", "a" * 40 + "b")))
     if text == "die":
         os.kill(os.getpid(), 9)
-    if text == "exit":
+    if text == "exit slowly":
+        os.closerange(3, 256)
+        time.sleep(1)
+    if text.startswith("exit"):
         os._exit(7)
     if text == "raise":
         raise ValueError("too short")

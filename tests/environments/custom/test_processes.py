@@ -83,6 +83,7 @@ def test_calls_have_so_many_processes_and_all_end_with_the_run(tmp_path: Path) -
         ("hold", r"took more than reward_timeout_seconds=0\.5, and its process was killed"),
         ("die", r"ended its process \(killed by signal 9, Killed\)"),
         ("exit", r"ended its process \(exit code 7\)"),
+        ("exit slowly", r"ended its process \(exit code 7\)"),
         ("raise", r"raised ValueError: too short at .*own\.py:\d+"),
         ("leave", r"raised SystemExit: 3 at .*own\.py:\d+"),
     ],
