@@ -52,9 +52,11 @@ class RewardProcesses:
         ConfigError where it cannot be imported. The time to start a process is not part of the limit.
         """
         message = _pickled(task, turns[-1].text)
-        process = self._idle.pop() if self._idle else await self._start()
         try:
-            answer = await self._ask(process, message)
+            try:
+                answer = await self._ask(await self._waiting(), message)
+            except UnreadError:
+                answer = await self._ask(await self._start(), message)
         except EOFError as error:
             raise NoScoreError(f"ended its process ({error})") from error
         return _score(answer)
@@ -81,6 +83,15 @@ class RewardProcesses:
         while self._idle:
             await self._idle.pop().kill()
 
+    async def _waiting(self) -> RewardProcess:
+        """A process that waits for a call, or a new one where all have ended."""
+        while self._idle:
+            process = self._idle.pop()
+            if process.is_running:
+                return process
+            await process.kill()
+        return await self._start()
+
     async def _start(self) -> RewardProcess:
         process = RewardProcess(self._command)
         try:
@@ -99,6 +110,10 @@ class RewardProcesses:
         return process
 
 
+class UnreadError(EOFError):
+    """A process ended before it read the message, which is therefore not the cause."""
+
+
 class RewardProcess:
     """The trainer's end of the socket to one process."""
 
@@ -115,8 +130,12 @@ class RewardProcess:
             )
         self._streams: tuple[StreamReader, StreamWriter] | None = None
 
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
     async def ask(self, message: bytes) -> dict[str, Any]:
-        """The answer to a message; EOFError where the process has ended."""
+        """The answer to a message; EOFError where the process has ended, UnreadError if it had not read the message."""
         if self._streams is None:
             self._streams = await asyncio.open_connection(sock=self._socket)
         reader, writer = self._streams
@@ -127,7 +146,10 @@ class RewardProcess:
             if size > MAX_ANSWER_BYTES:
                 raise NoScoreError(f"returned a score of {size / 2**20:.0f} MiB; return fewer or smaller parts")
             answer: dict[str, Any] = json.loads(await reader.readexactly(size))
-        except (IncompleteReadError, ConnectionError) as error:
+        except ConnectionError as error:
+            # of a broken pipe, or of a reset: Linux resets a socket that is closed with unread bytes
+            raise UnreadError from error
+        except IncompleteReadError as error:
             raise EOFError from error
         return answer
 

@@ -106,6 +106,28 @@ def test_whatever_a_call_does_costs_its_group_and_the_next_is_scored(text: str, 
         score_in_run(grading, TASK, text)
 
 
+def test_the_end_of_a_process_that_waits_is_no_fault_of_the_next_call(tmp_path: Path) -> None:
+    with graded(tmp_path, "pid") as grading:
+        first = score_in_run(grading, TASK, "").reward
+        os.kill(int(first), signal.SIGKILL)
+        wait_until_gone(first)
+        assert score_in_run(grading, TASK, "").reward != first
+
+
+def test_a_call_that_no_process_has_read_is_made_again(tmp_path: Path) -> None:
+    async def killed_before_it_reads(grading: Grading, pid: int) -> float:
+        os.kill(pid, signal.SIGSTOP)
+        task = asyncio.ensure_future(grading.scores(TASK, [[Turn(messages=(), text="")]]))
+        await asyncio.sleep(0.5)
+        os.kill(pid, signal.SIGKILL)
+        (score,) = await task
+        return score.reward
+
+    with graded(tmp_path, "pid") as grading:
+        first = int(score_in_run(grading, TASK, "").reward)
+        assert wait_for(killed_before_it_reads(grading, first)) not in (first, os.getpid())
+
+
 def test_an_answer_has_a_bound(tmp_path: Path) -> None:
     with graded(tmp_path, "misbehaves", reward_timeout_seconds=60) as grading:
         with pytest.raises(ScoreError, match=r"returned a score of 32 MiB; return fewer or smaller parts"):
