@@ -186,15 +186,18 @@ def python_with(folder: Path) -> Path:
     return python
 
 
-def test_an_engine_runs_in_an_environment_that_has_only_its_own_package(plus: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("parts", [[], ["environment={name: mixture, parts: {greys: {environment: grey}}}"]])
+def test_an_engine_runs_in_an_environment_that_has_only_its_own_package(
+    parts: list[str], plus: Path, tmp_path: Path
+) -> None:
     """The environment, the loss and the tracker of the run are another package's there."""
     elsewhere = tmp_path / "elsewhere"
     points = {"fovea.engines": PROJECT["project"]["entry-points"]["fovea.engines"]}
     code = {"fovea_plus/slow_engine.py": BLOCKS["fovea_plus/slow_engine.py"]}
     install(elsewhere, PROJECT["project"] | {"entry-points": points}, code)
-    train(
-        build(settings("run_dir=run", f"rollout.engine.python={python_with(elsewhere)}", "warmup=null", "max_steps=1"))
-    )
+    small = [each for each in SMALL if not each.startswith(("environment.", "warmup="))]
+    given = ["run_dir=run", f"rollout.engine.python={python_with(elsewhere)}", "max_steps=1"]
+    train(build(load_config([Path("plus.yaml")], [*small, *given, *parts])))
     parity = json.loads(Path("run/parity.json").read_text())
     assert (parity["engine"], parity["passed"]) == ("slow", True)
 
