@@ -15,6 +15,7 @@ import signal
 import socket
 import struct
 import subprocess
+import sys
 from asyncio import IncompleteReadError, StreamReader, StreamWriter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -33,6 +34,8 @@ START_SECONDS = 300.0
 END_SECONDS = 5.0
 """Longest end of a process that has closed its socket."""
 POLL_SECONDS = 0.01
+KILL_AT_EOF = "import os, sys; os.read(0, 1); os.killpg(int(sys.argv[1]), 9)"
+"""Script that kills a group of processes when the trainer has ended, however it has."""
 
 
 class RewardProcesses:
@@ -128,6 +131,12 @@ class RewardProcess:
                 # Ctrl-C is for the run, which then kills this process and all that it has started
                 start_new_session=True,
             )
+        # the kernel can end the process with the trainer, and not what it has started
+        self._watcher = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", KILL_AT_EOF, str(self._process.pid)],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
         self._streams: tuple[StreamReader, StreamWriter] | None = None
 
     @property
@@ -163,6 +172,8 @@ class RewardProcess:
 
     async def kill(self) -> str:
         """Kill the process, unless it has ended by itself, and all that it has started; returns how it ended."""
+        with self._watcher:  # closes its stdin and waits for it
+            self._watcher.kill()
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         if self._streams is None:

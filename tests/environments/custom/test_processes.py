@@ -220,7 +220,7 @@ from tests.environments.custom.process_rewards import TASK, graded
 from tests.grading import score_in_run
 
 with graded(Path(sys.argv[1]), "misbehaves", reward_timeout_seconds=600) as grading:
-    print(int(score_in_run(grading, TASK, "").reward), flush=True)
+    print(int(score_in_run(grading, TASK, "start").reward), flush=True)
     score_in_run(grading, TASK, sys.argv[2])
     input()
 """
@@ -229,7 +229,7 @@ with graded(Path(sys.argv[1]), "misbehaves", reward_timeout_seconds=600) as grad
 @pytest.mark.kill
 @pytest.mark.parametrize("text", ["hold", ""])
 def test_a_process_ends_with_a_trainer_that_is_killed(text: str, tmp_path: Path) -> None:
-    """Also amid a call that holds its interpreter lock."""
+    """Also amid a call that holds its interpreter lock, and with what it has started."""
     command = [sys.executable, "-c", ORPHAN, str(tmp_path), text]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     started = subprocess.Popen(command, cwd=ROOT, env={**environment(), "PYTHONPATH": str(ROOT)}, text=True, **pipes)
@@ -238,7 +238,10 @@ def test_a_process_ends_with_a_trainer_that_is_killed(text: str, tmp_path: Path)
         pid = int(process.stdout.readline())
         time.sleep(1)
         assert not is_gone(pid)
+        of_the_reward = int((tmp_path / "started").read_text())
+        assert not is_gone(of_the_reward)
     wait_until_gone(pid)
+    wait_until_gone(of_the_reward)
     started.communicate()
 
 
