@@ -20,7 +20,7 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 from typer.testing import CliRunner
 
 from fovea.cli import main
-from fovea.commands.trust import check_trust
+from fovea.commands.trust import wants_trust
 from fovea.config.algorithm import Algorithm
 from fovea.config.describe import describe
 from fovea.config.loading import dump_config, load_config
@@ -32,10 +32,12 @@ from fovea.metrics.log import read_metrics
 from fovea.models.load import load_network
 from fovea.models.processor import load_processor
 from fovea.models.render import Renderer
+from fovea.run.checkpoint import write_manifest
 from fovea.wiring.run import build
 from tests.idefics3 import SIDE_PX, make_network, make_tokenizer, save_idefics3
 from tests.policies import batch_of, make_policy, update_gradients
 from tests.reference import largest_relative_difference
+from tests.saved import make_checkpoint
 from tests.tiny_models import CORPUS, from_array, image, tiny, user
 
 ROOT = Path(__file__).parents[1]
@@ -184,15 +186,18 @@ def python_with(folder: Path) -> Path:
     return python
 
 
-def test_an_engine_runs_in_an_environment_that_has_only_its_own_package(plus: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("parts", [[], ["environment={name: mixture, parts: {greys: {environment: grey}}}"]])
+def test_an_engine_runs_in_an_environment_that_has_only_its_own_package(
+    parts: list[str], plus: Path, tmp_path: Path
+) -> None:
     """The environment, the loss and the tracker of the run are another package's there."""
     elsewhere = tmp_path / "elsewhere"
     points = {"fovea.engines": PROJECT["project"]["entry-points"]["fovea.engines"]}
     code = {"fovea_plus/slow_engine.py": BLOCKS["fovea_plus/slow_engine.py"]}
     install(elsewhere, PROJECT["project"] | {"entry-points": points}, code)
-    train(
-        build(settings("run_dir=run", f"rollout.engine.python={python_with(elsewhere)}", "warmup=null", "max_steps=1"))
-    )
+    small = [each for each in SMALL if not each.startswith(("environment.", "warmup="))]
+    given = ["run_dir=run", f"rollout.engine.python={python_with(elsewhere)}", "max_steps=1"]
+    train(build(load_config([Path("plus.yaml")], [*small, *given, *parts])))
     parity = json.loads(Path("run/parity.json").read_text())
     assert (parity["engine"], parity["passed"]) == ("slow", True)
 
@@ -260,17 +265,58 @@ def test_nothing_is_imported_before_a_setting_names_it(plus: Path) -> None:
     )
 
 
-def test_a_folder_that_names_a_part_of_a_package_needs_trust(plus: Path) -> None:
-    file, config = Path("run/config.yaml"), settings()
-    with pytest.raises(ConfigError, match=r"runs the code of another package by environment\.name=grey"):
-        check_trust(config, file, [], trust=False)
-    check_trust(config, file, ["environment=grey"], trust=False)
-    for key, named in {"algorithm.loss": "gmpo", "rollout.engine": "slow", "log.tracker": "lines"}.items():
-        given = [f"{key}={named}", "environment=grey"]
-        rest = {"algorithm.loss": "gmpo", "rollout.engine": "slow", "log.tracker": "lines"}.items() - {(key, named)}
-        with pytest.raises(ConfigError, match="runs the code of another package"):
-            check_trust(config, file, given, trust=False, trains=True)
-        check_trust(config, file, [*given, *(f"{each}={name}" for each, name in rest)], trust=False, trains=True)
+@pytest.mark.parametrize(
+    ("group", "key", "section", "instead"),
+    [
+        ("fovea.environments", "environment", {"environment": "part"}, "shapes"),
+        (
+            "fovea.environments",
+            "environment.parts.a.environment",
+            {"environment": {"name": "mixture", "parts": {"a": {"environment": {"name": "part"}}}}},
+            "shapes",
+        ),
+        ("fovea.losses", "algorithm.loss", {"algorithm": {"loss": "part"}}, "clip"),
+        ("fovea.engines", "rollout.engine", {"rollout": {"engine": {"name": "part"}}}, "embedded"),
+        ("fovea.trackers", "log.tracker", {"log": {"tracker": {"name": "part"}}}, "null"),
+    ],
+)
+def test_a_folder_that_names_a_part_of_a_package_does_not_import_it(
+    group: str, key: str, section: dict[str, Any], instead: str, site: Path
+) -> None:
+    other(site, group, "part", "from pathlib import Path\nPath('imported').touch()\nPart = 1\n")
+    checkpoint = make_checkpoint(Path("run"), 1)
+    (checkpoint / "state.json").write_text('{"format": 2, "step": 1}')
+    write_manifest(checkpoint)
+    Path("run/config.yaml").write_text(json.dumps({"model": {"tiny": {}}, **section}))
+    resume = ["workflow", "vlm-rl-training", "--input"]
+    for words in (
+        ["eval", "run"],
+        ["eval", "run", f"{key}={instead}"],  # the settings of the folder are read before the user's
+        ["eval", "run", "--recipe", "shapes"],
+        ["export", "run", "--out", "out"],
+        [*resume, json.dumps({"resume_checkpoint": "run"})],
+    ):
+        refused = CliRunner().invoke(main.app, words, env={"COLUMNS": "400"})
+        assert refused.exit_code == 2, refused.output
+        assert f"runs the code of another package by {key}.name=part" in refused.stderr
+        assert not Path("imported").exists(), words
+    for words in (
+        ["eval", "run", "--trust"],
+        ["eval", "run", f"{key}=part"],
+        [*resume, json.dumps({"resume_checkpoint": "run", "settings": {key: "part"}})],
+    ):
+        allowed = CliRunner().invoke(main.app, words, env={"COLUMNS": "400"})
+        assert "part is registered as 1, which does not fit" in allowed.stderr
+        assert Path("imported").exists(), words
+        Path("imported").unlink()
+        forget("other")
+
+
+def test_a_run_with_a_part_of_a_package_is_evaluated_by_trust(plus: Path) -> None:
+    own = ["environment=shapes", "rollout.engine=embedded", "algorithm.loss=clip", "log.tracker=null"]
+    assert not wants_trust(load_config([Path("plus.yaml")], own))
+    for number in range(len(own)):
+        assert wants_trust(load_config([Path("plus.yaml")], [*own[:number], *own[number + 1 :]]))
 
 
 @pytest.mark.parametrize(
@@ -328,7 +374,7 @@ def test_a_part_that_does_not_fit_is_refused(code: str, message: str, site: Path
 @pytest.mark.parametrize(
     ("group", "base", "setting", "missing"),
     [
-        ("fovea.losses", "algorithm_parts.LossSettings", "algorithm.loss", "policy_loss"),
+        ("fovea.losses", "algorithm.LossSettings", "algorithm.loss", "policy_loss"),
         ("fovea.engines", "backends.StreamedEngine", "rollout.engine", "make_engine"),
         ("fovea.environments", "splits.EnvironmentSettings", "environment", "make_environment"),
         ("fovea.trackers", "sections.TrackerSettings", "log.tracker", "connect"),

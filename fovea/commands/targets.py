@@ -19,7 +19,7 @@ from peft import PeftModel
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
-from fovea.commands.trust import check_trust
+from fovea.commands.trust import check_packages, check_trust
 from fovea.config.base import Section, leaves
 from fovea.config.loading import keys_of, load_config
 from fovea.config.model import Model
@@ -235,6 +235,8 @@ def shared_settings(
             "no target says which rows to ask; give a recipe that does (recipe=FILE, or a name such as geo3k), or rows "
             "from Python"
         )
+    for file in sources:
+        check_packages(file, overrides, trust=trust)
     configs = [load_config([file], overrides) for file in sources]
     for file, config in zip(sources, configs, strict=True):
         if (_environment(config), _reward(config)) != (_environment(configs[0]), _reward(configs[0])):
@@ -268,7 +270,7 @@ def _environment(config: Config) -> Section:
 def _reward(config: Config) -> str:
     """The reward functions, with their weights where they have some."""
     weights = "" if config.reward_weights is None else f" with reward_weights={list(config.reward_weights)}"
-    return f"{', '.join(reward_tuple(config.reward))}{weights}"
+    return f"{', '.join(reward_tuple(config.reward)) or None}{weights}"
 
 
 def _first_difference(first: Config, second: Config) -> str:
@@ -304,7 +306,8 @@ def open_model(
     """
     if isinstance(target, CheckpointTarget):
         own = [each for each in overrides if section_of(each) in ("model", "train")]
-        return open_checkpoint(target, own, trust=trust)
+        check_packages(target.run / CONFIG_FILE, overrides, trust=trust)
+        return _open_checkpoint(target, own, trust=trust)
     assert shared is not None, "a plain model has no its own settings"
     settings = _plain_model(shared.model, target)
     config = shared.model_copy(update={"model": settings})
@@ -359,23 +362,24 @@ def open_checkpoint(
 
     Code that the run's settings name is needed only where its tiny model has to be made again; it runs by `trust`.
     """
-    with naming_deletion(target.folder):
-        return _open_checkpoint(target, overrides, trust=trust)
+    check_packages(target.run / CONFIG_FILE, overrides, trust=trust)
+    return _open_checkpoint(target, overrides, trust=trust)
 
 
 def _open_checkpoint(target: CheckpointTarget, overrides: Sequence[Override], *, trust: bool) -> OpenedModel:
-    file = target.run / CONFIG_FILE
-    config = _without_first_adapter(load_config([file], overrides))
-    if trains_with_megatron(config) and not trust:
-        raise ConfigError(
-            f"{target.name} is a checkpoint of train.backend=megatron, with a pickle among its files, which can run "
-            "code when it is read; add trust=True, if the run is your own"
-        )
-    model = locate_model(config, target.run, partial(_environment_of, config, file, overrides, trust=trust))
-    processor = load_processor(model)
-    vlm = open_vlm(config, model, processor.banned_ids)
-    left_out = _load_trained(target.folder, config, model, vlm)
-    return OpenedModel(config=config, processor=processor, vlm=vlm, left_out=left_out)
+    with naming_deletion(target.folder):
+        file = target.run / CONFIG_FILE
+        config = _without_first_adapter(load_config([file], overrides))
+        if trains_with_megatron(config) and not trust:
+            raise ConfigError(
+                f"{target.name} is a checkpoint of train.backend=megatron, with a pickle among its files, which can "
+                "run code when it is read; add trust=True, if the run is your own"
+            )
+        model = locate_model(config, target.run, partial(_environment_of, config, file, overrides, trust=trust))
+        processor = load_processor(model)
+        vlm = open_vlm(config, model, processor.banned_ids)
+        left_out = _load_trained(target.folder, config, model, vlm)
+        return OpenedModel(config=config, processor=processor, vlm=vlm, left_out=left_out)
 
 
 def _load_trained(checkpoint: Path, config: Config, model: Model, vlm: PolicyNetwork) -> tuple[str, ...]:

@@ -9,16 +9,28 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from fovea.algorithms.policy_loss import HasFormula
 from fovea.config.backends import MegatronBackend, ServingEngine, VllmServersEngine
 from fovea.config.environments import CaptionEnvironment, Judge, OwnEnvironment
-from fovea.config.loading import keys_of
-from fovea.config.recipes import Override
+from fovea.config.loading import keys_of, package_parts
+from fovea.config.recipes import Override, read_override, read_recipe
 from fovea.config.rewards import FROM_PYTHON
 from fovea.config.run import Config
-from fovea.environments.base import MakesEnvironment
 from fovea.errors import ConfigError
-from fovea.wiring.engine import MakesEngine
+
+
+def check_packages(file: Path, overrides: Sequence[Override], *, trust: bool) -> None:
+    """ConfigError where a folder's `file` chooses a part of another package that the user does not name too.
+
+    To be called before `file` is loaded, which imports the package, also where an override chooses another part.
+    """
+    if trust:
+        return
+    named = {part for each in overrides for part in package_parts(read_override(each)[1])}
+    for key, name in sorted(package_parts(read_recipe(file)) - named):
+        raise ConfigError(
+            f"{file} runs the code of another package by {key}={name}, and what a folder says runs no code here; add "
+            f"trust=True, if the folder is your own, or set {key}={name} yourself"
+        )
 
 
 def check_trust(
@@ -28,7 +40,7 @@ def check_trust(
 
     These are to run code, to send rows or a key to a judge, and to reach private addresses; with `trains` those of
     engine and backend, too. `overrides` are the user's own settings: what they set is the user's, whatever the file
-    says.
+    says. Parts of other packages are for `check_packages` to refuse, before they are imported.
     """
     if trust:
         return
@@ -42,7 +54,8 @@ def check_trust(
 
 def wants_trust(config: Config) -> bool:
     """True if a run of these settings is evaluated only by `--trust`: for what they name, or Megatron's pickle."""
-    return isinstance(config.train.backend, MegatronBackend) or any(True for _ in _powers(config))
+    of_packages = package_parts(config.model_dump())
+    return bool(of_packages) or isinstance(config.train.backend, MegatronBackend) or any(True for _ in _powers(config))
 
 
 def _powers(config: Config) -> Iterator[tuple[str, str, str]]:
@@ -55,8 +68,6 @@ def _powers(config: Config) -> Iterator[tuple[str, str, str]]:
     for key, environment in config.environments.items():
         if isinstance(environment, OwnEnvironment):
             yield f"{key}.file", f"runs the code of {key}={environment.file}", f"{key}=FILE.py:CLASS of yours"
-        if isinstance(environment, MakesEnvironment):
-            yield f"{key}.name", *_of_package(f"{key}.name", environment.name)
     for key, judge in _judges(config).items():
         if judge is not None:
             sent = "rows" if judge.api_key_env is None else f"the key in {judge.api_key_env}"
@@ -69,12 +80,6 @@ def _powers(config: Config) -> Iterator[tuple[str, str, str]]:
 def _training_powers(config: Config) -> Iterator[tuple[str, str, str]]:
     """The settings with such a power only in training, as `_powers` gives them."""
     engine, key = config.rollout.engine, "rollout.engine"
-    if isinstance(engine, MakesEngine):
-        yield f"{key}.name", *_of_package(f"{key}.name", engine.name)
-    if isinstance(config.algorithm.loss, HasFormula):
-        yield "algorithm.loss.name", *_of_package("algorithm.loss.name", config.algorithm.loss.name)
-    if config.log.tracker is not None:
-        yield "log.tracker.name", *_of_package("log.tracker.name", config.log.tracker.name)
     if isinstance(engine, VllmServersEngine):
         sent = f"rows, weights and the key in {key}.weights_dir"
         yield f"{key}.servers", f"sends {sent} to {key}.servers={list(engine.servers)}", f"{key}.servers=[URL]"
@@ -84,11 +89,6 @@ def _training_powers(config: Config) -> Iterator[tuple[str, str, str]]:
         yield f"{key}.engine_args", f"starts its engine with {key}.engine_args={engine.engine_args}", f"{key}=embedded"
     if isinstance(config.train.backend, MegatronBackend):
         yield "train.backend.name", "reads a pickle, which can run code (train.backend=megatron)", "train.backend=torch"
-
-
-def _of_package(key: str, name: str) -> tuple[str, str]:
-    """Describe what a section of another package does, and what to set instead."""
-    return f"runs the code of another package by {key}={name}", f"{key}={name}"
 
 
 def _judges(config: Config) -> dict[str, Judge | None]:

@@ -217,9 +217,13 @@ def variant_of(field: FieldInfo, name: object) -> type[Section] | None:
 
 def names_of(field: FieldInfo) -> list[str]:
     """All names of a union, also in packages that have not been imported."""
+    return list(dict.fromkeys([*_names(_ours(field.annotation)), *packages_of(field)]))
+
+
+def packages_of(field: FieldInfo) -> list[str]:
+    """The names of a union's sections in other packages, which are not imported."""
     union = _open_union(field)
-    theirs = {} if union is None else entry_points.registered(union.group)
-    return list(dict.fromkeys([*_names(_ours(field.annotation)), *theirs]))
+    return [] if union is None else list(entry_points.registered(union.group))
 
 
 def default_name(field: FieldInfo) -> str | None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import difflib
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from fovea.config.base import (
     is_union,
     leaves,
     long_forms,
+    packages_of,
     sections_of,
     variant_of,
 )
@@ -123,6 +124,23 @@ def dump_config(config: Config, sections: Collection[str] = ()) -> str:
 def keys_of(overrides: Sequence[Override]) -> set[str]:
     """The dotted keys that overrides set, short forms written out: `environment=a.py:C` sets `environment.file`."""
     return {key for each in overrides for key in leaves(_all_long_forms(Config, read_override(each)[1]))}
+
+
+def package_parts(tree: Tree) -> set[tuple[str, str]]:
+    """The key and the name of each part of another package that settings choose; imports no package."""
+    return set(_package_parts(Config, tree, ""))
+
+
+def _package_parts(section: type[Section], given: Tree, path: str) -> Iterator[tuple[str, str]]:
+    for key, value in _long_forms(section, given, path).items():
+        field = section.field_of(key)
+        if field is None or not isinstance(value, dict):
+            continue
+        name = value.get(NAME)
+        if name in packages_of(field):
+            yield f"{path}{key}.{NAME}", name
+        for inner in sections_of(field):
+            yield from _package_parts(inner, value, f"{path}{key}.")
 
 
 def _all_long_forms(section: type[Section], given: Tree) -> Tree:
@@ -245,10 +263,7 @@ class _Layers:
 def _merge(into: Tree, layer: Tree, section: type[Section], path: str) -> None:
     """Set the values of a layer in the tree, section by section; ConfigError for a key that there is not."""
     _check_texts(path, layer)
-    try:
-        layer = long_forms(section, layer)
-    except ValueError as error:
-        raise ConfigError(f"{path}{error}") from None
+    layer = _long_forms(section, layer, path)
     _take_bundle(into, layer, section)
     for name, value in layer.items():
         key, field, current = f"{path}{name}", section.field_of(name), into.get(name)
@@ -264,6 +279,13 @@ def _merge(into: Tree, layer: Tree, section: type[Section], path: str) -> None:
         else:
             into[name], chosen = _section_for(field, current if isinstance(current, dict) else {}, value, key)
             _merge(into[name], value, chosen, f"{key}.")
+
+
+def _long_forms(section: type[Section], given: Tree, path: str) -> Tree:
+    try:
+        return long_forms(section, given)
+    except ValueError as error:
+        raise ConfigError(f"{path}{error}") from None
 
 
 def _check_texts(path: str, names: Iterable[object]) -> None:

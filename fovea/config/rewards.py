@@ -8,6 +8,8 @@ from typing import Literal, TypeAlias
 RewardPlace: TypeAlias = Literal["thread", "process"]
 Rewards: TypeAlias = str | tuple[str, ...] | None
 """One reward function by name, or a list of them."""
+OVERLONG = "overlong"
+"""Part of the reward that `algorithm.overlong` logs, so that no other has the name."""
 FROM_PYTHON = "python:"
 """Beginning of the names of objects that Python code has given."""
 
@@ -36,6 +38,11 @@ def list_complaints(reward: Rewards, weights: Sequence[float] | None) -> Iterato
     names = [part_name(spec) for spec in reward]
     if not names:
         yield "reward=[] names no function; name one or more, or leave reward out"
+    if OVERLONG in names:
+        yield (
+            f"reward={list(reward)}: the metric reward/{OVERLONG} is the penalty of algorithm.{OVERLONG}; rename the "
+            f"function {OVERLONG}"
+        )
     for name in dict.fromkeys(names):
         if names.count(name) > 1 or not name.isidentifier():
             yield (

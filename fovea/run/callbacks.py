@@ -44,6 +44,8 @@ class EvalRecord:
     """The run folder."""
 
 
+SIGNAL = 128
+"""An exit code by a signal is this one plus its number."""
 OnStep: TypeAlias = Callable[[StepRecord], object]
 OnEval: TypeAlias = Callable[[EvalRecord], object]
 
@@ -78,6 +80,13 @@ class Callbacks:
 def _named(callback: str) -> Iterator[None]:
     try:
         yield
+    except SystemExit as error:
+        if isinstance(error.code, int) and error.code > SIGNAL:
+            raise  # a signal to the run came during the call
+        raise RuntimeError(
+            f"the callback {callback} called sys.exit({error.code!r}), by which a run does not end; raise an error to "
+            "end it, or set max_steps"
+        ) from error
     except BaseException as error:
         # printed below the traceback
         error.add_note(f"the callback {callback} raised this and ended the run; correct it, then resume='auto'")

@@ -31,7 +31,7 @@ from fovea.errors import ClusterError, ConfigError, MicrobatchMemoryError, OutOf
 from fovea.run.lock import was_left_by
 from fovea.run.run_dir import delete_unless_begun, make_folder, newest_step
 from fovea.run.signals import ENDING
-from fovea.utils.launch import num_processes, signal_at_end_of_parent
+from fovea.utils.launch import module_command, num_processes, signal_at_end_of_parent, with_this_fovea
 
 CAUSES = {
     ClusterError.exit_code: "a worker process failed",
@@ -64,7 +64,7 @@ def supervise(config: Config, words: Sequence[str]) -> int:
 
 
 def _train(restarts: Restarts, words: Sequence[str]) -> int:
-    command = [sys.executable, "-m", "fovea", "train", f"--supervised-by={os.getpid()}", *words]
+    command = [*module_command("fovea"), "train", f"--supervised-by={os.getpid()}", *words]
     with Child().receiving_signals() as child:
         while True:
             code = child.run([*command, *restarts.words()])
@@ -168,7 +168,7 @@ class Child:
     def run(self, command: Sequence[str]) -> int:
         """Run a command to its end; returns its exit code, negative for a signal. Leaves no process of it behind."""
         # a separate session: what the terminal or a launcher sends to all processes of a group arrives once
-        self._process = subprocess.Popen(command, start_new_session=True)
+        self._process = subprocess.Popen(command, start_new_session=True, env=with_this_fovea(os.environ))
         self._send()
         code = self._process.wait()
         # a signal that comes before the next process is for that one

@@ -1,4 +1,4 @@
-"""torchrun's environment variables, and ending this process with the one that started it."""
+"""Processes that start others: this Fovea in both, torchrun's variables, and an end with the one that started it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 from fovea.errors import ClusterError
 
@@ -87,3 +88,19 @@ def without_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
         for name, value in environment.items()
         if name not in OF_TORCHRUN and not name.startswith("TORCHELASTIC_")
     }
+
+
+def module_command(module: str) -> list[str]:
+    """The command that runs a module with this interpreter, and imports nothing from the working directory."""
+    return [sys.executable, "-P", "-m", module]
+
+
+def with_this_fovea(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables for a `module_command` that imports the Fovea of this process.
+
+    `python -m fovea` in a folder that holds it finds it there only: such a folder is put on PYTHONPATH.
+    """
+    folder = Path(__file__).parents[2]
+    if not folder.samefile(Path.cwd()):
+        return dict(environment)
+    return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, [str(folder), environment.get("PYTHONPATH")]))}

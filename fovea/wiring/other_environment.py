@@ -71,7 +71,7 @@ def _sent(config: Config, settings: StreamedSettings, model: Model) -> dict[str,
 def _in_place_of_packages(config: Config) -> dict[str, Section]:
     """Defaults for the sections of packages that the engine does not need, and which its environment may lack."""
     changed: dict[str, Section] = {}
-    if isinstance(config.environment, MakesEnvironment):
+    if any(isinstance(each, MakesEnvironment) for each in config.environments.values()):
         changed["environment"] = ShapesEnvironment()
     if isinstance(config.algorithm.loss, HasFormula):
         changed["algorithm"] = config.algorithm.model_copy(update={"loss": ClippedLoss()})

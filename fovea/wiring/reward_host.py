@@ -23,7 +23,7 @@ from fovea.environments.custom.processes import HEADER, score_to_json
 from fovea.environments.custom.several import reward_grader
 from fovea.environments.graders.base import Grader, NoScoreError
 from fovea.environments.graders.limited_calls import result_of
-from fovea.errors import FoveaError, result_or_error
+from fovea.errors import FoveaError, first_line, named, result_or_error
 from fovea.types import Task, Turn
 from fovea.utils.launch import signal_at_end_of_parent
 from fovea.wiring.images import make_opener
@@ -53,7 +53,7 @@ def main(descriptor: int) -> None:
     _send(pipe, {})
     with asyncio.Runner() as runner:
         while (message := _receive(pipe)) is not None:
-            _send(pipe, runner.run(_answer(grader, *pickle.loads(message))))
+            _send(pipe, runner.run(_answer(grader, message)))
 
 
 def _grader(settings: Mapping[str, Any]) -> Grader:
@@ -63,11 +63,20 @@ def _grader(settings: Mapping[str, Any]) -> Grader:
     return reward_grader(reward, functions, weights, opener, CallsHere())
 
 
-async def _answer(grader: Grader, task: Task, text: str) -> dict[str, Any]:
+async def _answer(grader: Grader, message: bytes) -> dict[str, Any]:
     try:
+        task, text = _task_and_text(message)
         return score_to_json(await grader.score(task, [Turn(messages=(), text=text)]))
     except NoScoreError as error:
         return {"failed": str(error)}
+
+
+def _task_and_text(message: bytes) -> tuple[Task, str]:
+    why = "cannot be called in a process, since the task holds an object that cannot be read there"
+    fix = "keep plain values in Task.row, or set reward_in=thread"
+    with named(lambda error: NoScoreError(f"{why} ({first_line(error)}); {fix}")):
+        task, text = pickle.loads(message)
+    return task, text
 
 
 def _receive(pipe: BufferedRWPair) -> bytes | None:

@@ -13,6 +13,7 @@ import pytest
 
 import fovea
 from fovea.metrics.names import definition_of
+from fovea.run.callbacks import Callbacks
 from tests.api.small import SETTINGS
 from tests.tables import table
 
@@ -69,6 +70,21 @@ def test_a_run_with_callbacks_resumes_without_them() -> None:
     fovea.GRPO(settings={**again, "max_steps": 3}).train()
     fovea.GRPO(settings={**again, "max_steps": 4}, on_step=lambda record: steps.append(record.step)).train()
     assert steps == [1, 2, 4]
+
+
+@pytest.mark.parametrize("code", [None, 0, 1, "done"])
+def test_a_callback_that_exits_is_an_error(code: object) -> None:
+    """The end by max_hours is a SystemExit with code 0, after which `train` returns."""
+    callbacks = Callbacks(on_step=lambda record: sys.exit(code))  # type: ignore[arg-type]
+    record = fovea.StepRecord(step=1, max_steps=2, metrics={}, folder=Path("run"))
+    with pytest.raises(RuntimeError, match=re.escape(f"at step 1 called sys.exit({code!r}), by which a run does not")):
+        callbacks.stepped(record)
+
+
+def test_a_signal_during_a_callback_ends_the_run_as_ever() -> None:
+    record = fovea.StepRecord(step=1, max_steps=2, metrics={}, folder=Path("run"))
+    with pytest.raises(SystemExit, match="143"):
+        Callbacks(on_step=lambda record: sys.exit(143)).stepped(record)
 
 
 BREAKS = """

@@ -128,3 +128,12 @@ def test_a_signal_between_two_attempts_is_for_the_next_one() -> None:
     child._pass_on(signal.SIGTERM, None)
     assert child.was_signalled
     assert child.run(["sleep", "60"]) == -signal.SIGTERM
+
+
+def test_the_child_is_not_a_fovea_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "fovea").mkdir()
+    (tmp_path / "fovea" / "__init__.py").touch()
+    (tmp_path / "fovea" / "__main__.py").write_text("raise SystemExit(99)")
+    monkeypatch.chdir(tmp_path)
+    config = restarts(tmp_path, max_restarts=1, run_dir=str(tmp_path / "run")).config
+    assert supervise(config, ["--help"]) == 0

@@ -14,6 +14,7 @@ from typing import SupportsFloat, TypeAlias, overload
 
 from PIL.Image import Image
 
+from fovea.config.rewards import OVERLONG
 from fovea.data.images import OpenImage
 from fovea.environments.custom.trl import RewardFunction, is_async
 from fovea.environments.graders.base import NoScoreError
@@ -21,7 +22,6 @@ from fovea.environments.graders.limited_calls import BlockingCalls
 from fovea.errors import named, raised
 from fovea.types import ImageRef, Mark, Score, Task, Turn
 
-OVERLONG = "overlong"
 REWARD, ACCURACY, IMAGE_PARTS, MARKS = "reward", "accuracy", "image_parts", "marks"
 MAX_PARTS = 100
 """The most parts of a score, and of each of its images: every part is a line of every step's metrics."""

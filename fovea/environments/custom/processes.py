@@ -24,13 +24,18 @@ from typing import Any
 from fovea.environments.graders.base import NoScoreError
 from fovea.errors import ConfigError, first_line, named
 from fovea.types import Mark, Score, Task, Turn
-from fovea.utils.launch import without_torchrun
+from fovea.utils.launch import module_command, with_this_fovea, without_torchrun
 
 HEADER = struct.Struct("!Q")
 """Before each message, in both directions: its length in bytes."""
 MAX_ANSWER_BYTES = 2**24
 START_SECONDS = 300.0
 """Longest start of a process, which may load a model."""
+END_SECONDS = 5.0
+"""Longest end of a process that has closed its socket."""
+POLL_SECONDS = 0.01
+KILL_AT_EOF = "import os, sys; os.read(0, 1); os.killpg(int(sys.argv[1]), 9)"
+"""Script that kills a group of processes when the trainer has ended, however it has."""
 
 
 class RewardProcesses:
@@ -38,7 +43,7 @@ class RewardProcesses:
 
     def __init__(self, module: str, settings: Mapping[str, Any], name: str, timeout_seconds: float) -> None:
         """`module` is run with the descriptor of a socket, by which it gets `settings`; `name` is for messages."""
-        self._command = [sys.executable, "-m", module]
+        self._command = module_command(module)
         self._settings = json.dumps(settings).encode()
         self._name = name
         self._timeout_seconds = timeout_seconds
@@ -50,26 +55,45 @@ class RewardProcesses:
         ConfigError where it cannot be imported. The time to start a process is not part of the limit.
         """
         message = _pickled(task, turns[-1].text)
-        process = self._idle.pop() if self._idle else await self._start()
+        try:
+            try:
+                answer = await self._ask(await self._waiting(), message)
+            except UnreadError:
+                answer = await self._ask(await self._start(), message)
+        except EOFError as error:
+            raise NoScoreError(f"ended its process ({error})") from error
+        return _score(answer)
+
+    async def _ask(self, process: RewardProcess, message: bytes) -> dict[str, Any]:
+        """The answer of a process, which then waits for the next call; EOFError says how a process has ended."""
         try:
             async with asyncio.timeout(self._timeout_seconds):
                 answer = await process.ask(message)
         except TimeoutError as error:
-            process.kill()
+            await process.kill()
             text = f"took more than reward_timeout_seconds={self._timeout_seconds:g}, and its process was killed"
             raise NoScoreError(text) from error
         except EOFError as error:
-            raise NoScoreError(f"ended its process ({process.kill()})") from error
+            raise type(error)(await process.ended()) from error
         except BaseException:
-            process.kill()
+            await process.kill()
             raise
         self._idle.append(process)
-        return _score(answer)
+        return answer
 
     async def aclose(self) -> None:
         """End the processes that wait for a call; those amid one end as it is cancelled."""
         while self._idle:
-            self._idle.pop().kill()
+            await self._idle.pop().kill()
+
+    async def _waiting(self) -> RewardProcess:
+        """A process that waits for a call, or a new one where all have ended."""
+        while self._idle:
+            process = self._idle.pop()
+            if process.is_running:
+                return process
+            await process.kill()
+        return await self._start()
 
     async def _start(self) -> RewardProcess:
         process = RewardProcess(self._command)
@@ -77,16 +101,20 @@ class RewardProcesses:
             async with asyncio.timeout(START_SECONDS):
                 problem = (await process.ask(self._settings)).get("problem")
         except EOFError:
-            problem = f"reward={self._name} cannot be imported: it ended its process ({process.kill()}); fix it"
+            problem = f"reward={self._name} cannot be imported: it ended its process ({await process.ended()}); fix it"
         except TimeoutError:
             problem = f"reward={self._name} was not imported within {START_SECONDS:g} s; make its import faster"
         except BaseException:
-            process.kill()
+            await process.kill()
             raise
         if problem is not None:
-            process.kill()
+            await process.kill()
             raise ConfigError(problem)
         return process
+
+
+class UnreadError(EOFError):
+    """A process ended before it read the message, which is therefore not the cause."""
 
 
 class RewardProcess:
@@ -97,16 +125,26 @@ class RewardProcess:
         with theirs:
             self._process = subprocess.Popen(
                 [*command, str(theirs.fileno())],
-                env=without_torchrun(os.environ),
+                env=with_this_fovea(without_torchrun(os.environ)),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 # Ctrl-C is for the run, which then kills this process and all that it has started
                 start_new_session=True,
             )
+        # the kernel can end the process with the trainer, and not what it has started
+        self._watcher = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", KILL_AT_EOF, str(self._process.pid)],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
         self._streams: tuple[StreamReader, StreamWriter] | None = None
 
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
     async def ask(self, message: bytes) -> dict[str, Any]:
-        """The answer to a message; EOFError where the process has ended."""
+        """The answer to a message; EOFError where the process has ended, UnreadError if it had not read the message."""
         if self._streams is None:
             self._streams = await asyncio.open_connection(sock=self._socket)
         reader, writer = self._streams
@@ -117,22 +155,39 @@ class RewardProcess:
             if size > MAX_ANSWER_BYTES:
                 raise NoScoreError(f"returned a score of {size / 2**20:.0f} MiB; return fewer or smaller parts")
             answer: dict[str, Any] = json.loads(await reader.readexactly(size))
-        except (IncompleteReadError, ConnectionError) as error:
+        except ConnectionError as error:
+            # of a broken pipe, or of a reset: Linux resets a socket that is closed with unread bytes
+            raise UnreadError from error
+        except IncompleteReadError as error:
             raise EOFError from error
         return answer
 
-    def kill(self) -> str:
-        """Kill the process and all that it has started, unless it has ended by itself; says how it ended."""
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(0.1 if self._streams and self._streams[0].at_eof() else 0)
+    async def ended(self) -> str:
+        """How a process has ended that has closed its socket, for which it has some seconds before it is killed."""
+        # the kernel closes the socket first, and may then write a core file or free much memory
+        with suppress(TimeoutError):
+            async with asyncio.timeout(END_SECONDS):
+                await self._exit_code()
+        return await self.kill()
+
+    async def kill(self) -> str:
+        """Kill the process, unless it has ended by itself, and all that it has started; returns how it ended."""
+        with self._watcher:  # closes its stdin and waits for it
+            self._watcher.kill()
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        code = self._process.wait()
         if self._streams is None:
             self._socket.close()
         else:
             self._streams[1].close()
+        code = await self._exit_code()
         return f"exit code {code}" if code >= 0 else f"killed by signal {-code}, {signal.strsignal(-code)}"
+
+    async def _exit_code(self) -> int:
+        """The exit code once there is one, negative for a signal; other calls go on meanwhile."""
+        while (code := self._process.poll()) is None:
+            await asyncio.sleep(POLL_SECONDS)
+        return code
 
 
 def _pickled(task: Task, text: str) -> bytes:

@@ -149,7 +149,8 @@ def _checkpoint(outputs: TrainingOutputs) -> Checkpoint | None:
     if not VOLUME.is_dir():
         return None
     with TemporaryDirectory() as folder:
-        exported = export(outputs.trained_model, Path(folder) / "model").folder
+        # the run has just been trained here, so that its settings are the user's
+        exported = export(outputs.trained_model, Path(folder) / "model", trust=True).folder
         target = VOLUME / "fovea/models" / _name("model", outputs)
         target.parent.mkdir(parents=True, exist_ok=True)
         return Checkpoint.from_dir(str(exported), str(target), task="image-text-to-text", source_run=outputs.run.name)

@@ -19,7 +19,7 @@ from fovea.api.settings import TEST_SHARE, is_set, overrides_of
 from fovea.api.trainers import PPO
 from fovea.commands.evaluate import OutputFiles, evaluate_targets
 from fovea.commands.targets import Target, find_checkpoint, parse_target, settings_file, shared_settings
-from fovea.commands.trust import check_trust
+from fovea.commands.trust import check_packages, check_trust
 from fovea.config.base import Tree
 from fovea.config.recipes import shipped_recipe
 from fovea.config.sections import Rollout
@@ -207,6 +207,7 @@ def _resumed(inputs: TrainingInputs, rows: InMemory | None, *, trust: bool) -> P
     recipe = checkpoint.run / CONFIG_FILE
     place: dict[str, object] = {"resume": str(checkpoint.folder), "run_dir": str(checkpoint.run)}
     settings = _settings_of(inputs, "resume_checkpoint", "model_name")
+    check_packages(recipe, overrides_of(settings), trust=trust)
     described = PPO(recipe=recipe, model=inputs.model_name, settings=place | settings)
     settings |= _in_training_steps(inputs, described.config.rollout)
     resumed = PPO(recipe=recipe, model=inputs.model_name, settings=place | settings)

@@ -17,7 +17,8 @@ from fovea.wiring.environment import make_environment
 from tests.fakes import BanditEnvironment
 
 REWARDS = """
-import os, re, sys, time
+import os, re, subprocess, sys, time
+from pathlib import Path
 from fovea.types import Mark
 
 def pid(task, text, images):
@@ -38,9 +39,14 @@ async def later(task, text, images):
 def misbehaves(task, text, images):
     if text == "hold":
         return float(bool(re.match(r"(a+)+$", "a" * 40 + "b")))
+    if text == "start":
+        Path(__file__).with_name("started").write_text(str(subprocess.Popen(["sleep", "600"]).pid))
     if text == "die":
         os.kill(os.getpid(), 9)
-    if text == "exit":
+    if text == "exit slowly":
+        os.closerange(3, 256)
+        time.sleep(1)
+    if text.startswith("exit"):
         os._exit(7)
     if text == "raise":
         raise ValueError("too short")

@@ -18,6 +18,7 @@ import pytest
 from PIL import Image
 
 import fovea
+from fovea.environments.custom.importing import import_file
 from fovea.environments.graders.grading import Grading
 from fovea.errors import ConfigError, ScoreError, UnscoredError
 from fovea.metrics.log import read_metrics
@@ -48,6 +49,14 @@ def test_a_score_from_a_process_is_that_of_a_thread(function: str, tmp_path: Pat
         assert score_in_run(in_process, TASK, "two words") == score_in_run(in_thread, TASK, "two words")
 
 
+def test_a_process_imports_no_fovea_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "fovea").mkdir()
+    (tmp_path / "fovea" / "__init__.py").touch()
+    monkeypatch.chdir(tmp_path)
+    with graded(tmp_path, "pid") as grading:
+        assert score_in_run(grading, TASK, "").reward != os.getpid()
+
+
 def test_a_list_of_rewards_is_added_in_the_process(tmp_path: Path) -> None:
     names = [f"{tmp_path}/own.py:later", f"{tmp_path}/own.py:without_torch"]
     with graded(tmp_path, "", reward=names, reward_weights=[1, 2]) as grading:
@@ -74,6 +83,7 @@ def test_calls_have_so_many_processes_and_all_end_with_the_run(tmp_path: Path) -
         ("hold", r"took more than reward_timeout_seconds=0\.5, and its process was killed"),
         ("die", r"ended its process \(killed by signal 9, Killed\)"),
         ("exit", r"ended its process \(exit code 7\)"),
+        ("exit slowly", r"ended its process \(exit code 7\)"),
         ("raise", r"raised ValueError: too short at .*own\.py:\d+"),
         ("leave", r"raised SystemExit: 3 at .*own\.py:\d+"),
     ],
@@ -94,6 +104,28 @@ def test_whatever_a_call_does_costs_its_group_and_the_next_is_scored(text: str, 
         pytest.raises(ScoreError, match=rf"{problem}; fix it, or set reward_on_failure=drop"),
     ):
         score_in_run(grading, TASK, text)
+
+
+def test_the_end_of_a_process_that_waits_is_no_fault_of_the_next_call(tmp_path: Path) -> None:
+    with graded(tmp_path, "pid") as grading:
+        first = score_in_run(grading, TASK, "").reward
+        os.kill(int(first), signal.SIGKILL)
+        wait_until_gone(first)
+        assert score_in_run(grading, TASK, "").reward != first
+
+
+def test_a_call_that_no_process_has_read_is_made_again(tmp_path: Path) -> None:
+    async def killed_before_it_reads(grading: Grading, pid: int) -> float:
+        os.kill(pid, signal.SIGSTOP)
+        task = asyncio.ensure_future(grading.scores(TASK, [[Turn(messages=(), text="")]]))
+        await asyncio.sleep(0.5)
+        os.kill(pid, signal.SIGKILL)
+        (score,) = await task
+        return score.reward
+
+    with graded(tmp_path, "pid") as grading:
+        first = int(score_in_run(grading, TASK, "").reward)
+        assert wait_for(killed_before_it_reads(grading, first)) not in (first, os.getpid())
 
 
 def test_an_answer_has_a_bound(tmp_path: Path) -> None:
@@ -131,6 +163,18 @@ def test_a_task_that_goes_to_no_other_process_is_named(tmp_path: Path) -> None:
         pytest.raises(ScoreError, match=r"the task holds an object that cannot be pickled \(TypeError: .*lock"),
     ):
         score_in_run(grading, task, "")
+
+
+def test_a_class_of_the_environments_file_is_named(tmp_path: Path) -> None:
+    """Pickles hold its name, and only the process of the run has imported the file."""
+    (tmp_path / "boxes.py").write_text("class Box: ...\n")
+    task = replace(TASK, row={"box": import_file(tmp_path / "boxes.py").Box()})
+    with graded(tmp_path, "pid") as grading:
+        before = score_in_run(grading, TASK, "").reward
+        problem = r"an object that cannot be read there \(ModuleNotFoundError: .*fovea_own_boxes.*set reward_in=thread"
+        with pytest.raises(ScoreError, match=problem):
+            score_in_run(grading, task, "")
+        assert score_in_run(grading, TASK, "").reward == before, "its process goes on"
 
 
 def by_hand(task: Task, text: str, images: Sequence[Image.Image]) -> float:
@@ -176,7 +220,7 @@ from tests.environments.custom.process_rewards import TASK, graded
 from tests.grading import score_in_run
 
 with graded(Path(sys.argv[1]), "misbehaves", reward_timeout_seconds=600) as grading:
-    print(int(score_in_run(grading, TASK, "").reward), flush=True)
+    print(int(score_in_run(grading, TASK, "start").reward), flush=True)
     score_in_run(grading, TASK, sys.argv[2])
     input()
 """
@@ -185,7 +229,7 @@ with graded(Path(sys.argv[1]), "misbehaves", reward_timeout_seconds=600) as grad
 @pytest.mark.kill
 @pytest.mark.parametrize("text", ["hold", ""])
 def test_a_process_ends_with_a_trainer_that_is_killed(text: str, tmp_path: Path) -> None:
-    """Also amid a call that holds its interpreter lock."""
+    """Also amid a call that holds its interpreter lock, and with what it has started."""
     command = [sys.executable, "-c", ORPHAN, str(tmp_path), text]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     started = subprocess.Popen(command, cwd=ROOT, env={**environment(), "PYTHONPATH": str(ROOT)}, text=True, **pipes)
@@ -194,7 +238,10 @@ def test_a_process_ends_with_a_trainer_that_is_killed(text: str, tmp_path: Path)
         pid = int(process.stdout.readline())
         time.sleep(1)
         assert not is_gone(pid)
+        of_the_reward = int((tmp_path / "started").read_text())
+        assert not is_gone(of_the_reward)
     wait_until_gone(pid)
+    wait_until_gone(of_the_reward)
     started.communicate()
 
 

@@ -185,3 +185,9 @@ def test_a_list_is_written_in_a_recipe(tmp_path: Path) -> None:
     assert (score.reward, score.parts) == (0.5, {"one": 1, "half": 0.5})
     with pytest.raises(ConfigError, match=r"mine\.py has no two; did you mean one\?|define it"):
         make_environment(load_config([], ["model.tiny={}", f"reward=[{tmp_path}/mine.py:two]"]))
+
+
+def test_a_function_has_not_the_name_of_the_penalty() -> None:
+    """Its metric would be that of algorithm.overlong."""
+    with pytest.raises(ConfigError, match=r"the metric reward/overlong is the penalty of algorithm\.overlong; rename"):
+        load_config([], ["model.tiny={}", "reward=[mine.py:one,mine.py:overlong]"])
