@@ -33,6 +33,7 @@ from fovea.report.summary import (
     accuracy_at,
     by_type_at,
     estimate_from_json,
+    not_scored,
     read_summary,
 )
 from fovea.types import Metrics
@@ -246,6 +247,7 @@ def _content(run_dir: Path, metrics: Sequence[Metrics]) -> dict[str, object]:
         "summary": summary,
         "headline": _headline(summary, metrics),
         "types": _kind_accuracies(summary) if summary else [],
+        "not_scored": not_scored(summary) if summary else "",
         "last_step": int(metrics[-1]["step"]) if metrics else 0,
         "phases": _phase_totals(metrics),
         "machine": _machine_stats(metrics),

@@ -123,7 +123,11 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
         warmup=warmup,
         open_image=opener,
         evaluator=make_evaluator(
-            config, backends.engine, environment, graded.grading, partial(record_unscored_answer, folder)
+            config,
+            backends.engine,
+            environment,
+            graded.grading,
+            partial(record_unscored_answer, folder, progress.warn),
         ),
         checkpoints=checkpoints,
         resumed=resumed,
