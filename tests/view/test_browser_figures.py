@@ -111,6 +111,23 @@ def test_curves_by_time_and_tokens_on_a_log_scale_and_smoothed(browser: Browser,
         assert browser.problems == []
 
 
+def test_no_line_crosses_missing_steps_and_rounding_has_no_curve(browser: Browser, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=0)
+    with MetricsLog([JsonlSink(folder)]) as metrics:
+        for step in range(1, 13):
+            missing = step in (4, 5, 7)
+            values = {} if missing else {"reward": 0.1 * step, "rollout_train_kl": 1e-14}
+            metrics.write(step, {"entropy": 1.0, "loss": 1.0} | values)
+    spans = f"{LINE}.parentNode.querySelectorAll('polyline')"
+    titles = "[...document.querySelectorAll('.metrics[open] .charts figcaption bdi')].map((each) => each.textContent)"
+    with served(folder) as address:
+        open_page(browser, address, LINE)
+        lengths = browser.evaluate(f"[...{spans}].map((each) => each.getAttribute('points').split(' ').length)")
+        assert lengths == [3, 1, 5]
+        assert browser.evaluate(titles) == ["reward", "entropy"]
+        assert browser.problems == []
+
+
 def test_the_overview_has_remarks_the_final_table_and_dev(browser: Browser, tmp_path: Path) -> None:
     one, other = write_run(tmp_path / "one"), write_run(tmp_path / "other")
     for folder in (one, other):
