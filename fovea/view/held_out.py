@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fovea.evaluation.json_file import HeldOutAnswer, answer_files, read_answers
-from fovea.evaluation.statistics import shown_once
+from fovea.evaluation.statistics import percent, shown_once
 from fovea.evaluation.tables import percent_text
 from fovea.report.about import SUMMARY_FILE
 from fovea.report.html import estimate_text, figures_json
@@ -99,4 +99,4 @@ def _percent(value: EstimateJson | None) -> str:
 def _controls(summary: SummaryJson) -> dict[str, str]:
     """Accuracies of the image ablations in percent."""
     controls = {"shuffled images": summary["shuffled_images"], "blank images": summary["blank_images"]}
-    return {name: f"{100 * value:.1f}" for name, value in controls.items() if value is not None}
+    return {name: percent(value) for name, value in controls.items() if value is not None}

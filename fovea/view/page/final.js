@@ -21,7 +21,7 @@ export function finalTable(runs) {
     const [, texts, n] = table.rows.find(([each]) => each === name) ?? [name, table.columns.map(() => ""), ""];
     return [...texts, n].map((text) => element("td", {}, text));
   };
-  const controls = ended.flatMap(({ run, table }) => Object.entries(table.controls).map(([name, percent]) => [ended.length > 1 ? [foreign(run.name), ", "] : null, `${name}: ${percent} %`]));
+  const controls = ended.flatMap(({ run, table }) => Object.entries(table.controls).map(([name, percent]) => [ended.length > 1 ? [foreign(run.name), ", "] : null, `${name}: ${percent}\u00a0%`]));
   const notScored = ended.filter(({ table }) => table.not_scored).map(({ run, table }) =>
     element("p", { class: "soft" }, ended.length > 1 ? [foreign(run.name), ": "] : null, table.not_scored));
   return [element("details", { class: "metrics", open: true, id: "final" }, element("summary", {}, "Held-out rows, with 95 % intervals"),
