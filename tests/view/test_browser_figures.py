@@ -189,7 +189,9 @@ def test_held_out_answers_of_two_runs_stand_beside_each_other(browser: Browser, 
             ["test/3", False, False],
             ["test/4", True, False],
         ]
-        assert browser.evaluate(figures) == ["50.0\u00a0%", "50.0\u00a0%", "1", "1", "1", "1", "4"], "over the rows of both"
+        assert browser.evaluate(figures) == ["50.0\u00a0%", "50.0\u00a0%", "1", "1", "1", "1", "4"], (
+            "over the rows of both"
+        )
         assert text_of(browser, ".held-out .question").startswith(HOSTILE[:2000])
         assert "has not answered this row" in text_of(browser, ".held-out:last-child")
         assert browser.evaluate("document.querySelectorAll('.held-out a, body script').length") == 0
