@@ -68,7 +68,7 @@ async def take_step(run: Run, state: TrainState) -> tuple[Sequence[Group], Metri
 async def learn(run: Run, state: TrainState, rollout: Rollout) -> Metrics:
     """Train on a rollout, from scored groups to new weights in the policy; returns the metrics of both."""
     config, phases = run.config, run.phases
-    record_unscored(run.folder, state.step, rollout)
+    record_unscored(run.folder, run.progress.warn, state.step, rollout)
     with phases("samples"):
         max_new_tokens = config.rollout.max_new_tokens
         batch, counts = make_batch(

@@ -142,7 +142,17 @@ def test_a_reward_that_fails_is_counted_and_listed() -> None:
     answers = [answer for record in records for answer in record.answers]
     assert answers
     assert all(answer.score.image_parts == ({"seen": 0.5},) for answer in answers)
-    assert "image 1 <bdi>seen</bdi>" in Path("run/report.html").read_text(encoding="utf-8")
+    report = Path("run/report.html").read_text(encoding="utf-8")
+    assert "image 1 <bdi>seen</bdi>" in report
+    summary = json.loads(Path("run/summary.json").read_text(encoding="utf-8"))
+    before = summary["test"]["before"]
+    missing = before["rows_unscored"]
+    assert missing == 2 - before["accuracy"]["n"] > 0
+    shown = Path("run/console.txt").read_text(encoding="utf-8")
+    assert shown.count(f"not scored and left out: {listed[0]['reason']}") == 1, "printed at the first one only"
+    for text in (report, shown):
+        assert f"Rows not scored and left out: {missing} before RL" in text
+        assert f"not scored and left out: {len(listed)} groups and held-out answers" in text
 
 
 def test_a_reward_that_fails_ends_the_run_by_name() -> None:

@@ -67,6 +67,14 @@ class InOrderOfUse(TyperGroup):
         added = sorted({*entry_points.registered(COMMANDS)} - {*IN_ORDER_OF_USE})
         return [*sorted(super().list_commands(ctx), key=IN_ORDER_OF_USE.index), *added]
 
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; typer's complaint about a value loses the words that pydantic puts before it."""
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            error.message = error.message.removeprefix("Value error, ")
+            raise
+
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The command of this name; None for an unknown one."""
         added = entry_points.registered(COMMANDS).get(cmd_name)

@@ -66,6 +66,7 @@ def plan(config: Config, *, all_rows: bool = False) -> list[str]:
         raise SeveralErrors(problems)
     if problems:
         raise problems[0]
+    lines += _unchecked(config)
     return [*lines, f"run folder: {folder}{' (resumed)' if has_checkpoint(folder) else ''}"]
 
 
@@ -131,6 +132,14 @@ def _check_packages(config: Config) -> None:
         find_interpreter(engine.python)
     elif engine.extra is not None:
         importlib.import_module("fovea.rollout." + engine.extra)
+
+
+def _unchecked(config: Config) -> list[str]:
+    """A line on the checks that only the machines of a Ray cluster could make; none without Ray."""
+    if not config.cluster.num_ray_workers:
+        return []
+    gpus = config.cluster.gpus_per_node
+    return [f"not checked here: engine packages and GPUs of the Ray cluster (cluster.gpus_per_node={gpus})"]
 
 
 def _located(config: Config, graded: GradedEnvironment) -> Model:

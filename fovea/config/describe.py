@@ -154,6 +154,7 @@ def full_key(key: str, value: object) -> str:
 ANY_PART = "PART"
 """Stands for the name of a part of a mixture in the table."""
 _IN_A_PART = re.compile(r"(environment\.parts\.[^.]+)\.(environment\b.*)")
+_SENTENCE_END = re.compile(r"(?<=[.!?]) ")
 _OF_A_PART = re.compile(r"environment\.parts\.[^.]+")
 
 
@@ -248,15 +249,15 @@ def _walk(section: type[Section], path: str, variant: str = "", may: bool = Fals
 
 def _doc(section: type[Section], field: FieldInfo) -> str:
     variants = variants_of(field)
-    choices = [f"{choice}: {_first_line(inner)}" for choice, inner in variants.items()]
+    choices = [f"{choice}: {_first_sentence(inner)}" for choice, inner in variants.items()]
     choices += [f"{choice}: of another package." for choice in names_of(field) if choice not in variants]
     only = sections_of(field)[:1] if not variants else ()
-    text = " ".join(filter(None, [field.description, *choices])) or _first_line(only[0] if only else section)
+    text = " ".join(filter(None, [field.description, *choices])) or _first_sentence(only[0] if only else section)
     return " ".join(text.split())
 
 
-def _first_line(section: type[Section]) -> str:
-    return (section.__doc__ or "").strip().split("\n")[0]
+def _first_sentence(section: type[Section]) -> str:
+    return _SENTENCE_END.split(" ".join((section.__doc__ or "").split()))[0]
 
 
 def _default_text(field: FieldInfo) -> str:

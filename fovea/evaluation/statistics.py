@@ -175,6 +175,16 @@ def wilson_interval(fraction: float, n: int) -> tuple[float, float]:
     return 0.0 if fraction == 0 else max(0.0, centre - half), 1.0 if fraction == 1 else min(1.0, centre + half)
 
 
+def half_up(value: float) -> float:
+    """The value, nudged off a tie, so that formatting rounds 33.25 to 33.3, as a reader does, and not to 33.2."""
+    return value * (1 + 1e-12)
+
+
+def percent(fraction: float) -> str:
+    """A fraction as text in percent with one decimal, such as `33.3`."""
+    return f"{half_up(100 * fraction):.1f}"
+
+
 def format_interval(interval: tuple[float, float]) -> str:
     """A fraction interval as text in percent, such as `[94, 97]` or `[0, 0.5]`."""
     low, high = (_percent(100 * bound) for bound in interval)

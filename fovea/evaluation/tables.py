@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fovea.evaluation.comparison import TargetMetrics
-from fovea.evaluation.statistics import Difference, Estimate, format_interval
+from fovea.evaluation.statistics import Difference, Estimate, format_interval, half_up, percent
 from fovea.utils.shown_text import printable
 
 Cell = Estimate | Difference | None
@@ -135,6 +135,7 @@ def mean_text(value: Cell) -> str:
 
 def _short(value: float) -> str:
     """Three digits, and no exponent for thousands (kilometres)."""
+    value = half_up(value)
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.3g}"
 
 
@@ -143,5 +144,6 @@ def percent_text(value: Cell) -> str:
     if value is None or math.isnan(value.mean):
         return ""
     if isinstance(value, Estimate):
-        return f"{100 * value.mean:.1f} {format_interval((value.low, value.high))}"
-    return f"{100 * value.mean:+.1f} [{100 * value.low:+.1f}, {100 * value.high:+.1f}]"
+        return f"{percent(value.mean)} {format_interval((value.low, value.high))}"
+    mean, low, high = (half_up(100 * each) for each in (value.mean, value.low, value.high))
+    return f"{mean:+.1f} [{low:+.1f}, {high:+.1f}]"

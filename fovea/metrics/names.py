@@ -87,5 +87,15 @@ def _row(metric: Metric) -> str:
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
+ROUNDING_NATS = 1e-9
+"""A KL of engine and trainer that is smaller throughout is float32's rounding, not a curve."""
+
+
+def is_rounding(name: str, values: Iterable[float]) -> bool:
+    """True for values of a metric that are rounding errors throughout, and not worth a curve."""
+    # not below: what is not finite is not a rounding
+    return name == "rollout_train_kl" and all(abs(value) < ROUNDING_NATS for value in values)
+
+
 if __name__ == "__main__":
     sys.stdout.write(metrics_page())

@@ -184,7 +184,7 @@ class Progress:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show a finished step, counted from 1, and its metrics."""
         self._step, self._stage = step, None
-        self._figures = self._figures | _figures(metrics)
+        self._figures = self._figures | _figures(step, metrics)
         self._step_seconds = _smooth(self._step_seconds, metrics.get("seconds/step"))
         self._bar.update(self._steps, completed=step, time_left=self._time_left())
         line = f"step {self._count()}  {self._figures_line()}  {self._time_left()}"
@@ -283,13 +283,13 @@ class _PlainLines:
         self._console.print(Text(text.rstrip()), soft_wrap=True)
 
 
-def _figures(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Formatted figures of a step by metric name, those among its metrics."""
+def _figures(step: int, metrics: Mapping[str, float]) -> dict[str, str]:
+    """Formatted figures of a step by metric name; a dev reading has its step, since it stays until the next one."""
     formats: dict[str, Callable[[float], str]] = {
         "reward": lambda value: f"reward {value:.3f}",
         "groups/without_signal_frac": lambda value: f"signal {1 - value:.0%}",
         "accuracy": lambda value: f"accuracy {value:.3f}",
-        "accuracy/dev": lambda value: f"dev {value:.3f}",
+        "accuracy/dev": lambda value: f"dev {value:.3f} (step {step:,})",
         "response_tokens_mean": lambda value: f"length {value:.1f}",
         "tokens_per_second": lambda value: f"{value:,.0f} tok/s",
     }

@@ -9,11 +9,13 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from safetensors import SafetensorError
 from transformers.utils import logging
 
 from fovea.config.model import Model
-from fovea.errors import ModelError
+from fovea.errors import ModelError, first_line
 from fovea.utils.addresses import is_hub_id, near_folder
 
 # an index may name pickles, which torch refuses, and a config a package that is not installed
@@ -69,6 +71,26 @@ def check_place(path: str, revision: str | None) -> None:
         near = near_folder(folder.expanduser())
         fix = f"did you mean {near}?" if near else "give a model folder or a hub id such as Qwen/Qwen3-VL-2B-Instruct"
         raise ModelError(f"model.path={path}: no such folder; {fix}")
+    if not folder.is_dir():
+        _check_hub(path, revision or "main")
+
+
+def _check_hub(path: str, revision: str) -> None:
+    """ModelError where the hub cannot be reached and the model is not in the cache.
+
+    One try: transformers and huggingface_hub would try each file six times, half a minute for each.
+    """
+    if isinstance(try_to_load_from_cache(path, "config.json", revision=revision), str):
+        return
+    try:
+        get_hf_file_metadata(hf_hub_url(path, "config.json", revision=revision))
+    except (HfHubHTTPError, OfflineModeIsEnabled):
+        return  # described where the file is read
+    except Exception as error:  # the class differs between versions of huggingface_hub, which changed its HTTP client
+        raise ModelError(
+            f"model.path={path}: not in the local cache, and no connection to the hub ({first_line(error)}); give a "
+            "folder that holds the model, or set HF_ENDPOINT to a mirror that this machine can reach"
+        ) from error
 
 
 def check_folder(path: str, revision: str | None) -> None:

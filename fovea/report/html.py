@@ -18,7 +18,7 @@ from statistics import fmean
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from fovea.evaluation.statistics import Estimate, format_interval, shown_once
+from fovea.evaluation.statistics import Estimate, format_interval, percent, shown_once
 from fovea.evaluation.tables import mean_text, percent_text
 from fovea.metrics.log import BESIDE_STEPS, read_metrics
 from fovea.report.about import CONFIG_FILE, SUMMARY_FILE, about, read_config, read_hints
@@ -33,6 +33,7 @@ from fovea.report.summary import (
     accuracy_at,
     by_type_at,
     estimate_from_json,
+    not_scored,
     read_summary,
 )
 from fovea.types import Metrics
@@ -225,7 +226,7 @@ def page_environment() -> Environment:
         "png_uri": _png_uri,
         "is_small": _is_small,
         "number": _number,
-        "percent": _percent,
+        "percent": percent,
         "interval": percent_text,
         "csp_hash": _csp_hash,
     }
@@ -246,6 +247,7 @@ def _content(run_dir: Path, metrics: Sequence[Metrics]) -> dict[str, object]:
         "summary": summary,
         "headline": _headline(summary, metrics),
         "types": _kind_accuracies(summary) if summary else [],
+        "not_scored": not_scored(summary) if summary else "",
         "last_step": int(metrics[-1]["step"]) if metrics else 0,
         "phases": _phase_totals(metrics),
         "machine": _machine_stats(metrics),
@@ -262,7 +264,7 @@ def _headline(summary: SummaryJson | None, metrics: Sequence[Metrics]) -> list[S
     return [
         Stat(
             label=label,
-            value=f"{_percent(value.mean)} %",
+            value=f"{percent(value.mean)} %",
             note=f"95 % interval {format_interval((value.low, value.high))}",
         )
         for label, stage in stages.items()
@@ -369,10 +371,6 @@ def _number(value: float) -> str:
 
 def _count(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
-
-
-def _percent(fraction: float) -> str:
-    return f"{100 * fraction:.1f}"
 
 
 def _csp_hash(text: str) -> str:

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
+from fovea.metrics.names import is_rounding
 from fovea.utils.files import write_atomically
 
 CURVE_FILE = "reward_curve.png"
@@ -109,8 +110,6 @@ PANELS: Mapping[str, tuple[str, ...]] = {
     "KL to the reference, nats": ("kl/reference", "kl/reward"),
     "KL of engine and trainer, nats": ("rollout_train_kl",),
 }
-ROUNDING_NATS = 1e-9
-"""A KL of engine and trainer that is smaller throughout is float32's rounding, not a curve."""
 
 
 def draw_panels(metrics: Sequence[Metrics]) -> bytes | None:
@@ -173,8 +172,7 @@ def _with_signal(row: Metrics) -> Metrics:
 
 def _has(rows: Sequence[Metrics], key: str) -> bool:
     values = [row[key] for row in rows if key in row]
-    # not below: what is not finite is not a rounding
-    return any(not abs(value) < ROUNDING_NATS for value in values) if key == "rollout_train_kl" else bool(values)
+    return bool(values) and not is_rounding(key, values)
 
 
 def _draw(panel: Axes, title: str, keys: Sequence[str], rows: Sequence[Metrics], colours: Mapping[str, str]) -> None:

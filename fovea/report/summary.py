@@ -66,6 +66,8 @@ class FiguresJson(TypedDict):
     by_image_type: dict[str, EstimateJson]
     reward: EstimateJson | None
     parts: dict[str, EstimateJson]
+    rows_unscored: NotRequired[int]
+    """Rows left out because their grader gave no score; absent from summaries of earlier versions."""
 
 
 class FiguresAlongARun(TypedDict):
@@ -152,6 +154,7 @@ def _figures(evaluation: Evaluation) -> FiguresJson:
         "by_image_type": _estimates(figures.by_image_type),
         "reward": _estimate(figures.reward) if figures.reward else None,
         "parts": _estimates(figures.parts),
+        "rows_unscored": evaluation.num_unscored,
     }
 
 
@@ -199,6 +202,25 @@ def by_type_at(summary: SummaryJson, stage: Literal["warmup", "final"]) -> dict[
 def estimate_from_json(value: EstimateJson) -> Estimate:
     low, high = from_json_number(value["low"]), from_json_number(value["high"])
     return Estimate(mean=value["mean"], low=low, high=high, n=value["n"])
+
+
+def stages_on_test(summary: SummaryJson) -> dict[str, FiguresJson]:
+    """The figures on the test rows at each stage that was evaluated; empty for summaries of earlier versions."""
+    if "test" not in summary:
+        return {}
+    before = "before warm-up" if summary["test"]["warmup"] else "before RL"
+    kept = {before: summary["test"]["before"], "after warm-up": summary["test"]["warmup"]}
+    return {name: figures for name, figures in kept.items() if figures} | {"after RL": summary["test"]["final"]}
+
+
+def not_scored(summary: SummaryJson) -> str:
+    """A sentence on the test rows that have no score; empty where all have one."""
+    return _not_scored({stage: figures.get("rows_unscored", 0) for stage, figures in stages_on_test(summary).items()})
+
+
+def _not_scored(rows: Mapping[str, int]) -> str:
+    counts = [f"{number:,} {stage}" for stage, number in rows.items() if number]
+    return f"Rows not scored and left out: {', '.join(counts)}." if counts else ""
 
 
 def tables_of(summary: Summary) -> list[Table]:
@@ -259,7 +281,9 @@ def controls_table(summary: Summary) -> Table | None:
         "Shuffled: each question with another question's images; blank: with grey ones. "
         "Both show the accuracy without the picture."
     )
-    return _fill(_table("Image ablation (shuffled, blank), after RL", caption), summary.final, columns)
+    missing = _not_scored({name: evaluation.num_unscored for name, evaluation in columns.items()})
+    table = _table("Image ablation (shuffled, blank), after RL", " ".join(filter(None, [caption, missing])))
+    return _fill(table, summary.final, columns)
 
 
 def _table(title: str, caption: str) -> Table:
@@ -300,11 +324,12 @@ def _cell(values: Sequence[float]) -> Text:
 
 
 def _caption(summary: Summary) -> str:
+    missing = _not_scored({stage: evaluation.num_unscored for stage, evaluation in _stages(summary).items()})
     if summary.duplicates_across_splits is None:
-        return ""
+        return missing
     frac = summary.duplicates_searched_frac
     searched = "" if frac is None or frac == 1 else f" (looked for in {100 * frac:.3g} % of its rows)"
-    return f"Test images found in the training split: {summary.duplicates_across_splits}{searched}."
+    return f"Test images found in the training split: {summary.duplicates_across_splits}{searched}. {missing}".rstrip()
 
 
 def _values(evaluation: Evaluation, kind: str | None = None) -> Sequence[float]:

@@ -28,7 +28,7 @@ from fovea.run.held_out import evaluate_controls, evaluate_test, read_dev, sampl
 from fovea.run.microbatches import MicrobatchTokens, leaving_limit, left_limit, limit_of
 from fovea.run.parity import check_push, pass_parity_gate, read_parity
 from fovea.run.parity_reading import ParityReading
-from fovea.run.rollout_step import cut_unscored, unscored_bytes
+from fovea.run.rollout_step import cut_unscored, unscored_bytes, unscored_hint
 from fovea.run.run_dir import link_latest
 from fovea.run.signals import Stop, ending_signals, too_few_rows
 from fovea.run.state import TrainState, go_to, position_of
@@ -295,6 +295,8 @@ async def finish(run: Run, state: TrainState) -> Summary:
         seed=run.config.seed,
     )
     write_summary(run.folder / SUMMARY_FILE, summary)
+    if hint := unscored_hint(run.folder):
+        add_hint(run.folder, hint)
     report = write_report(run.folder)
     for table in tables_of(summary):
         run.progress.print(table)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from fovea.metrics.log import Phases
 from fovea.rollout.base import Engine
 from fovea.rollout.collect import Interaction, collect
 from fovea.types import Group, Metrics, Sampling
-from fovea.utils.bounded import append_to
+from fovea.utils.bounded import append_to, read_lines
 
 SAME_ACCURACY = 1e-6
 """Accuracies of a group within this range count as equal."""
@@ -146,10 +146,9 @@ def _differs(group: Group) -> bool:
     return max(accuracies) - min(accuracies) > SAME_ACCURACY
 
 
-def record_unscored(folder: Path, step: int, rollout: Rollout) -> None:
+def record_unscored(folder: Path, warn: Callable[[str], None], step: int, rollout: Rollout) -> None:
     """Append groups without a score to unscored.jsonl; TrainError when no group of the step has a score."""
-    if rollout.unscored:
-        _write_unscored(folder, [{"step": step, "reason": reason} for reason in rollout.unscored])
+    _write_unscored(folder, warn, step, rollout.unscored)
     if not rollout.groups:
         raise TrainError(
             f"none of the {len(rollout.unscored)} groups of step {step} could be scored; the last: "
@@ -158,9 +157,18 @@ def record_unscored(folder: Path, step: int, rollout: Rollout) -> None:
         )
 
 
-def record_unscored_answer(folder: Path, reason: str) -> None:
+def record_unscored_answer(folder: Path, warn: Callable[[str], None], reason: str) -> None:
     """Append the reason why a held-out row has no score to unscored.jsonl."""
-    _write_unscored(folder, [{"step": None, "reason": reason}])
+    _write_unscored(folder, warn, None, [reason])
+
+
+def unscored_hint(folder: Path) -> str | None:
+    """A line with the number of groups and held-out answers of a run without a score; None where all have one."""
+    file = folder / UNSCORED_FILE
+    count = sum(1 for _ in read_lines(file, within=folder)) if file.exists() else 0
+    if not count:
+        return None
+    return f"not scored and left out: {count:,} groups and held-out answers; {UNSCORED_FILE} has the reasons"
 
 
 def unscored_bytes(folder: Path) -> int:
@@ -175,9 +183,14 @@ def cut_unscored(folder: Path, num_bytes: int) -> None:
         os.truncate(folder / UNSCORED_FILE, num_bytes)
 
 
-def _write_unscored(folder: Path, rows: Sequence[Mapping[str, object]]) -> None:
+def _write_unscored(folder: Path, warn: Callable[[str], None], step: int | None, reasons: Sequence[str]) -> None:
+    """Append to unscored.jsonl, and warn of the first entry of a run."""
+    if not reasons:
+        return
+    if not unscored_bytes(folder):
+        warn(f"not scored and left out: {reasons[0]}; from here on such rows are only counted, see {UNSCORED_FILE}")
     with append_to(folder / UNSCORED_FILE) as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+        file.writelines(json.dumps({"step": step, "reason": reason}) + "\n" for reason in reasons)
 
 
 def training_sampling(config: Config) -> Sampling:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from fovea.errors import DataError
 from fovea.metrics.jsonl import METRICS_FILE, parse_metrics
+from fovea.metrics.names import is_rounding
 from fovea.report.records import summary_of
 from fovea.report.samples import (
     BAD_CONTENT,
@@ -157,6 +158,10 @@ class Curves:
                 found.append(name)
             seen.add(key)
         return found
+
+    def rounding(self) -> list[str]:
+        """Metrics whose values are rounding errors in every step."""
+        return [name for name, column in self._columns.items() if is_rounding(name, column.values)]
 
     @property
     def names(self) -> list[str]:

@@ -7,11 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from fovea.evaluation.json_file import HeldOutAnswer, answer_files, read_answers
-from fovea.evaluation.statistics import shown_once
+from fovea.evaluation.statistics import percent, shown_once
 from fovea.evaluation.tables import percent_text
 from fovea.report.about import SUMMARY_FILE
 from fovea.report.html import estimate_text, figures_json
-from fovea.report.summary import EstimateJson, FiguresJson, SummaryJson, estimate_from_json, read_summary
+from fovea.report.summary import (
+    EstimateJson,
+    FiguresJson,
+    SummaryJson,
+    estimate_from_json,
+    not_scored,
+    read_summary,
+    stages_on_test,
+)
 from fovea.utils.files import json_number
 
 MAX_ROWS = 1000
@@ -64,16 +72,14 @@ def _cut(text: str) -> str:
 
 def _table(summary: SummaryJson) -> dict[str, Any] | None:
     """Accuracies at every stage, then rewards and parts; None for a summary of versions that kept no intervals."""
-    if "test" not in summary:
+    stages = stages_on_test(summary)
+    if not stages:
         return None
-    before = "before warm-up" if summary["test"]["warmup"] else "before RL"
-    kept = {before: summary["test"]["before"], "after warm-up": summary["test"]["warmup"]}
-    stages = {name: figures for name, figures in kept.items() if figures} | {"after RL": summary["test"]["final"]}
     accuracies = list(map(_accuracies, stages.values()))
     means = list(map(figures_json, stages.values()))
     rows = [_row(f"accuracy, {name}, %", [of.get(name) for of in accuracies], _percent) for name in accuracies[-1]]
     rows += [_row(label, [of.get(name) for of in means], estimate_text) for name, label in shown_once(means).items()]
-    return {"columns": list(stages), "rows": rows, "controls": _controls(summary)}
+    return {"columns": list(stages), "rows": rows, "controls": _controls(summary), "not_scored": not_scored(summary)}
 
 
 def _accuracies(figures: FiguresJson) -> dict[str, EstimateJson]:
@@ -93,4 +99,4 @@ def _percent(value: EstimateJson | None) -> str:
 def _controls(summary: SummaryJson) -> dict[str, str]:
     """Accuracies of the image ablations in percent."""
     controls = {"shuffled images": summary["shuffled_images"], "blank images": summary["blank_images"]}
-    return {name: f"{100 * value:.1f}" for name, value in controls.items() if value is not None}
+    return {name: percent(value) for name, value in controls.items() if value is not None}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from fovea.config.recipes import read_yaml
 from fovea.errors import FoveaError
+from fovea.evaluation.statistics import percent
 from fovea.evaluation.tables import percent_text
 from fovea.metrics.jsonl import METRICS_FILE, parse_metrics
 from fovea.report.about import CONFIG_FILE, SUMMARY_FILE, read_config
@@ -106,4 +107,4 @@ def _accuracy(run: Path, rows: list[Mapping[str, float]]) -> str:
     if (run / SUMMARY_FILE).exists() and (final := accuracy_at(read_summary(run / SUMMARY_FILE), "final")):
         return f"test {percent_text(final)} %"
     of_dev = [row["accuracy/dev"] for row in rows if "accuracy/dev" in row]
-    return f"dev {100 * of_dev[-1]:.1f} %" if of_dev else ""
+    return f"dev {percent(of_dev[-1])} %" if of_dev else ""

@@ -53,6 +53,7 @@ class ViewedRun:
                 "seconds_since_step": self._seconds_since_step(),
                 "metrics": self._curves.names,
                 "repeats": self._curves.repeats(),
+                "rounding": self._curves.rounding(),
                 "entries": len(self._entries),
                 "newest_entry": self._index.newest,
                 "console_bytes": console_bytes(self.folder),

@@ -104,6 +104,7 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
     sinks: list[Sink] = [_metrics_file(folder, resumed, progress)]
     trackers = make_trackers(config, folder, start_step, progress.warn)
     profile = make_profile(config, folder, start_step, progress)
+    note_unscored = partial(record_unscored_answer, folder, progress.warn)
     progress.stage("loading the model")
     backends = open_backends(config, model, processor)
     progress.print(model_table(config.model.name, facts := backends.policy.describe()))
@@ -122,9 +123,7 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
         weight_sync=MeasuredSync(backends.weight_sync),
         warmup=warmup,
         open_image=opener,
-        evaluator=make_evaluator(
-            config, backends.engine, environment, graded.grading, partial(record_unscored_answer, folder)
-        ),
+        evaluator=make_evaluator(config, backends.engine, environment, graded.grading, note_unscored),
         checkpoints=checkpoints,
         resumed=resumed,
         fingerprint=fingerprint,

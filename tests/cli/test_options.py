@@ -338,6 +338,7 @@ def test_a_dry_run_names_an_engine_that_is_not_installed() -> None:
     assert f"SGLang, which is not installed: {pip_install('sglang')}" in result.stderr
     on_ray = fovea("train", *words, "cluster.gpus_per_node=1")
     assert on_ray.exit_code == 0, on_ray.output  # its machines may have what this one lacks
+    assert "not checked here: engine packages and GPUs of the Ray cluster (cluster.gpus_per_node=1)" in on_ray.stdout
 
 
 def test_a_dry_run_names_an_interpreter_that_is_not_there() -> None:

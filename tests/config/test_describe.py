@@ -44,6 +44,12 @@ def test_settings_of_one_variant_say_so() -> None:
     assert shared.doc.startswith("[environment.name=geo3k | vqa | caption | rows | geospot] ")
 
 
+def test_choices_are_whole_sentences() -> None:
+    (engine,) = [setting for setting in describe("rollout.engine") if setting.key == "rollout.engine.name"]
+    assert " is pushed to (extra: vllm). vllm_servers: vLLM servers of " in engine.doc
+    assert [setting.key for setting in describe() if setting.doc[-1] not in ".`)"] == []
+
+
 def test_a_prefix_is_whole_words() -> None:
     assert all(setting.key.startswith("model.lora") for setting in describe("model.lora"))
     with pytest.raises(ConfigError, match=r"rollou: no such setting; did you mean rollout\?"):

@@ -130,7 +130,7 @@ def test_tables_are_legible_at_80_columns() -> None:
 
 def test_means_are_short_whatever_their_unit() -> None:
     assert mean_text(Estimate(mean=0.5, low=0.3012, high=0.7, n=9)) == "0.5 [0.301, 0.7]"
-    assert mean_text(Estimate(mean=1234.5, low=987.6, high=20015.2, n=9)) == "1,234 [988, 20,015]"
+    assert mean_text(Estimate(mean=1234.5, low=987.6, high=20015.2, n=9)) == "1,235 [988, 20,015]"
     assert mean_text(Estimate(mean=2.0, low=math.nan, high=math.nan, n=1)) == "2"
 
 

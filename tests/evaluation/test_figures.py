@@ -19,7 +19,8 @@ from fovea.environments.geospot.reward import Place, distance_parts
 from fovea.environments.prompt_source import PromptSource
 from fovea.errors import ConfigError
 from fovea.evaluation.evaluator import Evaluator
-from fovea.evaluation.statistics import dev_metrics, figures_of, mean_estimate, shown_once
+from fovea.evaluation.statistics import dev_metrics, figures_of, mean_estimate, share_estimate, shown_once
+from fovea.evaluation.tables import mean_text, percent_text
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.metrics.names import undefined
@@ -185,6 +186,14 @@ def test_summary_tables_fit_80_columns(tmp_path: Path) -> None:
     text = console.export_text()
     assert "Reward and its parts" in text
     assert "…" not in text
+
+
+def test_a_tie_is_rounded_up_in_every_unit() -> None:
+    """Formatting by itself gives 33.2 and 56.2, and 0.562."""
+    share = share_estimate(266 / 800, 800)
+    assert (percent_text(share).split()[0], mean_text(share).split()[0]) == ("33.3", "0.333")
+    share = share_estimate(9 / 16, 16)
+    assert (percent_text(share).split()[0], mean_text(share).split()[0]) == ("56.3", "0.563")
 
 
 def test_a_figure_that_repeats_an_earlier_one_shares_its_label() -> None:

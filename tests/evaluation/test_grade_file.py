@@ -96,6 +96,12 @@ BAD_LINES = [
 ]
 
 
+def test_an_environment_without_a_grader_is_named_with_those_that_have_one(tmp_path: Path) -> None:
+    result = grade("nope", tmp_path / "answers.jsonl")
+    assert result.exit_code == 2
+    assert "Invalid value for 'ENV': 'nope' is not one of 'geo3k', 'vqa'" in " ".join(result.stderr.split())
+
+
 def test_what_cannot_be_graded_is_named_and_never_0(tmp_path: Path) -> None:
     file = tmp_path / "answers.jsonl"
     good = rb'{"prediction": "\\boxed{5} \ud800", "truth": "5"}'

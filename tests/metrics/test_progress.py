@@ -84,7 +84,7 @@ def test_a_reading_stays_until_the_next() -> None:
     with Progress(2, 0, True, console) as progress:
         progress.step(1, METRICS | {"accuracy/dev": 0.875})
         progress.step(2, METRICS)
-    assert all("  dev 0.875  " in line for line in lines(console))
+    assert all("  dev 0.875 (step 1)  " in line for line in lines(console))
 
 
 def test_stages_print_when_they_change_or_are_late() -> None:

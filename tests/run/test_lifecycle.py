@@ -189,9 +189,9 @@ def test_reasons_of_unscored_groups_stand_once_after_a_resume(tmp_path: Path) ->
     """Those from before the checkpoint stay; those after it are found again."""
     run = bandit_run(tmp_path)
     state = wait_for(begun(run))
-    record_unscored_answer(tmp_path, "before")
+    record_unscored_answer(tmp_path, run.progress.warn, "before")
     wait_for(saved(run, replace(state, step=10)))
-    record_unscored_answer(tmp_path, "after")
+    record_unscored_answer(tmp_path, run.progress.warn, "after")
     wait_for(begin(bandit_run(tmp_path, resume=True)))
     assert [json.loads(line)["reason"] for line in (tmp_path / "unscored.jsonl").read_text().splitlines()] == ["before"]
 

@@ -90,11 +90,11 @@ def write_answers_of(folder: Path, name: str, texts: Sequence[str], question: st
     write_answers(folder, name, rows)
 
 
-def finish_run(folder: Path, right: int, wrong: int) -> None:
-    """End a run with a summary of so many right and wrong answers to test rows."""
+def finish_run(folder: Path, right: int, wrong: int, unscored: int = 0) -> None:
+    """End a run with a summary of so many right, wrong and unscored answers to test rows."""
     values = (1.0,) * right + (0.0,) * wrong
     parts = {"answer": values, "form": (1.0,) * len(values)}
-    final = Evaluation(accuracies={"count": values}, rewards=values, parts=parts)
+    final = Evaluation(accuracies={"count": values}, rewards=values, parts=parts, num_unscored=unscored)
     before = Evaluation(accuracies={"count": (0.0,) * len(values)}, rewards=(0.0,) * len(values))
     summary = Summary(
         before=before,

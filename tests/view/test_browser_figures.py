@@ -111,6 +111,23 @@ def test_curves_by_time_and_tokens_on_a_log_scale_and_smoothed(browser: Browser,
         assert browser.problems == []
 
 
+def test_no_line_crosses_missing_steps_and_rounding_has_no_curve(browser: Browser, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=0)
+    with MetricsLog([JsonlSink(folder)]) as metrics:
+        for step in range(1, 13):
+            missing = step in (4, 5, 7)
+            values = {} if missing else {"reward": 0.1 * step, "rollout_train_kl": 1e-14}
+            metrics.write(step, {"entropy": 1.0, "loss": 1.0} | values)
+    spans = f"{LINE}.parentNode.querySelectorAll('polyline')"
+    titles = "[...document.querySelectorAll('.metrics[open] .charts figcaption bdi')].map((each) => each.textContent)"
+    with served(folder) as address:
+        open_page(browser, address, LINE)
+        lengths = browser.evaluate(f"[...{spans}].map((each) => each.getAttribute('points').split(' ').length)")
+        assert lengths == [3, 1, 5]
+        assert browser.evaluate(titles) == ["reward", "entropy"]
+        assert browser.problems == []
+
+
 def test_the_overview_has_remarks_the_final_table_and_dev(browser: Browser, tmp_path: Path) -> None:
     one, other = write_run(tmp_path / "one"), write_run(tmp_path / "other")
     for folder in (one, other):
@@ -127,7 +144,7 @@ def test_the_overview_has_remarks_the_final_table_and_dev(browser: Browser, tmp_
         row = "[...document.querySelector('#final tbody tr').cells].map((cell) => cell.textContent)"
         before, after, n = "0.0 [0, 49]", ("75.0 [30, 95]", "25.0 [5, 70]"), "4"
         assert browser.evaluate(row) == ["accuracy, all, %", before, after[0], n, before, after[1], n]
-        assert "one, shuffled images: 0.0 %" in text_of(browser, "#final")
+        assert "one, shuffled images: 0.0\u00a0%" in text_of(browser, "#final")
         assert "accuracy/dev" in browser.evaluate(titles)
         assert browser.problems == []
 
@@ -172,7 +189,9 @@ def test_held_out_answers_of_two_runs_stand_beside_each_other(browser: Browser, 
             ["test/3", False, False],
             ["test/4", True, False],
         ]
-        assert browser.evaluate(figures) == ["50 %", "50 %", "1", "1", "1", "1", "4"], "over the rows of both"
+        assert browser.evaluate(figures) == ["50.0\u00a0%", "50.0\u00a0%", "1", "1", "1", "1", "4"], (
+            "over the rows of both"
+        )
         assert text_of(browser, ".held-out .question").startswith(HOSTILE[:2000])
         assert "has not answered this row" in text_of(browser, ".held-out:last-child")
         assert browser.evaluate("document.querySelectorAll('.held-out a, body script').length") == 0
@@ -184,7 +203,7 @@ def test_held_out_answers_of_two_runs_stand_beside_each_other(browser: Browser, 
         choose(browser, "#evaluation", "dev-step-000002")
         choose(browser, "#outcome", "")
         choose(browser, "#row-kind", "")
-        browser.wait_for(f"{figures}.join() === '0 %,0 %,0,0,0,1,1'")
+        browser.wait_for(f"{figures}.join() === '0.0\u00a0%,0.0\u00a0%,0,0,0,1,1'")
         write_answers_of(one, "dev-step-000004", ["3"])
         browser.wait_for("document.querySelector('#evaluation').options.length === 3")
         page = export([ViewedRun(one), ViewedRun(other)], tmp_path / "out")

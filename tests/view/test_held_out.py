@@ -109,9 +109,12 @@ def test_the_final_table_shows_equal_figures_once(client: TestClient, folder: Pa
             ["form", ["", "1 [0.51, 1]"], 4],
         ],
         "controls": {"shuffled images": "0.0"},
+        "not_scored": "",
     }
-    finish_run(folder, right=4, wrong=1)  # after a resume
-    assert facts(client)["held_out"]["rows"][0][2] == 5  # type: ignore[index]
+    finish_run(folder, right=4, wrong=1, unscored=2)  # after a resume
+    table = facts(client)["held_out"]
+    assert table["rows"][0][2] == 5  # type: ignore[index]
+    assert table["not_scored"] == "Rows not scored and left out: 2 after RL."  # type: ignore[index]
 
 
 def test_a_part_that_repeats_the_reward_is_named(client: TestClient, folder: Path) -> None:

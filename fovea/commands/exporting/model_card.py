@@ -15,6 +15,7 @@ import yaml
 from fovea import __version__
 from fovea.config.loading import dump_config
 from fovea.config.run import Config
+from fovea.evaluation.statistics import percent
 from fovea.evaluation.tables import percent_text
 from fovea.report.summary import SummaryJson, by_type_at
 
@@ -148,7 +149,7 @@ def _results(card: Card) -> str:
 
 
 def _percent(value: float | None) -> str:
-    return "not evaluated" if value is None else f"{100 * value:.1f}"
+    return "not evaluated" if value is None else percent(value)
 
 
 def _plain(text: str) -> str:

@@ -117,17 +117,28 @@ function axes(scale, axis) {
 
 function lines(curve, run, scale, smoothing) {
   if (!curve || !curve.x.length) return [];
-  const at = (values) => values.flatMap((number, place) => (scale.has(curve.mean[place]) ? `${scale.x(curve.x[place]).toFixed(1)},${scale.y(number).toFixed(1)}` : []));
   const colour = `run${run % 6}`;
-  const line = (values, faded) => drawing("polyline", { class: `line ${colour}${faded}`, points: at(values).join(" ") });
+  const spans = spansOf(curve.step);
+  const at = (values, places) => places.filter((place) => scale.has(curve.mean[place]))
+    .map((place) => `${scale.x(curve.x[place]).toFixed(1)},${scale.y(values[place]).toFixed(1)}`);
+  const line = (values, faded) => spans.map((places) => drawing("polyline", { class: `line ${colour}${faded}`, points: at(values, places).join(" ") }));
   const band = curve.low.length
-    ? [drawing("polygon", { class: `band ${colour}`, points: [...at(curve.high), ...at(curve.low).reverse()].join(" ") })]
+    ? spans.map((places) => drawing("polygon", { class: `band ${colour}`, points: [...at(curve.high, places), ...at(curve.low, places).reverse()].join(" ") }))
     : [];
-  if (smoothing) return [...band, line(curve.mean, " faded"), line(smoothed(curve.mean, smoothing), "")];
-  const few = curve.x.length <= 30
-    ? at(curve.mean).map((pair) => drawing("circle", { class: colour, cx: pair.split(",")[0], cy: pair.split(",")[1], r: 2 }))
-    : [];
-  return [...band, line(curve.mean, ""), ...few];
+  const values = smoothing ? smoothed(curve.mean, smoothing) : curve.mean;
+  const isFew = curve.x.length <= 30 && !smoothing;
+  const dots = spans.filter((places) => isFew || places.length === 1).flatMap((places) => at(values, places))
+    .map((pair) => drawing("circle", { class: colour, cx: pair.split(",")[0], cy: pair.split(",")[1], r: 2 }));
+  return [...band, ...(smoothing ? line(curve.mean, " faded") : []), ...line(values, ""), ...dots];
+}
+
+/** Places of the points that one line joins: no line crosses steps in which a metric of otherwise regular steps is missing. */
+function spansOf(steps) {
+  const widths = steps.slice(1).map((step, place) => step - steps[place]);
+  const usual = [...widths].sort((one, other) => one - other)[Math.floor(widths.length / 2)];
+  const spans = [[0]];
+  widths.forEach((width, place) => (width >= 2 * usual ? spans.push([place + 1]) : spans[spans.length - 1].push(place + 1)));
+  return spans;
 }
 
 /** The exponential moving average, without the bias of its start; `weight` is that of what came before. */

@@ -41,10 +41,11 @@ export function curvesPage() {
     return [...new Set(runs.flatMap((run) => run.metrics))];
   }
 
-  /** Parts of the reward that repeat another metric in every run that has them. */
-  function repeated() {
+  /** Metrics that repeat another one, or are rounding errors, in every run that has them. */
+  function leftOut() {
     const having = (name) => runs.filter((run) => run.metrics.includes(name));
-    return runs.flatMap((run) => run.repeats).filter((name) => having(name).every((run) => run.repeats.includes(name)));
+    const outOf = (run) => [...run.repeats, ...run.rounding];
+    return runs.flatMap(outOf).filter((name) => having(name).every((run) => outOf(run).includes(name)));
   }
 
   function chartOf(title, name) {
@@ -70,7 +71,7 @@ export function curvesPage() {
     const text = search.value.trim().toLowerCase();
     const matching = text ? metrics().filter((name) => name.toLowerCase().includes(text)) : [];
     sections.hidden = top.hidden = Boolean(text);
-    sections.replaceChildren(...(text ? [] : sectionsOf(metrics(), repeated(), opened, put)));
+    sections.replaceChildren(...(text ? [] : sectionsOf(metrics(), leftOut(), opened, put)));
     put(found, "found", matching.slice(0, MAX_FOUND));
     if (text && !matching.length) found.replaceChildren(element("p", { class: "soft" }, "No metric has that in its name."));
   }
@@ -104,7 +105,7 @@ export function curvesPage() {
   async function refresh(newRuns) {
     const before = JSON.stringify(runs.map((run) => run.step));
     runs = newRuns;
-    const newNames = [...metrics(), "", ...repeated()].join("\n");
+    const newNames = [...metrics(), "", ...leftOut()].join("\n");
     if (newNames !== names) {
       names = newNames;
       fill();
@@ -124,10 +125,11 @@ async function curveOf(run, place, name) {
   return curve.name === name ? curve : null; // a run that began anew has numbered its metrics anew
 }
 
-/** The sections of these metrics; the overview leaves out `repeated` ones. `opened` holds the titles of those that are open, and is kept up to date. */
-function sectionsOf(names, repeated, opened, put) {
-  const parts = names.filter((name) => /^reward\/[^/]+$/.test(name) && !repeated.includes(name)).slice(0, MAX_PARTS);
-  const overview = [...OVERVIEW.slice(0, 2), ...parts, ...OVERVIEW.slice(2)].filter((name) => names.includes(name));
+/** The sections of these metrics; the overview has none of those `leftOut`. `opened` holds the titles of those that are open, and is kept up to date. */
+function sectionsOf(names, leftOut, opened, put) {
+  const shown = names.filter((name) => !leftOut.includes(name));
+  const parts = shown.filter((name) => /^reward\/[^/]+$/.test(name)).slice(0, MAX_PARTS);
+  const overview = [...OVERVIEW.slice(0, 2), ...parts, ...OVERVIEW.slice(2)].filter((name) => shown.includes(name));
   const groups = byFirstWord(names);
   return [
     section("Overview", overview, opened, put),

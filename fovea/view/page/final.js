@@ -21,9 +21,12 @@ export function finalTable(runs) {
     const [, texts, n] = table.rows.find(([each]) => each === name) ?? [name, table.columns.map(() => ""), ""];
     return [...texts, n].map((text) => element("td", {}, text));
   };
-  const controls = ended.flatMap(({ run, table }) => Object.entries(table.controls).map(([name, percent]) => [ended.length > 1 ? [foreign(run.name), ", "] : null, `${name}: ${percent} %`]));
+  const controls = ended.flatMap(({ run, table }) => Object.entries(table.controls).map(([name, percent]) => [ended.length > 1 ? [foreign(run.name), ", "] : null, `${name}: ${percent}\u00a0%`]));
+  const notScored = ended.filter(({ table }) => table.not_scored).map(({ run, table }) =>
+    element("p", { class: "soft" }, ended.length > 1 ? [foreign(run.name), ": "] : null, table.not_scored));
   return [element("details", { class: "metrics", open: true, id: "final" }, element("summary", {}, "Held-out rows, with 95 % intervals"),
     element("div", { class: "scroll" }, element("table", {}, element("thead", {}, runs.length > 1 ? ofRuns : null, stages),
       element("tbody", {}, names.map((name) => element("tr", {}, element("td", {}, foreign(name)), ended.map(({ table }) => cells(table, name))))))),
-    controls.length ? element("p", { class: "soft" }, "Accuracy after RL without the true image: ", controls.flatMap((each, place) => [place ? "; " : "", each]), ".") : null)];
+    controls.length ? element("p", { class: "soft" }, "Accuracy after RL without the true image: ", controls.flatMap((each, place) => [place ? "; " : "", each]), ".") : null,
+    notScored)];
 }

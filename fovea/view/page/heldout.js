@@ -3,7 +3,7 @@
 import { goTo, readAddress } from "./address.js";
 import { RIGHT } from "./answer.js";
 import { element, foreign, words } from "./dom.js";
-import { shown, whole } from "./numbers.js";
+import { percent, shown, whole } from "./numbers.js";
 import { load } from "./source.js";
 
 const SHOWN = 40; // rows at first, and with every press of the button
@@ -104,7 +104,7 @@ function tallyOf(rows, runs) {
   if (!shared.length) return [element("p", { class: "soft" }, "The runs have no row in common.")];
   const count = (passes) => whole(shared.filter((row) => passes(row.answers.map(isRight))).length);
   const figures = runs.map((run, place) => [[element("span", { class: `run${place % 6}` }, foreign(run.name))],
-    `${shown((100 * shared.reduce((sum, row) => sum + row.answers[place].accuracy, 0)) / shared.length)} %`]);
+    `${percent(shared.reduce((sum, row) => sum + row.answers[place].accuracy, 0) / shared.length)}\u00a0%`]);
   const outcomes = runs.length === 2 ? [
     ["both right", count(([one, other]) => one && other)],
     [["only ", foreign(runs[0].name)], count(([one, other]) => one && !other)],

@@ -15,6 +15,11 @@ export function signed(value) {
   return value > 0 ? `+${shown(value)}` : shown(value);
 }
 
+/** A fraction in percent with one decimal, halves rounded up as in the tables of the terminal. */
+export function percent(fraction) {
+  return (100 * fraction * (1 + 1e-12)).toFixed(1);
+}
+
 /** A whole number with separators. */
 export function whole(value) {
   return grouped(value);

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
+from socket import socket
 
 import numpy as np
 import pytest
@@ -358,6 +362,27 @@ def test_a_folder_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["plan", str(RECIPES / "geo3k.yaml"), f"model.path={tmp_path / 'Qwen3-Vl'}"])
     assert done.exit_code == 2
     assert f"no such folder; did you mean {tmp_path / 'Qwen3-VL'}?" in done.stderr.replace("\n", "")
+
+
+def test_without_a_network_a_hub_id_is_one_line_after_one_try(tmp_path: Path) -> None:
+    with socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # nobody listens there
+        endpoint = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        variables = {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
+        command = [
+            sys.executable,
+            "-m",
+            "fovea",
+            "plan",
+            str(RECIPES / "geo3k.yaml"),
+            "model.path=nobody/has-this-model",
+        ]
+        done = subprocess.run(
+            command, check=False, env=os.environ | variables, capture_output=True, text=True, timeout=60
+        )
+    assert done.returncode == 2
+    assert "not in the local cache, and no connection to the hub (" in done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
 
 
 def test_a_model_that_the_hub_does_not_give_says_what_a_plan_needs() -> None:
