@@ -1,4 +1,4 @@
-"""The other end of `rollout.engine_process`: in the process that holds an engine, the calls of the trainer."""
+"""The other end of `processes.engine_process`: in the process that holds an engine, the calls of the trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trainer's end of the pipe to a process that holds an engine (`rollout.engine_host` is the other one)."""
+"""The trainer's end of the pipe to a process that holds an engine (`processes.engine_host` is the other one)."""
 
 from __future__ import annotations
 

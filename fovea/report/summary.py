@@ -59,7 +59,7 @@ class EstimateJson(TypedDict):
 
 
 class FiguresJson(TypedDict):
-    """The figures of one evaluation, as `evaluation.figures.Figures`."""
+    """The figures of one evaluation, as `evaluation.statistics.Figures`."""
 
     accuracy: EstimateJson
     by_type: dict[str, EstimateJson]

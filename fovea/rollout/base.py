@@ -13,7 +13,7 @@ from fovea.types import Completion, Request
 class Engine(Protocol):
     """An inference engine: embedded, vLLM or SGLang; in this process, in its own, or remote.
 
-    New weights reach it through `cluster.weights.WeightSync`.
+    New weights reach it through `weights.base.WeightSync`.
 
     It never draws `Processor.banned_ids`, and its log-probs are those of log softmax(logits / temperature) with -inf at
     these ids (`models.drawn_distribution`), before top-k, top-p and min-p. The trainer's are the same, and the parity

@@ -18,7 +18,7 @@ from fovea.utils.tensor_records import handles
 
 
 class RemoteEngine:
-    """Makes the calls of an engine in its process (`build.other_environment`), where all of it is checked."""
+    """Makes the calls of an engine in its process (`wiring.other_environment`), where all of it is checked."""
 
     def __init__(self, name: str, process: EngineProcess) -> None:
         self.name = name

@@ -16,7 +16,7 @@ from fovea.types import Request
 
 BANNED_IDS_ENV, API_KEY_ENV, ADMIN_KEY_ENV = "FOVEA_BANNED_IDS", "FOVEA_SERVER_KEY", "FOVEA_ADMIN_KEY"
 URL_LIMITS_ENV = "FOVEA_URL_LIMITS"
-"""Environment variables of a server's process, for `rollout.server_bans` and `rollout.server_key`."""
+"""Environment variables of a server's process, for `rollout.server_guard`."""
 KEYS = ("api_key", "admin_api_key")
 """Arguments of engines that are keys."""
 

@@ -45,7 +45,7 @@ class Backends:
     engine: Engine
     weight_sync: WeightSync
     kernel_notes: tuple[str, ...] = ()
-    """Lines to print at the start (`build.kernel_notes`)."""
+    """Lines to print at the start (`wiring.kernel_notes`)."""
 
 
 def open_backends(config: Config, model: Model, processor: Processor) -> Backends:

@@ -56,7 +56,7 @@ def has_own_weights(config: Config) -> bool:
 def make_streamed(config: Config, settings: StreamedSettings, model: Model, processor: Processor) -> StreamedEngine:
     """Make an engine with its own weights; `model` has a path."""
     if settings.python is not None:
-        from fovea.wiring.other_environment import make_remote
+        from fovea.wiring.remote import make_remote
 
         return make_remote(config, settings, model)
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens

@@ -1,4 +1,4 @@
-"""A process that serves calls and holds no engine: `rollout.engine_process` starts it in tests.
+"""A process that serves calls and holds no engine: `processes.engine_process` starts it in tests.
 
 `python -m tests.rollout.fake_calls_host STAGE ...` stays for ever at a stage: before it listens to the trainer
 ("importing"), before it is ready ("starting"), or never ("serving").

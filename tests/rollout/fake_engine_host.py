@@ -1,4 +1,4 @@
-"""A process with an engine that draws nothing but what it is asked: `rollout.engine_process` starts it in tests."""
+"""A process with an engine that draws nothing but what it is asked: `processes.engine_process` starts it in tests."""
 
 from __future__ import annotations
 

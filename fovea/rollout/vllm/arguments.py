@@ -30,7 +30,7 @@ from fovea.rollout.vllm.worker import VllmAdapter, room_for
 RECEIVER = "fovea.rollout.vllm.worker.WeightReceiver"
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-"""Families whose processed tensors vLLM takes by the names of `rollout.stacked`."""
+"""Families whose processed tensors vLLM takes by the names of `rollout.outputs`."""
 
 
 def make_engine(settings: Settings, model: Model, processor: Processor, *, max_model_len: int, seed: int) -> VllmEngine:

@@ -3,8 +3,8 @@
 Layers are split over the tensor axis and divided into stages, experts are dealt out whole, the vision tower is whole on
 each GPU of the first stage. Gradients are summed up in float32 buffers that are there from the start, float32 weights
 and moments are sharded over the shares (`train.megatron.optimizer`). Activations are counted as in
-`plan.activations`, of Transformer Engine's layers on CUDA (a fused norm keeps its input and output, a fused SwiGLU its
-input), on a CPU of layers in plain torch.
+`tools.plan.activations`, of Transformer Engine's layers on CUDA (a fused norm keeps its input and output, a fused
+SwiGLU its input), on a CPU of layers in plain torch.
 
 Sizes are bytes unless a name says otherwise.
 """

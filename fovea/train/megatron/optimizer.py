@@ -75,7 +75,7 @@ class MegatronOptimizer:
         self._model = model
         self._train = train
         self._max_steps = max_steps
-        # vectors do not decay, as in `train.adamw.make_adamw`: the default of Megatron too
+        # vectors do not decay, as in `train.optimizer_steps.make_adamw`: the default of Megatron too
         self.inner = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
