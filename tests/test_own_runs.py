@@ -119,7 +119,7 @@ def test_a_broken_reward_ends_a_run_before_its_model_is_loaded(monkeypatch: pyte
     with pytest.raises(ScoreError, match=r"broken\.py:score raised AttributeError: .* at broken\.py:2; fix it"):
         build(load_config([], [*SMALL, *SHAPES, "reward=broken.py:score"]))
     Path("broken.py").write_text("def score(task, text, images):\n    return images\n", encoding="utf-8")
-    with pytest.raises(ScoreError, match=r"broken\.py:score returned .* no number"):
+    with pytest.raises(ScoreError, match=r"broken\.py:score returned .* not a number"):
         build(load_config([], [*SMALL, *SHAPES, "reward=broken.py:score"]))
 
 

@@ -18,65 +18,24 @@ from statistics import fmean
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from fovea.evaluation.statistics import Estimate, format_interval, percent, shown_once
-from fovea.evaluation.tables import mean_text, percent_text
+from fovea.evaluation.statistics import Estimate, format_interval, percent
+from fovea.evaluation.tables import percent_text
 from fovea.metrics.log import BESIDE_STEPS, read_metrics
 from fovea.report.about import CONFIG_FILE, SUMMARY_FILE, about, read_config, read_hints
+from fovea.report.figure_rows import figure_rows
 from fovea.report.images import read_image
 from fovea.report.records import RecordedAnswer, RecordedImage, RecordedMessage, RecordedTurn, SampleRecord
 from fovea.report.samples import read_samples, sample_steps
 from fovea.report.summary import (
-    EstimateJson,
-    FiguresJson,
     Stage,
     SummaryJson,
     accuracy_at,
     by_type_at,
-    estimate_from_json,
     not_scored,
     read_summary,
 )
 from fovea.types import Metrics
 from fovea.utils.files import write_atomically
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FigureRow:
-    """A mean over the test rows with its interval, as text: before RL (after a warm-up, if any) and after it."""
-
-    name: str
-    before: str
-    final: str
-    n: int
-
-
-def figure_rows(summary: SummaryJson) -> list[FigureRow]:
-    """Accuracy by image type, reward and parts on the test rows; none in summaries of earlier versions."""
-    if "test" not in summary:
-        return []
-    before = figures_json(summary["test"]["warmup"] or summary["test"]["before"])
-    final = figures_json(summary["test"]["final"])
-    return [
-        FigureRow(
-            name=label, before=estimate_text(before.get(name)), final=estimate_text(final[name]), n=final[name]["n"]
-        )
-        for name, label in shown_once((before, final)).items()
-    ]
-
-
-def figures_json(figures: FiguresJson | None) -> dict[str, EstimateJson]:
-    """Accuracy by image type, reward and its parts, by name; empty without figures."""
-    if figures is None:
-        return {}
-    types = {f"accuracy on {name}": value for name, value in figures["by_image_type"].items()}
-    reward = {"reward": figures["reward"]} if figures["reward"] else {}
-    return types | reward | figures["parts"]
-
-
-def estimate_text(value: EstimateJson | None) -> str:
-    """A mean with its interval; empty where there is none."""
-    return "" if value is None else mean_text(estimate_from_json(value))
-
 
 MAX_TURN_IMAGES = 4
 """Images that the environment added, embedded of one answer; a bound on the size of the page."""

@@ -10,7 +10,7 @@ from fovea.evaluation.json_file import HeldOutAnswer, answer_files, read_answers
 from fovea.evaluation.statistics import percent, shown_once
 from fovea.evaluation.tables import percent_text
 from fovea.report.about import SUMMARY_FILE
-from fovea.report.html import estimate_text, figures_json
+from fovea.report.figure_rows import estimate_text, figures_json
 from fovea.report.summary import (
     EstimateJson,
     FiguresJson,

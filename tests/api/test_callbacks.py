@@ -141,9 +141,9 @@ class Follows:
         ({"on_eval": lambda: None}, r"on_eval=.* takes \(\), but is called with one record; write def on_eval\(record"),
         (
             {"on_step": Follows()},
-            r"on_step=<.*Follows.*> is not a function; give one of a record, def on_step\(record\)",
+            r"on_step=<.*Follows.*> is not a function; write def on_step\(record\)",
         ),
-        ({"on_step": Follows}, r"on_step=<class.*Follows.*> is not a function; give one of a record"),
+        ({"on_step": Follows}, r"on_step=<class.*Follows.*> is not a function; write def"),
         (
             {"callbacks": [Follows()]},
             r"callbacks is not a setting here: .*on_step=function and on_eval=function",

@@ -273,7 +273,7 @@ def test_a_broken_row_breaks_no_other(tmp_path: Path) -> None:
     ("name", "content", "problem"),
     [
         ("a.json", '[{"n": 1}, {"n": 2}', "is a JSON list that does not end"),
-        ("a.csv", 'a,b\n1,2\n"3,4\n5,6\n', "no CSV file that can be read"),
+        ("a.csv", 'a,b\n1,2\n"3,4\n5,6\n', "not a CSV file that can be read"),
         ("a.csv", "a,b\n", "a.csv holds no rows"),
         ("a.jsonl", "\n\n", "a.jsonl holds no rows"),
         ("a.jsonl", "", "a.jsonl holds no rows"),

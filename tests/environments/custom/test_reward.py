@@ -104,7 +104,7 @@ def test_parts_of_images_are_no_part_of_the_sum() -> None:
     assert score.image_parts == ({"seen": 1.0}, {"seen": 0.5, "named": 2.0})
     with pytest.raises(ValueError, match="image_parts for 2 images, but the task has 1"):
         score_of({"answer": 1, "image_parts": images}, num_images=1)
-    with pytest.raises(ValueError, match="no list of mappings"):
+    with pytest.raises(ValueError, match="not a list of mappings"):
         score_of({"answer": 1, "image_parts": [1, 2]}, num_images=2)
 
 
@@ -140,7 +140,7 @@ def test_marks_are_kept_beside_the_parts() -> None:
         reward=1, accuracy=1, parts={"answer": 1}, marks=(Mark(image=2, xy=(0.1, 0.2, 0.5, 1.0), label="truth"),)
     )
     for marks, problem in {
-        (1, 2): "no list of fovea.types.Mark",
+        (1, 2): "not a list of fovea.types.Mark",
         (replace(box, image=3),): "a mark on image 3, but the task has 2 images, counted from 1",
         (replace(box, xy=(0.5,)),): "give x, y of a point or x1, y1, x2, y2 of a box",
         (box,) * 101: "101 marks; return at most 100",

@@ -19,8 +19,8 @@ from packaging.requirements import Requirement
 from fovea.config.loading import load_config
 from fovea.config.recipes import shipped_recipe
 from fovea.errors import ConfigError
-from tests.integrations.mixtrain_platform import platform
 from tests.runs import ROOT
+from tests.tools.workflows.mixtrain_platform import platform
 from tests.tools.workflows.small import SETTINGS, geospot_rows, model
 
 mixtrain = pytest.importorskip("mixtrain", reason="the SDK of mixtrain has no release for this Python")
