@@ -20,7 +20,8 @@ class ConsoleFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._console = Console(file=io.StringIO(), width=WIDTH)
+        # in a notebook rich would show an empty output for each line as well
+        self._console = Console(file=io.StringIO(), width=WIDTH, force_jupyter=False)
 
     def print(self, renderable: RenderableType, /, *, soft_wrap: bool | None = None) -> None:
         """Append text or a table."""
