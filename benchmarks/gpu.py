@@ -32,7 +32,8 @@ from fovea.metrics.throughput import known_peak_tflops
 from fovea.models.shared_prefix.attention import Kernel
 from fovea.tools.probe.rates import Rates, measure_rates
 from fovea.utils.event_loop import wait_for
-from fovea.weights.local import SharedWeights
+from fovea.weights.push import WeightPusher
+from fovea.weights.sinks import SharedTensors
 
 MODULE = "benchmarks.gpu"
 SECONDS = 540.0
@@ -158,7 +159,7 @@ def run_parts(setting: Setting, budget: Budget, findings: Findings, *, tiny: boo
         parity(setting.device, VARIANTS),
     )
     shared = share(setting.case, fresh_parts(setting), setting.device)
-    wait_for(SharedWeights(shared.policy, shared.engine).push(0))
+    wait_for(WeightPusher(shared.policy.outgoing, [SharedTensors(shared.engine)]).push(0))
     deadline = budget.part(SHARES["decoding"])
     findings.part("decoding", "Decoding", decoding(setting, shared, sequences, deadline))
     deadline = budget.part(SHARES["steps"])

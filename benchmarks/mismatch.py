@@ -11,8 +11,9 @@ settings refuse the last of the three, hence this program. `python -m benchmarks
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,11 +22,13 @@ from torch import Tensor
 from fovea.config.loading import load_config
 from fovea.config.run import Config
 from fovea.loop import train
+from fovea.models.outgoing import OutgoingWeight
 from fovea.rollout.embedded.engine import EmbeddedEngine
-from fovea.types import Weights
+from fovea.train.base import PolicyWorker
+from fovea.train.local import LocalPolicy
 from fovea.utils.malloc import keep_freed_memory
-from fovea.weights.base import WeightSource
-from fovea.weights.local import LocalPolicy, MeasuredSync, SharedWeights
+from fovea.weights.push import WeightPusher
+from fovea.weights.sinks import SharedTensors
 from fovea.wiring.run import build
 
 RUNS = ("exact", "corrected", "uncorrected")
@@ -51,22 +54,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if name != "exact" and options.bits:
             assert isinstance(run.policy, LocalPolicy)
             assert isinstance(run.engine, EmbeddedEngine)
-            source = RoundedWeights(run.policy.worker, options.bits)
-            run = replace(run, weight_sync=MeasuredSync(SharedWeights(source, run.engine)))
+            weights = partial(rounded_weights, run.policy.worker, options.bits)
+            run = replace(run, weight_sync=WeightPusher(weights, [SharedTensors(run.engine)]))
         train(run)
 
 
-@dataclass(frozen=True, slots=True)
-class RoundedWeights:
+def rounded_weights(policy: PolicyWorker, bits: int) -> Iterator[OutgoingWeight]:
     """Weights of the policy rounded to a few bits, only for the engine."""
-
-    source: WeightSource
-    bits: int
-
-    def weights(self) -> Weights:
+    for weight in policy.outgoing():
         # the vision tower may be shared with the trainer and stays exact
-        for name, x in self.source.weights():
-            yield name, x if ".visual." in name else rounded(x, self.bits)
+        if ".visual." in weight.name:
+            yield weight
+        else:
+            copy = rounded(weight.tensor(), bits).requires_grad_(weight.is_trained)
+            yield OutgoingWeight(name=weight.name, parameter=copy)
 
 
 @torch.no_grad()

@@ -36,10 +36,12 @@ from fovea.run.context import Run, Sources
 from fovea.run.rollout_step import TaskStream, training_sampling
 from fovea.run.state import TrainState
 from fovea.samples import make_batch
+from fovea.train.local import LocalPolicy
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch, Prompt, Sampling
 from fovea.utils.event_loop import wait_for
-from fovea.weights.local import LocalPolicy, MeasuredSync, SharedWeights
+from fovea.weights.push import WeightPusher
+from fovea.weights.sinks import SharedTensors
 from fovea.wiring.data import prefetch_threads
 from fovea.wiring.engine import make_embedded, make_tape
 
@@ -196,7 +198,7 @@ def _make_run(case: Case, steps: int, shared: Shared, clock: Clock) -> Run:
         ),
         engine=shared.engine,
         policy=LocalPolicy(shared.policy),
-        weight_sync=MeasuredSync(SharedWeights(shared.policy, shared.engine)),
+        weight_sync=WeightPusher(shared.policy.outgoing, [SharedTensors(shared.engine)]),
         warmup=None,
         open_image=OPENER,
         evaluator=Evaluator(

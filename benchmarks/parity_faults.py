@@ -31,9 +31,9 @@ from fovea.run.context import Run
 from fovea.run.parity import read_parity, read_pushed_parity
 from fovea.run.parity_reading import ParityReading
 from fovea.train.base import Pair
+from fovea.train.local import LocalPolicy
 from fovea.types import Completion, Message, Prompt, PromptImage, Request, Task, Turn
 from fovea.utils.event_loop import wait_for
-from fovea.weights.local import LocalPolicy
 from fovea.wiring.run import build
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
@@ -209,7 +209,7 @@ def _read_stale(run: Run) -> ParityReading:
     assert isinstance(run.policy, LocalPolicy)
     assert isinstance(run.engine, EmbeddedEngine)
     # copies, which training does not change
-    copies = {name: weight.detach().clone() for name, weight in run.policy.worker.weights()}
+    copies = {weight.name: weight.tensor().clone() for weight in run.policy.worker.outgoing()}
     run.engine.load_weights(copies, 0)
     wait_for(read_parity(run, 0))
     warm_up(run, 1)

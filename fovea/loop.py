@@ -59,10 +59,11 @@ async def take_step(run: Run, state: TrainState) -> tuple[Sequence[Group], Metri
     await run.engine.sleep()
     metrics = await learn(run, state, rollout)
     with run.phases("sync"):
-        await run.weight_sync.push(state.step + 1)
+        with run.phases("push"):
+            push = await run.weight_sync.push(state.step + 1)
         await run.engine.wake()
-    await check_push(run, state.step + 1)
-    return rollout.groups, metrics | run.weight_sync.metrics
+    await check_push(run, push)
+    return rollout.groups, metrics | push.metrics()
 
 
 async def learn(run: Run, state: TrainState, rollout: Rollout) -> Metrics:

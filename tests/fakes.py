@@ -22,6 +22,7 @@ from fovea.environments.prompt_source import PromptSource
 from fovea.evaluation.evaluator import Evaluator
 from fovea.metrics.log import JsonlSink, MetricsLog, Phases
 from fovea.metrics.progress import Progress
+from fovea.models.outgoing import OutgoingWeight
 from fovea.run.checkpoint import Checkpoints
 from fovea.run.context import Run, Sources
 from fovea.run.rollout_step import TaskStream
@@ -41,7 +42,8 @@ from fovea.types import (
     Turn,
     Weights,
 )
-from fovea.weights.local import MeasuredSync, SharedWeights
+from fovea.weights.push import WeightPusher
+from fovea.weights.sinks import SharedTensors
 
 ANSWERS = ("a", "b", "c", "d")
 
@@ -151,8 +153,8 @@ class BanditPolicy:
         self.updates += 1
         return {"loss": 0.0, "grad_norm": 1.0, "learning_rate": 0.2}
 
-    def weights(self) -> Weights:
-        return [("table", torch.from_numpy(self.table.copy()))]
+    def outgoing(self) -> list[OutgoingWeight]:
+        return [OutgoingWeight(name="table", parameter=torch.from_numpy(self.table.copy()).requires_grad_())]
 
     async def save(self, folder: Path) -> None:
         (folder / "table.json").write_text(json.dumps([self.table.tolist(), self.updates]))
@@ -193,12 +195,13 @@ class BanditEngine:
         ]
 
     name = "bandit"
-    weight_names = frozenset({"table"})
 
-    def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> Mapping[str, torch.Tensor]:
+    def own_weights(self) -> Weights:
+        return [("table", torch.zeros(4, 4))]
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         self.table = weights["table"].numpy()
         self.version = version
-        return weights
 
     async def pause(self) -> None: ...
 
@@ -260,7 +263,7 @@ def bandit_run(folder: Path, *, resume: bool = False, stages: Stages | None = No
         ),
         engine=engine,
         policy=policy,
-        weight_sync=MeasuredSync(SharedWeights(policy, engine)),
+        weight_sync=WeightPusher(policy.outgoing, [SharedTensors(engine)]),
         warmup=None,
         open_image=no_image,
         evaluator=Evaluator(

@@ -13,8 +13,11 @@ from fovea.models.tiny import TinyParts
 from fovea.models.trainable import trainable_parameters
 from fovea.models.vlm import VLM
 from fovea.samples import replace_samples
+from fovea.train.base import PolicyWorker
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch, Sample, SampleGroup
+from fovea.weights.push import WeightPusher
+from fovea.weights.sinks import NetworkEngine, SharedTensors
 from tests.reference import reference_logprobs
 from tests.tiny_models import mixed_prompts, random_completions, tiny
 
@@ -48,6 +51,16 @@ def make_policy(parts: TinyParts, *, algorithm: Algorithm | None = None, **train
         temperature=0.9,
         max_steps=10,
     )
+
+
+def weights_of(policy: PolicyWorker) -> dict[str, torch.Tensor]:
+    """The weights of a policy by name, adapters beside them; shards where they are sharded."""
+    return {weight.name: weight.parameter for weight in policy.outgoing()}
+
+
+def shared_weights(policy: PolicyWorker, engine: NetworkEngine) -> WeightPusher:
+    """Pushes of a policy to an engine on its own tensors."""
+    return WeightPusher(policy.outgoing, [SharedTensors(engine)])
 
 
 def stepped_gradients(policy: TorchPolicy) -> dict[torch.Tensor, torch.Tensor]:

@@ -21,8 +21,8 @@ from fovea.metrics.log import peak_gib
 from fovea.processes.messages import Share
 from fovea.rollout.base import Engine, HasProcesses
 from fovea.train.base import ModelFacts
+from fovea.train.local import LocalPolicy
 from fovea.weights.base import WeightSync
-from fovea.weights.local import LocalPolicy
 
 Service = Literal["policy", "engine", "weight_sync", "worker"]
 

@@ -51,7 +51,6 @@ from fovea.types import Message, Prompt, Task
 from fovea.utils.event_loop import wait_for
 from fovea.utils.http_json import JsonServer, bearer
 from fovea.utils.shown_text import printable, without_secrets
-from fovea.weights.local import SharedWeights
 from fovea.wiring.data import make_renderer
 from fovea.wiring.engine import make_embedded, make_evaluator, make_server_evaluator, server_bounds
 from fovea.wiring.environment import make_environment
@@ -238,7 +237,7 @@ async def ask_target(
     say("loading the model")
     model = open_model(target, eval_set.config, overrides, trust=trust)
     engine = make_embedded(_engine_settings(eval_set.config), model.processor, model.vlm)
-    await SharedWeights(model, engine).push(0)
+    engine.load_weights(dict(engine.own_weights()), 0)
     # closed on every way out: the next target's engine needs the memory
     try:
         evaluator = make_evaluator(eval_set.config, engine, eval_set.environment, eval_set.grading)

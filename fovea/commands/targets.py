@@ -38,7 +38,6 @@ from fovea.report.about import CONFIG_FILE
 from fovea.run.checkpoint import Checkpoints, DamagedCheckpointError, is_checkpoint, read_checkpoint
 from fovea.train.torch.checkpoint import load_trained
 from fovea.train.torch.sharding import copy_weights
-from fovea.types import Weights
 from fovea.utils.addresses import http_parts, is_hub_id, near_folder
 from fovea.utils.bounded import check_inside, read_file
 from fovea.utils.shown_text import without_secrets
@@ -291,10 +290,6 @@ class OpenedModel:
     vlm: PolicyNetwork
     left_out: tuple[str, ...] = ()
     """Folders and tensors of its checkpoint that do not belong to the model."""
-
-    def weights(self) -> Weights:
-        """All weights under their Hugging Face names, adapters beside them, as training pushes them to its engine."""
-        return factored_weights(self.vlm.network)
 
 
 def open_model(

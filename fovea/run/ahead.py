@@ -116,10 +116,10 @@ class RolloutsAhead:
 
     async def _push(self, version: int) -> None:
         if version != self._version:
-            with self._run.phases("sync"), self._in_use():
-                await self._run.weight_sync.push(version)
-            await check_push(self._run, version)
-            self._version, self._pushed = version, self._run.weight_sync.metrics
+            with self._run.phases("sync"), self._run.phases("push"), self._in_use():
+                push = await self._run.weight_sync.push(version)
+            await check_push(self._run, push)
+            self._version, self._pushed = version, push.metrics()
 
 
 class BusyTime:

@@ -25,7 +25,7 @@ from fovea.run.signals import SignalWatch
 from fovea.run.warmup import Warmup
 from fovea.train.base import Policy
 from fovea.types import PromptImage
-from fovea.weights.local import MeasuredSync
+from fovea.weights.base import WeightSync
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class Run:
     stream: TaskStream
     engine: Engine
     policy: Policy
-    weight_sync: MeasuredSync
+    weight_sync: WeightSync
     warmup: Warmup | None
     open_image: OpenImage
     evaluator: Evaluator

@@ -34,6 +34,7 @@ from fovea.run.signals import Stop, ending_signals, too_few_rows
 from fovea.run.state import TrainState, go_to, position_of
 from fovea.run.warmup import warm_up
 from fovea.types import Evaluation, Group, Metrics
+from fovea.weights.base import SyncReport
 
 ENDING_SECONDS = 30.0
 """Longest wait for the checkpoint that is being written when a run ends by an error."""
@@ -178,8 +179,7 @@ async def _warmed_up(run: Run, state: TrainState) -> TrainState:
     await warm_up(run.warmup, run.policy, read_dev_of_warmup, run.progress.stage)
     seconds = perf_counter() - started
     await run.policy.snapshot_reference()
-    await _wake_with_weights(run)
-    await check_push(run, 0)
+    await check_push(run, await _wake_with_weights(run))
     state = replace(state, warmup_seconds=seconds)
     if not run.config.evaluate.before_training:
         return state
@@ -187,10 +187,11 @@ async def _warmed_up(run: Run, state: TrainState) -> TrainState:
     return replace(state, after_warmup=await evaluate_test(run, "after-warmup", 0))
 
 
-async def _wake_with_weights(run: Run) -> None:
+async def _wake_with_weights(run: Run) -> SyncReport:
     """Bring the weights of the warm-up to the engine, which sleeps during updates."""
-    await run.weight_sync.push(0)
+    push = await run.weight_sync.push(0)
     await run.engine.wake()
+    return push
 
 
 async def record(run: Run, state: TrainState, groups: Sequence[Group], metrics: Metrics) -> TrainState:

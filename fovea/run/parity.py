@@ -38,6 +38,7 @@ from fovea.run.parity_reading import (
 )
 from fovea.types import SampleGroup
 from fovea.utils.files import json_number, write_atomically
+from fovea.weights.base import SyncReport
 
 PARITY_FILE = "parity.json"
 PUSH_PROMPTS = 4
@@ -218,12 +219,11 @@ async def pass_parity_gate(run: Run, version: int) -> None:
         raise ParityError(parity_failure(reading))
 
 
-async def check_push(run: Run, version: int) -> None:
+async def check_push(run: Run, push: SyncReport) -> None:
     """Compare log-probs of two rows after a push to an engine that holds a copy of the weights; ParityError."""
-    is_copy = run.weight_sync.metrics.get("transfer/weights_mib", 0.0) > 0
-    if not is_copy or not run.taken_push.prompts:
+    if not push.bytes_copied or not run.taken_push.prompts:
         return
     with run.phases("parity"):
-        reading = await read_pushed_parity(run, version)
+        reading = await read_pushed_parity(run, push.version)
     if reading.push_violation is not None:
-        raise ParityError(f"after the push of version {version}, {parity_failure(reading)}")
+        raise ParityError(f"after the push of version {push.version}, {parity_failure(reading)}")

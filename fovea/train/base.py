@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from fovea.config.algorithm import Algorithm
+from fovea.models.outgoing import OutgoingWeight
 from fovea.train.row_assignment import ImagesByRank
-from fovea.types import Batch, Metrics, ParameterCount, Prompt, Weights
+from fovea.types import Batch, Metrics, ParameterCount, Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +155,6 @@ class PolicyWorker(Protocol):
 
     def close(self) -> None: ...
 
-    def weights(self) -> Weights:
-        """The parameters as `models.trainable.factored_weights` names them; nothing is copied or gathered."""
+    def outgoing(self) -> Iterable[OutgoingWeight]:
+        """The weights for a push, adapters beside them; each is made whole when its turn comes."""
         ...

@@ -1,16 +1,18 @@
-"""Weight sync from the policy to the engines: its protocol, and the checks that every implementation makes."""
+"""The one way for weights from the policy to the engines: its protocols, and the report of a push.
+
+A policy's weights come one by one (`models.outgoing.OutgoingWeight`); `weights.push.WeightPusher` gives them to sinks.
+A new transport is a new sink, and a line in `wiring.workers` that makes it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-from fovea.errors import EngineError
-from fovea.types import Weights
-from fovea.utils.checksum import bit_hash, read_hashes
+from fovea.types import Metrics, Shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,12 +25,16 @@ class SyncReport:
     bytes_copied: int
     """Bytes that it brought to each engine; 0 where policy and engine share their tensors."""
     checksum: int | None = None
-    """Checksum of what the engine of this worker holds of these tensors, or of what this worker sent to the engines of
-    others; None where it did neither. Where nothing is copied, only trained tensors count."""
+    """Checksum of these tensors as this worker sent or received them; None where it did neither."""
+
+    def metrics(self) -> Metrics:
+        """Metrics of a push."""
+        metrics = {"transfer/weights_mib": self.bytes_copied / 2**20}
+        return metrics if self.checksum is None else metrics | {"weights_checksum": float(self.checksum)}
 
 
 class WeightSync(Protocol):
-    """Transfers the policy's weights to every engine; written for a pair of backends, which do not know each other."""
+    """Transfers the policy's weights to every engine."""
 
     async def push(self, version: int) -> SyncReport:
         """Make the engines sample from the policy's current weights, as `version`.
@@ -39,56 +45,25 @@ class WeightSync(Protocol):
         ...
 
 
-class WeightSource(Protocol):
-    """The training side of a weight sync."""
-
-    def weights(self) -> Weights:
-        """All weights under their Hugging Face names, adapters beside them.
-
-        Weights that training changes have `requires_grad`; sharded ones are DTensors, which all ranks must gather.
-        """
-        ...
-
-
-class WeightTarget(Protocol):
-    """The engine's side of a weight sync."""
+class WeightSink(Protocol):
+    """A destination of weights: an engine with its own, one on a network of Fovea's, or processes of other engines."""
 
     @property
-    def weight_names(self) -> frozenset[str]:
-        """Names of all weights that the engine samples with, as `WeightSource.weights` gives them."""
+    def has_weights(self) -> bool:
+        """True if it holds all weights, so that a push may bring only those that training changes."""
         ...
 
-    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, Tensor]:
-        """Take these weights and empty all caches made with older ones; returns the tensors that it holds now."""
+    def begin_push(self, shapes: Mapping[str, Shape]) -> None:
+        """Prepare for weights of these names and shapes; EngineError, and nothing changed, if they do not match."""
         ...
 
-    def own_weights(self) -> Weights:
-        """The tensors of the engine's network, into which a push from elsewhere copies."""
+    def take_weights(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
+        """Take some of them, whole; the tensors of an engine with its own weights are valid during the call only."""
         ...
 
+    def finish_push(self, version: int) -> None:
+        """Compare what is held now with what was sent, and empty all caches made with older weights.
 
-def check_names(sent: Iterable[str], wanted: Iterable[str]) -> None:
-    """Raise EngineError unless the names are the same on both sides."""
-    missing, unknown = sorted(set(wanted) - set(sent)), sorted(set(sent) - set(wanted))
-    if missing or unknown:
-        sides = [f"{len(missing)} that the engine needs were not sent, first {missing[0]}"] if missing else []
-        sides += [f"{len(unknown)} that were sent the engine does not have, first {unknown[0]}"] if unknown else []
-        raise EngineError(
-            f"weights do not match between trainer and engine: {'; '.join(sides)}; both must open the same model: "
-            "compare model.path on both sides"
-        )
-
-
-def check_copies(sent: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> int:
-    """Compare checksums of copied tensors, and return their bytes; EngineError for one that differs."""
-    # others share memory: nothing was copied
-    copied = [name for name, tensor in sent.items() if held[name].data_ptr() != tensor.data_ptr()]
-    ours = [bit_hash(sent[name].to(held[name].dtype)) for name in copied]
-    theirs = [bit_hash(held[name]) for name in copied]
-    for name, one, other in zip(copied, *read_hashes(ours, theirs), strict=True):
-        if held[name].shape != sent[name].shape or one != other:
-            raise EngineError(
-                f"the weight {name} differs between trainer and engine after it was copied; run again, and report this "
-                "as a bug if it comes back"
-            )
-    return sum(sent[name].nbytes for name in copied)
+        EngineError for a value that differs.
+        """
+        ...

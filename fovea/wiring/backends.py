@@ -23,18 +23,19 @@ from fovea.errors import ConfigError
 from fovea.models.processor import Processor
 from fovea.rollout.base import Engine
 from fovea.train.base import Policy
+from fovea.train.local import LocalPolicy
 from fovea.utils.event_loop import wait_for
 from fovea.utils.launch import num_processes
 from fovea.weights.base import WeightSync
-from fovea.weights.local import LocalPolicy, SharedWeights, call_here
-from fovea.weights.to_engine import EngineStream
+from fovea.weights.push import WeightPusher
+from fovea.weights.sinks import SharedTensors
 from fovea.wiring.engine import free_first, make_embedded, make_streamed, make_tape
 from fovea.wiring.interpreter import absolute, set_threads
 from fovea.wiring.kernel_notes import kernel_notes
 from fovea.wiring.megatron import trains_with_megatron
 from fovea.wiring.model import open_vlm
 from fovea.wiring.policy import make_policy
-from fovea.wiring.workers import Setup, check_offload, make_megatron_worker, make_stream, worker_of
+from fovea.wiring.workers import Setup, check_offload, make_megatron_worker, make_pusher, worker_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,11 +74,11 @@ def _alone(config: Config, model: Model, processor: Processor) -> Backends:
         return Backends(
             policy=LocalPolicy(policy),
             engine=engine,
-            weight_sync=SharedWeights(policy, engine),
+            weight_sync=WeightPusher(policy.outgoing, [SharedTensors(engine)]),
             kernel_notes=notes,
         )
     streamed = make_streamed(config, settings, model, processor)
-    sync = make_stream(config, policy, [EngineStream(streamed)], call_here)
+    sync = make_pusher(config, policy, [streamed])
     return Backends(policy=LocalPolicy(policy), engine=streamed, weight_sync=sync, kernel_notes=notes)
 
 

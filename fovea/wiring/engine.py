@@ -28,14 +28,14 @@ from fovea.rollout.embedded.plain import PlainEngine
 from fovea.rollout.embedded.tuning import Tuning
 from fovea.types import Sampling
 from fovea.utils.http_json import CallBounds
-from fovea.weights.to_engine import StreamTarget
+from fovea.weights.base import WeightSink
 from fovea.wiring.megatron import PushedPolicy
 
 MIN_RECORDED_WIDTH = 128
 """Smallest width that is recorded: narrower layers are recomputed faster than their outputs are read from memory."""
 
 
-class StreamedEngine(Engine, StreamTarget, Protocol):
+class StreamedEngine(Engine, WeightSink, Protocol):
     """An engine in this process, or started by it, with its own weights, which pushes stream into."""
 
 

@@ -25,10 +25,6 @@ class PushedPolicy(PolicyWorker, Protocol):
         """Type of the engines' weights."""
         ...
 
-    def outgoing(self) -> Iterable[OutgoingWeight]:
-        """The weights, adapters beside them."""
-        ...
-
     def free_first(self, free_beside: Callable[[], bool]) -> None:
         """Set the function that frees memory before micro-batches become smaller."""
         ...

@@ -29,7 +29,6 @@ from fovea.run.folder import open_run_folder
 from fovea.run.inputs import GivenCode, take_fingerprint
 from fovea.run.rollout_step import TaskStream, record_unscored_answer
 from fovea.run.signals import Stop, ending_signals
-from fovea.weights.local import MeasuredSync
 from fovea.wiring.backends import open_backends
 from fovea.wiring.data import make_order, make_renderer, make_sources, within_epochs
 from fovea.wiring.engine import make_evaluator
@@ -120,7 +119,7 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
         stream=stream,
         engine=backends.engine,
         policy=backends.policy,
-        weight_sync=MeasuredSync(backends.weight_sync),
+        weight_sync=backends.weight_sync,
         warmup=warmup,
         open_image=opener,
         evaluator=make_evaluator(config, backends.engine, environment, graded.grading, note_unscored),

@@ -25,11 +25,13 @@ from fovea.processes.heartbeat import beating
 from fovea.rollout.base import Engine
 from fovea.run.microbatches import leaving_limit
 from fovea.run.signals import ENDING
+from fovea.train.local import Caller, CallerThread, LocalPolicy, call_here
 from fovea.train.ranks import ALONE, Ranks
 from fovea.utils.event_loop import wait_for
-from fovea.weights.broadcast import ReceivedWeights, Sender, StreamedWeights
-from fovea.weights.local import Caller, CallerThread, LocalPolicy, call_here
-from fovea.weights.to_engine import EngineCopy, EngineStream, WeightTaker
+from fovea.weights.base import WeightSink
+from fovea.weights.broadcast import Broadcast, ReceivedWeights
+from fovea.weights.push import WeightPusher
+from fovea.weights.sinks import NetworkCopy, SharedTensors
 from fovea.wiring.engine import free_first, has_own_weights, make_embedded, make_streamed
 from fovea.wiring.interpreter import set_threads
 from fovea.wiring.kernel_notes import kernel_notes
@@ -82,11 +84,11 @@ def make_worker(config: Config, model: Model, processor: Processor, role: Role) 
         network = None
         if not has_own_weights(config):
             network = open_vlm(config, model, processor.banned_ids, role.everyone).requires_grad_(False)
-        engine, taker = _engine_and_taker(config, model, processor, network)
+        engine, sink = _engine_and_sink(config, model, processor, network)
         return Worker(
             policy=None,
             engine=engine,
-            weight_sync=ReceivedWeights(role.receivers, taker, pair),
+            weight_sync=ReceivedWeights(role.receivers, sink, pair),
             kernel_notes=() if network is None else kernel_notes(config, network),
         )
     if trains_with_megatron(config):
@@ -101,14 +103,16 @@ def make_worker(config: Config, model: Model, processor: Processor, role: Role) 
     call = CallerThread("policy") if role.in_thread else call_here
     pushed = [each.name for each in outgoing(vlm.network) if each.is_trained] if copied else []
     policy = make_policy(config, vlm, ranks=role.learners)
-    beside = [_engine_and_taker(config, model, processor, engine_vlm, pushed)] if role.has_engine else []
+    beside = [_engine_and_sink(config, model, processor, engine_vlm, pushed, is_copy=copied)] if role.has_engine else []
     for engine, _ in beside:
         free_first(policy, engine)
-    takers = [taker for _, taker in beside] + ([] if role.receivers is None else [Sender(role.receivers, role.pairs)])
+    sinks = [sink for _, sink in beside]
+    if role.receivers is not None:
+        sinks.append(Broadcast(role.receivers, role.pairs))
     return Worker(
         policy=LocalPolicy(policy, call),
         engine=beside[0][0] if beside else None,
-        weight_sync=make_stream(config, policy, takers, call),
+        weight_sync=make_pusher(config, policy, sinks, call),
         kernel_notes=notes,
     )
 
@@ -122,38 +126,46 @@ def make_megatron_worker(config: Config, model: Model, processor: Processor, eve
     if not has_own_weights(config):
         network = open_vlm(config, model, processor.banned_ids, everyone).requires_grad_(False)
     policy = make_megatron_policy(config, model, processor.banned_ids)
-    engine, taker = _engine_and_taker(config, model, processor, network)
+    engine, sink = _engine_and_sink(config, model, processor, network)
     free_first(policy, engine)
     return Worker(
         policy=LocalPolicy(policy),
         engine=engine,
-        weight_sync=make_stream(config, policy, [taker], call_here),
+        weight_sync=make_pusher(config, policy, [sink]),
         kernel_notes=() if network is None else kernel_notes(config, network),
     )
 
 
-def make_stream(config: Config, policy: PushedPolicy, takers: Sequence[WeightTaker], call: Caller) -> StreamedWeights:
+def make_pusher(
+    config: Config, policy: PushedPolicy, sinks: Sequence[WeightSink], call: Caller = call_here
+) -> WeightPusher:
     """Make the pushes of this process's policy, in the form that the engine of the settings takes."""
     weights = policy.outgoing if config.rollout.engine.takes_adapters else policy.outgoing_merged
-    if has_own_weights(config):
-        return StreamedWeights(lambda: in_layout_of_files(weights()), policy.dtype, takers, call)
-    return StreamedWeights(weights, policy.dtype, takers, call)
+    in_form = (lambda: in_layout_of_files(weights())) if has_own_weights(config) else weights
+    return WeightPusher(in_form, sinks, dtype=policy.dtype, call=call)
 
 
-def _engine_and_taker(
-    config: Config, model: Model, processor: Processor, vlm: PolicyNetwork | None, pushed: Sequence[str] = ()
-) -> tuple[Engine, WeightTaker]:
-    """Make the engine of this process, and what brings it a push; one with its own weights needs no network.
+def _engine_and_sink(
+    config: Config,
+    model: Model,
+    processor: Processor,
+    vlm: PolicyNetwork | None,
+    pushed: Sequence[str] = (),
+    *,
+    is_copy: bool = True,
+) -> tuple[Engine, WeightSink]:
+    """Make the engine of this process, and its sink of weights; one with its own weights needs no network.
 
-    `pushed` are the weights of a network beside a policy's that every push brings.
+    `pushed` are the weights of a network beside a policy's that every push brings; without `is_copy`, the network is
+    the policy's.
     """
     settings = config.rollout.engine
     if isinstance(settings, EmbeddedSettings):
         assert vlm is not None, "the embedded engine samples with a network"
         embedded = make_embedded(settings, processor, vlm, pushed=pushed)
-        return embedded, EngineCopy(embedded)
+        return embedded, NetworkCopy(embedded) if is_copy else SharedTensors(embedded)
     streamed = make_streamed(config, settings, model, processor)
-    return streamed, EngineStream(streamed)
+    return streamed, streamed
 
 
 def check_offload(config: Config) -> None:

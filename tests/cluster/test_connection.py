@@ -20,10 +20,10 @@ from fovea.cluster.workers import Call, LocalHandle, Worker, WorkerHandle, Worke
 from fovea.config.sections import Train
 from fovea.errors import ClusterError, EngineError
 from fovea.train.base import Pair
+from fovea.train.local import LocalPolicy
 from fovea.train.row_assignment import Deal, ImagesByRank, Schedule
 from fovea.types import Completion, Prompt, PromptImage, Request, Sampling
 from fovea.utils.event_loop import wait_for
-from fovea.weights.local import LocalPolicy
 
 LIMIT_SECONDS = 20
 driver_is_gone = Event()

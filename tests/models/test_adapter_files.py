@@ -17,12 +17,12 @@ from fovea.config.model import Lora, Model, TinyModel
 from fovea.config.run import Config
 from fovea.errors import ConfigError, FoveaError, ModelError
 from fovea.models.tiny import TinyParts
-from fovea.models.trainable import choose_trainable, trainable_parameters
+from fovea.models.trainable import choose_trainable, factored_weights, trainable_parameters
 from fovea.models.vlm import VLM
 from fovea.train.packing import pack_row
 from fovea.wiring.model import make_vlm, open_vlm
 from fovea.wiring.policy import make_policy
-from tests.policies import make_batch
+from tests.policies import make_batch, weights_of
 from tests.saved import save_policy
 from tests.tiny_models import CPU, mixed_prompts, random_completions, save, tiny
 
@@ -86,8 +86,8 @@ def test_a_checkpoint_opens_without_the_folder_it_started_from(tmp_path: Path) -
     (tmp_path / "run" / "config.yaml").write_text(dump_config(config))
     shutil.rmtree(tmp_path / "adapter")
     target = CheckpointTarget(name="run", folder=folder, run=tmp_path / "run")
-    opened = dict(open_checkpoint(target).weights())
-    for name, weight in policy.weights():
+    opened = dict(factored_weights(open_checkpoint(target).vlm.network))
+    for name, weight in weights_of(policy).items():
         assert torch.equal(opened[name], weight), name
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,8 +16,9 @@ from fovea.metrics.log import read_metrics
 from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.run.context import Run
 from fovea.run.parity_push import TakenPush
-from fovea.types import Prompt, Sample, SampleGroup
-from fovea.weights.local import LocalPolicy, MeasuredSync, SharedWeights
+from fovea.train.local import LocalPolicy
+from fovea.types import Prompt, Sample, SampleGroup, Shape
+from fovea.weights.push import WeightPusher
 from tests.runs import untimed
 from tests.wiring.small import run_of
 
@@ -33,28 +34,29 @@ SETTINGS: dict[str, object] = {
 
 @dataclass
 class Copying:
-    """The engine's side of a sync that copies all weights, and says so of pushes that it loses too."""
+    """A sink that copies all weights, and says so of pushes that it loses too."""
 
     engine: EmbeddedEngine
     lost_from: int
+    has_weights = False
 
-    @property
-    def weight_names(self) -> frozenset[str]:
-        return self.engine.weight_names
+    def begin_push(self, shapes: Mapping[str, Shape]) -> None:
+        self.copies: dict[str, Tensor] = {}
 
-    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, Tensor]:
-        copies = {name: weight.clone() for name, weight in weights.items()}
+    def take_weights(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
+        self.copies |= {name: weight.clone() for name, weight in bucket}
+
+    def finish_push(self, version: int) -> None:
         if version < self.lost_from:
-            self.engine.load_weights(copies, version)
-        return copies
+            self.engine.load_weights(self.copies, version)
 
 
 def copying_run(folder: Path, *, lost_from: int = 99) -> Run:
     run = run_of(folder, **SETTINGS)
     assert isinstance(run.engine, EmbeddedEngine)
     assert isinstance(run.policy, LocalPolicy)
-    target = Copying(run.engine, lost_from)
-    return replace(run, weight_sync=MeasuredSync(SharedWeights(run.policy.worker, target)))
+    sink = Copying(run.engine, lost_from)
+    return replace(run, weight_sync=WeightPusher(run.policy.worker.outgoing, [sink]))
 
 
 def test_a_run_with_copies_is_checked_at_each_push_and_left_as_it_is(tmp_path: Path) -> None:

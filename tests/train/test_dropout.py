@@ -14,7 +14,7 @@ from fovea.train.torch.policy import TorchPolicy
 from fovea.wiring.engine import make_tape
 from fovea.wiring.model import make_vlm
 from fovea.wiring.policy import make_policy
-from tests.policies import make_batch
+from tests.policies import make_batch, weights_of
 from tests.saved import save_policy
 from tests.tiny_models import tiny
 
@@ -69,7 +69,7 @@ def test_a_resumed_run_drops_the_same_inputs(tmp_path: Path) -> None:
     torch.rand(7)
     resumed.load(tmp_path)
     stepped(resumed, 1)
-    for (name, one), (_, other) in zip(whole.weights(), resumed.weights(), strict=True):
+    for (name, one), (_, other) in zip(weights_of(whole).items(), weights_of(resumed).items(), strict=True):
         assert torch.equal(one, other), name
 
 

@@ -17,8 +17,8 @@ from fovea.models.tiny import TinyParts
 from fovea.models.trainable import policy_parameters
 from fovea.run.checkpoint import estimated_bytes
 from fovea.samples import replace_samples
+from fovea.train.local import LocalPolicy
 from fovea.train.torch.policy import TorchPolicy
-from fovea.weights.local import LocalPolicy
 from tests.policies import NUM_TOKENS, make_batch, stepped_gradients
 from tests.reference import largest_relative_difference, reference_logprobs, reference_states
 from tests.saved import save_policy

@@ -24,7 +24,7 @@ from fovea.train.torch.checkpoint import SavedShards, StagedShards
 from fovea.train.torch.policy import TorchPolicy
 from fovea.train.torch.sharding import full
 from fovea.types import Batch
-from tests.policies import many_groups
+from tests.policies import many_groups, weights_of
 from tests.saved import saved_tensors
 from tests.train.rank_policies import (
     GRPO,
@@ -260,7 +260,7 @@ def bfloat16(ranks: Ranks, folder: Path) -> Found:
         one_by_one = {"enable_dynamic_batch_size": False, "groups_per_microbatch": 1}
         policy = policy_of(own, {}, model={**UNFROZEN, "dtype": "bfloat16"}, train=one_by_one)
         assert policy.dtype == torch.bfloat16
-        assert {full(weight, policy.dtype).dtype for _, weight in policy.weights()} == {torch.bfloat16}
+        assert {full(weight, policy.dtype).dtype for weight in weights_of(policy).values()} == {torch.bfloat16}
         policy._backward(batch.groups, None, scale=1.0)
         grads = {name: x.grad for name, x in policy._optimizer.parameters.items() if x.grad is not None}
         types += [str(x.dtype) for x in grads.values()]

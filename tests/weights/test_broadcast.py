@@ -19,15 +19,13 @@ from fovea.config.model import Lora, Model, TinyModel
 from fovea.errors import FoveaError
 from fovea.models.outgoing import OutgoingWeight
 from fovea.models.trainable import choose_trainable, factored_weights, trainable_parameters
-from fovea.train.ranks import ALONE
 from fovea.types import Weights
-from fovea.utils.checksum import bit_hash
 from fovea.utils.event_loop import wait_for
-from fovea.weights import broadcast
+from fovea.weights import push
 from fovea.weights.base import WeightSync
-from fovea.weights.broadcast import ReceivedWeights, Sender, StreamedWeights
-from fovea.weights.local import call_here
-from fovea.weights.to_engine import EngineCopy
+from fovea.weights.broadcast import Broadcast, ReceivedWeights
+from fovea.weights.push import WeightPusher
+from fovea.weights.sinks import NetworkCopy
 from tests.policies import make_policy
 from tests.rollout.drawing import make_engine
 from tests.tiny_models import tiny
@@ -42,13 +40,11 @@ CASES = {"lora": LORA, "frozen tower": FROZEN_TOWER}
 class TwoNamesOfOneTensor:
     """An engine whose weight a is overwritten by what it gets for b."""
 
-    weight_names = frozenset("ab")
-
     def own_weights(self) -> Weights:
         shared = torch.zeros(4)
         return [("a", shared), ("b", shared)]
 
-    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, Tensor]:
+    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
         raise AssertionError("weights that differ were loaded")
 
 
@@ -71,7 +67,7 @@ def sent(role: Role, settings: Model) -> dict[str, Any]:
     choose_trainable(parts.network, settings, seed=0)
     policy = make_policy(parts)
     assert role.receivers is not None
-    sync = StreamedWeights(policy.outgoing, policy.dtype, [Sender(role.receivers)], call_here)
+    sync = WeightPusher(policy.outgoing, [Broadcast(role.receivers)])
     reports = pushes(sync, 1)
     with torch.no_grad():
         for weight in trainable_parameters(parts.network).values():
@@ -89,7 +85,7 @@ def received(role: Role, settings: Model) -> dict[str, Any]:
     for weight in parts.network.parameters():
         weight.add_(1.0)
     assert role.receivers is not None
-    sync = ReceivedWeights(role.receivers, EngineCopy(make_engine(parts)))
+    sync = ReceivedWeights(role.receivers, NetworkCopy(make_engine(parts)))
     return {"reports": pushes(sync, 2), "weights": dict(factored_weights(parts.network))}
 
 
@@ -97,15 +93,15 @@ def process(rank: int, port: int, folder: Path) -> None:
     """Rank 0 is a learner, rank 1 an engine alone."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    broadcast.BUCKET_BYTES = 10_000  # several buckets, and tensors larger than one
+    push.BUCKET_BYTES = 10_000  # several buckets, and tensors larger than one
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=PATIENCE)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=PATIENCE)
     role = Role.of(Placement(num_learners=1, num_engines_only=1, learners_generate=False), "cpu", PATIENCE)
     assert role.receivers is not None
     found = {case: (received if rank else sent)(role, settings) for case, settings in CASES.items()}
     for case, target in (("other names", make_engine(tiny("qwen3_vl"))), ("broken", TwoNamesOfOneTensor())):
-        take = ReceivedWeights(role.receivers, EngineCopy(target))
-        sync = take if rank else StreamedWeights(given, torch.float32, [Sender(role.receivers)], call_here)
+        take = ReceivedWeights(role.receivers, NetworkCopy(target))
+        sync = take if rank else WeightPusher(given, [Broadcast(role.receivers)])
         found[case] = {"reports": pushes(sync, 1)}
     torch.save(found, folder / str(rank))
     dist.destroy_process_group()
@@ -147,12 +143,3 @@ def test_other_names_are_refused_on_both_ends_before_anything_is_written(
     learner, engine = (end["other names"]["reports"][0] for end in ends)
     assert "2 that were sent the engine does not have, first a" in engine
     assert "2 that were sent the engine does not have, first a" in learner
-
-
-def test_a_push_that_failed_leaves_nothing_for_the_next() -> None:
-    sender = Sender(ALONE)
-    sender.leave_out_lost([])
-    for name in ("of a push that failed", "a"):
-        sender.begin({name: (2,)})
-        sender.take(name, torch.zeros(2))
-    assert sender.finish(1, [bit_hash(torch.zeros(2))]).num_tensors == 1

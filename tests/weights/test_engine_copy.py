@@ -25,9 +25,8 @@ from fovea.rollout.base import Engine
 from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.types import Completion, Request, Sampling
 from fovea.utils.event_loop import wait_for
-from fovea.weights.broadcast import StreamedWeights
-from fovea.weights.local import call_here
-from fovea.weights.to_engine import EngineCopy
+from fovea.weights.push import WeightPusher
+from fovea.weights.sinks import NetworkCopy
 from fovea.wiring.workers import make_worker
 from tests.policies import make_policy
 from tests.rollout.drawing import same
@@ -49,7 +48,7 @@ def draw(engine: Engine) -> Sequence[Completion]:
     return [completion for request in requests for completion in wait_for(engine.generate(request))]
 
 
-def copied(settings: Model) -> tuple[torch.nn.Module, torch.nn.Module, EmbeddedEngine, StreamedWeights]:
+def copied(settings: Model) -> tuple[torch.nn.Module, torch.nn.Module, EmbeddedEngine, WeightPusher]:
     """A policy's network, the engine's copy of it, the engine, and the pushes from one to the other."""
     parts = tiny("qwen3_vl")
     choose_trainable(parts.network, settings, seed=0)
@@ -62,7 +61,7 @@ def copied(settings: Model) -> tuple[torch.nn.Module, torch.nn.Module, EmbeddedE
         parts.network,
         network,
         engine,
-        StreamedWeights(policy.outgoing, policy.dtype, [EngineCopy(engine)], call_here),
+        WeightPusher(policy.outgoing, [NetworkCopy(engine)]),
     )
 
 

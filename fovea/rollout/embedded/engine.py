@@ -20,7 +20,7 @@ from fovea.errors import EngineError
 from fovea.models.activation_tape import Tape
 from fovea.models.decoder import decoder_shape
 from fovea.models.processor import Processor
-from fovea.models.trainable import adapter_scale, factored_weights, weight_names
+from fovea.models.trainable import adapter_scale, factored_weights
 from fovea.models.vlm import VLM
 from fovea.rollout.base import memory_for_rollout
 from fovea.rollout.embedded.batch import DecodeBatch, Forward, completion_of
@@ -200,20 +200,12 @@ class EmbeddedEngine:
     def _busy(self) -> bool:
         return self._worker is not None and not self._worker.done()
 
-    @property
-    def weight_names(self) -> frozenset[str]:
-        """Names of all weights of the network (`models.trainable.factored_weights`)."""
-        return weight_names(self._vlm.network)
-
     def own_weights(self) -> Weights:
-        """The tensors of the network, under `weight_names`."""
+        """The tensors of the network, named by `models.trainable.factored_weights`."""
         return ((name, weight.detach()) for name, weight in factored_weights(self._vlm.network))
 
-    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, Tensor]:
-        """Take references to the language model's tensors; copy those of the vision tower unless they are shared.
-
-        Returns the tensors that the engine now samples with.
-        """
+    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Take references to the language model's tensors; copy those of the vision tower unless they are shared."""
         if self._busy:
             raise EngineError("new weights while the engine is generating completions; await them first")
         named = dict(weights)
@@ -237,7 +229,6 @@ class EmbeddedEngine:
             # of the older weights
             self._stepper = None
         self._addresses = addresses
-        return named
 
     def _free_copies(self) -> None:
         for weight in self._pushed:

@@ -18,7 +18,7 @@ from fovea.config.backends import DEFAULT_BATCH_TOKENS
 from fovea.errors import EngineError
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.processor import Processor
-from fovea.models.trainable import factored_weights, weight_names
+from fovea.models.trainable import factored_weights
 from fovea.rollout.base import memory_for_rollout
 from fovea.rollout.embedded.batch import DecodeBatch, DecodeStep, completion_of
 from fovea.rollout.embedded.requests import QueuedRequest
@@ -95,25 +95,19 @@ class PlainEngine:
     def name(self) -> str:
         return "plain"
 
-    @property
-    def weight_names(self) -> frozenset[str]:
-        """Names of all weights of the network (`models.trainable.factored_weights`)."""
-        return weight_names(self._network)
-
     def own_weights(self) -> Weights:
-        """The tensors of the network, under `weight_names`."""
+        """The tensors of the network, named by `models.trainable.factored_weights`."""
         return ((name, weight.detach()) for name, weight in factored_weights(self._network))
 
     @torch.no_grad()
-    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, Tensor]:
-        """Copy the weights that are not shared with the policy; returns the tensors that it samples with."""
-        held, own = dict(weights), dict(self._network.named_parameters())
+    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Copy the weights that are not shared with the policy."""
+        own = dict(self._network.named_parameters())
         for name, tensor in weights.items():
             # an absent weight is under an adapter, which the policy's network applies by itself
             if name in own and own[name].data_ptr() != tensor.data_ptr():
-                held[name] = own[name].copy_(tensor)
+                own[name].copy_(tensor)
         self._version = version
-        return held
 
     async def pause(self) -> None:
         """Start no further request until `resume`; a running one finishes first."""

@@ -30,7 +30,7 @@ from fovea.tools.plan.trainer import held_states
 from fovea.tools.plan.vision import VISION, feature_bytes, tower_stages
 from fovea.tools.plan.walk import Bytes, Stage, peak_of
 from fovea.tools.plan.workload import Roles, RowShape, Workload
-from fovea.weights.to_engine import BUCKET_BYTES
+from fovea.weights.push import BUCKET_BYTES
 
 
 def update_peak(

@@ -37,7 +37,7 @@ from fovea.train.pass_result import PassResult, measured_loss
 from fovea.train.row_assignment import ImagesByRank, Schedule
 from fovea.train.row_dealer import RowDealer, in_batch_order
 from fovea.train.update_metrics import UpdateStats, batch_mismatch
-from fovea.types import Batch, Metrics, SampleGroup, Weights
+from fovea.types import Batch, Metrics, SampleGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,10 +167,6 @@ class MegatronPolicy:
     def outgoing_merged(self) -> Iterable[OutgoingWeight]:
         """As `outgoing`, for an engine that knows no adapters."""
         return self._model.outgoing_merged()
-
-    def weights(self) -> Weights:
-        """Every weight whole, under its Hugging Face name, adapters beside them."""
-        return ((weight.name, weight.parameter) for weight in self._model.outgoing())
 
     @property
     def dtype(self) -> torch.dtype:

@@ -31,7 +31,6 @@ from fovea.models.trainable import (
     VISION_TOWER,
     FrozenGuard,
     count_parameters,
-    factored_weights,
     merged_weights,
     part_of,
     policy_parameters,
@@ -51,7 +50,7 @@ from fovea.train.torch.optimizer import Optimizer
 from fovea.train.torch.sft import SupervisedTrainer
 from fovea.train.torch.sharding import copy_weights, full
 from fovea.train.update_metrics import UpdateStats, batch_mismatch
-from fovea.types import Batch, Metrics, SampleGroup, Weights
+from fovea.types import Batch, Metrics, SampleGroup
 
 FEWER_WEIGHTS = "train fewer weights (model.lora, model.freeze_vision_tower), or on more processes"
 
@@ -105,7 +104,7 @@ class TorchPolicy:
         self._skipped = SkippedUpdates(train.max_skipped_updates)
         self._saving = Saving(ranks)
         self._engine_has_these_weights = False
-        """True while the weights are those that `weights` returned last: rollout activations may be reused."""
+        """True while the weights are those that `outgoing` gave last: rollout activations may be reused."""
 
     @property
     def vlm(self) -> PolicyNetwork:
@@ -188,11 +187,6 @@ class TorchPolicy:
     def dtype(self) -> torch.dtype:
         """Type of the model's weights; shards of those that are trained are float32."""
         return self._vlm.dtype
-
-    def weights(self) -> Weights:
-        """The parameters of the network, adapters beside them."""
-        self._engine_has_these_weights = True
-        return factored_weights(self._vlm.network)
 
     def outgoing(self) -> Iterable[OutgoingWeight]:
         """The weights for a push, adapters beside them."""

@@ -36,6 +36,7 @@ from fovea.run import checkpoint
 from fovea.run.context import Run
 from fovea.types import Sampling
 from fovea.wiring.run import build
+from tests.policies import weights_of
 from tests.reference import model_inputs, reference_logprobs
 from tests.saved import saved_tensors
 from tests.tiny_models import image, renderer, tiny, user
@@ -298,7 +299,7 @@ def test_a_value_function_is_left_out_and_named(tmp_path: Path) -> None:
     assert "value function (value)" in (tmp_path / "out" / "README.md").read_text()
     saved = load_file(tmp_path / "out" / "model.safetensors")
     assert not [name for name in saved if "value" in name]
-    trained = dict(run.policy.worker.weights())
+    trained = weights_of(run.policy.worker)
     assert all(torch.equal(saved[name], trained[name]) for name in saved)
 
 

@@ -9,15 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from fovea.config.model import Lora, Model
 from fovea.models.outgoing import in_layout_of_files, outgoing_merged
 from fovea.models.tiny import TinyParts, save_tiny
 from fovea.utils.event_loop import wait_for
-from fovea.weights.broadcast import StreamedWeights
-from fovea.weights.local import call_here
-from fovea.weights.to_engine import EngineStream
+from fovea.weights.push import WeightPusher
 from tests.rollout.engine_suite import LIMIT_TOKENS, Served
 from tests.rollout.engines.under_test import under_test
 from tests.tiny_models import tiny
@@ -63,8 +60,6 @@ def push(engine: Any, parts: TinyParts, version: int) -> None:
     wait_for(stream(engine, parts).push(version))
 
 
-def stream(engine: Any, parts: TinyParts) -> StreamedWeights:
+def stream(engine: Any, parts: TinyParts) -> WeightPusher:
     """Pushes of the weights of a network, adapters merged; all of them first, then those that are trained."""
-    return StreamedWeights(
-        lambda: in_layout_of_files(outgoing_merged(parts.network)), torch.float32, [EngineStream(engine)], call_here
-    )
+    return WeightPusher(lambda: in_layout_of_files(outgoing_merged(parts.network)), [engine])

@@ -16,7 +16,7 @@ from fovea.models.outgoing import outgoing_merged
 from fovea.models.trainable import choose_trainable, lora_layers, trainable_parameters
 from fovea.types import Shape
 from fovea.utils.event_loop import wait_for
-from fovea.weights import to_engine
+from fovea.weights import push
 from tests.rollout.engine_suite import TOLERANCE, Served, ask, prompts_of
 from tests.rollout.engines.serving import served_by, stream, tiny_for
 from tests.rollout.engines.under_test import under_test
@@ -105,7 +105,7 @@ def test_a_push_that_breaks_off_leaves_an_engine_that_refuses_requests(served: S
 
 
 def test_no_more_than_a_bucket_is_kept_beside_the_weights(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(to_engine, "BUCKET_BYTES", 1)
+    monkeypatch.setattr(push, "BUCKET_BYTES", 1)
     engine: Any = served.engine
     taken: list[int] = []
 

@@ -13,9 +13,7 @@ from fovea.errors import EngineError
 from fovea.models.outgoing import outgoing
 from fovea.models.trainable import choose_trainable, lora_layers, trainable_parameters
 from fovea.utils.event_loop import wait_for
-from fovea.weights.broadcast import StreamedWeights
-from fovea.weights.local import call_here
-from fovea.weights.to_engine import EngineStream
+from fovea.weights.push import WeightPusher
 from tests.rollout.engine_suite import TOLERANCE, ask, prompts_of
 from tests.rollout.engines.serving import serving
 from tests.tiny_models import tiny
@@ -30,7 +28,7 @@ def test_an_adapter_that_is_pushed_alone_draws_as_transformers_with_it(family: s
         engine: Any = served.engine
         network = served.parts.network
         choose_trainable(network, Model(path="x", lora=LORA), seed=0)
-        sync = StreamedWeights(lambda: outgoing(network), torch.float32, [EngineStream(engine)], call_here)
+        sync = WeightPusher(lambda: outgoing(network), [engine])
         before = {name: weight.clone() for name, weight in network.named_parameters() if ".lora_A" in name}
         for version in (1, 2, 3):
             with torch.no_grad():

@@ -28,7 +28,7 @@ from fovea.train.torch.policy import TorchPolicy
 from fovea.wiring.megatron import PushedPolicy
 from fovea.wiring.model import make_vlm
 from fovea.wiring.policy import make_policy
-from tests.policies import make_batch
+from tests.policies import make_batch, weights_of
 from tests.tiny_models import mixed_prompts, random_completions, tiny
 from tests.train.ppo_policies import with_rewards
 from tests.warm import run_ranks
@@ -128,7 +128,7 @@ def run_steps(
     return Steps(
         metrics=metrics,
         logprobs=logprobs,
-        weights={name: weight.detach().clone() for name, weight in policy.weights()},
+        weights={name: weight.detach().clone() for name, weight in weights_of(policy).items()},
         warmup_losses=warmup_losses,
         values=values,
     )

@@ -13,6 +13,7 @@ import torch
 
 from fovea.models.load import load_network
 from fovea.models.trainable import choose_trainable, factored_weights
+from tests.policies import weights_of
 from tests.tiny_models import save, tiny
 from tests.train.megatron.equal_steps import SIZES, megatron_policy, mixed_pairs, settings_of
 
@@ -38,10 +39,10 @@ def test_a_step_moves_what_the_torch_backend_trains(model: Path) -> None:
     choose_trainable(network, config.model, config.seed)
     trained = {name for name, weight in factored_weights(network) if weight.requires_grad}
     with megatron_policy(model, model=given) as policy:  # type: ignore[arg-type]
-        before = {name: weight.detach().clone() for name, weight in policy.weights()}
+        before = {name: weight.detach().clone() for name, weight in weights_of(policy).items()}
         for _ in range(2):  # the first step moves one of the two matrices only
             policy.sft(mixed_pairs(PARTS))
-        after = dict(policy.weights())
+        after = weights_of(policy)
         assert {weight.name for weight in policy.outgoing() if weight.is_trained} == trained
     assert {name for name, weight in before.items() if not torch.equal(after[name], weight)} == trained
 

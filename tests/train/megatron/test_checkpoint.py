@@ -20,7 +20,7 @@ from fovea.train.megatron.checkpoint import COUNTS, STATE
 from fovea.train.model_division import check_division, check_experts
 from fovea.train.torch.sharding import copy_weights
 from fovea.wiring.megatron import saved_by_megatron
-from tests.policies import make_batch, named, with_advantage
+from tests.policies import make_batch, named, weights_of, with_advantage
 from tests.tiny_models import save, tiny
 from tests.train.megatron.equal_steps import (
     NUM_STEPS,
@@ -82,7 +82,7 @@ def test_its_weights_are_read_without_the_policy(model: Path, saved: tuple[Path,
     read = saved_by_megatron(config, config.model, load_processor(config.model).banned_ids, saved[0])
     with megatron_policy(model, "ppo") as policy:
         policy.load(saved[0])
-        loaded = dict(policy.weights())
+        loaded = weights_of(policy)
         assert read.weights.keys() == loaded.keys()
         assert all(torch.equal(read.weights[name], weight) for name, weight in loaded.items())
     assert read.left_out == ("value",)
@@ -93,7 +93,7 @@ def test_an_export_has_the_weights_as_they_are(model: Path, tmp_path: Path) -> N
     with megatron_policy(model) as policy:
         policy.sft(mixed_pairs(tiny(FAMILY, **SIZES)))
         policy.export(tmp_path)
-        weights = dict(policy.weights())
+        weights = weights_of(policy)
         trained = {weight.name for weight in policy.outgoing() if weight.is_trained}
     exported = dict(load_network(Model(path=str(tmp_path), dtype="float32")).named_parameters())
     assert exported.keys() == weights.keys() == trained
@@ -107,7 +107,7 @@ def test_an_export_has_its_adapters_merged(model: Path, tmp_path: Path) -> None:
         policy.sft(mixed_pairs(tiny(FAMILY, **SIZES)))
         policy.sft(mixed_pairs(tiny(FAMILY, **SIZES)))  # the first step moves one of the two matrices only
         policy.export(tmp_path)
-        factors = dict(policy.weights())
+        factors = weights_of(policy)
         pushed = {weight.name: weight.is_trained for weight in policy.outgoing_merged()}
     network = load_network(config.model)
     choose_trainable(network, config.model, seed=1)  # other first values

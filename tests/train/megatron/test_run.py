@@ -22,6 +22,7 @@ from fovea.models.load import load_network
 from fovea.models.trainable import choose_trainable, factored_weights
 from fovea.report.about import CONFIG_FILE
 from fovea.utils.checksum import bit_hash, combined
+from tests.policies import weights_of
 from tests.rollout.short_runs import check_exact, wait_for_steps
 from tests.runs import untimed
 from tests.train.megatron.commands import SHAPES, environment, fovea
@@ -82,7 +83,7 @@ def test_either_backend_goes_on_from_an_export(exported: Path) -> None:
     network = load_network(Model(path=str(exported), dtype="float32"))
     by_torch = dict(network.named_parameters())
     with megatron_policy(exported) as policy:
-        by_megatron = dict(policy.weights())
+        by_megatron = weights_of(policy)
     assert by_torch.keys() == by_megatron.keys()
     assert all(torch.equal(by_megatron[name], weight) for name, weight in by_torch.items())
 
@@ -141,7 +142,7 @@ def test_either_backend_goes_on_from_an_exported_adapter(with_adapters: Path, tm
     choose_trainable(network, config.model, seed=1)
     by_torch = dict(factored_weights(network))
     with megatron_policy(Path(config.model.path or ""), model={"lora": config.model.lora}) as policy:
-        by_megatron = dict(policy.weights())
+        by_megatron = weights_of(policy)
     assert by_torch.keys() == by_megatron.keys()
     assert all(torch.equal(by_megatron[name], weight) for name, weight in by_torch.items())
     assert any(".lora_B." in name and weight.any() for name, weight in by_megatron.items())

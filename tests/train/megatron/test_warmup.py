@@ -26,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def weights_of(policy: PushedPolicy) -> dict[str, Tensor]:
-    return {name: weight.detach().clone() for name, weight in policy.weights()}
+    return {weight.name: weight.tensor().clone() for weight in policy.outgoing()}
 
 
 def test_a_banned_token_in_an_answer_is_refused_before_the_step(model: Path) -> None:

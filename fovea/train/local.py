@@ -1,11 +1,10 @@
-"""Policy and engine in one process: the calls of the policy, and a sync of tensors that both share."""
+"""The policy in this process, or this process's share of one, behind the protocol that the driver awaits."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from time import perf_counter
 from typing import Any, Protocol
 
 import torch
@@ -13,30 +12,7 @@ import torch
 from fovea.train.base import ModelFacts, Needs, Pair, PolicyWorker
 from fovea.train.row_assignment import ImagesByRank
 from fovea.types import Batch, Metrics
-from fovea.utils.checksum import bit_hash, combined, read_hashes
 from fovea.utils.event_loop import BackgroundLoop, in_background
-from fovea.weights.base import SyncReport, WeightSource, WeightSync, WeightTarget, check_copies, check_names
-
-
-class SharedWeights:
-    """Weight sync within one process: the engine takes references to the policy's tensors."""
-
-    def __init__(self, source: WeightSource, target: WeightTarget) -> None:
-        self._source = source
-        self._target = target
-
-    async def push(self, version: int) -> SyncReport:
-        weights = dict(self._source.weights())
-        check_names(weights, self._target.weight_names)
-        sent = {name: weight.detach() for name, weight in weights.items()}
-        held = self._target.load_weights(sent, version)
-        (trained,) = read_hashes([bit_hash(held[name]) for name, weight in weights.items() if weight.requires_grad])
-        return SyncReport(
-            version=version,
-            num_tensors=len(sent),
-            bytes_copied=check_copies(sent, held),
-            checksum=combined(trained),
-        )
 
 
 class Caller(Protocol):
@@ -117,23 +93,3 @@ class LocalPolicy:
 
     async def close(self) -> None:
         self.worker.close()
-
-
-class MeasuredSync:
-    """A weight sync that remembers what its last push took."""
-
-    def __init__(self, sync: WeightSync) -> None:
-        self._sync = sync
-        self.metrics: Metrics = {}
-        """Metrics of the last push; empty before the first."""
-
-    async def push(self, version: int) -> SyncReport:
-        started = perf_counter()
-        report = await self._sync.push(version)
-        self.metrics = {
-            "seconds/push": perf_counter() - started,
-            "transfer/weights_mib": report.bytes_copied / 2**20,
-        }
-        if report.checksum is not None:
-            self.metrics["weights_checksum"] = float(report.checksum)
-        return report
