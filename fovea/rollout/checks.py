@@ -131,8 +131,11 @@ def check_shapes(sent: Mapping[str, Shape], expected: Mapping[str, Shape], *, en
         )
 
 
-def checkpoint_shapes(model: str, revision: str | None) -> dict[str, Shape]:
-    """Names and shapes of the weights of a model folder, or of a hub id that was downloaded."""
+def checkpoint_shapes(model: str, revision: str | None, *, is_tied: bool) -> dict[str, Shape]:
+    """Names and shapes of the weights of a model folder, or of a hub id that was downloaded, as an engine loads them.
+
+    Without a head that `is_tied`: vLLM and SGLang read the embedding in its place.
+    """
     folder = Path(model)
     if not folder.is_dir():
         folder = Path(snapshot_download(model, revision=revision, local_files_only=True))
@@ -140,4 +143,4 @@ def checkpoint_shapes(model: str, revision: str | None) -> dict[str, Shape]:
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
             shapes |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-    return shapes
+    return {name: shape for name, shape in shapes.items() if not (is_tied and name == "lm_head.weight")}

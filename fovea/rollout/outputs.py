@@ -1,6 +1,6 @@
 """Completions from what engines of other packages give, and the requests that these can serve at all.
 
-Axes: `L` tokens of a prompt.
+Axes: `L` tokens of a prompt, `T` tokens of a completion.
 """
 
 from __future__ import annotations
@@ -50,12 +50,25 @@ def completions(request: Request, drawn: Drawn, text: CompletionText, *, version
 
 
 def _completion(request: Request, place: int, sampled: Sampled, text: CompletionText, version: int) -> Completion:
-    logprobs_T = np.asarray(sampled.logprobs, dtype=np.float32)
     finish = FINISHES.get(sampled.finish_reason)
     if finish is None:
         raise EngineError(
             f"the engine ended request {request.id} with {sampled.finish_reason!r} instead of a completion"
         )
+    token_ids_T, logprobs_T = np.asarray(sampled.token_ids, np.int64), np.asarray(sampled.logprobs, np.float32)
+    return make_completion(request, place, token_ids_T, logprobs_T, finish, text, version)
+
+
+def make_completion(
+    request: Request,
+    place: int,
+    token_ids_T: NDArray[np.int64],
+    logprobs_T: NDArray[np.float32],
+    finish: FinishReason,
+    text: CompletionText,
+    version: int,
+) -> Completion:
+    """The completion of a request with the number `place`; EngineError where its log-probs are not finite."""
     if not np.isfinite(logprobs_T).all():
         raise EngineError(
             "the model's logits are not finite, so no token can be sampled: the weights have diverged; "
@@ -63,9 +76,9 @@ def _completion(request: Request, place: int, sampled: Sampled, text: Completion
         )
     return Completion(
         id=f"{request.id}/{place}",
-        token_ids_T=np.asarray(sampled.token_ids, dtype=np.int64),
+        token_ids_T=token_ids_T,
         logprobs_T=logprobs_T,
-        text=text.decode(sampled.token_ids, request.sampling.stop),
+        text=text.decode(token_ids_T.tolist(), request.sampling.stop),
         finish=finish,
         version=version,
     )

@@ -45,7 +45,7 @@ def test_experts_are_written_as_the_hub_holds_them(tmp_path: Path) -> None:
     parts = tiny("qwen3_vl_moe")
     save_tiny(parts, tmp_path / "model")
     experts = "model.language_model.layers.0.mlp.experts"
-    shapes = checkpoint_shapes(str(tmp_path / "model"), None)
+    shapes = checkpoint_shapes(str(tmp_path / "model"), None, is_tied=False)
     assert (shapes[f"{experts}.gate_up_proj"], shapes[f"{experts}.down_proj"]) == ((4, 64, 256), (4, 128, 64))
     again = load_network(Model(path=str(tmp_path / "model"), dtype="float32"))
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), parts.network.parameters(), strict=True))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
+from fovea.models.activation_tape import Tape
 from fovea.models.tiny import TinyParts
 from fovea.models.trainable import merged_weights
 from fovea.models.vlm import VLM
@@ -19,14 +20,22 @@ LOGPROB_TOLERANCE = 1e-5
 
 
 def make_engine(
-    parts: TinyParts, max_batch_tokens: int = 10_000, *, can_give_way: bool = False, **tuning: object
+    parts: TinyParts,
+    max_batch_tokens: int | None = 10_000,
+    *,
+    tape: Tape | None = None,
+    pushed: Collection[str] = (),
+    can_give_way: bool = False,
+    **tuning: object,
 ) -> EmbeddedEngine:
-    options = Tuning(**tuning)  # type: ignore[arg-type]
+    """An engine on the tensors of a model."""
     engine = EmbeddedEngine(
         VLM(parts.network, parts.processor.banned_ids),
         parts.processor,
         max_batch_tokens=max_batch_tokens,
-        tuning=options,
+        tape=tape,
+        tuning=Tuning(**tuning),  # type: ignore[arg-type]
+        pushed=pushed,
         can_give_way=can_give_way,
     )
     engine.load_weights(dict(merged_weights(parts.network)), version=7)

@@ -163,7 +163,9 @@ class EngineSuite:
         groups = served.generate(*requests)
         drawn = np.concatenate([c.token_ids_T for group in groups for c in group])
         assert len(set(drawn.tolist())) > 100, "near-uniform sampling visits most of the vocabulary"
-        assert not np.isin(drawn, served.parts.processor.banned_ids).any()
+        processor = served.parts.processor
+        assert processor.tokenizer.convert_tokens_to_ids("<|image_pad|>") in processor.banned_ids
+        assert not np.isin(drawn, processor.banned_ids).any()
 
     def test_a_prompt_at_the_limit_is_served_and_one_beyond_it_refused(self, served: Served) -> None:
         words = renderer(served.parts).prompt(user("How many circles are there? " * 1000)).token_ids_L

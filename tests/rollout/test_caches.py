@@ -12,21 +12,21 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from fovea.config.backends import EmbeddedEngine as EmbeddedSettings
 from fovea.config.loading import load_config
 from fovea.models.decoder import DecoderShape
-from fovea.models.trainable import merged_weights
-from fovea.models.vlm import VLM
-from fovea.rollout.embedded.cache import Cache, TokenSpan, fill_holes
+from fovea.rollout.embedded.cache import Cache, TokenSpan, fill_holes, grown_capacity
 from fovea.rollout.embedded.dense_cache import FIRST_TOKENS, DenseCache, KeyValues
-from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.rollout.embedded.paged_cache import GROWTH_TOKENS, MAX_ROWS, PagedCache, gathered_attention
 from fovea.rollout.embedded.requests import QueuedRequest
 from fovea.rollout.embedded.tuning import PAGE_TOKENS
 from fovea.types import Prompt, Request, Sampling
 from fovea.utils.event_loop import wait_for
+from tests.rollout.drawing import make_engine
 from tests.tiny_models import tiny
 from tests.tools.plan.published import RECIPES
 
@@ -240,8 +240,7 @@ def test_room_for_tokens_grows_by_doubling() -> None:
 
 def test_many_short_prompts_and_then_a_few_long_ones_do_not_add_up_to_many_long_ones() -> None:
     parts = tiny("qwen2_vl")
-    engine = EmbeddedEngine(VLM(parts.network, parts.processor.banned_ids), parts.processor, max_batch_tokens=8000)
-    engine.load_weights(dict(merged_weights(parts.network)), version=0)
+    engine = make_engine(parts, 8000)
     held: list[int] = []
     reserve = KeyValues.reserve
 
@@ -269,3 +268,24 @@ def test_many_short_prompts_and_then_a_few_long_ones_do_not_add_up_to_many_long_
         patch.setattr(KeyValues, "reserve", noted)
         wait_for(all_of_them())
     assert max(held) < 2 * 8000
+
+
+def test_the_last_live_rows_fill_the_holes() -> None:
+    moves = fill_holes(6, [1, 4])
+    assert (moves.sources, moves.targets, moves.count) == ((5,), (1,), 4)
+    rows = list("abcdef")
+    moves.in_list(rows)
+    assert rows == list("afcd")
+
+
+@given(st.integers(1, 40).flatmap(lambda count: st.tuples(st.just(count), st.sets(st.integers(0, count - 1)))))
+def test_whatever_ends_the_rest_stays(case: tuple[int, set[int]]) -> None:
+    count, ended = case
+    moves, rows = fill_holes(count, sorted(ended)), list(range(count))
+    moves.in_list(rows)
+    assert sorted(rows) == sorted(set(range(count)) - ended)
+    assert len(moves.sources) <= len(ended)
+
+
+def test_room_doubles() -> None:
+    assert [grown_capacity(0, 3), grown_capacity(3, 3), grown_capacity(3, 4), grown_capacity(3, 50)] == [3, 3, 6, 50]

@@ -1,4 +1,4 @@
-"""The embedded engine against transformers: greedy = generate, log-probs = forward, whatever else runs beside."""
+"""The embedded engine beyond the suite of all engines (`test_engine_suite`): exact values, memory, its own linears."""
 
 from __future__ import annotations
 
@@ -40,18 +40,6 @@ def test_greedy_equals_transformers_generate(parts: TinyParts) -> None:
     use_segment_attention(parts.network)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_equal_transformers_forward(parts: TinyParts, temperature: float) -> None:
-    prompts = mixed_prompts(parts)
-    samplings = seeded(3, max_new_tokens=12, temperature=temperature)
-    for prompt, group in zip(prompts, generate(make_engine(parts), prompts, samplings, n=4), strict=True):
-        for completion in group:
-            expected = reference_logprobs(parts, prompt, completion.token_ids_T, temperature)
-            torch.testing.assert_close(
-                torch.from_numpy(completion.logprobs_T), expected, atol=LOGPROB_TOLERANCE, rtol=0
-            )
-
-
 def test_logprobs_equal_the_trainers(parts: TinyParts) -> None:
     prompts = mixed_prompts(parts)
     groups = generate(make_engine(parts), prompts, seeded(3, max_new_tokens=12, temperature=0.8), n=5)
@@ -75,15 +63,6 @@ def test_a_request_does_not_feel_what_runs_beside_it(parts: TinyParts) -> None:
         assert same(group, alone[index % 3])
 
 
-def test_a_small_budget_and_mixed_group_sizes_change_nothing(parts: TinyParts) -> None:
-    prompts = mixed_prompts(parts) * 3
-    samplings, counts = seeded(9, max_new_tokens=9), [2, 2, 1, 4, 4, 4, 2, 1, 1]
-    free = generate(make_engine(parts), prompts, samplings, counts)
-    largest = max(p.num_tokens + n * 9 for p, n in zip(prompts, counts, strict=True))
-    tight = generate(make_engine(parts, max_batch_tokens=2 * largest), prompts, samplings, counts)
-    assert all(same(a, b) for a, b in zip(free, tight, strict=True))
-
-
 def test_completions_of_a_group_are_those_of_a_smaller_group(parts: TinyParts) -> None:
     prompt, sampling = mixed_prompts(parts)[0], Sampling(max_new_tokens=8, seed=5)
     eight, three = (generate(make_engine(parts), [prompt], [sampling], n)[0] for n in (8, 3))
@@ -98,45 +77,6 @@ def test_each_image_and_prompt_is_run_once(parts: TinyParts) -> None:
     generate(engine, prompts, seeded(3, max_new_tokens=6), n=8)
     distinct = {image.key: len(image.tensors["pixel_values"]) for prompt in prompts for image in prompt.images}
     assert patches == [sum(distinct.values())]
-
-
-def test_stop_token_ends_a_completion_and_is_part_of_it(parts: TinyParts) -> None:
-    prompt = mixed_prompts(parts)[0]
-    group = generate(make_engine(parts), [prompt], [Sampling(max_new_tokens=300, seed=1, temperature=2.0)], n=8)[0]
-    stopped = [completion for completion in group if completion.finish == "stop"]
-    assert stopped, "300 tokens of near-uniform sampling meet the stop token"
-    for completion in stopped:
-        assert completion.token_ids_T[-1] == parts.processor.tokenizer.eos_token_id
-        assert parts.processor.tokenizer.eos_token_id not in completion.token_ids_T[:-1]
-        assert "<|im_end|>" not in completion.text
-
-
-def test_stop_string_ends_a_completion_and_is_cut_from_its_text() -> None:
-    parts = tiny("qwen3_vl")
-    prompt, sampling = mixed_prompts(parts)[2], Sampling(max_new_tokens=60, seed=4)
-    free = generate(make_engine(parts), [prompt], [sampling], n=4)[0]
-    stop = free[0].text[10:12]
-    cut = generate(make_engine(parts), [prompt], [Sampling(max_new_tokens=60, seed=4, stop=(stop, "never"))], n=4)[0]
-    for whole, short in zip(free, cut, strict=True):
-        assert stop not in short.text
-        assert short.text == whole.text.split(stop)[0]
-        assert short.token_ids_T.tolist() == whole.token_ids_T[: len(short.token_ids_T)].tolist()
-        if stop in whole.text:
-            assert short.finish == "stop"
-            assert stop in parts.processor.tokenizer.decode(short.token_ids_T, skip_special_tokens=True)
-
-
-def test_no_special_token_is_ever_drawn(parts: TinyParts) -> None:
-    groups = generate(make_engine(parts), mixed_prompts(parts), seeded(3, max_new_tokens=200, temperature=5.0), n=8)
-    drawn = {int(token) for group in groups for completion in group for token in completion.token_ids_T}
-    assert len(drawn) > 200, "near-uniform sampling visits most of the vocabulary"
-    assert not drawn & set(parts.processor.banned_ids)
-    assert parts.processor.tokenizer.convert_tokens_to_ids("<|image_pad|>") in parts.processor.banned_ids
-
-
-def test_length_ends_a_completion(parts: TinyParts) -> None:
-    completion = generate(make_engine(parts), mixed_prompts(parts)[:1], [Sampling(max_new_tokens=1)], n=2)[0][0]
-    assert (len(completion.token_ids_T), completion.finish, completion.version) == (1, "length", 7)
 
 
 def test_weights_are_shared_not_copied_and_follow_the_trainer() -> None:
@@ -204,13 +144,7 @@ def test_a_stop_string_that_the_last_allowed_token_completes_counts_as_stop() ->
 
 def test_int8_decoding_is_close_and_its_logprobs_are_those_it_drew_from() -> None:
     parts = tiny("qwen2_5_vl")
-    engine = EmbeddedEngine(
-        VLM(parts.network, parts.processor.banned_ids),
-        parts.processor,
-        max_batch_tokens=10_000,
-        tuning=Tuning(int8_decoding=True),
-    )
-    engine.load_weights(dict(merged_weights(parts.network)), version=0)
+    engine = make_engine(parts, int8_decoding=True)
     prompts = mixed_prompts(parts)
     differences = []
     for exact in (False, True):
@@ -247,12 +181,8 @@ def test_packed_decoding_changes_nothing_that_is_drawn() -> None:
         parts = tiny(family, **WIDE)
         groups = []
         for packed in (True, False):
-            tuning = Tuning(onednn_decoding=packed)
-            engine = EmbeddedEngine(
-                VLM(parts.network, parts.processor.banned_ids), parts.processor, max_batch_tokens=10_000, tuning=tuning
-            )
-            engine.load_weights(dict(merged_weights(parts.network)), version=0)
-            assert tuning.uses_onednn(12, parts.network.get_input_embeddings().weight) == packed
+            engine = make_engine(parts, onednn_decoding=packed)
+            assert Tuning(onednn_decoding=packed).uses_onednn(12, parts.network.get_input_embeddings().weight) == packed
             groups.append(generate(engine, mixed_prompts(parts), seeded(3, max_new_tokens=12), n=4))
         assert all(same(a, b) for a, b in zip(*groups, strict=True))
 

@@ -21,7 +21,6 @@ from fovea.rollout.embedded.decode_step import Drawn
 from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.rollout.embedded.paged_cache import PagedCache
 from fovea.rollout.embedded.pool_memory import default_bytes
-from fovea.rollout.embedded.tuning import Tuning
 from fovea.train.base import Pair
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Sampling
@@ -164,7 +163,7 @@ def test_an_update_without_memory_frees_the_pool_and_goes_on(gpu: FakeGpu, caplo
 def test_a_step_of_the_warm_up_has_the_memory_of_a_pool_that_stays_in_rl(gpu: FakeGpu) -> None:
     parts = tiny("qwen3_vl")
     engine = make_engine(parts, TOKENS, can_give_way=True, **PAGED)
-    engine.load_weights(dict(merged_weights(parts.network)), version=0)
+    engine.load_weights(dict(merged_weights(parts.network)), version=0)  # that of the warm-up
     policy = TorchPolicy(
         VLM(parts.network, parts.processor.banned_ids),
         train=train_settings(),
@@ -191,11 +190,7 @@ def test_a_step_of_the_warm_up_has_the_memory_of_a_pool_that_stays_in_rl(gpu: Fa
 def test_a_sleeping_engine_that_gives_way_frees_its_copies_too(gpu: FakeGpu) -> None:
     parts = tiny("qwen3_vl")
     own = dict(merged_weights(parts.network))
-    vlm = VLM(parts.network, parts.processor.banned_ids)
-    engine = EmbeddedEngine(
-        vlm, parts.processor, max_batch_tokens=TOKENS, tuning=Tuning(**PAGED), pushed=own, can_give_way=True
-    )
-    engine.load_weights(own, version=1)
+    engine = make_engine(parts, TOKENS, pushed=own, can_give_way=True, **PAGED)
     assert not engine.free_spare_memory(), "nothing is held yet"
     generate(engine, mixed_prompts(parts), seeded(3, max_new_tokens=9), n=2)
     assert engine.free_spare_memory()
@@ -244,9 +239,7 @@ def test_copies_of_weights_stay_with_the_pool_or_go_with_it(gpu: FakeGpu, stay: 
     """Those of an engine whose own weights every push brings: graphs hold the addresses of both."""
     parts = tiny("qwen3_vl")
     own = dict(merged_weights(parts.network))
-    vlm = VLM(parts.network, parts.processor.banned_ids)
-    engine = EmbeddedEngine(vlm, parts.processor, max_batch_tokens=TOKENS, tuning=Tuning(**PAGED), pushed=own)
-    engine.load_weights(own, version=1)
+    engine = make_engine(parts, TOKENS, pushed=own, **PAGED)
     policy = {name: weight.clone() for name, weight in own.items()}
     generate(engine, mixed_prompts(parts), seeded(3, max_new_tokens=9), n=2)
     spare, copies = gpu.total // 10, sum(weight.nbytes for weight in own.values())
@@ -274,21 +267,12 @@ def test_a_default_pool_is_sized_by_free_memory_and_to_stay() -> None:
 def test_an_engine_without_a_setting_sizes_its_pool(gpu: FakeGpu) -> None:
     parts = tiny("qwen3_vl")
     gpu.free = 10**7
-    engine = EmbeddedEngine(
-        VLM(parts.network, parts.processor.banned_ids),
-        parts.processor,
-        max_batch_tokens=None,
-        tuning=Tuning(**PAGED),
-    )
-    engine.load_weights(dict(merged_weights(parts.network)), version=0)
     with pytest.raises(EngineError, match=r"rollout\.engine\.max_batch_tokens=\d+; raise that"):
-        generate(engine, mixed_prompts(parts)[:1], [Sampling(max_new_tokens=100_000)], n=1)
+        generate(make_engine(parts, None, **PAGED), mixed_prompts(parts)[:1], [Sampling(max_new_tokens=100_000)], n=1)
     assert gpu.pool_bytes == pytest.approx(0.8 * gpu.free, rel=0.01)
 
 
 def test_an_engine_on_a_cpu_has_a_budget_without_a_setting() -> None:
     parts = tiny("qwen3_vl")
-    engine = EmbeddedEngine(VLM(parts.network, parts.processor.banned_ids), parts.processor, max_batch_tokens=None)
-    engine.load_weights(dict(merged_weights(parts.network)), version=0)
     with pytest.raises(EngineError, match=r"rollout\.engine\.max_batch_tokens=65536; raise that"):
-        generate(engine, mixed_prompts(parts)[:1], [Sampling(max_new_tokens=100_000)], n=1)
+        generate(make_engine(parts, None), mixed_prompts(parts)[:1], [Sampling(max_new_tokens=100_000)], n=1)

@@ -10,15 +10,11 @@ import pytest
 import torch
 
 from fovea.models.activation_tape import Tape
-from fovea.models.trainable import merged_weights
-from fovea.models.vlm import VLM
 from fovea.rollout.embedded import engine as engine_module
 from fovea.rollout.embedded import paged_cache, prefill
 from fovea.rollout.embedded.batch import DecodeBatch
 from fovea.rollout.embedded.cache import Cache
-from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.rollout.embedded.requests import KeptKeys, QueuedRequest, RemovedRow
-from fovea.rollout.embedded.tuning import Tuning
 from fovea.types import Prompt, Sampling
 from fovea.utils.lru_cache import LRUCache
 from tests.rollout.drawing import LOGPROB_TOLERANCE, generate, make_engine, same, seeded
@@ -144,10 +140,7 @@ def test_a_preempted_completion_keeps_the_vision_graph_of_its_prompt(preempted: 
     """On a GPU the tape holds vision graphs alone, since linear outputs need every token to pass once, in order."""
     prompts, samplings = mixed_requests()
     tape = Tape([], 2**30, torch.float32)
-    vlm: VLM = VLM(PARTS.network, PARTS.processor.banned_ids)
-    budget = largest_tokens(prompts, samplings)
-    engine = EmbeddedEngine(vlm, PARTS.processor, max_batch_tokens=budget, tape=tape, tuning=Tuning(**PAGED))
-    engine.load_weights(dict(merged_weights(PARTS.network)), version=0)
+    engine = make_engine(PARTS, largest_tokens(prompts, samplings), tape=tape, **PAGED)
     groups = generate(engine, prompts, samplings, COUNTS, for_update=True)
     assert preempted
     for prompt, group in zip(prompts, groups, strict=True):

@@ -17,14 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fovea.errors import EngineError
 from fovea.models.activation_tape import NOT_RECORDED
 from fovea.models.transfer import to_device
 from fovea.rollout.embedded.cache import Moves, fill_holes
 from fovea.rollout.embedded.requests import DecodeRow, QueuedRequest, RemovedRow
 from fovea.rollout.embedded.sampler import Draw, RowSettings, needs_of, row_settings, sample_tokens, uniforms
-from fovea.rollout.outputs import CompletionText
-from fovea.types import Completion
+from fovea.rollout.outputs import CompletionText, make_completion
+from fovea.types import Completion, FinishReason
 from fovea.utils.host_waits import awaited
 from fovea.utils.tensor_records import map_tensors
 
@@ -73,19 +72,10 @@ Forward = Callable[[DecodeStep], tuple[Tensor, Tensor]]
 
 def completion_of(finished: RemovedRow, text: CompletionText, version: int) -> Completion:
     """Build the completion of a finished row; EngineError when its log-probs are not finite."""
-    if not np.isfinite(finished.logprobs_T).all():
-        raise EngineError(
-            "the model's logits are not finite, so no token can be sampled: the weights have diverged; "
-            "resume from an earlier checkpoint with a lower train.learning_rate"
-        )
-    request = finished.row.request
-    return Completion(
-        id=finished.completion_id,
-        token_ids_T=finished.token_ids_T,
-        logprobs_T=finished.logprobs_T,
-        text=text.decode(finished.token_ids_T.tolist(), request.sampling.stop),
-        finish="stop" if finished.stopped else "length",
-        version=version,
+    row = finished.row
+    finish: FinishReason = "stop" if finished.stopped else "length"
+    return make_completion(
+        row.request.request, row.index, finished.token_ids_T, finished.logprobs_T, finish, text, version
     )
 
 
@@ -122,6 +112,7 @@ class DecodeBatch:
     def resume(self, preempted: Sequence[RemovedRow]) -> None:
         """Append preempted rows as they were: the next step feeds the newest token of each."""
         for each in preempted:
+            # as if the row had drawn a token at every step since: `_num_tokens` then needs no count of each row
             each.row.first_step = self._steps + 1 - len(each.token_ids_T)
         rows = [each.row for each in preempted]
         self._append(rows, _restored(_new_rows(rows, torch.device("cpu")), preempted, self._device))
@@ -133,6 +124,7 @@ class DecodeBatch:
         stored_B = state.length_B - 1
         if first_place != NOT_RECORDED:
             row_B = torch.arange(len(stored_B), device=self._device)
+            # the tape appends the rows of a step in their order
             state.places_BT[row_B, stored_B] = first_place + row_B
         step = DecodeStep(
             token_B=state.token_B,
@@ -171,6 +163,7 @@ class DecodeBatch:
         results = _results(state, [self.rows[index] for index in indices], indices)
         moves = fill_holes(len(self.rows), indices)
         moves.in_list(self.rows)
+        # the cache compacts by the same moves: row b stays row b of both
         self._state = map_tensors(lambda x: _move(x, moves), state)
         if self.rows:
             self._refresh()
@@ -286,6 +279,7 @@ def _results(state: RowState, rows: Sequence[DecodeRow], indices: Sequence[int])
     """Copy the results of these rows to the host, in two transfers: one of whole numbers, one of log-probs."""
     index = to_device(torch.tensor(indices), state.length_B.device)
     of_rows = map_tensors(lambda x: x[index], state)
+    # side by side: each transfer makes the host wait for the device
     columns = (of_rows.length_B[:, None], of_rows.stopped_B[:, None], of_rows.tokens_BT, of_rows.places_BT)
     numbers, logprobs = awaited(torch.cat(columns, dim=1)).cpu().numpy(), awaited(of_rows.logprobs_BT).cpu().numpy()
     lengths, stopped = numbers[:, 0].tolist(), (numbers[:, 1] > 0).tolist()

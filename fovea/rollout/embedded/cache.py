@@ -29,6 +29,7 @@ class Moves:
 
     def index(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Sources and targets as index tensors on a device."""
+        # one tensor, and so one transfer
         sources, targets = to_device(torch.tensor([self.sources, self.targets], dtype=torch.long), device)
         return sources, targets
 
@@ -41,6 +42,7 @@ class Moves:
 
 def fill_holes(count: int, finished: Sequence[int]) -> Moves:
     """The compaction of `count` rows of which these have finished."""
+    # the last rows fill the holes, so that few rows move and the others keep their index
     left = count - len(finished)
     gone = set(finished)
     # as many running rows lie beyond `left` as holes before it; sources and targets never overlap
@@ -72,7 +74,7 @@ class TokenSpan:
 
 
 class Cache(Protocol):
-    """Keys and values of prompts and rows, in the order of `add`; `remove` compacts them (`compaction.fill_holes`)."""
+    """Keys and values of prompts and rows, in the order of `add`; `remove` compacts them (`fill_holes`)."""
 
     def cost(self, request: QueuedRequest) -> int:
         """Most tokens that this request can take if the cache holds nothing else."""

@@ -133,6 +133,7 @@ class CudaCapture:
             function()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
+        # one pool for all graphs, which are never replayed at the same time
         with torch.cuda.graph(graph, pool=self._pool):
             output = function()
         self._pool = graph.pool()
@@ -171,6 +172,7 @@ class DecodeGraphs:
         if key not in self._graphs:
             self._capture_up_to(*key, inputs)
         static, replay = self._graphs[key]
+        # the graph reads the addresses of its capture
         static.copy_from(inputs)
         token_B, logprob_B = replay()
         return token_B[:rows], logprob_B[:rows]

@@ -43,6 +43,7 @@ def sharing(prompt_of_row: Sequence[int], prompt_lengths: Sequence[int], device:
     count_P = torch.bincount(prompt_B, minlength=len(prompt_lengths))
     order_B = prompt_B.argsort(stable=True)
     first_P = count_P.cumsum(0) - count_P
+    # place of each row among the rows of its prompt
     rank_B = torch.empty_like(order_B)
     rank_B[order_B] = torch.arange(len(order_B)) - first_P[prompt_B[order_B]]
     row_PG = torch.zeros(len(prompt_lengths), int(count_P.max()), dtype=torch.long)

@@ -25,12 +25,13 @@ from fovea.models.vlm import VLM
 from fovea.rollout.base import memory_for_rollout
 from fovea.rollout.embedded.batch import DecodeBatch, Forward, completion_of
 from fovea.rollout.embedded.cache import Cache
-from fovea.rollout.embedded.decode_step import GraphStepper, Stepper
+from fovea.rollout.embedded.decode_step import GraphStepper
 from fovea.rollout.embedded.linears import (
+    Int8Linears,
+    Make,
     NamedWeights,
+    OneDnnLinears,
     TextWeights,
-    int8_text_weights,
-    onednn_text_weights,
     text_weights,
 )
 from fovea.rollout.embedded.pool_memory import PoolMemory
@@ -98,8 +99,8 @@ class EmbeddedEngine:
         self._addresses: tuple[int, ...] = ()
         self._cache: Cache | None = None
         self._stepper: Forward | None = None
-        self._onednn_stepper: Forward | None = None
-        self._int8_stepper: Forward | None = None
+        self._copies: dict[Make, Forward] = {}
+        """Steppers on decode copies, by the kind of their linear layers."""
         self._version = 0
         self._queue: deque[QueuedRequest] = deque()
         self._running: dict[QueuedRequest, list[Completion | None]] = {}
@@ -338,9 +339,7 @@ class EmbeddedEngine:
             return
         steps = self._tuning.decode_steps_on(self._device)
         self._make_room(batch, cache, steps)
-        # one decode step serves all rows: a single exact request makes all of them exact
-        int8 = self._tuning.int8_decoding and self._may_approximate
-        stepper = self._ready_int8_stepper(cache) if int8 else self._ready_stepper(len(batch), cache)
+        stepper = self._ready_stepper(len(batch), cache)
         for _ in range(steps):
             with self._recorder.recording(len(batch)) as first_place:
                 batch.step(stepper, first_place)
@@ -406,21 +405,24 @@ class EmbeddedEngine:
         return self._cache
 
     def _ready_stepper(self, rows: int, cache: Cache) -> Forward:
+        """The stepper with the fastest linear layers for so many rows; those in 8 bits where all requests accept it."""
+        # one decode step serves all rows: a single exact request makes all of them exact
+        if self._tuning.int8_decoding and self._may_approximate:
+            return self._on_copies(Int8Linears, cache)
         # by the number of rows only, so that a resumed run decodes with the same kernel
         if self._tuning.uses_onednn(rows, self._loaded_weights().embed):
-            if self._onednn_stepper is None:
-                onednn = onednn_text_weights(self._named, self._shape, self._tape)
-                self._onednn_stepper = make_stepper(self._vlm, onednn, self._shape, cache)
-            return self._onednn_stepper
+            return self._on_copies(OneDnnLinears, cache)
         if self._stepper is None:
             self._stepper = make_stepper(self._vlm, self._loaded_weights(), self._shape, cache)
         return self._stepper
 
-    def _ready_int8_stepper(self, cache: Cache) -> Forward:
-        if self._int8_stepper is None:
-            self._int8_stepper = Stepper(self._vlm, int8_text_weights(self._named, self._shape), self._shape, cache)
-        return self._int8_stepper
+    def _on_copies(self, linears: Make, cache: Cache) -> Forward:
+        """The stepper on decode copies of this kind, made once for the present weights."""
+        if linears not in self._copies:
+            weights = text_weights(self._named, self._shape, self._tape, linears)
+            self._copies[linears] = make_stepper(self._vlm, weights, self._shape, cache)
+        return self._copies[linears]
 
     def _free_decode_copies(self) -> None:
         """Free the decode copies (oneDNN and 8-bit weights), whose memory the update needs."""
-        self._onednn_stepper = self._int8_stepper = None
+        self._copies = {}

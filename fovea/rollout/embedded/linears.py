@@ -93,30 +93,14 @@ class NamedWeights:
         return Factors(self.tensors[f"{path}.weight"], self.tensors.get(f"{path}.bias"), down, up, self.adapter_scale)
 
 
-def text_weights(named: NamedWeights, shape: DecoderShape, tape: Tape | None = None) -> TextWeights:
-    """The language model with plain linear layers; KeyError names a missing weight."""
-    return _text_weights(named, shape, PlainLinears, tape)
-
-
-def onednn_text_weights(named: NamedWeights, shape: DecoderShape, tape: Tape | None = None) -> TextWeights:
-    """The language model with its linear layers as oneDNN decode copies."""
-    return _text_weights(named, shape, OneDnnLinears, tape)
-
-
-def int8_text_weights(named: NamedWeights, shape: DecoderShape) -> TextWeights:
-    """The language model with its linear layers, the head included, as 8-bit decode copies."""
-
-    def make(layers: Sequence[Factors], _column: TapeColumn | None) -> Linears:
-        return Int8Linears(layers)
-
-    return _text_weights(named, shape, make, None)
-
-
 Make = Callable[[Sequence[Factors], TapeColumn | None], Linears]
-"""Constructor of one implementation of linear layers that share an input."""
+"""Constructor of one implementation of linear layers that share an input; the tape records their outputs."""
 
 
-def _text_weights(named: NamedWeights, shape: DecoderShape, make: Make, tape: Tape | None) -> TextWeights:
+def text_weights(
+    named: NamedWeights, shape: DecoderShape, tape: Tape | None = None, make: Make = PlainLinears
+) -> TextWeights:
+    """The language model with linear layers of one implementation; KeyError names a missing weight."""
     embed = named.tensors[f"{TEXT}embed_tokens.weight"]
     layers = tuple(
         _layer(named, f"{TEXT}layers.{index}.", shape, make, NO_COLUMNS if tape is None else tape.layer(index))
@@ -183,7 +167,7 @@ class Int8Linears:
 
     # quantizing only the weights would be closer, but torch has no fast kernel for that in float32
 
-    def __init__(self, layers: Sequence[Factors]) -> None:
+    def __init__(self, layers: Sequence[Factors], _column: TapeColumn | None = None) -> None:
         # layers on one input as one product: the input is quantized once
         weight_OE = torch.cat(list(map(merged_weight, layers)))
         self._widths = [len(each.weight) for each in layers]
@@ -236,6 +220,7 @@ class OneDnnLinears:
             weights.append(self._beside.down_RE)
             biases += [self._beside.down_RE.new_zeros(len(self._beside.down_RE))] if biases else []
         weight_OE = torch.cat(weights) if len(weights) > 1 else weights[0]
+        # the layers as one product: the input is read once
         self._blocked = ONEDNN._reorder_linear_weight(weight_OE, EXPECTED_ROWS)
         self._bias_O = torch.cat(biases) if biases else None
         self._column = column
@@ -276,6 +261,7 @@ def join_adapters(layers: Sequence[Factors]) -> JoinedAdapters | None:
     adapted = [each for each in layers if each.down is not None]
     if not adapted:
         return None
+    # without an adapter: no rows, and columns of zeros in the block matrix
     ups = [each.weight.new_empty(0, len(each.weight)) if each.up is None else each.up.t() for each in layers]
     scales = {each.scale for each in adapted}
     assert len(scales) == 1, f"adapters on one input are scaled by {scales}"

@@ -107,6 +107,7 @@ class PagedCache:
         return first
 
     def reserve(self, tokens_B: Sequence[int]) -> bool:
+        # counted before any page is taken, so that a refusal changes nothing
         missing = [self._missing(row, tokens) for row, tokens in zip(self._rows, tokens_B, strict=True)]
         if sum(missing) > len(self._free):
             return False
@@ -207,6 +208,7 @@ class PagedCache:
 
     def _take(self, count: int) -> list[int]:
         assert count <= len(self._free), f"{count} pages needed, {len(self._free)} are free: admitted too much"
+        # the pages that were freed last
         return [self._free.pop() for _ in range(count)]
 
     def _widen(self, tokens: int) -> None:
@@ -234,6 +236,7 @@ class PagedCache:
         token_N = torch.arange(span.start, span.end)
         full = len(prompt.pages) * size
         in_full_N, rest_N = token_N[token_N < full], token_N[token_N >= full]
+        # page x size + offset, of each token
         full_slots = torch.tensor(prompt.pages, dtype=torch.long)[in_full_N // size] * size + in_full_N % size
         # once for every completion, each of which has a copy of the rest
         first_own = torch.tensor([row.pages[0] for row in prompt.rows])
@@ -251,6 +254,7 @@ class PagedAttention:
         self._pools, self._table_BX, self._kernel, self._scale = pools, table_BX, kernel, scale
         # computed once per step, used by all layers
         size = pools[0].shape[2]
+        # `tokens_B` is the place of the new token: the page that it falls into, and its offset there
         page_B = table_BX.gather(1, (tokens_B // size)[:, None])[:, 0]
         self._slot_B = page_B.long() * size + tokens_B % size
         self._used_B = (tokens_B + 1).to(torch.int32)
@@ -266,7 +270,7 @@ class PagedAttention:
 def gathered_attention(
     query_BHD: Tensor, keys: Tensor, values: Tensor, table_BX: Tensor, used_B: Tensor, scale: float
 ) -> Tensor:
-    """Paged attention on any device, the slow twin of `varlen_attention`: gathers all pages and masks unused slots."""
+    """Paged attention on any device, the slow twin of `paged_attention`: gathers all pages, masks unused slots."""
     heads = query_BHD.shape[1] // keys.shape[2]
     keys, values = (
         x[table_BX.long()].flatten(1, 2).transpose(1, 2).repeat_interleave(heads, 1) for x in (keys, values)

@@ -53,6 +53,7 @@ def attend_to_split(  # noqa: PLR0913, PLR0917
     """Attention of the G queries of a row to one split of its keys, and the log-sum-exp of their scores."""
     row, key_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     tokens = tl.load(used + row)
+    # whole blocks, so that no two splits read one block; the last splits of a short row have none
     share = tl.cdiv(tl.cdiv(tokens, BLOCK), SPLITS) * BLOCK
     start = split * share
     end = tl.minimum(start + share, tokens)
@@ -60,12 +61,14 @@ def attend_to_split(  # noqa: PLR0913, PLR0917
     is_query = group < GROUP
     places = query + row * query_row + (key_head * GROUP + group)[:, None] * query_head + width[None, :]
     query_GD = tl.load(places, mask=is_query[:, None], other=0.0)
+    # online softmax: largest score, sum of exponentials and weighted sum of values so far
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, WIDTH], tl.float32)
     for first in range(start, end, BLOCK):
         token = first + block
         is_key = token < end
+        # int64: a place in a pool of many pages passes 2^31
         page = tl.load(table + row * table_row + token // PAGE, mask=is_key, other=0).to(tl.int64)
         place = page * page_stride + (token % PAGE) * token_stride + key_head * head_stride
         key_DB = tl.load(keys + place[None, :] + width[:, None], mask=is_key[None, :], other=0.0)
@@ -74,6 +77,7 @@ def attend_to_split(  # noqa: PLR0913, PLR0917
         score = tl.where(is_key[None, :], score, float("-inf"))
         higher = tl.maximum(top, tl.max(score, 1))
         weight = tl.exp(score - higher[:, None])
+        # what was summed under the smaller maximum
         kept = tl.exp(top - higher)
         value_BD = tl.load(values + place[:, None] + width[None, :], mask=is_key[:, None], other=0.0)
         sums = sums * kept[:, None] + tl.dot(weight.to(value_BD.dtype), value_BD, input_precision="ieee")
@@ -94,6 +98,7 @@ def merge_splits(parts, logs, out, SPLITS: tl.constexpr, WIDTH: tl.constexpr):
     log = tl.load(logs + head * SPLITS + split)
     weight = tl.exp(log - tl.max(log, 0))
     part_CD = tl.load(parts + (head * SPLITS + split)[:, None] * WIDTH + width[None, :])
+    # each part is a mean: weighted by its sum of exponentials, relative to the largest
     mean_D = tl.sum(part_CD * weight[:, None], 0) / tl.sum(weight, 0)
     tl.store(out + head * WIDTH + width, mean_D.to(out.dtype.element_ty))
 

@@ -74,7 +74,7 @@ class PoolMemory:
         else:
             self.tokens = default_bytes(memory[0], self._beside_update) // token_bytes
             self.kept_tokens = self.tokens // KEPT_PART
-        self._pool_bytes = self.tokens * token_bytes
+        self._pool_bytes = self.tokens * token_bytes  # what `stays` compares with the room beside an update
         if memory is not None:
             self._tell()
 

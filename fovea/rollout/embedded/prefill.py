@@ -79,6 +79,7 @@ def prefill(
         start += len(part.hidden_NE)
     # recorded prompts are consecutive on the tape, over all passes
     recorder.prefilled(requests, places[0])
+    # rows of the last tokens of the prompts in what all passes gave
     last_P = (torch.tensor(lengths) - torch.tensor(starts)).cumsum(0) - 1
     return torch.cat(outs)[to_device(last_P, row.hidden_NE.device)]
 

@@ -68,6 +68,7 @@ class Recorder:
         tokens = sum(request.prompt.num_tokens + request.n * request.limit_tokens for request in requests)
         graph_bytes = self._vlm.graph_bytes(images) if self._vlm.trains_vision else 0
         records = tape.holds_linears and (alone or self._records)
+        # without room for the linear outputs, the graph by itself may fit
         self._records = records and tape.reserve(tokens, graph_bytes)
         self._on = self._records or tape.reserve(0, graph_bytes)
         graph = self._vlm.image_graph(images) if self._on and self._vlm.trains_vision else {}

@@ -110,6 +110,7 @@ class RemovedRow:
 
 def resumption(preempted: RemovedRow) -> QueuedRequest:
     """The request that a preempted row goes on with: all its tokens but the newest are prefilled with its prompt."""
+    # the newest token was drawn and never fed: the next decode step feeds it
     origin, fed_T = preempted.row.request, preempted.token_ids_T[:-1]
     prompt = replace(origin.prompt, token_ids_L=np.concatenate([origin.prompt.token_ids_L, fed_T]))
     # text tokens have one position on all axes

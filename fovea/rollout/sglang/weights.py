@@ -47,12 +47,7 @@ class SglangWeights:
         self._process = process
         self._dtype = dtype
         self._workers = workers
-        held = {
-            name: shape
-            for name, shape in checkpoint_shapes(model, revision).items()
-            # SGLang reads the embedding in its place
-            if not (is_tied and name == "lm_head.weight")
-        }
+        held = checkpoint_shapes(model, revision, is_tied=is_tied)
         self._expected = {plain_name(name): shape for name, shape in held.items()}
         self._names = {plain_name(name): name for name in held}
         """Names in the checkpoint, which are those that SGLang loads."""

@@ -42,9 +42,7 @@ class ExpectedWeights:
         is_tied = config.hf_text_config.tie_word_embeddings or config.hf_config.tie_word_embeddings
         self._expected = {
             self.vllm_name(name): (name, shape)
-            for name, shape in checkpoint_shapes(config.model, config.revision).items()
-            # vLLM reads the embedding in its place
-            if not (is_tied and name == "lm_head.weight")
+            for name, shape in checkpoint_shapes(config.model, config.revision, is_tied=is_tied).items()
         }
         # a shard of a parameter cannot be compared with the whole
         self.slices: Slices = {} if is_sharded else self._slices_of_expected()

@@ -175,8 +175,8 @@ class VllmAdapter:
         """True if vLLM holds all of the adapter of the last push."""
         self._tensors: dict[str, Tensor] = {}
 
-    def check(self, shapes: Mapping[str, Shape]) -> None:
-        """Raise EngineError unless these are the matrices A and B of some layers."""
+    def begin(self, shapes: Mapping[str, Shape]) -> None:
+        """Prepare for matrices of these shapes; EngineError unless they are A and B of some layers."""
         ends = (".lora_A.default.weight", ".lora_B.default.weight")
         layers = [{name.removesuffix(end) for name in shapes if name.endswith(end)} for end in ends]
         other = [name for name in shapes if not name.endswith(ends)]
@@ -186,9 +186,6 @@ class VllmAdapter:
                 f"vLLM's adapter needs the matrices A and B of every layer, and {len(halves)} layers have one of them, "
                 f"first {[*halves, 'none'][0]}; both must open the same model: compare model.path on both sides"
             )
-
-    def begin(self) -> None:
-        """Prepare for matrices that `check` has accepted."""
         self.is_complete, self._tensors = False, {}
 
     def take(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
