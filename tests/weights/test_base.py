@@ -1,8 +1,9 @@
-"""A push: names and shapes on both sides, copies that arrive bit for bit, and what is copied at all."""
+"""A push: names and shapes on both sides, copies that arrive bit for bit, what is copied, and waits for the device."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -12,21 +13,22 @@ from fovea.config.model import Lora, Model, TinyModel
 from fovea.errors import EngineError
 from fovea.models.outgoing import OutgoingWeight
 from fovea.models.trainable import choose_trainable
-from fovea.types import Sampling, Weights
+from fovea.types import Sampling, Shape, Weights
 from fovea.utils.event_loop import wait_for
 from fovea.weights.base import WeightSink
 from fovea.weights.push import WeightPusher
 from fovea.weights.sinks import NetworkCopy, SharedTensors
+from tests.meta_device import META, NoPageableCopies
 from tests.policies import make_policy, shared_weights
 from tests.rollout.drawing import generate, make_engine
 from tests.tiny_models import mixed_prompts, tiny
 
 
 class Engine:
-    """An engine with tensors of these types."""
+    """An engine with tensors of these shapes and types."""
 
-    def __init__(self, *own: Tensor) -> None:
-        self.own = dict(zip("ab", own, strict=True))
+    def __init__(self, **own: Tensor) -> None:
+        self.own = own
         self.version = -1
 
     def own_weights(self) -> Weights:
@@ -43,7 +45,7 @@ def pusher(sink: WeightSink, trained: str = "ab") -> WeightPusher:
 
 
 def test_copies_are_counted_and_carry_the_version() -> None:
-    engine = Engine(torch.zeros(4, dtype=torch.bfloat16), torch.zeros(3))
+    engine = Engine(a=torch.zeros(4, dtype=torch.bfloat16), b=torch.zeros(3))
     push = pusher(NetworkCopy(engine), trained="b")
     for version, num_tensors, num_bytes in ((7, 2, 7 * 4), (8, 1, 3 * 4)):
         report = wait_for(push.push(version))
@@ -52,9 +54,26 @@ def test_copies_are_counted_and_carry_the_version() -> None:
     assert torch.equal(engine.own["a"], torch.linspace(0, 1, 4).bfloat16()), "of the engine's type"
 
 
+class LosesOne(SharedTensors):
+    """A sink whose second push fails at its end."""
+
+    def finish_push(self, version: int) -> None:
+        super().finish_push(version)
+        if version == 1:
+            raise EngineError("lost")
+
+
+def test_the_push_after_one_that_failed_brings_all_weights_again() -> None:
+    push = pusher(LosesOne(Engine(a=torch.zeros(4), b=torch.zeros(3))), trained="b")
+    assert wait_for(push.push(0)).num_tensors == 2
+    with pytest.raises(EngineError, match="lost"):
+        wait_for(push.push(1))
+    assert [wait_for(push.push(version)).num_tensors for version in (2, 3)] == [2, 1]
+
+
 def test_a_weight_that_is_overwritten_on_arrival_is_named() -> None:
     both = torch.zeros(4)
-    engine = Engine(both, both[:3])
+    engine = Engine(a=both, b=both[:3])
     with pytest.raises(EngineError, match="the weight a differs between trainer and engine after it was copied"):
         wait_for(pusher(NetworkCopy(engine)).push(0))
     assert engine.version == -1, "not loaded"
@@ -70,8 +89,8 @@ def test_a_weight_that_is_overwritten_on_arrival_is_named() -> None:
     ],
 )
 def test_names_and_shapes_match_on_both_sides(sink: type[NetworkCopy], names: str, shape: int, error: str) -> None:
-    engine = Engine(torch.zeros(4), torch.zeros(shape))
-    engine.own = {name: engine.own.get(name, torch.zeros(1)) for name in names}
+    own = {"a": torch.zeros(4), "b": torch.zeros(shape), "c": torch.zeros(1)}
+    engine = Engine(**{name: own[name] for name in names})
     with pytest.raises(EngineError, match=error):
         wait_for(pusher(sink(engine)).push(0))
     assert engine.version == -1
@@ -87,3 +106,40 @@ def test_an_engine_beside_its_policy_shares_all_weights(lora: bool) -> None:
     assert report.bytes_copied == 0, "references only"
     ((completion,),) = generate(engine, mixed_prompts(parts)[:1], [Sampling(max_new_tokens=2)], 1)
     assert completion.version == 1
+
+
+class Stream:
+    """An engine with its own weights."""
+
+    has_weights = False
+
+    def begin_push(self, shapes: Mapping[str, Shape]) -> None: ...
+
+    def take_weights(self, bucket: Sequence[tuple[str, Tensor]]) -> None: ...
+
+    def finish_push(self, version: int) -> None: ...
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Lengths of the tensors that the host has read; `item` and `int` remain errors on torch's meta device."""
+    found: list[int] = []
+
+    def zeros(tensor: Tensor) -> Any:
+        found.append(len(tensor))
+        return [0] * len(tensor)
+
+    monkeypatch.setattr(Tensor, "tolist", zeros)
+    with NoPageableCopies():
+        yield found
+
+
+# the hashes of copies are compared before the engine uses them
+@pytest.mark.parametrize(("sink", "times"), [(SharedTensors, 1), (NetworkCopy, 2), (Stream, 1)])
+def test_a_push_reads_the_device_once_for_all_tensors(sink: Any, times: int, reads: list[int]) -> None:
+    weights = {f"layers.{layer}": torch.ones(3, 600, device=META, requires_grad=True) for layer in range(20)}
+    engine = Engine(**{name: torch.zeros_like(weight) for name, weight in weights.items()})
+    outgoing = [OutgoingWeight(name=name, parameter=weight) for name, weight in weights.items()]
+    wait_for(WeightPusher(lambda: outgoing, [sink() if sink is Stream else sink(engine)]).push(1))
+    assert len(reads) == times
+    assert min(reads) >= len(weights), "a hash of every weight, at least"
