@@ -11,7 +11,8 @@ from fovea.cluster.workers import Call, WorkerHandle, Workers, call_each
 from fovea.errors import EngineError, LostEngineError, LostWorkerError
 from fovea.processes.messages import Share, SharedArguments
 from fovea.train.base import ModelFacts, Needs, Pair
-from fovea.train.row_assignment import ImageKeys, ImagesByRank
+from fovea.train.row_assignment import ImageKeys
+from fovea.train.schedule import ImagesByRank
 from fovea.types import Batch, Completion, Metrics, Request
 from fovea.utils.lru_cache import LRUCache
 from fovea.weights.base import SyncReport

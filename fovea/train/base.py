@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from fovea.config.algorithm import Algorithm
-from fovea.train.row_assignment import ImagesByRank
+from fovea.train.schedule import ImagesByRank
 from fovea.types import Batch, Metrics, ParameterCount, Prompt, Weights
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +123,30 @@ class Policy(Protocol):
 
     async def close(self) -> None:
         """Free the model; no other call may follow."""
+        ...
+
+
+class PolicyOptimizer(Protocol):
+    """The optimizer of the policy or of its value function, as an update and supervised fine-tuning use it."""
+
+    def set_rate(self, step: int) -> float:
+        """Set the learning rate for step 0, 1, ... of the run; returns it."""
+        ...
+
+    def zero_grad(self) -> None:
+        """Free all gradients, or set them to zero."""
+        ...
+
+    def make_moments(self) -> None:
+        """Allocate the moments, where there are none yet."""
+        ...
+
+    def clip(self) -> Tensor:
+        """The norm [] of the gradient before it is clipped, here or in `step`; the same on all ranks."""
+        ...
+
+    def step(self) -> None:
+        """Take a step by the clipped gradient."""
         ...
 
 

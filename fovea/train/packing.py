@@ -1,4 +1,4 @@
-"""Tensors of packed rows and micro-batches, made from the assignment in `fovea.train.microbatching`.
+"""Tensors of packed rows and micro-batches, made from the assignment in `fovea.train.row_assignment`.
 
 Axes: `N` tokens of a row, `A` actions of a row, `U` those of its unequal completions, `L` tokens of a
 prompt, `T` tokens of a completion.
@@ -17,7 +17,7 @@ from torch import Tensor
 from fovea.models.families.base import ModelFamily
 from fovea.models.shared_prefix.layout import PackedRow, shared_prefix_layout
 from fovea.models.transfer import to_device
-from fovea.train.microbatching import Continuing, RowSlices, distinct
+from fovea.train.row_assignment import Continuing, RowSlices, distinct
 from fovea.types import Prompt, PromptImage, Sample, SampleGroup
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from fovea.train.base import ModelFacts, Needs, Pair, PolicyWorker
-from fovea.train.row_assignment import ImagesByRank
+from fovea.train.schedule import ImagesByRank
 from fovea.types import Batch, Metrics
 from fovea.utils.checksum import bit_hash, combined, read_hashes
 from fovea.utils.event_loop import BackgroundLoop, in_background

@@ -20,7 +20,8 @@ from fovea.cluster.workers import Call, LocalHandle, Worker, WorkerHandle, Worke
 from fovea.config.sections import Train
 from fovea.errors import ClusterError, EngineError
 from fovea.train.base import Pair
-from fovea.train.row_assignment import Deal, ImagesByRank, Schedule
+from fovea.train.row_assignment import RowAssignment
+from fovea.train.schedule import ImagesByRank, Schedule
 from fovea.types import Completion, Prompt, PromptImage, Request, Sampling
 from fovea.utils.event_loop import wait_for
 from fovea.weights.local import LocalPolicy
@@ -62,9 +63,11 @@ class Policy:
         """Nothing to close."""
 
     def images_by_rank(self) -> ImagesByRank:
-        deal = Deal(train=Train(), cost=cast(Any, None), num_ranks=1, image_token_id=0, shards_tower=False)
+        assignment = RowAssignment(
+            train=Train(), cost=cast(Any, None), num_ranks=1, image_token_id=0, shards_tower=False
+        )
         schedule = Schedule(algorithm=cast(Any, None), plain_update_every_steps=1, step=0)
-        return ImagesByRank(policy=deal, reference=None, schedule=schedule, limit_tokens=1)
+        return ImagesByRank(policy=assignment, reference=None, schedule=schedule, limit_tokens=1)
 
     async def sft(self, pairs: Sequence[Pair]) -> dict[str, float]:
         return {"loss": float(sum(image.num_bytes for pair in pairs for image in pair.prompt.images))}

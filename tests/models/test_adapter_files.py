@@ -68,9 +68,7 @@ def test_the_reference_is_the_adapter_that_training_started_from(tmp_path: Path)
     config = Config.model_validate({"model": {"tiny": {}, "lora": lora}, "algorithm": {"kl": "loss"}})
     policy = make_policy(config, make_vlm(config, tiny("qwen3_vl").network, banned_ids=()))
     batch = make_batch(tiny("qwen3_vl"))
-    for start, reference in zip(
-        policy.annotator.logprobs(batch), policy.annotator.reference_logprobs(batch), strict=True
-    ):
+    for start, reference in zip(policy.logprobs(batch), policy.reference_logprobs(batch), strict=True):
         np.testing.assert_allclose(reference, start, atol=1e-6)
 
 

@@ -14,7 +14,7 @@ from fovea.errors import TrainError
 from fovea.models.vlm import VLM
 from fovea.run.warmup import Warmup, enough, warm_up
 from fovea.train.base import Pair
-from fovea.train.torch.sft import SupervisedTrainer
+from fovea.train.torch.sft import supervised_trainer
 from fovea.types import Evaluation, Metrics
 from fovea.utils.event_loop import wait_for
 from tests.environments.prompt_sources import make_source
@@ -84,7 +84,7 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_answers(family: str) -> None:
     answers = [renderer(parts).target(text) for text in ("\\boxed{3}", "\\boxed{red}", "yes")]
     pairs = [Pair(prompt=p, answer_ids=a) for p, a in zip(prompts, answers, strict=True)]
     expected = -torch.cat([reference_logprobs(parts, pair.prompt, np.array(pair.answer_ids)) for pair in pairs]).mean()
-    trainer = SupervisedTrainer(VLM(parts.network, parts.processor.banned_ids), Settings(lr_warmup_steps=0))
+    trainer = supervised_trainer(VLM(parts.network, parts.processor.banned_ids), Settings(lr_warmup_steps=0))
     losses = [trainer.update(pairs) for _ in range(80)]
     assert losses[0] == pytest.approx(float(expected.detach()), abs=1e-5)
     assert losses[-1] < 0.05 < losses[0]
@@ -93,9 +93,9 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_answers(family: str) -> None:
 def test_gradients_of_the_warm_up_are_clipped() -> None:
     parts = tiny("qwen3_vl")
     pairs = [Pair(prompt=mixed_prompts(parts)[0], answer_ids=renderer(parts).target("\\boxed{3}"))]
-    trainer = SupervisedTrainer(VLM(parts.network, parts.processor.banned_ids), Settings())
+    trainer = supervised_trainer(VLM(parts.network, parts.processor.banned_ids), Settings())
     norms: list[torch.Tensor] = []
-    trainer._optimizer.register_step_pre_hook(
+    trainer.optimizer.adamw.register_step_pre_hook(
         lambda *_: norms.extend(p.grad.norm() for p in parts.network.parameters() if p.grad is not None)
     )
     trainer.update(pairs)
@@ -110,10 +110,10 @@ def test_a_warm_up_with_offload_takes_the_same_steps_by_masters_of_its_own() -> 
         parts = tiny("qwen3_vl")
         pairs = [Pair(prompt=mixed_prompts(parts)[0], answer_ids=renderer(parts).target("\\boxed{3}"))]
         vlm = VLM(parts.network, parts.processor.banned_ids)
-        trainer = SupervisedTrainer(vlm, Settings(), cpu_offload=offload)
+        trainer = supervised_trainer(vlm, Settings(), cpu_offload=offload)
         losses = [trainer.update(pairs) for _ in range(2)]
         assert losses[1] != losses[0]
-        masters = {x.data_ptr() for x in trainer._masters.by_name.values()}
+        masters = {x.data_ptr() for x in trainer.optimizer.masters.by_name.values()}
         assert masters.isdisjoint(x.data_ptr() for x in vlm.parameters()) is offload
         weights.append(list(vlm.parameters()))
     assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
@@ -122,7 +122,7 @@ def test_a_warm_up_with_offload_takes_the_same_steps_by_masters_of_its_own() -> 
 def test_a_banned_token_in_an_answer_is_refused_before_the_step() -> None:
     parts = tiny("qwen3_vl")
     banned = parts.processor.banned_ids[0]
-    trainer = SupervisedTrainer(VLM(parts.network, parts.processor.banned_ids), Settings())
+    trainer = supervised_trainer(VLM(parts.network, parts.processor.banned_ids), Settings())
     with pytest.raises(TrainError, match=f"an answer of the warm-up holds token id {banned}, which completions never"):
         trainer.update([Pair(prompt=mixed_prompts(parts)[0], answer_ids=(5, banned, parts.processor.stop_ids[0]))])
 
@@ -130,7 +130,7 @@ def test_a_banned_token_in_an_answer_is_refused_before_the_step() -> None:
 def test_a_loss_that_is_no_number_stops_the_warm_up() -> None:
     parts = tiny("qwen3_vl")
     pairs = [Pair(prompt=mixed_prompts(parts)[0], answer_ids=renderer(parts).target("\\boxed{3}"))]
-    trainer = SupervisedTrainer(VLM(parts.network, parts.processor.banned_ids), Settings())
+    trainer = supervised_trainer(VLM(parts.network, parts.processor.banned_ids), Settings())
     with torch.no_grad():
         next(parts.network.parameters()).fill_(torch.nan)
     with pytest.raises(TrainError, match=r"the loss is nan at warm-up step 1; lower warmup\.learning_rate"):

@@ -30,8 +30,8 @@ def parts() -> TinyParts:
 
 def bits(policy: TorchPolicy) -> dict[str, bytes]:
     """Of all weights of policy and critic."""
-    assert policy._critic is not None
-    modules = {"policy": policy._vlm, "value": policy._critic.model}
+    assert policy._value_function is not None
+    modules = {"policy": policy._vlm, "value": policy._value_function.model}
     return {
         f"{part}.{name}": x.numpy().tobytes()
         for part, module in modules.items()
@@ -68,8 +68,8 @@ def test_a_critic_that_gives_no_numbers_moves_nothing_and_stops_the_run(
 ) -> None:
     policy = ppo_policy(parts, separate=separate, max_skipped_updates=1)
     batch = scored(policy, named(make_batch(parts)))
-    assert policy._critic is not None
-    *_, bias = policy._critic.optimizer.parameters.values()
+    assert policy._value_function is not None
+    *_, bias = policy._value_function.optimizer.parameters.values()
     torch.nn.init.constant_(bias, value)
     before = bits(policy)
     assert policy.update(batch)["updates_skipped"] == 1
@@ -119,8 +119,8 @@ def test_a_gradient_that_is_not_finite_in_the_critic_alone_is_traced_to_its_grou
     policy = ppo_policy(parts, separate=separate, detach_trunk=not separate, max_skipped_updates=0)
     good = advantages_of(policy, with_rewards(named(make_batch(parts))))
     far = with_group(good, 1, lambda sample: replace(sample, returns_T=sample.returns_T + np.float32(FAR)))
-    assert policy._critic is not None
-    head = policy._critic.model.head if policy._critic.model is not None else policy._vlm.value_head
+    assert policy._value_function is not None
+    head = policy._value_function.model.head if policy._value_function.model is not None else policy._vlm.value_head
     assert head is not None
 
     def overflow(_module: object, _states: object, values: torch.Tensor) -> None:

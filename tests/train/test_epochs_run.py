@@ -26,7 +26,7 @@ def test_optimizer_steps_count_in_passes_over_the_batch(settings: dict[str, obje
     parts = tiny("qwen3_vl")
     policy = make_policy(parts, algorithm=Algorithm.model_validate(settings), lr_warmup_steps=0)
     batch = make_batch(parts)
-    batch = with_old_logprobs(batch, policy.annotator.logprobs(batch))
+    batch = with_old_logprobs(batch, policy.logprobs(batch))
     assert policy.update(batch)["epochs_run"] == pytest.approx(expected)
 
 
@@ -36,7 +36,7 @@ def test_old_logprobs_of_a_stale_engine_do_not_end_an_update_before_its_first_st
     algorithm = Algorithm(old_logprobs="engine", ppo_epochs=2, max_policy_kl=0.01)
     policy = make_policy(parts, algorithm=algorithm, lr_warmup_steps=0)
     batch = make_batch(parts)
-    batch = with_old_logprobs(batch, [logprobs_T - 0.3 for logprobs_T in policy.annotator.logprobs(batch)])
+    batch = with_old_logprobs(batch, [logprobs_T - 0.3 for logprobs_T in policy.logprobs(batch)])
     metrics = policy.update(batch)
     assert metrics["kl/policy"] > 0.01
     assert metrics["epochs_run"] == 1

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fovea.errors import TrainError
 from fovea.models.flops import Passes
-from fovea.train.microbatching import (
+from fovea.train.row_assignment import (
     Cost,
     GroupSlice,
     balanced_bins,

@@ -127,7 +127,7 @@ def test_a_kl_in_the_reward_that_is_not_finite_is_not_taken_for_a_reward_of_zero
     algorithm = Algorithm.model_validate({"name": name, "kl": {"name": "reward", "coef": 0.1}})
     policy = make_policy(tiny("qwen3_vl"), algorithm=algorithm, max_skipped_updates=0)
     batch = named(make_batch(tiny("qwen3_vl")))
-    batch = with_old_logprobs(batch, policy.annotator.logprobs(batch))
+    batch = with_old_logprobs(batch, policy.logprobs(batch))
     numbers = iter(range(len(batch.samples)))
 
     def refer(sample: Sample) -> Sample:

@@ -23,7 +23,7 @@ from tests.policies import NUM_TOKENS, make_batch, stepped_gradients
 from tests.reference import largest_relative_difference, reference_logprobs, reference_states
 from tests.saved import save_policy
 from tests.tiny_models import FAMILIES, tiny
-from tests.train.ppo_policies import PPO, gradients, logprobs_and_values, ppo_policy, scored
+from tests.train.ppo_policies import GAE, PPO, gradients, logprobs_and_values, ppo_policy, scored
 
 
 class CountLayers:
@@ -48,7 +48,7 @@ class CountLayers:
 def test_values_are_the_head_on_transformers_own_states(parts: TinyParts, separate: bool) -> None:
     """One row at a time through transformers; packed and shared prefixes change nothing."""
     policy, batch = ppo_policy(parts, separate=separate, max_tokens_per_microbatch=100), make_batch(parts)
-    critic = policy._critic
+    critic = policy._value_function
     assert critic is not None
     head = (policy._vlm.value_head if critic.model is None else critic.model.head).linear  # type: ignore[union-attr]
     _, values = logprobs_and_values(policy, batch)
@@ -99,7 +99,7 @@ def test_no_split_changes_gradient_or_metrics(separate: bool) -> None:
 
 def changed(policy: TorchPolicy, change: Callable[[], object]) -> set[str]:
     """Which parts move: the policy, the value function."""
-    critic = policy._critic
+    critic = policy._value_function
     assert critic is not None
     parts = {"policy": policy_parameters(policy._vlm), "value": critic.optimizer.parameters}
     before = {part: [p.detach().clone() for p in named.values()] for part, named in parts.items()}
@@ -114,7 +114,9 @@ def changed(policy: TorchPolicy, change: Callable[[], object]) -> set[str]:
 @pytest.mark.parametrize("separate", [False, True])
 def test_the_policy_waits_while_the_critic_warms_up(separate: bool) -> None:
     parts = tiny("qwen3_vl")
-    policy = ppo_policy(parts, separate=separate, warmup_steps=1)
+    critic = GAE.critic.model_copy(update={"warmup_steps": 1})
+    algorithm = PPO.model_copy(update={"advantage": GAE.model_copy(update={"critic": critic})})
+    policy = ppo_policy(parts, separate=separate, algorithm=algorithm)
     assert changed(policy, lambda: policy.update(scored(policy, make_batch(parts)))) == {"value"}
     assert changed(policy, lambda: policy.update(scored(policy, make_batch(parts)))) == {"policy", "value"}
 
@@ -187,10 +189,10 @@ def test_a_critic_of_its_own_begins_as_the_warmed_up_policy() -> None:
         for parameter in parts.network.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
     policy.snapshot_reference()
-    assert policy._critic is not None
-    assert policy._critic.model is not None
+    assert policy._value_function is not None
+    assert policy._value_function.model is not None
     for (name, a), (_, b) in zip(
-        policy._vlm.named_parameters(), policy._critic.model.trunk.named_parameters(), strict=True
+        policy._vlm.named_parameters(), policy._value_function.model.trunk.named_parameters(), strict=True
     ):
         assert torch.equal(a, b), name
 

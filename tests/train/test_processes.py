@@ -71,7 +71,7 @@ def step_of(name: str) -> Batch:
         return replace_samples(
             batch, lambda s: replace(s, values_T=off(s.values_T), old_logprobs_T=off(s.old_logprobs_T))
         )
-    logprobs = policy.annotator.logprobs(batch)
+    logprobs = policy.logprobs(batch)
     batch = with_old_logprobs(batch, [off(x_T) for x_T in logprobs])
     return with_reference_logprobs(batch, [off(x_T) for x_T in logprobs])
 

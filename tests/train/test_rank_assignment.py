@@ -8,8 +8,17 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fovea.train.microbatching import Cost, GroupSlice, pack_by_cost, slice_groups
-from fovea.train.row_assignment import align_ranks, imbalance, rows_by_cost, rows_by_count, unevenness
+from fovea.train.row_assignment import (
+    Cost,
+    GroupSlice,
+    align_ranks,
+    imbalance,
+    pack_by_cost,
+    rows_by_cost,
+    rows_by_count,
+    slice_groups,
+    unevenness,
+)
 from tests.train.sample_groups import CACHED, FULL, PLAIN, TRAINED, group
 
 

@@ -52,7 +52,7 @@ from tests.warm import run_ranks
 def grpo(ranks: Ranks, folder: Path) -> Found:
     """With a trained vision tower, a reference and entropy, logits in chunks; the second epoch is off-policy."""
     policy = policy_of(ranks, GRPO, train={"backend": {"logits_mib": 0.005}})
-    micros = policy._scorer.micro_batches(batch_of(0).groups)
+    micros = policy._batcher.micro_batches(batch_of(0).groups)
     metrics = [step(policy, batch_of(seed)) for seed in range(STEPS)]
     return {"metrics": metrics, "weights": checksum(policy), "workers": policy.describe().num_workers} | {
         "samples": [micro.sample_numbers for micro in micros],
@@ -80,7 +80,7 @@ def experts_lora(ranks: Ranks, folder: Path) -> Found:
 
 def text_on_one(ranks: Ranks, folder: Path) -> Found:
     policy = policy_of(ranks, {})
-    micros = policy._scorer.micro_batches(two_groups().groups)
+    micros = policy._batcher.micro_batches(two_groups().groups)
     metrics = [step(policy, two_groups()) for _ in range(2)]
     return {"metrics": metrics, "weights": checksum(policy)} | {
         "samples": [micro.sample_numbers for micro in micros],

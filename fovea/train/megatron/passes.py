@@ -26,29 +26,26 @@ from fovea.models.token_logprobs import TokenScores
 from fovea.train.megatron.model import MegatronModel
 from fovea.train.megatron.sharded_logprobs import VocabularySlice, sharded_token_scores
 from fovea.train.packing import MicroBatch
+from fovea.train.pass_result import Objective
 
-Loss = Callable[[MicroBatch, TokenScores], Tensor]
-"""The loss of a micro-batch; all of them are added up."""
 LossOfRow = Callable[[int, TokenScores], Tensor]
 """Loss of the row with this index."""
-KnownSlopes = Callable[[MicroBatch, float], Slopes | None]
-"""The slopes of a number times the loss of a micro-batch, where they are known before it."""
 SlopesOfRow = Callable[[int], Slopes | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class PackedTokens:
     """Tokens that passes have run over."""
 
     tokens: int = 0
     packed_tokens: int = 0
     """With copies of prompts and the padding of a pass."""
 
-    def __add__(self, other: Work) -> Work:
-        return Work(tokens=self.tokens + other.tokens, packed_tokens=self.packed_tokens + other.packed_tokens)
+    def __add__(self, other: PackedTokens) -> PackedTokens:
+        return PackedTokens(tokens=self.tokens + other.tokens, packed_tokens=self.packed_tokens + other.packed_tokens)
 
 
-class Passes:
+class MegatronPasses:
     """Runs micro-batches through the stages of one model."""
 
     def __init__(
@@ -62,29 +59,24 @@ class Passes:
     ) -> None:
         """`training` wraps the model where gradients are wanted; `chunk_tokens` bounds the logits at once."""
         self.model = model
-        self.work = Work()
+        self.work = PackedTokens()
         """Work since `restart`."""
-        self._training = training
+        self.training = training
         self._temperature = temperature
         self._chunk_tokens = chunk_tokens
         self._value_head = value_head
 
-    @property
-    def has_values(self) -> bool:
-        """True if scores have values, of a value head."""
-        return self._value_head is not None
-
     def restart(self) -> None:
         """Count the work from here on."""
-        self.work = Work()
+        self.work = PackedTokens()
 
-    def backward(self, micros: Sequence[MicroBatch], loss: Loss, slopes: KnownSlopes) -> None:
-        """Add up the gradients of the sum of `loss` over all micro-batches of all shares; `slopes` are those of it."""
+    def backward(self, micros: Sequence[MicroBatch], objective: Objective) -> None:
+        """Add up the gradients of the objective over all micro-batches of all shares."""
         self._backward(
             [micro.row for micro in micros],
-            lambda number, scores: loss(micros[number], scores),
+            lambda number, scores: objective.loss(scores, micros[number]),
             # the loss of a micro-batch reaches its scores times the shares, whose mean Megatron takes at the end
-            lambda number: slopes(micros[number], self.model.place.dealt.size),
+            lambda number: objective.slopes(micros[number], self.model.place.dealt.size),
         )
 
     def backward_of_row(self, row: PackedRow, loss: Callable[[TokenScores], Tensor]) -> None:
@@ -101,15 +93,15 @@ class Passes:
             return torch.zeros((), device=self.model.device)
 
         rows = [micro.row for micro in micros]
-        self._run(rows, keep, _unknown, self._training or self.model.chunk, forward_only=True)
+        self._run(rows, keep, _unknown, self.training or self.model.chunk, forward_only=True)
         return found
 
     def _backward(self, packed: Sequence[PackedRow], loss: LossOfRow, slopes: SlopesOfRow) -> None:
-        assert self._training is not None, "a backward pass of a model that is not trained"
+        assert self.training is not None, "a backward pass of a model that is not trained"
         # Megatron takes the mean over micro-batches and over shares
         factor = len(packed) * self.model.place.dealt.size
         self._run(
-            packed, lambda number, scores: factor * loss(number, scores), slopes, self._training, forward_only=False
+            packed, lambda number, scores: factor * loss(number, scores), slopes, self.training, forward_only=False
         )
 
     def _run(
@@ -122,7 +114,7 @@ class Passes:
             number, row = next(iterator)
             rows = self.model.pack(_rows(row, self.model))
             states = self.model.states(module, rows)
-            self.work += Work(tokens=row.num_tokens, packed_tokens=rows.num_tokens)
+            self.work += PackedTokens(tokens=row.num_tokens, packed_tokens=rows.num_tokens)
 
             def of_states(states_N1E: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
                 return loss(number, self._scores(row, states_N1E[rows.hidden_index_U, 0], slopes(number))), {}

@@ -13,7 +13,7 @@ from fovea.config.model import Model
 from fovea.config.run import Config
 from fovea.train.megatron.checkpoint import load_weights
 from fovea.train.megatron.model import MegatronModel, skeleton
-from fovea.train.megatron.parallel import take_place
+from fovea.train.megatron.parallel import ParallelRank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class SavedPolicy:
         """
         shape = skeleton(settings, banned_ids, config.seed)
         try:
-            model = MegatronModel(config, settings, shape, take_place(config, shape.device))
+            model = MegatronModel(config, settings, shape, ParallelRank.setup(config, shape.device))
             left_out = load_weights(checkpoint, model.chunk)
             weights = {weight.name: weight.parameter for weight in model.outgoing()}
             return SavedPolicy(weights=weights, left_out=left_out)

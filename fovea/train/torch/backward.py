@@ -12,16 +12,13 @@ from functools import partial
 import numpy as np
 import torch
 
-from fovea.config.algorithm import Algorithm
 from fovea.models.activation_tape import ImageGraph, RecordedOutputs, Tape, Trace
 from fovea.models.recompute import kept_bytes
 from fovea.models.shared_prefix.layout import PackedRow
-from fovea.train.microbatching import distinct
-from fovea.train.objective import known_slopes, value_terms
 from fovea.train.packing import MicroBatch
-from fovea.train.pass_result import PassResult, measured_loss
-from fovea.train.ranks import Ranks
-from fovea.train.torch.critic import Critic, ValueModel
+from fovea.train.pass_result import Objective
+from fovea.train.row_assignment import distinct
+from fovea.train.torch.critic import ValueModel
 from fovea.train.torch.forward import Scorer
 from fovea.train.torch.sharding import sum_over_replicas
 from fovea.train.update_metrics import ActivationMeter
@@ -109,50 +106,35 @@ def _share(graph: ImageGraph, needed: set[str]) -> float:
 
 
 class Backward:
-    """Forward and backward passes of a policy and of its critic, if there is one."""
+    """Forward and backward passes of a policy and of its separate value model, if there is one."""
 
-    def __init__(self, scorer: Scorer, algorithm: Algorithm, critic: Critic | None, ranks: Ranks) -> None:
+    def __init__(self, scorer: Scorer, value_model: ValueModel | None) -> None:
         self.activations = ActivationMeter(scorer.vlm, partial(kept_bytes, scorer.vlm.network))
         self._scorer = scorer
-        self._algorithm = algorithm
-        self._critic = critic
-        self._ranks = ranks
+        self._value_model = value_model
 
     def __call__(
-        self, groups: Sequence[SampleGroup], reuse: Reuse | None, scale: float, only: SampleGroup | None = None
-    ) -> PassResult:
-        """Accumulate the gradients of these groups, or of `only` one of them, over all ranks.
-
-        `scale` is the number of groups in the batch over that in the minibatch: `Sample.weight` refers to the batch.
-        """
-        done = PassResult()
-        micros = self._scorer.micro_batches(groups, only)
+        self, groups: Sequence[SampleGroup], objective: Objective, reuse: Reuse | None, only: SampleGroup | None = None
+    ) -> None:
+        """Accumulate the gradients of these groups, or of `only` one of them, over all ranks."""
+        micros = self._scorer.batcher.micro_batches(groups, only)
         for number, micro in enumerate(micros, start=1):
             is_last = number == len(micros)
             sum_over_replicas(self._scorer.vlm, now=is_last)
-            self._policy(micro, micro.row if reuse is None else reuse.row(micro), done, scale)
-            if self._critic is not None and self._critic.model is not None:
+            self.policy(micro, micro.row if reuse is None else reuse.row(micro), objective)
+            if self._value_model is not None:
                 # after the policy's backward pass, so that only one autograd graph is in memory at a time
-                sum_over_replicas(self._critic.model, now=is_last)
-                self._value_model(self._critic.model, micro, done, scale)
+                sum_over_replicas(self._value_model, now=is_last)
+                objective.value_loss(self._value_model(micro.row), micro).backward()
         if reuse is not None:
             reuse.finish()
-            done.add({"reused_actions": float(reuse.actions), "reused_images": float(len(reuse.graph))})
-        done.read()
-        done.agree(self._ranks)
-        return done
+            objective.done.add({"reused_actions": float(reuse.actions), "reused_images": float(len(reuse.graph))})
 
-    def _policy(self, micro: MicroBatch, row: PackedRow, done: PassResult, scale: float) -> None:
+    def policy(self, micro: MicroBatch, row: PackedRow, objective: Objective) -> None:
+        """Pass one micro-batch forward, through the loss, and backward through the policy."""
         with self.activations(row.num_tokens):
-            scores = self._scorer(row, known_slopes(micro, self._algorithm, scale))
-            loss = measured_loss(scores, micro, self._algorithm, scale, done)
+            loss = objective.loss(self._scorer(row, objective.slopes(micro)), micro)
         # text has no graph under adapters on the vision only; with a sharded tower, rows of all ranks have one or none
         if loss.requires_grad:
             # also where the loss is not finite: the other ranks' backward passes wait for this one's collectives
             loss.backward()
-
-    def _value_model(self, model: ValueModel, micro: MicroBatch, done: PassResult, scale: float) -> None:
-        values_A = model(micro.row)
-        loss, sums = value_terms(values_A, micro, self._algorithm)
-        (scale * loss).backward()
-        done.measure(micro, torch.isfinite(loss), sums | {"loss": scale * loss.detach()}, values_A)
