@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from fovea.models.kernels import Again, RmsNormFunction, gradients_of_norm, inverse_rms, rms_norm
+from fovea.models.kernels import ReadSaved, RmsNormFunction, gradients_of_norm, inverse_rms, rms_norm
 from fovea.models.rope import Rope, rotate, turned, turned_back
 
 Triple = tuple[Tensor, Tensor, Tensor]
@@ -34,22 +34,27 @@ class Heads(Protocol):
     """Norm and rotary positions of the heads of a row."""
 
     def __call__(
-        self, projections: Triple, width: int, norm: HeadNorm | None, rope: Rope, again: Sequence[Again] | None = None
+        self,
+        projections: Triple,
+        width: int,
+        norm: HeadNorm | None,
+        rope: Rope,
+        saved: Sequence[ReadSaved] | None = None,
     ) -> Triple:
         """Queries [N, H, D], keys [N, J, D] and values [N, J, D] from projections [N, H D] and twice [N, J D]."""
         ...
 
 
 def heads(
-    projections: Triple, width: int, norm: HeadNorm | None, rope: Rope, again: Sequence[Again] | None = None
+    projections: Triple, width: int, norm: HeadNorm | None, rope: Rope, saved: Sequence[ReadSaved] | None = None
 ) -> Triple:
-    """Heads with norm and rotary positions applied; those that can be read `again` are not kept for a backward pass."""
-    if again is None or norm is None or not torch.is_grad_enabled():
+    """Heads with norm and rotary positions applied; those with readers in `saved` are not kept for a backward pass."""
+    if saved is None or norm is None or not torch.is_grad_enabled():
         return heads_in_turn(projections, width, norm, rope)
     query, key, value = (x.unflatten(-1, (-1, width)) for x in projections)
     return (
-        NormAndRotate.apply(query, norm.query_D, norm.epsilon, rope, again[0]),  # type: ignore[no-untyped-call]
-        NormAndRotate.apply(key, norm.key_D, norm.epsilon, rope, again[1]),  # type: ignore[no-untyped-call]
+        NormAndRotate.apply(query, norm.query_D, norm.epsilon, rope, saved[0]),  # type: ignore[no-untyped-call]
+        NormAndRotate.apply(key, norm.key_D, norm.epsilon, rope, saved[1]),  # type: ignore[no-untyped-call]
         value,
     )
 
@@ -75,7 +80,7 @@ class NormAndRotate(torch.autograd.Function):
     """`kernels.RmsNorm`, then `rope.Rotate`, of heads that can be read again: saves one number for each head."""
 
     @staticmethod
-    def forward(ctx: Any, x_NXD: Tensor, weight_D: Tensor, epsilon: float, rope: Rope, read: Again) -> Tensor:
+    def forward(ctx: Any, x_NXD: Tensor, weight_D: Tensor, epsilon: float, rope: Rope, read: ReadSaved) -> Tensor:
         x_float = x_NXD.float()
         scale = inverse_rms(x_float, epsilon)
         ctx.save_for_backward(weight_D, scale)

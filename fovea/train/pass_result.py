@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from fovea.config.algorithm import Algorithm
-from fovea.models.head_gradients import Slopes
+from fovea.models.head_gradients import LossGradients
 from fovea.models.token_logprobs import TokenScores
-from fovea.train.objective import known_slopes, policy_terms, value_terms
+from fovea.train.objective import policy_terms, precomputed_loss_gradients, value_terms
 from fovea.train.packing import MicroBatch
 from fovea.train.ranks import Ranks
 from fovea.utils.host_waits import awaited
@@ -133,6 +133,6 @@ class Objective:
         self.done.measure(micro, torch.isfinite(loss), sums | weighed, values_A)
         return self.scale * loss
 
-    def slopes(self, micro: MicroBatch, times: int = 1) -> Slopes | None:
-        """Derivatives of `times` the policy loss of a micro-batch (`known_slopes`)."""
-        return known_slopes(micro, self.algorithm, times * self.scale)
+    def loss_gradients(self, micro: MicroBatch, times: int = 1) -> LossGradients | None:
+        """Derivatives of `times` the policy loss of a micro-batch (`precomputed_loss_gradients`)."""
+        return precomputed_loss_gradients(micro, self.algorithm, times * self.scale)

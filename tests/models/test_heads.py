@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.models.qwen3_vl.modeling_qwen3_vl import apply_rotary_pos_emb
 
 from fovea.models.heads import HeadNorm, Triple, heads, heads_in_turn
-from fovea.models.kernels import Again, silu_times
+from fovea.models.kernels import ReadSaved, silu_times
 from fovea.models.rope import Rope, rotate
 
 TOKENS, HEADS, KEY_HEADS, WIDTH = 7, 4, 2, 8
@@ -50,16 +50,16 @@ def test_heads_that_are_read_again_equal_those_that_are_kept(dtype: torch.dtype)
     positions = Rope(positions.cos_ND.to(dtype), positions.sin_ND.to(dtype), positions.signed_sin_ND.to(dtype))
     weights = [torch.rand(WIDTH).to(dtype) + 0.5 for _ in range(2)]
 
-    def with_norm(function: Callable[..., Triple], *again: Sequence[Again]) -> Callable[..., Triple]:
+    def with_norm(function: Callable[..., Triple], *saved: Sequence[ReadSaved]) -> Callable[..., Triple]:
         def run_heads(query: Tensor, key: Tensor, value: Tensor, *norms: Tensor) -> Triple:
             # times 1: what is read again is not what went in
             projected = (query * 1, key * 1, value * 1)
-            return function(projected, WIDTH, HeadNorm(*norms, 1e-6), positions, *again)
+            return function(projected, WIDTH, HeadNorm(*norms, 1e-6), positions, *saved)
 
         return run_heads
 
-    again = [lambda x=x: x.clone() for x in kept]
-    reading, few_bytes = run(with_norm(heads, again), *kept, *weights)
+    saved = [lambda x=x: x.clone() for x in kept]
+    reading, few_bytes = run(with_norm(heads, saved), *kept, *weights)
     keeping, many_bytes = run(with_norm(heads_in_turn), *kept, *weights)
 
     for ours, theirs in zip(reading, keeping, strict=True):
@@ -72,8 +72,8 @@ def test_heads_that_are_read_again_equal_those_that_are_kept(dtype: torch.dtype)
 
 def test_swiglu_of_inputs_that_are_read_again_saves_none_of_them() -> None:
     gate, up = torch.randn(2, TOKENS, WIDTH).unbind()
-    again = [lambda x=x: x.clone() for x in (gate, up)]
-    reading, few_bytes = run(lambda a, b: [silu_times(a * 1, b * 1, again)], gate, up)
+    saved = [lambda x=x: x.clone() for x in (gate, up)]
+    reading, few_bytes = run(lambda a, b: [silu_times(a * 1, b * 1, saved)], gate, up)
     keeping, many_bytes = run(lambda a, b: [silu_times(a * 1, b * 1)], gate, up)
 
     for ours, theirs in zip(reading, keeping, strict=True):

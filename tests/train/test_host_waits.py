@@ -75,7 +75,7 @@ def test_no_loss_reads_the_device(loss: str) -> None:
 
 @pytest.mark.parametrize("old", ["trainer", "engine"])
 def test_no_head_in_chunks_reads_the_device(old: str) -> None:
-    """Neither where slopes are known, whose check is the device's, nor where logits are made twice."""
+    """Neither where gradients are precomputed, whose check is the device's, nor where logits are made twice."""
     batch = make_batch(tiny("qwen3_vl"))
     if old == "engine":
         batch = with_old_logprobs(batch, [sample.rollout_logprobs_T for sample in batch.samples])

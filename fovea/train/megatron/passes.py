@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from torch import Tensor
 
-from fovea.models.head_gradients import Slopes
+from fovea.models.head_gradients import LossGradients
 from fovea.models.heads import ValueHead
 from fovea.models.plain import PlainRow, plain_rows
 from fovea.models.shared_prefix.layout import PackedRow
@@ -30,7 +30,7 @@ from fovea.train.pass_result import Objective
 
 LossOfRow = Callable[[int, TokenScores], Tensor]
 """Loss of the row with this index."""
-SlopesOfRow = Callable[[int], Slopes | None]
+LossGradientsOfRow = Callable[[int], LossGradients | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ class MegatronPasses:
             [micro.row for micro in micros],
             lambda number, scores: objective.loss(scores, micros[number]),
             # the loss of a micro-batch reaches its scores times the shares, whose mean Megatron takes at the end
-            lambda number: objective.slopes(micros[number], self.model.place.dealt.size),
+            lambda number: objective.loss_gradients(micros[number], self.model.place.dealt.size),
         )
 
     def backward_of_row(self, row: PackedRow, loss: Callable[[TokenScores], Tensor]) -> None:
@@ -96,16 +96,26 @@ class MegatronPasses:
         self._run(rows, keep, _unknown, self.training or self.model.chunk, forward_only=True)
         return found
 
-    def _backward(self, packed: Sequence[PackedRow], loss: LossOfRow, slopes: SlopesOfRow) -> None:
+    def _backward(self, packed: Sequence[PackedRow], loss: LossOfRow, loss_gradients: LossGradientsOfRow) -> None:
         assert self.training is not None, "a backward pass of a model that is not trained"
         # Megatron takes the mean over micro-batches and over shares
         factor = len(packed) * self.model.place.dealt.size
         self._run(
-            packed, lambda number, scores: factor * loss(number, scores), slopes, self.training, forward_only=False
+            packed,
+            lambda number, scores: factor * loss(number, scores),
+            loss_gradients,
+            self.training,
+            forward_only=False,
         )
 
     def _run(
-        self, packed: Sequence[PackedRow], loss: LossOfRow, slopes: SlopesOfRow, module: Any, *, forward_only: bool
+        self,
+        packed: Sequence[PackedRow],
+        loss: LossOfRow,
+        loss_gradients: LossGradientsOfRow,
+        module: Any,
+        *,
+        forward_only: bool,
     ) -> None:
         if not packed:
             return
@@ -117,7 +127,7 @@ class MegatronPasses:
             self.work += PackedTokens(tokens=row.num_tokens, packed_tokens=rows.num_tokens)
 
             def of_states(states_N1E: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-                return loss(number, self._scores(row, states_N1E[rows.hidden_index_U, 0], slopes(number))), {}
+                return loss(number, self._scores(row, states_N1E[rows.hidden_index_U, 0], loss_gradients(number))), {}
 
             return states, of_states
 
@@ -131,7 +141,7 @@ class MegatronPasses:
             forward_only=forward_only,
         )
 
-    def _scores(self, row: PackedRow, hidden_UE: Tensor, slopes: Slopes | None) -> TokenScores:
+    def _scores(self, row: PackedRow, hidden_UE: Tensor, loss_gradients: LossGradients | None) -> TokenScores:
         head = self.model.head
         # of 16 bits, Megatron hands out the last stage's states in 32
         hidden_UE = hidden_UE.to(head.dtype)
@@ -149,7 +159,7 @@ class MegatronPasses:
             of,
             temperature=self._temperature,
             chunk_tokens=self._chunk_tokens,
-            slopes=slopes,
+            loss_gradients=loss_gradients,
         )
         if self._value_head is not None:
             scores = replace(scores, values_A=self._value_head(hidden_UE))
@@ -157,7 +167,7 @@ class MegatronPasses:
 
 
 def _unknown(_: int) -> None:
-    """The slopes of a loss that is not that of a policy, or of none."""
+    """No precomputed gradients: of supervised fine-tuning, or of a pass without gradients."""
 
 
 def _rows(row: PackedRow, model: MegatronModel) -> list[PlainRow]:

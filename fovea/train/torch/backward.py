@@ -133,7 +133,7 @@ class Backward:
     def policy(self, micro: MicroBatch, row: PackedRow, objective: Objective) -> None:
         """Pass one micro-batch forward, through the loss, and backward through the policy."""
         with self.activations(row.num_tokens):
-            loss = objective.loss(self._scorer(row, objective.slopes(micro)), micro)
+            loss = objective.loss(self._scorer(row, objective.loss_gradients(micro)), micro)
         # text has no graph under adapters on the vision only; with a sharded tower, rows of all ranks have one or none
         if loss.requires_grad:
             # also where the loss is not finite: the other ranks' backward passes wait for this one's collectives

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from fovea.config.sections import Train
-from fovea.models.head_gradients import Slopes
+from fovea.models.head_gradients import LossGradients
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.shared_prefix.layout import PackedRow
 from fovea.models.token_logprobs import TokenScores
@@ -44,10 +44,10 @@ class Scorer:
         # the largest tensor of a pass is that of the logits: it is made for so many actions at a time
         self._chunk_tokens = max(1, int(train.backend.logits_mib * 2**20 / vlm.logits_bytes_per_token))
 
-    def __call__(self, row: PackedRow, slopes: Slopes | None = None) -> TokenScores:
-        """Scores of the row's actions; `slopes` of the loss of a backward pass, where they are known before it."""
+    def __call__(self, row: PackedRow, loss_gradients: LossGradients | None = None) -> TokenScores:
+        """Scores of the row's actions; `loss_gradients` are those of a backward pass that follows."""
         scores: TokenScores = self.vlm(
-            row, temperature=self.temperature, chunk_tokens=self._chunk_tokens, slopes=slopes
+            row, temperature=self.temperature, chunk_tokens=self._chunk_tokens, loss_gradients=loss_gradients
         )
         return scores
 
