@@ -68,8 +68,8 @@ def scores_by_chunks(
     """Scores with logits for `chunk_tokens` actions at a time.
 
     With the `loss_gradients` of the loss whose backward pass will follow, the logits of several chunks are computed
-    once, by `distribute`. Without, `of_chunk` (hidden, targets) scores each and differentiates itself, and runs once more in the
-    backward pass where there are several: probabilities that wait for it would take what chunking frees.
+    once, by `distribute`. Without, `of_chunk` (hidden, targets) scores each and differentiates itself, and runs once
+    more in the backward pass where there are several: probabilities that wait for it would take what chunking frees.
     """
     in_chunks = len(hidden_AE) > chunk_tokens and torch.is_grad_enabled()
     if in_chunks and loss_gradients is not None:
