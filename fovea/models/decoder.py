@@ -18,11 +18,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fovea.models.heads import HeadNorm
-from fovea.models.kernel_set import TORCH_KERNELS, Kernels
-from fovea.models.kernels import ReadSaved
+from fovea.models.heads import HeadNorm, Heads, heads
+from fovea.models.kernels import Gate, ReadSaved, RmsNormFunction, rms_norm, silu_times
 from fovea.models.rope import Rope
 from fovea.utils.host_waits import awaited
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """RMSNorm of hidden states, norm and rotary positions of heads, and SwiGLU; Liger's are in `kernels_liger`."""
+
+    norm: RmsNormFunction
+    heads: Heads
+    gate: Gate
+
+
+TORCH_KERNELS = Kernels(norm=rms_norm, heads=heads, gate=silu_times)
 
 
 class ExpertLoad:

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from fovea.errors import MissingExtraError
+from fovea.models.decoder import Kernels
 from fovea.models.heads import HeadNorm, Triple, heads_in_turn
-from fovea.models.kernel_set import Kernels
 from fovea.models.kernels import ReadSaved
 from fovea.models.rope import Rope
 from fovea.utils.installing import pip_install

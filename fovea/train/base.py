@@ -44,7 +44,7 @@ class Needs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
+class SftExample:
     """A prompt and the answer to imitate, for supervised fine-tuning."""
 
     prompt: Prompt
@@ -80,7 +80,7 @@ class Policy(Protocol):
         """Take all optimizer steps of one batch; returns the metrics of the update."""
         ...
 
-    async def sft(self, pairs: Sequence[Pair]) -> Metrics:
+    async def sft(self, pairs: Sequence[SftExample]) -> Metrics:
         """Take one step of supervised fine-tuning (the warm-up before RL); `loss` is the mean over answer tokens."""
         ...
 
@@ -157,7 +157,7 @@ class PolicyWorker(Protocol):
 
     def update(self, batch: Batch) -> Metrics: ...
 
-    def sft(self, pairs: Sequence[Pair]) -> Metrics: ...
+    def sft(self, pairs: Sequence[SftExample]) -> Metrics: ...
 
     def snapshot_reference(self) -> None: ...
 

@@ -232,7 +232,7 @@ def rows_by_cost(slices: Sequence[GroupSlice], cost: Cost, num_ranks: int, max_t
     parts = [_parts(each, cost) for each in slices]
     rows_per_rank = max(1, math.ceil(sum(map(sum, parts)) / (num_ranks * max_tokens)))
     while True:
-        bins = _deal(parts, num_ranks * rows_per_rank)
+        bins = _assign(parts, num_ranks * rows_per_rank)
         if all(len(each) <= 1 or sum(sum(parts[index]) for index in each) <= max_tokens for each in bins):
             break
         rows_per_rank += 1
@@ -246,7 +246,7 @@ def rows_by_count(
     slices: Sequence[GroupSlice], cost: Cost, num_ranks: int, groups_per_row: int
 ) -> list[list[RowSlices]]:
     """Rows of each rank with a fixed number of groups, in the order of the batch; ranks have about the same cost."""
-    shares = _deal([_parts(each, cost) for each in slices], num_ranks)
+    shares = _assign([_parts(each, cost) for each in slices], num_ranks)
     return [pack_by_count([slices[index] for index in sorted(share)], groups_per_row) for share in shares]
 
 
@@ -307,7 +307,7 @@ def _sums(parts: Sequence[Parts]) -> Parts:
     return sum(text for text, _ in parts), sum(vision for _, vision in parts)
 
 
-def _deal(parts: Sequence[Parts], num_bins: int) -> list[list[int]]:
+def _assign(parts: Sequence[Parts], num_bins: int) -> list[list[int]]:
     """Indices by bin: the dearest first, each into the bin where the largest text and vision costs rise least.
 
     With one kind of cost it is the longest-processing-time-first rule (Graham, SIAM J. Appl. Math. 17, 1969), whose
@@ -386,7 +386,7 @@ class RowAssignment:
         of_dummy = _keys(dummy_prompt(images, self.image_token_id).images)
         return [
             of_dummy | _keys(image for prompt in share for image in prompt.images)
-            for share in deal_in_turn(prompts, self.num_ranks)
+            for share in round_robin(prompts, self.num_ranks)
         ]
 
     def _dummy(self, groups: Sequence[SampleGroup]) -> Prompt:
@@ -413,7 +413,7 @@ def tokens_beside_engine(train: Train, groups: Sequence[SampleGroup], limit_toke
     return min(limit_tokens, max(tokens, default=0))
 
 
-def deal_in_turn(examples: Sequence[T], num_ranks: int) -> list[Sequence[T]]:
+def round_robin(examples: Sequence[T], num_ranks: int) -> list[Sequence[T]]:
     """Examples of each rank in a step of supervised fine-tuning."""
     return [examples[rank::num_ranks] for rank in range(num_ranks)]
 

@@ -15,10 +15,10 @@ from fovea.errors import TrainError
 from fovea.models.drawn_distribution import check_drawable
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.shared_prefix.layout import PackedRow
-from fovea.train.base import Pair, PolicyOptimizer
+from fovea.train.base import PolicyOptimizer, SftExample
 from fovea.train.packing import pack_row
 from fovea.train.ranks import Ranks
-from fovea.train.row_assignment import deal_in_turn, dummy_prompt
+from fovea.train.row_assignment import dummy_prompt, round_robin
 from fovea.types import PromptImage
 
 
@@ -32,7 +32,7 @@ class SupervisedTrainer:
     def __init__(
         self,
         optimizer: PolicyOptimizer,
-        backward: Callable[[Sequence[Pair], int], float],
+        backward: Callable[[Sequence[SftExample], int], float],
         *,
         ranks: Ranks,
         banned_ids: Sequence[int],
@@ -44,7 +44,7 @@ class SupervisedTrainer:
         self._banned_ids = banned_ids
         self._steps = 0
 
-    def update(self, pairs: Sequence[Pair]) -> float:
+    def update(self, pairs: Sequence[SftExample]) -> float:
         """Take one optimizer step on the pairs; returns their loss, over all ranks. TrainError on a banned target."""
         for pair in pairs:
             check_drawable(np.asarray(pair.answer_ids), self._banned_ids, "an answer of the warm-up")
@@ -62,10 +62,10 @@ class SupervisedTrainer:
 
 
 def row_of_share(
-    vlm: PolicyNetwork, pairs: Sequence[Pair], shares: Ranks, images_of_all: Sequence[PromptImage] = ()
+    vlm: PolicyNetwork, pairs: Sequence[SftExample], shares: Ranks, images_of_all: Sequence[PromptImage] = ()
 ) -> PackedRow:
     """The row of this share of the pairs; `images_of_all` where a share without images has to encode one."""
-    mine = deal_in_turn(pairs, shares.size)[shares.rank]
+    mine = round_robin(pairs, shares.size)[shares.rank]
     prompts = [pair.prompt for pair in mine]
     answers = [[np.asarray(pair.answer_ids, dtype=np.int64)] for pair in mine]
     if shares.size > 1:
@@ -74,6 +74,6 @@ def row_of_share(
     return pack_row(vlm.family, prompts, answers, vlm.device)
 
 
-def cross_entropy(logprobs_A: Tensor, pairs: Sequence[Pair]) -> Tensor:
+def cross_entropy(logprobs_A: Tensor, pairs: Sequence[SftExample]) -> Tensor:
     """A share's summand of the loss, which is a mean over the tokens of all answers."""
     return -logprobs_A.sum() / sum(len(pair.answer_ids) for pair in pairs)

@@ -28,7 +28,7 @@ from fovea.models.policy_network import PolicyNetwork
 from fovea.models.shared_prefix.layout import PackedRow
 from fovea.models.token_logprobs import TokenScores
 from fovea.samples import has_old_logprobs, old_logprobs, with_old_logprobs, with_reference_logprobs, with_values
-from fovea.train.base import Needs, Pair, PolicyOptimizer
+from fovea.train.base import Needs, PolicyOptimizer, SftExample
 from fovea.train.microbatches import MicroBatcher, MicrobatchLimit, in_batch_order
 from fovea.train.packing import MicroBatch
 from fovea.train.pass_result import Objective, PassResult
@@ -174,7 +174,7 @@ class TrainedPolicy(ABC):
         return batch
 
     @memory_for("a step of the warm-up", "lower warmup.batch_size")
-    def sft(self, pairs: Sequence[Pair]) -> Metrics:
+    def sft(self, pairs: Sequence[SftExample]) -> Metrics:
         """Take one step of supervised fine-tuning. Its optimizer is freed by `snapshot_reference`."""
         assert self._warmup is not None, "supervised steps, but the policy was made without settings for them"
         if self._sft is None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from fovea.train.base import ModelFacts, Needs, Pair, PolicyWorker
+from fovea.train.base import ModelFacts, Needs, PolicyWorker, SftExample
 from fovea.train.schedule import ImagesByRank
 from fovea.types import Batch, Metrics
 from fovea.utils.checksum import bit_hash, combined, read_hashes
@@ -86,7 +86,7 @@ class LocalPolicy:
         metrics: Metrics = await self._call(self.worker.update, batch)
         return metrics
 
-    async def sft(self, pairs: Sequence[Pair]) -> Metrics:
+    async def sft(self, pairs: Sequence[SftExample]) -> Metrics:
         metrics: Metrics = await self._call(self.worker.sft, pairs)
         return metrics
 

@@ -13,7 +13,7 @@ from fovea.data.order import Order
 from fovea.errors import TrainError
 from fovea.models.vlm import VLM
 from fovea.run.warmup import Warmup, enough, warm_up
-from fovea.train.base import Pair
+from fovea.train.base import SftExample
 from fovea.train.torch.sft import supervised_trainer
 from fovea.types import Evaluation, Metrics
 from fovea.utils.event_loop import wait_for
@@ -36,9 +36,9 @@ def test_the_stop_rule_looks_at_the_whole_and_at_named_kinds(counting: float, ex
 class CountingPolicy(BanditPolicy):
     def __init__(self) -> None:
         super().__init__()
-        self.pairs: list[Sequence[Pair]] = []
+        self.pairs: list[Sequence[SftExample]] = []
 
-    async def sft(self, pairs: Sequence[Pair]) -> Metrics:
+    async def sft(self, pairs: Sequence[SftExample]) -> Metrics:
         self.pairs.append(pairs)
         return {"loss": 0.5}
 
@@ -82,7 +82,7 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_answers(family: str) -> None:
     parts = tiny(family)
     prompts = mixed_prompts(parts)
     answers = [renderer(parts).target(text) for text in ("\\boxed{3}", "\\boxed{red}", "yes")]
-    pairs = [Pair(prompt=p, answer_ids=a) for p, a in zip(prompts, answers, strict=True)]
+    pairs = [SftExample(prompt=p, answer_ids=a) for p, a in zip(prompts, answers, strict=True)]
     expected = -torch.cat([reference_logprobs(parts, pair.prompt, np.array(pair.answer_ids)) for pair in pairs]).mean()
     trainer = supervised_trainer(VLM(parts.network, parts.processor.banned_ids), Settings(lr_warmup_steps=0))
     losses = [trainer.update(pairs) for _ in range(80)]
@@ -92,7 +92,7 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_answers(family: str) -> None:
 
 def test_gradients_of_the_warm_up_are_clipped() -> None:
     parts = tiny("qwen3_vl")
-    pairs = [Pair(prompt=mixed_prompts(parts)[0], answer_ids=renderer(parts).target("\\boxed{3}"))]
+    pairs = [SftExample(prompt=mixed_prompts(parts)[0], answer_ids=renderer(parts).target("\\boxed{3}"))]
     trainer = supervised_trainer(VLM(parts.network, parts.processor.banned_ids), Settings())
     norms: list[torch.Tensor] = []
     trainer.optimizer.adamw.register_step_pre_hook(
@@ -108,7 +108,7 @@ def test_a_warm_up_with_offload_takes_the_same_steps_by_masters_of_its_own() -> 
     weights = []
     for offload in (False, True):
         parts = tiny("qwen3_vl")
-        pairs = [Pair(prompt=mixed_prompts(parts)[0], answer_ids=renderer(parts).target("\\boxed{3}"))]
+        pairs = [SftExample(prompt=mixed_prompts(parts)[0], answer_ids=renderer(parts).target("\\boxed{3}"))]
         vlm = VLM(parts.network, parts.processor.banned_ids)
         trainer = supervised_trainer(vlm, Settings(), cpu_offload=offload)
         losses = [trainer.update(pairs) for _ in range(2)]
@@ -124,12 +124,14 @@ def test_a_banned_token_in_an_answer_is_refused_before_the_step() -> None:
     banned = parts.processor.banned_ids[0]
     trainer = supervised_trainer(VLM(parts.network, parts.processor.banned_ids), Settings())
     with pytest.raises(TrainError, match=f"an answer of the warm-up holds token id {banned}, which completions never"):
-        trainer.update([Pair(prompt=mixed_prompts(parts)[0], answer_ids=(5, banned, parts.processor.stop_ids[0]))])
+        trainer.update(
+            [SftExample(prompt=mixed_prompts(parts)[0], answer_ids=(5, banned, parts.processor.stop_ids[0]))]
+        )
 
 
 def test_a_loss_that_is_no_number_stops_the_warm_up() -> None:
     parts = tiny("qwen3_vl")
-    pairs = [Pair(prompt=mixed_prompts(parts)[0], answer_ids=renderer(parts).target("\\boxed{3}"))]
+    pairs = [SftExample(prompt=mixed_prompts(parts)[0], answer_ids=renderer(parts).target("\\boxed{3}"))]
     trainer = supervised_trainer(VLM(parts.network, parts.processor.banned_ids), Settings())
     with torch.no_grad():
         next(parts.network.parameters()).fill_(torch.nan)

@@ -17,7 +17,7 @@ from fovea.config.run import Config
 from fovea.models.tiny import TinyParts
 from fovea.processes.messages import Packing, Share, SharedArguments
 from fovea.samples import replace_samples
-from fovea.train.base import Needs, Pair
+from fovea.train.base import Needs, SftExample
 from fovea.train.ranks import Ranks
 from fovea.train.row_assignment import ImageKeys
 from fovea.train.torch.policy import TorchPolicy
@@ -109,7 +109,7 @@ class Driver:
     def update(self, batch: Batch) -> dict[str, float]:
         return self.policy.update(self._arrived(batch, self.policy.images_by_rank().to_update(batch)))
 
-    def sft(self, pairs: Sequence[Pair]) -> dict[str, float]:
+    def sft(self, pairs: Sequence[SftExample]) -> dict[str, float]:
         images = self.policy.images_by_rank().to_imitate([pair.prompt for pair in pairs])
         return self.policy.sft(self._arrived(pairs, images))
 

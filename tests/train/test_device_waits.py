@@ -23,7 +23,7 @@ from fovea.models.vision.feature_cache import FeatureCache
 from fovea.models.vlm import VLM
 from fovea.samples import with_old_logprobs, with_values
 from fovea.train.adamw import AdamWSettings
-from fovea.train.base import Needs, Pair
+from fovea.train.base import Needs, SftExample
 from fovea.train.torch.critic import ValueFunction, ValueModel
 from fovea.train.torch.optimizer import Optimizer
 from fovea.train.torch.policy import TorchPolicy
@@ -114,7 +114,9 @@ def test_an_update_of_ppo_waits_for_a_second_norm(separate: bool) -> None:
 def test_scoring_waits_once_and_a_step_of_the_warm_up_once() -> None:
     policy, batch = policy_on_meta(warmup=Warmup()), make_batch(tiny(FAMILY))
     assert sum(waits(lambda: policy.annotate(batch, Needs(old_logprobs=True))).values()) == 1
-    pairs = [Pair(prompt=group.prompt, answer_ids=group.samples[0].token_ids_T.tolist()) for group in batch.groups]
+    pairs = [
+        SftExample(prompt=group.prompt, answer_ids=group.samples[0].token_ids_T.tolist()) for group in batch.groups
+    ]
     for _ in range(2):
         assert sum(waits(lambda: policy.sft(pairs)).values()) == 1
     assert not waits(policy.snapshot_reference)

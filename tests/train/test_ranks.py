@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from benchmarks.torch_memory import live_bytes_with_gradients
 from fovea.advantages import with_advantages
 from fovea.errors import TrainError
-from fovea.train.base import Pair
+from fovea.train.base import SftExample
 from fovea.train.ranks import ALONE, Ranks
 from fovea.train.torch.checkpoint import SavedShards, StagedShards
 from fovea.train.torch.policy import TorchPolicy
@@ -131,7 +131,7 @@ def lora_of_vision(ranks: Ranks, folder: Path) -> Found:
     of_text = Batch(groups=tuple(batch_of(seed).groups[2] for seed in range(3)))
     assert not any(group.images for group in of_text.groups)
     driver = Driver(policy)
-    pairs = [Pair(prompt=group.prompt, answer_ids=(5, 6)) for group in of_text.groups]
+    pairs = [SftExample(prompt=group.prompt, answer_ids=(5, 6)) for group in of_text.groups]
     before = checksum(policy)
     losses = [driver.sft(pairs)["loss"]]
     policy.snapshot_reference()
@@ -209,7 +209,7 @@ def supervised(ranks: Ranks, folder: Path) -> Found:
     """The warm-up, after which a KL pulls towards its weights."""
     policy = policy_of(ranks, GRPO, warmup=WARMUP)
     prompts = [group.prompt for group in batch_of(0).groups]
-    pairs = [Pair(prompt=prompt, answer_ids=(5, 6, 7)[: 1 + n % 3]) for n, prompt in enumerate(prompts)]
+    pairs = [SftExample(prompt=prompt, answer_ids=(5, 6, 7)[: 1 + n % 3]) for n, prompt in enumerate(prompts)]
     driver = Driver(policy)
     losses = [driver.sft(pairs[:3])["loss"], driver.sft(pairs)["loss"], driver.sft(pairs[:1])["loss"]]
     policy.snapshot_reference()

@@ -38,7 +38,7 @@ class ReplicatedValueHead(Optimizer):
         if everyone.mesh is not None:
             # losses are multiplied by the number of shares (`MegatronPasses.backward`), and each slice of the tensors
             # has them
-            times = self._place.dealt.size * (everyone.size // self._place.results.size)
+            times = self._place.data.size * (everyone.size // self._place.results.size)
             for parameter in self.head.parameters():
                 assert parameter.grad is not None
                 dist.all_reduce(parameter.grad, group=everyone.mesh.get_group())

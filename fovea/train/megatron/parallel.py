@@ -23,8 +23,9 @@ from fovea.train.ranks import Ranks
 class ParallelRank:
     """Ranks and groups of this process among the processes of the policy."""
 
-    dealt: Ranks
-    """Rank and number of the shares that micro-batches are dealt in; without a mesh, since nothing passes between."""
+    data: Ranks
+    """Rank and number of the shares of the data axis, which micro-batches are assigned to; without a mesh, as nothing
+    passes between."""
     results: Ranks
     """The processes with this slice of the tensors, one for each share and pipeline stage: results of the last stages
     are merged over them, and so is what all have to agree on."""
@@ -59,7 +60,7 @@ class ParallelRank:
         model_parallel_cuda_manual_seed(config.seed)
         num_shares = parallel_state.get_data_parallel_world_size()
         return ParallelRank(
-            dealt=Ranks(rank=parallel_state.get_data_parallel_rank(), size=num_shares),
+            data=Ranks(rank=parallel_state.get_data_parallel_rank(), size=num_shares),
             results=_ranks([list(range(first, size, tensor)) for first in range(tensor)], device),
             everyone=_ranks([list(range(size))], device),
             shares=tuple(rank // tensor % num_shares for rank in range(size)),

@@ -76,7 +76,7 @@ class MegatronPasses:
             [micro.row for micro in micros],
             lambda number, scores: objective.loss(scores, micros[number]),
             # the loss of a micro-batch reaches its scores times the shares, whose mean Megatron takes at the end
-            lambda number: objective.loss_gradients(micros[number], self.model.place.dealt.size),
+            lambda number: objective.loss_gradients(micros[number], self.model.place.data.size),
         )
 
     def backward_of_row(self, row: PackedRow, loss: Callable[[TokenScores], Tensor]) -> None:
@@ -99,7 +99,7 @@ class MegatronPasses:
     def _backward(self, packed: Sequence[PackedRow], loss: LossOfRow, loss_gradients: LossGradientsOfRow) -> None:
         assert self.training is not None, "a backward pass of a model that is not trained"
         # Megatron takes the mean over micro-batches and over shares
-        factor = len(packed) * self.model.place.dealt.size
+        factor = len(packed) * self.model.place.data.size
         self._run(
             packed,
             lambda number, scores: factor * loss(number, scores),

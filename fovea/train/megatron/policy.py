@@ -43,7 +43,7 @@ class MegatronPolicy(TrainedPolicy):
         train, shape = config.train, skeleton(settings, banned_ids, config.seed)
         self._place = place = ParallelRank.setup(config, shape.device)
         limit = MicrobatchLimit(train, place.everyone)
-        batcher = MicroBatcher(shape, train, place.dealt, limit, shards_tower=False)
+        batcher = MicroBatcher(shape, train, place.data, limit, shards_tower=False)
         super().__init__(
             shape,
             train=train,

@@ -17,7 +17,7 @@ from fovea.train.megatron.parallel import ParallelRank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SavedPolicy:
+class MegatronSavedPolicy:
     """Weights of a policy, read from a checkpoint."""
 
     weights: Mapping[str, Tensor]
@@ -26,7 +26,7 @@ class SavedPolicy:
     """Names of what the checkpoint holds besides: a value function."""
 
     @staticmethod
-    def read(config: Config, settings: Model, banned_ids: Sequence[int], checkpoint: Path) -> SavedPolicy:
+    def read(config: Config, settings: Model, banned_ids: Sequence[int], checkpoint: Path) -> MegatronSavedPolicy:
         """Read them through a model that nothing is divided in (`config`), and the bridge's conversion.
 
         TrainError where they belong to another model.
@@ -36,6 +36,6 @@ class SavedPolicy:
             model = MegatronModel(config, settings, shape, ParallelRank.setup(config, shape.device))
             left_out = load_weights(checkpoint, model.chunk)
             weights = {weight.name: weight.parameter for weight in model.outgoing()}
-            return SavedPolicy(weights=weights, left_out=left_out)
+            return MegatronSavedPolicy(weights=weights, left_out=left_out)
         finally:
             parallel_state.destroy_model_parallel()

@@ -10,7 +10,7 @@ from torch import Tensor
 from fovea.config.sections import Warmup
 from fovea.models.token_logprobs import TokenScores
 from fovea.train.adamw import AdamWSettings
-from fovea.train.base import Pair
+from fovea.train.base import SftExample
 from fovea.train.megatron.optimizer import MegatronOptimizer
 from fovea.train.megatron.passes import MegatronPasses
 from fovea.train.sft import SupervisedTrainer, cross_entropy, row_of_share
@@ -21,7 +21,7 @@ def supervised_trainer(passes: MegatronPasses, settings: Warmup, *, offload: boo
     model, training = passes.model, passes.training
     assert training is not None, "supervised steps of a model that is not trained"
 
-    def backward(pairs: Sequence[Pair], _step: int) -> float:
+    def backward(pairs: Sequence[SftExample], _step: int) -> float:
         parts: list[Tensor] = []
 
         def loss(scores: TokenScores) -> Tensor:
@@ -30,7 +30,7 @@ def supervised_trainer(passes: MegatronPasses, settings: Warmup, *, offload: boo
             return part
 
         training.train()
-        passes.backward_of_row(row_of_share(model.shape, pairs, model.place.dealt), loss)
+        passes.backward_of_row(row_of_share(model.shape, pairs, model.place.data), loss)
         training.eval()
         # stages before the last one have no part
         return float(torch.stack(parts).sum()) if parts else 0.0

@@ -10,7 +10,7 @@ from fovea.config.sections import Warmup
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.trainable import trainable_parameters
 from fovea.train.adamw import AdamWSettings
-from fovea.train.base import Pair
+from fovea.train.base import SftExample
 from fovea.train.ranks import ALONE, Ranks
 from fovea.train.sft import SupervisedTrainer, cross_entropy, row_of_share
 from fovea.train.torch.forward import dropout_seed
@@ -24,7 +24,7 @@ def supervised_trainer(
 ) -> SupervisedTrainer:
     """A trainer of the network; `cpu_offload` keeps master weights and moments in the host's memory."""
 
-    def backward(pairs: Sequence[Pair], step: int) -> float:
+    def backward(pairs: Sequence[SftExample], step: int) -> float:
         vlm.train()
         # a rank without images must enter the same sharded modules as the others
         images = [image for pair in pairs for image in pair.prompt.images] if shards_tower(vlm) else []

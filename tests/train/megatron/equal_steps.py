@@ -23,7 +23,7 @@ from fovea.config.run import Config
 from fovea.models.load import load_network
 from fovea.models.processor import load_processor
 from fovea.models.tiny import TinyParts
-from fovea.train.base import Needs, Pair, PolicyWorker
+from fovea.train.base import Needs, PolicyWorker, SftExample
 from fovea.train.torch.policy import TorchPolicy
 from fovea.wiring.megatron import PushedPolicy
 from fovea.wiring.model import make_vlm
@@ -148,11 +148,11 @@ def warm_up(policy: PolicyWorker, parts: TinyParts) -> list[float]:
     return losses
 
 
-def mixed_pairs(parts: TinyParts) -> list[Pair]:
+def mixed_pairs(parts: TinyParts) -> list[SftExample]:
     """An answer to each of `mixed_prompts`."""
     answers = random_completions([[4], [2], [3]])
     return [
-        Pair(prompt=prompt, answer_ids=tuple(ids.tolist()))
+        SftExample(prompt=prompt, answer_ids=tuple(ids.tolist()))
         for prompt, (ids,) in zip(mixed_prompts(parts), answers, strict=True)
     ]
 
