@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import timedelta
 from functools import cache
 from typing import Any
 
@@ -29,7 +28,6 @@ from tests.policies import make_batch
 from tests.tiny_models import tiny
 
 STEPS = 5
-PATIENCE = timedelta(seconds=120)
 MAX_TOKENS = 75
 """Of a micro-batch: some groups do not fit together."""
 GRPO = {"entropy_coef": 0.01, "kl": {"coef": 0.05}, "ppo_epochs": 2}

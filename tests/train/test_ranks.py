@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,11 +24,11 @@ from fovea.train.torch.policy import TorchPolicy
 from fovea.train.torch.sharding import full
 from fovea.types import Batch
 from tests.policies import many_groups
+from tests.process_ranks import run_group
 from tests.saved import saved_tensors
 from tests.train.rank_policies import (
     GRPO,
     MAX_TOKENS,
-    PATIENCE,
     PPO,
     SEPARATE,
     STEPS,
@@ -46,7 +45,6 @@ from tests.train.rank_policies import (
     two_groups,
     with_nan,
 )
-from tests.warm import run_ranks
 
 
 def grpo(ranks: Ranks, folder: Path) -> Found:
@@ -307,12 +305,8 @@ SCENARIOS: Sequence[Scenario] = (
 )
 
 
-def process(rank: int, port: int, folder: Path) -> None:
+def process(rank: int, folder: Path) -> None:
     """One of two, through all scenarios."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=PATIENCE)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=PATIENCE)
     ranks = Ranks.of_process_group("cpu")
     found = {scenario.__name__: scenario(ranks, folder) for scenario in SCENARIOS}
     found["bfloat16"] = bfloat16(ranks, folder)
@@ -325,7 +319,6 @@ def process(rank: int, port: int, folder: Path) -> None:
     found["loaded"] = {kind: loaded(ranks, folder / "by one", kind) for kind in SAVED}
     found["replicas"] = replicas(ranks, folder / "replicas")
     (folder / f"{rank}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -345,8 +338,7 @@ def saved_by_one(folder: Path) -> Found:
 @pytest.fixture(scope="module")
 def both(folder: Path, saved_by_one: Found) -> list[dict[str, Found]]:
     """What each of two processes found, which are started once for all scenarios."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
-    run_ranks(process, (store.port, folder), nprocs=2)
+    run_group(process, folder)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
