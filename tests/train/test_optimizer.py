@@ -20,7 +20,7 @@ from tests.policies import train_settings
 
 def optimizer_of(parameters: dict[str, nn.Parameter], **train: object) -> Optimizer:
     settings = train_settings(lr_warmup_steps=0, **train)
-    return Optimizer(parameters, AdamWSettings.of_run(settings, max_steps=10))
+    return Optimizer(parameters, AdamWSettings.of_run(settings, max_steps=10), on_host=settings.backend.cpu_offload)
 
 
 def two_parameters() -> dict[str, nn.Parameter]:

@@ -23,7 +23,7 @@ from fovea.train.torch.checkpoint import SavedShards, StagedShards
 from fovea.train.torch.policy import TorchPolicy
 from fovea.train.torch.sharding import full
 from fovea.types import Batch
-from tests.policies import many_groups
+from tests.policies import accumulate, many_groups
 from tests.process_ranks import run_group
 from tests.saved import saved_tensors
 from tests.train.rank_policies import (
@@ -259,7 +259,7 @@ def bfloat16(ranks: Ranks, folder: Path) -> Found:
         policy = policy_of(own, {}, model={**UNFROZEN, "dtype": "bfloat16"}, train=one_by_one)
         assert policy.dtype == torch.bfloat16
         assert {full(weight, policy.dtype).dtype for _, weight in policy.weights()} == {torch.bfloat16}
-        policy._backward(batch.groups, None, scale=1.0)
+        accumulate(policy, batch.groups)
         grads = {name: x.grad for name, x in policy._optimizer.parameters.items() if x.grad is not None}
         types += [str(x.dtype) for x in grads.values()]
         found.append({name: full(x).float() for name, x in grads.items()})
@@ -276,9 +276,9 @@ def between_micro_batches(ranks: Ranks) -> Found:
     one_by_one = {"enable_dynamic_batch_size": False, "groups_per_microbatch": 1}
     policy = policy_of(ranks, {}, train=one_by_one)
     live: list[int] = []
-    policy._backward(many_groups(10).groups, None, scale=1.0)
+    accumulate(policy, many_groups(10).groups)
     policy.vlm.register_forward_pre_hook(lambda _module, _inputs: live.append(live_bytes_with_gradients()))
-    policy._backward(many_groups(10).groups, None, scale=1.0)
+    accumulate(policy, many_groups(10).groups)
     held = sum(weight.grad.to_local().nbytes for weight in policy.vlm.parameters() if weight.grad is not None)
     whole = sum(weight.numel() * 4 for weight in policy.vlm.parameters())
     return {"micro_batches": len(live), "extra": max(live[1:]) - live[0], "shards": held, "whole": whole}
