@@ -173,7 +173,7 @@ def test_on_a_gpu_products_of_chunks_are_added_by_the_product_itself() -> None:
     assert (VOCABULARY, WIDTH) not in found.bfloat16
 
 
-def test_slopes_that_cancel_may_differ_by_rounding() -> None:
+def test_derivatives_that_cancel_may_differ_by_rounding() -> None:
     hidden, head, targets = inputs()
     noise = 1e-9 * torch.randn(2, ACTIONS, generator=torch.Generator().manual_seed(0))
     scores = scores_of(hidden, head, targets, LossGradients(lambda *_: (noise[0], None), rounding=1e-7))
