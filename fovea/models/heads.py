@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fovea.models.kernels import ReadSaved, RmsNormFunction, gradients_of_norm, inverse_rms, rms_norm
-from fovea.models.rope import Rope, rotate, turned, turned_back
+from fovea.models.rope import Rope, gradient_of_rotated, rotate, rotated
 
 Triple = tuple[Tensor, Tensor, Tensor]
 """Queries, keys and values."""
@@ -50,7 +50,7 @@ def heads(
 ) -> Triple:
     """Heads with norm and rotary positions applied; those with readers in `saved` are not kept for a backward pass."""
     if saved is None or norm is None or not torch.is_grad_enabled():
-        return heads_in_turn(projections, width, norm, rope)
+        return unfused_heads(projections, width, norm, rope)
     query, key, value = (x.unflatten(-1, (-1, width)) for x in projections)
     return (
         NormAndRotate.apply(query, norm.query_D, norm.epsilon, rope, saved[0]),  # type: ignore[no-untyped-call]
@@ -59,7 +59,7 @@ def heads(
     )
 
 
-def heads_in_turn(
+def unfused_heads(
     projections: Triple,
     width: int,
     norm: HeadNorm | None,
@@ -86,12 +86,12 @@ class NormAndRotate(torch.autograd.Function):
         ctx.save_for_backward(weight_D, scale)
         ctx.rope, ctx.read = rope, read
         normed = weight_D * (x_float * scale).to(x_NXD.dtype)
-        return turned(normed, rope.cos_ND, rope.signed_sin_ND)
+        return rotated(normed, rope.cos_ND, rope.signed_sin_ND)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         weight_D, scale = ctx.saved_tensors
-        gradient = turned_back(gradients[0], ctx.rope.cos_ND, ctx.rope.signed_sin_ND)
+        gradient = gradient_of_rotated(gradients[0], ctx.rope.cos_ND, ctx.rope.signed_sin_ND)
         normalised = ctx.read().view_as(gradient).float() * scale
         trained = ctx.needs_input_grad[1]
         return *gradients_of_norm(gradient, normalised, weight_D, scale, of_weight=trained), None, None, None

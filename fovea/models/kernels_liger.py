@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fovea.errors import MissingExtraError
 from fovea.models.decoder import Kernels
-from fovea.models.heads import HeadNorm, Triple, heads_in_turn
+from fovea.models.heads import HeadNorm, Triple, unfused_heads
 from fovea.models.kernels import ReadSaved
 from fovea.models.rope import Rope
 from fovea.utils.installing import pip_install
@@ -74,7 +74,7 @@ def heads(
         # the rotation overwrites its inputs, and selective checkpointing keeps outputs of linear layers
         query, key, value = projections
         projections = (query.clone(), key.clone(), value)
-    return heads_in_turn(projections, width, norm, rope, norm_kernel=rms_norm, rotate_kernel=rotate_row)
+    return unfused_heads(projections, width, norm, rope, norm_kernel=rms_norm, rotate_kernel=rotate_row)
 
 
 LIGER_KERNELS = Kernels(norm=rms_norm, heads=heads, gate=silu_times)

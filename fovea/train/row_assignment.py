@@ -33,7 +33,7 @@ ImageKeys: TypeAlias = frozenset[str]
 T = TypeVar("T")
 
 
-class Continuing(Protocol):
+class CompletionTokens(Protocol):
     """Tokens behind a prompt, as the network reads them."""
 
     @property
@@ -47,7 +47,7 @@ class Continuing(Protocol):
     def images(self) -> tuple[PromptImage, ...]: ...
 
 
-C = TypeVar("C", bound=Continuing)
+C = TypeVar("C", bound=CompletionTokens)
 
 
 def distinct(continuations: Sequence[C]) -> tuple[list[C], list[int]]:
@@ -63,7 +63,7 @@ def distinct(continuations: Sequence[C]) -> tuple[list[C], list[int]]:
     return firsts, index
 
 
-def _key(each: Continuing) -> Hashable:
+def _key(each: CompletionTokens) -> Hashable:
     # the mask, too: only actions have log-probs
     return each.token_ids_T.tobytes(), each.mask_T.tobytes(), tuple(image.key for image in each.images)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3_vl.modeling_qwen3_vl import apply_rotary_pos_emb
 
-from fovea.models.heads import HeadNorm, Triple, heads, heads_in_turn
+from fovea.models.heads import HeadNorm, Triple, heads, unfused_heads
 from fovea.models.kernels import ReadSaved, silu_times
 from fovea.models.rope import Rope, rotate
 
@@ -60,7 +60,7 @@ def test_heads_that_are_read_again_equal_those_that_are_kept(dtype: torch.dtype)
 
     saved = [lambda x=x: x.clone() for x in kept]
     reading, few_bytes = run(with_norm(heads, saved), *kept, *weights)
-    keeping, many_bytes = run(with_norm(heads_in_turn), *kept, *weights)
+    keeping, many_bytes = run(with_norm(unfused_heads), *kept, *weights)
 
     for ours, theirs in zip(reading, keeping, strict=True):
         assert torch.equal(ours, theirs)
