@@ -1,4 +1,4 @@
-"""Old log-probs of later epochs: those of the first one, without a separate pass."""
+"""Epochs of an update: their old log-probs, their minibatches, and how many of them were run."""
 
 from __future__ import annotations
 
@@ -143,3 +143,35 @@ def test_losses_are_means_over_passes_and_the_rest_over_actions() -> None:
     assert (metrics["loss"], metrics["policy_loss"]) == (pytest.approx(0.4), pytest.approx(0.2))
     assert metrics["entropy"] == 1.5
     assert (metrics["actions_trained"], metrics["reused_images"], metrics["kl/policy"]) == (6.0, 3.0, 0.02)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, 1),
+        ({"ppo_epochs": 2}, 2),
+        ({"minibatches": 3}, 1),
+        ({"ppo_epochs": 2, "minibatches": 3}, 2),
+        ({"ppo_epochs": 2, "minibatches": 9}, 2),  # of 3 groups there are 3
+        ({"ppo_epochs": 3, "minibatches": 2, "max_policy_kl": 1e-9}, 1 / 2),  # the first step has moved the policy
+    ],
+    ids=str,
+)
+def test_optimizer_steps_count_in_passes_over_the_batch(settings: dict[str, object], expected: float) -> None:
+    parts = tiny("qwen3_vl")
+    policy = make_policy(parts, algorithm=Algorithm.model_validate(settings), lr_warmup_steps=0)
+    batch = make_batch(parts)
+    batch = with_old_logprobs(batch, policy.logprobs(batch))
+    assert policy.update(batch)["epochs_run"] == pytest.approx(expected)
+
+
+def test_old_logprobs_of_a_stale_engine_do_not_end_an_update_before_its_first_step() -> None:
+    """.3 nats off, k3 is above the limit at once; by how much the update moves the policy is not known yet."""
+    parts = tiny("qwen3_vl")
+    algorithm = Algorithm(old_logprobs="engine", ppo_epochs=2, max_policy_kl=0.01)
+    policy = make_policy(parts, algorithm=algorithm, lr_warmup_steps=0)
+    batch = make_batch(parts)
+    batch = with_old_logprobs(batch, [logprobs_T - 0.3 for logprobs_T in policy.logprobs(batch)])
+    metrics = policy.update(batch)
+    assert metrics["kl/policy"] > 0.01
+    assert metrics["epochs_run"] == 1

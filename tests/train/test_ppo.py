@@ -10,20 +10,23 @@ import numpy as np
 import pytest
 import torch
 
+from fovea.advantages import with_advantages
+from fovea.config.algorithm import Algorithm, Critic, Gae
+from fovea.metrics.names import undefined
 from fovea.models import trained_layer as linears
 from fovea.models.decoder import DecoderLayer, LayerCall
 from fovea.models.recompute import recompute_activations
 from fovea.models.tiny import TinyParts
 from fovea.models.trainable import policy_parameters
 from fovea.run.checkpoint import estimated_bytes
-from fovea.samples import replace_samples
+from fovea.samples import replace_samples, with_old_logprobs, with_values
 from fovea.train.torch.policy import TorchPolicy
 from fovea.weights.local import LocalPolicy
 from tests.policies import NUM_TOKENS, make_batch, stepped_gradients
 from tests.reference import largest_relative_difference, reference_logprobs, reference_states
 from tests.saved import save_policy
 from tests.tiny_models import FAMILIES, tiny
-from tests.train.ppo_policies import GAE, PPO, gradients, logprobs_and_values, ppo_policy, scored
+from tests.train.ppo_policies import GAE, PPO, gradients, logprobs_and_values, ppo_policy, scored, with_rewards
 
 
 class CountLayers:
@@ -205,3 +208,35 @@ def test_the_room_that_a_checkpoint_needs_includes_the_value_function(separate: 
     save_policy(policy, tmp_path)
     written = sum(file.stat().st_size for file in tmp_path.rglob("*.safetensors"))
     assert estimated_bytes(LocalPolicy(policy)) == pytest.approx(written, rel=0.1)
+
+
+VALUE_CLIP = 0.05
+
+
+def algorithm(epochs: int) -> Algorithm:
+    """Without a discount: the return of every action is the reward of its completion."""
+    return Algorithm(name="ppo", ppo_epochs=epochs, advantage=Gae(critic=Critic(value_clip=VALUE_CLIP)))
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_loss_clip_and_explained_variance_of_the_critic(separate: bool) -> None:
+    """Of two epochs; the values that the second one sees are those that another policy has after its one."""
+    policy, other = (ppo_policy(tiny("qwen3_vl"), separate=separate, algorithm=algorithm(epochs)) for epochs in (2, 1))
+    batch = with_rewards(make_batch(tiny("qwen3_vl")))
+    logprobs, values = logprobs_and_values(policy, batch)
+    batch, metrics = with_advantages(with_values(with_old_logprobs(batch, logprobs), values), algorithm(2), 0.0)
+    metrics |= policy.update(batch)
+    other.update(batch)
+    old, new = np.concatenate(values), np.concatenate(logprobs_and_values(other, batch)[1])
+    returns = np.concatenate([np.full(len(sample.token_ids_T), sample.reward) for sample in batch.samples])
+    plain = (new - returns) ** 2
+    clipped = (np.clip(new, old - VALUE_CLIP, old + VALUE_CLIP) - returns) ** 2
+    losses = [(old - returns) ** 2 / 2, np.maximum(plain, clipped) / 2]
+    assert 0.1 < (clipped > plain).mean() < 0.9
+    assert metrics["value_loss"] == pytest.approx(np.mean(losses), rel=1e-4)
+    assert metrics["value_clip_frac"] == pytest.approx((clipped > plain).mean() / 2)
+    unexplained = (returns - old).var() / returns.var()
+    assert metrics["explained_variance"] == pytest.approx(1 - unexplained, rel=1e-4)
+    assert metrics["value/mean"] == pytest.approx(old.mean(), rel=1e-4)
+    assert metrics["return/mean"] == pytest.approx(returns.mean(), rel=1e-4)
+    assert undefined(metrics) == []
