@@ -49,6 +49,7 @@ def heads(
     projections: Triple, width: int, norm: HeadNorm | None, rope: Rope, saved: Sequence[ReadSaved] | None = None
 ) -> Triple:
     """Heads with norm and rotary positions applied; those with readers in `saved` are not kept for a backward pass."""
+    # a rotation by itself needs no inputs in its backward pass, so that there is nothing to read again
     if saved is None or norm is None or not torch.is_grad_enabled():
         return unfused_heads(projections, width, norm, rope)
     query, key, value = (x.unflatten(-1, (-1, width)) for x in projections)

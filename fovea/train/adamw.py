@@ -72,6 +72,7 @@ class AdamWSettings:
 
     def rate(self, step: int) -> float:
         """Learning rate of step 0, 1, ...: linear warm-up, then `schedule` down to `final_frac` times the peak."""
+        # from the first step on above 0, which would be a step for nothing
         rise = min(1.0, (step + 1) / max(self.warmup_steps, 1))
         if self.schedule == "constant":
             return self.peak_rate * rise

@@ -56,6 +56,7 @@ class SupervisedTrainer:
         self.optimizer.set_rate(self._steps)
         self.optimizer.clip()
         self.optimizer.step()
+        # their memory is for what comes between two steps: a reading of dev rows, or the first rollout
         self.optimizer.zero_grad()
         self._steps += 1
         return loss

@@ -159,6 +159,7 @@ class TrainedPolicy(ABC):
         return self._fit(passes, batch.groups)
 
     def _annotated(self, batch: Batch, needs: Needs) -> Batch:
+        # a value head on the policy's trunk gives values and log-probs in one pass
         joint = needs.values and self._value_model is None
         if joint:
             logprobs, values = self.logprobs_and_values(batch)
@@ -258,7 +259,7 @@ class TrainedPolicy(ABC):
         tries = 0
 
         def passes() -> PassResult:
-            nonlocal tries
+            nonlocal tries  # the first try may have used up the rollout's autograd graph before memory ran out
             tries += 1
             self._free_gradients()
             done = PassResult()

@@ -119,6 +119,7 @@ class MegatronPolicy(TrainedPolicy):
         self._passes.backward(self._batcher.micro_batches(groups), objective)
 
     def _tasks_of_bad_gradients(self, groups: Sequence[SampleGroup]) -> list[str]:
+        # a backward pass for each group, as torch makes it, would be one through all stages by all processes
         return [group.task_id for group in groups]
 
     def _weights_changed(self) -> None:

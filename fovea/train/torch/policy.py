@@ -131,7 +131,7 @@ class TorchPolicy(TrainedPolicy):
     @contextmanager
     def _update_mode(self) -> Iterator[None]:
         for model in self._models:
-            model.train()  # which turns on gradient checkpointing
+            model.train()  # which turns on gradient checkpointing and dropout
         self._vlm.expert_load.restart()
         with dropout_seed(self._steps, self._ranks, self._vlm.device):
             yield
