@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from fovea.models.families.qwen_vl import QwenVL
 from fovea.run.parity_reading import DrawnToken
-from fovea.train.torch.forward import Scorer
+from fovea.train.torch.passes import Scorer
 from fovea.types import Batch
 
 ROUNDING = 1e-5

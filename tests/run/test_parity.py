@@ -18,7 +18,7 @@ from fovea.metrics.log import read_metrics
 from fovea.run.lifecycle import begin
 from fovea.run.parity import kind_reading, read_parity
 from fovea.run.parity_faults import without_images
-from fovea.train.torch.forward import Scorer
+from fovea.train.torch.passes import Scorer
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import ImageRef, Message, Weights
 from fovea.utils.event_loop import wait_for

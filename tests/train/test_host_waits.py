@@ -24,8 +24,7 @@ from fovea.train.microbatches import MicrobatchLimit, in_batch_order
 from fovea.train.packing import MicroBatch
 from fovea.train.pass_result import Objective, PassResult
 from fovea.train.ranks import ALONE
-from fovea.train.torch.backward import Backward, Reuse
-from fovea.train.torch.forward import Scorer
+from fovea.train.torch.passes import Backward, Reuse, Scorer
 from fovea.types import Batch
 from tests.meta_device import META, NoPageableCopies
 from tests.policies import make_batch, train_settings

@@ -6,11 +6,13 @@ assigns them to its ranks; the processes of one share run them together.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from megatron.core import parallel_state
 from torch import Tensor
 
 from fovea.config.backends import MegatronBackend
@@ -21,7 +23,7 @@ from fovea.models.outgoing import OutgoingWeight
 from fovea.models.trainable import count_parameters, trainable_parameters
 from fovea.train.adamw import AdamWSettings
 from fovea.train.base import ModelFacts, PolicyOptimizer
-from fovea.train.megatron.checkpoint import HAS_REFERENCE, MegatronCheckpoints
+from fovea.train.megatron.checkpoint import HAS_REFERENCE, MegatronCheckpoints, load_weights
 from fovea.train.megatron.critic import ReplicatedValueHead
 from fovea.train.megatron.model import MegatronModel, adapters_off, copy_slices, skeleton
 from fovea.train.megatron.optimizer import MegatronOptimizer
@@ -191,3 +193,28 @@ class MegatronPolicy(TrainedPolicy):
             + (0 if self._value_head is None else self._value_head.num_parameters),
             num_workers=self._place.everyone.size,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronSavedPolicy:
+    """Weights of a policy, read from a checkpoint."""
+
+    weights: Mapping[str, Tensor]
+    """Every weight whole, under its Hugging Face name, adapters beside them."""
+    left_out: tuple[str, ...]
+    """Names of what the checkpoint holds besides: a value function."""
+
+    @staticmethod
+    def read(config: Config, settings: Model, banned_ids: Sequence[int], checkpoint: Path) -> MegatronSavedPolicy:
+        """Read them through a model that nothing is divided in (`config`), and the bridge's conversion.
+
+        TrainError where they belong to another model.
+        """
+        shape = skeleton(settings, banned_ids, config.seed)
+        try:
+            model = MegatronModel(config, settings, shape, ParallelRank.setup(config, shape.device))
+            left_out = load_weights(checkpoint, model.chunk)
+            weights = {weight.name: weight.parameter for weight in model.outgoing()}
+            return MegatronSavedPolicy(weights=weights, left_out=left_out)
+        finally:
+            parallel_state.destroy_model_parallel()

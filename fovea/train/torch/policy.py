@@ -39,11 +39,10 @@ from fovea.train.microbatches import MicrobatchLimit
 from fovea.train.pass_result import Objective, PassResult
 from fovea.train.ranks import ALONE, Ranks
 from fovea.train.sft import SupervisedTrainer
-from fovea.train.torch.backward import Backward, Reuse
 from fovea.train.torch.checkpoint import REFERENCE, TRAINABLE, VALUE, Saving, load_counts, load_reference
 from fovea.train.torch.critic import ValueFunction
-from fovea.train.torch.forward import Scorer, dropout_seed
 from fovea.train.torch.optimizer import Optimizer
+from fovea.train.torch.passes import Backward, Reuse, Scorer, dropout_seed
 from fovea.train.torch.sft import supervised_trainer
 from fovea.train.torch.sharding import copy_weights, full
 from fovea.train.update import Scored, TrainedPolicy

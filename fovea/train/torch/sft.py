@@ -13,8 +13,8 @@ from fovea.train.adamw import AdamWSettings
 from fovea.train.base import SftExample
 from fovea.train.ranks import ALONE, Ranks
 from fovea.train.sft import SupervisedTrainer, cross_entropy, row_of_share
-from fovea.train.torch.forward import dropout_seed
 from fovea.train.torch.optimizer import Optimizer
+from fovea.train.torch.passes import dropout_seed
 from fovea.train.torch.sharding import shards_tower
 from fovea.utils.host_waits import awaited
 
