@@ -11,12 +11,11 @@ from torch import Tensor
 
 from fovea.config.algorithm import Critic
 from fovea.models.heads import ValueHead
-from fovea.train.adamw import AdamWSettings
+from fovea.train.adamw import AdamWSettings, make_adamw, set_learning_rate
 from fovea.train.megatron.parallel import ParallelRank
-from fovea.train.torch.optimizer import Optimizer
 
 
-class ReplicatedValueHead(Optimizer):
+class ReplicatedValueHead:
     """AdamW on a value head that every process has whole, since it is small; its gradient is that of all shares."""
 
     def __init__(
@@ -24,8 +23,23 @@ class ReplicatedValueHead(Optimizer):
     ) -> None:
         """`width` is that of the model's states."""
         self.head = ValueHead(width, detach_trunk=critic.trunk == "detached").to(device)
+        self._settings = settings
         self._place = place
-        super().__init__(dict(self.head.named_parameters()), settings)
+        self._adamw = make_adamw(list(self.head.parameters()), settings)
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters under training."""
+        return sum(parameter.numel() for parameter in self.head.parameters())
+
+    def set_rate(self, step: int) -> float:
+        """Set the learning rate for step 0, 1, ... of the run; returns it."""
+        rate = self._settings.rate(step)
+        set_learning_rate(self._adamw, rate)
+        return rate
+
+    def make_moments(self) -> None:
+        """Do nothing: a head's moments are too small to run out of memory."""
 
     def zero_grad(self) -> None:
         """Begin the sum of gradients anew; also on stages that no value is computed on."""
@@ -43,14 +57,18 @@ class ReplicatedValueHead(Optimizer):
                 assert parameter.grad is not None
                 dist.all_reduce(parameter.grad, group=everyone.mesh.get_group())
                 parameter.grad /= times
-        return super().clip()
+        return torch.nn.utils.clip_grad_norm_(self.head.parameters(), self._settings.max_grad_norm)
+
+    def step(self) -> None:
+        """Take an optimizer step, after `clip`."""
+        self._adamw.step()
 
     def state(self) -> dict[str, Any]:
         """State that `load_state` restores, equal on all processes."""
-        return {"head": self.head.state_dict(), "optimizer": self.adamw.state_dict()}
+        return {"head": self.head.state_dict(), "optimizer": self._adamw.state_dict()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore head and moments; rate, decay and other settings stay those of the optimizer."""
         self.head.load_state_dict(state["head"])
-        own = self.adamw.state_dict()["param_groups"]
-        self.adamw.load_state_dict({"state": state["optimizer"]["state"], "param_groups": own})
+        own = self._adamw.state_dict()["param_groups"]
+        self._adamw.load_state_dict({"state": state["optimizer"]["state"], "param_groups": own})
