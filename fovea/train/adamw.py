@@ -15,6 +15,7 @@ from fovea.config.sections import Train, Warmup
 
 RATE_RATIO = "rate_ratio"
 """Key of a parameter group: its learning rate relative to the optimizer's."""
+WARMUP_EPS = 1e-8
 CRITIC_RATE_OVER_POLICY = 20
 """Ratio of the value function's learning rate to the policy's where algorithm.advantage.critic.learning_rate is unset:
 1e-5 to 5e-7, at any scale (decision 009)."""
@@ -65,7 +66,7 @@ class AdamWSettings:
             schedule="constant",
             final_frac=1.0,
             betas=(0.9, 0.95),
-            eps=1e-8,
+            eps=WARMUP_EPS,
             weight_decay=0.01,
             max_grad_norm=1.0,
         )

@@ -21,7 +21,6 @@ from fovea.models.load import load_network
 from fovea.models.processor import load_processor
 from fovea.models.tiny import TinyParts
 from fovea.train.base import Needs, PolicyWorker, SftExample
-from fovea.train.torch.policy import TorchPolicy
 from fovea.wiring.megatron import PushedPolicy
 from fovea.wiring.model import make_vlm
 from fovea.wiring.policy import make_policy
@@ -137,8 +136,7 @@ def joined(arrays: Iterable[NDArray[np.float32] | None]) -> list[float]:
 def warm_up(policy: PolicyWorker, parts: TinyParts) -> list[float]:
     """Three supervised steps, of which the last one has a single pair, so that a share has none."""
     pairs = mixed_pairs(parts)
-    backend = "torch" if isinstance(policy, TorchPolicy) else "megatron"
-    with patch(f"fovea.train.{backend}.sft.EPS", ADAM_EPS):
+    with patch("fovea.train.adamw.WARMUP_EPS", ADAM_EPS):
         losses = [policy.sft(some)["loss"] for some in (pairs, pairs[1:], pairs[:1])]
     policy.snapshot_reference()
     return losses
