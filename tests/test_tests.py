@@ -125,8 +125,8 @@ EXAMPLES = """
 1: monkeypatch.setattr(policy._optimizer, "_adamw", None)
 0: import torch; torch._dynamo._config
 0: policy._limit.max_tokens = 3
-1: policy._backward_passes.activations.largest = 3
-1: run.policy.worker.policy.logprobs = None
+1: policy._backward.activations.largest = 3
+1: run.policy.worker.annotator.policy.logprobs = None
 """
 """Numbers of faults, and lines with so many."""
 
