@@ -69,8 +69,8 @@ def _parity_of(device: str, dtype: torch.dtype, attention: Kernel) -> Figures:
     exact = share(PARITY_CASE, exact_parts, attention="eager").policy
     batch = ours.draw()
     of_engine = [sample.rollout_logprobs_T for group in batch.groups for sample in group.samples]
-    of_trainer = ours.shared.policy.annotator.logprobs(batch)
-    reference = np.concatenate(exact.annotator.logprobs(batch))
+    of_trainer = ours.shared.policy.logprobs(batch)
+    reference = np.concatenate(exact.logprobs(batch))
     engine, trainer = (float(np.abs(np.concatenate(values) - reference).mean()) for values in (of_engine, of_trainer))
     norms = [policy.update(batch)["grad_norm"] for policy in (ours.shared.policy, exact)]
     gradient = abs(norms[0] / norms[1] - 1)

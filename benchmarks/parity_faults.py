@@ -30,7 +30,7 @@ from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.run.context import Run
 from fovea.run.parity import read_parity, read_pushed_parity
 from fovea.run.parity_reading import ParityReading
-from fovea.train.base import Pair
+from fovea.train.base import SftExample
 from fovea.train.local import LocalPolicy
 from fovea.types import Completion, Message, Prompt, PromptImage, Request, Task, Turn
 from fovea.utils.event_loop import wait_for
@@ -80,7 +80,8 @@ def warm_up(run: Run, steps: int) -> None:
         tasks = [source.tasks[index] for index in range(first, first + ROWS_PER_STEP)]
         answers = [run.warmup.answer_ids(run.environment.target(task), task.id) for task in tasks]
         pairs = [
-            Pair(prompt=source.render(task).prompt, answer_ids=ids) for task, ids in zip(tasks, answers, strict=True)
+            SftExample(prompt=source.render(task).prompt, answer_ids=ids)
+            for task, ids in zip(tasks, answers, strict=True)
         ]
         wait_for(run.policy.sft(pairs))
 

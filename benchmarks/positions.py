@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from fovea.config.loading import load_config
 from fovea.loop import train
 from fovea.models.families.base import ModelFamily
-from fovea.train import row_dealer
+from fovea.train import microbatches
 from fovea.train.packing import MicroBatch, micro_batches
 from fovea.types import PromptImage
 from fovea.utils.malloc import keep_freed_memory
@@ -57,7 +57,7 @@ def consecutive_positions() -> Iterator[None]:
     def packed(family: ModelFamily, *rest: Any) -> list[MicroBatch]:
         return micro_batches(cast("ModelFamily", ConsecutivePositions(family)), *rest)
 
-    with patch.object(row_dealer, "micro_batches", packed):
+    with patch.object(microbatches, "micro_batches", packed):
         yield
 
 

@@ -39,8 +39,7 @@ from fovea.models.flops import Work, training_passes
 from fovea.processes.messages import Packing, Share, SharedArguments
 from fovea.run.context import Run
 from fovea.tools.plan.plan import make_plan
-from fovea.train.microbatching import Cost
-from fovea.train.row_assignment import Deal, ImageKeys
+from fovea.train.row_assignment import Cost, ImageKeys, RowAssignment
 from fovea.types import Batch, Prompt, PromptImage, Sample, SampleGroup
 from fovea.wiring.model import MODEL_FOLDER
 from fovea.wiring.run import build
@@ -143,8 +142,8 @@ def message(groups: int, learners: int) -> dict[str, float]:
     """Bytes in MiB, and CPU seconds of packing, of two calls with one batch: the first brings its images."""
     made_up = batch(groups)
     started = thread_time()
-    deal = _deal(learners)
-    images = deal.images_of_ranks(made_up.groups, deal.train.max_tokens_per_microbatch)
+    assignment = _assignment(learners)
+    images = assignment.images_of_ranks(made_up.groups, assignment.train.max_tokens_per_microbatch)
     dealt = thread_time() - started
     learner_ends = [_End(packing=Packing(), images=keys) for keys in images]
     first = _pack(learner_ends, made_up)
@@ -173,13 +172,13 @@ class _End:
     """Tokens in the learner's rows."""
 
 
-def _deal(learners: int) -> Deal:
-    """The deal of a model of 7 billion parameters, nearly."""
+def _assignment(learners: int) -> RowAssignment:
+    """The assignment of rows of a model of 7 billion parameters, nearly."""
     # FLOPs of Qwen2.5-VL-7B, rounded
     work = Work(token=1.3e10, pair=4e5, action=1.1e9, patch=1.3e9, image_pair=2e4, window_pair=1.4e5, window_side=8)
     passes = training_passes(lora=False, trains_vision=False, features_cached=True)
     train = Train(max_tokens_per_microbatch=32768)
-    return Deal(
+    return RowAssignment(
         train=train, cost=Cost(work=work, passes=passes), num_ranks=learners, image_token_id=0, shards_tower=False
     )
 

@@ -203,7 +203,7 @@ def _statement(error: BaseException) -> str:
     return f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}, `{frames[-1].line}`" if frames else ""
 
 
-def raised(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Describe an exception of the user's code, such as `raised ValueError: bad length at mine.py:12`."""
     return f"raised {_with_text(error) or type(error).__name__}{_place(error)}"
 

@@ -27,7 +27,7 @@ from fovea.run.checkpoint import Checkpoints
 from fovea.run.context import Run, Sources
 from fovea.run.rollout_step import TaskStream
 from fovea.samples import with_old_logprobs, with_reference_logprobs, with_values
-from fovea.train.base import ModelFacts, Needs, Pair
+from fovea.train.base import ModelFacts, Needs, SftExample
 from fovea.types import (
     Batch,
     Completion,
@@ -115,7 +115,7 @@ class BanditPolicy:
 
     async def snapshot_reference(self) -> None: ...
 
-    async def sft(self, pairs: Sequence[Pair]) -> Metrics:
+    async def sft(self, pairs: Sequence[SftExample]) -> Metrics:
         return {"loss": 0.0}
 
     async def export(self, folder: Path) -> None: ...

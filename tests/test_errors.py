@@ -19,8 +19,8 @@ from fovea.errors import (
     FoveaError,
     MicrobatchMemoryError,
     SeveralErrors,
+    describe_error,
     first_line,
-    raised,
     result_or_error,
 )
 from tests.tables import table
@@ -90,6 +90,6 @@ def test_an_exception_without_text_is_told_by_its_statement() -> None:
     assert error is not None
     error.args = ()  # pytest has given it a text
     assert re.fullmatch(r"AssertionError at test_errors.py:\d+, `assert len\(\"abc\"\) == 4`", first_line(error))
-    assert re.fullmatch(r"raised AssertionError at \S*test_errors.py:\d+", raised(error))
+    assert re.fullmatch(r"raised AssertionError at \S*test_errors.py:\d+", describe_error(error))
     assert first_line(ValueError("bad length\nmore")) == "ValueError: bad length"
     assert first_line(KeyError()) == "KeyError"

@@ -14,6 +14,8 @@ from fovea.config.model import TinyModel
 from fovea.data.images import ImageOpener
 from fovea.models.render import Renderer
 from fovea.models.tiny import TinyParts, make_tiny
+from fovea.models.vlm import VLM
+from fovea.train.packing import pack_row
 from fovea.types import ImageRef, Message, Prompt
 
 DENSE_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
@@ -86,3 +88,10 @@ def random_completions(counts: Sequence[Sequence[int]], seed: int = 0) -> list[l
     """Completions of these lengths, of ordinary tokens."""
     rng = np.random.default_rng(seed)
     return [[rng.integers(0, 250, length) for length in lengths] for lengths in counts]
+
+
+def packed_logprobs(parts: TinyParts) -> torch.Tensor:
+    """Log-probs of some completions of `mixed_prompts` in one packed row."""
+    row = pack_row(parts.processor.family, mixed_prompts(parts), random_completions([(4, 6), (3,), (5,)]), CPU)
+    with torch.no_grad():
+        return VLM(parts.network, parts.processor.banned_ids)(row, temperature=1.0, chunk_tokens=100).logprobs_A

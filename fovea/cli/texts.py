@@ -77,8 +77,8 @@ def one_line_errors(*, debug: bool = False) -> Iterator[None]:
     except KeyboardInterrupt as stop:
         if debug:
             traceback.print_exc()
-        told = f"; {stop}" if str(stop) else ""
-        typer.echo(f"stopped by Ctrl-C{told}", err=True)
+        reason = f"; {stop}" if str(stop) else ""
+        typer.echo(f"stopped by Ctrl-C{reason}", err=True)
         raise typer.Exit(130) from None
 
 

@@ -10,8 +10,9 @@ from typing import Any
 from fovea.cluster.workers import Call, WorkerHandle, Workers, call_each
 from fovea.errors import EngineError, LostEngineError, LostWorkerError
 from fovea.processes.messages import Share, SharedArguments
-from fovea.train.base import ModelFacts, Needs, Pair
-from fovea.train.row_assignment import ImageKeys, ImagesByRank
+from fovea.train.base import ModelFacts, Needs, SftExample
+from fovea.train.row_assignment import ImageKeys
+from fovea.train.schedule import ImagesByRank
 from fovea.types import Batch, Completion, Metrics, Request
 from fovea.utils.lru_cache import LRUCache
 from fovea.weights.base import SyncReport
@@ -47,7 +48,7 @@ class WorkersPolicy:
             "memory/learners_peak_gib": await self._peak_gib(),
         }
 
-    async def sft(self, pairs: Sequence[Pair]) -> Metrics:
+    async def sft(self, pairs: Sequence[SftExample]) -> Metrics:
         images = (await self._images()).to_imitate([pair.prompt for pair in pairs])
         metrics: Metrics = await self._call("sft", pairs, images=images)
         # no push ends a step of the warm-up: images of all of its steps would pile up on both ends

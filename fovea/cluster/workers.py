@@ -148,8 +148,10 @@ async def call_each(calls: Iterable[tuple[WorkerHandle, Call]]) -> list[Any]:
         return await asyncio.gather(*answers)
     except LostRankError as error:
         await asyncio.wait(answers, timeout=CAUSE_SECONDS)
-        told = [answer.exception() for answer in answers if answer.done() and not answer.cancelled()]
-        raise next((each for each in told if each is not None and not isinstance(each, LostRankError)), error) from None
+        errors = [answer.exception() for answer in answers if answer.done() and not answer.cancelled()]
+        raise next(
+            (each for each in errors if each is not None and not isinstance(each, LostRankError)), error
+        ) from None
 
 
 class LocalHandle:

@@ -92,19 +92,19 @@ def unknown_key(key: str) -> str:
     if having:
         return f"{key}: a setting of {joined(having)} only; drop it, or add {having[0]}"
     in_no_section = inner.partition(".")[0] not in Config.model_fields
-    told = moved_key(key) or hint_for(key)
+    hint = moved_key(key) or hint_for(key)
     if in_no_section:
-        told = told or hint_for_section(key) or hint_for_first_name(key)
+        hint = hint or hint_for_section(key) or hint_for_first_name(key)
     known = sorted(other for other in {*owners, *Config.model_fields} if not key.startswith(f"{other}."))
-    return told or _with_near_keys(key, known)
+    return hint or _with_near_keys(key, known)
 
 
 def _with_near_keys(key: str, known: Sequence[str]) -> str:
     """The complaint about a key, with those that share its last name, or else with the one that is most like it."""
     name = _last(key)
     near = sorted((other for other in known if _last(other) == name), key=lambda other: -_ratio(key, other))
-    if not near and (told := hint_for_last_name(key)):
-        return told
+    if not near and (hint := hint_for_last_name(key)):
+        return hint
     if not near:
         likeness = {other: max(_ratio(key, other), _ratio(name, _last(other))) for other in known}
         best = max(known, key=lambda other: (likeness[other], _ratio(key, other)))

@@ -116,8 +116,8 @@ def hint_for(key: str) -> str | None:
 
     No news is a key whose counterpart has its last name: the table of our own settings has that too.
     """
-    if told := _section_of_another_system(key):
-        return told
+    if hint := _section_of_another_system(key):
+        return hint
     found = _meant(key)
     renamed = [setting for _, setting in found if setting.none or _last(key) not in map(_last, setting.ours)]
     return _message(key, found) if renamed else None
@@ -166,11 +166,11 @@ def _message(key: str, found: list[tuple[System, Counterpart]]) -> str:
     if not with_ours:
         return f"{key} is not a setting here: {found[0][1].none}; remove it"
     distinct = {each.ours: (system, each) for system, each in reversed(with_ours)}
-    told = [_told(key, system, each) for system, each in reversed(distinct.values())]
-    return f"{key}: no such setting; {'; '.join(told)}"
+    counterparts = [_described(key, system, each) for system, each in reversed(distinct.values())]
+    return f"{key}: no such setting; {'; '.join(counterparts)}"
 
 
-def _told(key: str, system: System, setting: Counterpart) -> str:
+def _described(key: str, system: System, setting: Counterpart) -> str:
     name = "" if setting.theirs == key else f" {setting.theirs}"
     note = f" ({setting.note})" if setting.note else ""
     return f"{system.title}'s{name} is {' and '.join(setting.ours)} here{note}"

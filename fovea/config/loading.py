@@ -229,8 +229,8 @@ class _Layers:
         if is_missing:
             dropped = self._dropped_below(key.rpartition(".")[0])
             return f"{where}{key}: must be set{dropped or f'; allowed: {allowed}'}"
-        if told := _told_of_fields(key, value):
-            return f"{where}{told}"
+        if of_fields := _hint_for_fields(key, value):
+            return f"{where}{of_fields}"
         return f"{where}{key}: {show(value)} does not fit; allowed: {allowed}{hint(key, value, allowed)}"
 
     def _dropped_below(self, section: str) -> str:
@@ -338,10 +338,10 @@ def _choices_first(override: Tree) -> int:
     return next(depths, len(choices))
 
 
-def _told_of_fields(key: str, value: object) -> str | None:
+def _hint_for_fields(key: str, value: object) -> str | None:
     """The names here of another system's settings that are given below one of ours, such as reward.reward_max_val."""
     below = [f"{key}.{name}" for name in leaves(value)] if isinstance(value, dict) else []
-    return next((told for name in below if (told := hint_for(name) or hint_for_last_name(name))), None)
+    return next((each for name in below if (each := hint_for(name) or hint_for_last_name(name))), None)
 
 
 def _parts(layer: Tree) -> Sequence[str]:

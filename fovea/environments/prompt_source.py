@@ -121,7 +121,7 @@ class PromptSource:
             self._listed.add(place or _place_of_error(str(error)), error)
             return None
 
-    def look(self, make: Callable[[], Made]) -> Made | None:
+    def peek(self, make: Callable[[], Made]) -> Made | None:
         """As `read`, for rows that the data order may never come to: a bad row is not listed."""
         try:
             return make()

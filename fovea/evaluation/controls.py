@@ -129,7 +129,7 @@ def _hashed(source: PromptSource, pixel_hash: PixelHash, sample_rows: int | None
             break
         if number % _SAY_EVERY_ROWS == 0:
             say(f"{number:,} of {len(indices):,}")
-        found.append(source.look(partial(hashes, index)) or set())
+        found.append(source.peek(partial(hashes, index)) or set())
     return found
 
 

@@ -18,11 +18,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fovea.models.heads import HeadNorm
-from fovea.models.kernel_set import TORCH_KERNELS, Kernels
-from fovea.models.kernels import Again
+from fovea.models.heads import HeadNorm, Heads, heads
+from fovea.models.kernels import Gate, ReadSaved, RmsNormFunction, rms_norm, silu_times
 from fovea.models.rope import Rope
 from fovea.utils.host_waits import awaited
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """RMSNorm of hidden states, norm and rotary positions of heads, and SwiGLU; Liger's are in `kernels_liger`."""
+
+    norm: RmsNormFunction
+    heads: Heads
+    gate: Gate
+
+
+TORCH_KERNELS = Kernels(norm=rms_norm, heads=heads, gate=silu_times)
 
 
 class ExpertLoad:
@@ -140,12 +151,12 @@ class GatedMlp:
 
     gate_up: Linears
     down: Linears
-    gate_up_again: Sequence[Again] | None = None
+    saved_gate_up: Sequence[ReadSaved] | None = None
     """Reads the outputs of `gate_up` once more, where they are on the activation tape."""
 
     def __call__(self, x_NE: Tensor, call: LayerCall) -> Tensor:
         gate, up = self.gate_up(x_NE)
-        (out_NE,) = self.down(call.kernels.gate(gate, up, self.gate_up_again))
+        (out_NE,) = self.down(call.kernels.gate(gate, up, self.saved_gate_up))
         return out_NE
 
 
@@ -160,7 +171,7 @@ class DecoderLayer:
     output: Linears
     post_norm: Norm
     mlp: Mlp
-    query_key_value_again: Sequence[Again] | None = None
+    saved_qkv: Sequence[ReadSaved] | None = None
     """Reads the outputs of `query_key_value` once more, where they are on the activation tape."""
 
 
@@ -168,7 +179,7 @@ def run_layer(layer: DecoderLayer, hidden_NE: Tensor, call: LayerCall) -> Tensor
     """Hidden states [N, E] after one layer."""
     query, key, value = layer.query_key_value(layer.input_norm(hidden_NE))
     query_NHD, key_NJD, value_NJD = call.kernels.heads(
-        (query, key, value), call.shape.head_dim, layer.head_norm, call.rope, layer.query_key_value_again
+        (query, key, value), call.shape.head_dim, layer.head_norm, call.rope, layer.saved_qkv
     )
     out_NHD = call.attend(call.index, query_NHD, key_NJD, value_NJD)
     # the other tokens had to give keys and values; their output projection and MLP would be read by nothing

@@ -53,6 +53,7 @@ def drawn_weights_(logits_BW: Tensor, temperature: float | Tensor, banned_K: Ten
     if isinstance(temperature, Tensor) or temperature != 1:
         logits_BW /= temperature
     peak_B1 = logits_BW.index_fill_(1, banned_K, -torch.inf).amax(dim=1, keepdim=True)
+    # exponents of 0 at most, so that no exponential overflows
     relative_BW = logits_BW.sub_(peak_B1)
     weights_BW = torch.exp(relative_BW)
     total_B1 = weights_BW.sum(dim=1, keepdim=True)

@@ -1,8 +1,8 @@
 """Scores of actions by chunks, and gradients of hidden states and head, with few tensors of the size of logits.
 
-Where the slopes of a loss are known before it, each chunk's gradients are made right behind its logits, which are then
-computed once (`ScoresWithGradients`). Both kinds of distributions, of a whole vocabulary (`token_logprobs`) and of a
-slice of it (`train.megatron.sharded_logprobs`), are differentiated here.
+Where the derivatives of a loss by log-probs can be computed before it, each chunk's gradients are made right behind its
+logits, which are then computed once (`ScoresWithGradients`). Both kinds of distributions, of a whole vocabulary
+(`token_logprobs`) and of a slice of it (`train.megatron.sharded_logprobs`), are differentiated here.
 
 Axes: `A` actions, `E` width of the model, `W` vocabulary, or the slice of it that a rank has.
 """
@@ -28,14 +28,14 @@ Scores: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Slopes:
+class LossGradients:
     """Derivatives of a loss by log-probs [A] and by entropies [A], where they are known before the loss."""
 
     of: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
-    """A function of both; None for entropies that are not in the loss. The slopes of an action follow only from its two
+    """A function of both; None for entropies that are not in the loss. The derivatives of an action follow from its two
     numbers: it is called after each chunk, when the numbers of actions that are yet to come are 0."""
     rounding: Tensor | float = 0.0
-    """The least difference that the order of sums may make, of terms that cancel in a slope."""
+    """The least difference that the order of sums may make, of terms that cancel in a derivative."""
 
 
 class Distributions(Protocol):
@@ -46,8 +46,8 @@ class Distributions(Protocol):
         """Log-probs, entropies and banned mass of the actions."""
         ...
 
-    def gradient_(self, slopes: Sequence[Tensor | None]) -> Tensor:
-        """Gradient of the logits [A, W] from slopes by log-probs and entropies; overwrites the distributions."""
+    def gradient_(self, loss_gradients: Sequence[Tensor | None]) -> Tensor:
+        """Gradient of the logits [A, W] from derivatives by log-probs and entropies; overwrites the distributions."""
         ...
 
 
@@ -63,17 +63,19 @@ def scores_by_chunks(
     distribute: Distribute,
     of_chunk: Callable[[Tensor, Tensor], Scores],
     chunk_tokens: int,
-    slopes: Slopes | None,
+    loss_gradients: LossGradients | None,
 ) -> Scores:
     """Scores with logits for `chunk_tokens` actions at a time.
 
-    With `slopes`, those of the loss whose backward pass will follow, the logits of several chunks are computed once, by
-    `distribute`. Without, `of_chunk` (hidden, targets) scores each and differentiates itself, and runs once more in the
-    backward pass where there are several: probabilities that wait for it would take what chunking frees.
+    With the `loss_gradients` of the loss whose backward pass will follow, the logits of several chunks are computed
+    once, by `distribute`. Without, `of_chunk` (hidden, targets) scores each and differentiates itself, and runs once
+    more in the backward pass where there are several: probabilities that wait for it would take what chunking frees.
     """
     in_chunks = len(hidden_AE) > chunk_tokens and torch.is_grad_enabled()
-    if in_chunks and slopes is not None:
-        scores: Scores = ScoresWithGradients.apply(hidden_AE, head_WE, targets_A, distribute, chunk_tokens, slopes)  # type: ignore[no-untyped-call]
+    if in_chunks and loss_gradients is not None:
+        scores: Scores = ScoresWithGradients.apply(
+            hidden_AE, head_WE, targets_A, distribute, chunk_tokens, loss_gradients
+        )  # type: ignore[no-untyped-call]
         return scores
     if in_chunks:
         of_chunk = partial(checkpoint, of_chunk, use_reentrant=False)
@@ -87,7 +89,7 @@ def scores_by_chunks(
 class ScoresWithGradients(torch.autograd.Function):
     """Scores of several chunks of actions, whose gradients are made right where their logits are.
 
-    The slopes that the backward pass brings are known before it, and only compared with those that were given.
+    The derivatives that the backward pass brings are only compared with the given ones.
     """
 
     @staticmethod
@@ -98,7 +100,7 @@ class ScoresWithGradients(torch.autograd.Function):
         targets_A: Tensor,
         distribute: Distribute,
         chunk_tokens: int,
-        slopes: Slopes,
+        loss_gradients: LossGradients,
     ) -> Scores:
         scores: Scores = (_zeros(hidden_AE), _zeros(hidden_AE), _zeros(hidden_AE))
         of_hidden_AE = torch.empty_like(hidden_AE) if ctx.needs_input_grad[0] else None
@@ -109,17 +111,17 @@ class ScoresWithGradients(torch.autograd.Function):
             found = distribute(hidden_AE[part], head_WE, targets_A[part])
             for all_A, of_part in zip(scores, found.scores, strict=True):
                 all_A[part] = of_part
-            of_actions = [None if all_A is None else all_A[part] for all_A in slopes.of(scores[0], scores[1])]
+            of_actions = [None if all_A is None else all_A[part] for all_A in loss_gradients.of(scores[0], scores[1])]
             of_logits_AW = found.gradient_(of_actions).to(hidden_AE.dtype)
             if of_hidden_AE is not None:
                 torch.mm(of_logits_AW, head_WE, out=of_hidden_AE[part])
             if of_head_WE is not None:
                 add_product(of_head_WE, of_logits_AW.t(), hidden_AE[part])
-            used.append(tuple(slope_A for slope_A in of_actions if slope_A is not None))
+            used.append(tuple(gradient_A for gradient_A in of_actions if gradient_A is not None))
             # the next chunk takes their memory
             del found, of_logits_AW
         ctx.save_for_backward(of_hidden_AE, of_head_WE, *(torch.cat(parts) for parts in zip(*used, strict=True)))
-        ctx.rounding = slopes.rounding
+        ctx.rounding = loss_gradients.rounding
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(scores[2])
         return scores
@@ -127,7 +129,7 @@ class ScoresWithGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         of_hidden_AE, of_head_WE, *used = ctx.saved_tensors
-        _check_slopes(used, [slope_A for slope_A in gradients[:2] if slope_A is not None], ctx.rounding)
+        _check_gradients(used, [gradient_A for gradient_A in gradients[:2] if gradient_A is not None], ctx.rounding)
         return of_hidden_AE, of_head_WE, None, None, None, None
 
 
@@ -146,12 +148,12 @@ def add_product(sum_WE: Tensor, of_logits_WA: Tensor, hidden_AE: Tensor) -> None
         torch.addmm(sum_WE, of_logits_WA, hidden_AE, out_dtype=torch.float32, out=sum_WE)
 
 
-def _check_slopes(used: Sequence[Tensor], found: Sequence[Tensor], rounding: Tensor | float) -> None:
-    """RuntimeError if the backward pass begins with other slopes than gradients were made of."""
-    assert len(used) == len(found), f"gradients of {len(used)} slopes were made, and the loss has {len(found)}"
+def _check_gradients(used: Sequence[Tensor], found: Sequence[Tensor], rounding: Tensor | float) -> None:
+    """RuntimeError if the backward pass begins with other derivatives than gradients were made of."""
+    assert len(used) == len(found), f"gradients of {len(used)} derivatives were made, and the loss has {len(found)}"
     for used_A, found_A in zip(used, found, strict=True):
-        # equal up to the order of sums over equal completions; a slope that is not finite makes the loss so, and the
-        # update is skipped
+        # equal up to the order of sums over equal completions; a derivative that is not finite makes the loss so, and
+        # the update is skipped
         limit = 1e-4 * used_A.nan_to_num(0, 0, 0).abs().max() + rounding
         near_A = (used_A - found_A).abs() <= limit
         # on the device, for which the host does not wait
@@ -175,18 +177,18 @@ def gradient_of_logits_(
     probs_AW: Tensor,
     targets_A: Tensor,
     entropies_A: Tensor,
-    slopes: Sequence[Tensor | None],
+    loss_gradients: Sequence[Tensor | None],
     temperature: float,
     *,
     weighted_AW: Tensor | None = None,
     has_target_A: Tensor | None = None,
 ) -> Tensor:
-    """Gradient of the logits [A, W] from slopes by log-probs and entropies; overwrites what it is given.
+    """Gradient of the logits [A, W] from derivatives by log-probs and entropies; overwrites what it is given.
 
     With z the scaled logits: d log p(t) / dz = onehot(t) - p and dH / dz = -p (log p + H). `weighted_AW` is p log p,
     where it is still there; `has_target_A` says which targets lie in this slice of the vocabulary, None: all.
     """
-    of_logprobs_A, of_entropies_A = slopes[0], slopes[1]
+    of_logprobs_A, of_entropies_A = loss_gradients[0], loss_gradients[1]
     # in place on a saved tensor: safe, since autograd refuses a second backward pass through a freed graph
     inner_AW = None
     if of_entropies_A is not None:

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from fovea.models.kernels import Again, RmsNormFunction, gradients_of_norm, inverse_rms, rms_norm
-from fovea.models.rope import Rope, rotate, turned, turned_back
+from fovea.models.kernels import ReadSaved, RmsNormFunction, gradients_of_norm, inverse_rms, rms_norm
+from fovea.models.rope import Rope, gradient_of_rotated, rotate, rotated
 
 Triple = tuple[Tensor, Tensor, Tensor]
 """Queries, keys and values."""
@@ -34,27 +34,33 @@ class Heads(Protocol):
     """Norm and rotary positions of the heads of a row."""
 
     def __call__(
-        self, projections: Triple, width: int, norm: HeadNorm | None, rope: Rope, again: Sequence[Again] | None = None
+        self,
+        projections: Triple,
+        width: int,
+        norm: HeadNorm | None,
+        rope: Rope,
+        saved: Sequence[ReadSaved] | None = None,
     ) -> Triple:
         """Queries [N, H, D], keys [N, J, D] and values [N, J, D] from projections [N, H D] and twice [N, J D]."""
         ...
 
 
 def heads(
-    projections: Triple, width: int, norm: HeadNorm | None, rope: Rope, again: Sequence[Again] | None = None
+    projections: Triple, width: int, norm: HeadNorm | None, rope: Rope, saved: Sequence[ReadSaved] | None = None
 ) -> Triple:
-    """Heads with norm and rotary positions applied; those that can be read `again` are not kept for a backward pass."""
-    if again is None or norm is None or not torch.is_grad_enabled():
-        return heads_in_turn(projections, width, norm, rope)
+    """Heads with norm and rotary positions applied; those with readers in `saved` are not kept for a backward pass."""
+    # a rotation by itself needs no inputs in its backward pass, so that there is nothing to read again
+    if saved is None or norm is None or not torch.is_grad_enabled():
+        return unfused_heads(projections, width, norm, rope)
     query, key, value = (x.unflatten(-1, (-1, width)) for x in projections)
     return (
-        NormAndRotate.apply(query, norm.query_D, norm.epsilon, rope, again[0]),  # type: ignore[no-untyped-call]
-        NormAndRotate.apply(key, norm.key_D, norm.epsilon, rope, again[1]),  # type: ignore[no-untyped-call]
+        NormAndRotate.apply(query, norm.query_D, norm.epsilon, rope, saved[0]),  # type: ignore[no-untyped-call]
+        NormAndRotate.apply(key, norm.key_D, norm.epsilon, rope, saved[1]),  # type: ignore[no-untyped-call]
         value,
     )
 
 
-def heads_in_turn(
+def unfused_heads(
     projections: Triple,
     width: int,
     norm: HeadNorm | None,
@@ -75,18 +81,18 @@ class NormAndRotate(torch.autograd.Function):
     """`kernels.RmsNorm`, then `rope.Rotate`, of heads that can be read again: saves one number for each head."""
 
     @staticmethod
-    def forward(ctx: Any, x_NXD: Tensor, weight_D: Tensor, epsilon: float, rope: Rope, read: Again) -> Tensor:
+    def forward(ctx: Any, x_NXD: Tensor, weight_D: Tensor, epsilon: float, rope: Rope, read: ReadSaved) -> Tensor:
         x_float = x_NXD.float()
         scale = inverse_rms(x_float, epsilon)
         ctx.save_for_backward(weight_D, scale)
         ctx.rope, ctx.read = rope, read
         normed = weight_D * (x_float * scale).to(x_NXD.dtype)
-        return turned(normed, rope.cos_ND, rope.signed_sin_ND)
+        return rotated(normed, rope.cos_ND, rope.signed_sin_ND)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         weight_D, scale = ctx.saved_tensors
-        gradient = turned_back(gradients[0], ctx.rope.cos_ND, ctx.rope.signed_sin_ND)
+        gradient = gradient_of_rotated(gradients[0], ctx.rope.cos_ND, ctx.rope.signed_sin_ND)
         normalised = ctx.read().view_as(gradient).float() * scale
         trained = ctx.needs_input_grad[1]
         return *gradients_of_norm(gradient, normalised, weight_D, scale, of_weight=trained), None, None, None

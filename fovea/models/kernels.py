@@ -17,15 +17,15 @@ from torch import Tensor, nn
 
 RmsNormFunction = Callable[[Tensor, Tensor, float], Tensor]
 """(x [..., D], weight [D], epsilon) -> [..., D]"""
-Again = Callable[[], Tensor]
+ReadSaved = Callable[[], Tensor]
 """Reads the outputs of a linear layer once more: a backward pass that has this need not keep them."""
 
 
 class Gate(Protocol):
     """Activation of a gated MLP."""
 
-    def __call__(self, gate: Tensor, up: Tensor, again: Sequence[Again] | None = None) -> Tensor:
-        """The product [..., F] of activated gate [..., F] and up [..., F]; `again` reads both once more."""
+    def __call__(self, gate: Tensor, up: Tensor, saved: Sequence[ReadSaved] | None = None) -> Tensor:
+        """The product [..., F] of activated gate [..., F] and up [..., F]; `saved` reads both again."""
         ...
 
 
@@ -106,14 +106,14 @@ def gradients_of_norm(
     return of_x.to(gradient.dtype), weight_gradient
 
 
-def silu_times(gate: Tensor, up: Tensor, again: Sequence[Again] | None = None) -> Tensor:
+def silu_times(gate: Tensor, up: Tensor, saved: Sequence[ReadSaved] | None = None) -> Tensor:
     """SwiGLU: silu(gate) up, the activation of a gated MLP (Shazeer, arXiv 2002.05202)."""
     if not torch.is_grad_enabled():
         return F.silu(gate).mul_(up)
-    if again is None:
+    if saved is None:
         # autograd needs silu(gate) for the gradient of `up`
         return F.silu(gate) * up
-    product: Tensor = SiluTimes.apply(gate, up, again)  # type: ignore[no-untyped-call]
+    product: Tensor = SiluTimes.apply(gate, up, saved)  # type: ignore[no-untyped-call]
     return product
 
 
@@ -121,14 +121,14 @@ class SiluTimes(torch.autograd.Function):
     """`silu_times` of inputs that can be read again: saves nothing, where autograd would keep them and silu(gate)."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, again: Sequence[Again]) -> Tensor:
-        ctx.again = again
+    def forward(ctx: Any, gate: Tensor, up: Tensor, saved: Sequence[ReadSaved]) -> Tensor:
+        ctx.saved = saved
         return F.silu(gate).mul_(up)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         gradient = gradients[0]
-        gate, up = (read() for read in ctx.again)
+        gate, up = (read() for read in ctx.saved)
         of_up = F.silu(gate).mul_(gradient)
         of_gate = torch.ops.aten.silu_backward(gradient * up, gate)
         return of_gate, of_up, None

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from fovea.errors import MissingExtraError
-from fovea.models.heads import HeadNorm, Triple, heads_in_turn
-from fovea.models.kernel_set import Kernels
-from fovea.models.kernels import Again
+from fovea.models.decoder import Kernels
+from fovea.models.heads import HeadNorm, Triple, unfused_heads
+from fovea.models.kernels import ReadSaved
 from fovea.models.rope import Rope
 from fovea.utils.installing import pip_install
 
@@ -41,9 +41,9 @@ def rms_norm(x_ND: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
     return normalised
 
 
-def silu_times(gate: Tensor, up: Tensor, again: Sequence[Again] | None = None) -> Tensor:
+def silu_times(gate: Tensor, up: Tensor, saved: Sequence[ReadSaved] | None = None) -> Tensor:
     """SwiGLU: silu(gate) up, the activation of a gated MLP. The backward pass overwrites both inputs."""
-    assert again is None, "an activation tape on CUDA"
+    assert saved is None, "an activation tape on CUDA"
     product: Tensor = LigerSiLUMulFunction.apply(gate, up)
     return product
 
@@ -66,15 +66,15 @@ def rotate_row(query_NHD: Tensor, key_NJD: Tensor, rope: Rope) -> tuple[Tensor, 
 
 
 def heads(
-    projections: Triple, width: int, norm: HeadNorm | None, rope: Rope, again: Sequence[Again] | None = None
+    projections: Triple, width: int, norm: HeadNorm | None, rope: Rope, saved: Sequence[ReadSaved] | None = None
 ) -> Triple:
     """Heads with norm and rotary positions applied."""
-    assert again is None, "an activation tape on CUDA"
+    assert saved is None, "an activation tape on CUDA"
     if norm is None:
         # the rotation overwrites its inputs, and selective checkpointing keeps outputs of linear layers
         query, key, value = projections
         projections = (query.clone(), key.clone(), value)
-    return heads_in_turn(projections, width, norm, rope, norm_kernel=rms_norm, rotate_kernel=rotate_row)
+    return unfused_heads(projections, width, norm, rope, norm_kernel=rms_norm, rotate_kernel=rotate_row)
 
 
 LIGER_KERNELS = Kernels(norm=rms_norm, heads=heads, gate=silu_times)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from fovea.models.decoder import ExpertLoad
 from fovea.models.families.registry import family_of
-from fovea.models.head_gradients import Slopes
+from fovea.models.head_gradients import LossGradients
 from fovea.models.heads import ValueHead
 from fovea.models.modules import config_of, language_model, projector_modules, vision_modules
 from fovea.models.shared_prefix.layout import PackedRow
@@ -52,12 +52,12 @@ class PolicyNetwork(nn.Module):
         self.register_buffer("banned_K", torch.tensor(self.banned_ids, dtype=torch.long), persistent=False)
 
     def forward(
-        self, row: PackedRow, *, temperature: float, chunk_tokens: int, slopes: Slopes | None = None
+        self, row: PackedRow, *, temperature: float, chunk_tokens: int, loss_gradients: LossGradients | None = None
     ) -> TokenScores:
         """Log-probs and entropies [A] of what is drawn at `temperature`, and values [A] if there is a value head.
 
-        Logits are computed for `chunk_tokens` actions at a time; `slopes`, by those of unequal completions [U], as for
-        `token_scores`.
+        Logits are computed for `chunk_tokens` actions at a time; `loss_gradients` are by actions [U] of unequal
+        completions, as for `token_scores`.
         """
         hidden_UE = self.action_states(row)
         head: Any = self.network.get_output_embeddings()
@@ -68,7 +68,7 @@ class PolicyNetwork(nn.Module):
             self.banned_K,
             temperature=temperature,
             chunk_tokens=chunk_tokens,
-            slopes=slopes,
+            loss_gradients=loss_gradients,
         )
         if self.value_head is not None:
             scores = replace(scores, values_A=self.value_head(hidden_UE))

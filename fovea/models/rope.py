@@ -38,7 +38,7 @@ class Rope:
 def rotate(query_NHD: Tensor, key_NJD: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
     """Queries and keys with rotary positions applied."""
     if not torch.is_grad_enabled():
-        return turned(query_NHD, rope.cos_ND, rope.signed_sin_ND), turned(key_NJD, rope.cos_ND, rope.signed_sin_ND)
+        return rotated(query_NHD, rope.cos_ND, rope.signed_sin_ND), rotated(key_NJD, rope.cos_ND, rope.signed_sin_ND)
     query: Tensor = Rotate.apply(query_NHD, rope.cos_ND, rope.signed_sin_ND)  # type: ignore[no-untyped-call]
     key: Tensor = Rotate.apply(key_NJD, rope.cos_ND, rope.signed_sin_ND)  # type: ignore[no-untyped-call]
     return query, key
@@ -50,26 +50,26 @@ class Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_NXD: Tensor, cos_ND: Tensor, signed_sin_ND: Tensor) -> Tensor:
         ctx.save_for_backward(cos_ND, signed_sin_ND)
-        return turned(x_NXD, cos_ND, signed_sin_ND)
+        return rotated(x_NXD, cos_ND, signed_sin_ND)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return turned_back(gradients[0], *ctx.saved_tensors), None, None
+        return gradient_of_rotated(gradients[0], *ctx.saved_tensors), None, None
 
 
-def turned(x_NXD: Tensor, cos_ND: Tensor, signed_sin_ND: Tensor) -> Tensor:
+def rotated(x_NXD: Tensor, cos_ND: Tensor, signed_sin_ND: Tensor) -> Tensor:
     """x cos + swapped(x) sin', where swapped exchanges the halves of the last axis."""
     first, second = signed_sin_ND[:, None].chunk(2, -1)
-    return _turned(x_NXD, cos_ND, first, second)
+    return _rotated_halves(x_NXD, cos_ND, first, second)
 
 
-def turned_back(gradient_NXD: Tensor, cos_ND: Tensor, signed_sin_ND: Tensor) -> Tensor:
-    """Gradient of x in `turned`: g cos + swapped(g sin')."""
+def gradient_of_rotated(gradient_NXD: Tensor, cos_ND: Tensor, signed_sin_ND: Tensor) -> Tensor:
+    """Gradient of x in `rotated`: g cos + swapped(g sin')."""
     first, second = signed_sin_ND[:, None].chunk(2, -1)
-    return _turned(gradient_NXD, cos_ND, second, first)
+    return _rotated_halves(gradient_NXD, cos_ND, second, first)
 
 
-def _turned(x_NXD: Tensor, cos_ND: Tensor, first: Tensor, second: Tensor) -> Tensor:
+def _rotated_halves(x_NXD: Tensor, cos_ND: Tensor, first: Tensor, second: Tensor) -> Tensor:
     out_NXD = x_NXD * cos_ND[:, None]
     # halves as views: an exchanged copy would be one more pass over memory
     (out_1, out_2), (x_1, x_2) = out_NXD.chunk(2, -1), x_NXD.chunk(2, -1)

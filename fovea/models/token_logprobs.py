@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fovea.models.drawn_distribution import banned_mass, drawn_logprobs_
-from fovea.models.head_gradients import Scores, Slopes, gradient_of_logits_, gradients_of_head, scores_by_chunks
+from fovea.models.head_gradients import LossGradients, Scores, gradient_of_logits_, gradients_of_head, scores_by_chunks
 from fovea.models.torch_versions import fsdp_output
 
 
@@ -50,12 +50,12 @@ def token_scores(
     *,
     temperature: float,
     chunk_tokens: int,
-    slopes: Slopes | None = None,
+    loss_gradients: LossGradients | None = None,
 ) -> TokenScores:
     """Log-probs and entropies at `temperature`, with logits for `chunk_tokens` actions at a time.
 
-    The log-prob of a banned target is -inf (`drawn_distribution.check_drawable`). `slopes` are those of the loss whose
-    backward pass will follow: with them, the logits of several chunks are computed once instead of twice.
+    The log-prob of a banned target is -inf (`drawn_distribution.check_drawable`). With the `loss_gradients` of the loss
+    whose backward pass will follow, the logits of several chunks are computed once instead of twice.
     """
 
     def of_chunk(hidden_AE: Tensor, targets_A: Tensor) -> Scores:
@@ -69,7 +69,7 @@ def token_scores(
         distribute=partial(_Distributions.of, banned_K=banned_K, temperature=temperature),
         of_chunk=of_chunk,
         chunk_tokens=chunk_tokens,
-        slopes=slopes,
+        loss_gradients=loss_gradients,
     )
     return TokenScores(logprobs_A=logprobs_A, entropies_A=entropies_A, banned_mass_A=masses_A)
 
@@ -117,12 +117,12 @@ class _Distributions:
     def scores(self) -> Scores:
         return self.logprobs_A, self.entropies_A, self.banned_mass_A
 
-    def gradient_(self, slopes: Sequence[Tensor | None]) -> Tensor:
+    def gradient_(self, loss_gradients: Sequence[Tensor | None]) -> Tensor:
         return gradient_of_logits_(
             self.probs_AW,
             self.targets_A,
             self.entropies_A,
-            slopes,
+            loss_gradients,
             self.temperature,
             weighted_AW=self.weighted_AW,
         )

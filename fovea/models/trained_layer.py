@@ -20,7 +20,7 @@ from fovea.models.decoder import DecoderLayer, GatedMlp, LayerCall, run_layer
 from fovea.models.experts import Experts
 from fovea.models.families.base import LayerModules, MlpModules
 from fovea.models.heads import HeadNorm
-from fovea.models.kernels import Again
+from fovea.models.kernels import ReadSaved
 from fovea.models.linear_factors import Factors, add_adapter, factors_of
 from fovea.models.trainable import ADAPTER
 
@@ -42,7 +42,7 @@ class TrainedLinears:
             # peft's own forward: a mask for each of these layers, and for each token of the row
             return tuple(module(x_NE) for module in self.modules)
         factors = [factors_of(module) for module in self.modules]
-        recorded = None if self.again is None else [read() for read in self.again]
+        recorded = None if self.saved is None else [read() for read in self.saved]
         scales = [each.scale for each in factors]
         tensors = [x for each in factors for x in (each.weight, each.bias, each.down, each.up)]
         outs: tuple[Tensor, ...] = JoinedLinears.apply(  # type: ignore[no-untyped-call]
@@ -51,7 +51,7 @@ class TrainedLinears:
         return outs
 
     @property
-    def again(self) -> list[Again] | None:
+    def saved(self) -> list[ReadSaved] | None:
         """Readers of each layer's recorded outputs, new at every call; None if none are recorded."""
         if self.recorded is None:
             return None
@@ -71,7 +71,7 @@ def trained_layer(modules: LayerModules, recorded: LinearOutputs | None = None) 
     return DecoderLayer(
         input_norm=modules.input_norm,
         query_key_value=query_key_value,
-        query_key_value_again=query_key_value.again,
+        saved_qkv=query_key_value.saved,
         head_norm=_head_norm(modules),
         output=TrainedLinears((modules.output,), LinearGroup.OUTPUT, recorded),
         post_norm=modules.post_norm,
@@ -89,7 +89,7 @@ def _head_norm(modules: LayerModules) -> HeadNorm | None:
 def _trained_mlp(modules: MlpModules, recorded: LinearOutputs | None) -> GatedMlp:
     gate_up = TrainedLinears((modules.gate, modules.up), LinearGroup.GATE_UP, recorded)
     down = TrainedLinears((modules.down,), LinearGroup.DOWN, recorded)
-    return GatedMlp(gate_up=gate_up, gate_up_again=gate_up.again, down=down)
+    return GatedMlp(gate_up=gate_up, saved_gate_up=gate_up.saved, down=down)
 
 
 @dataclass(frozen=True, slots=True)

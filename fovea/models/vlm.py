@@ -15,9 +15,8 @@ from transformers import PreTrainedModel
 
 from fovea.errors import ModelError
 from fovea.models.activation_tape import LinearGroup
-from fovea.models.decoder import LayerCall, VisualResidual, decoder_shape
+from fovea.models.decoder import TORCH_KERNELS, Kernels, LayerCall, VisualResidual, decoder_shape
 from fovea.models.heads import ValueHead
-from fovea.models.kernel_set import TORCH_KERNELS, Kernels
 from fovea.models.kernels import use_fused_layers
 from fovea.models.modules import vision_tower
 from fovea.models.policy_network import PolicyNetwork

@@ -30,7 +30,7 @@ from fovea.run.context import Run
 from fovea.run.draw import draw
 from fovea.run.parity import check_push
 from fovea.run.rollout_step import Rollout
-from fovea.run.state import Position, go_to, position_of
+from fovea.run.state import Position, position_of, restore_position
 from fovea.types import Metrics
 
 
@@ -85,7 +85,7 @@ class RolloutsAhead:
         """Drop what is drawn ahead, and go back to the position of the run before it."""
         await self.close()
         if self._positions:
-            go_to(self._run, self._positions[min(self._positions)])
+            restore_position(self._run, self._positions[min(self._positions)])
             self._positions.clear()
 
     async def close(self) -> None:

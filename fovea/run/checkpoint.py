@@ -108,7 +108,7 @@ DEV_READING = "accuracy/dev"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class RetainedCheckpoints:
     """Steps by which it is decided; part of every checkpoint."""
 
     best_step: int | None = None
@@ -117,20 +117,20 @@ class Kept:
     skipped_since: int | None = None
     """First step of the present run of skipped updates; None where the last update was taken."""
 
-    def after_step(self, step: int, metrics: Mapping[str, float], *, keep_best: bool) -> Kept:
+    def after_step(self, step: int, metrics: Mapping[str, float], *, keep_best: bool) -> RetainedCheckpoints:
         """The same after another step, whose metrics hold a dev reading or not."""
-        kept = self
+        retained = self
         if not metrics.get("updates_skipped", 0.0):
-            kept = replace(kept, skipped_since=None)
-        elif kept.skipped_since is None:
-            kept = replace(kept, skipped_since=step)
+            retained = replace(retained, skipped_since=None)
+        elif retained.skipped_since is None:
+            retained = replace(retained, skipped_since=step)
         reading = metrics.get(DEV_READING)
-        if keep_best and reading is not None and (kept.best_step is None or reading > kept.best_reading):
-            kept = replace(kept, best_step=step, best_reading=reading)
-        return kept
+        if keep_best and reading is not None and (retained.best_step is None or reading > retained.best_reading):
+            retained = replace(retained, best_step=step, best_reading=reading)
+        return retained
 
     def steps(self, saved: Sequence[int]) -> set[int]:
-        """The steps, among those of saved checkpoints, whose checkpoints are kept."""
+        """The steps, among those of saved checkpoints, whose checkpoints are retained."""
         before = [step for step in saved if self.skipped_since is not None and step < self.skipped_since]
         return {step for step in saved if step == self.best_step} | set(before[-1:])
 
@@ -183,10 +183,12 @@ class Checkpoints:
         self._writing: Future[None] | None = None
         self._seconds: list[float] = []
 
-    async def save(self, step: int, policy: Policy, state: Mapping[str, Any], kept: Kept | None = None) -> None:
+    async def save(
+        self, step: int, policy: Policy, state: Mapping[str, Any], retained: RetainedCheckpoints | None = None
+    ) -> None:
         """Copy the state and begin to write a checkpoint of it, after the one before is written.
 
-        When it is there, all but the newest `keep` and those of `kept` are deleted.
+        When it is there, all but the newest `keep` and those of `retained` are deleted.
         """
         await self.finish()
         final = self._root / f"step-{step}"
@@ -208,7 +210,7 @@ class Checkpoints:
             with opened:
                 asyncio.run_coroutine_threadsafe(policy.finish_save(), loop).result()
                 write_manifest(folder)
-            self._delete_old(kept)
+            self._delete_old(retained)
             self._seconds.append(perf_counter() - started)
 
         self._writing = in_background(write, f"checkpoint of step {step}")
@@ -229,9 +231,9 @@ class Checkpoints:
         seconds, self._seconds = self._seconds, []
         return {WRITE_SECONDS: seconds[-1]} if seconds else {}
 
-    def _delete_old(self, kept: Kept | None) -> None:
+    def _delete_old(self, retained: RetainedCheckpoints | None) -> None:
         folders = self._folders()
-        beyond = kept.steps([step_of(folder) for folder in folders]) if kept else set()
+        beyond = retained.steps([step_of(folder) for folder in folders]) if retained else set()
         for old in folders[: -self._keep]:
             if step_of(old) not in beyond:
                 _delete(old)

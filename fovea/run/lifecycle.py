@@ -31,7 +31,7 @@ from fovea.run.parity_reading import ParityReading
 from fovea.run.rollout_step import cut_unscored, unscored_bytes, unscored_hint
 from fovea.run.run_dir import link_latest
 from fovea.run.signals import Stop, ending_signals, too_few_rows
-from fovea.run.state import TrainState, go_to, position_of
+from fovea.run.state import TrainState, position_of, restore_position
 from fovea.run.warmup import warm_up
 from fovea.types import Evaluation, Group, Metrics
 from fovea.weights.base import SyncReport
@@ -108,7 +108,7 @@ async def _resumed(run: Run) -> TrainState:
     (run.folder / SUMMARY_FILE).unlink(missing_ok=True)
     # absolute: workers of a Ray cluster have another working directory
     await run.policy.load(run.resumed.folder.absolute())
-    go_to(run, saved)
+    restore_position(run, saved)
     state = TrainState.from_json(run.resumed.step, saved["train_state"], started=run.started)
     for damaged in run.resumed.passed_over:
         run.progress.warn(f"{damaged} is damaged: it is passed over, and kept as {damaged.name}.damaged")
@@ -211,12 +211,12 @@ async def record(run: Run, state: TrainState, groups: Sequence[Group], metrics: 
     metrics |= rates(groups, metrics, run.peak_tflops)
     if settings.evaluate.every_steps and step % settings.evaluate.every_steps == 0:
         metrics |= dev_metrics(await read_dev(run, f"step-{step:06d}", step)) | await sample_dev(run)
-    state = replace(state, kept=state.kept.after_step(step, metrics, keep_best=settings.checkpoint.keep_best))
+    state = replace(state, retained=state.retained.after_step(step, metrics, keep_best=settings.checkpoint.keep_best))
     run.metrics.write(step, metrics)
     run.progress.step(step, metrics)
     await _print_notes(run, state, metrics)
     every_steps = settings.checkpoint.every_steps
-    if (every_steps and step % every_steps == 0) or state.kept.best_step == step:
+    if (every_steps and step % every_steps == 0) or state.retained.best_step == step:
         await save_checkpoint(run, state)
     run.callbacks.stepped(StepRecord(step=step, max_steps=settings.max_steps, metrics=metrics, folder=run.folder))
     return state
@@ -225,7 +225,7 @@ async def record(run: Run, state: TrainState, groups: Sequence[Group], metrics: 
 async def _print_notes(run: Run, state: TrainState, metrics: Metrics) -> None:
     """Print what a step had that the user may want to act on, such as a skipped update or a lost engine."""
     step, settings = state.step, run.config
-    if state.kept.skipped_since == step:
+    if state.retained.skipped_since == step:
         await run.checkpoints.finish()
         run.progress.warn(
             f"step {step}: the update was skipped, since something in it is not finite; the checkpoint before it, "
@@ -316,7 +316,7 @@ async def save_checkpoint(run: Run, state: TrainState) -> None:
         "unscored_bytes": unscored_bytes(run.folder),
     }
     with run.phases("checkpoint"):
-        await run.checkpoints.save(state.step, run.policy, saved, state.kept)
+        await run.checkpoints.save(state.step, run.policy, saved, state.retained)
         if not run.config.checkpoint.background:
             await run.checkpoints.finish()
 

@@ -110,10 +110,10 @@ def ending_signals(stop: Stop) -> Iterator[Stop]:
             signal.signal(each, handler)
 
 
-def _end(by: signal.Signals, told: str) -> NoReturn:
+def _end(by: signal.Signals, reason: str) -> NoReturn:
     # of all exceptions, asyncio lets only these two pass from every place
     if by is signal.SIGINT:
-        raise KeyboardInterrupt(told)
+        raise KeyboardInterrupt(reason)
     raise SystemExit(128 + by)
 
 

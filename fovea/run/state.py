@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 
 from fovea.environments.curriculum import CurriculumState
 from fovea.evaluation.controls import Searched, SharedImages
-from fovea.run.checkpoint import Kept
+from fovea.run.checkpoint import RetainedCheckpoints
 from fovea.run.context import Run
 from fovea.run.microbatches import MicrobatchTokens
 from fovea.types import Evaluation
@@ -34,7 +34,7 @@ def position_of(run: Run) -> Position:
     }
 
 
-def go_to(run: Run, position: Mapping[str, Any]) -> None:
+def restore_position(run: Run, position: Mapping[str, Any]) -> None:
     """Go to a position, from which the same rows are drawn in the same stages as before."""
     stream = run.stream
     stream.order.restore(position["order"])
@@ -55,7 +55,7 @@ class TrainState:
     after_warmup: Evaluation | None = None
     warmup_seconds: float = 0.0
     rl_seconds: float = 0.0
-    kept: Kept = field(default_factory=Kept)
+    retained: RetainedCheckpoints = field(default_factory=RetainedCheckpoints)
     microbatches: MicrobatchTokens | None = None
     """Size of the last step's; None before the first one."""
     shared_images: SharedImages | None = None
@@ -78,7 +78,7 @@ class TrainState:
             "warmup_seconds": self.warmup_seconds,
             "rl_seconds": self.rl_seconds,
             "shared_images": asdict(self.shared_images) if self.shared_images else None,
-            "kept": asdict(self.kept),
+            "kept": asdict(self.retained),
             "microbatches": asdict(self.microbatches) if self.microbatches else None,
             "total_seconds": self.total_seconds,
         }
@@ -94,7 +94,7 @@ class TrainState:
             warmup_seconds=saved["warmup_seconds"],
             rl_seconds=saved["rl_seconds"],
             shared_images=_shared_images_from_json(saved["shared_images"]),
-            kept=Kept(**saved["kept"]),
+            retained=RetainedCheckpoints(**saved["kept"]),
             # older checkpoints have no `microbatches`
             microbatches=MicrobatchTokens(**saved["microbatches"]) if saved.get("microbatches") else None,
             started=started,

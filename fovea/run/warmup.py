@@ -12,7 +12,7 @@ from fovea.data.order import Order
 from fovea.environments.base import Environment
 from fovea.environments.prompt_source import PromptedTask, PromptSource
 from fovea.rollout.collect import extended
-from fovea.train.base import Pair, Policy
+from fovea.train.base import Policy, SftExample
 from fovea.types import Evaluation, Turn
 
 
@@ -51,18 +51,18 @@ def enough(dev: Evaluation, settings: config.Warmup) -> bool:
     )
 
 
-def _next_pairs(stage: Warmup) -> list[Pair]:
+def _next_pairs(stage: Warmup) -> list[SftExample]:
     rows = stage.source.take(stage.order, stage.settings.batch_size)
     return [pair for row in rows for pair in _pairs_of(stage, row)]
 
 
-def _pairs_of(stage: Warmup, row: PromptedTask) -> Iterator[Pair]:
+def _pairs_of(stage: Warmup, row: PromptedTask) -> Iterator[SftExample]:
     """Pairs of prompt and answer, one per turn of the demonstration; the prompt is the conversation so far."""
     environment, renderer, prompt = stage.environment, stage.source.renderer, row.prompt
     asked, turns = tuple(environment.prompt(row.task)), list[Turn]()
     for text in environment.demonstration(row.task):
         answer_ids = stage.answer_ids(text, f"a demonstration of {row.task.id}")
-        yield Pair(prompt=prompt, answer_ids=answer_ids)
+        yield SftExample(prompt=prompt, answer_ids=answer_ids)
         turns.append(Turn(messages=asked, text=text))
         messages = environment.reply(row.task, turns) if len(turns) < environment.max_turns else None
         if messages is None:

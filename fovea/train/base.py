@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from fovea.config.algorithm import Algorithm
 from fovea.models.outgoing import OutgoingWeight
-from fovea.train.row_assignment import ImagesByRank
+from fovea.train.schedule import ImagesByRank
 from fovea.types import Batch, Metrics, ParameterCount, Prompt
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +45,7 @@ class Needs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
+class SftExample:
     """A prompt and the answer to imitate, for supervised fine-tuning."""
 
     prompt: Prompt
@@ -78,7 +81,7 @@ class Policy(Protocol):
         """Take all optimizer steps of one batch; returns the metrics of the update."""
         ...
 
-    async def sft(self, pairs: Sequence[Pair]) -> Metrics:
+    async def sft(self, pairs: Sequence[SftExample]) -> Metrics:
         """Take one step of supervised fine-tuning (the warm-up before RL); `loss` is the mean over answer tokens."""
         ...
 
@@ -124,6 +127,30 @@ class Policy(Protocol):
         ...
 
 
+class PolicyOptimizer(Protocol):
+    """The optimizer of the policy or of its value function, as an update and supervised fine-tuning use it."""
+
+    def set_rate(self, step: int) -> float:
+        """Set the learning rate for step 0, 1, ... of the run; returns it."""
+        ...
+
+    def zero_grad(self) -> None:
+        """Free all gradients, or set them to zero."""
+        ...
+
+    def make_moments(self) -> None:
+        """Allocate the moments, where there are none yet."""
+        ...
+
+    def clip(self) -> Tensor:
+        """The norm [] of the gradient before it is clipped, here or in `step`; the same on all ranks."""
+        ...
+
+    def step(self) -> None:
+        """Take a step by the clipped gradient."""
+        ...
+
+
 class PolicyWorker(Protocol):
     """One process of a policy. Its methods are those of `Policy`; all workers make the same calls in the same order."""
 
@@ -131,7 +158,7 @@ class PolicyWorker(Protocol):
 
     def update(self, batch: Batch) -> Metrics: ...
 
-    def sft(self, pairs: Sequence[Pair]) -> Metrics: ...
+    def sft(self, pairs: Sequence[SftExample]) -> Metrics: ...
 
     def snapshot_reference(self) -> None: ...
 

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
-from fovea.train.base import ModelFacts, Needs, Pair, PolicyWorker
-from fovea.train.row_assignment import ImagesByRank
+from fovea.train.base import ModelFacts, Needs, PolicyWorker, SftExample
+from fovea.train.schedule import ImagesByRank
 from fovea.types import Batch, Metrics
 from fovea.utils.event_loop import BackgroundLoop, in_background
 
@@ -62,7 +62,7 @@ class LocalPolicy:
         metrics: Metrics = await self._call(self.worker.update, batch)
         return metrics
 
-    async def sft(self, pairs: Sequence[Pair]) -> Metrics:
+    async def sft(self, pairs: Sequence[SftExample]) -> Metrics:
         metrics: Metrics = await self._call(self.worker.sft, pairs)
         return metrics
 

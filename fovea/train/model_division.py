@@ -46,7 +46,7 @@ def check_division(family: str, text: Any, settings: MegatronBackend) -> None:
 
 
 def check_experts(family: str, settings: MegatronBackend) -> None:
-    """ConfigError where there are no experts to deal, or each GPU of a tensor group would have all of them."""
+    """ConfigError where there are no experts to divide, or each GPU of a tensor group would have all of them."""
     tensor, experts = settings.tensor_parallel_size, settings.expert_parallel_size
     if family != MIXTURE:
         if experts > 1:

@@ -13,7 +13,7 @@ from fovea.algorithms.kl import ESTIMATORS, k3
 from fovea.algorithms.policy_loss import HasFormula, PolicyLoss, cispo_loss, clipped_loss, gspo_loss, sapo_loss
 from fovea.algorithms.value_loss import value_loss
 from fovea.config.algorithm import Algorithm, CispoLoss, ClippedLoss, GspoLoss, KlInLoss, SapoLoss
-from fovea.models.head_gradients import Slopes
+from fovea.models.head_gradients import LossGradients
 from fovea.models.token_logprobs import TokenScores
 from fovea.train.packing import MicroBatch
 
@@ -99,12 +99,12 @@ ROUNDING = 1e-5
 """Relative, of a sum of some float32 numbers."""
 
 
-def known_slopes(micro: MicroBatch, algorithm: Algorithm, scale: float) -> Slopes | None:
+def precomputed_loss_gradients(micro: MicroBatch, algorithm: Algorithm, scale: float) -> LossGradients | None:
     """Derivatives of `scale` times the policy loss of a micro-batch by log-probs and entropies [U].
 
-    None where the slope of an action depends on the log-probs of others, which are not all known before the loss.
+    None where the derivative of an action depends on the log-probs of others, which are not all known before the loss.
     """
-    if not slopes_are_known(algorithm, on_policy=micro.old_logprobs_A is None):
+    if not can_precompute_gradients(algorithm, on_policy=micro.old_logprobs_A is None):
         return None
 
     def of_both(logprobs_U: Tensor, entropies_U: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -115,19 +115,19 @@ def known_slopes(micro: MicroBatch, algorithm: Algorithm, scale: float) -> Slope
             of_logprobs_U, of_entropies_U = torch.autograd.grad(scale * loss, leaves, allow_unused=True)
         return of_logprobs_U, of_entropies_U
 
-    return Slopes(of_both, rounding=_rounding(micro, scale))
+    return LossGradients(of_both, rounding=_rounding(micro, scale))
 
 
 def _rounding(micro: MicroBatch, scale: float) -> Tensor | float:
-    """Slopes of equal completions are one sum, in which advantages may cancel."""
+    """LossGradients of equal completions are one sum, in which advantages may cancel."""
     assert micro.advantages_A is not None, "a policy loss needs advantages (`advantages.with_advantages`)"
     weighed_A = micro.weights_A * micro.advantages_A
     # a rank without a separate group runs a micro-batch of no actions
     return ROUNDING * scale * weighed_A.abs().max() if len(weighed_A) else 0.0
 
 
-def slopes_are_known(algorithm: Algorithm, *, on_policy: bool) -> bool:
-    """True if the slope of an action depends only on its own log-prob.
+def can_precompute_gradients(algorithm: Algorithm, *, on_policy: bool) -> bool:
+    """True if the loss of an action depends only on its own log-prob.
 
     `on_policy`: the old log-probs are those of the pass itself. Importance ratios are 1 then, and what is a constant
     otherwise, weights from old log-probs, depends on the pass.

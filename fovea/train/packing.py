@@ -1,4 +1,4 @@
-"""Tensors of packed rows and micro-batches, made from the assignment in `fovea.train.microbatching`.
+"""Tensors of packed rows and micro-batches, made from the assignment in `fovea.train.row_assignment`.
 
 Axes: `N` tokens of a row, `A` actions of a row, `U` those of its unequal completions, `L` tokens of a
 prompt, `T` tokens of a completion.
@@ -17,7 +17,7 @@ from torch import Tensor
 from fovea.models.families.base import ModelFamily
 from fovea.models.shared_prefix.layout import PackedRow, shared_prefix_layout
 from fovea.models.transfer import to_device
-from fovea.train.microbatching import Continuing, RowSlices, distinct
+from fovea.train.row_assignment import CompletionTokens, RowSlices, distinct
 from fovea.types import Prompt, PromptImage, Sample, SampleGroup
 
 
@@ -120,7 +120,7 @@ def pack_row(
 def pack_conversations(
     family: ModelFamily,
     prompts: Sequence[Prompt],
-    continuations: Sequence[Sequence[Continuing]],
+    continuations: Sequence[Sequence[CompletionTokens]],
     device: torch.device,
     padded_tokens: int | None = None,
 ) -> PackedRow:
@@ -182,10 +182,10 @@ def pack_conversations(
 
 
 def _unequal(
-    continuations: Sequence[Sequence[Continuing]],
-) -> tuple[list[list[Continuing]], NDArray[np.int64]]:
+    continuations: Sequence[Sequence[CompletionTokens]],
+) -> tuple[list[list[CompletionTokens]], NDArray[np.int64]]:
     """The unequal continuations of each prompt, and for each action of all of them its index among those of these."""
-    unequal: list[list[Continuing]] = []
+    unequal: list[list[CompletionTokens]] = []
     computed: list[NDArray[np.int64]] = [_NO_IDS]
     start = 0
     for answers in continuations:

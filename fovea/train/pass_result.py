@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from fovea.config.algorithm import Algorithm
+from fovea.models.head_gradients import LossGradients
 from fovea.models.token_logprobs import TokenScores
-from fovea.train.objective import policy_terms, value_terms
+from fovea.train.objective import policy_terms, precomputed_loss_gradients, value_terms
 from fovea.train.packing import MicroBatch
 from fovea.train.ranks import Ranks
 from fovea.utils.host_waits import awaited
@@ -100,20 +101,38 @@ class PassResult:
         return self.sums.get("kl/policy", 0.0) / max(self.sums.get("actions", 0.0), 1.0)
 
 
-def measured_loss(
-    scores: TokenScores, micro: MicroBatch, algorithm: Algorithm, scale: float, done: PassResult
-) -> Tensor:
-    """`scale` times the loss of a micro-batch, with that of a value head; what it measures is kept in `done`."""
-    loss, sums = policy_terms(scores, micro, algorithm)
-    done.logprobs.append((micro, scores.logprobs_A.detach()))
-    if scores.values_A is not None:
-        value_loss, value_sums = value_terms(scores.values_A, micro, algorithm)
-        loss, sums = loss + value_loss, sums | value_sums
-    # a non-finite log-prob of the engine means that it drew a token of probability 0: an error even where the loss does
-    # not read it
-    finite = torch.stack([loss, *(given_A.sum() for given_A in micro.given_logprobs)]).isfinite().all()
-    # a minibatch stands for the whole batch in its optimizer step
-    weighed = {"loss": scale * loss.detach(), "policy_loss": scale * sums["policy_loss"]}
-    actions = torch.full_like(loss, micro.row.num_actions, dtype=torch.float64)
-    done.measure(micro, finite, sums | weighed | {"actions": actions}, scores.logprobs_A, scores.values_A)
-    return scale * loss
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """The loss of a minibatch, the sum of its micro-batches' losses, which are measured in `done`."""
+
+    algorithm: Algorithm
+    scale: float
+    """Number of groups in the batch over that in the minibatch: `Sample.weight` refers to the batch."""
+    done: PassResult
+
+    def loss(self, scores: TokenScores, micro: MicroBatch) -> Tensor:
+        """`scale` times the loss of a micro-batch, with that of a value head."""
+        loss, sums = policy_terms(scores, micro, self.algorithm)
+        self.done.logprobs.append((micro, scores.logprobs_A.detach()))
+        if scores.values_A is not None:
+            value_loss, value_sums = value_terms(scores.values_A, micro, self.algorithm)
+            loss, sums = loss + value_loss, sums | value_sums
+        # a non-finite log-prob of the engine means that it drew a token of probability 0: an error even where the loss
+        # does not read it
+        finite = torch.stack([loss, *(given_A.sum() for given_A in micro.given_logprobs)]).isfinite().all()
+        # a minibatch stands for the whole batch in its optimizer step
+        weighed = {"loss": self.scale * loss.detach(), "policy_loss": self.scale * sums["policy_loss"]}
+        actions = torch.full_like(loss, micro.row.num_actions, dtype=torch.float64)
+        self.done.measure(micro, finite, sums | weighed | {"actions": actions}, scores.logprobs_A, scores.values_A)
+        return self.scale * loss
+
+    def value_loss(self, values_A: Tensor, micro: MicroBatch) -> Tensor:
+        """`scale` times the loss of a separate value model."""
+        loss, sums = value_terms(values_A, micro, self.algorithm)
+        weighed = {"loss": self.scale * loss.detach()}
+        self.done.measure(micro, torch.isfinite(loss), sums | weighed, values_A)
+        return self.scale * loss
+
+    def loss_gradients(self, micro: MicroBatch, times: int = 1) -> LossGradients | None:
+        """Derivatives of `times` the policy loss of a micro-batch (`precomputed_loss_gradients`)."""
+        return precomputed_loss_gradients(micro, self.algorithm, times * self.scale)

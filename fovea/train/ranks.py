@@ -98,10 +98,10 @@ class Ranks:
             action()
         except Exception as caught:
             error = caught
-        told = self.gather(None if error is None else str(error))
+        errors = self.gather(None if error is None else str(error))
         if error is not None:
             raise error
-        failed = [f"rank {rank}: {message}" for rank, message in enumerate(told) if message is not None]
+        failed = [f"rank {rank}: {message}" for rank, message in enumerate(errors) if message is not None]
         if failed:
             raise TrainError(failed[0])
 

@@ -11,7 +11,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from fovea.errors import ConfigError, raised, result_or_error
+from fovea.errors import ConfigError, describe_error, result_or_error
 
 GROUPS = tuple(f"fovea.{part}" for part in ("losses", "engines", "environments", "trackers", "families", "commands"))
 
@@ -45,8 +45,8 @@ def load(group: str, name: str, ours: Collection[str] = ()) -> Any:
     found, error = result_or_error(points[0].load)
     if error is not None:
         raise ConfigError(
-            f"{group}: {packages} registers {name} as {points[0].value}, which cannot be imported: it {raised(error)}; "
-            f"fix {packages}, or uninstall it"
+            f"{group}: {packages} registers {name} as {points[0].value}, which cannot be imported: "
+            f"it {describe_error(error)}; fix {packages}, or uninstall it"
         ) from error
     return found
 

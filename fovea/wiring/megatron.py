@@ -65,8 +65,8 @@ def saved_by_megatron(config: Config, model: Model, banned_ids: Sequence[int], c
     """Read the weights of a checkpoint only in this process, however many have written it."""
     alone = config.train.model_copy(update={"backend": MegatronBackend()})
     # imported here, since the packages may be absent; the module names what to install
-    module = importlib.import_module("fovea.train.megatron.saved_policy")
-    saved: SavedPolicy = module.SavedPolicy.read(
+    module = importlib.import_module("fovea.train.megatron.policy")
+    saved: SavedPolicy = module.MegatronSavedPolicy.read(
         config.model_copy(update={"train": alone}), model, banned_ids, checkpoint
     )
     return saved

@@ -15,8 +15,8 @@ from fovea.config.model import Model
 from fovea.config.run import Config
 from fovea.environments.base import Environment
 from fovea.errors import ConfigError, DataError
+from fovea.models.decoder import TORCH_KERNELS, Kernels
 from fovea.models.heads import ValueHead
-from fovea.models.kernel_set import TORCH_KERNELS, Kernels
 from fovea.models.load import pick_device
 from fovea.models.modules import config_of, family_of_network
 from fovea.models.plain import PlainVLM

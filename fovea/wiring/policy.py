@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 
-from fovea.config.algorithm import Critic as CriticSettings
+from fovea.config.algorithm import Critic
 from fovea.config.run import Config
 from fovea.data.order import Order, kinds_of
 from fovea.environments.base import Environment
@@ -16,9 +16,9 @@ from fovea.models.policy_network import PolicyNetwork
 from fovea.models.render import Renderer
 from fovea.models.trainable import freeze_lm_head, trainable_parameters, value_parameters
 from fovea.run.warmup import Warmup
-from fovea.train.optimizer_steps import critic_rate
+from fovea.train.adamw import AdamWSettings
 from fovea.train.ranks import ALONE, Ranks
-from fovea.train.torch.critic import Critic, ValueModel
+from fovea.train.torch.critic import ValueFunction, ValueModel
 from fovea.train.torch.optimizer import Optimizer
 from fovea.train.torch.policy import TorchPolicy
 from fovea.train.torch.sharding import shard
@@ -43,7 +43,7 @@ def make_policy(config: Config, vlm: PolicyNetwork, tape: Tape | None = None, ra
         temperature=config.rollout.temperature,
         max_steps=config.max_steps,
         reference=reference,
-        critic=None if critic is None else make_critic(config, critic, vlm, value_model),
+        value_function=None if critic is None else _make_value_function(config, critic, vlm, value_model),
         tape=tape,
         warmup=config.warmup,
         ranks=ranks,
@@ -57,15 +57,12 @@ def make_value_model(vlm: PolicyNetwork) -> ValueModel:
     return model
 
 
-def make_critic(config: Config, settings: CriticSettings, vlm: PolicyNetwork, model: ValueModel | None) -> Critic:
-    """Make the value function: the head that `make_vlm` put on the policy, or a separate model."""
+def _make_value_function(config: Config, critic: Critic, vlm: PolicyNetwork, model: ValueModel | None) -> ValueFunction:
+    """The head that `make_vlm` put on the policy, or a separate model."""
     parameters = value_parameters(vlm) if model is None else trainable_parameters(model)
-    rate = critic_rate(settings, config.train)
-    return Critic(
-        optimizer=Optimizer(parameters, config.train, peak_learning_rate=rate, max_steps=config.max_steps),
-        model=model,
-        warmup_steps=settings.warmup_steps,
-    )
+    settings = AdamWSettings.of_critic(critic, config.train, max_steps=config.max_steps)
+    optimizer = Optimizer(parameters, settings, on_host=config.train.backend.cpu_offload)
+    return ValueFunction(optimizer=optimizer, model=model)
 
 
 def make_warmup(config: Config, environment: Environment, train: PromptSource, renderer: Renderer) -> Warmup | None:

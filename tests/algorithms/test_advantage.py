@@ -1,37 +1,151 @@
-"""Group advantages: numbers by hand, and exact zeros where a group says nothing."""
+"""Group estimators by hand, groups that say nothing, and the overlong penalty."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fovea.algorithms.advantage import dr_grpo, grpo, has_signal
+from fovea.algorithms.advantage import (
+    dr_grpo,
+    grpo,
+    has_signal,
+    overlong_penalty,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    rloo,
+)
 
 
-def test_numbers_by_hand() -> None:
-    # mean 0.5, deviations -.5 .5 .5 -.5, unbiased variance 1/3, std .57735
-    advantages = grpo(torch.tensor([[0.0, 1.0, 1.0, 0.0]]))
-    expected = torch.tensor([[-0.866024, 0.866024, 0.866024, -0.866024]])
-    torch.testing.assert_close(advantages, expected, atol=1e-5, rtol=0)
-    centred = dr_grpo(torch.tensor([[0.1, 1.0, 0.1]]))
-    torch.testing.assert_close(centred, torch.tensor([[-0.3, 0.6, -0.3]]))
+def whole_step(returns: torch.Tensor) -> torch.Tensor:
+    """reinforce++ where every place is an action."""
+    return reinforce_plus_plus(returns, torch.ones_like(returns, dtype=torch.bool))
 
 
-@given(st.floats(-10, 10, width=32), st.integers(2, 16))
-def test_equal_rewards_give_exactly_zero(reward: float, n: int) -> None:
-    rewards = torch.full((1, n), reward)
-    assert not has_signal(rewards).any()
-    assert grpo(rewards).tolist() == [[0.0] * n]
+def one_token_each(rewards: torch.Tensor) -> torch.Tensor:
+    """reinforce++_baseline where every completion weighs the same."""
+    return reinforce_plus_plus_baseline(rewards, torch.ones_like(rewards, dtype=torch.long))
 
 
-def test_the_trap_that_the_tolerance_is_for() -> None:
-    rewards = torch.full((1, 5), 0.1)
-    assert (rewards - rewards.mean(1, keepdim=True)).abs().max() > 0 or torch.equal(
-        rewards.mean(1), torch.tensor([0.1])
-    )
-    assert grpo(rewards).abs().max() == 0
+ESTIMATORS = [grpo, dr_grpo, rloo, whole_step, one_token_each]
+REWARDS = torch.tensor([[0.0, 1.0, 0.5], [1.0, 1.0, 0.0]])
+
+
+def test_grpo_by_hand() -> None:
+    # row 0: mean 0.5, deviations -.5 .5 0, variance (.25 + .25) / 2 = .25, std .5
+    # row 1: mean 2/3, deviations 1/3 1/3 -2/3, variance (1/9 + 1/9 + 4/9) / 2 = 1/3, std .5773503
+    expected = torch.tensor([[-1.0, 1.0, 0.0], [0.577350, 0.577350, -1.154701]])
+    torch.testing.assert_close(grpo(REWARDS), expected, atol=1e-5, rtol=0)
+
+
+def test_dr_grpo_by_hand() -> None:
+    expected = torch.tensor([[-0.5, 0.5, 0.0], [1 / 3, 1 / 3, -2 / 3]])
+    torch.testing.assert_close(dr_grpo(REWARDS), expected)
+
+
+def test_rloo_by_hand() -> None:
+    # row 0: 0 - (1 + .5)/2, 1 - (0 + .5)/2, .5 - (0 + 1)/2; row 1: 1 - (1 + 0)/2 twice, 0 - (1 + 1)/2
+    torch.testing.assert_close(rloo(REWARDS), torch.tensor([[-0.75, 0.75, 0.0], [0.5, 0.5, -1.0]]))
+
+
+def test_reinforce_plus_plus_by_hand() -> None:
+    # mean 3.5/6 = 7/12; deviations in twelfths -7 5 -1 5 5 -7, squares 49+25+1+25+25+49 = 174;
+    # variance 174/144/5 = .2416667, std .4915960; -7/12 / std = -1.186611, 5/12 / std = .847579, -1/12 / std = -.169516
+    expected = torch.tensor([[-1.186611, 0.847579, -0.169516], [0.847579, 0.847579, -1.186611]])
+    torch.testing.assert_close(whole_step(REWARDS), expected, atol=1e-5, rtol=0)
+
+
+def test_reinforce_plus_plus_counts_actions_and_passes_over_the_rest() -> None:
+    # returns 1 1 and 0: mean 2/3, deviations 1/3 1/3 -2/3, variance (1/9 + 1/9 + 4/9) / 2 = 1/3, std .5773503
+    returns, mask = torch.tensor([[1.0, 1.0], [0.0, torch.nan]]), torch.tensor([[True, True], [True, False]])
+    expected = torch.tensor([[0.577350, 0.577350], [-1.154701, 0.0]])
+    torch.testing.assert_close(reinforce_plus_plus(returns, mask), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_reward_that_is_not_finite_is_never_an_advantage_of_zero(estimator, bad: float) -> None:  # type: ignore[no-untyped-def]
+    assert not estimator(torch.tensor([[0.0, bad], [0.0, 1.0]]))[0].isfinite().all()
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@settings(max_examples=50, deadline=None)
+@given(st.floats(-10, 10, width=32), st.integers(1, 4), st.integers(2, 16))
+def test_equal_rewards_give_exactly_zero(estimator, reward: float, groups: int, n: int) -> None:  # type: ignore[no-untyped-def]
+    assert estimator(torch.full((groups, n), reward)).tolist() == [[0.0] * n] * groups
+
+
+@pytest.mark.parametrize("estimator", [grpo, dr_grpo, rloo])
+def test_an_equal_group_is_zero_beside_one_with_signal(estimator) -> None:  # type: ignore[no-untyped-def]
+    advantages = estimator(torch.tensor([[0.1] * 5, [0.1, 0.9, 0.1, 0.9, 0.9]]))
+    assert advantages[0].tolist() == [0.0] * 5
+    assert (advantages[1] != 0).all()
+
+
+def test_reinforce_plus_plus_compares_across_groups() -> None:
+    advantages = whole_step(torch.tensor([[0.1, 0.1], [0.9, 0.9]]))
+    # mean .5, deviations +-.4, variance 4 * .16 / 3, std .4618802
+    torch.testing.assert_close(advantages, torch.tensor([[-0.866024] * 2, [0.866024] * 2]), atol=1e-5, rtol=0)
+
+
+def test_groups_of_one() -> None:
+    rewards = torch.tensor([[0.25], [1.0]])
+    assert grpo(rewards).tolist() == [[0.25], [1.0]]
+    assert dr_grpo(rewards).tolist() == [[0.25], [1.0]]
+    with pytest.raises(ValueError, match="groups of 1"):
+        rloo(rewards)
+    # mean .625, deviations -+.375, variance 2 * .140625, std .5303301
+    torch.testing.assert_close(whole_step(rewards), torch.tensor([[-0.707106], [0.707106]]), atol=1e-5, rtol=0)
+    assert whole_step(torch.tensor([[0.7]])).tolist() == [[0.0]]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.sampled_from([0.0, 0.1, 0.9, 1.0]), min_size=2, max_size=12))
+def test_rloo_is_dr_grpo_times_n_over_n_minus_one(rewards: list[float]) -> None:
+    group, n = torch.tensor([rewards]), len(rewards)
+    torch.testing.assert_close(rloo(group), dr_grpo(group) * n / (n - 1), atol=1e-5, rtol=1e-5)
+
+
+def verl_baseline(token_rewards: torch.Tensor, mask: torch.Tensor, groups: list[int]) -> torch.Tensor:
+    """reinforce_plus_plus_baseline as verl's core_algos state it: group mean, one value per token, masked whitening."""
+    scores = token_rewards.sum(-1)
+    means = {group: scores[[g == group for g in groups]].mean() for group in groups}
+    rows = torch.stack([score - means[group] for score, group in zip(scores, groups, strict=True)])
+    values = rows[:, None].tile(1, mask.shape[1]) * mask
+    mean = (values * mask).sum() / mask.sum()
+    variance = ((values - mean).square() * mask).sum() / mask.sum()
+    variance = variance * mask.sum() / (mask.sum() - 1)
+    return (values - mean) * torch.rsqrt(variance + 1e-8) * mask
+
+
+def test_reinforce_plus_plus_baseline_is_verls() -> None:
+    rewards = torch.tensor([[0.1, 1.0, 0.5], [1.0, 1.0, 0.0], [0.9, 0.9, 0.9]])
+    lengths = torch.tensor([[3, 7, 1], [2, 2, 9], [4, 5, 6]])
+    mask = (torch.arange(9)[None] < lengths.flatten()[:, None]).float()
+    token_rewards = torch.zeros_like(mask)
+    token_rewards[torch.arange(9), lengths.flatten() - 1] = rewards.flatten()
+    theirs = verl_baseline(token_rewards, mask, [0, 0, 0, 1, 1, 1, 2, 2, 2])
+    ours = reinforce_plus_plus_baseline(rewards, lengths)
+    torch.testing.assert_close(ours.flatten()[:, None] * mask, theirs, atol=1e-6, rtol=1e-5)
+    assert (ours[2] != 0).all(), "a silent group has its part in the mean of the step"
+
+
+def test_reinforce_plus_plus_baseline_needs_a_group() -> None:
+    with pytest.raises(ValueError, match="groups of 1 have no other: use 2 or more"):
+        reinforce_plus_plus_baseline(torch.ones(3, 1), torch.ones(3, 1, dtype=torch.long))
+
+
+@pytest.mark.parametrize("scale", [1e-20, 1e-7, 1.0, 1e6, 1e30])
+def test_equal_rewards_are_equal_at_any_scale(scale: float) -> None:
+    """A few float32 roundings of 1e6 are more than 1e-6, and rewards of 1e-7 may differ by all they are."""
+    equal = torch.tensor([[0.1, 0.1 + 1e-8, 0.1]]) * scale
+    differ = torch.tensor([[0.1, 0.1001, 0.1]]) * scale
+    rounded = equal * (1 + 2e-7 * torch.tensor([[0.0, 1.0, -1.0]]))
+    assert [bool(has_signal(x)) for x in (equal, rounded, differ)] == [False, False, True]
+    assert (grpo(rounded) == 0).all()
+    assert not has_signal(torch.zeros(1, 3))
+    assert has_signal(torch.tensor([[float("inf"), 1.0, 2.0]]))
 
 
 @given(st.lists(st.sampled_from([0.0, 0.1, 0.9, 1.0]), min_size=2, max_size=12))
@@ -42,16 +156,21 @@ def test_a_group_adds_up_to_zero_and_does_not_feel_its_neighbours(rewards: list[
     torch.testing.assert_close(beside[:1], alone)
 
 
-def test_signal_is_by_group() -> None:
-    assert has_signal(torch.tensor([[0.0, 1.0], [0.5, 0.5], [0.1, 0.1 + 1e-8]])).tolist() == [
-        True,
-        False,
-        False,
-    ]
-
-
 @pytest.mark.parametrize("scale", [0.5, 3.0])
 def test_normalised_advantages_do_not_depend_on_the_scale_of_rewards(scale: float) -> None:
     rewards = torch.tensor([[0.0, 0.5, 1.0, 1.0]])
     first, second = (grpo(r) for r in (rewards, rewards * scale))
     torch.testing.assert_close(first, second, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [
+        (0, 0.0),
+        (80, 0.0),  # 100 - 20: where the buffer begins
+        (85, -0.125),  # 5 of 20, times a half
+        (100, -0.5),  # at the limit the whole factor
+    ],
+)
+def test_overlong_penalty_by_hand(length: int, expected: float) -> None:
+    assert overlong_penalty(length, max_tokens=100, buffer_tokens=20, factor=0.5) == pytest.approx(expected)

@@ -19,9 +19,10 @@ from fovea.cluster.services import WorkersEngine, WorkersPolicy
 from fovea.cluster.workers import Call, LocalHandle, Worker, WorkerHandle, Workers
 from fovea.config.sections import Train
 from fovea.errors import ClusterError, EngineError
-from fovea.train.base import Pair
+from fovea.train.base import SftExample
 from fovea.train.local import LocalPolicy
-from fovea.train.row_assignment import Deal, ImagesByRank, Schedule
+from fovea.train.row_assignment import RowAssignment
+from fovea.train.schedule import ImagesByRank, Schedule
 from fovea.types import Completion, Prompt, PromptImage, Request, Sampling
 from fovea.utils.event_loop import wait_for
 
@@ -62,11 +63,13 @@ class Policy:
         """Nothing to close."""
 
     def images_by_rank(self) -> ImagesByRank:
-        deal = Deal(train=Train(), cost=cast(Any, None), num_ranks=1, image_token_id=0, shards_tower=False)
+        assignment = RowAssignment(
+            train=Train(), cost=cast(Any, None), num_ranks=1, image_token_id=0, shards_tower=False
+        )
         schedule = Schedule(algorithm=cast(Any, None), plain_update_every_steps=1, step=0)
-        return ImagesByRank(policy=deal, reference=None, schedule=schedule, limit_tokens=1)
+        return ImagesByRank(policy=assignment, reference=None, schedule=schedule, limit_tokens=1)
 
-    async def sft(self, pairs: Sequence[Pair]) -> dict[str, float]:
+    async def sft(self, pairs: Sequence[SftExample]) -> dict[str, float]:
         return {"loss": float(sum(image.num_bytes for pair in pairs for image in pair.prompt.images))}
 
     async def update(self, batch: object) -> dict[str, float]:
@@ -156,7 +159,9 @@ def test_images_of_the_steps_of_a_warm_up_do_not_pile_up(remote: Remote) -> None
     for key in ("a", "b"):
         image = PromptImage(key=key, tensors={"pixels": np.zeros(8, np.float32)}, num_tokens=1, grid=(1, 1, 1))
         prompt = Prompt(token_ids_L=ids, unexpanded_ids_U=ids, images=(image,))
-        assert wait_for(policy.sft([Pair(prompt=prompt, answer_ids=(0,))])) == {"loss": 32.0}, "it came with its pixels"
+        assert wait_for(policy.sft([SftExample(prompt=prompt, answer_ids=(0,))])) == {"loss": 32.0}, (
+            "it came with its pixels"
+        )
         assert remote.handle._packing.named == {}
 
 

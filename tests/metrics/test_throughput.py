@@ -185,7 +185,7 @@ def test_the_arithmetic_of_an_update_is_what_torch_counts(family: str) -> None:
         counted = policy.update(batch)["update_tflop"] * ONE_TERATION
     by_torch = counter.get_total_flops()
     assert counted == pytest.approx(by_torch, rel=FEW_PER_CENT)
-    vision = 3 * policy._scorer.deal.cost.work.image(batch.groups[0].prompt.images[0])
+    vision = 3 * policy._batcher.assignment.cost.work.image(batch.groups[0].prompt.images[0])
     assert vision > 2 * FEW_PER_CENT * by_torch, "leaving the images out would show"
 
 

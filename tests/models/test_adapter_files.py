@@ -18,19 +18,11 @@ from fovea.config.run import Config
 from fovea.errors import ConfigError, FoveaError, ModelError
 from fovea.models.tiny import TinyParts
 from fovea.models.trainable import choose_trainable, factored_weights, trainable_parameters
-from fovea.models.vlm import VLM
-from fovea.train.packing import pack_row
 from fovea.wiring.model import make_vlm, open_vlm
 from fovea.wiring.policy import make_policy
 from tests.policies import make_batch, weights_of
 from tests.saved import save_policy
-from tests.tiny_models import CPU, mixed_prompts, random_completions, save, tiny
-
-
-def logprobs(parts: TinyParts) -> torch.Tensor:
-    row = pack_row(parts.processor.family, mixed_prompts(parts), random_completions([(4, 6), (3,), (5,)]), CPU)
-    with torch.no_grad():
-        return VLM(parts.network, parts.processor.banned_ids)(row, temperature=1.0, chunk_tokens=100).logprobs_A
+from tests.tiny_models import packed_logprobs, save, tiny
 
 
 def pefts(folder: Path, **settings: object) -> torch.Tensor:
@@ -44,7 +36,7 @@ def pefts(folder: Path, **settings: object) -> torch.Tensor:
             if "lora_" in name:
                 parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(len(name)))
     wrapped.save_pretrained(str(folder))
-    return logprobs(parts)
+    return packed_logprobs(parts)
 
 
 def started_from(folder: Path, **lora: object) -> TinyParts:
@@ -57,7 +49,7 @@ def started_from(folder: Path, **lora: object) -> TinyParts:
 def test_training_starts_from_pefts_adapter(tmp_path: Path) -> None:
     expected = pefts(tmp_path)
     parts = started_from(tmp_path)
-    torch.testing.assert_close(logprobs(parts), expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(packed_logprobs(parts), expected, atol=1e-6, rtol=0)
     assert all(".lora_" in name for name in trainable_parameters(parts.network))
 
 
@@ -68,9 +60,7 @@ def test_the_reference_is_the_adapter_that_training_started_from(tmp_path: Path)
     config = Config.model_validate({"model": {"tiny": {}, "lora": lora}, "algorithm": {"kl": "loss"}})
     policy = make_policy(config, make_vlm(config, tiny("qwen3_vl").network, banned_ids=()))
     batch = make_batch(tiny("qwen3_vl"))
-    for start, reference in zip(
-        policy.annotator.logprobs(batch), policy.annotator.reference_logprobs(batch), strict=True
-    ):
+    for start, reference in zip(policy.logprobs(batch), policy.reference_logprobs(batch), strict=True):
         np.testing.assert_allclose(reference, start, atol=1e-6)
 
 

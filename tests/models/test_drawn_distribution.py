@@ -160,7 +160,7 @@ def test_a_banned_action_is_refused_by_name_and_a_banned_token_of_an_observation
     with pytest.raises(TrainError, match=f"a sample of row 7 holds token id {banned}, which completions never hold"):
         policy.update(with_banned_token(make_batch(parts), banned, masked=False))
     observed = with_banned_token(make_batch(parts), banned, masked=True)
-    assert all(np.isfinite(logprobs_T).all() for logprobs_T in policy.annotator.logprobs(observed))
+    assert all(np.isfinite(logprobs_T).all() for logprobs_T in policy.logprobs(observed))
     metrics = policy.update(observed)
     assert metrics["updates_skipped"] == 0
     assert 0 < metrics["banned_mass"] < 0.1

@@ -17,8 +17,7 @@ from fovea.models.model_files import damaged_model
 from fovea.models.processor import load_processor
 from fovea.models.tiny import TinyParts
 from fovea.models.vlm import VLM
-from fovea.train.packing import pack_row
-from tests.tiny_models import CPU, mixed_prompts, random_completions, save, tiny
+from tests.tiny_models import packed_logprobs, save, tiny
 
 
 def load_both(settings: Model) -> TinyParts:
@@ -26,15 +25,9 @@ def load_both(settings: Model) -> TinyParts:
     return TinyParts(processor=load_processor(settings), network=load_network(settings))
 
 
-def logprobs(parts: TinyParts) -> torch.Tensor:
-    row = pack_row(parts.processor.family, mixed_prompts(parts), random_completions([(4, 6), (3,), (5,)]), CPU)
-    with torch.no_grad():
-        return VLM(parts.network, parts.processor.banned_ids)(row, temperature=1.0, chunk_tokens=100).logprobs_A
-
-
 def test_a_saved_model_loads_to_the_same_logprobs(parts: TinyParts, tmp_path: Path) -> None:
     loaded = load_both(Model(path=str(save(parts, tmp_path))))
-    torch.testing.assert_close(logprobs(loaded), logprobs(parts), atol=1e-6, rtol=0)
+    torch.testing.assert_close(packed_logprobs(loaded), packed_logprobs(parts), atol=1e-6, rtol=0)
     assert loaded.processor.chat_template == parts.processor.chat_template
     assert loaded.processor.stop_ids == parts.processor.stop_ids
     assert loaded.processor.banned_ids == parts.processor.banned_ids
@@ -223,7 +216,7 @@ def test_experts_in_the_layout_of_the_hub(tmp_path: Path) -> None:
         "gate.weight": [4, 64],
     }
     loaded = load_both(Model(path=str(tmp_path / "hub")))
-    torch.testing.assert_close(logprobs(loaded), logprobs(parts), atol=1e-6, rtol=0)
+    torch.testing.assert_close(packed_logprobs(loaded), packed_logprobs(parts), atol=1e-6, rtol=0)
     # what we save is laid out as what we read
     save_network(VLM(loaded.network, loaded.processor.banned_ids), tmp_path / "saved")
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("saved", "hub"))

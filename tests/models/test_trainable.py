@@ -27,7 +27,7 @@ from fovea.models.trainable import (
 )
 from fovea.models.vlm import VLM
 from fovea.train.packing import pack_row
-from tests.tiny_models import CPU, mixed_prompts, random_completions, tiny
+from tests.tiny_models import CPU, mixed_prompts, packed_logprobs, random_completions, tiny
 
 
 def has_experts(parts: TinyParts) -> bool:
@@ -51,14 +51,9 @@ def with_lora(parts: TinyParts, /, **lora: object) -> TinyParts:
     return parts
 
 
-def logprobs(parts: TinyParts) -> torch.Tensor:
-    row = pack_row(parts.processor.family, mixed_prompts(parts), random_completions([(4, 6), (3,), (5,)]), CPU)
-    with torch.no_grad():
-        return VLM(parts.network, parts.processor.banned_ids)(row, temperature=1.0, chunk_tokens=100).logprobs_A
-
-
-def test_only_adapters_on_language_layers_are_trained(parts: TinyParts) -> None:
-    with_lora(parts, rank=4)
+@pytest.mark.parametrize("exclude", [{}, {"exclude": []}], ids=["default", "nothing excluded"])
+def test_only_adapters_on_language_layers_are_trained(exclude: dict[str, object], parts: TinyParts) -> None:
+    with_lora(parts, rank=4, **exclude)
     names = trainable_parameters(parts.network)
     assert names
     assert all(".language_model." in name and ".lora_" in name for name in names)
@@ -73,11 +68,12 @@ def test_targets_and_exclude_are_obeyed(parts: TinyParts) -> None:
     assert not any(".layers.0." in name for name in layers)
 
 
-def test_targets_that_match_nothing_are_refused(parts: TinyParts) -> None:
-    with pytest.raises(
-        ConfigError, match=r"qproj .* matches no linear layer of the language model; leave model\.lora\.targets out"
-    ):
-        with_lora(parts, targets=["q_proj", "qproj"])
+@pytest.mark.parametrize("name", ["qproj", "lm_head"])
+def test_targets_that_match_nothing_are_refused(name: str, parts: TinyParts) -> None:
+    """A head tied to the embedding gets no adapter: the rollout would draw from the head without it."""
+    refused = rf"{name} .* matches no linear layer of the language model; leave model\.lora\.targets out"
+    with pytest.raises(ConfigError, match=refused):
+        with_lora(parts, targets=["q_proj", name])
 
 
 def test_adapters_on_vision_are_on_all_of_its_linear_layers(parts: TinyParts) -> None:
@@ -113,7 +109,7 @@ def test_merged_weights_give_the_adapted_model(adapted_parts: list[str], parts: 
     with torch.no_grad():
         for name, parameter in own.items():
             parameter.copy_(merged[name])
-    torch.testing.assert_close(logprobs(plain), logprobs(parts), atol=1e-5, rtol=0)
+    torch.testing.assert_close(packed_logprobs(plain), packed_logprobs(parts), atol=1e-5, rtol=0)
 
 
 def test_weights_without_adapters_are_not_copied(parts: TinyParts) -> None:
@@ -124,18 +120,18 @@ def test_weights_without_adapters_are_not_copied(parts: TinyParts) -> None:
 
 @on_parts
 def test_adapters_off_is_the_model_before(adapted_parts: list[str], parts: TinyParts) -> None:
-    before = logprobs(parts)
+    before = packed_logprobs(parts)
     with_lora(parts, rank=4, parts=adapted_parts)
     with adapters_off(parts.network):
-        torch.testing.assert_close(logprobs(parts), before, atol=1e-6, rtol=0)
-    assert not torch.allclose(logprobs(parts), before, atol=1e-3)
+        torch.testing.assert_close(packed_logprobs(parts), before, atol=1e-6, rtol=0)
+    assert not torch.allclose(packed_logprobs(parts), before, atol=1e-3)
 
 
 @on_parts
 def test_equal_to_peft_as_its_users_call_it(adapted_parts: list[str], parts: TinyParts) -> None:
     """The same adapters through get_peft_model, weights copied over, give the same log-probs."""
     with_lora(parts, rank=4, alpha=12, parts=adapted_parts)
-    expected = logprobs(parts)
+    expected = packed_logprobs(parts)
     plain = tiny(str(parts.network.config.model_type))
     names = [name for name, module in plain.network.named_modules() if isinstance(module, torch.nn.Linear)]
     where = ("language_model", "visual") if len(adapted_parts) > 1 else ("language_model",)
@@ -145,7 +141,7 @@ def test_equal_to_peft_as_its_users_call_it(adapted_parts: list[str], parts: Tin
     with torch.no_grad():
         for name, parameter in parts.network.named_parameters():
             theirs[name].copy_(parameter)
-    torch.testing.assert_close(logprobs(plain), expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(packed_logprobs(plain), expected, atol=1e-6, rtol=0)
 
 
 def test_the_table_adds_up(parts: TinyParts) -> None:
@@ -158,17 +154,6 @@ def test_the_table_adds_up(parts: TinyParts) -> None:
         == sum(p.numel() for p in trainable_parameters(parts.network).values())
     )
     assert rows["vision tower"].trainable == 0
-
-
-def test_the_head_gets_no_adapter(parts: TinyParts) -> None:
-    """It is tied to the embedding: the rollout would draw from the head without its adapter."""
-    with pytest.raises(ConfigError, match=r"lm_head .* matches no linear layer of the language model"):
-        with_lora(parts, targets=["q_proj", "lm_head"])
-
-
-def test_the_vision_tower_gets_no_adapter_whatever_is_excluded(parts: TinyParts) -> None:
-    with_lora(parts, exclude=[])
-    assert not any(".visual." in name for name in lora_layers(parts.network))
 
 
 def adapted(parts: TinyParts) -> set[str]:
@@ -224,7 +209,7 @@ def test_dropout_is_pefts_and_of_updates_alone(checkpointing: Recompute) -> None
         parts.network.eval()
         with_lora(parts, rank=4, dropout=0.0 if parts is without else 0.3)
     recompute_activations(ours.network, checkpointing)
-    torch.testing.assert_close(logprobs(ours), logprobs(without), atol=1e-6, rtol=0)
+    torch.testing.assert_close(packed_logprobs(ours), packed_logprobs(without), atol=1e-6, rtol=0)
     row = pack_row(ours.processor.family, mixed_prompts(ours), random_completions([(4, 6), (3,), (5,)]), CPU)
     found = []
     for parts, kind in ((ours, VLM), (theirs, PlainVLM)):
@@ -237,7 +222,7 @@ def test_dropout_is_pefts_and_of_updates_alone(checkpointing: Recompute) -> None
         gradients = {name: x.grad for name, x in trainable_parameters(parts.network).items()}
         found.append((scores.logprobs_A.detach(), gradients))
     torch.testing.assert_close(found[0], found[1], atol=1e-4, rtol=1e-3)
-    assert (found[0][0] - logprobs(without)).abs().max() > 1e-3
+    assert (found[0][0] - packed_logprobs(without)).abs().max() > 1e-3
 
 
 def test_a_group_shares_the_mask_of_its_prompt() -> None:

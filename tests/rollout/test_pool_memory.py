@@ -21,7 +21,7 @@ from fovea.rollout.embedded.decode_step import Drawn
 from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.rollout.embedded.paged_cache import PagedCache
 from fovea.rollout.embedded.pool_memory import default_bytes
-from fovea.train.base import Pair
+from fovea.train.base import SftExample
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Sampling
 from fovea.utils.event_loop import wait_for
@@ -174,7 +174,7 @@ def test_a_step_of_the_warm_up_has_the_memory_of_a_pool_that_stays_in_rl(gpu: Fa
     )
     free_first(policy, engine)
     policy.vlm.register_forward_pre_hook(lambda *_: gpu.allocate(gpu.free))
-    pair = Pair(prompt=mixed_prompts(parts)[0], answer_ids=(5, 6, 7))
+    pair = SftExample(prompt=mixed_prompts(parts)[0], answer_ids=(5, 6, 7))
     for _ in range(2):
         generate(engine, mixed_prompts(parts), seeded(3, max_new_tokens=9), n=2)
         assert gpu.pool_bytes

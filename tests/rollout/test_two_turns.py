@@ -169,6 +169,6 @@ def test_the_plain_path_gives_the_same_logprobs_for_later_turns() -> None:
     plain = PlainVLM(tiny("qwen3_vl").network, parts.processor.banned_ids)
     vlms = (VLM(parts.network, parts.processor.banned_ids), plain)
     settings = {"train": train_settings(), "algorithm": Algorithm(), "temperature": TEMPERATURE, "max_steps": 10}
-    scored = [TorchPolicy(vlm, **settings).annotator.logprobs(batch) for vlm in vlms]
+    scored = [TorchPolicy(vlm, **settings).logprobs(batch) for vlm in vlms]
     for fast, slow in zip(*scored, strict=True):
         np.testing.assert_allclose(fast, slow, atol=TOLERANCE)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from fovea.models.families.qwen_vl import QwenVL
 from fovea.run.parity_reading import DrawnToken
-from fovea.train.torch.forward import Scorer
+from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch
 
 ROUNDING = 1e-5
@@ -19,17 +19,17 @@ ROUNDING = 1e-5
 
 def plain_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer counts image tokens like words, as a trainer without M-RoPE does."""
-    own = Scorer.logprobs
+    own = TorchPolicy.logprobs
 
     def like_words(_self: QwenVL, ids: NDArray[np.int64], _images: object, start: int) -> tuple[NDArray[np.int64], int]:
         return np.arange(start, start + len(ids))[None].repeat(3, axis=0), start + len(ids)
 
-    def scored(scorer: Scorer, batch: Batch) -> Sequence[NDArray[np.float32]]:
+    def scored(policy: TorchPolicy, batch: Batch) -> Sequence[NDArray[np.float32]]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(QwenVL, "positions", like_words)
-            return own(scorer, batch)
+            return own(policy, batch)
 
-    monkeypatch.setattr(Scorer, "logprobs", scored)
+    monkeypatch.setattr(TorchPolicy, "logprobs", scored)
 
 
 def tokens(engine: Sequence[float], trainer: Sequence[float]) -> list[DrawnToken]:

@@ -18,7 +18,6 @@ from fovea.metrics.log import read_metrics
 from fovea.run.lifecycle import begin
 from fovea.run.parity import kind_reading, read_parity
 from fovea.run.parity_faults import without_images
-from fovea.train.torch.forward import Scorer
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import ImageRef, Message, Weights
 from fovea.utils.event_loop import wait_for
@@ -54,8 +53,8 @@ def test_the_figures_are_those_of_all_tokens() -> None:
 def test_what_is_no_number_is_worst_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert kind_reading("with images", 1, tokens([-1.0, -2.0, -9.0], [-1.0, float("nan"), -1.0])).worst.number == 2
     run = run_of(tmp_path)
-    own = Scorer.logprobs
-    monkeypatch.setattr(Scorer, "logprobs", lambda *call: [np.full_like(array, np.nan) for array in own(*call)])
+    own = TorchPolicy.logprobs
+    monkeypatch.setattr(TorchPolicy, "logprobs", lambda *call: [np.full_like(array, np.nan) for array in own(*call)])
     with run.metrics, pytest.raises(ParityError, match="differ by nan on average"):
         wait_for(begin(run))
 

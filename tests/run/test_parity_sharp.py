@@ -10,7 +10,7 @@ from fovea.run.context import Run
 from fovea.run.parity import read_parity
 from fovea.run.parity_faults import usable_prompts
 from fovea.run.parity_reading import FLOOR_FRAC, parity_failure
-from fovea.train.base import Pair
+from fovea.train.base import SftExample
 from fovea.utils.event_loop import wait_for
 from tests.run.parity import ROUNDING, plain_positions
 from tests.tiny_models import DENSE_FAMILIES
@@ -25,7 +25,9 @@ def train_on_the_gates_rows(run: Run) -> float:
     assert run.warmup is not None
     prompts = usable_prompts(run.sources.train, run.environment, 4, max_seconds=100, say=lambda _: None)
     pairs = [
-        Pair(prompt=row.prompt, answer_ids=run.warmup.answer_ids(*run.environment.demonstration(row.task), "a row"))
+        SftExample(
+            prompt=row.prompt, answer_ids=run.warmup.answer_ids(*run.environment.demonstration(row.task), "a row")
+        )
         for _, row in prompts
     ]
     worker = run.policy.worker

@@ -13,8 +13,8 @@ from fovea.data.order import Order
 from fovea.errors import TrainError
 from fovea.models.vlm import VLM
 from fovea.run.warmup import Warmup, enough, warm_up
-from fovea.train.base import Pair
-from fovea.train.torch.sft import SupervisedTrainer
+from fovea.train.base import SftExample
+from fovea.train.torch.sft import supervised_trainer
 from fovea.types import Evaluation, Metrics
 from fovea.utils.event_loop import wait_for
 from tests.environments.prompt_sources import make_source
@@ -36,9 +36,9 @@ def test_the_stop_rule_looks_at_the_whole_and_at_named_kinds(counting: float, ex
 class CountingPolicy(BanditPolicy):
     def __init__(self) -> None:
         super().__init__()
-        self.pairs: list[Sequence[Pair]] = []
+        self.pairs: list[Sequence[SftExample]] = []
 
-    async def sft(self, pairs: Sequence[Pair]) -> Metrics:
+    async def sft(self, pairs: Sequence[SftExample]) -> Metrics:
         self.pairs.append(pairs)
         return {"loss": 0.5}
 
@@ -82,9 +82,9 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_answers(family: str) -> None:
     parts = tiny(family)
     prompts = mixed_prompts(parts)
     answers = [renderer(parts).target(text) for text in ("\\boxed{3}", "\\boxed{red}", "yes")]
-    pairs = [Pair(prompt=p, answer_ids=a) for p, a in zip(prompts, answers, strict=True)]
+    pairs = [SftExample(prompt=p, answer_ids=a) for p, a in zip(prompts, answers, strict=True)]
     expected = -torch.cat([reference_logprobs(parts, pair.prompt, np.array(pair.answer_ids)) for pair in pairs]).mean()
-    trainer = SupervisedTrainer(VLM(parts.network, parts.processor.banned_ids), Settings(lr_warmup_steps=0))
+    trainer = supervised_trainer(VLM(parts.network, parts.processor.banned_ids), Settings(lr_warmup_steps=0))
     losses = [trainer.update(pairs) for _ in range(80)]
     assert losses[0] == pytest.approx(float(expected.detach()), abs=1e-5)
     assert losses[-1] < 0.05 < losses[0]
@@ -92,10 +92,10 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_answers(family: str) -> None:
 
 def test_gradients_of_the_warm_up_are_clipped() -> None:
     parts = tiny("qwen3_vl")
-    pairs = [Pair(prompt=mixed_prompts(parts)[0], answer_ids=renderer(parts).target("\\boxed{3}"))]
-    trainer = SupervisedTrainer(VLM(parts.network, parts.processor.banned_ids), Settings())
+    pairs = [SftExample(prompt=mixed_prompts(parts)[0], answer_ids=renderer(parts).target("\\boxed{3}"))]
+    trainer = supervised_trainer(VLM(parts.network, parts.processor.banned_ids), Settings())
     norms: list[torch.Tensor] = []
-    trainer._optimizer.register_step_pre_hook(
+    trainer.optimizer.adamw.register_step_pre_hook(
         lambda *_: norms.extend(p.grad.norm() for p in parts.network.parameters() if p.grad is not None)
     )
     trainer.update(pairs)
@@ -108,12 +108,12 @@ def test_a_warm_up_with_offload_takes_the_same_steps_by_masters_of_its_own() -> 
     weights = []
     for offload in (False, True):
         parts = tiny("qwen3_vl")
-        pairs = [Pair(prompt=mixed_prompts(parts)[0], answer_ids=renderer(parts).target("\\boxed{3}"))]
+        pairs = [SftExample(prompt=mixed_prompts(parts)[0], answer_ids=renderer(parts).target("\\boxed{3}"))]
         vlm = VLM(parts.network, parts.processor.banned_ids)
-        trainer = SupervisedTrainer(vlm, Settings(), cpu_offload=offload)
+        trainer = supervised_trainer(vlm, Settings(), cpu_offload=offload)
         losses = [trainer.update(pairs) for _ in range(2)]
         assert losses[1] != losses[0]
-        masters = {x.data_ptr() for x in trainer._masters.by_name.values()}
+        masters = {x.data_ptr() for x in trainer.optimizer.masters.by_name.values()}
         assert masters.isdisjoint(x.data_ptr() for x in vlm.parameters()) is offload
         weights.append(list(vlm.parameters()))
     assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
@@ -122,15 +122,17 @@ def test_a_warm_up_with_offload_takes_the_same_steps_by_masters_of_its_own() -> 
 def test_a_banned_token_in_an_answer_is_refused_before_the_step() -> None:
     parts = tiny("qwen3_vl")
     banned = parts.processor.banned_ids[0]
-    trainer = SupervisedTrainer(VLM(parts.network, parts.processor.banned_ids), Settings())
+    trainer = supervised_trainer(VLM(parts.network, parts.processor.banned_ids), Settings())
     with pytest.raises(TrainError, match=f"an answer of the warm-up holds token id {banned}, which completions never"):
-        trainer.update([Pair(prompt=mixed_prompts(parts)[0], answer_ids=(5, banned, parts.processor.stop_ids[0]))])
+        trainer.update(
+            [SftExample(prompt=mixed_prompts(parts)[0], answer_ids=(5, banned, parts.processor.stop_ids[0]))]
+        )
 
 
 def test_a_loss_that_is_no_number_stops_the_warm_up() -> None:
     parts = tiny("qwen3_vl")
-    pairs = [Pair(prompt=mixed_prompts(parts)[0], answer_ids=renderer(parts).target("\\boxed{3}"))]
-    trainer = SupervisedTrainer(VLM(parts.network, parts.processor.banned_ids), Settings())
+    pairs = [SftExample(prompt=mixed_prompts(parts)[0], answer_ids=renderer(parts).target("\\boxed{3}"))]
+    trainer = supervised_trainer(VLM(parts.network, parts.processor.banned_ids), Settings())
     with torch.no_grad():
         next(parts.network.parameters()).fill_(torch.nan)
     with pytest.raises(TrainError, match=r"the loss is nan at warm-up step 1; lower warmup\.learning_rate"):

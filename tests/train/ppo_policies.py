@@ -9,21 +9,21 @@ import numpy as np
 import torch
 
 from fovea.advantages import with_advantages
-from fovea.config.algorithm import Algorithm, Gae
-from fovea.config.algorithm import Critic as CriticSettings
+from fovea.config.algorithm import Algorithm, Critic, Gae
 from fovea.models.heads import ValueHead
 from fovea.models.modules import config_of
 from fovea.models.tiny import TinyParts
 from fovea.models.trainable import trainable_parameters, value_parameters
 from fovea.models.vlm import VLM
 from fovea.samples import replace_samples, with_old_logprobs, with_values
-from fovea.train.torch.critic import Critic, ValueModel
+from fovea.train.adamw import AdamWSettings
+from fovea.train.torch.critic import ValueFunction, ValueModel
 from fovea.train.torch.optimizer import Optimizer
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch
 from tests.policies import train_settings
 
-GAE = Gae(gamma=0.99, gae_lambda=0.95, critic=CriticSettings(value_clip=None))
+GAE = Gae(gamma=0.99, gae_lambda=0.95, critic=Critic(value_clip=None))
 PPO = Algorithm(name="ppo", ppo_epochs=1, entropy_coef=0.0, advantage=GAE)
 
 
@@ -33,7 +33,6 @@ def ppo_policy(
     separate: bool = False,
     detach_trunk: bool = False,
     algorithm: Algorithm = PPO,
-    warmup_steps: int = 0,
     **train: object,
 ) -> TorchPolicy:
     """With a value head that is not 0, so that values differ."""
@@ -46,12 +45,15 @@ def ppo_policy(
     linear = (model.head if model is not None else vlm.value_head).linear  # type: ignore[union-attr]
     torch.nn.init.normal_(linear.weight, std=0.1)
     values = value_parameters(vlm) if model is None else trainable_parameters(model)
-    critic = Critic(
-        optimizer=Optimizer(values, settings, peak_learning_rate=1e-2, max_steps=10),
-        model=model,
-        warmup_steps=warmup_steps,
+    critic = AdamWSettings.of_run(settings, peak_rate=1e-2, max_steps=10)
+    return TorchPolicy(
+        vlm,
+        train=settings,
+        algorithm=algorithm,
+        temperature=0.9,
+        max_steps=10,
+        value_function=ValueFunction(optimizer=Optimizer(values, critic), model=model),
     )
-    return TorchPolicy(vlm, train=settings, algorithm=algorithm, temperature=0.9, max_steps=10, critic=critic)
 
 
 def with_rewards(batch: Batch) -> Batch:
@@ -61,9 +63,9 @@ def with_rewards(batch: Batch) -> Batch:
 
 def logprobs_and_values(policy: TorchPolicy, batch: Batch) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Whichever trunk the value function has."""
-    if policy._critic is not None and policy._critic.model is not None:
-        return policy.annotator.logprobs(batch), policy.annotator.values(batch)
-    return policy.annotator.logprobs_and_values(batch)
+    if policy._value_function is not None and policy._value_function.model is not None:
+        return policy.logprobs(batch), policy.values(batch)
+    return policy.logprobs_and_values(batch)
 
 
 def scored(policy: TorchPolicy, batch: Batch, algorithm: Algorithm = PPO) -> Batch:
@@ -75,6 +77,6 @@ def scored(policy: TorchPolicy, batch: Batch, algorithm: Algorithm = PPO) -> Bat
 def gradients(policy: TorchPolicy, stepped: dict[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Those of policy and critic, by name."""
     named = dict(policy._vlm.named_parameters())
-    if policy._critic is not None and policy._critic.model is not None:
-        named |= {f"critic.{name}": p for name, p in policy._critic.model.named_parameters()}
+    if policy._value_function is not None and policy._value_function.model is not None:
+        named |= {f"critic.{name}": p for name, p in policy._value_function.model.named_parameters()}
     return {name: stepped[p] for name, p in named.items() if p in stepped}

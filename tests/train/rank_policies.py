@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import timedelta
 from functools import cache
 from typing import Any
 
@@ -17,7 +16,7 @@ from fovea.config.run import Config
 from fovea.models.tiny import TinyParts
 from fovea.processes.messages import Packing, Share, SharedArguments
 from fovea.samples import replace_samples
-from fovea.train.base import Needs, Pair
+from fovea.train.base import Needs, SftExample
 from fovea.train.ranks import Ranks
 from fovea.train.row_assignment import ImageKeys
 from fovea.train.torch.policy import TorchPolicy
@@ -29,7 +28,6 @@ from tests.policies import make_batch, weights_of
 from tests.tiny_models import tiny
 
 STEPS = 5
-PATIENCE = timedelta(seconds=120)
 MAX_TOKENS = 75
 """Of a micro-batch: some groups do not fit together."""
 GRPO = {"entropy_coef": 0.01, "kl": {"coef": 0.05}, "ppo_epochs": 2}
@@ -109,7 +107,7 @@ class Driver:
     def update(self, batch: Batch) -> dict[str, float]:
         return self.policy.update(self._arrived(batch, self.policy.images_by_rank().to_update(batch)))
 
-    def sft(self, pairs: Sequence[Pair]) -> dict[str, float]:
+    def sft(self, pairs: Sequence[SftExample]) -> dict[str, float]:
         images = self.policy.images_by_rank().to_imitate([pair.prompt for pair in pairs])
         return self.policy.sft(self._arrived(pairs, images))
 

@@ -124,7 +124,7 @@ def test_what_one_of_several_steps_reuses_changes_none_of_them(minibatches: int)
         pair.prompts = pair.prompts * 2
         batch = batch_of(pair.prompts, pair.rollout(max_new_tokens=16), traces=traces)
         if minibatches > 1:
-            batch = with_old_logprobs(batch, pair.policy.annotator.logprobs(batch))
+            batch = with_old_logprobs(batch, pair.policy.logprobs(batch))
         gradients.append(gradients_of_steps(pair, batch))
         first = batch.groups[: len(batch.groups) // minibatches]
         actions = sum(len(sample.token_ids_T) for group in first for sample in group.samples)
@@ -250,7 +250,7 @@ def test_a_trained_tower_runs_once_for_rollout_and_update(how: Recompute, family
         patches = tower_passes(pair.vlm)
         batch = batch_of(pair.prompts, pair.rollout(), traces=traces)
         assert len(patches) == 1, "all prompts are admitted at once"
-        micros = pair.policy._scorer.micro_batches(batch.groups)
+        micros = pair.policy._batcher.micro_batches(batch.groups)
         of_rows = [sum(len(x.tensors["pixel_values"]) for x in micro.row.images) for micro in micros]
         assert len([number for number in of_rows if number]) > 1
         found.append(pair.gradient(batch))

@@ -9,7 +9,7 @@ from fovea.config.algorithm import Algorithm
 from fovea.models.vlm import VLM
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch
-from tests.policies import many_groups, train_settings
+from tests.policies import accumulate, many_groups, train_settings
 from tests.reference import largest_relative_difference
 from tests.tiny_models import tiny
 
@@ -55,7 +55,7 @@ def float32_sum(policy: TorchPolicy, batch: Batch) -> dict[str, torch.Tensor]:
     total: dict[str, torch.Tensor] = {}
     for group in batch.groups:
         policy._optimizer.zero_grad()
-        policy._backward([group], None, scale=1.0)
+        accumulate(policy, [group])
         for name, parameter in policy._optimizer.parameters.items():
             if parameter.grad is not None:
                 total[name] = total.get(name, 0) + parameter.grad.float()
@@ -86,7 +86,7 @@ def test_the_norm_and_the_clip_are_of_the_float32_sum(batch: Batch, expected: di
 def test_there_is_one_gradient_of_each_weight(batch: Batch) -> None:
     """A float32 one, handed from the parameter to its master: no second copy."""
     policy = bfloat16_policy()
-    policy._backward(batch.groups[:2], None, scale=1.0)
+    accumulate(policy, batch.groups[:2])
     parameters, masters = policy._optimizer.parameters, policy._optimizer.masters
     before = {name: x.grad.data_ptr() for name, x in parameters.items() if x.grad is not None}
     masters.take_gradients()

@@ -22,8 +22,9 @@ from fovea.models.trainable import choose_trainable, trainable_parameters, value
 from fovea.models.vision.feature_cache import FeatureCache
 from fovea.models.vlm import VLM
 from fovea.samples import with_old_logprobs, with_values
-from fovea.train.base import Needs, Pair
-from fovea.train.torch.critic import Critic, ValueModel
+from fovea.train.adamw import AdamWSettings
+from fovea.train.base import Needs, SftExample
+from fovea.train.torch.critic import ValueFunction, ValueModel
 from fovea.train.torch.optimizer import Optimizer
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch
@@ -77,10 +78,9 @@ def ppo_on_meta(*, separate: bool) -> TorchPolicy:
     model = ValueModel(deepcopy(vlm)).to(META) if separate else None
     train = train_settings(gradient_checkpointing="full")
     values = value_parameters(vlm) if model is None else trainable_parameters(model)
-    critic = Critic(
-        optimizer=Optimizer(values, train, peak_learning_rate=1e-2, max_steps=10), model=model, warmup_steps=0
-    )
-    return TorchPolicy(vlm, train=train, algorithm=PPO, temperature=0.9, max_steps=10, critic=critic)
+    optimizer = Optimizer(values, AdamWSettings.of_run(train, peak_rate=1e-2, max_steps=10))
+    critic = ValueFunction(optimizer=optimizer, model=model)
+    return TorchPolicy(vlm, train=train, algorithm=PPO, temperature=0.9, max_steps=10, value_function=critic)
 
 
 def scored_batch() -> Batch:
@@ -114,7 +114,9 @@ def test_an_update_of_ppo_waits_for_a_second_norm(separate: bool) -> None:
 def test_scoring_waits_once_and_a_step_of_the_warm_up_once() -> None:
     policy, batch = policy_on_meta(warmup=Warmup()), make_batch(tiny(FAMILY))
     assert sum(waits(lambda: policy.annotate(batch, Needs(old_logprobs=True))).values()) == 1
-    pairs = [Pair(prompt=group.prompt, answer_ids=group.samples[0].token_ids_T.tolist()) for group in batch.groups]
+    pairs = [
+        SftExample(prompt=group.prompt, answer_ids=group.samples[0].token_ids_T.tolist()) for group in batch.groups
+    ]
     for _ in range(2):
         assert sum(waits(lambda: policy.sft(pairs)).values()) == 1
     assert not waits(policy.snapshot_reference)

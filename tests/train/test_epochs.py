@@ -1,7 +1,8 @@
-"""Old log-probs of later epochs: those of the first one, without a separate pass."""
+"""Epochs of an update: their old log-probs, their minibatches, and how many of them were run."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -10,13 +11,10 @@ import torch
 
 from fovea.config.algorithm import Algorithm
 from fovea.samples import with_old_logprobs
-from fovea.train.optimizer_steps import Minibatch, run_epochs
-from fovea.train.pass_result import PassResult
-from fovea.train.ranks import ALONE
-from fovea.train.row_assignment import Schedule
+from fovea.train.packing import MicroBatch
 from fovea.train.torch.policy import TorchPolicy
 from fovea.train.update_metrics import UpdateStats
-from fovea.types import Batch, Metrics
+from fovea.types import Batch, Metrics, SampleGroup
 from tests.policies import make_batch, make_policy
 from tests.tiny_models import tiny
 
@@ -45,7 +43,7 @@ def update(with_pass: bool, **algorithm: object) -> tuple[torch.Tensor, Metrics,
     batch = make_batch(tiny("qwen3_vl"))
     passes = count_passes(policy)
     if with_pass:
-        batch = with_old_logprobs(batch, policy.annotator.logprobs(batch))
+        batch = with_old_logprobs(batch, policy.logprobs(batch))
     metrics = policy.update(batch)
     return weights_of(policy), metrics, len(passes)
 
@@ -88,7 +86,7 @@ def test_a_batch_without_groups_takes_no_epoch() -> None:
 def test_log_probs_of_a_pass_before_the_update_are_compared_with_the_engines(settings: dict[str, int]) -> None:
     """Not those of the first epoch, which are of other weights from its second minibatch on."""
     policy, batch = policy_of_epochs(**settings), make_batch(tiny("qwen3_vl"))
-    given = [logprobs_T - 1 for logprobs_T in policy.annotator.logprobs(batch)]
+    given = [logprobs_T - 1 for logprobs_T in policy.logprobs(batch)]
     found = policy.update(with_old_logprobs(batch, given))["rollout_train_k1/trained"]
     engines = np.concatenate([sample.rollout_logprobs_T for sample in batch.samples])
     assert found == pytest.approx(float((engines - np.concatenate(given)).mean()), rel=1e-5)
@@ -96,7 +94,7 @@ def test_log_probs_of_a_pass_before_the_update_are_compared_with_the_engines(set
 
 def test_log_probs_of_several_minibatches_are_not_compared_with_the_engines() -> None:
     policy, batch = policy_of_epochs(minibatches=3, old_logprobs="engine"), make_batch(tiny("qwen3_vl"))
-    metrics = policy.update(with_old_logprobs(batch, policy.annotator.logprobs(batch)))
+    metrics = policy.update(with_old_logprobs(batch, policy.logprobs(batch)))
     assert not any(name.startswith("rollout_train") for name in metrics)
 
 
@@ -105,7 +103,7 @@ def test_old_log_probs_of_the_engine_stay_so_in_later_epochs() -> None:
     algorithm = Algorithm(ppo_epochs=EPOCHS, old_logprobs="engine")
     policy = make_policy(tiny("qwen3_vl"), algorithm=algorithm, learning_rate=1e-6)
     batch = make_batch(tiny("qwen3_vl"))
-    off = [logprobs_T - 0.3 for logprobs_T in policy.annotator.logprobs(batch)]
+    off = [logprobs_T - 0.3 for logprobs_T in policy.logprobs(batch)]
     assert policy.update(with_old_logprobs(batch, off))["ratio_mean"] == pytest.approx(np.exp(0.3), rel=1e-2)
 
 
@@ -117,17 +115,19 @@ def test_no_pass_follows_the_one_that_ends_an_update() -> None:
     assert len(passes) == 2 * rows, "a third epoch would find the same"
 
 
-def test_each_epoch_has_minibatches_of_its_own() -> None:
+def test_each_epoch_has_minibatches_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the schedule, which the images of a step are handed out by."""
-    algorithm, batch = Algorithm(ppo_epochs=EPOCHS, minibatches=3), make_batch(tiny("qwen3_vl"))
-    schedule = Schedule(algorithm=algorithm, plain_update_every_steps=1, step=0)
-    taken: list[Minibatch] = []
+    policy, batch = policy_of_epochs(minibatches=3), make_batch(tiny("qwen3_vl"))
+    batch = with_old_logprobs(batch, policy.logprobs(batch))
+    schedule, pack = policy._schedule, policy._batcher.micro_batches
+    taken: list[Sequence[SampleGroup]] = []
 
-    def step(groups: Minibatch) -> bool:
-        taken.append(groups)
-        return True
+    def noted(groups: Sequence[SampleGroup], only: SampleGroup | None = None) -> list[MicroBatch]:
+        taken.extend([groups] if groups else [])
+        return pack(groups, only)
 
-    run_epochs(batch, UpdateStats(), schedule, ALONE, gradients=lambda *_: PassResult(), step=step)
+    monkeypatch.setattr(policy._batcher, "micro_batches", noted)
+    policy.update(batch)
     epochs = [schedule.minibatches(epoch, batch.groups) for epoch in range(EPOCHS)]
     assert taken == [groups for minibatches in epochs for groups in minibatches]
     assert epochs[0] != epochs[1]
@@ -143,3 +143,35 @@ def test_losses_are_means_over_passes_and_the_rest_over_actions() -> None:
     assert (metrics["loss"], metrics["policy_loss"]) == (pytest.approx(0.4), pytest.approx(0.2))
     assert metrics["entropy"] == 1.5
     assert (metrics["actions_trained"], metrics["reused_images"], metrics["kl/policy"]) == (6.0, 3.0, 0.02)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, 1),
+        ({"ppo_epochs": 2}, 2),
+        ({"minibatches": 3}, 1),
+        ({"ppo_epochs": 2, "minibatches": 3}, 2),
+        ({"ppo_epochs": 2, "minibatches": 9}, 2),  # of 3 groups there are 3
+        ({"ppo_epochs": 3, "minibatches": 2, "max_policy_kl": 1e-9}, 1 / 2),  # the first step has moved the policy
+    ],
+    ids=str,
+)
+def test_optimizer_steps_count_in_passes_over_the_batch(settings: dict[str, object], expected: float) -> None:
+    parts = tiny("qwen3_vl")
+    policy = make_policy(parts, algorithm=Algorithm.model_validate(settings), lr_warmup_steps=0)
+    batch = make_batch(parts)
+    batch = with_old_logprobs(batch, policy.logprobs(batch))
+    assert policy.update(batch)["epochs_run"] == pytest.approx(expected)
+
+
+def test_old_logprobs_of_a_stale_engine_do_not_end_an_update_before_its_first_step() -> None:
+    """.3 nats off, k3 is above the limit at once; by how much the update moves the policy is not known yet."""
+    parts = tiny("qwen3_vl")
+    algorithm = Algorithm(old_logprobs="engine", ppo_epochs=2, max_policy_kl=0.01)
+    policy = make_policy(parts, algorithm=algorithm, lr_warmup_steps=0)
+    batch = make_batch(parts)
+    batch = with_old_logprobs(batch, [logprobs_T - 0.3 for logprobs_T in policy.logprobs(batch)])
+    metrics = policy.update(batch)
+    assert metrics["kl/policy"] > 0.01
+    assert metrics["epochs_run"] == 1

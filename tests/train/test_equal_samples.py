@@ -12,8 +12,8 @@ from fovea.config.algorithm import Algorithm, CispoLoss, ClippedLoss, GspoLoss
 from fovea.models.flops import Passes, Work
 from fovea.models.plain import PlainVLM
 from fovea.samples import with_old_logprobs
-from fovea.train.microbatching import Cost, GroupSlice, slice_groups
 from fovea.train.packing import Continuation, pack_conversations
+from fovea.train.row_assignment import Cost, GroupSlice, slice_groups
 from fovea.types import Batch
 from tests.policies import REPEATED, make_batch, make_policy, repeated, update_gradients
 from tests.reference import largest_relative_difference
@@ -41,7 +41,7 @@ def test_gradient_and_metrics_are_those_of_samples_that_share_nothing(
         algorithm = Algorithm(entropy_coef=0.1, loss=loss, importance_sampling_fix=True)
         policy = make_policy(parts, algorithm=algorithm, max_tokens_per_microbatch=max_tokens)
         batch = change(make_batch(parts))
-        logprobs = policy.annotator.logprobs(batch)
+        logprobs = policy.logprobs(batch)
         gradient, metrics = update_gradients(policy, batch), policy.update(batch)
         for name in ("memory/activations_gib", "microbatch/max_tokens", "balance/microbatches", "update_tflop"):
             del metrics[name]
@@ -55,8 +55,8 @@ def test_gradient_and_metrics_are_those_of_samples_that_share_nothing(
 def test_a_row_holds_equal_completions_once_and_all_their_actions() -> None:
     parts = tiny("qwen3_vl")
     batch = make_batch(parts)
-    (micro,) = make_policy(parts)._scorer.micro_batches(repeated(batch).groups)
-    (of_unequal,) = make_policy(parts)._scorer.micro_batches(batch.groups)
+    (micro,) = make_policy(parts)._batcher.micro_batches(repeated(batch).groups)
+    (of_unequal,) = make_policy(parts)._batcher.micro_batches(batch.groups)
     assert micro.row.num_tokens == of_unequal.row.num_tokens
     lengths = [len(g.samples[place].token_ids_T) for g in batch.groups for place in REPEATED]
     assert micro.lengths == tuple(lengths)
@@ -65,7 +65,7 @@ def test_a_row_holds_equal_completions_once_and_all_their_actions() -> None:
 
 def test_the_plain_path_shares_them_too() -> None:
     parts = tiny("qwen3_vl")
-    (micro,) = make_policy(parts)._scorer.micro_batches(repeated(make_batch(parts)).groups)
+    (micro,) = make_policy(parts)._batcher.micro_batches(repeated(make_batch(parts)).groups)
     fast = make_policy(parts).vlm(micro.row, temperature=0.9, chunk_tokens=1000)
     plain_parts = tiny("qwen3_vl")
     plain = PlainVLM(plain_parts.network, plain_parts.processor.banned_ids)
@@ -82,7 +82,7 @@ def test_they_are_read_from_the_tape_once(family: str) -> None:
         rollout = pair.rollout(n=4)
         same = [[group[0], group[1], group[0], group[1]] for group in rollout]
         batch = batch_of(pair.prompts, same, traces=traces)
-        (micro,) = pair.policy._scorer.micro_batches(batch.groups)
+        (micro,) = pair.policy._batcher.micro_batches(batch.groups)
         tokens.append(micro.row.num_tokens)
         gradients.append(pair.gradient(batch))
         assert pair.metrics["reused_frac"] == float(traces)
@@ -128,7 +128,7 @@ def test_old_logprobs_of_copies_are_their_own() -> None:
     """What a copy brings with it is not taken from the first of its kind."""
     parts = tiny("qwen3_vl")
     batch = repeated(make_batch(parts))
-    (micro,) = make_policy(parts)._scorer.micro_batches(with_old_logprobs(batch, _numbers(batch)).groups)
+    (micro,) = make_policy(parts)._batcher.micro_batches(with_old_logprobs(batch, _numbers(batch)).groups)
     assert micro.old_logprobs_A is not None
     assert micro.old_logprobs_A.tolist() == [x for each in _numbers(batch) for x in each]
 

@@ -68,7 +68,7 @@ def moved_batch(parts: TinyParts, aggregation: str) -> Batch:
         return (logprobs + rng.normal(mean, deviation, len(logprobs))).astype(np.float32)
 
     batch = make_batch(parts)
-    now = iter(make_policy(parts).annotator.logprobs(batch))
+    now = iter(make_policy(parts).logprobs(batch))
     lengths = [len(sample.token_ids_T) for sample in batch.samples]
     weights = iter(sample_weights(aggregation, lengths, max_response_tokens=LONGEST))  # type: ignore[arg-type]
 

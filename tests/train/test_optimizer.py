@@ -11,6 +11,7 @@ from transformers import Trainer
 
 from fovea.errors import TrainError
 from fovea.models.tiny import TinyParts
+from fovea.train.adamw import AdamWSettings
 from fovea.train.ranks import ALONE
 from fovea.train.torch.checkpoint import StagedShards
 from fovea.train.torch.optimizer import Optimizer
@@ -19,7 +20,7 @@ from tests.policies import train_settings
 
 def optimizer_of(parameters: dict[str, nn.Parameter], **train: object) -> Optimizer:
     settings = train_settings(lr_warmup_steps=0, **train)
-    return Optimizer(parameters, settings, peak_learning_rate=settings.learning_rate, max_steps=10)
+    return Optimizer(parameters, AdamWSettings.of_run(settings, max_steps=10), on_host=settings.backend.cpu_offload)
 
 
 def two_parameters() -> dict[str, nn.Parameter]:

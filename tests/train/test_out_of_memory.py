@@ -18,7 +18,7 @@ from fovea.errors import MicrobatchMemoryError, OutOfMemoryError, TrainError, is
 from fovea.models.shared_prefix.layout import PackedRow
 from fovea.models.vlm import VLM
 from fovea.train.base import Needs
-from fovea.train.microbatch_memory import MicrobatchLimit
+from fovea.train.microbatches import MicrobatchLimit
 from fovea.train.packing import MicroBatch
 from fovea.train.ranks import ALONE, Ranks
 from fovea.train.update_metrics import ActivationMeter
@@ -62,7 +62,7 @@ def too_much() -> object:
 
 
 def fail(limit: MicrobatchLimit, batch: Batch) -> None:
-    limit.fit(too_much, batch.groups, make_policy(tiny("qwen3_vl"))._scorer.deal.cost)
+    limit.fit(too_much, batch.groups, make_policy(tiny("qwen3_vl"))._batcher.assignment.cost)
 
 
 def longest(batch: Batch) -> int:
@@ -141,7 +141,7 @@ class Beside:
 
 def fit(limit: MicrobatchLimit, beside: Beside) -> str:
     batch = make_batch(tiny("qwen3_vl"))
-    return limit.fit(beside.passes, batch.groups, make_policy(tiny("qwen3_vl"))._scorer.deal.cost)
+    return limit.fit(beside.passes, batch.groups, make_policy(tiny("qwen3_vl"))._batcher.assignment.cost)
 
 
 def test_what_is_beside_the_passes_is_freed_before_micro_batches_become_smaller(
@@ -216,13 +216,13 @@ def test_rows_of_a_fixed_length_keep_it_beside_an_engine(
     """They were padded to the largest group, in which several groups found no room."""
     fixed = {"variable_seq_lengths": False, "max_tokens_per_microbatch": 200}
     policy, found = make_policy(tiny("qwen3_vl"), **fixed, **settings), list[MicroBatch]()
-    pack = policy._scorer.micro_batches
+    pack = policy._batcher.micro_batches
 
     def noted(*arguments: Any) -> Any:
         found.extend(micros := pack(*arguments))
         return micros
 
-    monkeypatch.setattr(policy._scorer, "micro_batches", noted)
+    monkeypatch.setattr(policy._batcher, "micro_batches", noted)
     policy.annotate(make_batch(tiny("qwen3_vl")), Needs(old_logprobs=True, beside_engine=True))
     assert {micro.row.num_tokens for micro in found} == {200}
     assert not settings or [len(micro.groups) for micro in found] == [1, 1, 1]
@@ -232,13 +232,13 @@ def test_moments_are_there_before_the_first_passes(monkeypatch: pytest.MonkeyPat
     """A step that runs out of memory half way could not begin again."""
     policy = make_policy(tiny("qwen3_vl"))
     found: list[int] = []
-    scorer = policy._scorer.micro_batches
+    scorer = policy._batcher.micro_batches
 
     def noted(*arguments: Any) -> Any:
         found.append(len(policy._optimizer.adamw.state))
         return scorer(*arguments)
 
-    monkeypatch.setattr(policy._scorer, "micro_batches", noted)
+    monkeypatch.setattr(policy._batcher, "micro_batches", noted)
     policy.update(Batch(groups=()))
     assert not policy._optimizer.adamw.state, "an update without groups needs none"
     policy.update(make_batch(tiny("qwen3_vl")))

@@ -10,20 +10,23 @@ import numpy as np
 import pytest
 import torch
 
+from fovea.advantages import with_advantages
+from fovea.config.algorithm import Algorithm, Critic, Gae
+from fovea.metrics.names import undefined
 from fovea.models import trained_layer as linears
 from fovea.models.decoder import DecoderLayer, LayerCall
 from fovea.models.recompute import recompute_activations
 from fovea.models.tiny import TinyParts
 from fovea.models.trainable import policy_parameters
 from fovea.run.checkpoint import estimated_bytes
-from fovea.samples import replace_samples
+from fovea.samples import replace_samples, with_old_logprobs, with_values
 from fovea.train.local import LocalPolicy
 from fovea.train.torch.policy import TorchPolicy
 from tests.policies import NUM_TOKENS, make_batch, stepped_gradients
 from tests.reference import largest_relative_difference, reference_logprobs, reference_states
 from tests.saved import save_policy
 from tests.tiny_models import FAMILIES, tiny
-from tests.train.ppo_policies import PPO, gradients, logprobs_and_values, ppo_policy, scored
+from tests.train.ppo_policies import GAE, PPO, gradients, logprobs_and_values, ppo_policy, scored, with_rewards
 
 
 class CountLayers:
@@ -48,7 +51,7 @@ class CountLayers:
 def test_values_are_the_head_on_transformers_own_states(parts: TinyParts, separate: bool) -> None:
     """One row at a time through transformers; packed and shared prefixes change nothing."""
     policy, batch = ppo_policy(parts, separate=separate, max_tokens_per_microbatch=100), make_batch(parts)
-    critic = policy._critic
+    critic = policy._value_function
     assert critic is not None
     head = (policy._vlm.value_head if critic.model is None else critic.model.head).linear  # type: ignore[union-attr]
     _, values = logprobs_and_values(policy, batch)
@@ -99,7 +102,7 @@ def test_no_split_changes_gradient_or_metrics(separate: bool) -> None:
 
 def changed(policy: TorchPolicy, change: Callable[[], object]) -> set[str]:
     """Which parts move: the policy, the value function."""
-    critic = policy._critic
+    critic = policy._value_function
     assert critic is not None
     parts = {"policy": policy_parameters(policy._vlm), "value": critic.optimizer.parameters}
     before = {part: [p.detach().clone() for p in named.values()] for part, named in parts.items()}
@@ -114,7 +117,9 @@ def changed(policy: TorchPolicy, change: Callable[[], object]) -> set[str]:
 @pytest.mark.parametrize("separate", [False, True])
 def test_the_policy_waits_while_the_critic_warms_up(separate: bool) -> None:
     parts = tiny("qwen3_vl")
-    policy = ppo_policy(parts, separate=separate, warmup_steps=1)
+    critic = GAE.critic.model_copy(update={"warmup_steps": 1})
+    algorithm = PPO.model_copy(update={"advantage": GAE.model_copy(update={"critic": critic})})
+    policy = ppo_policy(parts, separate=separate, algorithm=algorithm)
     assert changed(policy, lambda: policy.update(scored(policy, make_batch(parts)))) == {"value"}
     assert changed(policy, lambda: policy.update(scored(policy, make_batch(parts)))) == {"policy", "value"}
 
@@ -187,10 +192,10 @@ def test_a_critic_of_its_own_begins_as_the_warmed_up_policy() -> None:
         for parameter in parts.network.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
     policy.snapshot_reference()
-    assert policy._critic is not None
-    assert policy._critic.model is not None
+    assert policy._value_function is not None
+    assert policy._value_function.model is not None
     for (name, a), (_, b) in zip(
-        policy._vlm.named_parameters(), policy._critic.model.trunk.named_parameters(), strict=True
+        policy._vlm.named_parameters(), policy._value_function.model.trunk.named_parameters(), strict=True
     ):
         assert torch.equal(a, b), name
 
@@ -203,3 +208,35 @@ def test_the_room_that_a_checkpoint_needs_includes_the_value_function(separate: 
     save_policy(policy, tmp_path)
     written = sum(file.stat().st_size for file in tmp_path.rglob("*.safetensors"))
     assert estimated_bytes(LocalPolicy(policy)) == pytest.approx(written, rel=0.1)
+
+
+VALUE_CLIP = 0.05
+
+
+def algorithm(epochs: int) -> Algorithm:
+    """Without a discount: the return of every action is the reward of its completion."""
+    return Algorithm(name="ppo", ppo_epochs=epochs, advantage=Gae(critic=Critic(value_clip=VALUE_CLIP)))
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_loss_clip_and_explained_variance_of_the_critic(separate: bool) -> None:
+    """Of two epochs; the values that the second one sees are those that another policy has after its one."""
+    policy, other = (ppo_policy(tiny("qwen3_vl"), separate=separate, algorithm=algorithm(epochs)) for epochs in (2, 1))
+    batch = with_rewards(make_batch(tiny("qwen3_vl")))
+    logprobs, values = logprobs_and_values(policy, batch)
+    batch, metrics = with_advantages(with_values(with_old_logprobs(batch, logprobs), values), algorithm(2), 0.0)
+    metrics |= policy.update(batch)
+    other.update(batch)
+    old, new = np.concatenate(values), np.concatenate(logprobs_and_values(other, batch)[1])
+    returns = np.concatenate([np.full(len(sample.token_ids_T), sample.reward) for sample in batch.samples])
+    plain = (new - returns) ** 2
+    clipped = (np.clip(new, old - VALUE_CLIP, old + VALUE_CLIP) - returns) ** 2
+    losses = [(old - returns) ** 2 / 2, np.maximum(plain, clipped) / 2]
+    assert 0.1 < (clipped > plain).mean() < 0.9
+    assert metrics["value_loss"] == pytest.approx(np.mean(losses), rel=1e-4)
+    assert metrics["value_clip_frac"] == pytest.approx((clipped > plain).mean() / 2)
+    unexplained = (returns - old).var() / returns.var()
+    assert metrics["explained_variance"] == pytest.approx(1 - unexplained, rel=1e-4)
+    assert metrics["value/mean"] == pytest.approx(old.mean(), rel=1e-4)
+    assert metrics["return/mean"] == pytest.approx(returns.mean(), rel=1e-4)
+    assert undefined(metrics) == []

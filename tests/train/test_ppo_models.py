@@ -50,10 +50,10 @@ def built_policy(
 
 def tensors(policy: TorchPolicy) -> dict[str, Tensor]:
     """Copies of all parameters and buffers; those of a model of its own begin with `critic.`."""
-    assert policy._critic is not None
+    assert policy._value_function is not None
     named = dict(policy._vlm.state_dict())
-    if policy._critic.model is not None:
-        named |= {f"{CRITIC}{name}": x for name, x in policy._critic.model.state_dict().items()}
+    if policy._value_function.model is not None:
+        named |= {f"{CRITIC}{name}": x for name, x in policy._value_function.model.state_dict().items()}
     return {name: x.detach().clone() for name, x in named.items()}
 
 
@@ -99,9 +99,9 @@ def test_a_frozen_tower_stays_in_policy_and_critic_and_all_else_trains(trunk: st
 def test_a_frozen_tower_of_the_critic_that_moves_is_noticed_before_it_is_saved(tmp_path: Path) -> None:
     policy = built_policy("separate", model={"freeze_vision_tower": True})
     save_policy(policy, tmp_path)
-    assert policy._critic is not None
-    assert policy._critic.model is not None
-    name, frozen = next((n, p) for n, p in policy._critic.model.named_parameters() if not p.requires_grad)
+    assert policy._value_function is not None
+    assert policy._value_function.model is not None
+    name, frozen = next((n, p) for n, p in policy._value_function.model.named_parameters() if not p.requires_grad)
     with torch.no_grad():
         frozen.add_(1e-3)
     with pytest.raises(TrainError, match=f"frozen parameters changed, first {name}"):
@@ -125,8 +125,8 @@ def test_small_steps_of_policy_and_critic_add_up_in_bfloat16(trunk: str) -> None
     )
     before = tensors(policy)
     update(policy)
-    assert policy._critic is not None
-    parts = [("", policy._optimizer), (CRITIC if trunk == "separate" else "", policy._critic.optimizer)]
+    assert policy._value_function is not None
+    parts = [("", policy._optimizer), (CRITIC if trunk == "separate" else "", policy._value_function.optimizer)]
     for prefix, optimizer in parts:
         for name, parameter in optimizer.parameters.items():
             master = optimizer.masters.by_name[name]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -21,13 +19,12 @@ from fovea.samples import replace_samples, with_old_logprobs, with_reference_log
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch
 from tests.policies import make_batch, make_policy, stepped_gradients
+from tests.process_ranks import run_group
 from tests.reference import largest_relative_difference
 from tests.tiny_models import tiny
 from tests.train.ppo_policies import ppo_policy, scored
-from tests.warm import run_ranks
 
 TOLERANCE = 1e-6
-PATIENCE = timedelta(seconds=120)
 GRPO = Algorithm(entropy_coef=0.1, kl=KlInLoss(coef=0.05), aggregation="seq-mean-token-mean")
 PPO = Algorithm(name="ppo", ppo_epochs=1, entropy_coef=0.1, advantage=Gae(critic=Critic(value_clip=0.1)))
 Result = dict[str, Tensor]
@@ -71,7 +68,7 @@ def step_of(name: str) -> Batch:
         return replace_samples(
             batch, lambda s: replace(s, values_T=off(s.values_T), old_logprobs_T=off(s.old_logprobs_T))
         )
-    logprobs = policy.annotator.logprobs(batch)
+    logprobs = policy.logprobs(batch)
     batch = with_old_logprobs(batch, [off(x_T) for x_T in logprobs])
     return with_reference_logprobs(batch, [off(x_T) for x_T in logprobs])
 
@@ -86,12 +83,8 @@ def result_of(name: str, groups: Batch) -> Result:
     return gradients | {"loss": torch.tensor(loss)}
 
 
-def process(rank: int, port: int, steps: dict[str, Batch], folder: Path) -> None:
+def process(rank: int, steps: dict[str, Batch], folder: Path) -> None:
     """One of two: its part of every step, and the sum with the other's."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=PATIENCE)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=PATIENCE)
     for name, step in steps.items():
         for cut, first in CUTS.items():
             mine = step.groups[first:] if rank else step.groups[:first]
@@ -99,7 +92,6 @@ def process(rank: int, port: int, steps: dict[str, Batch], folder: Path) -> None
             for value in summed.values():
                 dist.all_reduce(value)
             torch.save(summed, folder / f"{name} {cut} {rank}")
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -111,8 +103,7 @@ def steps() -> dict[str, Batch]:
 def folder(steps: dict[str, Batch], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two processes left behind, which are started once for all steps and cuts."""
     folder = tmp_path_factory.mktemp("processes")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
-    run_ranks(process, (store.port, steps, folder), nprocs=2)
+    run_group(process, steps, folder)
     return folder
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,18 +17,18 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from benchmarks.torch_memory import live_bytes_with_gradients
 from fovea.advantages import with_advantages
 from fovea.errors import TrainError
-from fovea.train.base import Pair
+from fovea.train.base import SftExample
 from fovea.train.ranks import ALONE, Ranks
 from fovea.train.torch.checkpoint import SavedShards, StagedShards
 from fovea.train.torch.policy import TorchPolicy
 from fovea.train.torch.sharding import full
 from fovea.types import Batch
-from tests.policies import many_groups, weights_of
+from tests.policies import accumulate, many_groups, weights_of
+from tests.process_ranks import run_group
 from tests.saved import saved_tensors
 from tests.train.rank_policies import (
     GRPO,
     MAX_TOKENS,
-    PATIENCE,
     PPO,
     SEPARATE,
     STEPS,
@@ -46,13 +45,12 @@ from tests.train.rank_policies import (
     two_groups,
     with_nan,
 )
-from tests.warm import run_ranks
 
 
 def grpo(ranks: Ranks, folder: Path) -> Found:
     """With a trained vision tower, a reference and entropy, logits in chunks; the second epoch is off-policy."""
     policy = policy_of(ranks, GRPO, train={"backend": {"logits_mib": 0.005}})
-    micros = policy._scorer.micro_batches(batch_of(0).groups)
+    micros = policy._batcher.micro_batches(batch_of(0).groups)
     metrics = [step(policy, batch_of(seed)) for seed in range(STEPS)]
     return {"metrics": metrics, "weights": checksum(policy), "workers": policy.describe().num_workers} | {
         "samples": [micro.sample_numbers for micro in micros],
@@ -80,7 +78,7 @@ def experts_lora(ranks: Ranks, folder: Path) -> Found:
 
 def text_on_one(ranks: Ranks, folder: Path) -> Found:
     policy = policy_of(ranks, {})
-    micros = policy._scorer.micro_batches(two_groups().groups)
+    micros = policy._batcher.micro_batches(two_groups().groups)
     metrics = [step(policy, two_groups()) for _ in range(2)]
     return {"metrics": metrics, "weights": checksum(policy)} | {
         "samples": [micro.sample_numbers for micro in micros],
@@ -131,7 +129,7 @@ def lora_of_vision(ranks: Ranks, folder: Path) -> Found:
     of_text = Batch(groups=tuple(batch_of(seed).groups[2] for seed in range(3)))
     assert not any(group.images for group in of_text.groups)
     driver = Driver(policy)
-    pairs = [Pair(prompt=group.prompt, answer_ids=(5, 6)) for group in of_text.groups]
+    pairs = [SftExample(prompt=group.prompt, answer_ids=(5, 6)) for group in of_text.groups]
     before = checksum(policy)
     losses = [driver.sft(pairs)["loss"]]
     policy.snapshot_reference()
@@ -209,7 +207,7 @@ def supervised(ranks: Ranks, folder: Path) -> Found:
     """The warm-up, after which a KL pulls towards its weights."""
     policy = policy_of(ranks, GRPO, warmup=WARMUP)
     prompts = [group.prompt for group in batch_of(0).groups]
-    pairs = [Pair(prompt=prompt, answer_ids=(5, 6, 7)[: 1 + n % 3]) for n, prompt in enumerate(prompts)]
+    pairs = [SftExample(prompt=prompt, answer_ids=(5, 6, 7)[: 1 + n % 3]) for n, prompt in enumerate(prompts)]
     driver = Driver(policy)
     losses = [driver.sft(pairs[:3])["loss"], driver.sft(pairs)["loss"], driver.sft(pairs[:1])["loss"]]
     policy.snapshot_reference()
@@ -261,7 +259,7 @@ def bfloat16(ranks: Ranks, folder: Path) -> Found:
         policy = policy_of(own, {}, model={**UNFROZEN, "dtype": "bfloat16"}, train=one_by_one)
         assert policy.dtype == torch.bfloat16
         assert {full(weight, policy.dtype).dtype for weight in weights_of(policy).values()} == {torch.bfloat16}
-        policy._backward(batch.groups, None, scale=1.0)
+        accumulate(policy, batch.groups)
         grads = {name: x.grad for name, x in policy._optimizer.parameters.items() if x.grad is not None}
         types += [str(x.dtype) for x in grads.values()]
         found.append({name: full(x).float() for name, x in grads.items()})
@@ -278,9 +276,9 @@ def between_micro_batches(ranks: Ranks) -> Found:
     one_by_one = {"enable_dynamic_batch_size": False, "groups_per_microbatch": 1}
     policy = policy_of(ranks, {}, train=one_by_one)
     live: list[int] = []
-    policy._backward(many_groups(10).groups, None, scale=1.0)
+    accumulate(policy, many_groups(10).groups)
     policy.vlm.register_forward_pre_hook(lambda _module, _inputs: live.append(live_bytes_with_gradients()))
-    policy._backward(many_groups(10).groups, None, scale=1.0)
+    accumulate(policy, many_groups(10).groups)
     held = sum(weight.grad.to_local().nbytes for weight in policy.vlm.parameters() if weight.grad is not None)
     whole = sum(weight.numel() * 4 for weight in policy.vlm.parameters())
     return {"micro_batches": len(live), "extra": max(live[1:]) - live[0], "shards": held, "whole": whole}
@@ -307,12 +305,8 @@ SCENARIOS: Sequence[Scenario] = (
 )
 
 
-def process(rank: int, port: int, folder: Path) -> None:
+def process(rank: int, folder: Path) -> None:
     """One of two, through all scenarios."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=PATIENCE)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=PATIENCE)
     ranks = Ranks.of_process_group("cpu")
     found = {scenario.__name__: scenario(ranks, folder) for scenario in SCENARIOS}
     found["bfloat16"] = bfloat16(ranks, folder)
@@ -325,7 +319,6 @@ def process(rank: int, port: int, folder: Path) -> None:
     found["loaded"] = {kind: loaded(ranks, folder / "by one", kind) for kind in SAVED}
     found["replicas"] = replicas(ranks, folder / "replicas")
     (folder / f"{rank}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -345,8 +338,7 @@ def saved_by_one(folder: Path) -> Found:
 @pytest.fixture(scope="module")
 def both(folder: Path, saved_by_one: Found) -> list[dict[str, Found]]:
     """What each of two processes found, which are started once for all scenarios."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
-    run_ranks(process, (store.port, folder), nprocs=2)
+    run_group(process, folder)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from fovea.train.ranks import ALONE, Ranks
 from fovea.train.torch.policy import TorchPolicy
+from tests.process_ranks import run_group
 from tests.reference import model_inputs
 from tests.saved import save_policy
 from tests.tiny_models import tiny
-from tests.train.rank_policies import PATIENCE, batch_of, policy_of, step
-from tests.warm import run_ranks
+from tests.train.rank_policies import batch_of, policy_of, step
 
 FAMILY = "qwen3_vl_moe"
 
@@ -26,23 +24,17 @@ def policy_with_experts(ranks: Ranks) -> TorchPolicy:
     return policy_of(ranks, {"kl": {"coef": 0.05}}, family=FAMILY)
 
 
-def process(rank: int, port: int, folder: Path) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=PATIENCE)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=PATIENCE)
+def process(rank: int, folder: Path) -> None:
     policy = policy_with_experts(Ranks.of_process_group("cpu"))
     step(policy, batch_of(0, FAMILY))
     save_policy(policy, folder / "checkpoint")
     policy.export(folder / "exported")
-    dist.destroy_process_group()
 
 
 @pytest.mark.slow
 def test_what_two_ranks_export_is_what_they_have_saved_as_transformers_reads_it(tmp_path: Path) -> None:
     (tmp_path / "checkpoint").mkdir()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
-    run_ranks(process, (store.port, tmp_path), nprocs=2)
+    run_group(process, tmp_path)
 
     alone, parts = policy_with_experts(ALONE), tiny(FAMILY)
     untrained = {name: weight.clone() for name, weight in alone.vlm.network.named_parameters()}

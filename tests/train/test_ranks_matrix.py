@@ -6,20 +6,17 @@ Families, algorithms, what is trained, and how memory is saved; `test_ranks` has
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from fovea.train.ranks import ALONE, Ranks
 from fovea.types import Batch
-from tests.train.rank_policies import PATIENCE, STEPS, Found, assert_as_one_process, batch_of, checksum, policy_of, step
-from tests.warm import run_ranks
+from tests.process_ranks import run_group
+from tests.train.rank_policies import STEPS, Found, assert_as_one_process, batch_of, checksum, policy_of, step
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -74,21 +71,15 @@ def run(case: Case, ranks: Ranks) -> Found:
     return {"metrics": [step(policy, case.batch(seed)) for seed in range(STEPS)], "weights": checksum(policy)}
 
 
-def process(rank: int, port: int, cases: dict[str, Case], num_ranks: int, replicas: int, folder: Path) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=PATIENCE)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=PATIENCE)
+def process(rank: int, cases: dict[str, Case], num_ranks: int, replicas: int, folder: Path) -> None:
     ranks = Ranks.of_process_group("cpu", replicas=replicas)
     found = {name: run(case, ranks) for name, case in cases.items()}
     (folder / f"{rank}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
 
 
 def spawned(cases: dict[str, Case], num_ranks: int, replicas: int, folder: Path) -> list[dict[str, Found]]:
     """What each of so many processes found, which are started once for all cases."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
-    run_ranks(process, (store.port, cases, num_ranks, replicas, folder), nprocs=num_ranks)
+    run_group(process, cases, num_ranks, replicas, folder, num_ranks=num_ranks)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_ranks)]
 
 

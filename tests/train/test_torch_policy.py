@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from fovea.models.trainable import FrozenGuard, choose_trainable, trainable_para
 from fovea.models.vision.feature_cache import FeatureCache
 from fovea.models.vlm import VLM
 from fovea.samples import with_old_logprobs
-from fovea.train.optimizer_steps import learning_rate
+from fovea.train.adamw import AdamWSettings
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch
 from tests.policies import (
@@ -29,6 +29,7 @@ from tests.policies import (
     make_batch,
     make_policy,
     stepped_gradients,
+    train_settings,
     update_gradients,
     written_out_gradients,
 )
@@ -66,7 +67,7 @@ def test_any_split_into_microbatches_gives_the_same_gradient_and_metrics(
         parts = tiny("qwen3_vl")
         policy = make_policy(parts, algorithm=Algorithm(entropy_coef=0.1, loss=ClippedLoss(clip_high=0.3)), **cut)
         batch = make_batch(parts)
-        rows = len(policy._scorer.micro_batches(batch.groups))
+        rows = len(policy._batcher.micro_batches(batch.groups))
         assert rows == (num_rows if cut is settings else 1)
         gradient, metrics = update_gradients(policy, batch), policy.update(batch)
         del metrics["memory/activations_gib"], metrics["microbatch/max_tokens"]
@@ -118,7 +119,7 @@ def test_a_completion_that_no_budget_holds_says_what_to_change() -> None:
 )
 def test_logprobs_come_in_the_order_of_the_batch_under_any_split(parts: TinyParts, settings: dict[str, object]) -> None:
     batch = make_batch(parts)
-    values = make_policy(parts, **settings).annotator.logprobs(batch)
+    values = make_policy(parts, **settings).logprobs(batch)
     samples = [(group.prompt, sample) for group in batch.groups for sample in group.samples]
     for (prompt, sample), logprobs in zip(samples, values, strict=True):
         expected = reference_logprobs(parts, prompt, sample.token_ids_T, temperature=0.9).detach()
@@ -129,7 +130,7 @@ def test_rows_are_filled_out_of_order_where_that_evens_them_out() -> None:
     """The second group costs most: it comes alone, and the first and third share a row."""
     parts = tiny("qwen3_vl")
     policy, batch = make_policy(parts, max_tokens_per_microbatch=300), make_batch(parts)
-    assert [micro.sample_numbers for micro in policy._scorer.micro_batches(batch.groups)] == [
+    assert [micro.sample_numbers for micro in policy._batcher.micro_batches(batch.groups)] == [
         (0, 1, 2, 6, 7, 8),
         (3, 4, 5),
     ]
@@ -138,16 +139,16 @@ def test_rows_are_filled_out_of_order_where_that_evens_them_out() -> None:
 def test_a_frozen_tower_makes_images_free() -> None:
     parts = tiny("qwen3_vl")
     group = make_batch(parts).groups[0]
-    trained = make_policy(parts)._scorer.deal.cost.of(group)
+    trained = make_policy(parts)._batcher.assignment.cost.of(group)
     choose_trainable(parts.network, Model(tiny=TinyModel(), freeze_vision_tower=True), seed=0)
-    frozen = make_policy(parts)._scorer.deal.cost
+    frozen = make_policy(parts)._batcher.assignment.cost
     assert frozen.of(group) == frozen.of(replace(group, prompt=replace(group.prompt, images=()))) < trained
 
 
 def test_first_of_several_epochs_uses_the_given_old_logprobs() -> None:
     parts = tiny("qwen3_vl")
     policy, batch = make_policy(parts), make_batch(parts)
-    far = iter([x + 1.0 for x in policy.annotator.logprobs(batch)])
+    far = iter([x + 1.0 for x in policy.logprobs(batch)])
     moved = replace(
         batch,
         groups=tuple(
@@ -165,7 +166,7 @@ def test_minibatches_take_that_many_optimizer_steps() -> None:
     steps: list[int] = []
     policy._optimizer.adamw.register_step_post_hook(lambda *_: steps.append(1))
     batch = make_batch(parts)
-    policy.update(with_old_logprobs(batch, policy.annotator.logprobs(batch)))
+    policy.update(with_old_logprobs(batch, policy.logprobs(batch)))
     assert len(steps) == 6
     with pytest.raises(AssertionError, match="off-policy"):
         policy.update(batch)
@@ -201,7 +202,7 @@ def test_kl_term_pulls_towards_the_reference() -> None:
 
 
 def with_reference(policy: TorchPolicy, batch: Batch) -> dict[str, float]:
-    values = iter(policy.annotator.reference_logprobs(batch))
+    values = iter(policy.reference_logprobs(batch))
     groups = tuple(
         replace(g, samples=tuple(replace(s, reference_logprobs_T=next(values)) for s in g.samples))
         for g in batch.groups
@@ -224,11 +225,11 @@ def test_frozen_vision_tower_stays_and_its_features_are_made_once(lora: bool) ->
     )
     tower = {name: x.clone() for name, x in parts.network.get_submodule("model.visual").named_parameters()}
     batch = make_batch(parts)
-    before = policy.annotator.logprobs(batch)
+    before = policy.logprobs(batch)
     for _ in range(3):
         policy.update(batch)
     assert cache.encoded_images == 3
-    assert not np.allclose(before[0], policy.annotator.logprobs(batch)[0])
+    assert not np.allclose(before[0], policy.logprobs(batch)[0])
     for name, parameter in parts.network.get_submodule("model.visual").named_parameters():
         assert torch.equal(parameter, tower[name]), name
     for model, guard in policy._guards:
@@ -266,7 +267,7 @@ def test_a_loaded_policy_goes_on_bit_for_bit(train: dict[str, object], family: s
 
 def test_the_load_of_experts_is_that_of_the_update_alone() -> None:
     batch, policy = make_batch(tiny("qwen3_vl_moe")), make_policy(tiny("qwen3_vl_moe"))
-    policy.annotator.logprobs(make_batch(tiny("qwen3_vl_moe"), seed=1))
+    policy.logprobs(make_batch(tiny("qwen3_vl_moe"), seed=1))
     after_others = policy.update(batch)["expert_imbalance"]
     assert after_others == make_policy(tiny("qwen3_vl_moe")).update(batch)["expert_imbalance"]
     assert 1 < after_others < 2, "two of four experts"
@@ -278,11 +279,12 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
         make_policy(tiny("qwen3_vl", num_layers=2)).load(tmp_path)
 
 
-def rates(steps: Sequence[int], shape: str) -> list[float]:
-    return [
-        learning_rate(step, peak=1.0, warmup_steps=2, total_steps=10, shape=shape, final_frac=0.2)  # type: ignore[arg-type]
-        for step in steps
-    ]
+SCHEDULE = {"learning_rate": 1.0, "lr_warmup_steps": 2, "final_lr_frac": 0.2}
+
+
+def rates(steps: Iterable[int], shape: str) -> list[float]:
+    settings = AdamWSettings.of_run(train_settings(lr_schedule=shape, **SCHEDULE), max_steps=10)
+    return [settings.rate(step) for step in steps]
 
 
 def test_learning_rates_by_hand() -> None:
@@ -342,22 +344,22 @@ def test_rl_starts_from_what_a_warm_up_made_and_so_does_a_resumed_run(dtype: tor
         )
 
     policy, batch = policy_with_reference(), make_batch(tiny("qwen3_vl"))
-    cold = policy.annotator.reference_logprobs(batch)
+    cold = policy.reference_logprobs(batch)
     with torch.no_grad():
         for parameter in policy._vlm.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     policy.snapshot_reference()
-    warm = policy.annotator.logprobs(batch)
+    warm = policy.logprobs(batch)
     assert not np.allclose(warm[0], cold[0], atol=1e-2)
-    np.testing.assert_array_equal(policy.annotator.reference_logprobs(batch)[0], warm[0])
+    np.testing.assert_array_equal(policy.reference_logprobs(batch)[0], warm[0])
     with_reference(policy, batch)
-    assert not np.array_equal(policy.annotator.logprobs(batch)[0], warm[0])
-    assert np.abs(policy.annotator.logprobs(batch)[0] - warm[0]).max() < np.abs(cold[0] - warm[0]).max()
+    assert not np.array_equal(policy.logprobs(batch)[0], warm[0])
+    assert np.abs(policy.logprobs(batch)[0] - warm[0]).max() < np.abs(cold[0] - warm[0]).max()
     save_policy(policy, tmp_path)
     resumed = policy_with_reference()
     resumed.load(tmp_path)
-    np.testing.assert_array_equal(resumed.annotator.reference_logprobs(batch)[0], warm[0])
-    np.testing.assert_array_equal(resumed.annotator.logprobs(batch)[0], policy.annotator.logprobs(batch)[0])
+    np.testing.assert_array_equal(resumed.reference_logprobs(batch)[0], warm[0])
+    np.testing.assert_array_equal(resumed.logprobs(batch)[0], policy.logprobs(batch)[0])
 
 
 def weights_after(train: dict[str, object], algorithm: Algorithm | None = None, updates: int = 1) -> torch.Tensor:
@@ -395,15 +397,11 @@ def test_weight_decay_shrinks_weights_by_rate_times_decay() -> None:
 
 
 def test_the_schedule_reaches_the_optimizer() -> None:
-    settings = {"learning_rate": 1.0, "lr_warmup_steps": 2, "lr_schedule": "linear", "final_lr_frac": 0.2}
     parts = tiny("qwen3_vl")
-    policy, batch = make_policy(parts, **settings), make_batch(parts)
+    policy, batch = make_policy(parts, lr_schedule="linear", **SCHEDULE), make_batch(parts)
     empty = replace(batch, groups=())
     seen = [policy.update(empty)["learning_rate"] for _ in range(10)]
-    expected = [
-        learning_rate(step, peak=1.0, warmup_steps=2, total_steps=10, shape="linear", final_frac=0.2)
-        for step in range(10)
-    ]
+    expected = rates(range(10), "linear")
     assert seen == expected
     assert policy._optimizer.adamw.param_groups[0]["lr"] == expected[-1]
 
@@ -448,7 +446,7 @@ def test_a_minibatch_stands_for_the_whole_batch_by_its_groups() -> None:
             {name: p.grad.clone() for name, p in trainable_parameters(policy._vlm).items() if p.grad is not None}
         )
     )
-    policy.update(with_old_logprobs(batch, policy.annotator.logprobs(batch)))
+    policy.update(with_old_logprobs(batch, policy.logprobs(batch)))
     alone = update_gradients(make_policy(tiny("qwen3_vl")), first_only)
     assert len(seen) == 3
     assert largest_relative_difference(alone, seen[0]) < GRADIENT_TOLERANCE
@@ -481,7 +479,7 @@ def test_importance_weights_scale_the_gradient_of_each_token_and_equal_logprobs_
         parts = tiny("qwen3_vl")
         fix = {"importance_sampling_fix": True} if rollout_shift is not None else {}
         policy, batch = make_policy(parts, algorithm=Algorithm.model_validate(settings | fix)), make_batch(parts)
-        logprobs = iter(policy.annotator.logprobs(batch))
+        logprobs = iter(policy.logprobs(batch))
         groups = []
         for group in batch.groups:
             shifted = [replace(s, rollout_logprobs_T=next(logprobs) - (rollout_shift or 0)) for s in group.samples]

@@ -29,9 +29,10 @@ from fovea.weights.push import WeightPusher
 from fovea.weights.sinks import NetworkCopy
 from fovea.wiring.workers import make_worker
 from tests.policies import make_policy
+from tests.process_ranks import PATIENCE
 from tests.rollout.drawing import same
 from tests.tiny_models import mixed_prompts, save, tiny
-from tests.train.rank_policies import PATIENCE, batch_of
+from tests.train.rank_policies import batch_of
 from tests.warm import run_ranks
 
 CASES = {

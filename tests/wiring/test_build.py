@@ -212,8 +212,8 @@ def test_the_critics_rate_follows_the_policys_unless_it_is_set(
     """1e-5 beside 5e-7, at any scale (decision 009)."""
     train = {"learning_rate": 1e-3, "lr_warmup_steps": 0}
     run = run_of(tmp_path, algorithm={"name": "ppo", "advantage": {"critic": critic}}, train=train)
-    rates = run.policy.worker._set_rates()  # type: ignore[attr-defined]
-    assert rates == pytest.approx({"learning_rate": 1e-3, "learning_rate/value": rate})
+    rates = [each.set_rate(0) for each in run.policy.worker._optimizers]  # type: ignore[attr-defined]
+    assert rates == pytest.approx([1e-3, rate])
 
 
 @pytest.mark.parametrize(("num", "said"), [(1, "tiny on cpu, 1 thread"), (2, "tiny on cpu, 2 threads")])

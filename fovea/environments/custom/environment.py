@@ -13,7 +13,7 @@ from fovea.environments.base import Environment, Split
 from fovea.environments.curriculum import Stages
 from fovea.environments.custom.grader import UserGrader
 from fovea.environments.graders.limited_calls import CallThreads
-from fovea.errors import DataError, named, raised
+from fovea.errors import DataError, describe_error, named
 from fovea.types import ImageRef, Message, Role, Task, Turn
 
 _TEXTS = ("id", "question", "answer", "kind")
@@ -171,7 +171,7 @@ class UserEnvironment(Environment):
         return answers
 
     def _named(self, method: str, where: str) -> AbstractContextManager[None]:
-        return named(lambda error: DataError(f"{self._method(method, where)} {raised(error)}; fix it"))
+        return named(lambda error: DataError(f"{self._method(method, where)} {describe_error(error)}; fix it"))
 
     def _method(self, method: str, where: str) -> str:
         return f"{where}: {self._name}.{method}"

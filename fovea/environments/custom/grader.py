@@ -19,7 +19,7 @@ from fovea.data.images import OpenImage
 from fovea.environments.custom.trl import RewardFunction, is_async
 from fovea.environments.graders.base import NoScoreError
 from fovea.environments.graders.limited_calls import BlockingCalls
-from fovea.errors import named, raised
+from fovea.errors import describe_error, named
 from fovea.types import ImageRef, Mark, Score, Task, Turn
 
 REWARD, ACCURACY, IMAGE_PARTS, MARKS = "reward", "accuracy", "image_parts", "marks"
@@ -50,7 +50,7 @@ class UserGrader:
         return await self._threads.run(lambda: self._function(task, turns))
 
     async def _awaited(self, task: Task, turns: Sequence[Turn]) -> object:
-        with named(lambda error: NoScoreError(raised(error))):
+        with named(lambda error: NoScoreError(describe_error(error))):
             returned = self._function(task, turns)
             assert inspect.isawaitable(returned), self._function
             try:
@@ -60,7 +60,7 @@ class UserGrader:
                 running = asyncio.current_task()
                 if running is not None and running.cancelling():  # by the time limit, or since the run ends
                     raise
-                raise NoScoreError(raised(error)) from error
+                raise NoScoreError(describe_error(error)) from error
 
 
 def checked_score(returned: object, task: Task) -> Score:

@@ -17,7 +17,7 @@ from fovea.config.environments import OwnEnvironment
 from fovea.config.rewards import FROM_PYTHON
 from fovea.environments.custom.importing import import_file
 from fovea.environments.custom.trl import RewardFunction, called_as_by_trl, is_of_trl
-from fovea.errors import ConfigError, FoveaError, raised, result_or_error
+from fovea.errors import ConfigError, FoveaError, describe_error, result_or_error
 
 METHODS: Mapping[str, tuple[str, ...]] = {
     "tasks": ("split",),
@@ -99,7 +99,7 @@ def _instance(made: type, settings: OwnEnvironment) -> object:
     if isinstance(error, FoveaError):
         raise error
     if error is not None:
-        raise ConfigError(f"environment={settings.file} cannot be made: it {raised(error)}; fix it")
+        raise ConfigError(f"environment={settings.file} cannot be made: it {describe_error(error)}; fix it")
     return instance
 
 
@@ -149,7 +149,7 @@ def name_of(given: object) -> str:
 def _imported(path: Path, setting: str) -> ModuleType:
     module, error = result_or_error(lambda: import_file(path))
     if error is not None:
-        raise ConfigError(f"{setting}: {path} cannot be imported: it {raised(error)}; fix it") from error
+        raise ConfigError(f"{setting}: {path} cannot be imported: it {describe_error(error)}; fix it") from error
     assert isinstance(module, ModuleType), path
     return module
 

@@ -12,7 +12,7 @@ from threading import Thread
 from typing import Literal, Protocol
 
 from fovea.environments.graders.base import Grader, NoScoreError, TryAgainError
-from fovea.errors import ScoreError, UnscoredError, first_line, raised, result_or_error
+from fovea.errors import ScoreError, UnscoredError, describe_error, first_line, result_or_error
 from fovea.types import Score, Task, Turn
 from fovea.utils.event_loop import BackgroundLoop
 from fovea.utils.loop_watch import LoopWatch
@@ -61,7 +61,7 @@ class CallThreads:
 def result_of(result: object, error: BaseException | None) -> object:
     """The result of a call; NoScoreError where it has raised."""
     if error is not None:
-        raise NoScoreError(raised(error)) from error
+        raise NoScoreError(describe_error(error)) from error
     return result
 
 

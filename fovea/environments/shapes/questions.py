@@ -74,8 +74,8 @@ def in_words(seen: Scene, rng: np.random.Generator) -> str:
     """
     names = [f"a {thing.colour} {thing.shape}" for thing in seen.things]
     *rest, last = [names[place] for place in rng.permutation(len(names))]
-    told = f"{', '.join(rest)} and {last}" if rest else last
-    return f"Card {rng.integers(1, _MAX_CARD)} shows {told}. {seen.question}"
+    shapes = f"{', '.join(rest)} and {last}" if rest else last
+    return f"Card {rng.integers(1, _MAX_CARD)} shows {shapes}. {seen.question}"
 
 
 def _num_distractors(level: int, rng: np.random.Generator) -> int:

@@ -27,7 +27,7 @@ class PackedRow:
 
     Completions come without their last token, which is predicted and never an input: a prompt of 30 tokens with two
     completions of 5 and 3 tokens makes a row of 30 + 4 + 2 tokens and 8 actions. Equal completions of a prompt are in
-    it once (`train.microbatching`): with a second one of the same 5 tokens it has 13 actions, 8 of them to compute.
+    it once (`train.row_assignment`): with a second one of the same 5 tokens it has 13 actions, 8 of them to compute.
     """
 
     token_ids_N: Tensor

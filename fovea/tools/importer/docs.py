@@ -61,9 +61,9 @@ def page(system: System) -> str:
     parts += [IMPORT[name]] if name in IMPORTED else []
     parts += ["## Commands\n", *_table((title, "Fovea", "remarks"), map(_command, system.commands)), ""]
     for chapter, settings in system.chapters.items():
-        told = [setting for setting in settings if setting.harmless != "any"]
-        if told:
-            parts += [f"## {chapter}\n", *_table((title, "Fovea", "differences"), map(_setting, told)), ""]
+        restricted = [setting for setting in settings if setting.harmless != "any"]
+        if restricted:
+            parts += [f"## {chapter}\n", *_table((title, "Fovea", "differences"), map(_setting, restricted)), ""]
     parts += ["## Metrics\n", *_table((title, "Fovea", "differences"), map(_metric, system.metrics))]
     needless = list(_needless(system.settings))
     return "\n".join([*parts, *(["", NEEDLESS, *needless] if needless else []), ""])

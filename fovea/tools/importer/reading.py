@@ -69,10 +69,10 @@ def _not_imported(system: System, num_known: int, keys: Sequence[str]) -> Config
     """The error for settings of a system that is in the table, but whose files are not read."""
     found = ((key, system.find(key)) for key in keys)
     renamed = (f"{key} is {each.ours[0]}" for key, each in found if each is not None and each.ours and not each.note)
-    told = ", ".join(islice(renamed, SHOWN_COUNTERPARTS))
+    examples = ", ".join(islice(renamed, SHOWN_COUNTERPARTS))
     return ConfigError(
         f"{num_known} of {len(keys)} settings are those of {system.title}, whose files are not read, only verl's and "
-        f"RLinf's; write a recipe by the table in docs/from-{system.name}.md{f' ({told})' if told else ''}"
+        f"RLinf's; write a recipe by the table in docs/from-{system.name}.md{f' ({examples})' if examples else ''}"
     )
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from fovea.tools.importer.theirs import TRACKERS, Left, Line, Rule, Theirs
+from fovea.tools.importer.theirs import TRACKERS, Left, Line, Rule, SourceConfig
 
 GROUP, ADVANTAGE = "algorithm.group_size", "algorithm.adv_type"
 SAMPLING, PLACEMENT = "algorithm.sampling_params", "cluster.component_placement"
@@ -24,7 +24,7 @@ ESTIMATORS = {"low_var_kl": "k3", "k3": "k3", "mse": "k2", "k2": "k2"}
 DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "32": "float32", "float32": "float32"}
 
 
-def environment(theirs: Theirs) -> Iterator[Line | Left]:
+def environment(theirs: SourceConfig) -> Iterator[Line | Left]:
     key = "reward.reward_type"
     named, kind = theirs.environment, ENVIRONMENTS.get(str(theirs.value(key)))
     if named is not None and kind not in (None, named):
@@ -34,7 +34,7 @@ def environment(theirs: Theirs) -> Iterator[Line | Left]:
     yield theirs.line("environment.name", named or kind, key, why="" if kind else f"--environment {named}")
 
 
-def reward_values(theirs: Theirs) -> Iterator[Line | Left]:
+def reward_values(theirs: SourceConfig) -> Iterator[Line | Left]:
     """Rewards of right and wrong answers, each times a factor."""
     scale, kind = "reward.reward_scale", str(theirs.value("reward.reward_type"))
     if (theirs.environment or ENVIRONMENTS.get(kind)) != "geo3k":
@@ -44,13 +44,13 @@ def reward_values(theirs: Theirs) -> Iterator[Line | Left]:
         yield theirs.line(f"environment.{ours}", value, f"reward.{ours}", scale)
 
 
-def model(theirs: Theirs) -> Iterator[Line | Left]:
+def model(theirs: SourceConfig) -> Iterator[Line | Left]:
     for key in ("rollout.model.model_path", "actor.model.model_path"):
         if theirs.value(key) is not None:
             yield theirs.line("model.path", str(theirs.value(key)).rstrip("/"), key)
 
 
-def dtype(theirs: Theirs) -> Iterator[Line | Left]:
+def dtype(theirs: SourceConfig) -> Iterator[Line | Left]:
     """The number format of computing; the weights that the optimizer changes are float32 in any case."""
     mixed, own = "actor.fsdp_config.mixed_precision.param_dtype", "actor.model.precision"
     key = mixed if theirs.value(mixed) is not None else own
@@ -64,7 +64,7 @@ def dtype(theirs: Theirs) -> Iterator[Line | Left]:
         yield from theirs.left(own, "the optimizer's copy of the weights is always float32", matters=False)
 
 
-def tokens(theirs: Theirs) -> Iterator[Line | Left]:
+def tokens(theirs: SourceConfig) -> Iterator[Line | Left]:
     """Longest prompt and longest completion, of which RLinf sets the sum too."""
     prompt, total, own = "data.max_prompt_length", "runner.seq_length", f"{SAMPLING}.max_new_tokens"
     longest, both, new = theirs.value(prompt), theirs.value(total), theirs.value(own)
@@ -78,7 +78,7 @@ def tokens(theirs: Theirs) -> Iterator[Line | Left]:
         yield theirs.line("rollout.max_new_tokens", both - longest, total, prompt)
 
 
-def min_new_tokens(theirs: Theirs) -> Iterator[Line | Left]:
+def min_new_tokens(theirs: SourceConfig) -> Iterator[Line | Left]:
     key = f"{SAMPLING}.min_new_tokens"
     if (theirs.value(key) or 0) > 1:
         yield theirs.line("rollout.engine.min_new_tokens", theirs.value(key), key)
@@ -86,19 +86,19 @@ def min_new_tokens(theirs: Theirs) -> Iterator[Line | Left]:
         yield from theirs.left(key, "an empty completion is graded like any other", matters=False)
 
 
-def bad_rows(theirs: Theirs) -> Iterator[Line | Left]:
+def bad_rows(theirs: SourceConfig) -> Iterator[Line | Left]:
     key = "data.filter_prompt_by_length"
     drops = theirs.value(key)
     why = "" if drops else "RLinf cuts longer prompts, here they are an error"
     yield theirs.line("data.on_bad_row", "skip" if drops else "error", key, why=why)
 
 
-def betas(theirs: Theirs) -> Iterator[Line | Left]:
+def betas(theirs: SourceConfig) -> Iterator[Line | Left]:
     keys = ("actor.optim.adam_beta1", "actor.optim.adam_beta2")
     yield theirs.line("train.betas", [theirs.value(key) for key in keys], *keys)
 
 
-def warmup(theirs: Theirs) -> Iterator[Line | Left]:
+def warmup(theirs: SourceConfig) -> Iterator[Line | Left]:
     """Warm-up steps, which RLinf may write as a share of all steps."""
     counts = ("actor.optim.lr_warmup_steps", "actor.lr_sched.lr_warmup_iters")
     shares = ("actor.optim.lr_warmup_steps_ratio", "actor.lr_sched.lr_warmup_fraction")
@@ -117,7 +117,7 @@ def warmup(theirs: Theirs) -> Iterator[Line | Left]:
         yield theirs.line("train.lr_warmup_steps", math.ceil(theirs.value(share) * total), share, "runner.max_steps")
 
 
-def _share_of_unknown_steps(theirs: Theirs, share: str) -> Iterator[Line | Left]:
+def _share_of_unknown_steps(theirs: SourceConfig, share: str) -> Iterator[Line | Left]:
     """A share of a number of steps that only the rows tell; RLinf's FSDP trainer does not read `lr_sched`."""
     reason = "a share of a number of steps that is not known; add runner.max_steps=N behind the file"
     if not share.startswith("actor.lr_sched.") or theirs.value("actor.training_backend") != "fsdp":
@@ -127,7 +127,7 @@ def _share_of_unknown_steps(theirs: Theirs, share: str) -> Iterator[Line | Left]
     yield from theirs.left(share, f"{reason}; RLinf's FSDP trainer does not read it either")
 
 
-def microbatches(theirs: Theirs) -> Iterator[Line | Left]:
+def microbatches(theirs: SourceConfig) -> Iterator[Line | Left]:
     by_tokens, most = "runner.enable_dynamic_batch_size", "runner.max_tokens_per_mbs"
     rows, group = "algorithm.training_batch_size_per_gpu", theirs.value(GROUP)
     if theirs.value(by_tokens):
@@ -141,7 +141,7 @@ def microbatches(theirs: Theirs) -> Iterator[Line | Left]:
         yield from theirs.left(rows, f"it counts completions, and is not a multiple of the {group} of a group")
 
 
-def algorithm(theirs: Theirs) -> Iterator[Line | Left]:
+def algorithm(theirs: SourceConfig) -> Iterator[Line | Left]:
     name, advantage = theirs.one_of(ADVANTAGE, ALGORITHMS, "advantage")
     yield theirs.line("algorithm.name", name, ADVANTAGE)
     yield theirs.line("algorithm.advantage.name", advantage, ADVANTAGE)
@@ -150,13 +150,13 @@ def algorithm(theirs: Theirs) -> Iterator[Line | Left]:
         yield theirs.line("algorithm.ppo_epochs", 1, why="RLinf makes one pass over the completions of a step")
 
 
-def gae(theirs: Theirs) -> Iterator[Line | Left]:
+def gae(theirs: SourceConfig) -> Iterator[Line | Left]:
     if theirs.value(ADVANTAGE) == "gae":
         for name in ("gamma", "gae_lambda"):
             yield theirs.line(f"algorithm.advantage.{name}", theirs.value(f"algorithm.{name}"), f"algorithm.{name}")
 
 
-def critic(theirs: Theirs) -> Iterator[Line | Left]:
+def critic(theirs: SourceConfig) -> Iterator[Line | Left]:
     """The value function of PPO, in RLinf a separate model."""
     if theirs.value(ADVANTAGE) != "gae":
         return
@@ -172,7 +172,7 @@ def critic(theirs: Theirs) -> Iterator[Line | Left]:
             yield theirs.line(f"{place}.{ours}", theirs.value(key), key)
 
 
-def clip(theirs: Theirs) -> Iterator[Line | Left]:
+def clip(theirs: SourceConfig) -> Iterator[Line | Left]:
     kind, both = "algorithm.loss_type", "algorithm.ratio_clip_eps"
     if theirs.value(kind) not in LOSSES:
         raise theirs.refuse(kind, f"there is no such loss here; set it to {', '.join(LOSSES)}")
@@ -184,7 +184,7 @@ def clip(theirs: Theirs) -> Iterator[Line | Left]:
     yield theirs.line("algorithm.loss.dual_clip", theirs.value("algorithm.clip_ratio_c"), "algorithm.clip_ratio_c")
 
 
-def kl(theirs: Theirs) -> Iterator[Line | Left]:
+def kl(theirs: SourceConfig) -> Iterator[Line | Left]:
     coef, kind = "algorithm.kl_beta", "algorithm.kl_penalty_type"
     if not theirs.value(coef):
         yield theirs.line("algorithm.kl", None, coef)
@@ -195,19 +195,19 @@ def kl(theirs: Theirs) -> Iterator[Line | Left]:
     yield theirs.line("algorithm.kl.estimator", estimator, kind)
 
 
-def importance(theirs: Theirs) -> Iterator[Line | Left]:
+def importance(theirs: SourceConfig) -> Iterator[Line | Left]:
     key = "algorithm.importance_sampling_clip"
     if theirs.value("algorithm.importance_sampling_fix") and theirs.value(key) is not None:
         yield theirs.line(key, theirs.value(key), key)
 
 
-def dynamic_sampling(theirs: Theirs) -> Iterator[Line | Left]:
+def dynamic_sampling(theirs: SourceConfig) -> Iterator[Line | Left]:
     key = "algorithm.max_num_gen_batches"
     if (theirs.value(key) or 1) > 1:
         yield theirs.line("algorithm.dynamic_sampling.max_gen_batches", theirs.value(key), key)
 
 
-def engine(theirs: Theirs) -> Iterator[Line | Left]:
+def engine(theirs: SourceConfig) -> Iterator[Line | Left]:
     key = "rollout.rollout_backend"
     name = theirs.value(key)
     if name not in ("vllm", "sglang"):
@@ -218,7 +218,7 @@ def engine(theirs: Theirs) -> Iterator[Line | Left]:
             yield theirs.line(f"rollout.engine.{own}", theirs.value(f"rollout.vllm.{own}"), f"rollout.vllm.{own}")
 
 
-def steps(theirs: Theirs) -> Iterator[Line | Left]:
+def steps(theirs: SourceConfig) -> Iterator[Line | Left]:
     epochs, total = "runner.max_epochs", "runner.max_steps"
     if theirs.value(epochs) is not None:
         yield theirs.line("max_epochs", theirs.value(epochs), epochs)
@@ -228,7 +228,7 @@ def steps(theirs: Theirs) -> Iterator[Line | Left]:
         yield theirs.line("max_steps", 1_000_000, total, why="the epochs end the run before")
 
 
-def run_dir(theirs: Theirs) -> Iterator[Line | Left]:
+def run_dir(theirs: SourceConfig) -> Iterator[Line | Left]:
     folder, name, resume = "runner.output_dir", "runner.experiment_name", "runner.resume_dir"
     if theirs.value(folder) is not None and theirs.value(name) is not None:
         yield theirs.line("run_dir", f"{theirs.value(folder)}/{theirs.value(name)}", folder, name)
@@ -236,7 +236,7 @@ def run_dir(theirs: Theirs) -> Iterator[Line | Left]:
         yield theirs.line("resume", theirs.value(resume) or "never", resume)
 
 
-def loggers(theirs: Theirs) -> Iterator[Line | Left]:
+def loggers(theirs: SourceConfig) -> Iterator[Line | Left]:
     key, project = "runner.logger.logger_backends", "runner.logger.project_name"
     named = theirs.value(key)
     if named is None:
@@ -250,7 +250,7 @@ def loggers(theirs: Theirs) -> Iterator[Line | Left]:
         yield from theirs.left(key, f"no {', '.join(others)}; metrics.jsonl in the run folder has every metric")
 
 
-def placement(theirs: Theirs) -> Iterator[Line | Left]:
+def placement(theirs: SourceConfig) -> Iterator[Line | Left]:
     """GPUs of actor and rollout: all for both, or ranges that are the same or do not meet."""
     keys = [key for key in theirs.given if key == PLACEMENT or key.startswith(f"{PLACEMENT}.")]
     found: dict[str, tuple[str, Any]] = {}
@@ -275,7 +275,7 @@ def placement(theirs: Theirs) -> Iterator[Line | Left]:
             yield from theirs.left(key, "no placement here; set cluster.placement and cluster.rollout_gpus")
 
 
-def _all_gpus(theirs: Theirs, key: str) -> Iterator[Line | Left]:
+def _all_gpus(theirs: SourceConfig, key: str) -> Iterator[Line | Left]:
     """All GPUs of this machine, where there are several; one has a run without a setting."""
     num_gpus = theirs.count_gpus()
     if num_gpus > 1:

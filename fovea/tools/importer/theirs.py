@@ -61,12 +61,12 @@ class Unusable(Exception):
         self.left = Left(key=key, reason=reason, matters=True)
 
 
-Rule: TypeAlias = Callable[["Theirs"], Iterator[Line | Left]]
+Rule: TypeAlias = Callable[["SourceConfig"], Iterator[Line | Left]]
 """Makes settings of several of the other system's together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Theirs:
+class SourceConfig:
     """The settings that were given, over the defaults of the system that they belong to."""
 
     system: System
@@ -137,7 +137,7 @@ class Theirs:
         return f"{key}={show(self.value(key))} ({self.system.title}'s default)" if has_default else ""
 
 
-def plain(theirs: Theirs, setting: Counterpart) -> Iterator[Line | Left]:
+def plain(theirs: SourceConfig, setting: Counterpart) -> Iterator[Line | Left]:
     """Translate a setting without a rule."""
     key = setting.theirs
     if setting.none:
@@ -156,7 +156,7 @@ def plain(theirs: Theirs, setting: Counterpart) -> Iterator[Line | Left]:
             yield theirs.line(ours, value, key)
 
 
-def _without_counterpart(theirs: Theirs, setting: Counterpart) -> Iterator[Left]:
+def _without_counterpart(theirs: SourceConfig, setting: Counterpart) -> Iterator[Left]:
     for key in theirs.given:
         if theirs.system.find(key) == setting:
             matters = setting.harmless != "any" and theirs.value(key) not in (None, *setting.harmless)

@@ -17,7 +17,7 @@ from fovea.config.type_text import show
 from fovea.errors import ConfigError
 from fovea.tools.importer import rlinf, verl
 from fovea.tools.importer.interpolation import Given
-from fovea.tools.importer.theirs import EnvironmentName, Left, Line, Rule, Theirs, Unusable, plain
+from fovea.tools.importer.theirs import EnvironmentName, Left, Line, Rule, SourceConfig, Unusable, plain
 
 NEARLY_THE_KEY = 0.9
 """Likeness (difflib) of a whole key with a slip in one of its sections; names in other sections are below."""
@@ -49,12 +49,12 @@ def translate(
     `count_gpus` counts the GPUs of this machine, where settings mean all of them.
     ConfigError for values that contradict each other, that cannot be known, or without which there is no recipe.
     """
-    theirs = Theirs(system=system, given=given, environment=environment, count_gpus=count_gpus)
+    theirs = SourceConfig(system=system, given=given, environment=environment, count_gpus=count_gpus)
     found = list(_found(theirs))
     lines = tuple(_one_for_each_key(each for each in found if isinstance(each, Line)))
     left = list(dict.fromkeys(each for each in found if isinstance(each, Left)))
-    told = {key for line in lines for key in line.read} | {each.key for each in left}
-    silent = [key for key in given if key not in told and system.find(key) is not None]
+    handled = {key for line in lines for key in line.read} | {each.key for each in left}
+    silent = [key for key in given if key not in handled and system.find(key) is not None]
     left += [Left(key=key, reason="without effect beside the other settings", matters=False) for key in silent]
     unknown = {key: each for key, each in given.items() if system.find(key) is None}
     empty = [key for key, each in unknown.items() if each.value in (None, {}, [])]
@@ -86,7 +86,7 @@ def _near(unknown: str, system: System) -> str | None:
     return next(iter(get_close_matches(unknown, system.by_key, n=1, cutoff=NEARLY_THE_KEY)), None)
 
 
-def _found(theirs: Theirs) -> Iterator[Line | Left]:
+def _found(theirs: SourceConfig) -> Iterator[Line | Left]:
     """Translate each setting in the order of the table; a rule comes where its first setting stands."""
     done = set()
     for setting in theirs.system.settings:
@@ -97,7 +97,7 @@ def _found(theirs: Theirs) -> Iterator[Line | Left]:
             yield from _usable(RULES[theirs.system.name][setting.rule](theirs), theirs, setting)
 
 
-def _usable(made: Iterator[Line | Left], theirs: Theirs, setting: Counterpart) -> list[Line | Left]:
+def _usable(made: Iterator[Line | Left], theirs: SourceConfig, setting: Counterpart) -> list[Line | Left]:
     """Lines made of a setting and its rule's settings; if a value is unusable, all are left out."""
     try:
         return list(made)

@@ -16,7 +16,7 @@ from fovea.models.recompute import Recompute
 from fovea.tools.plan.model_sizes import ModelSizes
 from fovea.tools.plan.walk import Stage
 from fovea.tools.plan.workload import RowShape
-from fovea.train.objective import slopes_are_known
+from fovea.train.objective import can_precompute_gradients
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,7 +214,7 @@ def head_stage(config: Config, sizes: ModelSizes, row: RowShape, numerics: Numer
     beside = product if width < FLOAT else 0
     # x log x of the probabilities, for the gradient of the entropy; then the gradient of the logits in 16 bits
     of_logits = max(FLOAT * block if config.algorithm.entropy_coef else 0, block * width if width < FLOAT else 0)
-    known = all(slopes_are_known(config.algorithm, on_policy=each) for each in (True, False))
+    known = all(can_precompute_gradients(config.algorithm, on_policy=each) for each in (True, False))
     if recomputes and config.train.backend.name == "torch" and known:
         # gradients are made beside the chunk's logits and log-probs, and stay for the backward pass, which makes none
         return Stage(

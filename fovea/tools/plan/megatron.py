@@ -33,7 +33,7 @@ from fovea.tools.plan.states import GRADIENTS, MOMENTS, OPTIMIZER, PARAMETERS, R
 from fovea.tools.plan.vision import VISION, encoding_bytes, tower_stages
 from fovea.tools.plan.walk import Bytes, Stage, peak_of
 from fovea.tools.plan.workload import Roles, RowShape, Workload
-from fovea.train.objective import slopes_are_known
+from fovea.train.objective import can_precompute_gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,7 @@ def head_stage(config: Config, sizes: ModelSizes, row: RowShape, numerics: Numer
     if chunk == row.actions:
         backward = states + max(FLOAT * block, of_weight)
         return Stage(part=LOGITS, saved=saved + FLOAT * block, forward=logits + states, backward=backward)
-    known = all(slopes_are_known(config.algorithm, on_policy=each) for each in (True, False))
+    known = all(can_precompute_gradients(config.algorithm, on_policy=each) for each in (True, False))
     if known:
         made = row.actions * sizes.width * width + of_weight
         return Stage(part=LOGITS, saved=saved, forward=logits + states + made, backward=states + made)

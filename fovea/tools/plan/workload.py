@@ -18,10 +18,9 @@ from fovea.config.run import Config
 from fovea.errors import ConfigError
 from fovea.models.flops import training_passes
 from fovea.tools.plan.model_sizes import ModelSizes
-from fovea.train.microbatching import Cost, RowSlices, slice_groups
 from fovea.train.model_division import check_processes
 from fovea.train.ranks import check_replicas
-from fovea.train.row_assignment import rows_by_cost, rows_by_count
+from fovea.train.row_assignment import Cost, RowSlices, rows_by_cost, rows_by_count, slice_groups
 from fovea.types import Prompt, PromptImage, Sample, SampleGroup
 
 

@@ -52,10 +52,10 @@ def packed_rows(device: torch.device, dtype: torch.dtype) -> Iterator[str]:
         if refusal is not None:
             raise CheckFailed(f"{name}: refused: {refusal}")
         found = packed_differences(layout, shape)
-        told = ", ".join(f"{what} {value:.1e}" for what, value in found.items())
+        differences = ", ".join(f"{what} {value:.1e}" for what, value in found.items())
         if not max(found.values()) <= TOLERANCE[dtype]:
-            raise CheckFailed(f"{name}: off by {told}, and rounding moves them by less than {TOLERANCE[dtype]}")
-        yield f"{name}: right; relative differences: {told}"
+            raise CheckFailed(f"{name}: off by {differences}, and rounding moves them by less than {TOLERANCE[dtype]}")
+        yield f"{name}: right; relative differences: {differences}"
 
 
 def packed_differences(layout: SharedPrefixLayout, shape: HeadShape) -> dict[str, float]:

@@ -21,9 +21,9 @@ from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
 from fovea.errors import TrainError, broken_checkpoint
-from fovea.train.megatron.critic import Critic
+from fovea.train.megatron.critic import ReplicatedValueHead
 from fovea.train.megatron.optimizer import MegatronOptimizer
-from fovea.train.megatron.parallel import Place
+from fovea.train.megatron.parallel import ParallelRank
 
 STATE, COUNTS = "megatron", "policy.json"
 """Folder of the tensors, and the file of the counters beside it."""
@@ -37,15 +37,19 @@ HAS_REFERENCE = "has_reference"
 filesystem_async._results_queue = SimpleQueue()
 
 
-class Checkpoints:
+class MegatronCheckpoints:
     """Writes and reads weights, moments and counters of one process's part of the policy."""
 
     def __init__(
-        self, model: DistributedDataParallel, optimizer: MegatronOptimizer, critic: Critic | None, place: Place
+        self,
+        model: DistributedDataParallel,
+        optimizer: MegatronOptimizer,
+        value_head: ReplicatedValueHead | None,
+        place: ParallelRank,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
-        self._critic = critic
+        self._value_head = value_head
         self._place = place
 
     def save(self, folder: Path, counts: Mapping[str, int], reference: Any | None = None) -> None:
@@ -57,8 +61,8 @@ class Checkpoints:
         self._place.everyone.run_on_first(target.mkdir)
         with self._optimizer.on_device():
             state = self._state(reference, is_loading=False)
-            if self._critic is not None:
-                state[VALUE] = self._critic.state()
+            if self._value_head is not None:
+                state[VALUE] = self._value_head.state()
             dist_checkpointing.save(state, str(target))
         written = {**counts, HAS_REFERENCE: int(reference is not None)}
         self._place.everyone.run_on_first(lambda: _write(folder / COUNTS, written))
@@ -76,8 +80,8 @@ class Checkpoints:
                 _restore(saved, state["reference"])
             _restore(self._model.module, state["model"])
             self._optimizer.load_state(state["optimizer"])
-            if self._critic is not None:
-                self._critic.load(state[VALUE])
+            if self._value_head is not None:
+                self._value_head.load_state(state[VALUE])
         return counts
 
     def _state(self, reference: Any | None, *, is_loading: bool) -> dict[str, Any]:

@@ -48,7 +48,7 @@ from fovea.models.trainable import (
 )
 from fovea.models.transformers_versions import load_config
 from fovea.train.megatron.packed_rows import PackedRows, attending_to_own_row, pack_rows
-from fovea.train.megatron.parallel import Place
+from fovea.train.megatron.parallel import ParallelRank
 from fovea.train.model_division import MIXTURE, check_division
 from fovea.utils.config_keys import check_config_keys
 
@@ -189,7 +189,7 @@ def _make_linears_empty(network: nn.Module) -> None:
 class MegatronModel:
     """This process's slice of the model: its layers of a pipeline stage, their tensors split over the tensor axis."""
 
-    def __init__(self, config: Config, settings: Model, shape: PlainVLM, place: Place) -> None:
+    def __init__(self, config: Config, settings: Model, shape: PlainVLM, place: ParallelRank) -> None:
         self.place = place
         self.shape = shape
         self.device = pick_device(settings.device)
@@ -283,7 +283,7 @@ class MegatronModel:
         with _without_head(language), attending_to_own_row(language, packed):
             states: Tensor = model(input_ids=ids_1N, position_ids=None, attention_mask=None, **inputs)
         if self.config.sequence_parallel and self.module.post_process:
-            # the gradient of the whole comes to each rank (`Passes`), which goes on with the slice of its tokens
+            # each rank gets the whole gradient (`MegatronPasses`) and goes on with the slice of its tokens
             states = gather_from_sequence_parallel_region(states, tensor_parallel_output_grad=False)
         return states.contiguous()  # which a stage needs in order to send them
 

@@ -11,9 +11,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import Tensor
 
-from fovea.config.backends import MegatronBackend
-from fovea.config.sections import Train
-from fovea.train.optimizer_steps import rate_of_run
+from fovea.train.adamw import AdamWSettings
 
 
 class Offloaded:
@@ -71,20 +69,22 @@ LAYOUT = "fully_reshardable"
 class MegatronOptimizer:
     """AdamW of Megatron-core, whose moments and float32 weights are sharded over the data axis where there is one."""
 
-    def __init__(self, model: DistributedDataParallel, train: Train, *, max_steps: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: DistributedDataParallel, settings: AdamWSettings, *, dtype: torch.dtype, offload: bool
+    ) -> None:
+        """`offload` keeps moments and float32 weights in the host's memory between steps."""
         self._model = model
-        self._train = train
-        self._max_steps = max_steps
-        # vectors do not decay, as in `train.optimizer_steps.make_adamw`: the default of Megatron too
+        self._settings = settings
+        # vectors do not decay, as in `train.adamw.make_adamw`: the default of Megatron too
         self.inner = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
-                lr=train.learning_rate,
-                weight_decay=train.weight_decay,
-                adam_beta1=train.betas[0],
-                adam_beta2=train.betas[1],
-                adam_eps=train.adam_eps,
-                clip_grad=train.max_grad_norm,
+                lr=settings.peak_rate,
+                weight_decay=settings.weight_decay,
+                adam_beta1=settings.betas[0],
+                adam_beta2=settings.betas[1],
+                adam_eps=settings.eps,
+                clip_grad=settings.max_grad_norm,
                 bf16=dtype == torch.bfloat16,
                 params_dtype=dtype,
                 use_distributed_optimizer=model.ddp_config.use_distributed_optimizer,
@@ -93,10 +93,9 @@ class MegatronOptimizer:
         )
         for group in self.inner.param_groups:
             # which Megatron leaves to a separate scheduler, so that vectors would decay as well
-            group["weight_decay"] = train.weight_decay * group["wd_mult"]
+            group["weight_decay"] = settings.weight_decay * group["wd_mult"]
         self._make_moments()
-        assert isinstance(train.backend, MegatronBackend)
-        self._offloaded = Offloaded(self.states) if train.backend.optimizer_offload else None
+        self._offloaded = Offloaded(self.states) if offload else None
 
     def on_device(self) -> AbstractContextManager[None]:
         """A block in which `inner` may be used: elsewhere its state is in the host's memory, if that is set."""
@@ -104,7 +103,7 @@ class MegatronOptimizer:
 
     def set_rate(self, step: int) -> float:
         """Set the learning rate for step 0, 1, ... of the run; returns it."""
-        rate = rate_of_run(step, self._train, peak=self._train.learning_rate, max_steps=self._max_steps)
+        rate = self._settings.rate(step)
         for group in self.inner.param_groups:
             group["lr"] = rate
         return rate
@@ -114,10 +113,13 @@ class MegatronOptimizer:
         self._model.zero_grad_buffer()
         self.inner.zero_grad()
 
-    def clip(self) -> float:
-        """Norm of the gradient of the whole model, which `step` clips; the same on all ranks."""
+    def make_moments(self) -> None:
+        """Do nothing: the moments are there from the beginning."""
+
+    def clip(self) -> Tensor:
+        """Norm [] of the gradient of the whole model, which `step` clips; the same on all ranks."""
         self.inner.prepare_grads()
-        return float(self.inner.get_grad_norm())
+        return torch.tensor(float(self.inner.get_grad_norm()))
 
     def step(self) -> None:
         """Clip the gradients to `max_grad_norm` and take a step."""

@@ -75,6 +75,7 @@ def attending_to_own_row(language: Any, rows: PackedRows) -> Iterator[None]:
     The bridge's vision-language models have no argument for either: they would take all tokens for a single row.
     """
     positions_31N = rows.positions_3N[:, None]
+    # hooks: the arguments on the way from the bridge's model to these modules are Megatron's own
     hooks = [
         language.rotary_pos_emb.register_forward_pre_hook(lambda _, given: (positions_31N, *given[1:])),
         language.decoder.register_forward_pre_hook(

@@ -1,4 +1,4 @@
-"""The process groups of Megatron, and this process's place in them.
+"""The process groups of Megatron, and the rank of this process in each of them.
 
 Ranks are numbered tensor axis first, then data, then pipeline, as Megatron-core does.
 """
@@ -20,11 +20,12 @@ from fovea.train.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """This process among those of the policy."""
+class ParallelRank:
+    """Ranks and groups of this process among the processes of the policy."""
 
-    dealt: Ranks
-    """Rank and number of the shares that micro-batches are dealt in; without a mesh, since nothing passes between."""
+    data: Ranks
+    """Rank and number of the shares of the data axis, which micro-batches are assigned to; without a mesh, as nothing
+    passes between."""
     results: Ranks
     """The processes with this slice of the tensors, one for each share and pipeline stage: results of the last stages
     are merged over them, and so is what all have to agree on."""
@@ -32,38 +33,38 @@ class Place:
     shares: tuple[int, ...]
     """The share of each process, by its rank among all."""
 
+    @staticmethod
+    def setup(config: Config, device: torch.device) -> ParallelRank:
+        """Make the groups of all processes of torch.distributed, or of this one only, which all processes must do.
 
-def take_place(config: Config, device: torch.device) -> Place:
-    """Make the groups of all processes of torch.distributed, or of this one only, which all processes must do.
-
-    ConfigError where the processes cannot be divided by the settings.
-    """
-    settings = config.train.backend
-    assert isinstance(settings, MegatronBackend)
-    if not dist.is_initialized():
-        # Megatron's collectives want a group, also that of a single process
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        store = dist.HashStore()  # type: ignore[attr-defined]  # public, though torch does not list it
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
-    size, tensor, pipeline = dist.get_world_size(), settings.tensor_parallel_size, settings.pipeline_parallel_size
-    check_processes(settings, size)
-    experts = settings.expert_parallel_size
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(
-            tensor,
-            pipeline,
-            expert_model_parallel_size=experts,
-            # experts that are dealt out are whole
-            expert_tensor_parallel_size=1 if experts > 1 else None,
+        ConfigError where the processes cannot be divided by the settings.
+        """
+        settings = config.train.backend
+        assert isinstance(settings, MegatronBackend)
+        if not dist.is_initialized():
+            # Megatron's collectives want a group, also that of a single process
+            backend = "nccl" if device.type == "cuda" else "gloo"
+            store = dist.HashStore()  # type: ignore[attr-defined]  # public, though torch does not list it
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        size, tensor, pipeline = dist.get_world_size(), settings.tensor_parallel_size, settings.pipeline_parallel_size
+        check_processes(settings, size)
+        experts = settings.expert_parallel_size
+        if not parallel_state.model_parallel_is_initialized():
+            parallel_state.initialize_model_parallel(
+                tensor,
+                pipeline,
+                expert_model_parallel_size=experts,
+                # experts that are dealt out are whole
+                expert_tensor_parallel_size=1 if experts > 1 else None,
+            )
+        model_parallel_cuda_manual_seed(config.seed)
+        num_shares = parallel_state.get_data_parallel_world_size()
+        return ParallelRank(
+            data=Ranks(rank=parallel_state.get_data_parallel_rank(), size=num_shares),
+            results=_ranks([list(range(first, size, tensor)) for first in range(tensor)], device),
+            everyone=_ranks([list(range(size))], device),
+            shares=tuple(rank // tensor % num_shares for rank in range(size)),
         )
-    model_parallel_cuda_manual_seed(config.seed)
-    num_shares = parallel_state.get_data_parallel_world_size()
-    return Place(
-        dealt=Ranks(rank=parallel_state.get_data_parallel_rank(), size=num_shares),
-        results=_ranks([list(range(first, size, tensor)) for first in range(tensor)], device),
-        everyone=_ranks([list(range(size))], device),
-        shares=tuple(rank // tensor % num_shares for rank in range(size)),
-    )
 
 
 def _ranks(groups: list[list[int]], device: torch.device) -> Ranks:

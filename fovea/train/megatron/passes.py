@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from torch import Tensor
 
-from fovea.models.head_gradients import Slopes
+from fovea.models.head_gradients import LossGradients
 from fovea.models.heads import ValueHead
 from fovea.models.plain import PlainRow, plain_rows
 from fovea.models.shared_prefix.layout import PackedRow
@@ -26,29 +26,26 @@ from fovea.models.token_logprobs import TokenScores
 from fovea.train.megatron.model import MegatronModel
 from fovea.train.megatron.sharded_logprobs import VocabularySlice, sharded_token_scores
 from fovea.train.packing import MicroBatch
+from fovea.train.pass_result import Objective
 
-Loss = Callable[[MicroBatch, TokenScores], Tensor]
-"""The loss of a micro-batch; all of them are added up."""
 LossOfRow = Callable[[int, TokenScores], Tensor]
 """Loss of the row with this index."""
-KnownSlopes = Callable[[MicroBatch, float], Slopes | None]
-"""The slopes of a number times the loss of a micro-batch, where they are known before it."""
-SlopesOfRow = Callable[[int], Slopes | None]
+LossGradientsOfRow = Callable[[int], LossGradients | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class PackedTokens:
     """Tokens that passes have run over."""
 
     tokens: int = 0
     packed_tokens: int = 0
     """With copies of prompts and the padding of a pass."""
 
-    def __add__(self, other: Work) -> Work:
-        return Work(tokens=self.tokens + other.tokens, packed_tokens=self.packed_tokens + other.packed_tokens)
+    def __add__(self, other: PackedTokens) -> PackedTokens:
+        return PackedTokens(tokens=self.tokens + other.tokens, packed_tokens=self.packed_tokens + other.packed_tokens)
 
 
-class Passes:
+class MegatronPasses:
     """Runs micro-batches through the stages of one model."""
 
     def __init__(
@@ -62,29 +59,24 @@ class Passes:
     ) -> None:
         """`training` wraps the model where gradients are wanted; `chunk_tokens` bounds the logits at once."""
         self.model = model
-        self.work = Work()
+        self.work = PackedTokens()
         """Work since `restart`."""
-        self._training = training
+        self.training = training
         self._temperature = temperature
         self._chunk_tokens = chunk_tokens
         self._value_head = value_head
 
-    @property
-    def has_values(self) -> bool:
-        """True if scores have values, of a value head."""
-        return self._value_head is not None
-
     def restart(self) -> None:
         """Count the work from here on."""
-        self.work = Work()
+        self.work = PackedTokens()
 
-    def backward(self, micros: Sequence[MicroBatch], loss: Loss, slopes: KnownSlopes) -> None:
-        """Add up the gradients of the sum of `loss` over all micro-batches of all shares; `slopes` are those of it."""
+    def backward(self, micros: Sequence[MicroBatch], objective: Objective) -> None:
+        """Add up the gradients of the objective over all micro-batches of all shares."""
         self._backward(
             [micro.row for micro in micros],
-            lambda number, scores: loss(micros[number], scores),
+            lambda number, scores: objective.loss(scores, micros[number]),
             # the loss of a micro-batch reaches its scores times the shares, whose mean Megatron takes at the end
-            lambda number: slopes(micros[number], self.model.place.dealt.size),
+            lambda number: objective.loss_gradients(micros[number], self.model.place.data.size),
         )
 
     def backward_of_row(self, row: PackedRow, loss: Callable[[TokenScores], Tensor]) -> None:
@@ -101,19 +93,29 @@ class Passes:
             return torch.zeros((), device=self.model.device)
 
         rows = [micro.row for micro in micros]
-        self._run(rows, keep, _unknown, self._training or self.model.chunk, forward_only=True)
+        self._run(rows, keep, _unknown, self.training or self.model.chunk, forward_only=True)
         return found
 
-    def _backward(self, packed: Sequence[PackedRow], loss: LossOfRow, slopes: SlopesOfRow) -> None:
-        assert self._training is not None, "a backward pass of a model that is not trained"
+    def _backward(self, packed: Sequence[PackedRow], loss: LossOfRow, loss_gradients: LossGradientsOfRow) -> None:
+        assert self.training is not None, "a backward pass of a model that is not trained"
         # Megatron takes the mean over micro-batches and over shares
-        factor = len(packed) * self.model.place.dealt.size
+        factor = len(packed) * self.model.place.data.size
         self._run(
-            packed, lambda number, scores: factor * loss(number, scores), slopes, self._training, forward_only=False
+            packed,
+            lambda number, scores: factor * loss(number, scores),
+            loss_gradients,
+            self.training,
+            forward_only=False,
         )
 
     def _run(
-        self, packed: Sequence[PackedRow], loss: LossOfRow, slopes: SlopesOfRow, module: Any, *, forward_only: bool
+        self,
+        packed: Sequence[PackedRow],
+        loss: LossOfRow,
+        loss_gradients: LossGradientsOfRow,
+        module: Any,
+        *,
+        forward_only: bool,
     ) -> None:
         if not packed:
             return
@@ -122,10 +124,10 @@ class Passes:
             number, row = next(iterator)
             rows = self.model.pack(_rows(row, self.model))
             states = self.model.states(module, rows)
-            self.work += Work(tokens=row.num_tokens, packed_tokens=rows.num_tokens)
+            self.work += PackedTokens(tokens=row.num_tokens, packed_tokens=rows.num_tokens)
 
             def of_states(states_N1E: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-                return loss(number, self._scores(row, states_N1E[rows.hidden_index_U, 0], slopes(number))), {}
+                return loss(number, self._scores(row, states_N1E[rows.hidden_index_U, 0], loss_gradients(number))), {}
 
             return states, of_states
 
@@ -139,7 +141,7 @@ class Passes:
             forward_only=forward_only,
         )
 
-    def _scores(self, row: PackedRow, hidden_UE: Tensor, slopes: Slopes | None) -> TokenScores:
+    def _scores(self, row: PackedRow, hidden_UE: Tensor, loss_gradients: LossGradients | None) -> TokenScores:
         head = self.model.head
         # of 16 bits, Megatron hands out the last stage's states in 32
         hidden_UE = hidden_UE.to(head.dtype)
@@ -157,7 +159,7 @@ class Passes:
             of,
             temperature=self._temperature,
             chunk_tokens=self._chunk_tokens,
-            slopes=slopes,
+            loss_gradients=loss_gradients,
         )
         if self._value_head is not None:
             scores = replace(scores, values_A=self._value_head(hidden_UE))
@@ -165,7 +167,7 @@ class Passes:
 
 
 def _unknown(_: int) -> None:
-    """The slopes of a loss that is not that of a policy, or of none."""
+    """No precomputed gradients: of supervised fine-tuning, or of a pass without gradients."""
 
 
 def _rows(row: PackedRow, model: MegatronModel) -> list[PlainRow]:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fovea.models.head_gradients import Scores, Slopes, gradient_of_logits_, gradients_of_head, scores_by_chunks
+from fovea.models.head_gradients import LossGradients, Scores, gradient_of_logits_, gradients_of_head, scores_by_chunks
 from fovea.models.token_logprobs import TokenScores
 
 
@@ -53,13 +53,13 @@ def sharded_token_scores(
     *,
     temperature: float,
     chunk_tokens: int,
-    slopes: Slopes | None = None,
+    loss_gradients: LossGradients | None = None,
 ) -> TokenScores:
     """Log-probs and entropies at `temperature`, on all ranks of the group, with logits for `chunk_tokens` at a time.
 
     `targets_A` are ids of the vocabulary. The gradient of `hidden_AE` is this slice's part, which the caller sums over
-    the group. `slopes` are those of the loss whose backward pass will follow: with them, the logits of several chunks
-    are computed once instead of twice.
+    the group. With the `loss_gradients` of the loss whose backward pass will follow, the logits of several chunks are
+    computed once instead of twice.
     """
     distribute = partial(_SlicedDistributions.of, vocabulary=vocabulary, temperature=temperature)
 
@@ -74,7 +74,7 @@ def sharded_token_scores(
         distribute=distribute,
         of_chunk=of_chunk,
         chunk_tokens=chunk_tokens,
-        slopes=slopes,
+        loss_gradients=loss_gradients,
     )
     return TokenScores(logprobs_A=logprobs_A, entropies_A=entropies_A, banned_mass_A=masses_A)
 
@@ -140,15 +140,15 @@ class _SlicedDistributions:
             temperature=temperature,
         )
 
-    def gradient_(self, slopes: Sequence[Tensor | None]) -> Tensor:
-        if slopes[1] is not None:
+    def gradient_(self, loss_gradients: Sequence[Tensor | None]) -> Tensor:
+        if loss_gradients[1] is not None:
             # p log p = p z - p log Z
             self.weighed_AS.addcmul_(self.probs_AS, self.log_sum_A[:, None], value=-1)
         return gradient_of_logits_(
             self.probs_AS,
             self.places_A,
             self.scores[1],
-            slopes,
+            loss_gradients,
             self.temperature,
             weighted_AW=self.weighed_AS,
             has_target_A=self.is_mine_A,

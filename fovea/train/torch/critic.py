@@ -14,25 +14,18 @@ from fovea.train.torch.sharding import copy_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Critic:
+class ValueFunction:
     """Value function of PPO: a head on the policy's trunk (`model` is None), or a separate model."""
 
     optimizer: Optimizer
     model: ValueModel | None
-    warmup_steps: int
-    """Number of updates at the start of the run that train the value function only."""
 
     def snapshot_reference(self, policy: PolicyNetwork) -> None:
         """Copy the policy's weights into the trunk of a separate model, and all weights into the optimizer's."""
         if self.model is not None:
             # the trunk only: the policy has no weights for the value head
             copy_weights(dict(policy.named_parameters()), dict(self.model.trunk.named_parameters()))
-        self.optimizer.sync_from_model()
-
-    def train(self, mode: bool) -> None:
-        """Set the training mode of a separate model (`nn.Module.train`), which turns on gradient checkpointing."""
-        if self.model is not None:
-            self.model.train(mode)
+        self.optimizer.masters.sync_from_model()
 
 
 class ValueModel(nn.Module):

@@ -13,38 +13,28 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fovea.config.sections import Train
-from fovea.train.optimizer_steps import make_adamw, rate_of_run, set_learning_rate
+from fovea.train.adamw import AdamWSettings, make_adamw, set_learning_rate
 from fovea.train.torch.checkpoint import load_optimizer, load_weights, optimizer_folder, optimizer_tensors
 from fovea.train.torch.sharding import full
-from fovea.utils.host_waits import awaited
 
 
 class Optimizer:
-    """AdamW on a set of parameters with a separate peak learning rate; other settings are those of the run."""
+    """AdamW on a set of parameters, by float32 master weights."""
 
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
-        train: Train,
+        settings: AdamWSettings,
         *,
-        peak_learning_rate: float,
-        max_steps: int,
+        on_host: bool = False,
         rate_ratios: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """`rate_ratios` are learning rates of parameters by name, relative to the others'."""
+        """`on_host` is that of `MasterWeights`; `rate_ratios` are learning rates by name, relative to the others'."""
         self.parameters = parameters
-        self._train = train
-        self._peak = peak_learning_rate
-        self._max_steps = max_steps
-        self.masters = MasterWeights(parameters, on_host=train.backend.cpu_offload)
-        self.adamw = make_adamw(
-            list(self.masters.by_name.values()),
-            betas=train.betas,
-            eps=train.adam_eps,
-            weight_decay=train.weight_decay,
-            rate_ratios=[rate_ratios.get(name, 1.0) for name in self.masters.by_name],
-        )
+        self._settings = settings
+        self.masters = MasterWeights(parameters, on_host=on_host)
+        ratios = [rate_ratios.get(name, 1.0) for name in self.masters.by_name]
+        self.adamw = make_adamw(list(self.masters.by_name.values()), settings, ratios)
 
     @property
     def num_parameters(self) -> int:
@@ -53,7 +43,7 @@ class Optimizer:
 
     def set_rate(self, step: int) -> float:
         """Set the learning rates for step 0, 1, ... of the run; returns that of weights without a ratio."""
-        rate = rate_of_run(step, self._train, peak=self._peak, max_steps=self._max_steps)
+        rate = self._settings.rate(step)
         set_learning_rate(self.adamw, rate)
         return rate
 
@@ -63,10 +53,10 @@ class Optimizer:
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def clip(self) -> float:
-        """Clip the gradients to a norm of `max_grad_norm`; returns the norm before clipping."""
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self._train.max_grad_norm)
-        return float(awaited(full(norm)))
+    def clip(self) -> Tensor:
+        """Clip the gradients to a norm of `max_grad_norm`; returns the norm [] before clipping."""
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self._settings.max_grad_norm)
+        return full(norm)
 
     def make_moments(self) -> None:
         """Allocate the moments that AdamW would make in its first step; those that are there stay."""
@@ -85,10 +75,6 @@ class Optimizer:
         self.masters.take_gradients()
         self.adamw.step()
         self.masters.write_back()
-
-    def sync_from_model(self) -> None:
-        """Copy the model's weights into the master weights, after another optimizer has trained it."""
-        self.masters.sync_from_model()
 
     def tensors(self, name: str) -> dict[str, Mapping[str, Tensor]]:
         """Tensors that `load` restores, by the folder they are saved in: master weights, and optimizer state."""
@@ -124,7 +110,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def sync_from_model(self) -> None:
-        """Copy the model's weights into the master weights."""
+        """Copy the model's weights into the master weights, after another optimizer has trained it."""
         for parameter, master in self._copied():
             master.copy_(parameter)
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -14,7 +12,6 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 
 from fovea.advantages import with_advantages
@@ -23,15 +20,14 @@ from fovea.config.run import Config
 from fovea.models.load import load_network
 from fovea.models.processor import load_processor
 from fovea.models.tiny import TinyParts
-from fovea.train.base import Needs, Pair, PolicyWorker
-from fovea.train.torch.policy import TorchPolicy
+from fovea.train.base import Needs, PolicyWorker, SftExample
 from fovea.wiring.megatron import PushedPolicy
 from fovea.wiring.model import make_vlm
 from fovea.wiring.policy import make_policy
 from tests.policies import make_batch, weights_of
+from tests.process_ranks import run_group
 from tests.tiny_models import mixed_prompts, random_completions, tiny
 from tests.train.ppo_policies import with_rewards
-from tests.warm import run_ranks
 
 NUM_STEPS = 4
 WARMED_UP = ("qwen3_vl",)
@@ -43,7 +39,6 @@ COMPARED = ("loss", "grad_norm", "entropy", "kl/policy", "kl/reference", "banned
 COMPARED_VALUES = ("grad_norm/value", "value_loss", "learning_rate/value")
 ADAM_EPS = 1e-5
 """Larger than usual: where a gradient is next to 0, AdamW's step would have the sign of rounding errors."""
-PATIENCE = timedelta(seconds=240)
 RESUMED = "resumed"
 """Begin of the names of the files of the steps from a checkpoint."""
 ALGORITHMS: dict[str, dict[str, Any]] = {
@@ -141,18 +136,17 @@ def joined(arrays: Iterable[NDArray[np.float32] | None]) -> list[float]:
 def warm_up(policy: PolicyWorker, parts: TinyParts) -> list[float]:
     """Three supervised steps, of which the last one has a single pair, so that a share has none."""
     pairs = mixed_pairs(parts)
-    backend = "torch" if isinstance(policy, TorchPolicy) else "megatron"
-    with patch(f"fovea.train.{backend}.sft.EPS", ADAM_EPS):
+    with patch("fovea.train.adamw.WARMUP_EPS", ADAM_EPS):
         losses = [policy.sft(some)["loss"] for some in (pairs, pairs[1:], pairs[:1])]
     policy.snapshot_reference()
     return losses
 
 
-def mixed_pairs(parts: TinyParts) -> list[Pair]:
+def mixed_pairs(parts: TinyParts) -> list[SftExample]:
     """An answer to each of `mixed_prompts`."""
     answers = random_completions([[4], [2], [3]])
     return [
-        Pair(prompt=prompt, answer_ids=tuple(ids.tolist()))
+        SftExample(prompt=prompt, answer_ids=tuple(ids.tolist()))
         for prompt, (ids,) in zip(mixed_prompts(parts), answers, strict=True)
     ]
 
@@ -220,8 +214,7 @@ def steps_of_two_ranks(cases: Sequence[Case], folder: Path, resumed: Sequence[tu
 
     The last steps are those of pairs of numbers: of the one case from the checkpoint of the other, of the same model.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
-    run_ranks(_rank, (store.port, cases, folder, resumed), nprocs=2)
+    run_group(_rank, cases, folder, resumed)
     names = [*range(len(cases)), *(f"{RESUMED}-{number}" for number in range(len(resumed)))]
     return [Steps(**torch.load(folder / f"{name}.pt", weights_only=True)) for name in names]
 
@@ -231,12 +224,8 @@ def checkpoint_of(folder: Path, number: int) -> Path:
     return folder / f"checkpoint-{number}"
 
 
-def _rank(rank: int, port: int, cases: Sequence[Case], folder: Path, resumed: Sequence[tuple[int, int]]) -> None:
+def _rank(rank: int, cases: Sequence[Case], folder: Path, resumed: Sequence[tuple[int, int]]) -> None:
     """The first rank writes what all ranks have alike."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=PATIENCE)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=PATIENCE)
     for number, case in enumerate(cases):
         steps = megatron_steps(case, checkpoint_of(folder, number))
         if rank == 0:
@@ -245,4 +234,3 @@ def _rank(rank: int, port: int, cases: Sequence[Case], folder: Path, resumed: Se
         steps = resumed_steps(cases[case], checkpoint_of(folder, writer))
         if rank == 0:
             torch.save(asdict(steps), folder / f"{RESUMED}-{number}.pt")
-    dist.destroy_process_group()

@@ -18,7 +18,7 @@ from fovea.models.plain import PlainRow, PlainVLM, plain_states
 from fovea.models.processor import load_processor
 from fovea.models.tiny import TinyParts
 from fovea.train.megatron.model import MegatronModel, skeleton
-from fovea.train.megatron.parallel import take_place
+from fovea.train.megatron.parallel import ParallelRank
 from tests.tiny_models import image, renderer, save, tiny, user
 from tests.train.megatron.equal_steps import settings_of
 from tests.train.megatron.model_folder import FAMILIES, exchange, read_all, write
@@ -77,7 +77,7 @@ def both(request: pytest.FixtureRequest, exports: dict[int, Exports]) -> Iterato
     parts = TinyParts(network=network, processor=load_processor(Model(path=str(folder))))
     config = settings_of(folder, train={"backend": {"name": "megatron"}})
     shape = skeleton(config.model, load_processor(config.model).banned_ids, config.seed)
-    model = MegatronModel(config, config.model, shape, take_place(config, shape.device))
+    model = MegatronModel(config, config.model, shape, ParallelRank.setup(config, shape.device))
     yield Both(by_megatron=model, by_transformers=parts.network, shape=shape, rows=rows_of(parts))
     parallel_state.destroy_model_parallel()
 
@@ -86,7 +86,7 @@ def test_a_frozen_router_is_not_trained(tmp_path: Path) -> None:
     config = settings_of(save(tiny("qwen3_vl_moe"), tmp_path), train={"backend": {"name": "megatron"}})
     frozen = config.model.model_copy(update={"freeze_router": True})
     shape = skeleton(frozen, [], config.seed)
-    model = MegatronModel(config, frozen, shape, take_place(config, shape.device))
+    model = MegatronModel(config, frozen, shape, ParallelRank.setup(config, shape.device))
     trained = {name: parameter.requires_grad for name, parameter in model.module.named_parameters()}
     parallel_state.destroy_model_parallel()
     assert [name for name, is_trained in trained.items() if not is_trained] == [n for n in trained if ".router." in n]

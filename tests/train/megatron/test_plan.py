@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from benchmarks.torch_memory import AllocationTrace
 from fovea.config.run import Config
@@ -23,10 +21,10 @@ from fovea.tools.plan.model_sizes import model_sizes
 from fovea.tools.plan.workload import Roles, roles_of, workload_of
 from fovea.train.base import Needs
 from fovea.types import Batch, Sample, SampleGroup
+from tests.process_ranks import run_group
 from tests.tiny_models import image, renderer, save, tiny, user
 from tests.tools.plan.published import wide
-from tests.train.megatron.equal_steps import PATIENCE, SIZES, megatron_policy, settings_of
-from tests.warm import run_ranks
+from tests.train.megatron.equal_steps import SIZES, megatron_policy, settings_of
 
 HELD = 0.01
 """Buffers of gradients are filled up to whole blocks."""
@@ -87,8 +85,7 @@ def test_states_are_those_that_each_of_two_processes_holds(tmp_path: Path) -> No
         (save(tiny(family, **SIZES), tmp_path / str(number)), backend)
         for number, (family, backend) in enumerate(BACKENDS)
     ]
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
-    run_ranks(_rank, (store.port, cases, tmp_path), nprocs=2)
+    run_group(_rank, cases, tmp_path)
     for rank in range(2):
         measured = json.loads((tmp_path / f"{rank}.json").read_text())
         for (folder, backend), held in zip(cases, measured, strict=True):
@@ -96,17 +93,12 @@ def test_states_are_those_that_each_of_two_processes_holds(tmp_path: Path) -> No
             assert planned_states(config, 2, rank) == pytest.approx(held, rel=HELD), backend
 
 
-def _rank(rank: int, port: int, cases: Sequence[tuple[Path, dict[str, int]]], folder: Path) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=PATIENCE)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=PATIENCE)
+def _rank(rank: int, cases: Sequence[tuple[Path, dict[str, int]]], folder: Path) -> None:
     held = []
     for model, backend in cases:
         with megatron_policy(model, **backend) as policy:
             held.append(held_by(policy))
     (folder / f"{rank}.json").write_text(json.dumps(held))
-    dist.destroy_process_group()
 
 
 def alike_groups(parts: TinyParts) -> Batch:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fovea.models.head_gradients import Slopes
+from fovea.models.head_gradients import LossGradients
 from fovea.models.token_logprobs import TokenScores, token_scores
 from fovea.train.megatron.sharded_logprobs import VocabularySlice, sharded_token_scores
 from tests.models.banned_ids import ACTIONS, BANNED, TOLERANCE, VOCABULARY, inputs
@@ -31,10 +31,12 @@ def results(scores: TokenScores, hidden: Tensor, head: Tensor) -> list[Tensor]:
     return [scores.logprobs_A, scores.entropies_A, scores.banned_mass_A, hidden.grad, head.grad]
 
 
-@pytest.mark.parametrize("slopes", [None, Slopes(lambda *_: (OF_LOGPROBS, OF_ENTROPIES))])
-def test_one_slice_is_the_whole_vocabulary(slopes: Slopes | None, whole: VocabularySlice) -> None:
+@pytest.mark.parametrize("loss_gradients", [None, LossGradients(lambda *_: (OF_LOGPROBS, OF_ENTROPIES))])
+def test_one_slice_is_the_whole_vocabulary(loss_gradients: LossGradients | None, whole: VocabularySlice) -> None:
     hidden, head, targets = inputs()
-    found = results(sharded_token_scores(hidden, head, targets, whole, **SETTINGS, slopes=slopes), hidden, head)
+    found = results(
+        sharded_token_scores(hidden, head, targets, whole, **SETTINGS, loss_gradients=loss_gradients), hidden, head
+    )
     hidden, head, targets = inputs()
     expected = results(token_scores(hidden, head, targets, torch.tensor(BANNED), **SETTINGS), hidden, head)
     for ours, theirs in zip(found, expected, strict=True):

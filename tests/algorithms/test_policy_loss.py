@@ -1,4 +1,4 @@
-"""GSPO, CISPO and SAPO: numbers by hand, gradients against the formula written naively, no dependence on packing."""
+"""Policy losses: numbers by hand, gradients against the formula written naively, no dependence on packing."""
 
 from __future__ import annotations
 
@@ -160,3 +160,47 @@ def test_nothing_overflows(name: str, log_ratio: float) -> None:
     assert torch.isfinite(result.loss_A).all()
     assert lp.grad is not None
     assert torch.isfinite(lp.grad).all()
+
+
+def loss_of(ratio: float, advantage: float, dual_clip: float | None = 3.0) -> float:
+    result = clipped_loss(
+        torch.tensor([math.log(ratio)]),
+        torch.zeros(1),
+        torch.tensor([advantage]),
+        clip_low=0.2,
+        clip_high=0.28,
+        dual_clip=dual_clip,
+    )
+    return float(result.loss_A)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "expected"),
+    [
+        (1.0, 2.0, -2.0),  # on-policy: -A
+        (1.1, 2.0, -2.2),  # inside: -A r
+        (1.5, 2.0, -2.56),  # good token, ratio beyond 1.28: clipped
+        (0.5, 2.0, -1.0),  # good token that became rarer: not clipped, max(-1.0, -1.6)
+        (0.5, -1.0, 0.8),  # bad token, ratio below 0.8: clipped
+        (2.0, -1.0, 2.0),  # bad token that became likelier: not clipped
+        (9.0, -1.0, 3.0),  # and beyond the dual clip: 3 |A|
+        (9.0, 1.0, -1.28),
+    ],
+)
+def test_clip_by_hand(ratio: float, advantage: float, expected: float) -> None:
+    assert loss_of(ratio, advantage) == pytest.approx(expected, rel=1e-5)
+
+
+def test_without_dual_clip_a_bad_token_has_no_bound() -> None:
+    assert loss_of(9.0, -1.0, dual_clip=None) == pytest.approx(9.0, rel=1e-5)
+
+
+def test_clipped_tokens_have_no_gradient_and_are_counted() -> None:
+    logprobs = torch.tensor([0.5, -0.5, 0.1, 3.0], requires_grad=True)
+    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    result = clipped_loss(logprobs, torch.zeros(4), advantages, clip_low=0.2, clip_high=0.2, dual_clip=3.0)
+    result.loss_A.sum().backward()
+    assert logprobs.grad is not None
+    assert (logprobs.grad != 0).tolist() == [False, False, True, False]
+    assert result.clipped_high_A.tolist() == [True, False, False, False]
+    assert result.clipped_low_A.tolist() == [False, True, False, False]

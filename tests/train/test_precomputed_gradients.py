@@ -10,8 +10,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from fovea.config.algorithm import Algorithm
-from fovea.train.objective import slopes_are_known
-from fovea.train.torch import backward
+from fovea.train import pass_result
+from fovea.train.objective import can_precompute_gradients
 from fovea.types import Batch, Metrics
 from tests.policies import batch_of, make_batch, make_policy, stepped_gradients, update_gradients
 from tests.reference import largest_relative_difference
@@ -52,19 +52,19 @@ def test_an_update_is_that_of_a_second_pass_over_the_logits(
 ) -> None:
     algorithm, batch = Algorithm.model_validate(LOSSES[loss]), batch_of(on_policy=on_policy)
     found, metrics, operations = update(algorithm, batch)
-    monkeypatch.setattr(backward, "known_slopes", lambda *_: None)
+    monkeypatch.setattr(pass_result, "precomputed_loss_gradients", lambda *_: None)
     twin, twin_metrics, twin_operations = update(algorithm, batch)
     assert largest_relative_difference(twin, found) < GRADIENT_TOLERANCE
     assert metrics == pytest.approx(twin_metrics, rel=1e-5)
     head = tiny("qwen3_vl").network.get_output_embeddings().weight.numel()
     unequal = sum(len(sample.token_ids_T) for sample in make_batch(tiny("qwen3_vl")).samples)
-    known = slopes_are_known(algorithm, on_policy=on_policy)
+    known = can_precompute_gradients(algorithm, on_policy=on_policy)
     assert twin_operations - operations == (2 * unequal * head if known else 0)
 
 
-def test_slopes_are_known_but_where_a_completion_has_one_ratio() -> None:
+def test_gradients_are_precomputed_but_where_a_completion_has_one_ratio() -> None:
     known = {
-        (loss, on_policy): slopes_are_known(Algorithm.model_validate(settings), on_policy=on_policy)
+        (loss, on_policy): can_precompute_gradients(Algorithm.model_validate(settings), on_policy=on_policy)
         for loss, settings in LOSSES.items()
         for on_policy in (True, False)
     }
@@ -86,11 +86,11 @@ def test_values_of_a_shared_trunk_train_beside_them() -> None:
 
 
 def test_a_minibatch_stands_for_the_whole_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its loss is scaled, and so are the slopes: others would be refused."""
+    """Its loss is scaled, and so are its precomputed gradients: others would be refused."""
     algorithm, batch = Algorithm(minibatches=3, max_policy_kl=None), batch_of(on_policy=False)
     found, metrics, _ = update(algorithm, batch)
     assert metrics["epochs_run"] == 1
-    monkeypatch.setattr(backward, "known_slopes", lambda *_: None)
+    monkeypatch.setattr(pass_result, "precomputed_loss_gradients", lambda *_: None)
     assert largest_relative_difference(update(algorithm, batch)[0], found) < GRADIENT_TOLERANCE
 
 

@@ -11,7 +11,7 @@ from fovea.config.run import Config
 from fovea.evaluation.evaluator import Evaluator
 from fovea.loop import train
 from fovea.metrics.progress import Progress
-from fovea.run.checkpoint import Kept
+from fovea.run.checkpoint import RetainedCheckpoints
 from fovea.types import Batch, Evaluation, Metrics
 from tests.fakes import BanditPolicy, bandit_run
 
@@ -62,7 +62,7 @@ def test_the_last_checkpoint_before_updates_fail_is_kept_and_named(
 
 
 def test_once_updates_are_taken_again_nothing_is_kept_beyond() -> None:
-    kept = Kept().after_step(5, {"updates_skipped": 1.0}, keep_best=False)
+    kept = RetainedCheckpoints().after_step(5, {"updates_skipped": 1.0}, keep_best=False)
     assert kept.after_step(6, {"updates_skipped": 1.0}, keep_best=False).steps([2, 4, 6]) == {4}
     assert kept.after_step(6, {"updates_skipped": 0.0}, keep_best=False).steps([2, 4, 6]) == set()
 

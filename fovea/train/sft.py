@@ -1,4 +1,4 @@
-"""Supervised fine-tuning, shared by the backends: rows, loss, and the settings of AdamW.
+"""Supervised fine-tuning on prompts and answers: the warm-up of a model before RL.
 
 Axes: `A` actions of a row: the tokens of its answers.
 """
@@ -6,8 +6,7 @@ Axes: `A` actions of a row: the tokens of its answers.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from torch import Tensor
@@ -16,54 +15,58 @@ from fovea.errors import TrainError
 from fovea.models.drawn_distribution import check_drawable
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.shared_prefix.layout import PackedRow
-from fovea.train.base import Pair
+from fovea.train.base import PolicyOptimizer, SftExample
 from fovea.train.packing import pack_row
 from fovea.train.ranks import Ranks
-from fovea.train.row_assignment import deal_in_turn, dummy_prompt
+from fovea.train.row_assignment import dummy_prompt, round_robin
 from fovea.types import PromptImage
 
-MAX_GRAD_NORM = 1.0
-BETAS = (0.9, 0.95)
-EPS = 1e-8
-WEIGHT_DECAY = 0.01
 
-
-class SupervisedSteps(ABC):
+class SupervisedTrainer:
     """Trains by next-token cross-entropy on the answers, averaged over their tokens, with packed rows as in RL.
 
     The cross-entropy is that of the distribution which RL draws from and trains on, at temperature 1: banned ids are
     out of it here too, so that there is one meaning of log-prob, and nothing is spent on what cannot be drawn.
     """
 
-    def __init__(self, banned_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        optimizer: PolicyOptimizer,
+        backward: Callable[[Sequence[SftExample], int], float],
+        *,
+        ranks: Ranks,
+        banned_ids: Sequence[int],
+    ) -> None:
+        """`backward` makes the gradients of step 0, 1, ... and returns this process's summand of the loss."""
+        self.optimizer = optimizer
+        self._backward = backward
+        self._ranks = ranks
         self._banned_ids = banned_ids
         self._steps = 0
 
-    def update(self, pairs: Sequence[Pair]) -> float:
+    def update(self, pairs: Sequence[SftExample]) -> float:
         """Take one optimizer step on the pairs; returns their loss, over all ranks. TrainError on a banned target."""
         for pair in pairs:
             check_drawable(np.asarray(pair.answer_ids), self._banned_ids, "an answer of the warm-up")
-        loss = self._gradients(pairs)
+        self.optimizer.zero_grad()
+        # the same on all ranks, so that all of them raise or none
+        loss: float = sum(self._ranks.gather(self._backward(pairs, self._steps)))
         if not math.isfinite(loss):
             raise TrainError(f"the loss is {loss} at warm-up step {self._steps + 1}; lower warmup.learning_rate")
-        self._take_step()
+        self.optimizer.set_rate(self._steps)
+        self.optimizer.clip()
+        self.optimizer.step()
+        # their memory is for what comes between two steps: a reading of dev rows, or the first rollout
+        self.optimizer.zero_grad()
         self._steps += 1
         return loss
 
-    @abstractmethod
-    def _gradients(self, pairs: Sequence[Pair]) -> float:
-        """Make the gradients of the loss; returns it, the same on all ranks, so that all of them raise or none."""
-
-    @abstractmethod
-    def _take_step(self) -> None:
-        """Clip the gradients to `MAX_GRAD_NORM`, and take a step at the rate of this one's number."""
-
 
 def row_of_share(
-    vlm: PolicyNetwork, pairs: Sequence[Pair], shares: Ranks, images_of_all: Sequence[PromptImage] = ()
+    vlm: PolicyNetwork, pairs: Sequence[SftExample], shares: Ranks, images_of_all: Sequence[PromptImage] = ()
 ) -> PackedRow:
     """The row of this share of the pairs; `images_of_all` where a share without images has to encode one."""
-    mine = deal_in_turn(pairs, shares.size)[shares.rank]
+    mine = round_robin(pairs, shares.size)[shares.rank]
     prompts = [pair.prompt for pair in mine]
     answers = [[np.asarray(pair.answer_ids, dtype=np.int64)] for pair in mine]
     if shares.size > 1:
@@ -72,6 +75,6 @@ def row_of_share(
     return pack_row(vlm.family, prompts, answers, vlm.device)
 
 
-def cross_entropy(logprobs_A: Tensor, pairs: Sequence[Pair]) -> Tensor:
+def cross_entropy(logprobs_A: Tensor, pairs: Sequence[SftExample]) -> Tensor:
     """A share's summand of the loss, which is a mean over the tokens of all answers."""
     return -logprobs_A.sum() / sum(len(pair.answer_ids) for pair in pairs)

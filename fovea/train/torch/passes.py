@@ -1,36 +1,76 @@
-"""Gradient accumulation: forward and backward passes over the micro-batches of a minibatch.
+"""Forward and backward passes of the trainer over micro-batches, and what they take over from the rollout.
 
 Axes: `A` actions of a micro-batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 import torch
 
-from fovea.config.algorithm import Algorithm
+from fovea.config.sections import Train
 from fovea.models.activation_tape import ImageGraph, RecordedOutputs, Tape, Trace
+from fovea.models.head_gradients import LossGradients
+from fovea.models.policy_network import PolicyNetwork
 from fovea.models.recompute import kept_bytes
 from fovea.models.shared_prefix.layout import PackedRow
-from fovea.train.microbatching import distinct
-from fovea.train.objective import known_slopes, value_terms
+from fovea.models.token_logprobs import TokenScores
+from fovea.train.microbatches import MicroBatcher, MicrobatchLimit
 from fovea.train.packing import MicroBatch
-from fovea.train.pass_result import PassResult, measured_loss
+from fovea.train.pass_result import Objective
 from fovea.train.ranks import Ranks
-from fovea.train.torch.critic import Critic, ValueModel
-from fovea.train.torch.forward import Scorer
-from fovea.train.torch.sharding import sum_over_replicas
+from fovea.train.row_assignment import distinct
+from fovea.train.torch.critic import ValueModel
+from fovea.train.torch.sharding import shards_tower, sum_over_replicas
 from fovea.train.update_metrics import ActivationMeter
-from fovea.types import Sample, SampleGroup
+from fovea.types import Batch, Sample, SampleGroup
 
 MIN_SHARE_OF_GRAPH = 2 / 3
 """Least share of a graph's visual tokens that the update must need. A backward pass goes through all images of the
 graph and costs twice a forward pass: below 2/3, encoding the needed images again is cheaper (with checkpointed blocks,
 which compute forward once more, below 3/4)."""
+
+
+@contextmanager
+def dropout_seed(step: int, ranks: Ranks, device: torch.device) -> Iterator[None]:
+    """Seed torch's generators in this context by step and rank, and put them back behind it.
+
+    Only by the counters, so that a resumed run drops what an uninterrupted one does; by rank, so that each draws
+    different masks for its rows.
+    """
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(int(np.random.SeedSequence((step, ranks.rank)).generate_state(1)[0]))
+        yield
+
+
+class Scorer:
+    """Packs samples into micro-batches for one rank, and passes them forward through the network."""
+
+    def __init__(
+        self, vlm: PolicyNetwork, train: Train, temperature: float, ranks: Ranks, limit: MicrobatchLimit
+    ) -> None:
+        self.vlm = vlm
+        self.batcher = MicroBatcher(vlm, train, ranks, limit, shards_tower=shards_tower(vlm))
+        self.temperature = temperature
+        # the largest tensor of a pass is that of the logits: it is made for so many actions at a time
+        self._chunk_tokens = max(1, int(train.backend.logits_mib * 2**20 / vlm.logits_bytes_per_token))
+
+    def __call__(self, row: PackedRow, loss_gradients: LossGradients | None = None) -> TokenScores:
+        """Scores of the row's actions; `loss_gradients` are those of a backward pass that follows."""
+        scores: TokenScores = self.vlm(
+            row, temperature=self.temperature, chunk_tokens=self._chunk_tokens, loss_gradients=loss_gradients
+        )
+        return scores
+
+    @torch.no_grad()
+    def score(self, batch: Batch) -> list[tuple[MicroBatch, TokenScores]]:
+        """Scores of this rank's micro-batches under the current weights."""
+        return [(micro, self(micro.row)) for micro in self.batcher.micro_batches(batch.groups)]
 
 
 @dataclass(slots=True)
@@ -109,50 +149,35 @@ def _share(graph: ImageGraph, needed: set[str]) -> float:
 
 
 class Backward:
-    """Forward and backward passes of a policy and of its critic, if there is one."""
+    """Forward and backward passes of a policy and of its separate value model, if there is one."""
 
-    def __init__(self, scorer: Scorer, algorithm: Algorithm, critic: Critic | None, ranks: Ranks) -> None:
+    def __init__(self, scorer: Scorer, value_model: ValueModel | None) -> None:
         self.activations = ActivationMeter(scorer.vlm, partial(kept_bytes, scorer.vlm.network))
         self._scorer = scorer
-        self._algorithm = algorithm
-        self._critic = critic
-        self._ranks = ranks
+        self._value_model = value_model
 
     def __call__(
-        self, groups: Sequence[SampleGroup], reuse: Reuse | None, scale: float, only: SampleGroup | None = None
-    ) -> PassResult:
-        """Accumulate the gradients of these groups, or of `only` one of them, over all ranks.
-
-        `scale` is the number of groups in the batch over that in the minibatch: `Sample.weight` refers to the batch.
-        """
-        done = PassResult()
-        micros = self._scorer.micro_batches(groups, only)
+        self, groups: Sequence[SampleGroup], objective: Objective, reuse: Reuse | None, only: SampleGroup | None = None
+    ) -> None:
+        """Accumulate the gradients of these groups, or of `only` one of them, over all ranks."""
+        micros = self._scorer.batcher.micro_batches(groups, only)
         for number, micro in enumerate(micros, start=1):
             is_last = number == len(micros)
             sum_over_replicas(self._scorer.vlm, now=is_last)
-            self._policy(micro, micro.row if reuse is None else reuse.row(micro), done, scale)
-            if self._critic is not None and self._critic.model is not None:
+            self.policy(micro, micro.row if reuse is None else reuse.row(micro), objective)
+            if self._value_model is not None:
                 # after the policy's backward pass, so that only one autograd graph is in memory at a time
-                sum_over_replicas(self._critic.model, now=is_last)
-                self._value_model(self._critic.model, micro, done, scale)
+                sum_over_replicas(self._value_model, now=is_last)
+                objective.value_loss(self._value_model(micro.row), micro).backward()
         if reuse is not None:
             reuse.finish()
-            done.add({"reused_actions": float(reuse.actions), "reused_images": float(len(reuse.graph))})
-        done.read()
-        done.agree(self._ranks)
-        return done
+            objective.done.add({"reused_actions": float(reuse.actions), "reused_images": float(len(reuse.graph))})
 
-    def _policy(self, micro: MicroBatch, row: PackedRow, done: PassResult, scale: float) -> None:
+    def policy(self, micro: MicroBatch, row: PackedRow, objective: Objective) -> None:
+        """Pass one micro-batch forward, through the loss, and backward through the policy."""
         with self.activations(row.num_tokens):
-            scores = self._scorer(row, known_slopes(micro, self._algorithm, scale))
-            loss = measured_loss(scores, micro, self._algorithm, scale, done)
+            loss = objective.loss(self._scorer(row, objective.loss_gradients(micro)), micro)
         # text has no graph under adapters on the vision only; with a sharded tower, rows of all ranks have one or none
         if loss.requires_grad:
             # also where the loss is not finite: the other ranks' backward passes wait for this one's collectives
             loss.backward()
-
-    def _value_model(self, model: ValueModel, micro: MicroBatch, done: PassResult, scale: float) -> None:
-        values_A = model(micro.row)
-        loss, sums = value_terms(values_A, micro, self._algorithm)
-        (scale * loss).backward()
-        done.measure(micro, torch.isfinite(loss), sums | {"loss": scale * loss.detach()}, values_A)

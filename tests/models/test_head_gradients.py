@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from fovea.models.head_gradients import Slopes, add_product
+from fovea.models.head_gradients import LossGradients, add_product
 from fovea.models.token_logprobs import TokenScores, token_scores
 from fovea.models.torch_versions import NAMES_SHARED_KEYS
 from tests.models.banned_ids import ACTIONS, BANNED, TOLERANCE, VOCABULARY, WIDTH, inputs
@@ -23,7 +23,7 @@ BFLOAT16_TOLERANCE = 0.01
 """Relative norm: the product of each chunk is rounded to 8 bits, with either way to make it."""
 
 
-LINEAR = Slopes(lambda _logprobs_A, _entropies_A: (OF_LOGPROBS, OF_ENTROPIES))
+LINEAR = LossGradients(lambda _logprobs_A, _entropies_A: (OF_LOGPROBS, OF_ENTROPIES))
 
 
 def linear_loss(logprobs_A: Tensor, entropies_A: Tensor) -> Tensor:
@@ -31,18 +31,25 @@ def linear_loss(logprobs_A: Tensor, entropies_A: Tensor) -> Tensor:
 
 
 def scores_of(
-    hidden: Tensor, head: Tensor, targets: Tensor, slopes: Slopes | None, temperature: float = 0.7, chunk: int = CHUNK
+    hidden: Tensor,
+    head: Tensor,
+    targets: Tensor,
+    loss_gradients: LossGradients | None,
+    temperature: float = 0.7,
+    chunk: int = CHUNK,
 ) -> TokenScores:
     banned = torch.tensor(BANNED)
-    return token_scores(hidden, head, targets, banned, temperature=temperature, chunk_tokens=chunk, slopes=slopes)
+    return token_scores(
+        hidden, head, targets, banned, temperature=temperature, chunk_tokens=chunk, loss_gradients=loss_gradients
+    )
 
 
 def gradients_of(
-    slopes: Slopes | None, loss: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype = torch.float32
+    loss_gradients: LossGradients | None, loss: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor, TokenScores]:
     hidden, head, targets = inputs()
     hidden, head = (each.detach().to(dtype).requires_grad_() for each in (hidden, head))
-    scores = scores_of(hidden, head, targets, slopes)
+    scores = scores_of(hidden, head, targets, loss_gradients)
     loss(scores.logprobs_A, scores.entropies_A).backward()
     assert hidden.grad is not None
     assert head.grad is not None
@@ -59,7 +66,12 @@ def test_gradients_are_those_of_autograd_in_float64(temperature: float, chunk: i
 
     hidden, head, targets = inputs()
     found = scores_of(
-        hidden, head, targets, Slopes(lambda lp, h: (OF_LOGPROBS * lp.exp(), 2 * OF_ENTROPIES * h)), temperature, chunk
+        hidden,
+        head,
+        targets,
+        LossGradients(lambda lp, h: (OF_LOGPROBS * lp.exp(), 2 * OF_ENTROPIES * h)),
+        temperature,
+        chunk,
     )
     loss(found.logprobs_A, found.entropies_A).backward()
     doubles = [each.detach().double().requires_grad_() for each in (hidden, head)]
@@ -92,21 +104,21 @@ def test_a_chunk_more_costs_no_precision_in_bfloat16() -> None:
     generator = torch.Generator().manual_seed(0)
     hidden, head = (torch.randn(rows, WIDTH, generator=generator).bfloat16() for rows in (512, VOCABULARY))
     targets = torch.randint(4, 16, (512,), generator=generator)
-    slopes = torch.randn(512, generator=generator)
+    loss_gradients = torch.randn(512, generator=generator)
 
-    def error_of(known: Slopes | None) -> float:
+    def error_of(known: LossGradients | None) -> float:
         leaf = head.clone().requires_grad_()
         leaf.grad_dtype = torch.float32
         scores = scores_of(hidden, leaf, targets, known)
-        (slopes * scores.logprobs_A).sum().backward()
+        (loss_gradients * scores.logprobs_A).sum().backward()
         exact = head.double().requires_grad_()
-        (slopes * scores_of(hidden.double(), exact, targets, None).logprobs_A).sum().backward()
+        (loss_gradients * scores_of(hidden.double(), exact, targets, None).logprobs_A).sum().backward()
         assert leaf.grad is not None
         assert exact.grad is not None
         assert leaf.grad.dtype == torch.float32
         return float((leaf.grad - exact.grad).norm() / exact.grad.norm())
 
-    assert error_of(Slopes(lambda *_: (slopes, None))) < 1.1 * error_of(None) < 0.01
+    assert error_of(LossGradients(lambda *_: (loss_gradients, None))) < 1.1 * error_of(None) < 0.01
 
 
 @pytest.mark.gpu
@@ -146,7 +158,7 @@ def test_on_a_gpu_products_of_chunks_are_added_by_the_product_itself() -> None:
     """By the operations of the meta device, on which no product of the head's size is made in 16 bits."""
     hidden, head, targets = (each.detach().to("meta") for each in inputs())
     hidden, head = (each.bfloat16().requires_grad_() for each in (hidden, head))
-    slopes = Slopes(lambda logprobs_A, _: (torch.ones_like(logprobs_A), None))
+    loss_gradients = LossGradients(lambda logprobs_A, _: (torch.ones_like(logprobs_A), None))
     with Operations() as found:
         token_scores(
             hidden,
@@ -155,24 +167,24 @@ def test_on_a_gpu_products_of_chunks_are_added_by_the_product_itself() -> None:
             torch.tensor(BANNED, device="meta"),
             temperature=0.7,
             chunk_tokens=CHUNK,
-            slopes=slopes,
+            loss_gradients=loss_gradients,
         )
     assert found.names.count("aten.addmm.dtype_out") == -(-ACTIONS // CHUNK)
     assert (VOCABULARY, WIDTH) not in found.bfloat16
 
 
-def test_slopes_that_cancel_may_differ_by_rounding() -> None:
+def test_derivatives_that_cancel_may_differ_by_rounding() -> None:
     hidden, head, targets = inputs()
     noise = 1e-9 * torch.randn(2, ACTIONS, generator=torch.Generator().manual_seed(0))
-    scores = scores_of(hidden, head, targets, Slopes(lambda *_: (noise[0], None), rounding=1e-7))
+    scores = scores_of(hidden, head, targets, LossGradients(lambda *_: (noise[0], None), rounding=1e-7))
     (noise[1] * scores.logprobs_A).sum().backward()
-    scores = scores_of(hidden, head, targets, Slopes(lambda *_: (noise[0], None)))
+    scores = scores_of(hidden, head, targets, LossGradients(lambda *_: (noise[0], None)))
     with pytest.raises(RuntimeError, match="the loss of a token depends on the log-probs of other tokens"):
         (noise[1] * scores.logprobs_A).sum().backward()
 
 
 def test_a_loss_without_entropies_has_none_of_their_gradient() -> None:
-    found = gradients_of(Slopes(lambda *_: (OF_LOGPROBS, None)), lambda lp, _: (OF_LOGPROBS * lp).sum())
+    found = gradients_of(LossGradients(lambda *_: (OF_LOGPROBS, None)), lambda lp, _: (OF_LOGPROBS * lp).sum())
     twin = gradients_of(None, lambda lp, _: (OF_LOGPROBS * lp).sum())
     for ours, plain in zip(found[:2], twin[:2], strict=True):
         torch.testing.assert_close(ours, plain, atol=TOLERANCE, rtol=1e-4)
@@ -182,14 +194,14 @@ def test_a_loss_without_entropies_has_none_of_their_gradient() -> None:
 def test_logits_are_made_once(frozen: str, products: int) -> None:
     """And a gradient that nobody asks for is not made."""
     counted = {}
-    for slopes in (LINEAR, None):
+    for loss_gradients in (LINEAR, None):
         hidden, head, targets = inputs()
         hidden.requires_grad_(frozen != "hidden")
         head.requires_grad_(frozen != "head")
         with FlopCounterMode(display=False) as counter:
-            scores = scores_of(hidden, head, targets, slopes)
+            scores = scores_of(hidden, head, targets, loss_gradients)
             linear_loss(scores.logprobs_A, scores.entropies_A).backward()
-        counted[slopes] = counter.get_total_flops() / (2 * ACTIONS * WIDTH * VOCABULARY)
+        counted[loss_gradients] = counter.get_total_flops() / (2 * ACTIONS * WIDTH * VOCABULARY)
     assert counted == {LINEAR: products, None: products + 1}
 
 
@@ -208,14 +220,14 @@ def test_a_loss_of_other_slopes_is_refused() -> None:
     with pytest.raises(RuntimeError, match="the loss of a token depends on the log-probs of other tokens"):
         (linear_loss(scores.logprobs_A, scores.entropies_A) + 0.001 * scores.logprobs_A[-1]).backward()
     scores = scores_of(hidden, head, targets, LINEAR)
-    with pytest.raises(AssertionError, match="gradients of 2 slopes were made, and the loss has 1"):
+    with pytest.raises(AssertionError, match="gradients of 2 derivatives were made, and the loss has 1"):
         (OF_LOGPROBS * scores.logprobs_A).sum().backward()
 
 
-def test_one_slope_that_is_no_number_is_left_to_the_loss() -> None:
+def test_one_derivative_that_is_no_number_is_left_to_the_loss() -> None:
     bad = torch.where(torch.arange(ACTIONS) == 5, torch.nan, OF_LOGPROBS)
     hidden, head, targets = inputs()
-    scores = scores_of(hidden, head, targets, Slopes(lambda *_: (bad, None)))
+    scores = scores_of(hidden, head, targets, LossGradients(lambda *_: (bad, None)))
     (bad * scores.logprobs_A).sum().backward()
     assert hidden.grad is not None
     assert hidden.grad.isnan().any(1).tolist() == [row == 5 for row in range(ACTIONS)]
@@ -223,9 +235,9 @@ def test_one_slope_that_is_no_number_is_left_to_the_loss() -> None:
 
 def test_one_chunk_and_passes_without_gradients_ask_for_no_slopes() -> None:
     def never(*_: Tensor) -> tuple[Tensor, None]:
-        raise AssertionError("slopes of a pass that makes logits once anyway")
+        raise AssertionError("derivatives of a pass that makes logits once anyway")
 
     hidden, head, targets = inputs()
-    scores_of(hidden, head, targets, Slopes(never), chunk=ACTIONS)
+    scores_of(hidden, head, targets, LossGradients(never), chunk=ACTIONS)
     with torch.no_grad():
-        scores_of(hidden, head, targets, Slopes(never))
+        scores_of(hidden, head, targets, LossGradients(never))

@@ -1,0 +1,85 @@
+"""Minibatches of an update, and the images that each rank needs in the calls of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from fovea.config.algorithm import Algorithm
+from fovea.train.row_assignment import ImageKeys, RowAssignment, tokens_beside_engine
+from fovea.types import Batch, Prompt, SampleGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """Passes of the update of one step."""
+
+    algorithm: Algorithm
+    plain_update_every_steps: int
+    step: int
+    """Updates before it."""
+
+    @property
+    def is_plain(self) -> bool:
+        """True if it reuses no activations, and compares the log-probs of all groups with the engine's."""
+        return self.step % self.plain_update_every_steps == 0
+
+    def minibatches(self, epoch: int, groups: Sequence[SampleGroup]) -> list[Sequence[SampleGroup]]:
+        """Groups of each optimizer step of an epoch: of the batch in order in the first, and shuffled in later ones."""
+        if epoch > 0 and self.algorithm.minibatches > 1:
+            # seeded only by counters, so that a resumed run shuffles like an uninterrupted one, and all ranks alike
+            shuffled = np.random.default_rng((self.step, epoch)).permutation(len(groups))
+            groups = [groups[index] for index in shuffled]
+        # of nearly equal size, none of them empty
+        bounds = np.linspace(0, len(groups), self.algorithm.minibatches + 1).astype(int)
+        return [groups[a:b] for a, b in pairwise(bounds) if b > a]
+
+    def passes(self, batch: Batch) -> list[Sequence[SampleGroup]]:
+        """Groups that are dealt together, of all passes of the update."""
+        # epochs of a single minibatch are alike
+        epochs = self.algorithm.ppo_epochs if self.algorithm.minibatches > 1 else 1
+        trained = [groups for epoch in range(epochs) for groups in self.minibatches(epoch, batch.groups)]
+        return [*([batch.left_out] if self.is_plain else []), *trained]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImagesByRank:
+    """The images that each rank of a policy needs for a call, by their keys."""
+
+    policy: RowAssignment
+    reference: RowAssignment | None
+    """None where there is no reference model apart."""
+    schedule: Schedule
+    limit_tokens: int
+    """Largest micro-batch in effect, which is below the settings' after memory ran out."""
+    shares: tuple[int, ...] = ()
+    """The share of the micro-batches that each worker has a part in, by rank; empty where each has its own."""
+
+    def to_annotate(
+        self, batch: Batch, *, policy_passes: bool, reference_passes: bool, beside_engine: bool
+    ) -> list[ImageKeys]:
+        assignments = [self.policy] if policy_passes else []
+        assignments += [self.reference or self.policy] if reference_passes else []
+        limit = self.limit_tokens
+        if beside_engine:
+            limit = tokens_beside_engine(self.policy.train, batch.groups, limit)
+        return self._union(each.images_of_ranks(batch.groups, limit) for each in assignments)
+
+    def to_update(self, batch: Batch) -> list[ImageKeys]:
+        passes = self.schedule.passes(batch)
+        return self._union(self.policy.images_of_ranks(groups, self.limit_tokens) for groups in passes)
+
+    def to_imitate(self, prompts: Sequence[Prompt]) -> list[ImageKeys]:
+        return self._of_workers(self.policy.images_to_imitate(prompts))
+
+    def _union(self, passes: Iterable[Sequence[ImageKeys]]) -> list[ImageKeys]:
+        keys: list[ImageKeys] = [frozenset()] * self.policy.num_ranks
+        for of_ranks in passes:
+            keys = [mine | more for mine, more in zip(keys, of_ranks, strict=True)]
+        return self._of_workers(keys)
+
+    def _of_workers(self, keys: list[ImageKeys]) -> list[ImageKeys]:
+        return [keys[share] for share in self.shares] if self.shares else keys

@@ -1,0 +1,375 @@
+"""An update of the policy, the same on every backend (docs/step.md).
+
+Rows are packed into micro-batches; each is passed forward and backward through the loss; then gradients are clipped and
+the optimizers step. Where memory runs out, passes begin again with smaller micro-batches.
+
+Axes: `T` tokens of a completion.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fovea.config.algorithm import Algorithm
+from fovea.config.sections import Train, Warmup
+from fovea.errors import TrainError, memory_for
+from fovea.models.load import save_network
+from fovea.models.policy_network import PolicyNetwork
+from fovea.models.shared_prefix.layout import PackedRow
+from fovea.models.token_logprobs import TokenScores
+from fovea.samples import has_old_logprobs, old_logprobs, with_old_logprobs, with_reference_logprobs, with_values
+from fovea.train.base import Needs, PolicyOptimizer, SftExample
+from fovea.train.microbatches import MicroBatcher, MicrobatchLimit, in_batch_order
+from fovea.train.packing import MicroBatch
+from fovea.train.pass_result import Objective, PassResult
+from fovea.train.ranks import Ranks
+from fovea.train.schedule import ImagesByRank, Schedule
+from fovea.train.sft import SupervisedTrainer
+from fovea.train.update_metrics import UpdateStats, batch_mismatch
+from fovea.types import Batch, Metrics, SampleGroup
+from fovea.utils.host_waits import awaited
+
+FEWER_WEIGHTS = "train fewer weights (model.lora, model.freeze_vision_tower), or on more processes"
+Result = TypeVar("Result")
+Scored = list[tuple[MicroBatch, TokenScores]]
+"""This rank's micro-batches with the scores of their actions."""
+
+
+class TrainedPolicy(ABC):
+    """A policy under training, but for what differs by backend: passes, gradients, optimizers and weights."""
+
+    def __init__(  # noqa: PLR0913 (the settings of a whole policy, and its place among the processes)
+        self,
+        vlm: PolicyNetwork,
+        *,
+        train: Train,
+        algorithm: Algorithm,
+        warmup: Warmup | None,
+        batcher: MicroBatcher,
+        reference_batcher: MicroBatcher | None,
+        limit: MicrobatchLimit,
+        results: Ranks,
+        everyone: Ranks,
+    ) -> None:
+        """Results of passes are merged over the ranks `results`, among all ranks, `everyone`, of the policy.
+
+        `reference_batcher` is None without a separate reference model.
+        """
+        self._vlm = vlm
+        self._train = train
+        self._algorithm = algorithm
+        self._warmup = warmup
+        self._batcher = batcher
+        self._reference_batcher = reference_batcher
+        self._limit = limit
+        self._ranks = results
+        self._everyone = everyone
+        self._sft: SupervisedTrainer | None = None
+        self._steps = 0
+        self._skipped_in_a_row = 0
+        """Updates that ended without their last step, as long as they follow one another."""
+
+    @property
+    @abstractmethod
+    def _optimizers(self) -> Sequence[PolicyOptimizer]:
+        """Optimizers of the policy and, if there is one, of the value function."""
+
+    @abstractmethod
+    def _forward(self, batch: Batch) -> Scored:
+        """Scores under the present weights, without gradients."""
+
+    @abstractmethod
+    def _forward_reference(self, batch: Batch) -> Scored:
+        """Scores under the reference: the weights from before RL."""
+
+    @property
+    @abstractmethod
+    def _value_model(self) -> Callable[[PackedRow], Tensor] | None:
+        """Values [A] by a separate model; None without one: the policy's scores have values if it has a value head."""
+
+    @abstractmethod
+    def _update_mode(self) -> AbstractContextManager[None]:
+        """A context with the models in training mode, for the passes of one update."""
+
+    @abstractmethod
+    def _backward(self, groups: Sequence[SampleGroup], objective: Objective, *, is_retry: bool) -> None:
+        """Run forward and backward passes over the groups, adding up the gradients of the objective."""
+
+    @abstractmethod
+    def _tasks_of_bad_gradients(self, groups: Sequence[SampleGroup]) -> list[str]:
+        """Ids of the tasks that may have given a non-finite gradient despite a finite loss."""
+
+    @abstractmethod
+    def _weights_changed(self) -> None:
+        """Take note that the weights differ from those that engines have."""
+
+    @abstractmethod
+    def _pass_metrics(self) -> Metrics:
+        """Metrics of the passes of the update that has just ended."""
+
+    @abstractmethod
+    def _supervised_trainer(self, settings: Warmup) -> SupervisedTrainer:
+        """A trainer for the warm-up."""
+
+    @abstractmethod
+    def _merged_weights(self) -> Iterable[tuple[str, Tensor]]:
+        """Full weights with adapters merged, by Hugging Face name; made by all ranks together."""
+
+    def logprobs(self, batch: Batch) -> list[NDArray[np.float32]]:
+        """Log-probs [T] of every sample under the present weights, on all ranks."""
+        return self._in_batch_order(((micro, scores.logprobs_A) for micro, scores in self._forward(batch)), batch)
+
+    def reference_logprobs(self, batch: Batch) -> list[NDArray[np.float32]]:
+        """Log-probs [T] of every sample under the reference, on all ranks."""
+        scored = self._forward_reference(batch)
+        return self._in_batch_order(((micro, scores.logprobs_A) for micro, scores in scored), batch)
+
+    def logprobs_and_values(self, batch: Batch) -> tuple[list[NDArray[np.float32]], list[NDArray[np.float32]]]:
+        """Log-probs and values [T] of every sample, from one pass of a policy with a value head."""
+        scored = self._forward(batch)
+        values = [(micro, scores.values_A) for micro, scores in scored if scores.values_A is not None]
+        assert len(values) == len(scored), "values were requested, but the policy has no value head"
+        logprobs = [(micro, scores.logprobs_A) for micro, scores in scored]
+        return self._in_batch_order(logprobs, batch), self._in_batch_order(values, batch)
+
+    @torch.no_grad()
+    def values(self, batch: Batch) -> list[NDArray[np.float32]]:
+        """Values [T] of every sample, from a pass of a separate value model."""
+        model = self._value_model
+        assert model is not None, "the value head is on the policy's trunk; call logprobs_and_values"
+        return self._in_batch_order(
+            [(micro, model(micro.row)) for micro in self._batcher.micro_batches(batch.groups)], batch
+        )
+
+    def annotate(self, batch: Batch, needs: Needs) -> Batch:
+        """Add the old and reference log-probs and values that are needed to the samples of a batch."""
+        passes = partial(self._annotated, batch, needs)
+        if needs.beside_engine:
+            return self._limit.beside_engine(passes, batch.groups)
+        return self._fit(passes, batch.groups)
+
+    def _annotated(self, batch: Batch, needs: Needs) -> Batch:
+        # a value head on the policy's trunk gives values and log-probs in one pass
+        joint = needs.values and self._value_model is None
+        if joint:
+            logprobs, values = self.logprobs_and_values(batch)
+            batch = with_values(batch, values)
+            # the engine's, where they are the old ones, are there already
+            batch = batch if has_old_logprobs(batch) else with_old_logprobs(batch, logprobs)
+        elif needs.old_logprobs:
+            batch = with_old_logprobs(batch, self.logprobs(batch))
+        if needs.values and not joint:
+            batch = with_values(batch, self.values(batch))
+        if needs.reference_logprobs:
+            batch = with_reference_logprobs(batch, self.reference_logprobs(batch))
+        return batch
+
+    @memory_for("a step of the warm-up", "lower warmup.batch_size")
+    def sft(self, pairs: Sequence[SftExample]) -> Metrics:
+        """Take one step of supervised fine-tuning. Its optimizer is freed by `snapshot_reference`."""
+        assert self._warmup is not None, "supervised steps, but the policy was made without settings for them"
+        if self._sft is None:
+            self._sft = self._supervised_trainer(self._warmup)
+        self._limit.free_beside()  # a step of the warm-up does not begin again
+        self._weights_changed()
+        return {"loss": self._sft.update(pairs)}
+
+    def update(self, batch: Batch) -> Metrics:
+        """Run `ppo_epochs` epochs of `minibatches` optimizer steps each; none if the batch has no groups.
+
+        A minibatch with a non-finite loss or gradient ends the update without its step; TrainError when that happens in
+        more than `max_skipped_updates` updates in a row.
+        """
+        stats, schedule = UpdateStats(), self._schedule
+        rates = [optimizer.set_rate(self._steps) for optimizer in self._optimizers]
+        one_step = self._algorithm.minibatches == 1 or not batch.groups
+        assert one_step or has_old_logprobs(batch), "from the second step on it is off-policy"
+        # groups that the update leaves out need log-probs for the comparison with the engine only
+        left_out = self._logprobs_of_left_out(batch) if schedule.is_plain else None
+        if batch.groups:
+            self._make_moments()
+        with self._update_mode():
+            before = self._run_epochs(batch, stats)
+        self._steps += 1
+        self._count_skipped(stats.not_finite)
+        # linear outputs from the tape are the engine's own: comparing log-probs made of them would flatter the result
+        own = _are_scored(batch, self._algorithm) or not stats.sums.get("reused_actions", 0)
+        metrics = {"updates_skipped": float(bool(stats.not_finite))} | self._limit.metrics()
+        metrics |= dict(zip(("learning_rate", "learning_rate/value"), rates, strict=False))
+        metrics |= batch_mismatch(batch, before, left_out) if own else {}
+        if not batch.groups:
+            return {"loss": 0.0, "grad_norm": 0.0, "actions_trained": 0.0} | metrics
+        balance = self._batcher.balance(schedule.minibatches(0, batch.groups))
+        return stats.metrics() | metrics | balance | self._pass_metrics()
+
+    def _run_epochs(self, batch: Batch, stats: UpdateStats) -> list[NDArray[np.float32]]:
+        """Run the epochs of an update; returns the trainer's log-probs [T] of every sample as they were before it.
+
+        Without log-probs from an earlier pass of the trainer, those of the first epoch are returned, and are the old
+        log-probs of later epochs; nothing where that epoch has several minibatches, whose log-probs are of different
+        weights, or ended early.
+        """
+        schedule, scored = self._schedule, _are_scored(batch, self._algorithm)
+        before = old_logprobs(batch) if scored else []
+        for epoch in range(self._algorithm.ppo_epochs):
+            minibatches = schedule.minibatches(epoch, batch.groups)
+            found = self._run_epoch(minibatches, stats)
+            if found is None:
+                break
+            if epoch == 0 and not scored and len(minibatches) == 1:
+                before = self._in_batch_order(found, batch)
+                batch = batch if has_old_logprobs(batch) else with_old_logprobs(batch, before)
+        return before
+
+    def _run_epoch(
+        self, minibatches: Sequence[Sequence[SampleGroup]], stats: UpdateStats
+    ) -> list[tuple[MicroBatch, Tensor]] | None:
+        """Accumulate the gradients of each minibatch and take its step; returns the log-probs of all passes.
+
+        None if the update ends before the last step: by a number that is not finite, or by `max_policy_kl`.
+        """
+        stats.minibatches = len(minibatches)
+        num_groups = sum(map(len, minibatches))
+        logprobs = []
+        for groups in minibatches:
+            # a loss is a share of the batch, and a step uses one minibatch
+            done = self._gradients(groups, num_groups / len(groups))
+            stats.flops += self._flops(groups)
+            stats.add(done.sums, done.policy_kl)
+            # before the step: the pass has measured the KL divergence of the weights as they are
+            too_far = stats.moved_too_far(self._algorithm.max_policy_kl)
+            stats.not_finite = done.bad_tasks
+            if stats.not_finite or too_far or not self._step(groups, stats):
+                return None
+            logprobs += done.logprobs
+        return logprobs
+
+    def _gradients(self, groups: Sequence[SampleGroup], scale: float) -> PassResult:
+        """Accumulate the gradients of `scale` times the loss of a minibatch in place of those of the one before."""
+        tries = 0
+
+        def passes() -> PassResult:
+            nonlocal tries  # the first try may have used up the rollout's autograd graph before memory ran out
+            tries += 1
+            self._free_gradients()
+            done = PassResult()
+            self._backward(groups, Objective(algorithm=self._algorithm, scale=scale, done=done), is_retry=tries > 1)
+            done.read()
+            done.agree(self._ranks)
+            return done
+
+        return self._fit(passes, groups)
+
+    @memory_for("the optimizer step", FEWER_WEIGHTS)
+    def _step(self, groups: Sequence[SampleGroup], stats: UpdateStats) -> bool:
+        """Take a step of all optimizers unless a gradient is non-finite; returns whether it was taken."""
+        norms = [float(awaited(optimizer.clip())) for optimizer in self._optimizers]
+        if not np.isfinite(norms).all():
+            stats.not_finite = self._tasks_of_bad_gradients(groups)
+            return False
+        stats.norms.append(norms)
+        # values near their initial 0 make poor advantages: only the critic trains at first
+        critic = self._algorithm.critic
+        first = 1 if critic is not None and self._steps < critic.warmup_steps else 0
+        for optimizer in self._optimizers[first:]:
+            optimizer.step()
+        self._weights_changed()
+        return True
+
+    @memory_for("the moments of the optimizer", FEWER_WEIGHTS)
+    def _make_moments(self) -> None:
+        """Allocate all moments before the passes of the first update: a step that fails midway cannot begin again."""
+        for optimizer in self._optimizers:
+            self._limit.with_all_memory(optimizer.make_moments)
+
+    def _free_gradients(self) -> None:
+        """Free all gradients, for the rollout's memory and so that the next pass starts from zero."""
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+
+    def _logprobs_of_left_out(self, batch: Batch) -> list[NDArray[np.float32]]:
+        left_out = Batch(groups=batch.left_out)
+        return self._fit(lambda: self.logprobs(left_out), left_out.groups)
+
+    def _fit(self, passes: Callable[[], Result], groups: Sequence[SampleGroup]) -> Result:
+        """Run passes over these groups, in smaller micro-batches if memory runs out."""
+        return self._limit.fit(passes, groups, self._batcher.assignment.cost)
+
+    def _flops(self, groups: Sequence[SampleGroup]) -> float:
+        num_models = 1 if self._value_model is None else 2
+        return num_models * sum(self._batcher.assignment.cost.flops(group) for group in groups)
+
+    def _in_batch_order(self, scored: Iterable[tuple[MicroBatch, Tensor]], batch: Batch) -> list[NDArray[np.float32]]:
+        return in_batch_order(scored, batch.groups, self._ranks)
+
+    def _count_skipped(self, not_finite: Sequence[str]) -> None:
+        """Count the update if tasks have ended it; TrainError beyond the limit."""
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if not_finite else 0
+        if self._skipped_in_a_row > self._train.max_skipped_updates:
+            raise TrainError(
+                f"a loss, a log-prob or a gradient is not finite at step {self._steps}, as in all of the last "
+                f"{self._skipped_in_a_row} updates, with the samples of {', '.join(not_finite[:3])}; lower "
+                "train.learning_rate (or algorithm.advantage.critic.learning_rate), which may change on resume, or "
+                "look for non-finite values in the model and the rewards"
+            )
+
+    @property
+    def _schedule(self) -> Schedule:
+        return Schedule(
+            algorithm=self._algorithm,
+            plain_update_every_steps=self._train.plain_update_every_steps,
+            step=self._steps,
+        )
+
+    def images_by_rank(self) -> ImagesByRank:
+        """The images that each rank needs in the calls of the present step."""
+        return ImagesByRank(
+            policy=self._batcher.assignment,
+            reference=None if self._reference_batcher is None else self._reference_batcher.assignment,
+            schedule=self._schedule,
+            limit_tokens=self._limit.max_tokens,
+            shares=self._shares,
+        )
+
+    @property
+    def _shares(self) -> tuple[int, ...]:
+        """The share of the micro-batches that each process has a part in, by rank; empty where each has its own."""
+        return ()
+
+    def free_first(self, free_beside: Callable[[], bool]) -> None:
+        """Set the function that frees memory before micro-batches become smaller (`MicrobatchLimit.free_beside`)."""
+        self._limit.free_beside = free_beside
+
+    def limit_microbatches(self, max_tokens: int) -> None:
+        """Pack micro-batches of so many tokens at most, where that is less than the setting."""
+        self._limit.lower(max_tokens)
+
+    def export(self, folder: Path) -> None:
+        """Write a Hugging Face model folder: the present weights, adapters merged, and their config."""
+        # by every rank, since a full tensor is gathered from all; only the host of the first one holds all of them
+        first = self._everyone.is_first
+        weights = {name: weight.detach().cpu() for name, weight in self._merged_weights() if first}
+        self._everyone.run_on_first(lambda: save_network(self._vlm, folder, weights.items()))
+
+    def close(self) -> None:  # noqa: B027 (a backend may have something to close)
+        """Do nothing: memory is freed with the last reference or with the process."""
+
+    @property
+    def _counts(self) -> dict[str, int]:
+        """Counters for a checkpoint."""
+        return {"steps": self._steps, "skipped_in_a_row": self._skipped_in_a_row}
+
+
+def _are_scored(batch: Batch, algorithm: Algorithm) -> bool:
+    """True if the batch's old log-probs come from a pass of the trainer, not from the engine or from none at all."""
+    return has_old_logprobs(batch) and algorithm.old_logprobs == "trainer"

@@ -1,0 +1,265 @@
+"""Rows of even work for every rank: the rule against every cut there is, and what may not be lost on the way."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fovea.config.algorithm import Algorithm
+from fovea.errors import TrainError
+from fovea.models.flops import Passes
+from fovea.models.vlm import VLM
+from fovea.train.microbatches import cost_of
+from fovea.train.row_assignment import (
+    Cost,
+    GroupSlice,
+    RowAssignment,
+    align_ranks,
+    balanced_bins,
+    check_padding,
+    imbalance,
+    pack_by_cost,
+    pack_by_count,
+    rows_by_cost,
+    rows_by_count,
+    slice_groups,
+    unevenness,
+)
+from fovea.train.schedule import ImagesByRank, Schedule
+from fovea.types import Sample, SampleGroup
+from tests.policies import train_settings
+from tests.tiny_models import image, renderer, tiny, user
+from tests.train.sample_groups import CACHED, FULL, PLAIN, TRAINED, group
+
+
+def all_samples(groups: list[SampleGroup]) -> list[Sample]:
+    return [sample for each in groups for sample in each.samples]
+
+
+def samples_by_number(rows: list[list[GroupSlice]]) -> dict[int, Sample]:
+    pairs = [pair for row in rows for part in row for pair in zip(part.sample_numbers, part.group.samples, strict=True)]
+    assert len(dict(pairs)) == len(pairs), "a sample twice"
+    return dict(pairs)
+
+
+def test_the_cost_of_a_group_by_hand() -> None:
+    """Prompt of 3, completions of 3 and 1, an image of 2 patches, in units of a token (2 operations)."""
+    cost = Cost(work=FULL, passes=TRAINED)
+    tokens = 3 + 2
+    pairs = (1 + 2 + 3) + (4 + 5)
+    actions = 3 + 1
+    image = 2 * 8 + 4 * 10
+    made = cost.of(group(3, 3, 1, grid=(1, 1, 2)))
+    assert made == tokens + (pairs * 4 + actions * 6 + image) / 2
+    assert Cost(work=FULL, passes=CACHED).of(group(3, 3, 1, grid=(1, 1, 2))) == made - image / 2
+
+
+def test_attention_counts_three_passes_where_frozen_layers_count_two() -> None:
+    lora = Cost(work=FULL, passes=Passes(linear=2, attention=3, vision=0, vision_attention=0))
+    assert lora.of(group(3, 1)) == pytest.approx(3 + 6 / 2 + (3 / 2) * 6 * 4 / 2)
+
+
+@settings(max_examples=100, deadline=None)
+@given(costs=st.lists(st.integers(1, 60), min_size=1, max_size=5), budget=st.integers(20, 90))
+def test_rows_keep_to_the_budget_and_are_near_the_best_cut(costs: list[int], budget: int) -> None:
+    rows = balanced_bins(costs, budget)
+    assert sorted(index for row in rows for index in row) == list(range(len(costs)))
+    totals = [sum(costs[index] for index in row) for row in rows]
+    assert all(len(row) == 1 or total <= budget for row, total in zip(rows, totals, strict=True))
+    best = best_largest(costs, len(rows))
+    assert max(totals) <= best * (4 / 3 - 1 / (3 * len(rows))) + 1e-9, "Graham's bound"
+
+
+def best_largest(costs: list[int], num_rows: int) -> int:
+    """By trying every assignment."""
+    return min(
+        max(sum(c for c, row in zip(costs, rows, strict=True) if row == wanted) for wanted in range(num_rows))
+        for rows in itertools.product(range(num_rows), repeat=len(costs))
+    )
+
+
+def test_the_number_of_rows_is_what_the_total_needs() -> None:
+    assert balanced_bins([10] * 6, 30) == [[0, 2, 4], [1, 3, 5]]
+    assert balanced_bins([10] * 6, 60) == [[0, 1, 2, 3, 4, 5]]
+    assert balanced_bins([], 30) == []
+    # 20 = 2 rows of 10 would do (5 + 5, 4 + 4 + 2), but longest-first pairs 5 with 4
+    assert balanced_bins([5, 5, 4, 4, 2], 10) == [[0, 4], [1], [2, 3]]
+
+
+def test_in_the_order_of_groups_rows_would_be_uneven() -> None:
+    """First come, first served makes 90 and 10 of these; longest-first 50 and 50."""
+    costs = [40, 30, 20, 10]
+    rows = balanced_bins(costs, 90)
+    assert [sum(costs[index] for index in row) for row in rows] == [50, 50]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    sizes=st.lists(
+        st.tuples(st.integers(1, 12), st.lists(st.integers(1, 9), min_size=1, max_size=4)), min_size=1, max_size=6
+    ),
+    max_tokens=st.integers(20, 60),
+)
+def test_every_sample_is_in_one_row_with_its_prompt_and_number(
+    sizes: list[tuple[int, list[int]]], max_tokens: int
+) -> None:
+    groups = [group(prompt, *completions) for prompt, completions in sizes]
+    rows = pack_by_cost(slice_groups(groups, max_tokens), Cost(work=FULL, passes=CACHED), max_tokens)
+    found = samples_by_number(rows)
+    for number, expected in enumerate(all_samples(groups)):
+        assert found[number] is expected
+    for row in rows:
+        assert sum(part.num_tokens for part in row) <= max_tokens
+    prompts = {id(s): each.prompt for each in groups for s in each.samples}
+    assert all(prompts[id(s)] is part.group.prompt for row in rows for part in row for s in part.group.samples)
+
+
+def test_images_and_attention_fill_a_row_too() -> None:
+    cost = Cost(work=FULL, passes=TRAINED)
+    groups = [group(4, 2, 2, grid=(1, 2, 2))] * 4
+    one = cost.of(groups[0])
+    parts = slice_groups(groups)
+    by_work = pack_by_cost(parts, cost, math.ceil(2 * one))
+    by_tokens = pack_by_cost(parts, Cost(work=PLAIN, passes=TRAINED), math.ceil(2 * one))
+    assert [len(row) for row in by_work] == [2, 2]
+    assert [len(row) for row in by_tokens] == [4]
+
+
+def test_a_group_that_fits_by_its_tokens_is_never_split() -> None:
+    whole = group(10, 5, 5, grid=(1, 8, 8))
+    cost = Cost(work=FULL, passes=TRAINED)
+    assert cost.of(whole) > 100
+    parts = slice_groups([whole, whole], 20)
+    assert pack_by_cost(parts, cost, 20) == [[part] for part in slice_groups([whole, whole])]
+
+
+def test_a_group_whose_tokens_do_not_fit_is_split_by_samples() -> None:
+    rows = pack_by_cost(slice_groups([group(10, 6, 6, 6)], 20), Cost(work=PLAIN, passes=TRAINED), 20)
+    assert [[len(part.group.samples) for part in row] for row in rows] == [[2], [1]]
+    assert [[part.num_tokens for part in row] for row in rows] == [[20], [15]]
+
+
+def test_a_fixed_number_of_groups_keeps_their_order() -> None:
+    groups = [group(3, 2, 2), group(5, 1), group(4, 3)]
+    rows = pack_by_count(slice_groups(groups), 2)
+    assert [[part.first_sample for part in row] for row in rows] == [[0, 2], [3]]
+
+
+def test_a_fixed_number_of_groups_that_is_longer_than_the_padding_says_what_to_change() -> None:
+    groups = [group(30, 11), group(20, 11)]
+    rows = pack_by_count(slice_groups(groups), 2)
+    check_padding(rows, 70)
+    with pytest.raises(TrainError, match=r"=69 tokens, but 2 groups hold 70; set it to at least 70, or lower train"):
+        check_padding(rows, 69)
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=12), num_ranks=st.integers(1, 4))
+def test_every_part_is_dealt_once_and_no_rank_has_much_more_than_another(lengths: list[int], num_ranks: int) -> None:
+    parts = slice_groups([group(length, 1) for length in lengths])
+    shares = rows_by_count(parts, Cost(work=PLAIN, passes=TRAINED), num_ranks, groups_per_row=len(lengths))
+    ranks = [[part for row in rows for part in row] for rows in shares]
+    assert sorted(part.first_sample for rank in ranks for part in rank) == list(range(len(lengths)))
+    totals = [sum(part.num_tokens for part in rank) for rank in ranks]
+    assert len(totals) == num_ranks
+    assert max(totals) - min(totals) <= max(lengths), "the last part went to the rank with the least"
+    assert all(rank == sorted(rank, key=lambda part: part.first_sample) for rank in ranks)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=12),
+    num_ranks=st.integers(1, 4),
+    max_tokens=st.integers(20, 60),
+)
+def test_rows_of_all_ranks_hold_every_part_once_within_the_budget(
+    lengths: list[int], num_ranks: int, max_tokens: int
+) -> None:
+    parts = slice_groups([group(length, 1) for length in lengths])
+    ranks = rows_by_cost(parts, Cost(work=PLAIN, passes=TRAINED), num_ranks, max_tokens)
+    rows = [row for rows in ranks for row in rows]
+    assert sorted(part.first_sample for row in rows for part in row) == list(range(len(lengths)))
+    assert all(len(row) == 1 or sum(part.num_tokens for part in row) <= max_tokens for row in rows)
+    assert max(map(len, ranks)) - min(map(len, ranks)) <= (1 if num_ranks > 1 else 0)
+
+
+def test_fillers_even_out_rows_and_bring_an_image_where_there_is_none() -> None:
+    text, image, dummy = slice_groups([group(4, 2), group(4, 2, grid=(1, 2, 2)), group(2, grid=(1, 2, 2))])
+    assert align_ranks([[[text], [image]], [[image]]], dummy) == [[[text, dummy], [image]], [[image], [dummy]]]
+
+
+def test_fillers_without_an_image_leave_rows_as_they_are() -> None:
+    text, dummy = slice_groups([group(4, 2), group(1)])
+    assert align_ranks([[[text]], []], dummy) == [[[text]], [[dummy]]]
+    assert align_ranks([[[text]]], dummy) == [[[text]]], "a process by itself"
+
+
+def test_text_and_vision_are_balanced_apart() -> None:
+    """Four groups of equal cost, two of them nearly all vision: each rank gets one of these."""
+    cost = Cost(work=FULL, passes=TRAINED)
+    seeing = [group(2, 1, grid=(1, 4, 4)) for _ in range(2)]
+    reading = [group(20, 20, 6) for _ in range(2)]
+    slices = slice_groups([*seeing, *reading])
+    ranks = rows_by_cost(slices, cost, 2, max_tokens=10_000)
+    assert [[[each.group.images != () for each in row] for row in rows] for rows in ranks] == [[[True, False]]] * 2
+    assert imbalance(ranks, cost) == 1
+    apart = [[slices[:2]], [slices[2:]]]
+    assert imbalance(apart, cost) > 1.9, "as slow as one rank"
+
+
+def test_ranks_wait_for_nobody_who_is_not_slower() -> None:
+    """By hand: rows of 3 and 1 beside rows of 2 and 2 take 3 + 2, and a rank has 4 on average."""
+    cost = Cost(work=PLAIN, passes=CACHED)
+    rows = [[slice_groups([group(tokens, 1)]) for tokens in of_rank] for of_rank in ([3, 1], [2, 2])]
+    assert imbalance(rows, cost) == 5 / 4
+    assert unevenness(rows, cost) == 3 / 2, "3 over the mean of 3, 1, 2 and 2"
+    assert unevenness(rows[1:], cost) == 1
+
+
+def unequal_groups(rng: np.random.Generator) -> list[GroupSlice]:
+    """Images of 4, 16 or 64 patches, and answers of 2 to 59 tokens."""
+    sides = rng.choice([2, 4, 8], size=128, p=[0.6, 0.2, 0.2]).tolist()
+    return slice_groups([group(10, *rng.integers(2, 60, size=4).tolist(), grid=(1, side, side)) for side in sides])
+
+
+def test_ranks_wait_less_than_where_each_packs_its_own_share_of_one_cost() -> None:
+    """Against groups dealt by the longest-processing-time-first rule on their whole cost, and packed rank by rank."""
+    cost = Cost(work=replace(PLAIN, patch=16), passes=TRAINED)
+    ours, apart = [], []
+    for seed in range(4):
+        slices = unequal_groups(np.random.default_rng(seed))
+        budget = int(8 * np.mean([cost.of(each.group) for each in slices]))
+        dummy = slice_groups([group(1)])[0]
+        ours.append(imbalance(align_ranks(rows_by_cost(slices, cost, 8, budget), dummy), cost))
+        packed = [pack_by_cost(share, cost, budget) for share in longest_first(slices, cost, 8)]
+        apart.append(imbalance(align_ranks(packed, dummy), cost))
+    assert np.mean(ours) < 1.1 < 1.2 < np.mean(apart)
+
+
+def longest_first(slices: list[GroupSlice], cost: Cost, num_ranks: int) -> list[list[GroupSlice]]:
+    shares: list[list[GroupSlice]] = [[] for _ in range(num_ranks)]
+    for each in sorted(slices, key=lambda each: -cost.of(each.group)):
+        min(shares, key=lambda share: sum(cost.of(other.group) for other in share)).append(each)
+    return shares
+
+
+def test_workers_of_one_share_get_the_images_that_it_imitates() -> None:
+    parts = tiny("qwen3_vl")
+    prompts = [renderer(parts).prompt(user(image(seed), "How many?")) for seed in range(2)]
+    assignment = RowAssignment(
+        train=train_settings(),
+        cost=cost_of(VLM(parts.network, parts.processor.banned_ids)),
+        num_ranks=2,
+        image_token_id=parts.processor.family.image_token_id,
+        shards_tower=False,
+    )
+    schedule = Schedule(algorithm=Algorithm(), plain_update_every_steps=1, step=0)
+    images = ImagesByRank(policy=assignment, reference=None, schedule=schedule, limit_tokens=100, shares=(0, 0, 1, 1))
+    first, second = [frozenset(each.key for each in prompt.images) for prompt in prompts]
+    assert images.to_imitate(prompts) == [first, first, second, second]
