@@ -143,10 +143,6 @@ def _ended_lines(path: Path) -> Iterator[str]:
             yield line.decode("utf-8", errors="replace")
 
 
-BESIDE_STEPS = ("checkpoint", "checkpoint_write")
-"""Names of phases that are not part of `seconds/step`."""
-
-
 class Phases:
     """Wall time and memory of the phases of a step: `with phases("rollout"): ...`.
 
