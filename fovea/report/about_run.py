@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fovea.metrics.console_file import CONSOLE_FILE
+from fovea.metrics.progress import CONSOLE_FILE
 from fovea.report.about import read_hints
 from fovea.utils.bounded import open_file
 from fovea.utils.shown_text import printable, without_secrets

@@ -146,7 +146,7 @@ def test_the_overview_has_remarks_figures_and_the_learning_curve(browser: Browse
         assert text_of(browser, ".remarks") == f"one {HOSTILE[:60]} no group had a signal"
         row = "[...document.querySelector('.figures-table tbody tr').cells].map((cell) => cell.textContent)"
         before, after, n = "0.0 [0, 49]", ("75.0 [30, 95]", "25.0 [5, 70]"), "4"
-        assert browser.evaluate(row) == ["all", before, after[0], n, before, after[1], n, ""]
+        assert browser.evaluate(row) == ["all", before, after[0], before, after[1], n, ""]
         assert browser.evaluate("document.querySelectorAll('.figures-table .to').length") >= 2, "a bar for each run"
         assert "0.0 % right with another question's image" in text_of(browser, ".headlines")
         assert "Rows not scored and left out: 2 after RL." in text_of(browser, ".headlines")

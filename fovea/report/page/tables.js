@@ -17,27 +17,29 @@ export function figureTables(runs, summaries) {
 
 function tableOf(sides, areNamed) {
   const names = [...new Set(sides.flatMap(({ table }) => table.rows.map(({ name }) => name)))];
-  const hasBars = sides.some(({ table }) => table.rows.some(({ bar }) => bar));
-  const ofRuns = element("tr", {}, element("th", {}), sides.map(({ run, place, table }) =>
-    element("th", { colspan: columnsOf(table).length, class: `run${place % 6}` }, foreign(run.name))), hasBars && element("th", { class: "chart" }));
-  const columns = element("tr", {}, element("th", {}, sides[0].table.first),
-    sides.flatMap(({ table }) => columnsOf(table).map((each) => element("th", {}, each))), hasBars && element("th", { class: "chart" }));
-  return element("table", { class: sides.length > 1 ? "several" : null }, element("thead", {}, areNamed ? ofRuns : null, columns),
-    element("tbody", {}, names.map((name) => line(name, sides, hasBars))));
+  const lines = names.map((name) => ({ name, rows: sides.map(({ table }) => table.rows.find((row) => row.name === name)) }));
+  const hasBars = lines.some(({ rows }) => rows.some((row) => row?.bar));
+  const hasNumbers = lines.some(({ rows }) => rows.some((row) => row && row.n !== null));
+  const columns = sides.flatMap(({ table }) => table.columns);
+  const last = (inLast) => [hasNumbers && element("th", {}, inLast ? "n" : ""), hasBars && element("th", { class: "chart" })];
+  const hasColumns = !areNamed || columns.some(Boolean);
+  const ofRuns = element("tr", {}, element("th", {}, hasColumns ? "" : sides[0].table.first), sides.map(({ run, place, table }) =>
+    element("th", { colspan: table.columns.length, class: `run${place % 6}` }, foreign(run.name))), last(!hasColumns));
+  const ofColumns = element("tr", {}, element("th", {}, sides[0].table.first), columns.map((each) => element("th", {}, each)), last(true));
+  return element("table", { class: sides.length > 1 ? "several" : null },
+    element("thead", {}, areNamed ? ofRuns : null, hasColumns ? ofColumns : null),
+    element("tbody", {}, lines.map((each) => line(each, sides, hasNumbers, hasBars))));
 }
 
-function columnsOf(table) {
-  return table.rows.some(({ n }) => n !== null) ? [...table.columns, "n"] : table.columns;
+function line({ name, rows }, sides, hasNumbers, hasBars) {
+  const cells = sides.map(({ table }, side) => table.columns.map((_, place) => element("td", {}, rows[side]?.texts[place] ?? "")));
+  return element("tr", { class: name === "all" ? "total" : null }, element("td", {}, foreign(name)), cells,
+    hasNumbers && element("td", {}, numbersOf(rows)), hasBars && element("td", { class: "chart" }, bars(rows, sides)));
 }
 
-function line(name, sides, hasBars) {
-  const rows = sides.map(({ table }) => table.rows.find((row) => row.name === name));
-  const cells = sides.map(({ table }, side) => {
-    const row = rows[side];
-    const texts = row ? [...row.texts, row.n === null ? "" : whole(row.n)] : [];
-    return columnsOf(table).map((_, place) => element("td", {}, texts[place] ?? ""));
-  });
-  return element("tr", { class: name === "all" ? "total" : null }, element("td", {}, foreign(name)), cells, hasBars && element("td", { class: "chart" }, bars(rows, sides)));
+/** The number of rows behind figures, once where all are of the same number. */
+function numbersOf(rows) {
+  return [...new Set(rows.filter((row) => row && row.n !== null).map((row) => whole(row.n)))].join(" / ");
 }
 
 /** A lane for each run: its interval, the mean as a dot, and a paler dot for the stage before. */
