@@ -24,8 +24,8 @@ from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.plots import ACCURACY_COLOUR, REWARD_COLOUR, TEXT_COLOUR, tidy
 from fovea.metrics.log import read_metrics
-from fovea.report.panels import ACCURACY_COLOUR, REWARD_COLOUR, TEXT_COLOUR, tidy
 from fovea.utils.files import write_atomically
 
 COLOURS = (REWARD_COLOUR, ACCURACY_COLOUR, "#7a5195", "#808080")

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from fovea.report.panels import ACCURACY_COLOUR, REWARD_COLOUR, TEXT_COLOUR, set_title, tidy
+from benchmarks.plots import ACCURACY_COLOUR, REWARD_COLOUR, TEXT_COLOUR, set_title, tidy
 from fovea.utils.files import write_atomically
 
 COLUMN_INCHES, ROW_INCHES = 2.6, 2.4

@@ -37,8 +37,8 @@ from fovea.report.records import (
     summary_of,
 )
 from fovea.report.samples import INDEX_FILE, samples_folder, step_path
+from fovea.report.viewed_run import ViewedRun
 from fovea.view.server import make_app
-from fovea.view.viewed_run import ViewedRun
 
 METRICS, GROUPS, ANSWERS, TOKENS = 80, 4, 8, 300
 REPEATS = 9

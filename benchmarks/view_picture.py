@@ -15,8 +15,8 @@ from tempfile import TemporaryDirectory
 
 from PIL import Image
 
-from fovea.view.export import export
-from fovea.view.viewed_run import ViewedRun
+from fovea.report.export import export
+from fovea.report.viewed_run import ViewedRun
 from tests.chromium import Browser, open_browser
 
 WIDTH, HEIGHT = 1280, 800
@@ -36,9 +36,11 @@ class Picture:
 
 
 def pictures(num_runs: int, step: int | None, group: int) -> Iterator[Picture]:
-    """The curves; the groups of a recorded step (None: the newest), with its tokens coloured by their advantage."""
+    """The overview of one run, the curves, and the groups of a recorded step (None: the newest) with advantages."""
     place = "" if step is None else f"&step={step}&group={group}"
     curves, samples = ("view_curves", "view_samples") if num_runs == 1 else ("view_curves_compared", "view_compared")
+    if num_runs == 1:
+        yield Picture(name="view_overview", hash="#overview", ready="document.querySelector('.plot polyline')")
     yield Picture(name=curves, hash="#curves", ready="document.querySelector('.plot polyline')")
     yield Picture(
         name=samples,
@@ -51,7 +53,7 @@ def take(browser: Browser, runs: Sequence[Path], out: Path, *, step: int | None 
     """Take the pictures of these runs; returns their files."""
     made = []
     with TemporaryDirectory() as parent:
-        page = export([ViewedRun(run) for run in runs], Path(parent, "page"))
+        page = export([ViewedRun(run) for run in runs], Path(parent, "page.html"))
         for each in pictures(len(runs), step, group):
             browser.open(f"{page.as_uri()}{each.hash}", width=WIDTH, height=HEIGHT)
             browser.wait_for(each.ready)

@@ -20,6 +20,6 @@ if __name__ == "__main__":
     if words[:2] == ["data", "vqa"]:
         words += ["--rows", "80"]
     if words[:1] == ["view"]:
-        words += ["--export", f"viewed-{os.getpid()}"]  # the server of the page ends by Ctrl-C
+        words += ["--export", f"viewed-{os.getpid()}.html"]  # the server of the page ends by Ctrl-C
     sys.argv = [".venv/bin/fovea", *words]
     main()

@@ -51,7 +51,6 @@ LATE_IMPORTS = {
     "fovea/cli/doctor.py": {"check_parity", "probe_gpu"},
     "fovea/data/rows.py": {"_hub"},
     "fovea/environments/graders/by_name.py": {"grader_of"},
-    "fovea/report/html.py": {"write_report"},
     "fovea/rollout/embedded/paged_attention.py": {"paged_attention"},
     "fovea/utils/addresses.py": {"http_parts"},
     "fovea/processes/engine_process.py": {"groups_of", "wait_until_gone"},

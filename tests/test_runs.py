@@ -102,7 +102,7 @@ def test_kill_9_and_resume_equals_never_stopped(extra: list[str], tmp_path: Path
 def test_a_run_folder_holds_what_is_promised(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     done = train_shapes(run_dir, "max_steps=6", "evaluate.every_steps=3")
-    for name in ("config.yaml", "metrics.jsonl", "summary.json", "report.html", "reward_curve.png"):
+    for name in ("config.yaml", "metrics.jsonl", "summary.json", "report.html"):
         assert (run_dir / name).stat().st_size > 0, name
     assert json.loads((run_dir / "parity.json").read_text())["passed"]
     assert list((run_dir / "tensorboard").iterdir())

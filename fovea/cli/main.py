@@ -7,7 +7,6 @@ Besides cli/, only build/ may do so (tests/test_imports.py checks it).
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -110,8 +109,6 @@ app.command(context_settings={"ignore_unknown_options": True})(plan)
 
 def main() -> None:
     """Run the command of this process's arguments."""
-    # a notebook hands its own backend on to what a cell starts, and matplotlib refuses one that is not installed here
-    os.environ["MPLBACKEND"] = "agg"
     app()
 
 
@@ -231,10 +228,10 @@ def report(
     ],
     debug: Debug = False,
 ) -> None:
-    """Write report.html (and the reward curve) of a run."""
+    """Write report.html of a run, which `fovea train` writes at its end."""
     with one_line_errors(debug=debug):
         from fovea.report.about import check_run_folder
-        from fovea.report.html import write_report
+        from fovea.report.export import write_report
 
         check_run_folder(run)
         typer.echo(write_report(run))

@@ -23,7 +23,7 @@ def view(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the page; 0: any that is free.")] = 8377,
     export: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="Write the page into a new folder, to be opened without a server."),
+        typer.Option(metavar="FILE", help="Write the page into one HTML file, to be opened without a server."),
     ] = None,
     debug: Debug = False,
 ) -> None:
@@ -32,20 +32,25 @@ def view(
     Live curves; prompts, images and answers of the recorded steps with rewards and advantages, token by token; answers
     to held-out rows; settings and console. A folder of runs gets a list of them.
     The page answers this machine only; from elsewhere, forward its port (ssh -L 8377:127.0.0.1:8377 HOST).
-    Examples: fovea view runs; fovea view runs/latest; fovea view runs/grpo runs/ppo --export compared (docs/view.md).
+    Examples: fovea view runs; fovea view runs/latest; fovea view runs/grpo --export page.html (docs/view.md).
     """
     with one_line_errors(debug=debug):
-        from fovea.view.export import export as export_page
+        from fovea.report.about import check_run_folder
+        from fovea.report.export import check_export
+        from fovea.report.export import export as export_page
+        from fovea.report.viewed_run import ViewedRun
         from fovea.view.list_app import make_list_app
         from fovea.view.run_list import is_folder_of_runs
         from fovea.view.server import make_app, serve
-        from fovea.view.viewed_run import ViewedRun
 
         if export is None and len(runs) == 1 and is_folder_of_runs(runs[0]):
             app = make_list_app(runs[0])
         else:
+            for run in runs:
+                check_run_folder(run)
             viewed = list(map(ViewedRun, runs))
             if export is not None:
+                check_export(export)
                 typer.echo(export_page(viewed, export))
                 return
             app = make_app(viewed)

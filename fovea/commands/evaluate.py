@@ -41,10 +41,10 @@ from fovea.evaluation.comparison import EvalResults, EvalRow, TargetAnswers, Tar
 from fovea.evaluation.controls import usable_tasks, with_blank_images, with_shuffled_images
 from fovea.evaluation.evaluator import AnsweredRow, AnswersRows, image_type_of
 from fovea.evaluation.json_file import write_json
-from fovea.evaluation.tables import tables
 from fovea.models.processor import describe_banned
 from fovea.models.render import Renderer
 from fovea.report.evaluation import write_evaluation
+from fovea.report.tables import tables
 from fovea.run.inputs import GivenCode
 from fovea.run.rollout_step import evaluation_sampling
 from fovea.types import Message, Prompt, Task

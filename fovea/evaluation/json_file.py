@@ -115,13 +115,11 @@ class HeldOutAnswer:
 
     id: str
     kind: str
+    image_type: str | None
     question: str
     """Empty in files of earlier versions."""
     truth: str
-    text: str
-    reward: float
-    accuracy: float
-    is_truncated: bool
+    answer: SampledAnswer
 
 
 def answer_files(run_dir: Path) -> list[str]:
@@ -142,16 +140,22 @@ def read_answers(run_dir: Path, name: str, max_rows: int) -> list[HeldOutAnswer]
         raise DataError(f"{path} holds no answers ({error!r}); delete that file") from error
 
 
-def _from_json(row: dict[str, object]) -> HeldOutAnswer:
-    return HeldOutAnswer(
-        id=str(row["id"]),
-        kind=str(row["kind"]),
-        question=str(row.get("question", "")),
-        truth=str(row["truth"]),
+def _from_json(row: dict[str, Any]) -> HeldOutAnswer:
+    answer = SampledAnswer(
         text=str(row["answer"]),
         reward=_number(row["reward"]),
         accuracy=_number(row["accuracy"]),
-        is_truncated=row["finish"] == "length",
+        parts={str(name): _number(value) for name, value in row.get("parts", {}).items()},
+        finish="length" if row["finish"] == "length" else "stop",
+        turns=tuple((str(turn["role"]), str(turn["content"])) for turn in row.get("turns", ())),
+    )
+    return HeldOutAnswer(
+        id=str(row["id"]),
+        kind=str(row["kind"]),
+        image_type=None if row.get("image_type") is None else str(row["image_type"]),
+        question=str(row.get("question", "")),
+        truth=str(row["truth"]),
+        answer=answer,
     )
 
 

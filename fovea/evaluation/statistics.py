@@ -197,6 +197,30 @@ def _percent(value: float) -> str:
     return f"{value:.1f}" if is_near_an_end else f"{value:.0f}"
 
 
+def mean_text(value: Estimate | Difference | None) -> str:
+    """A mean in its own unit as `0.512 [0.48, 0.54]` or `1,312 [1,250, 1,375]`; empty where undefined."""
+    if value is None or math.isnan(value.mean):
+        return ""
+    interval = f" [{_short(value.low)}, {_short(value.high)}]" if math.isfinite(value.low) else ""
+    return f"{_short(value.mean)}{interval}"
+
+
+def _short(value: float) -> str:
+    """Three digits, and no exponent for thousands (kilometres)."""
+    value = half_up(value)
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.3g}"
+
+
+def percent_text(value: Estimate | Difference | None) -> str:
+    """An estimate as `87.5 [83, 91]`, a difference as `+3.8 [+0.4, +7.2]`, in percent; empty where undefined."""
+    if value is None or math.isnan(value.mean):
+        return ""
+    if isinstance(value, Estimate):
+        return f"{percent(value.mean)} {format_interval((value.low, value.high))}"
+    mean, low, high = (half_up(100 * each) for each in (value.mean, value.low, value.high))
+    return f"{mean:+.1f} [{low:+.1f}, {high:+.1f}]"
+
+
 T = TypeVar("T")
 
 

@@ -12,6 +12,8 @@ if TYPE_CHECKING:  # it imports numpy, for which the parent of a supervised run 
     from fovea.types import Metrics
 
 METRICS_FILE = "metrics.jsonl"
+BESIDE_STEPS = ("checkpoint", "checkpoint_write")
+"""Names of phases that are not part of `seconds/step`."""
 
 
 def parse_metrics(line: str, *, where: str) -> Metrics:

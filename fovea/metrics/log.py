@@ -22,7 +22,7 @@ from fovea.errors import DataError
 from fovea.metrics.jsonl import METRICS_FILE, parse_metrics
 from fovea.metrics.tracker import TrackedSample
 from fovea.types import Metrics
-from fovea.utils.bounded import read_lines
+from fovea.utils.bounded import append_to, read_lines
 from fovea.utils.files import json_number, write_atomically
 from fovea.utils.host_waits import host_waits
 
@@ -88,24 +88,23 @@ class JsonlSink:
     """
 
     def __init__(self, run_dir: Path, *, resume_step: int = 0) -> None:
-        path = run_dir / METRICS_FILE
-        kept, num_damaged = _lines_until(resume_step, path)
-        write_atomically(path, "".join(kept.values()).encode())
+        self._path = run_dir / METRICS_FILE
+        kept, num_damaged = _lines_until(resume_step, self._path)
+        write_atomically(self._path, "".join(kept.values()).encode())
         first = min(kept, default=1)
         self.num_lost = max(num_damaged, resume_step + 1 - first - len(kept)) if resume_step else 0
         """Steps before the checkpoint whose metrics are lost."""
-        self._file = path.open("a", encoding="utf-8", newline="\n")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         assert "step" not in metrics, (
             f"`step` is reserved for the step number, but the metrics of step {step} hold it too"
         )
         row = {"step": step} | {key: json_number(value) for key, value in metrics.items()}
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
-        self._file.flush()
+        with append_to(self._path) as file:
+            file.write(json.dumps(row, allow_nan=False) + "\n")
 
     def close(self) -> None:
-        self._file.close()
+        """Nothing: the file is open only while a line is written."""
 
 
 def read_metrics(run_dir: Path) -> list[Metrics]:
@@ -141,10 +140,6 @@ def _ended_lines(path: Path) -> Iterator[str]:
     for line in read_lines(path, within=path.parent):
         if line.endswith(b"\n"):
             yield line.decode("utf-8", errors="replace")
-
-
-BESIDE_STEPS = ("checkpoint", "checkpoint_write")
-"""Names of phases that are not part of `seconds/step`."""
 
 
 class Phases:

@@ -19,7 +19,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
-from fovea.metrics.log import BESIDE_STEPS
+from fovea.metrics.jsonl import BESIDE_STEPS
 from fovea.types import Metrics
 from fovea.utils.files import write_atomically
 

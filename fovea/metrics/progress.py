@@ -1,13 +1,15 @@
-"""The progress of a run: a live display in a terminal or a notebook, plain lines elsewhere."""
+"""The progress of a run: a live display in a terminal or a notebook, plain lines elsewhere and in console.txt."""
 
 from __future__ import annotations
 
 import html
+import io
 import math
 import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -19,7 +21,7 @@ from rich.progress import Progress as Columns
 from rich.spinner import Spinner
 from rich.text import Text
 
-from fovea.metrics.console_file import ConsoleFile
+from fovea.utils.bounded import append_to
 from fovea.utils.shown_text import printable, without_secrets
 
 UPDATE_EVERY_S = 0.5
@@ -122,6 +124,28 @@ class NotebookDisplay:
             f'<polyline points="{places}" fill="none" stroke="#2a78d6" stroke-width="1.5"/></svg>'
             f"<br><small>{CURVE}, steps {steps[0]:,} to {steps[-1]:,}: {low:.3g} to {high:.3g}</small>"
         )
+
+
+CONSOLE_FILE = "console.txt"
+FILE_WIDTH = 110
+"""Characters of a line of a table; other lines are not broken."""
+
+
+class ConsoleFile:
+    """Appends what is printed to a file, which is open only meanwhile."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        # in a notebook rich would show an empty output for each line as well
+        self._console = Console(file=io.StringIO(), width=FILE_WIDTH, force_jupyter=False)
+
+    def print(self, renderable: RenderableType, /, *, soft_wrap: bool | None = None) -> None:
+        """Append text or a table."""
+        with self._console.capture() as captured:
+            self._console.print(renderable, soft_wrap=soft_wrap)
+        # a copy of what the terminal shows: where the disk is full, metrics.jsonl ends the run, and says so
+        with suppress(OSError), append_to(self._path) as file:
+            file.write(captured.get().encode("utf-8", "replace").decode("utf-8"))
 
 
 LINE_EVERY_S = 5.0

@@ -16,18 +16,23 @@ MAX_SIDE_PX = 768
 """Larger images are stored at this size, enough for display."""
 
 
-def png_bytes(image: Image.Image) -> bytes:
-    """The image as the bytes of a PNG file, downscaled to MAX_SIDE_PX if it is larger."""
+def png_bytes(image: Image.Image, max_side_px: int = MAX_SIDE_PX) -> bytes:
+    """The image as the bytes of a PNG file, downscaled if a side is longer."""
     small = image.convert("RGB")
-    small.thumbnail((MAX_SIDE_PX, MAX_SIDE_PX))
+    small.thumbnail((max_side_px, max_side_px))
     buffer = io.BytesIO()
     small.save(buffer, format="PNG")
     return buffer.getvalue()
 
 
+def name_of(png: bytes) -> str:
+    """The name of an image: a hash of its PNG file."""
+    return hashlib.sha256(png).hexdigest()[:16]
+
+
 def write_image(run_dir: Path, png: bytes) -> str:
     """Store a PNG file in the run folder; returns its name."""
-    name = hashlib.sha256(png).hexdigest()[:16]
+    name = name_of(png)
     path = image_path(run_dir, name)
     if not path.exists():
         write_atomically(path, png)

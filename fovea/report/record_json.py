@@ -31,7 +31,7 @@ def record_to_json(record: SampleRecord) -> dict[str, Any]:
         "prompt": record.prompt,
         "truth": record.truth,
         "messages": list(map(_message_to_json, record.messages)),
-        "answers": list(map(_answer_to_json, record.answers)),
+        "answers": list(map(answer_to_json, record.answers)),
     }
 
 
@@ -98,7 +98,8 @@ def _image_from_json(row: Json) -> RecordedImage:
     return RecordedImage(name=name, frame=None if frame is None else (int(frame[0]), int(frame[1])))
 
 
-def _answer_to_json(answer: RecordedAnswer) -> dict[str, Any]:
+def answer_to_json(answer: RecordedAnswer) -> dict[str, Any]:
+    """An answer as a JSON object."""
     score = answer.score
     return {
         "text": score.text,

@@ -9,20 +9,17 @@ from pathlib import Path
 from typing import Literal, NotRequired, TypeAlias
 
 from pydantic import TypeAdapter, ValidationError
-from rich.table import Table
-from rich.text import Text
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
 from fovea.errors import DataError
-from fovea.evaluation.statistics import Estimate, estimate, figures_of, share_estimate, shown_once
-from fovea.evaluation.tables import cell, mean_cell
+from fovea.evaluation.statistics import Estimate, figures_of, share_estimate
 from fovea.types import Evaluation
 from fovea.utils.bounded import read_file
 from fovea.utils.files import from_json_number, json_number, write_atomically
-from fovea.utils.shown_text import printable
 
 Stage: TypeAlias = Literal["before", "warmup", "final"]
 """When the test rows are evaluated: before training, after a warm-up, after RL."""
+STAGES: tuple[Stage, ...] = ("before", "warmup", "final")
 
 
 class TrainingAccuracy(TypedDict):
@@ -190,11 +187,13 @@ def accuracy_at(summary: SummaryJson, stage: Stage) -> Estimate | None:
     return None if mean is None else share_estimate(mean, sum(row["n"] for row in summary["by_type"].values()))
 
 
-def by_type_at(summary: SummaryJson, stage: Literal["warmup", "final"]) -> dict[str, Estimate]:
+def by_type_at(summary: SummaryJson, stage: Stage) -> dict[str, Estimate]:
     """The accuracy on the test rows by question type at a stage of a run; empty where it was not evaluated."""
     if "test" in summary:
         figures = summary["test"][stage]
         return {kind: estimate_from_json(value) for kind, value in figures["by_type"].items()} if figures else {}
+    if stage == "before":
+        return {}  # summaries of earlier versions have none
     means = {kind: (row[stage], row["n"]) for kind, row in summary["by_type"].items()}
     return {kind: share_estimate(mean, n) for kind, (mean, n) in means.items() if mean is not None}
 
@@ -213,129 +212,22 @@ def stages_on_test(summary: SummaryJson) -> dict[str, FiguresJson]:
     return {name: figures for name, figures in kept.items() if figures} | {"after RL": summary["test"]["final"]}
 
 
-def not_scored(summary: SummaryJson) -> str:
-    """A sentence on the test rows that have no score; empty where all have one."""
-    return _not_scored({stage: figures.get("rows_unscored", 0) for stage, figures in stages_on_test(summary).items()})
-
-
-def _not_scored(rows: Mapping[str, int]) -> str:
+def not_scored_text(rows: Mapping[str, int]) -> str:
+    """A sentence on the rows without a score, by stage; empty where all have one."""
     counts = [f"{number:,} {stage}" for stage, number in rows.items() if number]
     return f"Rows not scored and left out: {', '.join(counts)}." if counts else ""
 
 
-def tables_of(summary: Summary) -> list[Table]:
-    """The tables that a run ends with; those without content are left out."""
-    made = (
-        summary_table(summary),
-        image_types_table(summary),
-        rewards_table(summary),
-        controls_table(summary),
+def duplicates_text(shared: int | None, searched_frac: float | None) -> str:
+    """A sentence on the test images that the training split has too; empty where they were not counted."""
+    if shared is None:
+        return ""
+    searched = (
+        ""
+        if searched_frac is None or searched_frac == 1
+        else f" (looked for in {100 * searched_frac:.3g} % of its rows)"
     )
-    return [table for table in made if table is not None]
-
-
-def rewards_table(summary: Summary) -> Table | None:
-    """Mean reward and its named parts over the test rows, by stage of the run; None where no reward was kept."""
-    stages = {header: figures_of(evaluation) for header, evaluation in _stages(summary).items()}
-    final = stages["after RL"]
-    if final.reward is None:
-        return None
-    table = _table("Reward and its parts on held-out rows, with 95 % intervals", "")
-    _add_columns(table, "mean of", [*stages, "n"])
-    of_stages = [{"reward": figures.reward, **figures.parts} for figures in stages.values()]
-    for name, label in shown_once(of_stages).items():
-        value = of_stages[-1][name]
-        assert value is not None
-        table.add_row(Text(printable(label)), *(mean_cell(of.get(name)) for of in of_stages), str(value.n))
-    return table
-
-
-def image_types_table(summary: Summary) -> Table | None:
-    """Accuracies in percent by image type; None without `evaluate.image_type_key`."""
-    stages = {header: figures_of(evaluation) for header, evaluation in _stages(summary).items()}
-    types = stages["after RL"].by_image_type
-    if not types:
-        return None
-    table = _table("Accuracy by image type in %, with 95 % intervals", "")
-    _add_columns(table, "image type", [*stages, "n"])
-    for name, value in types.items():
-        table.add_row(
-            Text(printable(name)), *(cell(figures.by_image_type.get(name)) for figures in stages.values()), str(value.n)
-        )
-    return table
-
-
-def summary_table(summary: Summary) -> Table:
-    """Accuracies in percent with 95 % intervals, by question type: before training, after warm-up, after RL."""
-    table = _table("Accuracy on held-out images in %, with 95 % intervals", _caption(summary))
-    return _fill(table, summary.final, _stages(summary))
-
-
-def controls_table(summary: Summary) -> Table | None:
-    """Image ablation of the trained model, by question type; None where no control was run."""
-    controls = {"shuffled images": summary.shuffled_images, "blank images": summary.blank_images}
-    columns = {"true images": summary.final} | {name: control for name, control in controls.items() if control}
-    if len(columns) == 1:
-        return None
-    caption = (
-        "Shuffled: each question with another question's images; blank: with grey ones. "
-        "Both show the accuracy without the picture."
-    )
-    missing = _not_scored({name: evaluation.num_unscored for name, evaluation in columns.items()})
-    table = _table("Image ablation (shuffled, blank), after RL", " ".join(filter(None, [caption, missing])))
-    return _fill(table, summary.final, columns)
-
-
-def _table(title: str, caption: str) -> Table:
-    return Table(title=title, title_justify="left", caption=caption or None, caption_justify="left")
-
-
-def _fill(table: Table, rows: Evaluation, columns: Mapping[str, Evaluation]) -> Table:
-    """The table with a line for each question type of `rows` and one for all together."""
-    _add_columns(table, "question type", [*columns, "n"])
-    for kind in rows.accuracies:
-        _add_row(table, kind, [_values(evaluation, kind) for evaluation in columns.values()])
-    if set(rows.accuracies) != {"all"}:
-        table.add_section()
-        _add_row(table, "all", [_values(evaluation) for evaluation in columns.values()])
-    return table
-
-
-def _add_columns(table: Table, first: str, others: Sequence[str]) -> None:
-    table.add_column(first)
-    for header in others:
-        table.add_column(header, justify="right")
-
-
-def _stages(summary: Summary) -> dict[str, Evaluation]:
-    before = "before warm-up" if summary.warmup else "before RL"
-    stages = {before: summary.before, "after warm-up": summary.warmup, "after RL": summary.final}
-    return {header: evaluation for header, evaluation in stages.items() if evaluation}
-
-
-def _add_row(table: Table, name: str, columns: Sequence[Sequence[float]]) -> None:
-    table.add_row(Text(printable(name)), *map(_cell, columns), str(len(columns[-1])))
-
-
-def _cell(values: Sequence[float]) -> Text:
-    if not values:
-        return Text("")
-    return cell(estimate(values))
-
-
-def _caption(summary: Summary) -> str:
-    missing = _not_scored({stage: evaluation.num_unscored for stage, evaluation in _stages(summary).items()})
-    if summary.duplicates_across_splits is None:
-        return missing
-    frac = summary.duplicates_searched_frac
-    searched = "" if frac is None or frac == 1 else f" (looked for in {100 * frac:.3g} % of its rows)"
-    return f"Test images found in the training split: {summary.duplicates_across_splits}{searched}. {missing}".rstrip()
-
-
-def _values(evaluation: Evaluation, kind: str | None = None) -> Sequence[float]:
-    if kind is not None:
-        return evaluation.accuracies.get(kind, ())
-    return [value for values in evaluation.accuracies.values() for value in values]
+    return f"Test images found in the training split: {shared}{searched}."
 
 
 def _accuracy(evaluation: Evaluation | None) -> float | None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from fovea.data.pixel_hashes import pixel_hashes
 from fovea.errors import TrainError
@@ -15,12 +15,14 @@ from fovea.evaluation.controls import (
     with_blank_images,
     with_shuffled_images,
 )
+from fovea.evaluation.evaluator import AnsweredRow
 from fovea.evaluation.json_file import write_answers
 from fovea.evaluation.statistics import sampled_dev_metrics
+from fovea.report.held_out import MAX_PICTURED, read_pictures, thumbnails, write_pictures
 from fovea.run.callbacks import EvalRecord
 from fovea.run.context import Run
 from fovea.run.rollout_step import evaluation_sampling
-from fovea.types import Evaluation, Metrics
+from fovea.types import Evaluation, Metrics, Task
 
 
 async def evaluate_test(run: Run, when: str, step: int) -> Evaluation:
@@ -42,12 +44,26 @@ async def read_dev(run: Run, when: str, step: int) -> Evaluation:
     return await _evaluate(run, "dev", when, step, run.config.evaluate.dev_size)
 
 
-async def _evaluate(run: Run, split: Literal["dev", "test"], when: str, step: int, size: int | None) -> Evaluation:
-    keep = partial(write_answers, run.folder, f"{split}-{when}")
+Split: TypeAlias = Literal["dev", "test"]
+
+
+async def _evaluate(run: Run, split: Split, when: str, step: int, size: int | None) -> Evaluation:
     source = run.sources.dev if split == "dev" else run.sources.test
+
+    def keep(rows: Sequence[AnsweredRow]) -> None:
+        write_answers(run.folder, f"{split}-{when}", rows)
+        _keep_pictures(run, split, {row.id: source.tasks[row.index] for row in rows[:MAX_PICTURED]})
+
     evaluation = await run.evaluator.evaluate(source, size, keep)
     run.callbacks.evaluated(EvalRecord(step=step, split=split, when=when, evaluation=evaluation, folder=run.folder))
     return evaluation
+
+
+def _keep_pictures(run: Run, split: Split, tasks: Mapping[str, Task]) -> None:
+    """Store small pictures of the rows for the page, unless an evaluation before this one has."""
+    if any(task.images for task in tasks.values()) and not tasks.keys() <= read_pictures(run.folder, split).keys():
+        pictures = {row: thumbnails(map(run.open_image, task.images)) for row, task in tasks.items()}
+        write_pictures(run.folder, split, pictures)
 
 
 async def sample_dev(run: Run) -> Metrics:

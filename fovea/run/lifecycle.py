@@ -18,9 +18,10 @@ from fovea.evaluation.statistics import dev_metrics
 from fovea.metrics.log import peak_memory
 from fovea.metrics.throughput import rates
 from fovea.report.about import SUMMARY_FILE, add_hint, read_hints, write_versions
-from fovea.report.html import write_report
+from fovea.report.export import write_report
 from fovea.report.samples import drop_samples
-from fovea.report.summary import Summary, tables_of, write_summary
+from fovea.report.summary import Summary, write_summary
+from fovea.report.tables import tables_of
 from fovea.run.callbacks import StepRecord
 from fovea.run.context import Run
 from fovea.run.fingerprint import library_versions

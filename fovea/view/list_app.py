@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from importlib.resources import files
 from pathlib import Path
 from urllib.parse import quote
 
@@ -14,10 +15,9 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Mount, Route, Router
 from starlette.types import Receive, Scope, Send
 
-from fovea.view.page_files import page_file
+from fovea.report.viewed_run import ViewedRun
 from fovea.view.run_list import listed_runs, run_folders
 from fovea.view.server import HEADERS, page, run_routes, secured
-from fovea.view.viewed_run import ViewedRun
 
 LIST_FILE = "runs.html.j2"
 MAX_OPEN = 16
@@ -29,7 +29,7 @@ def make_list_app(folder: Path) -> Starlette:
     """The application that lists the runs of a folder."""
     templates = Environment(autoescape=True, undefined=StrictUndefined)
     templates.filters |= {"quoted": lambda name: quote(name, safe=""), "time": _time}
-    template = templates.from_string(page_file(LIST_FILE))
+    template = templates.from_string(files("fovea.view").joinpath(LIST_FILE).read_text(encoding="utf-8"))
 
     def runs(_request: Request) -> Response:
         text = template.render(folder=str(folder), runs=listed_runs(folder))

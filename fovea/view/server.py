@@ -22,8 +22,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from fovea.errors import ConfigError, FoveaError
 from fovea.report.images import read_image
-from fovea.view.page_files import PAGE_FILES, media_type, page_file
-from fovea.view.viewed_run import ViewedRun
+from fovea.report.page_files import PAGE_FILES, media_type, page_file
+from fovea.report.viewed_run import ViewedRun
 
 Endpoint: TypeAlias = Callable[[Request], Response]
 HOSTS = ("127.0.0.1", "localhost")
@@ -54,6 +54,7 @@ OF_A_RUN: Mapping[str, Callable[[ViewedRun, int], Any]] = {
     "step": ViewedRun.step,
     "answers": ViewedRun.answers,
     "about": lambda run, _: run.settings_and_console(),
+    "summary": lambda run, _: run.summary(),
 }
 """Answers about one run by the first word of their path, which a number of the run and another one follow."""
 

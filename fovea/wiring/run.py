@@ -15,10 +15,9 @@ from fovea.data.images import ImageOpener
 from fovea.environments.base import Environment
 from fovea.environments.curriculum import Curriculum
 from fovea.environments.custom.trl import RewardFunction
-from fovea.metrics.console_file import CONSOLE_FILE
 from fovea.metrics.jsonl import METRICS_FILE
 from fovea.metrics.log import JsonlSink, MetricsLog, Phases, Sink
-from fovea.metrics.progress import Progress
+from fovea.metrics.progress import CONSOLE_FILE, Progress
 from fovea.models.processor import load_processor
 from fovea.report.about import HINTS_FILE, add_hint
 from fovea.rollout.embedded.plain import PlainEngine

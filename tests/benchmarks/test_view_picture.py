@@ -9,7 +9,7 @@ from PIL import Image
 
 from benchmarks.view_picture import HEIGHT, WIDTH, take
 from tests.chromium import open_browser
-from tests.view.folders import write_run
+from tests.report.folders import write_run
 
 DOCS = Path(__file__).parents[2] / "docs"
 MAX_BYTES = 150_000
@@ -27,12 +27,12 @@ def test_pictures_of_one_run_and_of_two(tmp_path: Path) -> None:
     with open_browser(tmp_path / "profile") as browser:
         taken = take(browser, [one], tmp_path)
         assert browser.evaluate("document.querySelectorAll('.token').length") > 0
-        assert [file.name for file in taken] == ["view_curves.png", "view_samples.png"]
+        assert [file.name for file in taken] == ["view_overview.png", "view_curves.png", "view_samples.png"]
         compared = take(browser, [one, other], tmp_path, step=4, group=1)
         place = browser.evaluate("[...document.querySelectorAll('.group .place')].map((each) => each.textContent)")
     assert place == ["one · step 4 · count · train/1", "other · step 5 · count · train/1"]
     assert [file.name for file in compared] == ["view_curves_compared.png", "view_compared.png"]
-    assert compared[0].read_bytes() != taken[0].read_bytes(), "the curves of two runs"
+    assert compared[0].read_bytes() != taken[1].read_bytes(), "the curves of two runs"
     for file in {*taken, *compared}:
         assert Image.open(file).size == (WIDTH, HEIGHT)
         assert colours(file) > 8, "a page that was drawn"
@@ -40,7 +40,7 @@ def test_pictures_of_one_run_and_of_two(tmp_path: Path) -> None:
 
 
 def test_the_pictures_of_the_page_in_docs_are_small() -> None:
-    shown = [DOCS / f"view_{name}.png" for name in ("curves", "samples", "compared")]
+    shown = [DOCS / f"view_{name}.png" for name in ("overview", "curves", "samples", "compared")]
     text = (DOCS / "view.md").read_text(encoding="utf-8")
     for file in shown:
         assert f"({file.name})" in text

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import re
 import signal
 import subprocess
@@ -251,20 +250,11 @@ def test_report_wants_a_run(tmp_path: Path) -> None:
 
 
 def test_report_prints_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = ModuleType("fovea.report.html")
+    module = ModuleType("fovea.report.export")
     module.write_report = lambda run: run / "report.html"  # type: ignore[attr-defined]
-    module.CONFIG_FILE = "config.yaml"  # type: ignore[attr-defined]
     (tmp_path / "config.yaml").touch()
-    monkeypatch.setitem(sys.modules, "fovea.report.html", module)
+    monkeypatch.setitem(sys.modules, "fovea.report.export", module)
     assert fovea("report", str(tmp_path)).stdout.strip() == str(tmp_path / "report.html")
-
-
-def test_a_notebooks_backend_of_matplotlib_is_not_ours(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("seed: 0\n")
-    environment = {**os.environ, "MPLBACKEND": "not_installed_here"}
-    command = [sys.executable, "-m", "fovea", "report", str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_doctor_tells_sound_from_broken_from_missing(monkeypatch: pytest.MonkeyPatch) -> None:

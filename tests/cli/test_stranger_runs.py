@@ -16,11 +16,11 @@ from fovea.commands.serve import served_folder
 from fovea.config.loading import load_config
 from fovea.config.recipes import read_yaml
 from fovea.errors import ConfigError, DataError, FoveaError
+from fovea.report.viewed_run import ViewedRun
 from fovea.run.checkpoint import damage, read_checkpoint, write_manifest
 from fovea.run.folder import open_run_folder
 from fovea.run.microbatches import left_limit
 from fovea.view.server import make_app
-from fovea.view.viewed_run import ViewedRun
 
 PRIVATE = b"-----BEGIN OPENSSH PRIVATE KEY-----"
 NAME = "0123456789abcdef"
@@ -91,12 +91,7 @@ def sparse(path: Path) -> None:
 )
 def test_no_file_of_a_run_hangs_a_report_or_fills_memory(name: str, make: Callable[[Path], None], run: Path) -> None:
     make(run / name)
-    if name != "samples/index.jsonl":  # the report does not read the index
-        done = fovea("report", str(run))
-        assert done.exit_code == 2, done.output
-        assert name.rpartition("/")[2] in done.stderr
-    with pytest.raises(FoveaError):
-        ViewedRun(run).facts()
+    assert name.rpartition("/")[2] in refused("report", str(run))
 
 
 def test_a_picture_that_is_a_link_is_in_no_page(run: Path, tmp_path: Path) -> None:
@@ -107,9 +102,9 @@ def test_a_picture_that_is_a_link_is_in_no_page(run: Path, tmp_path: Path) -> No
     picture.symlink_to(private)
     assert "leads out of" in refused("report", str(run))
     assert not (run / "report.html").exists()
-    out = tmp_path / "out"
+    out = tmp_path / "out.html"
     assert "leads out of" in refused("view", str(run), "--export", str(out))
-    assert not [file for file in out.rglob("*") if file.is_file() and PRIVATE in file.read_bytes()]
+    assert not out.exists()
     # a folder on the way is the same
     picture.unlink()
     (run / "samples" / "images").rmdir()

@@ -19,12 +19,20 @@ from fovea.environments.geospot.reward import Place, distance_parts
 from fovea.environments.prompt_source import PromptSource
 from fovea.errors import ConfigError
 from fovea.evaluation.evaluator import Evaluator
-from fovea.evaluation.statistics import dev_metrics, figures_of, mean_estimate, share_estimate, shown_once
-from fovea.evaluation.tables import mean_text, percent_text
+from fovea.evaluation.statistics import (
+    dev_metrics,
+    figures_of,
+    mean_estimate,
+    mean_text,
+    percent_text,
+    share_estimate,
+    shown_once,
+)
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.metrics.names import undefined
-from fovea.report.summary import read_summary, tables_of
+from fovea.report.summary import read_summary
+from fovea.report.tables import tables_of
 from fovea.run.lifecycle import begin
 from fovea.types import Evaluation, Sampling, Score, Task, Turn
 from fovea.utils.event_loop import wait_for

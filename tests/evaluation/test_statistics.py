@@ -18,11 +18,11 @@ from fovea.evaluation.statistics import (
     estimate,
     majority,
     mean_estimate,
+    mean_text,
     paired_difference,
     vote,
     wilson_interval,
 )
-from fovea.evaluation.tables import mean_text
 
 
 def said(*texts: str, accuracy: float = 0.0) -> list[SampledAnswer]:

@@ -1,9 +1,11 @@
 import ctypes
+import gc
 import math
 import mmap
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -59,6 +61,14 @@ def test_lines_survive_a_process_that_dies(tmp_path: Path) -> None:
     )
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == 9
     assert read_metrics(tmp_path) == [{"step": 1, "reward": 0.5}]
+
+
+def test_a_log_that_nobody_closes_leaves_no_open_file(tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        JsonlSink(tmp_path).write(1, {"reward": 0.5})
+        gc.collect()
+    assert not [each for each in seen if "metrics.jsonl" in str(each.message)]
 
 
 def test_a_resumed_file_equals_that_of_a_run_never_stopped(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from rich.console import Console
 
 from fovea.errors import DataError
 from fovea.evaluation.statistics import wilson_interval
-from fovea.report.summary import Summary, controls_table, read_summary, summary_table, write_summary
+from fovea.report.summary import Summary, read_summary, write_summary
+from fovea.report.tables import controls_table, summary_table
 from fovea.types import Evaluation
 
 

@@ -16,10 +16,10 @@ from fovea.errors import ConfigError, DataError
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.report.samples import sample_steps
+from fovea.report.viewed_run import ViewedRun
 from fovea.run.context import Run
 from fovea.run.state import TrainState
 from fovea.types import Group, Metrics
-from fovea.view.viewed_run import ViewedRun
 from fovea.wiring.run import build
 from tests.runs import untimed
 from tests.saved import saved_bytes

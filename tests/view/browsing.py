@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from fovea.report.viewed_run import ViewedRun
 from fovea.view.list_app import make_list_app
 from fovea.view.run_list import is_folder_of_runs
 from fovea.view.server import make_app, serve
-from fovea.view.viewed_run import ViewedRun
 from tests.chromium import TIMEOUT_S, Browser
 from tests.report.pages import ATTACK
 

@@ -4,11 +4,10 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from fovea.errors import DataError
-from fovea.view.page_files import PAGE_FILES, page_file
+from fovea.report.page_files import PAGE_FILES, page_file
+from fovea.report.viewed_run import ViewedRun
 from fovea.view.server import make_app
-from fovea.view.viewed_run import ViewedRun
-from tests.view.folders import write_run
+from tests.report.folders import write_run
 
 
 @pytest.fixture
@@ -123,11 +122,6 @@ def test_text_that_no_encoding_can_write(tmp_path: Path) -> None:
         make_app([ViewedRun(write_run(tmp_path / "odd", text="half \ud800 pair"))]), base_url="http://localhost"
     )
     assert client.get("/data/step/0/1").json()["groups"][0]["truth"] == "half \ud800 pair"
-
-
-def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no run folder, since it holds no config\.yaml"):
-        ViewedRun(tmp_path)
 
 
 def test_a_young_run_has_a_page(tmp_path: Path) -> None:

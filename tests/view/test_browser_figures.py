@@ -11,11 +11,11 @@ import pytest
 from fovea.metrics.log import JsonlSink, MetricsLog
 from fovea.metrics.progress import Progress
 from fovea.report.about import add_hint
-from fovea.view.export import export
-from fovea.view.viewed_run import ViewedRun
+from fovea.report.export import export
+from fovea.report.viewed_run import ViewedRun
 from tests.chromium import Browser, open_browser
+from tests.report.folders import finish_run, write_answers_of, write_run
 from tests.view.browsing import GROUP, HOSTILE, LINE, choose, open_page, served, text_of
-from tests.view.folders import finish_run, write_answers_of, write_run
 
 pytestmark = pytest.mark.browser
 
@@ -34,7 +34,7 @@ def test_the_x_axis_has_some_ticks_and_not_too_many(browser: Browser, tmp_path: 
     folder = write_run(tmp_path / "run", steps=1)
     JsonlSink(folder, resume_step=1).write(steps, {"reward": 0.9})
     with served(folder) as address:
-        open_page(browser, address, LINE)
+        open_page(browser, f"{address}#curves", LINE)
         labels = browser.evaluate(X_LABELS)
         assert 2 <= len(labels) <= 8, labels
         assert len(set(labels)) == len(labels)
@@ -73,7 +73,7 @@ def test_curves_by_time_and_tokens_on_a_log_scale_and_smoothed(browser: Browser,
             metrics.write(step, rewards | {"seconds/step": 60.0 * step, "tokens_per_second": 100.0})
     points = f"{LINE}.getAttribute('points').split(' ').map((each) => each.split(',').map(Number))"
     with served(folder) as address:
-        open_page(browser, address, LINE)
+        open_page(browser, f"{address}#curves", LINE)
         width = browser.evaluate("document.querySelector('.plot').clientWidth") - 66
         assert [x for x, _ in browser.evaluate(points)] == pytest.approx(
             [56 + width * share for share in (0, 1 / 3, 2 / 3, 1)], abs=0.1
@@ -121,31 +121,39 @@ def test_no_line_crosses_missing_steps_and_rounding_has_no_curve(browser: Browse
     spans = f"{LINE}.parentNode.querySelectorAll('polyline')"
     titles = "[...document.querySelectorAll('.metrics[open] .charts figcaption bdi')].map((each) => each.textContent)"
     with served(folder) as address:
-        open_page(browser, address, LINE)
+        open_page(browser, f"{address}#curves", LINE)
         lengths = browser.evaluate(f"[...{spans}].map((each) => each.getAttribute('points').split(' ').length)")
         assert lengths == [3, 1, 5]
         assert browser.evaluate(titles) == ["reward", "entropy"]
         assert browser.problems == []
 
 
-def test_the_overview_has_remarks_the_final_table_and_dev(browser: Browser, tmp_path: Path) -> None:
+def test_the_overview_has_remarks_figures_and_the_learning_curve(browser: Browser, tmp_path: Path) -> None:
     one, other = write_run(tmp_path / "one"), write_run(tmp_path / "other")
     for folder in (one, other):
         JsonlSink(folder, resume_step=5).write(6, {"reward": 0.9, "reward/same": 0.9, "accuracy/dev": 0.5})
-    titles = "[...document.querySelectorAll('.metrics[open] .charts figcaption bdi')].map((each) => each.textContent)"
+    titles = "[...document.querySelectorAll('.charts figcaption bdi')].map((each) => each.textContent)"
+    headline = "[...document.querySelectorAll('.headline-of dd:not(.soft)')].map((each) => each.textContent)"
     with served(one, other) as address:
         open_page(browser, address, LINE)
-        assert not browser.evaluate("document.querySelector('#final, .remarks')")
+        assert browser.evaluate(titles) == ["reward", "accuracy/dev"]
+        assert browser.evaluate(headline) == ["0.100", "0.900"] * 2, "so far"
+        assert not browser.evaluate("document.querySelector('.remarks')")
         add_hint(one, f"{HOSTILE[:60]} no group had a signal")
         finish_run(one, right=3, wrong=1)
-        finish_run(other, right=1, wrong=3)
-        browser.wait_for("document.querySelector('#final') && document.querySelector('.remarks')")
+        finish_run(other, right=1, wrong=3, unscored=2)
+        browser.wait_for(f"document.querySelector('.remarks') && {headline}.join() === '0.0 %,75.0 %,0.0 %,25.0 %'")
         assert text_of(browser, ".remarks") == f"one {HOSTILE[:60]} no group had a signal"
-        row = "[...document.querySelector('#final tbody tr').cells].map((cell) => cell.textContent)"
+        row = "[...document.querySelector('.figures-table tbody tr').cells].map((cell) => cell.textContent)"
         before, after, n = "0.0 [0, 49]", ("75.0 [30, 95]", "25.0 [5, 70]"), "4"
-        assert browser.evaluate(row) == ["accuracy, all, %", before, after[0], n, before, after[1], n]
-        assert "one, shuffled images: 0.0\u00a0%" in text_of(browser, "#final")
-        assert "accuracy/dev" in browser.evaluate(titles)
+        assert browser.evaluate(row) == ["all", before, after[0], before, after[1], n, ""]
+        assert browser.evaluate("document.querySelectorAll('.figures-table .to').length") >= 2, "a bar for each run"
+        assert "0.0 % right with another question's image" in text_of(browser, ".headlines")
+        assert "Rows not scored and left out: 2 after RL." in text_of(browser, ".headlines")
+        assert "Time of the steps" in text_of(browser, ".overview")
+        assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        browser.evaluate("document.querySelector('.plot').dispatchEvent(new MouseEvent('click', { bubbles: true }))")
+        browser.wait_for(GROUP)
         assert browser.problems == []
 
 
@@ -157,7 +165,7 @@ def test_a_part_of_the_reward_that_repeats_it_is_shown_once(browser: Browser, tm
         for step in range(1, 4):
             metrics.write(step, {"reward": step / 4, "reward/same": step / 4, "reward/other": 1.0})
         with served(folder) as address:
-            open_page(browser, address, LINE)
+            open_page(browser, f"{address}#curves", LINE)
             assert browser.evaluate(titles) == ["reward", "reward/other"]
             browser.press("s")
             browser.wait_for(GROUP)
@@ -179,7 +187,7 @@ def test_held_out_answers_of_two_runs_stand_beside_each_other(browser: Browser, 
         ...[...row.querySelectorAll('.answer')].map((each) => each.classList.contains('right'))])"""
     figures = "[...document.querySelectorAll('.tally dd')].map((each) => each.textContent)"
     with served(one, other) as address:
-        open_page(browser, address, LINE)
+        open_page(browser, f"{address}#curves", LINE)
         browser.press("e")
         browser.wait_for("document.querySelectorAll('.held-out').length === 5")
         assert browser.evaluate(rows) == [
@@ -206,7 +214,7 @@ def test_held_out_answers_of_two_runs_stand_beside_each_other(browser: Browser, 
         browser.wait_for(f"{figures}.join() === '0.0\u00a0%,0.0\u00a0%,0,0,0,1,1'")
         write_answers_of(one, "dev-step-000004", ["3"])
         browser.wait_for("document.querySelector('#evaluation').options.length === 3")
-        page = export([ViewedRun(one), ViewedRun(other)], tmp_path / "out")
+        page = export([ViewedRun(one), ViewedRun(other)], tmp_path / "out.html")
         open_page(browser, f"{page.as_uri()}#held-out?outcome=right", "document.querySelector('.held-out')")
         assert browser.evaluate(rows) == [["test/0", True, True]]
         open_page(browser, f"{page.as_uri()}#held-out", "document.querySelector('.held-out')", width=400)

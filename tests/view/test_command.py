@@ -15,9 +15,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from fovea.cli.main import app
+from fovea.report.viewed_run import ViewedRun
 from fovea.view.server import make_app, serve
-from fovea.view.viewed_run import ViewedRun
-from tests.view.folders import write_run
+from tests.report.folders import write_run
 
 
 def view(*words: str) -> Result:
@@ -25,12 +25,14 @@ def view(*words: str) -> Result:
 
 
 def test_an_export_says_where_its_page_is(tmp_path: Path) -> None:
-    run, out = write_run(tmp_path / "run"), tmp_path / "out"
+    run, out = write_run(tmp_path / "run"), tmp_path / "out.html"
     result = view(str(run), "--export", str(out))
-    assert (result.exit_code, result.stdout) == (0, f"{out / 'index.html'}\n")
-    again = view(str(run), "--export", str(out))
-    assert again.exit_code == 2
-    assert again.stderr == f"error: --export {out}: it is not empty; give a new folder\n"
+    assert (result.exit_code, result.stdout) == (0, f"{out}\n")
+    assert out.is_file()
+    for wrong in (tmp_path / "out", tmp_path):
+        refused = view(str(run), "--export", str(wrong))
+        assert refused.exit_code == 2
+        assert refused.stderr == f"error: --export {wrong}: the page is one file; give a name that ends in .html\n"
 
 
 def test_what_is_no_run_is_named(tmp_path: Path) -> None:
@@ -41,7 +43,7 @@ def test_what_is_no_run_is_named(tmp_path: Path) -> None:
     for number in range(6):
         write_run(tmp_path / f"run{number}")
     inside = ", ".join(f"{tmp_path}/run{number}" for number in range(4))
-    exported = view(str(tmp_path), "--export", str(tmp_path / "out"))
+    exported = view(str(tmp_path), "--export", str(tmp_path / "out.html"))
     assert f"holds no config.yaml; give one of those in it: {inside}, ..." in exported.stderr
     assert "config.yaml: a file, no run folder; give" in view(str(tmp_path / "run0" / "config.yaml")).stderr
 
@@ -111,7 +113,7 @@ def test_connections_that_send_their_headers_slowly_are_closed(tmp_path: Path, m
 
 def test_the_page_needs_no_torch() -> None:
     """Its import takes seconds and hundreds of megabytes, beside a run that needs them."""
-    imports = "import sys, fovea.view.server, fovea.view.export, fovea.view.list_app"
-    code = f"{imports}; print({{'torch', 'matplotlib'}} & set(sys.modules))"
+    imports = "import sys, fovea.view.server, fovea.report.export, fovea.view.list_app"
+    code = f"{imports}; print({{'torch', 'transformers', 'matplotlib'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

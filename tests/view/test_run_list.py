@@ -15,8 +15,8 @@ from starlette.testclient import TestClient
 from fovea.run.lock import locked
 from fovea.view.list_app import make_list_app
 from fovea.view.run_list import ListedRun, is_folder_of_runs, listed_runs
+from tests.report.folders import finish_run, write_run
 from tests.report.pages import ATTACK
-from tests.view.folders import finish_run, write_run
 
 
 def line(folder: Path, name: str) -> ListedRun:

@@ -15,8 +15,7 @@ import yaml
 from fovea import __version__
 from fovea.config.loading import dump_config
 from fovea.config.run import Config
-from fovea.evaluation.statistics import percent
-from fovea.evaluation.tables import percent_text
+from fovea.evaluation.statistics import percent, percent_text
 from fovea.report.summary import SummaryJson, by_type_at
 
 REPOSITORY_ID = re.compile(r"[\w.-]+/[\w.-]+")

@@ -1,0 +1,122 @@
+"""Answers to the page: plain JSON values, independent of how they are sent."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fovea.metrics.names import definition_of
+from fovea.report.curves import Curve, Totals
+from fovea.report.record_json import mark_to_json, record_to_json
+from fovea.report.records import GroupSummary, RecordedAnswer, RecordedImage, SampleRecord
+from fovea.report.samples import IndexedStep
+from fovea.types import Mark
+from fovea.utils.files import json_number
+
+MAX_MARKS = 200
+"""Of one text: more cannot be told apart on an image."""
+_NUMBER = r"\s*(-?\d+(?:\.\d+)?)\s*"
+_PAIRS = rf"\({_NUMBER},{_NUMBER}\)\s*,\s*\({_NUMBER},{_NUMBER}\)"
+_BOX = rf'"(?:bbox_2d|bbox)"\s*:\s*\[{_NUMBER},{_NUMBER},{_NUMBER},{_NUMBER}\]'
+_POINT = rf'"(?:point_2d|point)"\s*:\s*\[{_NUMBER},{_NUMBER}\]'
+_MARK = re.compile("|".join((_PAIRS, _BOX, _POINT)))
+_LABEL = re.compile(r'"label"\s*:\s*"([^"\\\n]{1,80})"')
+
+
+def marks_in(text: str, image: RecordedImage | None, place: int) -> tuple[Mark, ...]:
+    """The marks of an answer on the last image before it, which is the `place`-th that the model has read.
+
+    None where there is no image, or its frame of coordinates is not known.
+    """
+    if image is None or image.frame is None:
+        return ()
+    found = list(_MARK.finditer(text))[:MAX_MARKS]
+    return tuple(_mark(match, text, image.frame, place) for match in found)
+
+
+def _mark(match: re.Match[str], text: str, frame: tuple[int, int], place: int) -> Mark:
+    numbers = [float(number) for number in match.groups() if number is not None]
+    width, height = frame
+    return Mark(
+        image=place,
+        xy=tuple(number / (height if axis % 2 else width) for axis, number in enumerate(numbers)),
+        label=_label(text, match),
+    )
+
+
+def _label(text: str, match: re.Match[str]) -> str:
+    """The label of the JSON object that holds the mark, if it has one."""
+    start, end = text.rfind("{", 0, match.start()), text.find("}", match.end())
+    if start < 0 or end < 0 or "}" in text[start : match.start()]:
+        return ""
+    label = _LABEL.search(text, start, end)
+    return label[1] if label else ""
+
+
+SIGNIFICANT = 6
+"""Digits of a point of a curve: more than a screen shows."""
+
+
+def curve_json(name: str, curve: Curve) -> dict[str, Any]:
+    """A curve with its name and what the metric means; `low` and `high` are empty where all points are single steps."""
+    metric = definition_of(name)
+    single = curve.lows_B is curve.means_B
+    return {
+        "name": name,
+        "unit": metric.unit if metric else "",
+        "meaning": metric.meaning if metric else "",
+        "step": _numbers(curve.steps_B),
+        "mean": _numbers(curve.means_B),
+        "low": [] if single else _numbers(curve.lows_B),
+        "high": [] if single else _numbers(curve.highs_B),
+    }
+
+
+def totals_json(totals: Totals) -> dict[str, Any]:
+    """A sum over the steps, for an axis of time or tokens."""
+    return {"step": _numbers(totals.steps_B), "total": _numbers(totals.totals_B)}
+
+
+def entry_json(entry: IndexedStep) -> list[Any]:
+    """An entry of the index: `[step, [[kind, row, mean reward, least, greatest, truncated, answers], ...]]`."""
+    return [entry.step, list(map(_summary_json, entry.groups))]
+
+
+def step_json(step: int, records: Sequence[SampleRecord]) -> dict[str, Any]:
+    """The groups of a step, each answer with the marks of its texts and of its reward."""
+    return {"step": step, "groups": list(map(_record_json, records))}
+
+
+def _summary_json(summary: GroupSummary) -> list[Any]:
+    rewards = [reward for reward in summary.rewards if math.isfinite(reward)]
+    figures = (sum(rewards) / len(rewards), min(rewards), max(rewards)) if rewards else (None, None, None)
+    return [summary.kind, summary.row, *figures, summary.num_truncated, len(summary.rewards)]
+
+
+def _record_json(record: SampleRecord) -> dict[str, Any]:
+    shown = record_to_json(record)
+    for answer, given in zip(shown["answers"], record.answers, strict=True):
+        found = (*given.marks, *_marks_of_texts(record, given))
+        answer["marks"] = [mark_to_json(mark) for mark in found if all(map(math.isfinite, mark.xy))]
+    return shown
+
+
+def _marks_of_texts(record: SampleRecord, answer: RecordedAnswer) -> list[Mark]:
+    """Marks of all turns; images count from 1 in the order in which the model read them, over all turns."""
+    images: list[RecordedImage] = list(record.images)
+    marks: list[Mark] = []
+    for turn in answer.turns:
+        images += turn.images
+        marks += marks_in(turn.text, images[-1] if images else None, len(images))
+    if not answer.turns:
+        marks += marks_in(answer.score.text, images[-1] if images else None, len(images))
+    return marks
+
+
+def _numbers(values: NDArray[np.float64]) -> list[float | None]:
+    return [json_number(float(f"{value:.{SIGNIFICANT}g}")) for value in values.tolist()]

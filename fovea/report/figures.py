@@ -1,0 +1,272 @@
+"""The figures of a run, and of a target of `fovea eval`, as the summary of the page shows them: texts and bars."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from fovea.evaluation.comparison import TargetMetrics
+from fovea.evaluation.statistics import (
+    Difference,
+    Estimate,
+    format_interval,
+    mean_text,
+    percent,
+    percent_text,
+    shown_once,
+)
+from fovea.metrics.jsonl import BESIDE_STEPS
+from fovea.report.curves import Curves
+from fovea.report.summary import (
+    STAGES,
+    FiguresJson,
+    Stage,
+    SummaryJson,
+    accuracy_at,
+    by_type_at,
+    duplicates_text,
+    estimate_from_json,
+    not_scored_text,
+    stages_on_test,
+)
+from fovea.report.tables import image_ablation_of, rewards_of, sampled_of
+
+Cell: TypeAlias = Estimate | Difference | None
+Bar: TypeAlias = tuple[float, float, float]
+"""Low end, mean and high end of an interval, as shares in 0..1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stat:
+    """A labelled number, formatted for display."""
+
+    label: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FigureRow:
+    """A line of a table: a text for each column, the number of rows behind them, and a bar where it has one."""
+
+    name: str
+    texts: tuple[str, ...]
+    n: int | None = None
+    bar: Bar | None = None
+    before: float | None = None
+    """Share at the stage before that of the bar, which is drawn as a dot."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FigureTable:
+    """A table; the page shows tables of several runs under one title beside each other."""
+
+    title: str
+    first: str
+    """Head of the names."""
+    columns: tuple[str, ...]
+    rows: tuple[FigureRow, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """The summary of a run or of a target."""
+
+    line: str = ""
+    """Steps, seed and seconds in words."""
+    headline: tuple[Stat, ...] = ()
+    tables: tuple[FigureTable, ...] = ()
+    notes: tuple[str, ...] = ()
+    machine: tuple[Stat, ...] = ()
+    """Memory and throughput."""
+
+
+def run_summary(summary: SummaryJson | None, curves: Curves) -> RunSummary:
+    """The summary of a run; before its end, `summary` is None."""
+    time = [table for table in [_phases(curves)] if table.rows]
+    machine = _machine(curves)
+    if summary is None:
+        return RunSummary(headline=_rewards_so_far(curves), tables=tuple(time), machine=machine)
+    seconds = summary["seconds"]
+    total = f"RL {seconds['rl']:,.0f} s, {seconds['total']:,.0f} s in total"
+    warmup = f"warm-up {seconds['warmup']:,.0f} s, " if seconds["warmup"] else ""
+    unscored = {stage: figures.get("rows_unscored", 0) for stage, figures in stages_on_test(summary).items()}
+    notes = (
+        _controls_note(summary),
+        not_scored_text(unscored),
+        duplicates_text(summary["duplicates_across_splits"], summary.get("duplicates_searched_frac")),
+    )
+    held_out = [_accuracies(summary), *_rewards(stages_on_test(summary))]
+    return RunSummary(
+        line=f"{summary['steps']:,} RL steps, seed {summary['seed']}; {warmup}{total}",
+        headline=_accuracy_headline(summary),
+        tables=(*held_out, *time),
+        notes=tuple(filter(None, notes)),
+        machine=machine,
+    )
+
+
+def target_summary(metrics: TargetMetrics, reference: str) -> RunSummary:
+    """The summary of a target; `reference` is the target whose accuracy is subtracted."""
+    rows = [_share_row("all", [metrics.accuracy])]
+    kinds = metrics.by_kind if len(metrics.by_kind) > 1 else {}
+    rows += [_share_row(kind, [value]) for kind, value in kinds.items()]
+    rows += [_share_row(f"images: {name}", [value]) for name, value in metrics.by_image_type.items()]
+    if difference := metrics.versus_first:
+        rows.append(_row(f"all, minus {reference}", [difference], percent_text))
+        rows.append(FigureRow(name="rows on which it is better", texts=(f"{difference.better:,}",)))
+        rows.append(FigureRow(name="rows on which it is worse", texts=(f"{difference.worse:,}",)))
+    left_out = {"skipped": metrics.rows_skipped, "not scored": metrics.rows_unscored}
+    rows += [FigureRow(name=f"rows {name}", texts=(f"{count:,}",)) for name, count in left_out.items() if count]
+    ablation = [_share_row(name, [value]) for name, value in image_ablation_of(metrics).items()]
+    tables = {
+        ("Accuracy of greedy answers in %", "rows"): rows,
+        ("Mean reward and its parts", "mean of"): [
+            _row(name, [value], mean_text) for name, value in rewards_of(metrics).items()
+        ],
+        ("Sampled answers, in %", ""): [_share_row(name, [value]) for name, value in sampled_of(metrics).items()],
+        ("Image ablation (shuffled, blank): accuracy in %, of rows with images", "images"): ablation,
+    }
+    return RunSummary(
+        headline=(_accuracy_stat("accuracy", metrics.accuracy),),
+        tables=tuple(
+            FigureTable(title=title, first=first, columns=("",), rows=tuple(rows))
+            for (title, first), rows in tables.items()
+            if rows
+        ),
+    )
+
+
+def _accuracy_stat(label: str, value: Estimate) -> Stat:
+    return Stat(
+        label=label, value=f"{percent(value.mean)} %", note=f"95 % interval {format_interval((value.low, value.high))}"
+    )
+
+
+def _accuracy_headline(summary: SummaryJson) -> tuple[Stat, ...]:
+    stages = {stage: value for stage in STAGES if (value := accuracy_at(summary, stage))}
+    return tuple(_accuracy_stat(_label(summary, stage), value) for stage, value in stages.items())
+
+
+def _label(summary: SummaryJson, stage: Stage) -> str:
+    before = "before warm-up" if summary["accuracy"]["warmup"] is not None else "before RL"
+    return {"before": before, "warmup": "after warm-up", "final": "after RL"}[stage]
+
+
+def _rewards_so_far(curves: Curves) -> tuple[Stat, ...]:
+    rewards = curves.finite("reward")
+    if not len(rewards):
+        return ()
+    tenth = math.ceil(len(rewards) / 10)
+    note = f"mean of {tenth} step{'s' if tenth > 1 else ''}"
+    return (
+        Stat(label="reward at the start", value=f"{rewards[:tenth].mean():.3f}", note=note),
+        Stat(label="reward now", value=f"{rewards[-tenth:].mean():.3f}", note=note),
+    )
+
+
+def _accuracies(summary: SummaryJson) -> FigureTable:
+    """Accuracy by question type, of all rows, and by image type, at every stage."""
+    stages = [stage for stage in STAGES if accuracy_at(summary, stage)]
+    kinds = [by_type_at(summary, stage) for stage in stages]
+    names = list(kinds[-1]) if len(kinds[-1]) > 1 else []
+    rows = [_share_row(name, [of.get(name) for of in kinds]) for name in names]
+    rows.append(_share_row("all", [accuracy_at(summary, stage) for stage in stages]))
+    images = [_estimates(figures["by_image_type"]) for figures in stages_on_test(summary).values()]
+    rows += [_share_row(f"images: {name}", [of.get(name) for of in images]) for name in (images[-1] if images else ())]
+    columns = tuple(_label(summary, stage) for stage in stages)
+    title = "Accuracy on held-out rows in %, with 95 % intervals"
+    return FigureTable(title=title, first="question type", columns=columns, rows=tuple(rows))
+
+
+def _rewards(stages: Mapping[str, FiguresJson]) -> list[FigureTable]:
+    """Reward and parts on the test rows at every stage; none in summaries of earlier versions."""
+    means = [
+        ({"reward": estimate_from_json(of["reward"])} if of["reward"] else {}) | _estimates(of["parts"])
+        for of in stages.values()
+    ]
+    labels = shown_once(means) if means else {}
+    rows = tuple(_row(label, [of.get(name) for of in means], mean_text) for name, label in labels.items())
+    title = "Reward and its parts on held-out rows, with 95 % intervals"
+    return [FigureTable(title=title, first="mean of", columns=tuple(stages), rows=rows)] if rows else []
+
+
+def _estimates(values: Mapping[str, object]) -> dict[str, Estimate]:
+    return {name: estimate_from_json(value) for name, value in values.items()}  # type: ignore[arg-type]
+
+
+def _row(name: str, values: Sequence[Cell], text: Callable[[Cell], str]) -> FigureRow:
+    last = values[-1]
+    return FigureRow(name=name, texts=tuple(map(text, values)), n=last.n if last else 0)
+
+
+def _share_row(name: str, values: Sequence[Cell]) -> FigureRow:
+    """A line of shares in percent, with the interval of the last one as a bar."""
+    row = _row(name, values, percent_text)
+    last, before = values[-1], next((value for value in values[-2::-1] if value), None)
+    if not isinstance(last, Estimate) or not math.isfinite(last.low + last.mean + last.high):
+        return row
+    return FigureRow(
+        name=name,
+        texts=row.texts,
+        n=row.n,
+        bar=(last.low, last.mean, last.high),
+        before=before.mean if before and math.isfinite(before.mean) else None,
+    )
+
+
+def _controls_note(summary: SummaryJson) -> str:
+    images = {"another question's image": summary["shuffled_images"], "a blank one": summary["blank_images"]}
+    shares = [f"{percent(value)} % right with {name}" for name, value in images.items() if value is not None]
+    return f"The trained model gets {' and '.join(shares)}, from the text without the picture." if shares else ""
+
+
+def _phases(curves: Curves) -> FigureTable:
+    """Totals of the phases, longest first; the part of `seconds/step` outside all phases is "other"."""
+    prefix = "seconds/"
+    keys = [name for name in curves.names if name.startswith(prefix) and name.removeprefix(prefix) not in BESIDE_STEPS]
+    totals = {name.removeprefix(prefix): float(curves.finite(name).sum()) for name in keys}
+    step = totals.pop("step", 0.0)
+    named = sum(totals.values())
+    if step > named:
+        totals["other"] = step - named
+    whole = max(step, named)
+    rows = tuple(
+        FigureRow(
+            name=name,
+            texts=(f"{s:,.1f}", f"{1000 * s / curves.num_steps:,.1f}", f"{percent(s / whole)} %"),
+            bar=(0.0, s / whole, s / whole),
+        )
+        for name, s in sorted(totals.items(), key=lambda pair: -pair[1])
+        if whole
+    )
+    return FigureTable(title="Time of the steps", first="phase", columns=("total s", "ms per step", "share"), rows=rows)
+
+
+def _machine(curves: Curves) -> tuple[Stat, ...]:
+    """Peak memory, and throughput and answer length as means over the last tenth of the steps."""
+    peaks = {
+        "memory/peak_rss_gib": "peak memory",
+        "memory/step_gib": "memory of a step, on the GPU where there is one",
+        "memory/learners_peak_gib": "peak memory of a learner's process, on its GPU where it has one",
+    }
+    rates = {"tokens_per_second": "tokens/s", "response_tokens_mean": "tokens per answer"}
+    stats = [
+        Stat(label=label, value=f"{values.max():.2f} GiB")
+        for key, label in peaks.items()
+        if len(values := curves.finite(key))
+    ]
+    stats += [
+        Stat(label=label, value=_count(float(np.mean(values))), note="in the last tenth of steps")
+        for key, label in rates.items()
+        if len(values := curves.finite(key, last=math.ceil(curves.num_steps / 10)))
+    ]
+    return tuple(stats)
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"

@@ -1,0 +1,50 @@
+// One group: the question with its images, and the answers of one run to it.
+
+import { answerCard } from "./answer.js";
+import { element, foreign, words } from "./dom.js";
+import { legend } from "./heat.js";
+import { picture } from "./marks.js";
+import { whole } from "./numbers.js";
+
+/** The group `group` of a step of the run with place `run`; `scale` is that of the heat, `title` names the run where several are shown, `repeats` holds metrics that repeat others. */
+export function groupView(run, step, group, { heat, scale, title, repeats }) {
+  const images = group.messages.flatMap((message) => message.parts.filter((part) => typeof part !== "string"));
+  const marks = group.answers.flatMap((answer, number) => answer.marks.map((mark) => [number, mark]));
+  const readout = element("p", { class: "readout soft", "aria-live": "polite", hidden: heat === "none" }, legend(heat, scale));
+  const options = { heat, scale, repeats, firstImage: images.length + 1, onToken: (facts) => readout.replaceChildren(foreign(facts)) };
+  const root = element("article", { class: `group${images.length ? "" : " text-only"}` },
+    element("p", { class: "soft place" }, title ? element("strong", { class: `run${run % 6}` }, foreign(title)) : null,
+      title ? " · " : "", `step ${whole(step)} · `, foreign(group.kind), group.id ? [" · ", foreign(group.id)] : null),
+    images.length ? element("div", { class: "images" }, images.map((image, place) =>
+      picture(run, image, place + 1, marks.filter(([, mark]) => mark.image === place + 1)))) : null,
+    element("div", { class: "text" },
+      words(group.prompt, "words question"),
+      element("p", { class: "truth" }, element("span", { class: "soft" }, "Truth: "), foreign(group.truth)),
+      promptAsRead(group),
+      readout,
+      element("ol", { class: "answers" }, group.answers.map((answer, number) => answerCard(run, answer, number, { ...options, label: numbered(answer, number) })))));
+  root.addEventListener("pointerover", (event) => pointOut(root, event.target));
+  root.addEventListener("pointerleave", () => pointOut(root, root));
+  root.addEventListener("focusin", (event) => pointOut(root, event.target));
+  return root;
+}
+
+function numbered(answer, number) {
+  return element("span", { class: answer.marks.length ? `number hue${number % 6}` : "number" }, `#${number + 1}`);
+}
+
+/** The prompt with its roles, folded, where it holds more than the question. */
+function promptAsRead(group) {
+  const texts = group.messages.flatMap((message) => message.parts.filter((part) => typeof part === "string"));
+  if (texts.length === 1 && texts[0] === group.prompt) return null;
+  let image = 0;
+  return element("details", { class: "prompt" }, element("summary", {}, "The prompt as the model read it"),
+    group.messages.map((message) => element("div", { class: "message" }, element("span", { class: "soft" }, foreign(message.role)),
+      message.parts.map((part) => (typeof part === "string" ? words(part) : element("p", { class: "soft" }, `[image ${++image}]`))))));
+}
+
+/** Show the marks of the answer that is pointed at, and fade those of the others. */
+function pointOut(root, target) {
+  const answer = target.closest("[data-answer]")?.dataset.answer;
+  for (const mark of root.querySelectorAll(".mark")) mark.classList.toggle("faded", answer !== undefined && mark.dataset.answer !== answer);
+}

@@ -1,0 +1,192 @@
+"""Tables of the terminal: the figures of several targets, and the final figures of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from rich.table import Table
+from rich.text import Text
+
+from fovea.evaluation.comparison import TargetMetrics
+from fovea.evaluation.statistics import Difference, Estimate, Figures, figures_of, mean_text, percent_text, shown_once
+from fovea.report.summary import Summary, duplicates_text, not_scored_text
+from fovea.types import Evaluation
+from fovea.utils.shown_text import printable
+
+Cell = Estimate | Difference | None
+TARGETS_PER_TABLE = 2
+"""Columns of figures in 80 of the terminal, with room for the names of figures and targets."""
+FIGURE_WIDTH = 20
+"""Characters of a figure with its interval: `-3.8 [-10.4, +12.2]`."""
+
+
+def tables(metrics: Sequence[TargetMetrics], title: str) -> list[Table]:
+    """Tables of all figures with 95 % intervals, 80 columns wide at most; tables without content are left out."""
+    made = [_accuracies(metrics, title)]
+    if len(metrics) > 1:
+        made.append(_differences(metrics))
+    if len(metrics[0].by_kind) > 1:
+        made += _side_by_side(metrics, "Accuracy by question type in %", lambda each: each.by_kind, show=percent_text)
+    made += _side_by_side(metrics, "Accuracy by image type in %", lambda each: each.by_image_type, show=percent_text)
+    made += _side_by_side(metrics, "Mean reward, and the parts of it", rewards_of, show=mean_text)
+    made += _side_by_side(metrics, "Sampled answers: pass@k and majority vote, in %", sampled_of, show=percent_text)
+    made += _side_by_side(
+        metrics, "Image ablation (shuffled, blank), accuracy in %", image_ablation_of, show=percent_text
+    )
+    return made
+
+
+def _accuracies(metrics: Sequence[TargetMetrics], title: str) -> Table:
+    table = _table(title, "95 % intervals over rows: Wilson's of shares, normal ones of other means.")
+    any_unscored = any(each.rows_unscored for each in metrics)
+    _columns(table, "target", ["accuracy", "n", "skipped", *(["not scored"] if any_unscored else [])])
+    for each in metrics:
+        counts = [each.accuracy.n, each.rows_skipped, *([each.rows_unscored] if any_unscored else [])]
+        table.add_row(Text(each.target), _styled(percent_text(each.accuracy)), *map(str, counts))
+    return table
+
+
+def _differences(metrics: Sequence[TargetMetrics]) -> Table:
+    caption = "95 % intervals by the paired bootstrap; rows on which the target is better, and worse."
+    table = _table(f"Accuracy minus that of {metrics[0].target}, in points", caption)
+    _columns(table, "target", ["difference", "better on", "worse on"])
+    for each in metrics:
+        if difference := each.versus_first:
+            counts = (str(difference.better), str(difference.worse))
+            table.add_row(Text(each.target), _styled(percent_text(difference)), *counts)
+    return table
+
+
+def _side_by_side(
+    metrics: Sequence[TargetMetrics],
+    title: str,
+    figures_of_target: Callable[[TargetMetrics], Mapping[str, Cell]],
+    *,
+    show: Callable[[Cell], str],
+) -> list[Table]:
+    """A line for each figure and a column for each target, in tables of a few targets; none without figures."""
+    having = [(each.target, figures) for each in metrics if (figures := figures_of_target(each))]
+    labels = {name: name for _, figures in having for name in figures}
+    parts = (having[start : start + TARGETS_PER_TABLE] for start in range(0, len(having), TARGETS_PER_TABLE))
+    return [_figures(_table(title), "", part, labels, show) for part in parts]
+
+
+def rewards_of(each: TargetMetrics | Figures) -> Mapping[str, Estimate]:
+    """The mean reward and its named parts; none where no reward was kept."""
+    return {"reward": each.reward, **each.parts} if each.reward else {}
+
+
+def sampled_of(each: TargetMetrics) -> Mapping[str, Cell]:
+    """pass@k and the accuracy of the majority vote; none without sampled answers."""
+    if not each.pass_at:
+        return {}
+    majority = {f"majority of {max(each.pass_at)}": each.majority}
+    return {f"pass@{k}": value for k, value in each.pass_at.items()} | majority
+
+
+def image_ablation_of(each: TargetMetrics) -> Mapping[str, Cell]:
+    """Accuracies with true, shuffled and blank images, and what the changes cost; none without controls."""
+    ablation = each.image_ablation
+    if ablation is None:
+        return {}
+    return {
+        "true images": ablation.true,
+        "shuffled": ablation.shuffled,
+        "blank": ablation.blank,
+        "lost by shuffling": ablation.lost_by_shuffling,
+        "lost by blanking": ablation.lost_by_blanking,
+    }
+
+
+def tables_of(summary: Summary) -> list[Table]:
+    """The tables that a run ends with; those without content are left out."""
+    stages = {header: figures_of(evaluation) for header, evaluation in _stages(summary).items()}
+    types = [(header, figures.by_image_type) for header, figures in stages.items()]
+    rewards = [(header, rewards_of(figures)) for header, figures in stages.items()]
+    made = [summary_table(summary)]
+    if types[-1][1]:
+        title = "Accuracy by image type in %, with 95 % intervals"
+        made.append(_figures(_table(title), "image type", types, {name: name for name in types[-1][1]}, percent_text))
+    if rewards[-1][1]:
+        title = "Reward and its parts on held-out rows, with 95 % intervals"
+        labels = shown_once([figures for _, figures in rewards])
+        made.append(_figures(_table(title), "mean of", rewards, labels, mean_text))
+    return [*made, *filter(None, [controls_table(summary)])]
+
+
+def summary_table(summary: Summary) -> Table:
+    """Accuracies in percent with 95 % intervals, by question type: before training, after warm-up, after RL."""
+    stages = _stages(summary)
+    missing = not_scored_text({stage: evaluation.num_unscored for stage, evaluation in stages.items()})
+    found = duplicates_text(summary.duplicates_across_splits, summary.duplicates_searched_frac)
+    title = "Accuracy on held-out images in %, with 95 % intervals"
+    return _by_type(_table(title, " ".join(filter(None, [found, missing]))), stages, summary.final.accuracies)
+
+
+def controls_table(summary: Summary) -> Table | None:
+    """Image ablation of the trained model, by question type; None where no control was run."""
+    controls = {"shuffled images": summary.shuffled_images, "blank images": summary.blank_images}
+    columns = {"true images": summary.final} | {name: control for name, control in controls.items() if control}
+    if len(columns) == 1:
+        return None
+    caption = (
+        "Shuffled: each question with another question's images; blank: with grey ones. "
+        "Both show the accuracy without the picture."
+    )
+    missing = not_scored_text({name: evaluation.num_unscored for name, evaluation in columns.items()})
+    table = _table("Image ablation (shuffled, blank), after RL", " ".join(filter(None, [caption, missing])))
+    return _by_type(table, columns, summary.final.accuracies)
+
+
+def _stages(summary: Summary) -> dict[str, Evaluation]:
+    before = "before warm-up" if summary.warmup else "before RL"
+    stages = {before: summary.before, "after warm-up": summary.warmup, "after RL": summary.final}
+    return {header: evaluation for header, evaluation in stages.items() if evaluation}
+
+
+def _by_type(table: Table, columns: Mapping[str, Evaluation], kinds: Iterable[str]) -> Table:
+    """The table with a line for each question type and one for all together."""
+    figures = {header: figures_of(evaluation) for header, evaluation in columns.items()}
+    of_kinds = [(header, each.by_type) for header, each in figures.items()]
+    labels = {kind: kind for kind in kinds}
+    table = _figures(table, "question type", of_kinds, labels, percent_text)
+    if set(labels) != {"all"}:
+        table.add_section()
+        _add_row(table, "all", [each.accuracy for each in figures.values()], percent_text)
+    return table
+
+
+def _table(title: str, caption: str = "") -> Table:
+    return Table(title=Text(title), title_justify="left", caption=caption or None, caption_justify="left")
+
+
+def _figures(
+    table: Table,
+    first: str,
+    columns: Sequence[tuple[str, Mapping[str, Cell]]],
+    labels: Mapping[str, str],
+    show: Callable[[Cell], str],
+) -> Table:
+    """The table with a line for each label and a column for each set of figures."""
+    _columns(table, first, [*(header for header, _ in columns), "n"])
+    for name, label in labels.items():
+        _add_row(table, label, [figures.get(name) for _, figures in columns], show)
+    return table
+
+
+def _columns(table: Table, first: str, others: Sequence[str]) -> None:
+    """Columns of figures as wide as they need to be; long names fold."""
+    table.add_column(first, overflow="fold", min_width=10)
+    for header in others:
+        table.add_column(Text(header), justify="right", overflow="fold", min_width=min(len(header), FIGURE_WIDTH))
+
+
+def _add_row(table: Table, label: str, figures: Sequence[Cell], show: Callable[[Cell], str]) -> None:
+    """A line of figures, with the number of rows behind them, once where all are of the same number."""
+    counts = " / ".join(dict.fromkeys(str(value.n) for value in figures if value is not None))
+    table.add_row(Text(printable(label)), *(_styled(show(value)) for value in figures), counts)
+
+
+def _styled(figure: str) -> Text:
+    mean, _, interval = figure.partition(" ")
+    return Text.assemble((mean, "bold"), (f" {interval}", "dim")) if mean else Text("")

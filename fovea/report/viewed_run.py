@@ -1,0 +1,120 @@
+"""A run folder as the page reads it: its curves, the index of its samples, its summary and the facts of its head."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from threading import Lock
+from typing import Any, get_args
+
+from fovea.config.recipes import read_yaml
+from fovea.metrics.jsonl import METRICS_FILE
+from fovea.report.about import CONFIG_FILE, SUMMARY_FILE, about, read_config
+from fovea.report.about_run import console_bytes, console_text, hints, max_steps_of, settings_pairs
+from fovea.report.answers import curve_json, entry_json, step_json, totals_json
+from fovea.report.curves import Curves, SampleIndex, Total
+from fovea.report.figures import run_summary
+from fovea.report.held_out import answers_json, evaluations
+from fovea.report.records import SampleRecord
+from fovea.report.samples import read_step
+from fovea.report.summary import SummaryJson, read_summary
+
+
+class ViewedRun:
+    """One run as the page reads it; safe to call from several threads."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._curves = Curves(folder)
+        self._index = SampleIndex(folder)
+        self._entries: list[str] = []  # as JSON: a page that opens wants all of them at once
+        self._lock = Lock()
+        self._config: str | None = None
+        self._head, self._pairs = dict[str, Any](), list[list[str]]()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read what the run has written since the last time."""
+        with self._lock:
+            self._curves.refresh()
+            self._index.refresh()
+            new = self._index.after(len(self._entries))
+            self._entries += [json.dumps(entry_json(entry), allow_nan=False) for entry in new]
+
+    def facts(self) -> dict[str, Any]:
+        """Name, progress, names of metrics and evaluations, the index's size, and remarks."""
+        with self._lock:
+            return {
+                **self._settings(),
+                "name": self.folder.resolve().name,
+                "folder": str(self.folder),
+                "step": self._curves.last_step,
+                "finished": (self.folder / SUMMARY_FILE).exists(),
+                "seconds_since_step": self._seconds_since_step(),
+                "metrics": self._curves.names,
+                "repeats": self._curves.repeats(),
+                "rounding": self._curves.rounding(),
+                "entries": len(self._entries),
+                "newest_entry": self._index.newest,
+                "console_bytes": console_bytes(self.folder),
+                "hints": hints(self.folder),
+                "evaluations": evaluations(self.folder),
+                "left_out": "",
+            }
+
+    def summary(self) -> dict[str, Any]:
+        """Figures with intervals on held-out rows, or rewards so far; time and memory."""
+        path = self.folder / SUMMARY_FILE
+        summary: SummaryJson | None = read_summary(path) if path.exists() else None
+        with self._lock:
+            return asdict(run_summary(summary, self._curves))
+
+    def curve(self, number: int) -> dict[str, Any]:
+        """The curve of the metric with this place in `facts()["metrics"]`; IndexError where there is none."""
+        with self._lock:
+            name = self._curves.names[number]
+            return curve_json(name, self._curves.curve(name))
+
+    def totals(self, number: int) -> dict[str, Any]:
+        """Seconds (0) or completion tokens (1) up to each step; IndexError for another number."""
+        with self._lock:
+            return totals_json(self._curves.totals(get_args(Total)[number]))
+
+    def entries(self, after: int) -> str:
+        """The entries of the index after the first `after` ones, as a JSON list of `entry_json`."""
+        with self._lock:
+            return f"[{','.join(self._entries[after:])}]"
+
+    def records(self, step: int) -> tuple[SampleRecord, ...]:
+        """The groups of a step; FileNotFoundError where it has none, DataError where its file is damaged."""
+        return read_step(self.folder, step)
+
+    def step(self, step: int) -> dict[str, Any]:
+        """The groups of a step for the page; errors as of `records`."""
+        return step_json(step, self.records(step))
+
+    def answers(self, number: int) -> dict[str, Any]:
+        """Held-out answers of the evaluation with this place in `facts()["evaluations"]`; errors as of `step`."""
+        return answers_json(self.folder, number)
+
+    def settings_and_console(self) -> dict[str, Any]:
+        """The settings as pairs of key and value, and the end of the console output."""
+        with self._lock:
+            self._settings()
+            return {"settings": self._pairs, "console": console_text(self.folder)}
+
+    def _settings(self) -> dict[str, Any]:
+        """Settings that the page shows; a resume may change them, and a run that failed early has none."""
+        config = read_config(self.folder) if (self.folder / CONFIG_FILE).exists() else ""
+        if config != self._config:  # parsing YAML takes longer than all the rest
+            settings = read_yaml(config, CONFIG_FILE) if config else {}
+            self._head = {"about": about(self.folder, config), "max_steps": max_steps_of(settings)}
+            self._pairs = settings_pairs(settings)
+            self._config = config
+        return self._head
+
+    def _seconds_since_step(self) -> float | None:
+        path = self.folder / METRICS_FILE
+        return max(0.0, time.time() - path.stat().st_mtime) if path.exists() else None

@@ -1,0 +1,239 @@
+"""The page in one file: report.html, and what `fovea view --export` writes."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fovea.config.loading import dump_config, load_config
+from fovea.errors import DataError
+from fovea.report import export as export_module
+from fovea.report.about import write_versions
+from fovea.report.curves import MAX_POINTS
+from fovea.report.export import MAX_ANSWERS, MAX_EVALUATIONS, MAX_GROUPS, MAX_STEPS, export, write_report
+from fovea.report.page_files import SCRIPT, STYLE, page_file
+from fovea.report.samples import write_samples
+from fovea.report.viewed_run import ViewedRun
+from tests.chromium import open_browser
+from tests.report.folders import finish_run, group, image_in, write_answers_of, write_run
+from tests.report.pages import ATTACK, ATTACKS, Page
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "geo3k.yaml"
+
+
+def test_every_answer_of_the_server_is_in_the_file(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", text="</script>\u2028<b>\ud800")
+    write_answers_of(folder, "test-final", ["</script>"])
+    finish_run(folder, right=1, wrong=1)
+    run = ViewedRun(folder)
+    page = Page(export([run, run], tmp_path / "out.html"))
+    for path, expected in {
+        "curve/1/0": run.curve(0),
+        "totals/0/1": run.totals(1),
+        "summary/1/0": run.summary(),
+        "about/0/0": run.settings_and_console(),
+        "answers/0/0": run.answers(0),
+        "entries/0/0": json.loads(run.entries(0)),
+        "step/1/4": run.step(4),
+    }.items():
+        assert page.value(path) == json.loads(json.dumps(expected))
+    first, _ = page.value("runs")
+    assert (first["name"], first["folder"]) == ("run", "run"), "where the runs lay is nobody's business"
+    png = (folder / "samples" / "images" / f"{image_in(folder)}.png").read_bytes()
+    assert base64.b64decode(page.blocks[f"images/1/{image_in(folder)}"]) == png
+
+
+def test_a_run_that_failed_early_has_a_page(tmp_path: Path) -> None:
+    page = Page(write_report(tmp_path))
+    (run,) = page.value("runs")
+    assert (run["name"], run["metrics"], run["about"], run["entries"]) == (tmp_path.name, [], {}, 0)
+
+
+def test_a_long_run_has_few_points(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=0, recorded=())
+    lines = (f'{{"step": {step}, "reward": {step % 7}, "entropy": 0.125}}\n' for step in range(1, 50_001))
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    page = Page(write_report(folder))
+    curve = page.value("curve/0/0")
+    assert len(curve["step"]) == len(curve["low"]) == MAX_POINTS
+    assert (page.value("runs")[0]["step"], min(curve["low"]), max(curve["high"])) == (50_000, 0, 6)
+    assert len(page.source) < 200_000
+
+
+def test_a_bounded_number_of_steps_groups_and_answers(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", recorded=tuple(range(1, 101)))
+    many = group(image_in(folder), 0, "x")
+    write_samples(folder, 100, [replace(many, answers=many.answers * MAX_ANSWERS)] * (MAX_GROUPS + 1))
+    page = Page(write_report(folder))
+    (run,) = page.value("runs")
+    steps = [step for step, _ in page.value("entries/0/0")]
+    assert (len(steps), steps[0], steps[-1], run["entries"], run["newest_entry"]) == (MAX_STEPS, 1, 100, 40, 100)
+    assert sorted(steps) == steps
+    assert {f"data/step/0/{step}" for step in steps} == {name for name in page.blocks if name.startswith("data/step/")}
+    assert [len(each["answers"]) for each in page.value("step/0/100")["groups"]] == [MAX_ANSWERS] * MAX_GROUPS
+    assert len(page.value("entries/0/0")[-1][1]) == MAX_GROUPS
+    assert run["left_out"].startswith("This file holds 40 of 100 recorded steps, and of each at most 8 groups")
+
+
+def test_a_file_that_would_be_too_large_holds_fewer_steps_and_pictures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_run(tmp_path / "run", recorded=tuple(range(1, 11)), text="x" * 20_000)
+    write_answers_of(folder, "test-final", ["3"] * 100)
+    write_answers_of(folder, "dev-step-000001", ["3"] * 100)
+    whole = Page(write_report(folder))
+    size = len(whole.blocks["data/step/0/10"])
+    pictures = [name for name in whole.blocks if name.startswith("images/")]
+    monkeypatch.setattr(export_module, "MAX_ANSWER_MIB", 1.5 * len(whole.blocks["data/answers/0/0"]) / 2**20)
+    for room, steps, num_pictures in ((3.5 * size, [1, 9, 10], 1), (size + 10, [10], 0)):
+        monkeypatch.setattr(export_module, "MAX_SAMPLE_MIB", room / 2**20)
+        page = Page(write_report(folder))
+        assert [step for step, _ in page.value("entries/0/0")] == steps, "the last, and others far from it"
+        assert len([name for name in page.blocks if name in pictures]) == num_pictures
+    assert page.value("runs")[0]["evaluations"] == ["test-final"]
+    assert "data/answers/0/1" not in page.blocks
+
+
+def test_a_run_with_many_dev_readings_has_the_newest(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    for step in range(1, 20):
+        write_answers_of(folder, f"dev-step-{step:06d}", ["3"])
+    (run,) = Page(write_report(folder)).value("runs")
+    assert run["evaluations"] == [f"dev-step-{step:06d}" for step in range(19, 19 - MAX_EVALUATIONS, -1)]
+
+
+def test_what_is_gone_is_left_out(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    run = ViewedRun(folder)
+    (folder / "samples" / "step-000002.jsonl").unlink()
+    (folder / "samples" / "images" / f"{image_in(folder)}.png").unlink()
+    page = Page(export([run], tmp_path / "out.html"))
+    assert [step for step, _ in page.value("entries/0/0")] == [1, 4]
+    assert not [name for name in page.blocks if name.startswith("images/")]
+
+
+def test_the_head_says_what_was_trained_and_with_what(tmp_path: Path) -> None:
+    settings = load_config([RECIPE], ["environment.dev_files=null"])
+    (tmp_path / "config.yaml").write_text(dump_config(settings))
+    write_versions(tmp_path, {"torch": "2.9.0", "fovea": ATTACK})
+    (run,) = Page(write_report(tmp_path)).value("runs")
+    assert run["about"] | {"train rows": ""} == {
+        "model": "Qwen/Qwen3-VL-2B-Instruct",
+        "algorithm": "grpo (advantage grpo, loss clip)",
+        "environment": "geo3k",
+        "train rows": "",
+        "dev rows": "5 % of the training rows, held out by image",
+        "test rows": "data/geo3k/test.parquet",
+        "a step": run["about"]["a step"],
+        "versions": f"torch 2.9.0, fovea {ATTACK}",
+    }
+
+
+def test_rows_given_by_python_code_are_named_as_files_of_the_run(tmp_path: Path) -> None:
+    files = ["environment.train_files=['{run_dir}/rows/rows-1.parquet']", "environment.test_files=null"]
+    settings = load_config([RECIPE], [*files, "environment.test_share=0.1"])
+    (tmp_path / "config.yaml").write_text(dump_config(settings))
+    about = Page(write_report(tmp_path)).value("runs")[0]["about"]
+    assert about["train rows"] == "rows/rows-1.parquet in the run folder"
+    assert about["test rows"] == "10 % of the training rows, held out by image"
+
+
+def hostile(folder: Path, text: str) -> Path:
+    """The report of a run in which a text stands wherever a model, a data set or a user can write."""
+    run = write_run(folder, text=text)
+    (run / "config.yaml").write_text(f"note: {json.dumps(text)}\n", encoding="utf-8")
+    write_answers_of(run, "test-final", [text], question=text)
+    return write_report(run)
+
+
+def test_nothing_written_by_others_becomes_a_tag(tmp_path: Path) -> None:
+    plain, attacked = (
+        Page(hostile(tmp_path / "plain", "x")),
+        Page(hostile(tmp_path / "attacked", f"<!--<script>{ATTACK}")),
+    )
+    assert attacked.tags == plain.tags
+    assert not any(attack in attacked.source for attack in ATTACKS)
+    assert attacked.value("step/0/4")["groups"][0]["truth"] == f"<!--<script>{ATTACK}"
+    assert attacked.value("answers/0/0")["rows"][0]["question"] == f"<!--<script>{ATTACK}"
+
+
+def test_a_folder_name_is_text(tmp_path: Path) -> None:
+    name = "<img src=x onerror=alert(1)>"
+    page = Page(hostile(tmp_path / name, "x"))
+    assert page.value("runs")[0]["name"] == name
+    assert all("onerror" not in attributes for _, attributes in page.tags)
+
+
+def test_the_page_is_self_contained(tmp_path: Path) -> None:
+    page = Page(hostile(tmp_path / "run", "x"))
+    assert "://" not in page.source.replace("http://www.w3.org/2000/svg", "")
+    assert {tag for tag, _ in page.tags}.isdisjoint({"link", "iframe", "object", "base", "form", "img"})
+    for _, attributes in page.tags:
+        assert not {"src", "href", "srcset", "style"} & attributes.keys()
+        assert not any(name.startswith("on") for name in attributes)
+
+
+def test_the_policy_allows_its_own_style_and_script_only(tmp_path: Path) -> None:
+    page = Page(hostile(tmp_path / "run", ATTACK))
+    (policy,) = (
+        meta["content"] for meta in page.attributes("meta") if meta.get("http-equiv") == "Content-Security-Policy"
+    )
+    assert policy is not None
+    assert page.source.index(policy) < min(page.source.index("<style"), page.source.index("<script"))
+
+    def digest(name: str) -> str:
+        return f"'sha256-{base64.b64encode(hashlib.sha256(page_file(name).encode()).digest()).decode()}'"
+
+    assert dict(part.strip().split(" ", 1) for part in policy.split(";")) == {
+        "default-src": "'none'",
+        "script-src": digest(SCRIPT),
+        "style-src": digest(STYLE),
+        "img-src": "data:",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+    }
+    kinds = [script.get("type") for script in page.attributes("script")]
+    assert set(kinds) == {"application/json", "text/plain", None}
+    assert kinds.count(None) == 1
+
+
+def test_the_bundle_has_no_import_or_export_left() -> None:
+    assert not re.findall(r"^(?:import|export)\b.*", page_file(SCRIPT), re.MULTILINE)
+    assert "</script" not in page_file(SCRIPT)
+
+
+def test_a_broken_metrics_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("oops\n")
+    with pytest.raises(DataError, match=r"metrics\.jsonl"):
+        write_report(tmp_path)
+
+
+def look(page: Path, profile: Path) -> tuple[str, str]:
+    """Title and text of a page in a real browser."""
+    with open_browser(profile) as browser:
+        browser.open(page.resolve().as_uri() + "#samples")
+        browser.wait_for("document.readyState === 'complete' && (!self.main || document.querySelector('.truth'))")
+        return browser.evaluate("document.title"), browser.evaluate("document.body.innerText")
+
+
+@pytest.mark.browser
+def test_injected_scripts_do_not_run_in_a_browser(tmp_path: Path) -> None:
+    control = tmp_path / "control.html"
+    control.write_text(f"<!doctype html><title>clean</title><body>{ATTACKS[0]}")
+    assert look(control, tmp_path / "profile")[0] == "owned", "the browser runs no scripts at all"
+    title, text = look(hostile(tmp_path / "run", ATTACK), tmp_path / "profile")
+    assert title == "run · Fovea"
+    assert ATTACKS[0] in text
+
+
+@pytest.mark.browser
+def test_the_policy_alone_stops_a_script(tmp_path: Path) -> None:
+    report = hostile(tmp_path / "run", "x")
+    report.write_text(report.read_text().replace("<main", f"{ATTACKS[0]}{ATTACKS[1]}<main"))
+    assert look(report, tmp_path / "profile")[0] == "run · Fovea"

@@ -1,0 +1,38 @@
+import pytest
+
+from fovea.report.answers import MAX_MARKS, marks_in
+from fovea.report.records import RecordedImage
+from fovea.types import Mark
+
+THOUSANDTHS = RecordedImage(name="0123456789abcdef", frame=(1000, 1000))
+PIXELS = RecordedImage(name="0123456789abcdef", frame=(280, 140))
+
+
+@pytest.mark.parametrize(
+    ("text", "image", "marks"),
+    [
+        ("The cat is at (100,200),(500,600).", THOUSANDTHS, [((0.1, 0.2, 0.5, 0.6), "")]),
+        ('[{"bbox_2d": [28, 14, 140, 70], "label": "cat"}]', PIXELS, [((0.1, 0.1, 0.5, 0.5), "cat")]),
+        ('{"label": "eye", "point_2d": [70.0, 35]}', PIXELS, [((0.25, 0.25), "eye")]),
+        (
+            '[{"point_2d": [0, 0], "label": "a"}, {"point_2d": [1000, 500]}]',
+            THOUSANDTHS,
+            [((0.0, 0.0), "a"), ((1.0, 0.5), "")],
+        ),
+        ("f(2, 3) and the interval (1, 2)", THOUSANDTHS, []),
+        ('{"bbox_2d": [1, 2, 3]}', THOUSANDTHS, []),
+    ],
+)
+def test_forms_that_models_were_taught(
+    text: str, image: RecordedImage, marks: list[tuple[tuple[float, ...], str]]
+) -> None:
+    assert marks_in(text, image, 3) == tuple(Mark(image=3, xy=pytest.approx(xy), label=label) for xy, label in marks)
+
+
+def test_nothing_is_guessed_where_the_frame_is_not_known() -> None:
+    assert marks_in("(100,200),(500,600)", RecordedImage(name="0123456789abcdef"), 1) == ()
+    assert marks_in("(100,200),(500,600)", None, 0) == ()
+
+
+def test_a_flood_of_marks_is_bounded() -> None:
+    assert len(marks_in("(1,2),(3,4) " * 100_000, THOUSANDTHS, 1)) == MAX_MARKS
