@@ -54,7 +54,6 @@ LATE_IMPORTS = {
     "fovea/report/html.py": {"write_report"},
     "fovea/rollout/embedded/paged_attention.py": {"paged_attention"},
     "fovea/utils/addresses.py": {"http_parts"},
-    "fovea/processes/engine_process.py": {"groups_of", "wait_until_gone"},
 }
 """Files that may import inside functions, and inside which. The command line starts without
 torch, so the commands that need it import what they run; a reader that needs an extra is imported when it reads."""

@@ -16,8 +16,7 @@ from fovea.config.model import Model
 from fovea.config.run import Config
 from fovea.errors import ConfigError, EngineError, FoveaError, first_line, named
 from fovea.models.processor import load_processor
-from fovea.processes.engine_host import Calls, begin
-from fovea.processes.engine_process import Answer
+from fovea.processes.serving import begin, refuse, serve_starter
 from fovea.types import Completion, Request, Shape
 from fovea.utils.event_loop import wait_for
 from fovea.utils.tensor_records import opened
@@ -25,7 +24,7 @@ from fovea.wiring.engine import StreamedEngine, make_streamed
 from fovea.wiring.interpreter import set_threads
 
 
-class Served:
+class RequestTasks:
     """Methods of an engine in this process that the trainer may call."""
 
     def __init__(self, engine: StreamedEngine) -> None:
@@ -86,8 +85,8 @@ class Served:
         """Compare every value with what was sent, and empty every cache made with older weights."""
         self._engine.finish_push(version)
 
-    async def shut_down(self) -> None:
-        """End the engine; this process ends once that is answered."""
+    async def close(self) -> None:
+        """End the engine; this process ends afterwards."""
         await self._engine.close()
 
 
@@ -111,13 +110,13 @@ def _make(sent: Mapping[str, Any]) -> StreamedEngine:
 
 def main(arguments: Sequence[str], make: Callable[[Mapping[str, Any]], StreamedEngine] = _make) -> None:
     """Make the engine that the first message asks for, and serve the trainer until its end, or the engine's."""
-    connection, sent = begin(arguments)
+    connection, sent = begin(int(arguments[0]))
     try:
         engine = make(sent)
     except FoveaError as error:
-        connection.send(Answer(number=0, error=error))
+        refuse(connection, error)
         return
-    wait_for(Calls(Served(engine), connection, arguments[1]).serve())
+    wait_for(serve_starter(RequestTasks(engine), connection))
 
 
 if __name__ == "__main__":

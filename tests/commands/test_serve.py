@@ -73,7 +73,7 @@ def test_a_process_and_its_own_end_with_the_block(tmp_path: Path) -> None:
     code = f"""
 import signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-inner = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+inner = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
 open({str(tmp_path / "pids")!r}, "w").write(str(inner.pid) + " ")
 time.sleep(600)
 """
@@ -82,7 +82,7 @@ time.sleep(600)
         while not (tmp_path / "pids").exists() or not (inner := (tmp_path / "pids").read_text()).endswith(" "):
             assert time.monotonic() < deadline
             time.sleep(0.05)
-    assert child.poll() is not None
+    assert child.exit_code is not None
     deadline = time.monotonic() + 10
     while not has_ended(int(inner)):
         assert time.monotonic() < deadline
@@ -115,7 +115,7 @@ def test_a_second_ctrl_c_kills_what_is_still_ending(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         served.__exit__(None, None, None)
-    assert child.poll() == -signal.SIGKILL
+    assert child.exit_code == -signal.SIGKILL
 
 
 def test_what_is_printed_of_a_server_has_no_key(tmp_path: Path) -> None:
@@ -153,7 +153,8 @@ KILLED = """
 import sys, time
 from fovea.rollout.server import Launch
 from fovea.commands.serve import running
-inner = "import subprocess, sys, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
+inner = "import subprocess, sys, time; p = subprocess.Popen(['sleep', '600'], start_new_session=True)"
+inner += "; print(p.pid, flush=True); time.sleep(600)"
 with running(Launch(command=[sys.executable, "-c", inner], environment={})) as child:
     print(child.pid, flush=True)
     time.sleep(600)

@@ -181,7 +181,7 @@ def test_of_an_engine_that_was_closed_nothing_is_left(monkeypatch: pytest.Monkey
     started = time.monotonic()
     wait_for(engine.close())
     wait_for(engine.close())
-    assert process._process.returncode == 0, "it was killed"
+    assert process.exit_code == 0, "it was killed"
     assert time.monotonic() - started < 10
     assert not members(process.pid)
     assert not folder.exists()
