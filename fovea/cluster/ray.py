@@ -144,7 +144,7 @@ def _join(rendezvous: Rendezvous) -> None:
 
 
 class RayLine:
-    """A `Line` to an actor."""
+    """A `WorkerLine` to an actor."""
 
     def __init__(self, actor: Any, heartbeat_timeout_seconds: float) -> None:
         self._actor = actor

@@ -10,13 +10,13 @@ from typing import Any, NoReturn, Protocol
 
 from fovea.cluster.workers import Worker, is_collective, make_call
 from fovea.errors import ClusterError, LostWorkerError, result_or_error
-from fovea.processes.calls import Call, Waiting
+from fovea.processes.calls import Call, PendingCalls
 from fovea.processes.ending import kill_below
 from fovea.processes.heartbeat import BEAT, Watch
 from fovea.processes.serving import Rules, hang_up
 
 
-class Line(Protocol):
+class WorkerLine(Protocol):
     """The driver's end of a way to a worker, for messages that arrive in order."""
 
     async def send(self, message: bytes) -> None:
@@ -39,14 +39,14 @@ class Line(Protocol):
 class RemoteWorker:
     """A `WorkerHandle` over a line."""
 
-    def __init__(self, line: Line, rank: int, heartbeat_timeout_seconds: float) -> None:
+    def __init__(self, line: WorkerLine, rank: int, heartbeat_timeout_seconds: float) -> None:
         """`heartbeat_timeout_seconds` is the silence after which the worker is killed."""
         self.line = line
         self._heartbeat_timeout_seconds = heartbeat_timeout_seconds
         self._is_silent = False
         self._last_call = "its start"
         self.rank = rank
-        self._waiting = Waiting()
+        self._pending = PendingCalls()
         self._sending = asyncio.Lock()
         self._queued: list[tuple[int, Call]] = []
         self._flush: asyncio.Task[None] | None = None
@@ -58,19 +58,19 @@ class RemoteWorker:
 
     @property
     def image_bytes(self) -> int:
-        return self._waiting.packing.image_bytes
+        return self._pending.packing.image_bytes
 
     @property
     def sent_bytes(self) -> int:
-        return self._waiting.packing.packed_bytes
+        return self._pending.packing.packed_bytes
 
     def forget_images(self) -> None:
-        self._waiting.packing.forget()
+        self._pending.packing.forget()
 
     async def start(self, call: Call) -> Awaitable[Any]:
         """Send a call, in one message with all others of this turn of the event loop."""
         # one message: an engine that got requests one by one would prefill the first of them only
-        number, answer = self._waiting.add()
+        number, answer = self._pending.add()
         self._queued.append((number, call))
         self._last_call = call.method
         if self._flush is None:
@@ -91,7 +91,7 @@ class RemoteWorker:
         await asyncio.sleep(0)  # lets the other calls of this turn queue up
         calls, self._queued, self._flush = self._queued, [], None
         async with self._sending:
-            message = self._waiting.packing.pack(calls)
+            message = self._pending.packing.pack(calls)
             try:
                 await self.line.send(message)
             except OSError as error:
@@ -105,14 +105,14 @@ class RemoteWorker:
         self._watch.end()
         # set first: a call that comes too late for the loop below finds it
         self.lost = self._gone(ended)
-        self._waiting.fail(self.lost)
+        self._pending.fail(self.lost)
 
     def _hand_over_answers(self) -> NoReturn:
         while True:
             message = self.line.receive()
             self._watch.heard()
             if message != BEAT:
-                self._waiting.take(message)
+                self._pending.take(message)
 
     def _kill(self) -> None:
         self._is_silent = True
@@ -145,7 +145,7 @@ def _picklable(error: BaseException) -> BaseException:
 
 
 class ConnectionLine:
-    """A `Line` over a connection."""
+    """A `WorkerLine` over a connection."""
 
     def __init__(self, connection: Connection, pid: int | None = None) -> None:
         """`pid` is that of the worker's process, where it has one to itself."""

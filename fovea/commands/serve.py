@@ -106,7 +106,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Address:
+class ServerAddress:
     """Address of a server, and its access key."""
 
     host: str = "127.0.0.1"
@@ -167,7 +167,7 @@ class Served:
     trust: bool = False
 
 
-def serve(served: Served, address: Address, launch: LaunchesServers, say: Say, *, start_seconds: float) -> None:
+def serve(served: Served, address: ServerAddress, launch: LaunchesServers, say: Say, *, start_seconds: float) -> None:
     """Start the server, say how it is called, and wait until it ends; EngineError where it ends by itself."""
     # the trainer reads it from the same folder
     admin_key = None if served.weights_dir is None else made_key(served.weights_dir)
@@ -202,7 +202,7 @@ def _dtype(folder: Path) -> str:
     return "auto" if dtype is None else str(dtype).removeprefix("torch.")
 
 
-def _next(server: ModelServer, address: Address) -> str:
+def _next(server: ModelServer, address: ServerAddress) -> str:
     """Describe how to use a server that is ready."""
     if server.weights_dir is None:
         return f"Ask it:\n{example(address, server.name)}"
@@ -212,7 +212,7 @@ def _next(server: ModelServer, address: Address) -> str:
     )
 
 
-def example(address: Address, name: str) -> str:
+def example(address: ServerAddress, name: str) -> str:
     """A command that asks the server about an image."""
     key = f' -H "Authorization: Bearer ${address.api_key_env}"' if address.api_key_env else ""
     return (

@@ -46,7 +46,7 @@ class Answer:
     """The exception that ended the call."""
 
 
-class Waiting:
+class PendingCalls:
     """Calls that wait for their answers, by number, and the encoding of the caller's end of the connection."""
 
     def __init__(self) -> None:

@@ -41,11 +41,10 @@ def running() -> Iterator[Process]:
 
 def with_all_below(pid: int) -> set[Process]:
     """A running process and all that it, and they, have started."""
-    everything = list(running())
-    found = {each for each in everything if each.pid == pid}
-    while more := {each for each in everything if each.parent in {known.pid for known in found}} - found:
-        found |= more
-    return found
+    everything, pids = list(running()), {pid}
+    while more := {each.pid for each in everything if each.parent in pids} - pids:
+        pids |= more
+    return {each for each in everything if each.pid in pids}
 
 
 def signal_groups(groups: Set[int], number: int) -> None:
@@ -59,9 +58,9 @@ def kill_below(pid: int) -> None:
     """Kill a process that may share this one's group, all below it, and their other groups."""
     below = with_all_below(pid)
     signal_groups({each.group for each in below} - {os.getpgrp()}, signal.SIGKILL)
-    for each in below:
+    for each in {pid, *(each.pid for each in below)}:
         with suppress(ProcessLookupError):
-            os.kill(each.pid, signal.SIGKILL)
+            os.kill(each, signal.SIGKILL)
 
 
 def wait_until_gone(groups: Set[int], seconds: float) -> None:

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from fovea.errors import EngineError, LostEngineError, first_line
-from fovea.processes.calls import Call, Waiting
+from fovea.processes.calls import Call, PendingCalls
 from fovea.processes.child import CLOSE_SECONDS, KEPT_LOGS, ChildProcess, LogFile, kept_logs
 from fovea.processes.heartbeat import Silence
 from fovea.processes.serving import hang_up
@@ -65,7 +65,7 @@ class EngineProcess:
         self._folder = TemporaryDirectory(prefix="fovea-engine-", ignore_cleanup_errors=True)
         self._log = LogFile(self.folder / LOG_FILE)
         self._connection, theirs = multiprocessing.Pipe()
-        self._waiting = Waiting()
+        self._pending = PendingCalls()
         self._sending = Lock()
         self._is_closing = False
         self._is_started = False
@@ -106,17 +106,17 @@ class EngineProcess:
         """
         self._silence.heard(monotonic())
         with self._sending:
-            number, result = self._waiting.add()
-            message = self._waiting.packing.pack([(number, Call(method=method, arguments=arguments))])
+            number, result = self._pending.add()
+            message = self._pending.packing.pack([(number, Call(method=method, arguments=arguments))])
             # each request brings its images: an evaluation has no push after which all could be freed
-            self._waiting.packing.forget()
+            self._pending.packing.forget()
             try:
                 self._connection.send_bytes(message)
                 return result
             except OSError:
                 pass
         # the reader has seen the same, or will
-        self._waiting.fail(self._lost())
+        self._pending.fail(self._lost())
         return result
 
     def run(self, method: str, *arguments: Any) -> Any:
@@ -168,14 +168,14 @@ class EngineProcess:
                 # it may print its last words after it has hung up
                 with suppress(subprocess.TimeoutExpired):
                     self._process.wait(EXIT_SECONDS)
-                self._waiting.fail(self._lost())
+                self._pending.fail(self._lost())
                 return
             self._silence.heard(monotonic())
             try:
-                self._waiting.take(message)
+                self._pending.take(message)
             except Exception as error:
                 # its number is in what cannot be read
-                self._waiting.fail(EngineError(f"an answer of {self._name} cannot be read: {first_line(error)}"))
+                self._pending.fail(EngineError(f"an answer of {self._name} cannot be read: {first_line(error)}"))
 
     def _next_message(self) -> bytes:
         """Wait for an answer; EOFError where none will come."""
@@ -190,7 +190,7 @@ class EngineProcess:
     def _kill_if_hung(self) -> None:
         """End an engine that has something to do and has not answered for too long, whatever it waits for."""
         _, seconds = self._limit()
-        if self._silence.seconds(monotonic()) > seconds and self._waiting:
+        if self._silence.seconds(monotonic()) > seconds and self._pending:
             self._is_hung = True
             self._process.kill()
 
@@ -224,6 +224,6 @@ class EngineProcess:
 
     def _kept_log(self) -> str:
         """The words that name a copy of the log; "" where somebody has closed the engine, or waits for nothing."""
-        if self._is_closing or not self._waiting:
+        if self._is_closing or not self._pending:
             return ""
         return f"; its log is {self._log.keep()}"

@@ -18,7 +18,7 @@ from fovea.processes.calls import Answer, Call, NumberedCalls
 from fovea.processes.messages import Packing
 
 
-class Closes(Protocol):
+class CallTarget(Protocol):
     """An object whose methods are called from another process."""
 
     async def close(self) -> None:
@@ -38,7 +38,7 @@ class Rules:
 
 
 async def serve(
-    target: Closes, messages: asyncio.Queue[bytes | None], send: Callable[[bytes], Awaitable[None]], rules: Rules
+    target: CallTarget, messages: asyncio.Queue[bytes | None], send: Callable[[bytes], Awaitable[None]], rules: Rules
 ) -> None:
     """Make the calls that arrive until a None does, then close the object; `send` sends a message to the caller.
 
@@ -100,7 +100,7 @@ class CallerConnection:
             self.connection.send_bytes(message)
 
 
-async def serve_connection(target: Closes, caller: CallerConnection, rules: Rules) -> None:
+async def serve_connection(target: CallTarget, caller: CallerConnection, rules: Rules) -> None:
     """Serve the calls of the other end until it hangs up or is gone."""
 
     async def send(message: bytes) -> None:
@@ -152,7 +152,7 @@ def refuse(connection: Connection, error: FoveaError) -> None:
     connection.send_bytes(Packing().pack(Answer(number=0, error=error)))
 
 
-async def serve_starter(target: Closes, connection: Connection, prefix: str = "") -> None:
+async def serve_parent(target: CallTarget, connection: Connection, prefix: str = "") -> None:
     """Answer the first message, and make the calls of the other end until it hangs up or is gone.
 
     `prefix` begins the messages of errors that are not Fovea's own.

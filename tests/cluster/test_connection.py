@@ -159,7 +159,7 @@ def test_images_of_the_steps_of_a_warm_up_do_not_pile_up(remote: Remote) -> None
         image = PromptImage(key=key, tensors={"pixels": np.zeros(8, np.float32)}, num_tokens=1, grid=(1, 1, 1))
         prompt = Prompt(token_ids_L=ids, unexpanded_ids_U=ids, images=(image,))
         assert wait_for(policy.sft([Pair(prompt=prompt, answer_ids=(0,))])) == {"loss": 32.0}, "it came with its pixels"
-        assert remote.handle._waiting.packing.named == {}
+        assert remote.handle._pending.packing.named == {}
 
 
 def test_a_later_turn_goes_to_the_engine_that_keeps_the_turn_before(remote: Remote) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from fovea.errors import LostEngineError
 from fovea.processes.engine_process import EngineProcess, Limits
-from fovea.processes.serving import begin, serve_starter
+from fovea.processes.serving import begin, serve_parent
 
 BEGUN = "begun"
 """In the log once the process stays where it is."""
@@ -87,4 +87,4 @@ if __name__ == "__main__":
         time.sleep(600)
     subprocess.Popen(["sleep", "600"])
     print(BEGUN, flush=True)
-    asyncio.run(serve_starter(Target(), pipe))
+    asyncio.run(serve_parent(Target(), pipe))

@@ -216,10 +216,16 @@ def test_the_log_of_an_engine_in_a_process_of_another_engine_is_kept(
 
 
 @pytest.mark.parametrize(
-    ("code", "kind"),
-    [("exit()", NotStartedError), ("raise ValueError", NotStartedError), ("os.kill(0, 9)", LostEngineError)],
+    ("code", "kind", "last_words"),
+    [
+        ("exit()", NotStartedError, "without a word"),
+        ("raise ValueError('no such model')", NotStartedError, "ValueError: no such model"),
+        ("os.kill(0, 9)", LostEngineError, "without a word"),
+    ],
 )
-def test_a_process_that_ends_by_itself_before_it_is_ready_would_again(code: str, kind: type[LostEngineError]) -> None:
-    with pytest.raises(LostEngineError) as failed:
+def test_a_process_that_ends_by_itself_before_it_is_ready_would_again(
+    code: str, kind: type[LostEngineError], last_words: str
+) -> None:
+    with pytest.raises(LostEngineError, match=f"^fake has ended: {last_words}; its log is ") as failed:
         EngineProcess("fake", [sys.executable, "-c", f"import os; {code}"], {}, Limits(**LIMITS))
     assert type(failed.value) is kind

@@ -25,7 +25,7 @@ from sglang.srt.managers.io_struct import (
     UpdateWeightsFromTensorReqInput,
 )
 
-from fovea.processes.serving import begin, serve_starter
+from fovea.processes.serving import begin, serve_parent
 from fovea.rollout.outputs import Drawn, Sampled
 from fovea.rollout.sglang.inputs import Drawing
 from fovea.rollout.sglang.scheduler import run_scheduler
@@ -34,7 +34,7 @@ IDLE_SECONDS = 60.0
 """Longest wait for a scheduler that puts away requests which have ended."""
 
 
-class Engine(SglangEngine):  # type: ignore[misc]
+class SeededEngine(SglangEngine):  # type: ignore[misc]
     """SGLang's engine with schedulers that draw by seed and compare weights (`rollout.sglang.scheduler`)."""
 
     run_scheduler_process_func = staticmethod(run_scheduler)
@@ -157,13 +157,13 @@ async def serve(engine: Any, connection: Connection) -> None:
     """Serve the trainer until it hangs up, or is gone."""
     # on a CPU SGLang collects garbage whenever it frees caches, in every push: not through all objects of its start
     await engine.tokenizer_manager.freeze_gc()
-    await serve_starter(Host(engine), connection, "SGLang: ")
+    await serve_parent(Host(engine), connection, "SGLang: ")
 
 
 def main(arguments: Sequence[str]) -> None:
     """Make the engine that the first message asks for, and serve the trainer; SGLang's server arguments are in it."""
     connection, server_arguments = begin(int(arguments[0]))
-    engine = Engine(**server_arguments)
+    engine = SeededEngine(**server_arguments)
     engine.loop.run_until_complete(serve(engine, connection))
 
 
