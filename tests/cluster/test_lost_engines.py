@@ -135,7 +135,8 @@ def test_an_engine_that_has_ended_without_a_request_is_left_out_of_the_next_push
         weights = WorkersWeights(workers)
         await weights.push(1)
         os.kill(engines[0].process.pid, signal.SIGKILL)
-        os.waitid(os.P_PID, engines[0].process.pid, os.WEXITED | os.WNOWAIT)
+        while engines[0].process.exit_code is None:
+            await asyncio.sleep(0.05)
         await weights.push(2)
 
     try:
