@@ -53,7 +53,6 @@ LATE_IMPORTS = {
     "fovea/environments/graders/by_name.py": {"grader_of"},
     "fovea/rollout/embedded/paged_attention.py": {"paged_attention"},
     "fovea/utils/addresses.py": {"http_parts"},
-    "fovea/processes/engine_process.py": {"groups_of", "wait_until_gone"},
 }
 """Files that may import inside functions, and inside which. The command line starts without
 torch, so the commands that need it import what they run; a reader that needs an extra is imported when it reads."""

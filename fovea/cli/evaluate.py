@@ -218,7 +218,7 @@ def serve(
             arguments = over(arguments, parse_override(word))
         if allow_private_addresses and not allow_urls:
             raise ConfigError("--allow-private-addresses says which images are read at URLs; add --allow-urls")
-        from fovea.commands.serve import Address, Served
+        from fovea.commands.serve import Served, ServerAddress
         from fovea.commands.serve import serve as serve_model
         from fovea.data.fetch import UrlLimits
         from fovea.rollout.server import LaunchesServers
@@ -233,7 +233,7 @@ def serve(
         served = Served(
             source=source, name=name, arguments=arguments, weights_dir=for_training, url_limits=limits, trust=trust
         )
-        address = Address(host=host, port=port, api_key_env=api_key_env)
+        address = ServerAddress(host=host, port=port, api_key_env=api_key_env)
         try:
             serve_model(served, address, launch, _say, start_seconds=start_seconds)
         except KeyboardInterrupt:

@@ -28,11 +28,12 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's 
 
 from fovea.cluster.loopback import gloo_on_loopback, is_loopback, listen_at, running_cluster
 from fovea.cluster.ray_token import make_token
-from fovea.cluster.remote import RemoteWorker, serve
+from fovea.cluster.remote import RemoteWorker, rules_of
 from fovea.cluster.workers import Worker
 from fovea.config.sections import Cluster
 from fovea.errors import ClusterError, ConfigError, FoveaError, MissingExtraError
 from fovea.processes.heartbeat import beating
+from fovea.processes.serving import serve
 from fovea.utils.installing import pip_install
 from fovea.utils.malloc import GPU_ALLOCATOR
 
@@ -116,7 +117,8 @@ class RayWorker:
         async def send(message: bytes) -> None:
             put(message)
 
-        serving = asyncio.run_coroutine_threadsafe(serve(self._worker, self._incoming, send), self._calls)
+        calls = serve(self._worker, self._incoming, send, rules_of(self._worker))
+        serving = asyncio.run_coroutine_threadsafe(calls, self._calls)
         serving.add_done_callback(lambda _: put(None))
         with beating(put, heartbeat_timeout_seconds):
             while (message := await outgoing.get()) is not None:
@@ -142,7 +144,7 @@ def _join(rendezvous: Rendezvous) -> None:
 
 
 class RayLine:
-    """A `Line` to an actor."""
+    """A `WorkerLine` to an actor."""
 
     def __init__(self, actor: Any, heartbeat_timeout_seconds: float) -> None:
         self._actor = actor

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fovea.cluster.workers import Call, WorkerHandle, Workers, call_each
+from fovea.cluster.workers import WorkerHandle, Workers, call_each
 from fovea.errors import EngineError, LostEngineError, LostWorkerError
+from fovea.processes.calls import Call
 from fovea.processes.messages import Share, SharedArguments
 from fovea.train.base import ModelFacts, Needs, SftExample
 from fovea.train.row_assignment import ImageKeys
@@ -82,12 +83,12 @@ class WorkersPolicy:
         await self.workers.close()
 
     async def _peak_gib(self) -> float:
-        call = Call(service="worker", method="peak_gib")
+        call = Call(method="peak_gib")
         found: list[float] = await call_each((learner, call) for learner in self.workers.learners)
         return max(found)
 
     async def _images(self) -> ImagesByRank:
-        call = Call(service="policy", method="images_by_rank")
+        call = Call(method="policy.images_by_rank")
         found: list[ImagesByRank] = await call_each([(self.workers.learners[0], call)])
         return found[0]
 
@@ -99,7 +100,7 @@ class WorkersPolicy:
         learners, shared = self.workers.learners, SharedArguments(arguments)
         shares = [Share(shared, keys) for keys in images or [frozenset()] * len(learners)]
         calls = [
-            (learner, Call(service="policy", method=method, arguments=share, returns=rank == 0))
+            (learner, Call(method=f"policy.{method}", arguments=share, returns=rank == 0))
             for rank, (learner, share) in enumerate(zip(learners, shares, strict=True))
         ]
         return (await call_each(calls))[0]
@@ -114,7 +115,7 @@ class WorkersWeights:
 
     async def push(self, version: int) -> SyncReport:
         await self._leave_out_the_lost()
-        call = Call(service="weight_sync", method="push", arguments=(version,))
+        call = Call(method="weight_sync.push", arguments=(version,))
         reports: list[SyncReport] = await call_each((handle, call) for handle in self._workers.all)
         checksums = {report.checksum for report in reports if report.checksum is not None}
         if len(checksums) > 1:
@@ -135,7 +136,7 @@ class WorkersWeights:
             return
         self._num_receivers = len(receivers)
         left = [handle.rank for handle in receivers]
-        call = Call(service="weight_sync", method="leave_out_lost", arguments=(left,))
+        call = Call(method="weight_sync.leave_out_lost", arguments=(left,))
         await call_each((handle, call) for handle in [self._workers.learners[0], *receivers])
 
 
@@ -173,7 +174,7 @@ class WorkersEngine:
             self._kept.put(request.id, engine, 1)
         self._running[engine] += request.n
         try:
-            answer = await engine.start(Call(service="engine", method="generate", arguments=(request,)))
+            answer = await engine.start(Call(method="engine.generate", arguments=(request,)))
             completions: Sequence[Completion] = await answer
             return completions
         finally:
@@ -188,11 +189,11 @@ class WorkersEngine:
     async def sleep(self) -> None:
         """Free the memory of engines that share a device with a shard of the policy; the others go on."""
         self._kept = LRUCache(MAX_KEPT)
-        await call_each((handle, Call(service="engine", method="sleep")) for handle in self._workers.both)
+        await call_each((handle, Call(method="engine.sleep")) for handle in self._workers.both)
 
     async def wake(self) -> None:
         """Wake the engines that `sleep` put to sleep."""
-        await call_each((handle, Call(service="engine", method="wake")) for handle in self._workers.both)
+        await call_each((handle, Call(method="engine.wake")) for handle in self._workers.both)
 
     async def close(self) -> None:
         """Do nothing: an engine is closed with its worker, by `WorkersPolicy.close`."""
@@ -204,4 +205,4 @@ class WorkersEngine:
         return kept if kept in engines else min(engines, key=self._running.__getitem__)
 
     async def _call(self, method: str) -> None:
-        await call_each((handle, Call(service="engine", method=method)) for handle in self._workers.engines)
+        await call_each((handle, Call(method=f"engine.{method}")) for handle in self._workers.engines)

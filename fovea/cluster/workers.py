@@ -11,21 +11,17 @@ import re
 from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from inspect import isawaitable
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from fovea.errors import FoveaError, LostEngineError, LostRankError, LostWorkerError
 from fovea.metrics.log import peak_gib
-from fovea.processes.messages import Share
+from fovea.processes.calls import Call
 from fovea.rollout.base import Engine, HasProcesses
 from fovea.train.base import ModelFacts
 from fovea.train.local import LocalPolicy
 from fovea.weights.base import WeightSync
-
-Service = Literal["policy", "engine", "weight_sync", "worker"]
-
 
 CAUSE_SECONDS = 5.0
 """How long the error of a worker that has left a collective call is waited for, where the others' is known."""
@@ -76,29 +72,18 @@ class Worker:
             await self.policy.close()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """A call of one service of a worker, or of the worker itself."""
+NOT_COLLECTIVE = ("policy.finish_save", "policy.images_by_rank")
 
-    service: Service
-    method: str
-    arguments: tuple[Any, ...] | Share = ()
-    returns: bool = True
-    """False: the caller does not need the result of this worker, since another returns the same."""
 
-    @property
-    def is_collective(self) -> bool:
-        """True if the workers wait for each other in it, so that an error on one of them is the end of all."""
-        return self.service in ("policy", "weight_sync") and self.method not in ("finish_save", "images_by_rank")
+def is_collective(call: Call) -> bool:
+    """True if the workers wait for each other in a call, so that an error on one of them is the end of all."""
+    return call.method.startswith(("policy.", "weight_sync.")) and call.method not in NOT_COLLECTIVE
 
-    async def run(self, worker: Worker) -> Any:
-        """Make the call in the worker's process."""
-        target = worker if self.service == "worker" else getattr(worker, self.service)
-        with lost_ranks(f"{self.service}.{self.method}"):
-            result = getattr(target, self.method)(*self.arguments)
-            if isawaitable(result):
-                result = await result
-        return result if self.returns else None
+
+async def make_call(call: Call, worker: Worker) -> Any:
+    """Make a call in the worker's process."""
+    with lost_ranks(call.method):
+        return await call.make(worker)
 
 
 class WorkerHandle(Protocol):
@@ -183,7 +168,7 @@ class _Unstarted:
     worker: Worker
 
     def __await__(self) -> Generator[Any, None, Any]:
-        return self.call.run(self.worker).__await__()
+        return make_call(self.call, self.worker).__await__()
 
 
 class Workers:
@@ -238,7 +223,7 @@ class Workers:
         """Go on without the engines that have ended, also those that had nothing to do."""
         for handle in self.engines_only:
             try:
-                await call_each([(handle, Call(service="worker", method="check_engine"))])
+                await call_each([(handle, Call(method="check_engine"))])
             except (LostWorkerError, LostEngineError) as error:
                 self.drop(handle, error)
 

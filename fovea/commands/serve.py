@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from fovea.config.model import Model
 from fovea.data.fetch import UrlLimits
 from fovea.errors import ConfigError, EngineError
 from fovea.models.processor import load_processor
+from fovea.processes.child import ChildProcess
 from fovea.rollout.server import Launch, LaunchesServers, ModelServer
 from fovea.rollout.server_guard import made_key
 from fovea.utils.addresses import is_loopback
@@ -58,76 +58,33 @@ def served_folder(source: str, say: Callable[[str], None], *, trust: bool = Fals
 
 ENDING_SECONDS = 20.0
 POLL_SECONDS = 0.2
-END_GROUP = f"""
-read _
-kill -TERM -"$0"
-for _ in $(seq {10 * ENDING_SECONDS:.0f}); do kill -0 -"$0" || exit; sleep 0.1; done
-kill -KILL -"$0"
-"""
-"""Shell commands that wait at a pipe, whose other end no process has but this one, and then end a process group.
-
-It has time to delete its shared memory, which stays in /dev/shm otherwise.
-"""
 
 
 @contextmanager
-def running(launch: Launch, ending_seconds: float = ENDING_SECONDS) -> Iterator[subprocess.Popen[bytes]]:
-    """A process for the block. At its end, by SIGTERM and SIGKILL too, nothing of the process's group is left.
+def running(launch: Launch, ending_seconds: float = ENDING_SECONDS) -> Iterator[ChildProcess]:
+    """A process for the block. At its end, by SIGTERM and SIGKILL too, nothing that it has started is left.
 
-    It has `ending_seconds` to finish what it does.
+    It has `ending_seconds` to finish what it does, and when this process is killed some to delete its shared memory.
     """
     with _terminable():
-        # a separate session: Ctrl-C reaches only this process, which then ends the server
-        process = subprocess.Popen(launch.command, env=dict(launch.environment), start_new_session=True)
+        process = ChildProcess(launch.command, launch.environment, grace_seconds=ENDING_SECONDS)
         try:
-            with _ending_with_this_one(process.pid):
-                yield process
+            yield process
         finally:
-            _end(process, ending_seconds)
+            process.terminate(ending_seconds)
 
 
-@contextmanager
-def _ending_with_this_one(group: int) -> Iterator[None]:
-    """A block during which a process group is ended when this process is killed, which has no time to do so itself."""
-    # with a separate session, out of reach of Ctrl-C
-    waiting = subprocess.Popen(
-        ["/bin/sh", "-c", END_GROUP, str(group)],
-        stdin=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        yield
-    finally:
-        # before the pipe is closed: by then the group's number may be another's
-        waiting.kill()
-        waiting.communicate()
-
-
-def wait_until_healthy(process: subprocess.Popen[bytes], url: str, max_seconds: float) -> None:
+def wait_until_healthy(process: ChildProcess, url: str, max_seconds: float) -> None:
     """Return when the server at `url` answers; EngineError when it ends before that, or takes too long."""
     deadline = monotonic() + max_seconds
-    while process.poll() is None:
+    while process.exit_code is None:
         with suppress(httpx2.HTTPError):
             if httpx2.get(f"{url}/health", timeout=2.0, trust_env=False).status_code == httpx2.codes.OK:
                 return
         if monotonic() > deadline:
             raise EngineError(f"the server does not answer after {max_seconds:g} s; raise --start-seconds")
         sleep(POLL_SECONDS)
-    raise EngineError(f"the server ended with code {process.returncode} before it answered; its own messages say why")
-
-
-def _end(process: subprocess.Popen[bytes], seconds: float) -> None:
-    """End a process and its group, at first with time to finish."""
-    try:
-        process.send_signal(signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(seconds)
-    finally:
-        # also where a second Ctrl-C cuts that time short
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    raise EngineError(f"the server ended with code {process.exit_code} before it answered; its own messages say why")
 
 
 @contextmanager
@@ -149,7 +106,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Address:
+class ServerAddress:
     """Address of a server, and its access key."""
 
     host: str = "127.0.0.1"
@@ -210,7 +167,7 @@ class Served:
     trust: bool = False
 
 
-def serve(served: Served, address: Address, launch: LaunchesServers, say: Say, *, start_seconds: float) -> None:
+def serve(served: Served, address: ServerAddress, launch: LaunchesServers, say: Say, *, start_seconds: float) -> None:
     """Start the server, say how it is called, and wait until it ends; EngineError where it ends by itself."""
     # the trainer reads it from the same folder
     admin_key = None if served.weights_dir is None else made_key(served.weights_dir)
@@ -245,7 +202,7 @@ def _dtype(folder: Path) -> str:
     return "auto" if dtype is None else str(dtype).removeprefix("torch.")
 
 
-def _next(server: ModelServer, address: Address) -> str:
+def _next(server: ModelServer, address: ServerAddress) -> str:
     """Describe how to use a server that is ready."""
     if server.weights_dir is None:
         return f"Ask it:\n{example(address, server.name)}"
@@ -255,7 +212,7 @@ def _next(server: ModelServer, address: Address) -> str:
     )
 
 
-def example(address: Address, name: str) -> str:
+def example(address: ServerAddress, name: str) -> str:
     """A command that asks the server about an image."""
     key = f' -H "Authorization: Bearer ${address.api_key_env}"' if address.api_key_env else ""
     return (

@@ -1,37 +1,32 @@
-"""The trainer's end of the pipe to a process that holds an engine (`processes.engine_host` is the other one)."""
+"""The trainer's end of the pipe to a process that holds an engine (`processes.serving` is the other one)."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-import shutil
-import signal
 import subprocess
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
-from tempfile import TemporaryDirectory, gettempdir, mkstemp
+from tempfile import TemporaryDirectory
 from threading import Lock, Thread
-from time import monotonic, sleep
+from time import monotonic
 from types import MappingProxyType
 from typing import Any
 
-from fovea.errors import EngineError, FoveaError, LostEngineError, first_line
-from fovea.utils.launch import without_torchrun
+from fovea.errors import EngineError, LostEngineError, first_line
+from fovea.processes.calls import Call, PendingCalls
+from fovea.processes.child import CLOSE_SECONDS, KEPT_LOGS, ChildProcess, LogFile, kept_logs
+from fovea.processes.heartbeat import Silence
+from fovea.processes.serving import hang_up
+from fovea.utils.launch import with_this_fovea, without_torchrun
 
-CLOSE_SECONDS = 20.0
-POLL_SECONDS = 0.5
-GONE_SECONDS = 0.01
-PAUSED_SECONDS = 3 * POLL_SECONDS
-"""Longest time between two looks at an engine where this process itself was not stopped or starved."""
+LOOK_SECONDS = 0.5
 EXIT_SECONDS = 2.0
 """Longest wait for the exit code of a process that has closed its end of the pipe."""
 LOG_FILE = "engine.log"
-KEPT_LOGS = "FOVEA_KEPT_LOGS"
-"""Environment variable with the folder of logs that outlive an engine, in a process whose temporary files do not."""
 
 
 class NotStartedError(LostEngineError):
@@ -48,33 +43,6 @@ class Limits:
     """Afterwards."""
 
 
-def groups_of(pid: int) -> set[int]:
-    """Ids of the process groups of a running process and of all below it, of which an engine may have its own."""
-    import psutil  # noqa: PLC0415  as below
-
-    groups = {os.getpgid(pid)}
-    with suppress(psutil.NoSuchProcess):
-        for process in psutil.Process(pid).children(recursive=True):
-            with suppress(ProcessLookupError):
-                groups.add(os.getpgid(process.pid))
-    return groups
-
-
-def wait_until_gone(groups: Set[int], seconds: float) -> None:
-    """Wait until no process of some process groups runs, for some seconds at most.
-
-    A killed process holds its memory for a moment; only its parent could wait for it otherwise. One that nobody
-    reaps, as in a container without an init, has given back everything.
-    """
-    import psutil  # noqa: PLC0415  where an engine has its own processes; the core does without
-
-    end = monotonic() + seconds
-    for process in psutil.process_iter():
-        with suppress(psutil.NoSuchProcess, ProcessLookupError):
-            while os.getpgid(process.pid) in groups and process.status() != psutil.STATUS_ZOMBIE and monotonic() < end:
-                sleep(GONE_SECONDS)
-
-
 class EngineProcess:
     """An engine in one or several separate processes."""
 
@@ -88,30 +56,29 @@ class EngineProcess:
     ) -> None:
         """Start it and wait until it has loaded the model; LostEngineError with the end of its log if it does not.
 
-        `name` is for messages, `command` gets the arguments of `engine_host.begin` as its last ones, and `environment`
-        is added to this process's own variables, of which it removes those that are None.
+        `name` is for messages, `command` gets the descriptor of the pipe (`serving.begin`) as its last argument, and
+        `environment` is added to this process's own variables, of which it removes those that are None.
         """
         self._name = name
         self.limits = limits
         # SGLang leaves the files of its sockets where temporary files are made
         self._folder = TemporaryDirectory(prefix="fovea-engine-", ignore_cleanup_errors=True)
+        self._log = LogFile(self.folder / LOG_FILE)
         self._connection, theirs = multiprocessing.Pipe()
-        self._numbers = count(1)
-        self._waiting: dict[int, Future[Any]] = {}
+        self._pending = PendingCalls()
         self._sending = Lock()
         self._is_closing = False
         self._is_started = False
         self._is_hung = False
-        self._active = monotonic()
-        """When a call was sent, an answer came, or this process went on after it was stopped, last."""
-        ready = self._wait_for(0)
+        self._silence = Silence(LOOK_SECONDS, monotonic())
+        """Time since a call was sent, an answer came, or this process went on after it was stopped, last."""
         with theirs:
-            self._process = self._popen(command, theirs.fileno(), environment)
+            self._process = self._start(command, theirs.fileno(), environment)
         self._reader = Thread(target=self._read, name=f"answers of {name}", daemon=True)
         self._reader.start()
         try:
-            self._send(Start(arguments=arguments, authkey=bytes(multiprocessing.current_process().authkey)))
-            ready.result()
+            # by the key the engine's processes may fetch tensors in shared memory from this one
+            self.run("start", arguments, bytes(multiprocessing.current_process().authkey))
             self._is_started = True
         except BaseException:
             self.close()
@@ -122,14 +89,34 @@ class EngineProcess:
         """Id of the process, and of the group that all processes of the engine are in."""
         return self._process.pid
 
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code of the process, negative for a signal; None while it runs."""
+        return self._process.exit_code
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the log and of all temporary files of the engine, until it is closed."""
+        return Path(self._folder.name)
+
     def call(self, method: str, *arguments: Any) -> Future[Any]:
-        """The coming result of a method of what the process serves.
+        """The coming result of a method of the object that the process serves.
 
         The method's error if it fails; LostEngineError if the process ends, or hangs.
         """
-        number = next(self._numbers)
-        result = self._wait_for(number)
-        self._send(Call(number=number, method=method, arguments=arguments))
+        self._silence.heard(monotonic())
+        with self._sending:
+            number, result = self._pending.add()
+            message = self._pending.packing.pack([(number, Call(method=method, arguments=arguments))])
+            # each request brings its images: an evaluation has no push after which all could be freed
+            self._pending.packing.forget()
+            try:
+                self._connection.send_bytes(message)
+                return result
+            except OSError:
+                pass
+        # the reader has seen the same, or will
+        self._pending.fail(self._lost())
         return result
 
     def run(self, method: str, *arguments: Any) -> Any:
@@ -138,7 +125,7 @@ class EngineProcess:
 
     def check(self) -> None:
         """Raise LostEngineError if the process has ended."""
-        if self._process.poll() is not None:
+        if self.exit_code is not None:
             raise self._lost()
 
     def close(self) -> None:
@@ -146,131 +133,70 @@ class EngineProcess:
         if self._is_closing:
             return
         self._is_closing = True
+        groups = self._process.groups()
         # one that is still being made would not listen
-        if self._is_started and self._process.poll() is None:
-            with suppress(EngineError, LostEngineError, TimeoutError):
-                self.call("shut_down").result(CLOSE_SECONDS)
+        if self._is_started and self.exit_code is None:
+            hang_up(self._connection)
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(CLOSE_SECONDS)
-        # what is left of the group, also after a host that was killed
-        groups = self._kill()
-        self._process.wait()
-        wait_until_gone(groups, CLOSE_SECONDS)
+        # what is left of the groups, also after a host that was killed
+        self._process.close(groups)
         # it sees the end of the pipe, and reads the log for those who still wait
         self._reader.join(CLOSE_SECONDS)
         self._connection.close()
         self._folder.cleanup()
 
-    @property
-    def folder(self) -> Path:
-        """Folder of the log and of all temporary files of the engine, until it is closed."""
-        return Path(self._folder.name)
-
-    @property
-    def _log(self) -> Path:
-        return self.folder / LOG_FILE
-
-    def _popen(
-        self, command: Sequence[str], pipe: int, environment: Mapping[str, str | None]
-    ) -> subprocess.Popen[bytes]:
-        kept_logs = os.environ.get(KEPT_LOGS, gettempdir())
-        changes = {**environment, KEPT_LOGS: kept_logs, "TMPDIR": self._folder.name}
-        variables = {name: value for name, value in (os.environ | changes).items() if value is not None}
-        with self._log.open("wb") as log:
-            return subprocess.Popen(
-                [*command, str(pipe), self._folder.name, str(os.getpid())],
-                env=without_torchrun(variables),
-                pass_fds=[pipe],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                # Ctrl-C is for the trainer, which then closes the engine
-                start_new_session=True,
-            )
-
-    def _wait_for(self, number: int) -> Future[Any]:
-        result: Future[Any] = Future()
-        # whoever waits may be cancelled; the call goes on
-        result.set_running_or_notify_cancel()
-        self._waiting[number] = result
-        return result
-
-    def _kill(self) -> set[int]:
-        """Kill all processes of the engine; ids of their groups."""
-        # once it has been waited for, its id may be that of another process
-        groups = groups_of(self.pid) if self._process.poll() is None else {self.pid}
-        for group in groups:
-            with suppress(ProcessLookupError):
-                os.killpg(group, signal.SIGKILL)
-        return groups
-
-    def _send(self, message: Start | Call) -> None:
-        self._active = monotonic()
-        try:
-            with self._sending:
-                self._connection.send(message)
-        except OSError:
-            # the reader has seen the same, or will
-            self._fail(self._lost())
+    def _start(self, command: Sequence[str], pipe: int, changes: Mapping[str, str | None]) -> ChildProcess:
+        own = {KEPT_LOGS: kept_logs(), "TMPDIR": self._folder.name}
+        variables = {name: value for name, value in {**os.environ, **changes, **own}.items() if value is not None}
+        return ChildProcess(
+            [*command, str(pipe)],
+            with_this_fovea(without_torchrun(variables)),
+            pipe=pipe,
+            log=self._log,
+            folder=self._folder.name,
+        )
 
     def _read(self) -> None:
         while True:
             try:
-                answer = self._next_answer()
+                message = self._next_message()
             except (EOFError, OSError):
                 # first: a call that comes later must not be sent to where nobody reads
                 with self._sending:
                     self._connection.close()
-                self._fail(self._lost())
+                # it may print its last words after it has hung up
+                with suppress(subprocess.TimeoutExpired):
+                    self._process.wait(EXIT_SECONDS)
+                self._pending.fail(self._lost())
                 return
+            self._silence.heard(monotonic())
+            try:
+                self._pending.take(message)
             except Exception as error:
                 # its number is in what cannot be read
-                self._fail(EngineError(f"an answer of {self._name} cannot be read: {first_line(error)}"))
-                continue
-            self._active = monotonic()
-            result = self._waiting.pop(answer.number, None)
-            if result is None:
-                # a call that could not be sent has failed all others
-                continue
-            if answer.error is None:
-                result.set_result(answer.value)
-            else:
-                result.set_exception(answer.error)
+                self._pending.fail(EngineError(f"an answer of {self._name} cannot be read: {first_line(error)}"))
 
-    def _next_answer(self) -> Answer:
+    def _next_message(self) -> bytes:
         """Wait for an answer; EOFError where none will come."""
-        looked = monotonic()
-        while not self._connection.poll(POLL_SECONDS):
-            if self._process.poll() is not None and not self._connection.poll():
+        while not self._connection.poll(LOOK_SECONDS):
+            if self.exit_code is not None and not self._connection.poll():
                 # a child of it, which it had forked, holds the pipe open
-                self._kill()
+                self._process.kill()
                 raise EOFError
-            now = monotonic()
-            if now - looked > PAUSED_SECONDS:
-                # as a container that is paused, with the engine in it: its silence meanwhile says nothing
-                self._active = now
-            looked = now
             self._kill_if_hung()
-        answer: Answer = self._connection.recv()
-        return answer
+        return self._connection.recv_bytes()
 
     def _kill_if_hung(self) -> None:
         """End an engine that has something to do and has not answered for too long, whatever it waits for."""
         _, seconds = self._limit()
-        if self._waiting and monotonic() - self._active > seconds:
+        if self._silence.seconds(monotonic()) > seconds and self._pending:
             self._is_hung = True
-            self._kill()
-
-    def _fail(self, error: EngineError | LostEngineError) -> None:
-        """Raise an error wherever a result is waited for."""
-        # two threads may come here at once
-        with suppress(KeyError):
-            while True:
-                self._waiting.popitem()[1].set_exception(error)
+            self._process.kill()
 
     def _lost(self) -> LostEngineError:
         kind = NotStartedError if self._has_given_up() else LostEngineError
-        return kind(f"{self._name} {self._end()}: {self._last_words()}{self._kept_log()}")
+        return kind(f"{self._name} {self._end()}: {self._log.last_words()}{self._kept_log()}")
 
     def _has_given_up(self) -> bool:
         """True if it has ended by itself, and was not killed, before the engine was ready."""
@@ -298,50 +224,6 @@ class EngineProcess:
 
     def _kept_log(self) -> str:
         """The words that name a copy of the log; "" where somebody has closed the engine, or waits for nothing."""
-        if self._is_closing or not self._waiting:
+        if self._is_closing or not self._pending:
             return ""
-        descriptor, name = mkstemp(prefix="fovea-engine-", suffix=".log", dir=os.environ.get(KEPT_LOGS))
-        os.close(descriptor)
-        with suppress(OSError):
-            shutil.copyfile(self._log, name)
-        return f"; its log is {name}"
-
-    def _last_words(self) -> str:
-        """The last line of the log that names an exception, else its last line."""
-        try:
-            log = self._log.read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            return "it was closed"
-        lines = [line.strip() for line in log.splitlines()]
-        named = [line for line in lines if line.split(":")[0].endswith(("Error", "Exception"))]
-        return (named or [line for line in lines if line] or ["without a word"])[-1][:300]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """The first message: what the engine is made with."""
-
-    arguments: Any
-    """The process knows what they are."""
-    authkey: bytes
-    """Key by which the engine's processes may fetch tensors in shared memory from the trainer."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """A call of a method of what the process serves."""
-
-    number: int
-    """Number of the call, which its answer has too."""
-    method: str
-    arguments: Sequence[Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """The end of a call; number 0 is that of `Start`."""
-
-    number: int
-    value: Any = None
-    error: FoveaError | None = None
-    """The exception that ended the call."""
+        return f"; its log is {self._log.keep()}"

@@ -1,9 +1,9 @@
-"""Heartbeats: a worker that hangs is noticed although its connection is open.
+"""The hang clock: a process that hangs is noticed although its connection is open.
 
-A thread of the worker sends an empty message at an interval, whatever its other threads compute, so that a call may
+A thread of a worker sends an empty message at an interval, whatever its other threads compute, so that a call may
 take hours. A driver that has heard nothing for a time takes the worker's process as hung: stopped, starved, or on a
 machine that is gone. A process that waits for ever in a collective call beats on: the process group's timeout is for
-that.
+that. An engine sends no beats; `EngineProcess` applies the clock while a call waits for its answer.
 """
 
 from __future__ import annotations
@@ -38,32 +38,33 @@ def beating(send: Callable[[bytes], None], timeout_seconds: float) -> Iterator[N
 class Silence:
     """How long nothing was heard, by the times of a clock; those in which this process did not run do not count."""
 
-    def __init__(self, timeout_seconds: float, now: float) -> None:
-        self._timeout_seconds = timeout_seconds
-        self.pause_seconds = timeout_seconds / LOOKS_PER_TIMEOUT
-        """Between two looks."""
+    def __init__(self, look_seconds: float, now: float) -> None:
+        """`look_seconds` is the longest time between two looks where this process runs."""
+        self._look_seconds = look_seconds
         self._heard = self._looked = now
 
     def heard(self, now: float) -> None:
-        """Note that a message has arrived."""
+        """Note that a message has arrived, or that the wait for one begins."""
         self._heard = now
 
-    def is_over(self, now: float) -> bool:
-        """True if nothing was heard for the timeout; to be asked once a pause."""
-        if now - self._looked > 3 * self.pause_seconds:
-            # this process itself was stopped or starved, and has not yet read what came meanwhile
+    def seconds(self, now: float) -> float:
+        """Length of the silence; to be asked at each look."""
+        if now - self._looked > 3 * self._look_seconds:
+            # this process itself was stopped or starved, as a paused container is, and has yet to read what came
             self._heard = now
         self._looked = now
-        return now - self._heard > self._timeout_seconds
+        return now - self._heard
 
 
 class Watch:
     """The driver's side: calls `silent` once if nothing is heard for the timeout."""
 
     def __init__(self, timeout_seconds: float, silent: Callable[[], None]) -> None:
+        self._timeout_seconds = timeout_seconds
+        self._look_seconds = timeout_seconds / LOOKS_PER_TIMEOUT
         self._call_silent = silent
         # here, since this process may be stopped before its thread begins
-        self._silence = Silence(timeout_seconds, monotonic())
+        self._silence = Silence(self._look_seconds, monotonic())
         self._ended = Event()
         Thread(target=self._run, name="watch of heartbeats", daemon=True).start()
 
@@ -76,7 +77,7 @@ class Watch:
         self._ended.set()
 
     def _run(self) -> None:
-        while not self._ended.wait(self._silence.pause_seconds):
-            if self._silence.is_over(monotonic()):
+        while not self._ended.wait(self._look_seconds):
+            if self._silence.seconds(monotonic()) > self._timeout_seconds:
                 self._call_silent()
                 return

@@ -57,11 +57,13 @@ class Packing:
         return packed.getvalue()
 
     def unpack(self, data: bytes) -> Any:
-        """Decode a message of the other end. It is a pickle: it must come from a process of the same run.
+        """Decode a message of the other end.
 
         Images whose pixels neither end has sent arrive without tensors; those that this end has named are its own.
         """
         stream = io.BytesIO(data)
+        # only processes of the same run can send one: over a pipe that one has inherited, a socket in a folder that no
+        # other user can enter (cluster.torchrun), or connections of Ray, which ask for a token (cluster.ray_token)
         header: _Header = pickle.load(stream)
         if header.forget:
             self._free()

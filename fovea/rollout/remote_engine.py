@@ -38,20 +38,20 @@ class RemoteEngine:
 
     async def pause(self) -> None:
         """Stop decoding; running requests wait for `resume`."""
-        await self._call("pause")
+        await self._call("engine.pause")
 
     async def resume(self) -> None:
         """Continue decoding."""
-        await self._call("resume")
+        await self._call("engine.resume")
 
     async def sleep(self) -> None:
         """Free memory for the update."""
         self._forget_given_up()
-        await self._call("sleep")
+        await self._call("engine.sleep")
 
     async def wake(self) -> None:
         """Accept requests again."""
-        await self._call("wake")
+        await self._call("engine.wake")
 
     def check_processes(self) -> None:
         """Raise LostEngineError if the engine's process has ended."""
@@ -70,7 +70,7 @@ class RemoteEngine:
     def begin_push(self, shapes: Mapping[str, Shape]) -> None:
         """Prepare for weights of these names and shapes."""
         self._forget_given_up()
-        self.process.run("begin_push", dict(shapes))
+        self.process.run("engine.begin_push", dict(shapes))
 
     def take_weights(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
         """Load some of them, from memory that both processes have."""
@@ -78,7 +78,7 @@ class RemoteEngine:
 
     def finish_push(self, version: int) -> None:
         """Compare every value with what was sent, and empty every cache made with older weights."""
-        self.process.run("finish_push", version)
+        self.process.run("engine.finish_push", version)
 
     async def _call(self, method: str) -> None:
         await asyncio.wrap_future(self.process.call(method))

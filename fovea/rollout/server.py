@@ -13,6 +13,7 @@ from fovea.data.fetch import UrlLimits
 from fovea.errors import ConfigError, EngineError
 from fovea.rollout.outputs import check_fits
 from fovea.types import Request
+from fovea.utils.launch import with_this_fovea
 
 BANNED_IDS_ENV, API_KEY_ENV, ADMIN_KEY_ENV = "FOVEA_BANNED_IDS", "FOVEA_SERVER_KEY", "FOVEA_ADMIN_KEY"
 URL_LIMITS_ENV = "FOVEA_URL_LIMITS"
@@ -72,7 +73,7 @@ def environment(server: ModelServer, *, without: Collection[str] = ()) -> dict[s
     own = {API_KEY_ENV: server.api_key, ADMIN_KEY_ENV: server.admin_key, URL_LIMITS_ENV: limits}
     inherited = {name: value for name, value in os.environ.items() if name not in (*own, *without)}
     given = {name: value for name, value in own.items() if value is not None}
-    return inherited | given | {BANNED_IDS_ENV: json.dumps(list(server.banned_ids))}
+    return with_this_fovea(inherited | given | {BANNED_IDS_ENV: json.dumps(list(server.banned_ids))})
 
 
 class LaunchesServers(Protocol):

@@ -37,7 +37,7 @@ class ImageRefusedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class ImageAddress:
     """A place in messages with something to be fetched or opened, rather than given as data."""
 
     holder: dict[str, Any]
@@ -50,7 +50,7 @@ class Address:
         return url
 
 
-def addresses(messages: Any) -> Iterator[Address]:
+def addresses(messages: Any) -> Iterator[ImageAddress]:
     """All addresses in messages."""
     left = [("", messages)]
     while left:
@@ -61,7 +61,7 @@ def addresses(messages: Any) -> Iterator[Address]:
             left.extend(part.items())
             for key, value in part.items():
                 if key.endswith(SOURCES) and isinstance(value, str) and not value.startswith("data:"):
-                    yield Address(part, key, is_image=key == IMAGE or (name, key) == (IMAGE, "url"))
+                    yield ImageAddress(part, key, is_image=key == IMAGE or (name, key) == (IMAGE, "url"))
 
 
 async def replace_addresses(messages: Any, limits: UrlLimits | None) -> None:

@@ -41,7 +41,7 @@ def understood(server: JsonServer, path: str) -> AbstractContextManager[None]:
 
 
 @dataclass(slots=True, eq=False)
-class Member:
+class PooledServer:
     """A server of the pool."""
 
     server: JsonServer
@@ -58,7 +58,7 @@ class Member:
 class ServerPool:
     """Calls of several servers; all of them are made on one event loop."""
 
-    members: Sequence[Member]
+    members: Sequence[PooledServer]
     prepare: Prepare
     """Called before a server gets its first call, and again after it was lost."""
     restart_seconds: float
@@ -124,13 +124,13 @@ class ServerPool:
         for member in self.members:
             await member.server.close()
 
-    async def _call(self, member: Member, call: Callable[[JsonServer], Awaitable[None]]) -> None:
+    async def _call(self, member: PooledServer, call: Callable[[JsonServer], Awaitable[None]]) -> None:
         try:
             await call(member.server)
         except CallError as error:
             self._lose(member, error, member.num_prepared)
 
-    async def _least_loaded(self) -> Member:
+    async def _least_loaded(self) -> PooledServer:
         try:
             async with asyncio.timeout(self.restart_seconds), self._changed:
                 await self._changed.wait_for(lambda: self._taken or any(member.is_ready for member in self.members))
@@ -146,7 +146,7 @@ class ServerPool:
         if self._taken is not None:
             raise self._taken
 
-    def _lose(self, member: Member, error: CallError, num_prepared: int) -> None:
+    def _lose(self, member: PooledServer, error: CallError, num_prepared: int) -> None:
         """Set a server aside for the failure of a call that began when it had been prepared so often."""
         # of a server that was lost and is back, the last calls before that may fail late
         if member.is_ready and member.num_prepared == num_prepared:
@@ -156,7 +156,7 @@ class ServerPool:
             self._returning.add(task)
             task.add_done_callback(self._returning.discard)
 
-    async def _until_back(self, member: Member) -> None:
+    async def _until_back(self, member: PooledServer) -> None:
         try:
             # one that came back unfit may be started once more
             await self._until_ready(member, CallError, EngineError)
@@ -167,7 +167,7 @@ class ServerPool:
         else:
             _warn(member, "is back, with the present weights")
 
-    async def _until_ready(self, member: Member, *passing: type[Exception]) -> None:
+    async def _until_ready(self, member: PooledServer, *passing: type[Exception]) -> None:
         """Prepare a server, again after an error that is `passing`, until it is ready."""
         pause = FIRST_PAUSE_SECONDS
         while not member.is_ready:
@@ -187,5 +187,5 @@ class ServerPool:
         return "; ".join(f"{each.server.url}: {each.problem}" for each in self.members if not each.is_ready)
 
 
-def _warn(member: Member, text: str) -> None:
+def _warn(member: PooledServer, text: str) -> None:
     LOG.warning("%s", printable(without_secrets(f"rollout.engine.servers: {member.server.url} {text}")))

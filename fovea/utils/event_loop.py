@@ -167,7 +167,7 @@ def in_background(work: Callable[[], Result], name: str) -> Future[Result]:
 
 Key = TypeVar("Key", bound=Hashable)
 
-Work = tuple[Future[Result], Callable[[], Result]]
+PrefetchWork = tuple[Future[Result], Callable[[], Result]]
 
 
 class Prefetch(Generic[Key, Result]):
@@ -179,7 +179,7 @@ class Prefetch(Generic[Key, Result]):
     def __init__(self, num_threads: int, name: str) -> None:
         self._num_threads, self._name = num_threads, name
         self.ahead: dict[Key, Future[Result]] = {}
-        self._queue: SimpleQueue[Work[Result] | None] | None = None
+        self._queue: SimpleQueue[PrefetchWork[Result] | None] | None = None
 
     def begin(self, works: Mapping[Key, Callable[[], Result]]) -> None:
         """Compute these results ahead, and drop all others: no more than these are ever kept."""
@@ -195,7 +195,7 @@ class Prefetch(Generic[Key, Result]):
         future = self.ahead.pop(key, None)
         return None if future is None or future.cancel() else future.result
 
-    def _started(self) -> SimpleQueue[Work[Result] | None]:
+    def _started(self) -> SimpleQueue[PrefetchWork[Result] | None]:
         if self._queue is None:
             self._queue = SimpleQueue()
             for _ in range(self._num_threads):
@@ -205,7 +205,7 @@ class Prefetch(Generic[Key, Result]):
         return self._queue
 
 
-def _serve(queue: SimpleQueue[Work[Result] | None]) -> None:
+def _serve(queue: SimpleQueue[PrefetchWork[Result] | None]) -> None:
     """Compute what is in the queue, until there is a None."""
     while (asked := queue.get()) is not None:
         future, work = asked
@@ -219,6 +219,6 @@ def _serve(queue: SimpleQueue[Work[Result] | None]) -> None:
         del asked, future, work
 
 
-def _end(queue: SimpleQueue[Work[Result] | None], num_threads: int) -> None:
+def _end(queue: SimpleQueue[PrefetchWork[Result] | None], num_threads: int) -> None:
     for _ in range(num_threads):
         queue.put(None)

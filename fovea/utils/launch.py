@@ -90,9 +90,9 @@ def without_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def module_command(module: str) -> list[str]:
-    """The command that runs a module with this interpreter, and imports nothing from the working directory."""
-    return [sys.executable, "-P", "-m", module]
+def module_command(module: str, python: str = sys.executable) -> list[str]:
+    """The command that runs a module with an interpreter, and imports nothing from the working directory."""
+    return [python, "-P", "-m", module]
 
 
 def with_this_fovea(environment: Mapping[str, str]) -> dict[str, str]:

@@ -39,5 +39,6 @@ def handles(tensors: Sequence[tuple[str, Tensor]]) -> bytes:
 
 
 def opened(written: bytes) -> list[tuple[str, Tensor]]:
-    """The tensors of `handles`, in the other process. It is a pickle: it must come from a process of the same run."""
+    """The tensors of `handles`, in the other process."""
+    # only the process that has started this one can send it, as an argument of a call over an inherited pipe
     return cast(list[tuple[str, Tensor]], pickle.loads(written))

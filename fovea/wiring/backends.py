@@ -13,7 +13,7 @@ from fovea.cluster.placement import Placement
 from fovea.cluster.ray_token import use_token
 from fovea.cluster.services import WorkersEngine, WorkersPolicy, WorkersWeights
 from fovea.cluster.torchrun import connect_workers, join
-from fovea.cluster.workers import Call, LocalHandle, WorkerHandle, Workers, call_each
+from fovea.cluster.workers import LocalHandle, WorkerHandle, Workers, call_each
 from fovea.config.backends import EmbeddedEngine as EmbeddedSettings
 from fovea.config.backends import StreamedEngine as StreamedSettings
 from fovea.config.backends import VllmServersEngine
@@ -21,6 +21,7 @@ from fovea.config.model import Model
 from fovea.config.run import Config
 from fovea.errors import ConfigError
 from fovea.models.processor import Processor
+from fovea.processes.calls import Call
 from fovea.rollout.base import Engine
 from fovea.train.base import Policy
 from fovea.train.local import LocalPolicy
@@ -163,7 +164,7 @@ def _backends_of(
 
     `release` is called once they are closed.
     """
-    facts = wait_for(call_each((handle, Call(service="worker", method="describe")) for handle in handles))
+    facts = wait_for(call_each((handle, Call(method="describe")) for handle in handles))
     model = next(each.model for each in facts if each.model is not None)
     engine = next(each.engine for each in facts if each.engine is not None)
     workers = Workers(placement.learners(handles), placement.engines(handles), release)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 import fovea
 from fovea.config.run import Config
-from fovea.errors import ConfigError, MissingExtraError
+from fovea.errors import ConfigError
 
 
 def set_threads(config: Config) -> None:
@@ -28,8 +27,6 @@ def find_interpreter(setting: str) -> str:
         raise ConfigError(
             f"{here}: no such interpreter; name that of the environment with the engine, as ENV/bin/python"
         )
-    if find_spec("psutil") is None:
-        raise MissingExtraError(f"{here} ends processes by psutil, which is not installed: pip install psutil")
     # not resolved: where the link leads is not an environment
     return os.path.abspath(found)
 

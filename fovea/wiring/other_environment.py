@@ -16,20 +16,19 @@ from fovea.config.model import Model
 from fovea.config.run import Config
 from fovea.errors import ConfigError, EngineError, FoveaError, first_line, named
 from fovea.models.processor import load_processor
-from fovea.processes.engine_host import Calls, begin
-from fovea.processes.engine_process import Answer
-from fovea.types import Completion, Request, Shape
+from fovea.processes.serving import begin, refuse, serve_parent
+from fovea.types import Completion, Request
 from fovea.utils.event_loop import wait_for
 from fovea.utils.tensor_records import opened
 from fovea.wiring.engine import StreamedEngine, make_streamed
 from fovea.wiring.interpreter import set_threads
 
 
-class Served:
-    """Methods of an engine in this process that the trainer may call."""
+class RequestTasks:
+    """An engine in this process, and the methods that the trainer calls in place of the engine's."""
 
     def __init__(self, engine: StreamedEngine) -> None:
-        self._engine = engine
+        self.engine = engine
         self._running: dict[str, asyncio.Task[Any]] = {}
         """The call of each request."""
 
@@ -40,7 +39,7 @@ class Served:
         assert drawing is not None, "a coroutine runs in a task"
         self._running[request.id] = drawing
         try:
-            return await self._engine.generate(request)
+            return await self.engine.generate(request)
         except asyncio.CancelledError as error:
             raise EngineError("the request was aborted") from error
         finally:
@@ -54,41 +53,17 @@ class Served:
             drawing.cancel()
             await asyncio.wait([drawing])
 
-    async def pause(self) -> None:
-        """Stop decoding; running requests wait for `resume`."""
-        await self._engine.pause()
-
-    async def resume(self) -> None:
-        """Continue decoding."""
-        await self._engine.resume()
-
-    async def sleep(self) -> None:
-        """Free memory for the update."""
-        await self._engine.sleep()
-
-    async def wake(self) -> None:
-        """Accept requests again."""
-        await self._engine.wake()
-
     async def has_weights(self) -> bool:
         """True if the engine holds all weights."""
-        return self._engine.has_weights
-
-    async def begin_push(self, shapes: Mapping[str, Shape]) -> None:
-        """Prepare for weights of these names and shapes."""
-        self._engine.begin_push(shapes)
+        return self.engine.has_weights
 
     async def take_weights(self, written: bytes) -> None:
         """Load some of them, which come as handles of the trainer's memory."""
-        self._engine.take_weights([(name, _own(tensor)) for name, tensor in opened(written)])
+        self.engine.take_weights([(name, _own(tensor)) for name, tensor in opened(written)])
 
-    async def finish_push(self, version: int) -> None:
-        """Compare every value with what was sent, and empty every cache made with older weights."""
-        self._engine.finish_push(version)
-
-    async def shut_down(self) -> None:
-        """End the engine; this process ends once that is answered."""
-        await self._engine.close()
+    async def close(self) -> None:
+        """End the engine; this process ends afterwards."""
+        await self.engine.close()
 
 
 def _own(tensor: Tensor) -> Tensor:
@@ -111,13 +86,13 @@ def _make(sent: Mapping[str, Any]) -> StreamedEngine:
 
 def main(arguments: Sequence[str], make: Callable[[Mapping[str, Any]], StreamedEngine] = _make) -> None:
     """Make the engine that the first message asks for, and serve the trainer until its end, or the engine's."""
-    connection, sent = begin(arguments)
+    connection, sent = begin(int(arguments[0]))
     try:
         engine = make(sent)
     except FoveaError as error:
-        connection.send(Answer(number=0, error=error))
+        refuse(connection, error)
         return
-    wait_for(Calls(Served(engine), connection, arguments[1]).serve())
+    wait_for(serve_parent(RequestTasks(engine), connection))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from fovea.errors import ClusterError, ConfigError, FoveaError, OutOfMemoryError
 from fovea.processes.engine_process import EngineProcess, Limits, NotStartedError
 from fovea.rollout.remote_engine import RemoteEngine
 from fovea.utils.installing import pip_install
+from fovea.utils.launch import module_command
 from fovea.wiring.interpreter import find_interpreter, variables_of
 
 NO_LIMITS = Limits(start_seconds=math.inf, timeout_seconds=math.inf)
@@ -31,7 +32,7 @@ def make_remote(config: Config, settings: StreamedSettings, model: Model) -> Rem
     assert settings.python is not None
     here = f"rollout.engine.python={settings.python}"
     python = find_interpreter(settings.python)
-    command = [python, "-m", "fovea.wiring.other_environment"]
+    command = module_command("fovea.wiring.other_environment", python)
     sent = _sent(config, settings, model)
     try:
         process = EngineProcess(f"the engine of {settings.python}", command, sent, NO_LIMITS, variables_of(python))

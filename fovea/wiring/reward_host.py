@@ -9,7 +9,6 @@ import asyncio
 import json
 import os
 import pickle
-import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping
@@ -25,7 +24,6 @@ from fovea.environments.graders.base import Grader, NoScoreError
 from fovea.environments.graders.limited_calls import result_of
 from fovea.errors import FoveaError, first_line, named, result_or_error
 from fovea.types import Task, Turn
-from fovea.utils.launch import signal_at_end_of_parent
 from fovea.wiring.images import make_opener
 
 
@@ -38,8 +36,6 @@ class CallsHere:
 
 def main(descriptor: int) -> None:
     """Load the rewards that the first message names, then score one answer after the other until the trainer ends."""
-    # also amid a call that holds the interpreter lock
-    signal_at_end_of_parent(signal.SIGKILL)
     os.set_inheritable(descriptor, False)
     pipe = socket.socket(fileno=descriptor).makefile("rwb")
     settings = _receive(pipe)
@@ -75,6 +71,7 @@ def _task_and_text(message: bytes) -> tuple[Task, str]:
     why = "cannot be called in a process, since the task holds an object that cannot be read there"
     fix = "keep plain values in Task.row, or set reward_in=thread"
     with named(lambda error: NoScoreError(f"{why} ({first_line(error)}); {fix}")):
+        # only the trainer can send it: the socket is inherited, and has no address
         task, text = pickle.loads(message)
     return task, text
 

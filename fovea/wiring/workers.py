@@ -10,7 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from fovea.cluster.placement import Placement, Role
-from fovea.cluster.remote import DriverConnection, serve_connection
+from fovea.cluster.remote import rules_of
 from fovea.cluster.torchrun import connect_to_driver, join
 from fovea.cluster.workers import Worker
 from fovea.config.backends import EmbeddedEngine as EmbeddedSettings
@@ -22,6 +22,7 @@ from fovea.models.outgoing import in_layout_of_files, outgoing
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.processor import Processor, load_processor
 from fovea.processes.heartbeat import beating
+from fovea.processes.serving import CallerConnection, serve_connection
 from fovea.rollout.base import Engine
 from fovea.run.microbatches import leaving_limit
 from fovea.run.signals import ENDING
@@ -57,14 +58,15 @@ def serve_driver() -> None:
     # torchrun and a terminal signal all processes; the driver decides when the run ends, and hangs up
     for each in ENDING:
         signal.signal(each, signal.SIG_IGN)
-    driver = DriverConnection(connection)
+    driver = CallerConnection(connection)
     # torchrun's processes share a machine: the size is left by this one, since the driver may wait in a collective call
     # of NCCL until torchrun kills it
     config = setup.config
     leaving = leaving_limit(Path(config.run_dir), config.train.max_tokens_per_microbatch)
     # from here on, since loading a model takes minutes
     with leaving, beating(driver.send, config.cluster.heartbeat_timeout_seconds):
-        wait_for(serve_connection(worker_of(setup), driver))
+        worker = worker_of(setup)
+        wait_for(serve_connection(worker, driver, rules_of(worker)))
 
 
 def worker_of(setup: Setup) -> Worker:

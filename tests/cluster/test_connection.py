@@ -14,11 +14,13 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from fovea.cluster.remote import ConnectionLine, DriverConnection, RemoteWorker, serve_connection
+from fovea.cluster.remote import ConnectionLine, RemoteWorker, rules_of
 from fovea.cluster.services import WorkersEngine, WorkersPolicy
-from fovea.cluster.workers import Call, LocalHandle, Worker, WorkerHandle, Workers
+from fovea.cluster.workers import LocalHandle, Worker, WorkerHandle, Workers
 from fovea.config.sections import Train
 from fovea.errors import ClusterError, EngineError
+from fovea.processes.calls import Call
+from fovea.processes.serving import CallerConnection, serve_connection
 from fovea.train.base import SftExample
 from fovea.train.local import LocalPolicy
 from fovea.train.row_assignment import RowAssignment
@@ -124,7 +126,7 @@ def remote() -> Iterator[Remote]:
 
     def run() -> None:
         try:
-            wait_for(serve_connection(served, DriverConnection(there)))
+            wait_for(serve_connection(served, CallerConnection(there), rules_of(served)))
         except BaseException as error:
             errors.append(error)
 
@@ -162,7 +164,7 @@ def test_images_of_the_steps_of_a_warm_up_do_not_pile_up(remote: Remote) -> None
         assert wait_for(policy.sft([SftExample(prompt=prompt, answer_ids=(0,))])) == {"loss": 32.0}, (
             "it came with its pixels"
         )
-        assert remote.handle._packing.named == {}
+        assert remote.handle._pending.packing.named == {}
 
 
 def test_a_later_turn_goes_to_the_engine_that_keeps_the_turn_before(remote: Remote) -> None:
@@ -180,8 +182,8 @@ def test_a_later_turn_goes_to_the_engine_that_keeps_the_turn_before(remote: Remo
 def test_an_engines_error_reaches_its_caller_and_the_worker_goes_on(remote: Remote) -> None:
     async def run() -> str:
         with pytest.raises(EngineError, match="a prompt without tokens"):
-            await result(remote.handle, Call(service="engine", method="generate", arguments=(request("r", length=0),)))
-        (first, _) = await result(remote.handle, Call(service="engine", method="generate", arguments=(request("s"),)))
+            await result(remote.handle, Call(method="engine.generate", arguments=(request("r", length=0),)))
+        (first, _) = await result(remote.handle, Call(method="engine.generate", arguments=(request("s"),)))
         return str(first.id)
 
     assert wait_for(run()) == "s/0"
@@ -192,11 +194,9 @@ def test_a_full_disk_is_told_as_such_and_the_worker_goes_on_until_the_run_is_end
 
     async def run() -> dict[str, float]:
         with pytest.raises(OSError, match="No space left on device") as caught:
-            await result(remote.handle, Call(service="policy", method="finish_save"))
+            await result(remote.handle, Call(method="policy.finish_save"))
         assert caught.value.errno == errno.ENOSPC
-        updated: dict[str, float] = await result(
-            remote.handle, Call(service="policy", method="update", arguments=("",))
-        )
+        updated: dict[str, float] = await result(remote.handle, Call(method="policy.update", arguments=("",)))
         return updated
 
     assert wait_for(run()) == {"loss": 1.0}
@@ -204,7 +204,7 @@ def test_a_full_disk_is_told_as_such_and_the_worker_goes_on_until_the_run_is_end
 
 def test_a_collective_call_that_fails_is_told_and_ends_the_worker(remote: Remote) -> None:
     async def run() -> None:
-        update = Call(service="policy", method="update", arguments=("bad",))
+        update = Call(method="policy.update", arguments=("bad",))
         with pytest.raises(ClusterError, match="ValueError: only on this rank"):
             await result(remote.handle, update)
 
@@ -215,14 +215,14 @@ def test_a_collective_call_that_fails_is_told_and_ends_the_worker(remote: Remote
 
 def test_a_worker_that_has_ended_fails_the_calls_that_wait_by_its_rank(remote: Remote) -> None:
     async def run() -> None:
-        waiting = await remote.handle.start(Call(service="engine", method="generate", arguments=(request("r"),)))
-        bad = await remote.handle.start(Call(service="policy", method="update", arguments=("bad",)))
+        waiting = await remote.handle.start(Call(method="engine.generate", arguments=(request("r"),)))
+        bad = await remote.handle.start(Call(method="policy.update", arguments=("bad",)))
         with pytest.raises(ClusterError, match="only on this rank"):
             await bad
         with pytest.raises(ClusterError, match="the worker process of rank 1 has ended"):
             await waiting
         with pytest.raises(ClusterError, match="the worker process of rank 1 has ended"):
-            await result(remote.handle, Call(service="engine", method="sleep"))
+            await result(remote.handle, Call(method="engine.sleep"))
 
     wait_for(run())
 
@@ -245,7 +245,7 @@ def test_a_call_to_a_worker_that_has_ended_fails_although_it_could_be_sent() -> 
         handle = RemoteWorker(DeafLine(), 1, 600.0)
         await asyncio.sleep(0.1)
         with pytest.raises(ClusterError, match=r"rank 1 has ended \(nobody is there\)"):
-            await result(handle, Call(service="engine", method="sleep"))
+            await result(handle, Call(method="engine.sleep"))
         await handle.close()
 
     wait_for(run())
@@ -256,7 +256,7 @@ def test_an_answer_that_cannot_be_read_fails_the_calls_that_wait() -> None:
     handle = RemoteWorker(ConnectionLine(here), 1, 600.0)
 
     async def run() -> None:
-        answer = await handle.start(Call(service="engine", method="sleep"))
+        answer = await handle.start(Call(method="engine.sleep"))
         there.send_bytes(b"no pickle")
         with pytest.raises(ClusterError, match="the worker process of rank 1 has ended"):
             await asyncio.wait_for(answer, LIMIT_SECONDS)
@@ -268,11 +268,11 @@ def test_an_answer_that_cannot_be_read_fails_the_calls_that_wait() -> None:
 def test_the_answer_to_a_cancelled_call_is_in_no_later_ones_way(remote: Remote) -> None:
     async def run() -> str:
         waiting = asyncio.ensure_future(
-            await remote.handle.start(Call(service="engine", method="generate", arguments=(request("r"),)))
+            await remote.handle.start(Call(method="engine.generate", arguments=(request("r"),)))
         )
         waiting.cancel()
         await asyncio.sleep(0.2)
-        (first, _) = await result(remote.handle, Call(service="engine", method="generate", arguments=(request("s"),)))
+        (first, _) = await result(remote.handle, Call(method="engine.generate", arguments=(request("s"),)))
         return str(first.id)
 
     assert wait_for(run()) == "s/0"
@@ -293,9 +293,9 @@ def test_requests_of_a_driver_that_hangs_up_are_dropped(remote: Remote) -> None:
     cast(Any, remote.worker.engine).generate = generate
 
     async def run() -> None:
-        waiting = await remote.handle.start(Call(service="engine", method="generate", arguments=(request("r"),)))
+        waiting = await remote.handle.start(Call(method="engine.generate", arguments=(request("r"),)))
         # a second call, whose answer says that the first one has begun
-        await result(remote.handle, Call(service="engine", method="sleep"))
+        await result(remote.handle, Call(method="engine.sleep"))
         await remote.handle.close()
         with pytest.raises(ClusterError, match="the worker process of rank 1 has ended"):
             await waiting
@@ -312,7 +312,7 @@ def test_workers_are_closed_while_one_waits_in_a_call_that_the_driver_has_left(r
     local = worker("local")
 
     async def run() -> None:
-        await remote.handle.start(Call(service="policy", method="update", arguments=("stuck",)))
+        await remote.handle.start(Call(method="policy.update", arguments=("stuck",)))
         await asyncio.sleep(0.1)
         policy = WorkersPolicy(workers(LocalHandle(local), remote.handle), cast(Any, None))
         await asyncio.wait_for(policy.close(), LIMIT_SECONDS / 4)

@@ -15,11 +15,12 @@ from typing import Any, cast
 import pytest
 import torch
 
-from fovea.cluster.remote import ConnectionLine, DriverConnection, RemoteWorker, serve_connection
+from fovea.cluster.remote import ConnectionLine, RemoteWorker, rules_of
 from fovea.cluster.services import WorkersEngine, WorkersWeights
 from fovea.cluster.workers import LocalHandle, Worker, Workers
 from fovea.errors import LostWorkerError
 from fovea.processes.engine_process import EngineProcess
+from fovea.processes.serving import CallerConnection, serve_connection
 from fovea.rollout.remote_engine import RemoteEngine
 from fovea.types import Completion, Request, Sampling
 from fovea.utils.event_loop import wait_for
@@ -46,7 +47,7 @@ def serve_engine(_: int) -> None:
     torch.set_num_threads(1)
     worker = cast(Any, Worker)(policy=None, engine=make(), weight_sync=None)
     connection.send_bytes(b"ready")
-    wait_for(serve_connection(worker, DriverConnection(connection)))
+    wait_for(serve_connection(worker, CallerConnection(connection), rules_of(worker)))
 
 
 @pytest.fixture
@@ -134,7 +135,8 @@ def test_an_engine_that_has_ended_without_a_request_is_left_out_of_the_next_push
         weights = WorkersWeights(workers)
         await weights.push(1)
         os.kill(engines[0].process.pid, signal.SIGKILL)
-        os.waitid(os.P_PID, engines[0].process.pid, os.WEXITED | os.WNOWAIT)
+        while engines[0].process.exit_code is None:
+            await asyncio.sleep(0.05)
         await weights.push(2)
 
     try:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fovea.commands.serve import Address, example, running, served_folder, wait_until_healthy
+from fovea.commands.serve import ServerAddress, example, running, served_folder, wait_until_healthy
 from fovea.commands.targets import CheckpointTarget
 from fovea.errors import ConfigError, EngineError
 from fovea.models.tiny import save_tiny
@@ -23,22 +23,22 @@ from tests.tiny_models import tiny
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.7", "example.org", "::"])
 def test_other_machines_are_served_with_a_key_only(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="add --api-key-env VARIABLE"):
-        Address(host=host).api_key()
+        ServerAddress(host=host).api_key()
     with pytest.raises(ConfigError, match="no such environment variable"):
-        Address(host=host, api_key_env="FOVEA_TEST_KEY").api_key()
+        ServerAddress(host=host, api_key_env="FOVEA_TEST_KEY").api_key()
     monkeypatch.setenv("FOVEA_TEST_KEY", " secret\n")
-    assert Address(host=host, api_key_env="FOVEA_TEST_KEY").api_key() == "secret"
+    assert ServerAddress(host=host, api_key_env="FOVEA_TEST_KEY").api_key() == "secret"
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.0.0.5"])
 def test_this_machine_needs_no_key(host: str) -> None:
-    assert Address(host=host).api_key() is None
+    assert ServerAddress(host=host).api_key() is None
 
 
 def test_a_server_for_training_never_lacks_a_key() -> None:
     """That of administration, which is made, is the key for asking where no other is given."""
     for host in ("127.0.0.1", "0.0.0.0"):
-        assert Address(host=host).api_key("made") == "made"
+        assert ServerAddress(host=host).api_key("made") == "made"
 
 
 def test_a_port_that_is_taken_is_an_error_before_anything_is_loaded() -> None:
@@ -46,11 +46,11 @@ def test_a_port_that_is_taken_is_an_error_before_anything_is_loaded() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(ConfigError, match=r"cannot be listened at .*in use"):
-            Address(port=taken.getsockname()[1]).check_free()
+            ServerAddress(port=taken.getsockname()[1]).check_free()
 
 
 def test_the_example_names_the_variable_of_the_key_and_a_reachable_address() -> None:
-    text = example(Address(host="0.0.0.0", port=8001, api_key_env="MY_KEY"), "geo3k")
+    text = example(ServerAddress(host="0.0.0.0", port=8001, api_key_env="MY_KEY"), "geo3k")
     assert "curl http://127.0.0.1:8001/v1/chat/completions" in text
     assert '"Authorization: Bearer $MY_KEY"' in text
     assert '"model": "geo3k"' in text
@@ -73,7 +73,7 @@ def test_a_process_and_its_own_end_with_the_block(tmp_path: Path) -> None:
     code = f"""
 import signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-inner = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+inner = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
 open({str(tmp_path / "pids")!r}, "w").write(str(inner.pid) + " ")
 time.sleep(600)
 """
@@ -82,7 +82,7 @@ time.sleep(600)
         while not (tmp_path / "pids").exists() or not (inner := (tmp_path / "pids").read_text()).endswith(" "):
             assert time.monotonic() < deadline
             time.sleep(0.05)
-    assert child.poll() is not None
+    assert child.exit_code is not None
     deadline = time.monotonic() + 10
     while not has_ended(int(inner)):
         assert time.monotonic() < deadline
@@ -115,7 +115,7 @@ def test_a_second_ctrl_c_kills_what_is_still_ending(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         served.__exit__(None, None, None)
-    assert child.poll() == -signal.SIGKILL
+    assert child.exit_code == -signal.SIGKILL
 
 
 def test_what_is_printed_of_a_server_has_no_key(tmp_path: Path) -> None:
@@ -153,45 +153,27 @@ KILLED = """
 import sys, time
 from fovea.rollout.server import Launch
 from fovea.commands.serve import running
-inner = "import subprocess, sys, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
+inner = "import subprocess, time; from multiprocessing.shared_memory import SharedMemory as S"
+inner += "; memory, process = S(create=True, size=9), subprocess.Popen(['sleep', '600'], start_new_session=True)"
+inner += "; print(memory.name, process.pid, flush=True); time.sleep(600)"
 with running(Launch(command=[sys.executable, "-c", inner], environment={})) as child:
     print(child.pid, flush=True)
     time.sleep(600)
 """
 
 
-def test_a_killed_command_leaves_no_process() -> None:
+def test_a_killed_command_leaves_no_process_and_no_shared_memory() -> None:
     """SIGKILL, of which it cannot tell its server and what that has started."""
     with subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True) as command:
         assert command.stdout is not None
-        started = [int(command.stdout.readline()) for _ in range(2)]
+        words = [word for _ in range(2) for word in command.stdout.readline().split()]
+        started = [int(word) for word in words if word.isdecimal()]
+        (memory,) = [Path("/dev/shm") / word for word in words if not word.isdecimal()]
+        assert memory.is_file()
         assert not any(map(has_ended, started))
         command.kill()
-    deadline = time.monotonic() + 20
-    while not all(map(has_ended, started)):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-KILLED_WITH_MEMORY = """
-import sys, time
-from fovea.rollout.server import Launch
-from fovea.commands.serve import running
-inner = "import time; from multiprocessing.shared_memory import SharedMemory as S; s = S(create=True, size=9)"
-inner += "; print(s.name, flush=True); time.sleep(600)"
-with running(Launch(command=[sys.executable, "-c", inner], environment={})) as child:
-    time.sleep(600)
-"""
-
-
-def test_a_killed_command_leaves_no_shared_memory() -> None:
-    with subprocess.Popen([sys.executable, "-c", KILLED_WITH_MEMORY], stdout=subprocess.PIPE, text=True) as command:
-        assert command.stdout is not None
-        memory = Path("/dev/shm") / command.stdout.readline().strip()
-        assert memory.is_file()
-        command.kill()
     deadline = time.monotonic() + 15
-    while memory.exists():
+    while memory.exists() or not all(map(has_ended, started)):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 

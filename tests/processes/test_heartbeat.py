@@ -14,18 +14,22 @@ from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
 from threading import Event
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
 from fovea.cluster.placement import Placement, Role
-from fovea.cluster.remote import ConnectionLine, DriverConnection, RemoteWorker
-from fovea.cluster.workers import Call, call_each, lost_ranks
+from fovea.cluster.remote import ConnectionLine, RemoteWorker
+from fovea.cluster.workers import call_each, lost_ranks
 from fovea.errors import ClusterError, LostRankError
 from fovea.metrics.log import read_metrics
+from fovea.processes.calls import Call
 from fovea.processes.heartbeat import BEATS_PER_TIMEOUT, Silence, Watch, beating
+from fovea.processes.serving import CallerConnection
 from fovea.utils.event_loop import wait_for
 from tests.cluster.torchrun_runs import LONG, processes_of, rank_of, settings, torchrun
+from tests.process_groups import members
 from tests.runs import ROOT, environment
 from tests.warm import start_rank
 
@@ -34,26 +38,19 @@ PATIENCE = timedelta(seconds=600)
 """Of processes that are to end otherwise."""
 
 
-def test_a_silence_is_over_when_nothing_was_heard_for_the_timeout() -> None:
-    silence = Silence(10.0, now=100.0)
-    assert silence.pause_seconds == 1.0
-    assert not any(silence.is_over(now) for now in range(101, 111))
-    assert silence.is_over(111.0)
+def test_a_silence_lasts_from_the_last_message() -> None:
+    silence = Silence(1.0, now=100.0)
+    assert [silence.seconds(now) for now in range(101, 112)] == [*range(1, 12)]
     silence.heard(111.5)
-    assert not any(silence.is_over(now) for now in range(112, 122))
-    assert silence.is_over(122.0)
+    assert [silence.seconds(now) for now in range(112, 115)] == [0.5, 1.5, 2.5]
 
 
 def test_the_time_in_which_the_driver_itself_was_stopped_is_no_silence() -> None:
     """It has yet to read what came meanwhile, for which it has the whole timeout."""
-    silence = Silence(10.0, now=100.0)
-    assert not silence.is_over(500.0)
-    assert not any(silence.is_over(now) for now in range(501, 511))
-    assert silence.is_over(511.0)
-    slow = Silence(10.0, now=100.0)
-    assert [slow.is_over(now) for now in (103.0, 106.0, 109.0, 112.0)] == [False, False, False, True], (
-        "slow looks count"
-    )
+    silence = Silence(1.0, now=100.0)
+    assert [silence.seconds(now) for now in (500.0, 501.0, 502.0)] == [0.0, 1.0, 2.0]
+    slow = Silence(1.0, now=100.0)
+    assert [slow.seconds(now) for now in (103.0, 106.0, 109.0)] == [3.0, 6.0, 9.0], "slow looks count"
 
 
 def test_silence_while_the_driver_itself_was_stopped_says_nothing() -> None:
@@ -72,9 +69,13 @@ def test_silence_while_the_driver_itself_was_stopped_says_nothing() -> None:
 
 
 def beat_only(_: int) -> None:
-    """A worker whose only call never ends, and whose thread beats on to the other end of its standard input."""
+    """A worker whose only call never ends, and whose thread beats on to the other end of its standard input.
+
+    It has started a process, as an engine's, in a separate session.
+    """
+    Popen(["sleep", "600"], start_new_session=True)
     # oftener than one whose driver has this timeout: on a busy machine some of the beats come late
-    with beating(DriverConnection(Connection(0)).send, TIMEOUT_SECONDS / 4):
+    with beating(CallerConnection(Connection(0)).send, TIMEOUT_SECONDS / 4):
         time.sleep(PATIENCE.total_seconds())
 
 
@@ -83,10 +84,11 @@ def test_a_worker_that_computes_for_long_is_left_alone_and_a_stopped_one_is_kill
     with there:
         process = start_rank(beat_only, 1, (), tmp_path, stdin=there.fileno())
     assert here.poll(PATIENCE.total_seconds()), "it has begun to beat"
+    (below,) = psutil.Process(process.pid).children()
     handle = RemoteWorker(ConnectionLine(here, process.pid), 1, TIMEOUT_SECONDS)
 
     async def run() -> None:
-        answer = await handle.start(Call(service="policy", method="update"))
+        answer = await handle.start(Call(method="policy.update"))
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.shield(answer), 1.5 * TIMEOUT_SECONDS)
         process.send_signal(signal.SIGSTOP)
@@ -98,7 +100,11 @@ def test_a_worker_that_computes_for_long_is_left_alone_and_a_stopped_one_is_kill
         await handle.close()
 
     wait_for(run())
-    assert process.wait(PATIENCE.total_seconds()) == -signal.SIGKILL, "nothing is left behind"
+    assert process.wait(PATIENCE.total_seconds()) == -signal.SIGKILL
+    deadline = time.monotonic() + PATIENCE.total_seconds()
+    while members(below.pid):
+        assert time.monotonic() < deadline, "it is left behind"
+        time.sleep(0.05)
 
 
 def test_a_watch_that_has_ended_is_quiet() -> None:
@@ -176,7 +182,7 @@ class Failing:
 
 
 def test_of_the_errors_of_a_collective_call_the_cause_is_raised() -> None:
-    call = Call(service="policy", method="update")
+    call = Call(method="policy.update")
     follows, cause = Failing(LostRankError("another rank has left"), 0.0), Failing(ClusterError("the cause"), 0.2)
     with pytest.raises(ClusterError, match=r"^the cause$"):
         wait_for(call_each([(follows, call), (cause, call)]))

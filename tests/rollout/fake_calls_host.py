@@ -17,8 +17,8 @@ from threading import Lock
 from typing import Any
 
 from fovea.errors import LostEngineError
-from fovea.processes.engine_host import Calls, begin
 from fovea.processes.engine_process import EngineProcess, Limits
+from fovea.processes.serving import begin, serve_parent
 
 BEGUN = "begun"
 """In the log once the process stays where it is."""
@@ -63,7 +63,7 @@ class Target:
             return str(error)
         raise AssertionError("it has started")
 
-    async def shut_down(self) -> None: ...
+    async def close(self) -> None: ...
 
 
 LIMITS = {"start_seconds": 600.0, "timeout_seconds": 600.0}
@@ -81,10 +81,10 @@ if __name__ == "__main__":
     if stage == "importing":
         print(BEGUN, flush=True)
         time.sleep(3)
-    pipe, _ = begin(arguments)
+    pipe, _ = begin(int(arguments[0]))
     if stage != "serving":
         stay()
         time.sleep(600)
     subprocess.Popen(["sleep", "600"])
     print(BEGUN, flush=True)
-    asyncio.run(Calls(Target(), pipe, arguments[1]).serve())
+    asyncio.run(serve_parent(Target(), pipe))

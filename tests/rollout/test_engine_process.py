@@ -18,7 +18,8 @@ import psutil
 import pytest
 
 from fovea.errors import EngineError, LostEngineError
-from fovea.processes.engine_process import KEPT_LOGS, EngineProcess, Limits, NotStartedError
+from fovea.processes.child import KEPT_LOGS
+from fovea.processes.engine_process import EngineProcess, Limits, NotStartedError
 from tests.process_groups import members
 from tests.rollout.fake_calls_host import BEGUN, LIMITS, Unreadable
 
@@ -89,7 +90,7 @@ def test_all_of_it_ends_with_a_trainer_that_is_killed(stage: str, held: bool, tm
     below: list[psutil.Process] = []
     try:
         wait_until(lambda: [log for log in tmp_path.glob("*/engine.log") if BEGUN in log.read_text()], "no start")
-        (engine,) = psutil.Process(trainer.pid).children()
+        (engine,) = [each for each in psutil.Process(trainer.pid).children() if stage in each.cmdline()]
         trainer.stdin.write("\n")
         trainer.stdin.flush()
         assert trainer.stdout.readline() == "ready\n"
@@ -98,12 +99,11 @@ def test_all_of_it_ends_with_a_trainer_that_is_killed(stage: str, held: bool, tm
             assert len(members(engine.pid)) == 2
         trainer.kill()
         trainer.wait()
-        wait_until(lambda: not members(engine.pid), "processes are left")
+        wait_until(lambda: all(map(is_gone, [engine, *below])), "processes are left, also those in separate groups")
         assert not list(tmp_path.iterdir()), "its folder is left"
     finally:
         with suppress(ProcessLookupError):
             os.killpg(trainer.pid, signal.SIGKILL)
-        # what has a group of its own ends by itself, as SGLang's host does; this one cannot
         for each in below:
             with suppress(psutil.NoSuchProcess):
                 each.kill()
@@ -216,10 +216,16 @@ def test_the_log_of_an_engine_in_a_process_of_another_engine_is_kept(
 
 
 @pytest.mark.parametrize(
-    ("code", "kind"),
-    [("exit()", NotStartedError), ("raise ValueError", NotStartedError), ("os.kill(0, 9)", LostEngineError)],
+    ("code", "kind", "last_words"),
+    [
+        ("exit()", NotStartedError, "without a word"),
+        ("raise ValueError('no such model')", NotStartedError, "ValueError: no such model"),
+        ("os.kill(0, 9)", LostEngineError, "without a word"),
+    ],
 )
-def test_a_process_that_ends_by_itself_before_it_is_ready_would_again(code: str, kind: type[LostEngineError]) -> None:
-    with pytest.raises(LostEngineError) as failed:
+def test_a_process_that_ends_by_itself_before_it_is_ready_would_again(
+    code: str, kind: type[LostEngineError], last_words: str
+) -> None:
+    with pytest.raises(LostEngineError, match=f"^fake has ended: {last_words}; its log is ") as failed:
         EngineProcess("fake", [sys.executable, "-c", f"import os; {code}"], {}, Limits(**LIMITS))
     assert type(failed.value) is kind

@@ -23,7 +23,7 @@ from fovea.utils.event_loop import wait_for
 from fovea.utils.installing import pip_install
 from fovea.wiring.engine import make_streamed
 from fovea.wiring.interpreter import variables_of
-from fovea.wiring.other_environment import Served
+from fovea.wiring.other_environment import RequestTasks
 from tests.rollout.engine_suite import ask, prompts_of
 from tests.rollout.fake_engine_host import FOR_EVER, FORGETTING_SECONDS, FakeEngine
 from tests.tiny_models import save, tiny
@@ -123,7 +123,7 @@ def test_the_engine_is_made_of_the_settings_that_are_given(tmp_path: Path, monke
 
 
 def test_an_id_is_used_again_before_its_first_request_has_ended() -> None:
-    served = Served(FakeEngine({}))
+    served = RequestTasks(FakeEngine({}))
     request = replace(ask("request", prompts_of(tiny("qwen3_vl"))[0]), id=FOR_EVER)
 
     async def twice() -> None:

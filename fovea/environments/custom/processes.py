@@ -14,8 +14,6 @@ import pickle
 import signal
 import socket
 import struct
-import subprocess
-import sys
 from asyncio import IncompleteReadError, StreamReader, StreamWriter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -23,6 +21,7 @@ from typing import Any
 
 from fovea.environments.graders.base import NoScoreError
 from fovea.errors import ConfigError, first_line, named
+from fovea.processes.child import ChildProcess
 from fovea.types import Mark, Score, Task, Turn
 from fovea.utils.launch import module_command, with_this_fovea, without_torchrun
 
@@ -34,8 +33,6 @@ START_SECONDS = 300.0
 END_SECONDS = 5.0
 """Longest end of a process that has closed its socket."""
 POLL_SECONDS = 0.01
-KILL_AT_EOF = "import os, sys; os.read(0, 1); os.killpg(int(sys.argv[1]), 9)"
-"""Script that kills a group of processes when the trainer has ended, however it has."""
 
 
 class RewardProcesses:
@@ -123,25 +120,13 @@ class RewardProcess:
     def __init__(self, command: Sequence[str]) -> None:
         self._socket, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(
-                [*command, str(theirs.fileno())],
-                env=with_this_fovea(without_torchrun(os.environ)),
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                # Ctrl-C is for the run, which then kills this process and all that it has started
-                start_new_session=True,
-            )
-        # the kernel can end the process with the trainer, and not what it has started
-        self._watcher = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", KILL_AT_EOF, str(self._process.pid)],
-            stdin=subprocess.PIPE,
-            start_new_session=True,
-        )
+            environment = with_this_fovea(without_torchrun(os.environ))
+            self._process = ChildProcess([*command, str(theirs.fileno())], environment, pipe=theirs.fileno())
         self._streams: tuple[StreamReader, StreamWriter] | None = None
 
     @property
     def is_running(self) -> bool:
-        return self._process.poll() is None
+        return self._process.exit_code is None
 
     async def ask(self, message: bytes) -> dict[str, Any]:
         """The answer to a message; EOFError where the process has ended, UnreadError if it had not read the message."""
@@ -172,10 +157,7 @@ class RewardProcess:
 
     async def kill(self) -> str:
         """Kill the process, unless it has ended by itself, and all that it has started; returns how it ended."""
-        with self._watcher:  # closes its stdin and waits for it
-            self._watcher.kill()
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
         if self._streams is None:
             self._socket.close()
         else:
@@ -185,7 +167,7 @@ class RewardProcess:
 
     async def _exit_code(self) -> int:
         """The exit code once there is one, negative for a signal; other calls go on meanwhile."""
-        while (code := self._process.poll()) is None:
+        while (code := self._process.exit_code) is None:
             await asyncio.sleep(POLL_SECONDS)
         return code
 

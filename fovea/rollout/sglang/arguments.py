@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +22,7 @@ from fovea.rollout.outputs import CompletionText
 from fovea.rollout.sglang.engine import SglangEngine
 from fovea.rollout.sglang.inputs import Translator
 from fovea.rollout.sglang.weights import SglangWeights
+from fovea.utils.launch import module_command
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Families whose processed tensors and fused weights are those of `rollout.sglang.inputs` and `.scheduler`."""
@@ -65,6 +65,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
 }
 """Environment of the engine's processes, whatever that of the trainer is."""
+HOST = tuple(module_command("fovea.rollout.sglang.host"))
 CPU_ENVIRONMENT: Mapping[str, str] = {
     "SGLANG_USE_CPU_ENGINE": "1",
     # its sampler is compiled else, for which a CPU needs a C++ compiler
@@ -93,7 +94,7 @@ def make_engine(
     try:
         process = EngineProcess(
             "SGLang",
-            [sys.executable, "-m", "fovea.rollout.sglang.host"],
+            HOST,
             arguments,
             Limits(start_seconds=settings.start_seconds, timeout_seconds=settings.timeout_seconds),
             {**ENVIRONMENT, **(CPU_ENVIRONMENT if on_cpu else {})},

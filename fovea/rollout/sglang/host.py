@@ -1,4 +1,4 @@
-"""The process that holds SGLang's engine; `python -m fovea.rollout.sglang.host FD FOLDER PID`.
+"""The process that holds SGLang's engine; `python -P -m fovea.rollout.sglang.host DESCRIPTOR`.
 
 SGLang's engine takes over the process that makes it. It replaces the policy of event loops and the way in which
 processes are started, kills the whole process when one of its workers fails, and kills all children of the process when
@@ -25,7 +25,7 @@ from sglang.srt.managers.io_struct import (
     UpdateWeightsFromTensorReqInput,
 )
 
-from fovea.processes.engine_host import Calls, begin
+from fovea.processes.serving import begin, serve_parent
 from fovea.rollout.outputs import Drawn, Sampled
 from fovea.rollout.sglang.inputs import Drawing
 from fovea.rollout.sglang.scheduler import run_scheduler
@@ -34,7 +34,7 @@ IDLE_SECONDS = 60.0
 """Longest wait for a scheduler that puts away requests which have ended."""
 
 
-class Engine(SglangEngine):  # type: ignore[misc]
+class SeededEngine(SglangEngine):  # type: ignore[misc]
     """SGLang's engine with schedulers that draw by seed and compare weights (`rollout.sglang.scheduler`)."""
 
     run_scheduler_process_func = staticmethod(run_scheduler)
@@ -110,7 +110,7 @@ class Host:
         self._engine.collective_rpc("compare", sent=sent)
         await self._empty_caches()
 
-    async def shut_down(self) -> None:
+    async def close(self) -> None:
         """End all processes of the engine but this one, which ends when its loop does."""
         self._engine.shutdown()
 
@@ -153,18 +153,18 @@ def _check(result: tuple[bool, str]) -> None:
         raise RuntimeError(message)
 
 
-async def serve(engine: Any, connection: Connection, folder: str) -> None:
-    """Serve the trainer until it calls `shut_down`, or is gone."""
+async def serve(engine: Any, connection: Connection) -> None:
+    """Serve the trainer until it hangs up, or is gone."""
     # on a CPU SGLang collects garbage whenever it frees caches, in every push: not through all objects of its start
     await engine.tokenizer_manager.freeze_gc()
-    await Calls(Host(engine), connection, folder, "SGLang: ").serve()
+    await serve_parent(Host(engine), connection, "SGLang: ")
 
 
 def main(arguments: Sequence[str]) -> None:
     """Make the engine that the first message asks for, and serve the trainer; SGLang's server arguments are in it."""
-    connection, server_arguments = begin(arguments)
-    engine = Engine(**server_arguments)
-    engine.loop.run_until_complete(serve(engine, connection, arguments[1]))
+    connection, server_arguments = begin(int(arguments[0]))
+    engine = SeededEngine(**server_arguments)
+    engine.loop.run_until_complete(serve(engine, connection))
 
 
 if __name__ == "__main__":

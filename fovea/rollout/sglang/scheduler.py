@@ -31,7 +31,7 @@ EXPERTS: Mapping[str, str] = {
 """Experts in files, and SGLang's names of them; their values are not compared, since each kernel has its own layout."""
 
 
-class Place(NamedTuple):
+class FusedWeight(NamedTuple):
     """Location of a checkpoint's weight inside SGLang's parameters."""
 
     parameter: str
@@ -96,23 +96,23 @@ def differences(model: nn.Module, expected: Mapping[str, Sent], dtype: torch.dty
     return ""
 
 
-def place(name: str, parameters: Mapping[str, Tensor]) -> Place | None:
+def place(name: str, parameters: Mapping[str, Tensor]) -> FusedWeight | None:
     """Location of a checkpoint's weight; None if the model has no such weight."""
     name = plain_name(name).replace(".attn.qkv.", ".attn.qkv_proj.")
     for part, held in EXPERTS.items():
         name = name.replace(part, held)
     if name in parameters:
-        return Place(name, 0)
+        return FusedWeight(name, 0)
     for fused, parts in FUSED.items():
         for number, part in enumerate(parts):
             candidate = name.replace(f".{part}.", f".{fused}.")
             if candidate != name and candidate in parameters:
-                return Place(candidate, number)
+                return FusedWeight(candidate, number)
     return None
 
 
 def _held(
-    parameters: Mapping[str, Tensor], places: Mapping[str, Place | None], expected: Mapping[str, Sent]
+    parameters: Mapping[str, Tensor], places: Mapping[str, FusedWeight | None], expected: Mapping[str, Sent]
 ) -> Iterator[tuple[str, Tensor]]:
     """Each weight as it stands in the parameter that it is part of, of parameters that are not sharded."""
     in_order = sorted(

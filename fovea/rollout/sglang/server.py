@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from fovea.errors import ConfigError
 from fovea.rollout.checks import check_family, check_known, check_merge
 from fovea.rollout.server import Launch, ModelServer, checked, environment
 from fovea.rollout.sglang.arguments import CPU_ARGUMENTS, CPU_ENVIRONMENT, FAMILIES, check_vision
+from fovea.utils.launch import module_command
 
 PROCESS = "fovea.rollout.sglang.server_process"
 SERVER_ENVIRONMENT = {
@@ -55,6 +55,6 @@ def launch(server: ModelServer) -> Launch:
     of_device = {"device": "cpu", "max_total_tokens": CPU_KV_CACHE_TOKENS, "disable_cuda_graph": True, **CPU_ARGUMENTS}
     defaults = {"log_level": "warning", "dtype": server.dtype, **(of_device if on_cpu else {})}
     return Launch(
-        command=[sys.executable, "-m", PROCESS, json.dumps(defaults | given | fixed)],
+        command=[*module_command(PROCESS), json.dumps(defaults | given | fixed)],
         environment=environment(server) | SERVER_ENVIRONMENT | (dict(CPU_ENVIRONMENT) if on_cpu else {}),
     )

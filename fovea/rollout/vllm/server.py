@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 
 from fovea.config.base import over
 from fovea.rollout.server import Launch, ModelServer, checked, environment
+from fovea.utils.launch import module_command
 
 TRAINED_ON: Mapping[str, Any] = {
     "trust_remote_code": False,
@@ -73,7 +73,7 @@ def launch(server: ModelServer) -> Launch:
     if server.weights_dir is not None:
         own |= {WEIGHTS_DIR_ENV: str(server.weights_dir.resolve()), DEV_MODE_ENV: "1"}
     arguments = over(defaults, checked(server, fixed)) | fixed
-    return Launch(command=[sys.executable, "-m", MODULE, *flags(arguments)], environment=own)
+    return Launch(command=[*module_command(MODULE), *flags(arguments)], environment=own)
 
 
 def flags(arguments: Mapping[str, Any]) -> Iterator[str]:

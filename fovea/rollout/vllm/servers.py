@@ -17,7 +17,7 @@ from vllm.entrypoints.scale_out.token_in_token_out.mm_serde import encode_mm_kwa
 from fovea.errors import EngineError, first_line, named
 from fovea.rollout.outputs import FINISHES, CompletionText, Drawn, Sampled, completions
 from fovea.rollout.server import BROKEN_PUSH, CLOSED, Readiness, check_idle
-from fovea.rollout.server_pool import Member, ServerPool, TakenError, understood
+from fovea.rollout.server_pool import PooledServer, ServerPool, TakenError, understood
 from fovea.rollout.vllm.inputs import Translator
 from fovea.rollout.vllm.push_folder import OTHER_RUN, Push, PushFolder, run_of
 from fovea.rollout.vllm.server_push import FACTS, LOAD, PUSH_HEADER, RPC
@@ -123,7 +123,7 @@ class VllmServers:
         self._readiness = Readiness(max_model_len=wanted.max_model_len, max_images=wanted.max_images)
         self._num_running = 0
         self._pool = ServerPool(
-            members=[Member(server) for server in servers], prepare=self._prepare, restart_seconds=restart_seconds
+            members=[PooledServer(server) for server in servers], prepare=self._prepare, restart_seconds=restart_seconds
         )
         try:
             self._loop.wait(self._pool.start())

@@ -40,7 +40,8 @@ def misbehaves(task, text, images):
     if text == "hold":
         return float(bool(re.match(r"(a+)+$", "a" * 40 + "b")))
     if text == "start":
-        Path(__file__).with_name("started").write_text(str(subprocess.Popen(["sleep", "600"]).pid))
+        started = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        Path(__file__).with_name("started").write_text(str(started.pid))
     if text == "die":
         os.kill(os.getpid(), 9)
     if text == "exit slowly":
