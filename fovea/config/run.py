@@ -100,8 +100,6 @@ class Config(Section):
     reward_on_failure: Literal["error", "drop"] = "error"
     """Handling of such a call that raises, is late or returns no number: stop, or drop the group
     (`groups/unscored`)."""
-    reward_limit: MayChange[PositiveFloat] = 1e6
-    """Largest size of a reward, from any environment or your own code; a larger one is an error that names its row."""
     reward_calls_at_once: PositiveInt = 1
     """Concurrent calls, in as many threads (more than 1 only for thread-safe code) or processes."""
     reward_in: MayChange[RewardPlace] = "thread"
