@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from fovea.config.model import TinyModel
 from fovea.environments.base import Environment
 from fovea.models.load import DTYPES
-from fovea.models.tiny import TinyParts, make_tiny, with_processor
+from fovea.models.tiny import FIXED, FixedSizes, TinyParts, make_tiny, with_processor
 from fovea.types import ImageRef, Message, Score, Task, Turn
 
 Dtype = Literal["float32", "bfloat16"]
@@ -48,13 +48,9 @@ MID = TinyModel(
     num_kv_heads=5,
     head_dim=64,
     intermediate_size=2048,
-    vision_hidden_size=384,
-    vision_depth=6,
-    vision_heads=6,
-    patch_size_px=16,
     image_side_px=224,
-    init_std=0.02,
 )
+MID_SIZES = FixedSizes(vision_hidden_size=384, vision_depth=6, vision_heads=6, patch_size_px=16, init_std=0.02)
 IMAGE_HEAVY = TinyModel(
     hidden_size=512,
     num_layers=6,
@@ -62,13 +58,9 @@ IMAGE_HEAVY = TinyModel(
     num_kv_heads=4,
     head_dim=64,
     intermediate_size=1536,
-    vision_hidden_size=256,
-    vision_depth=6,
-    vision_heads=4,
-    patch_size_px=16,
     image_side_px=448,
-    init_std=0.02,
 )
+HEAVY_SIZES = FixedSizes(vision_hidden_size=256, vision_depth=6, vision_heads=4, patch_size_px=16, init_std=0.02)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +68,7 @@ class Case:
     """Settings of one case, a row of the table."""
 
     model: TinyModel
+    fixed: FixedSizes = FIXED
     vocabulary: int | None
     """Rows of the embedding; None: the size of the tokenizer."""
     image_side_px: int
@@ -101,8 +94,18 @@ class Case:
     """Micro-batch size of TRL, the fastest by trial on CPUs: larger ones cost padding and page faults."""
 
 
-_HEAVY = Case(model=IMAGE_HEAVY, vocabulary=16_384, image_side_px=448, prompts=4, samples=8, completion_tokens=64)
-_MID = Case(model=MID, vocabulary=32_768, image_side_px=224, prompts=4, samples=8, completion_tokens=128)
+_HEAVY = Case(
+    model=IMAGE_HEAVY,
+    fixed=HEAVY_SIZES,
+    vocabulary=16_384,
+    image_side_px=448,
+    prompts=4,
+    samples=8,
+    completion_tokens=64,
+)
+_MID = Case(
+    model=MID, fixed=MID_SIZES, vocabulary=32_768, image_side_px=224, prompts=4, samples=8, completion_tokens=128
+)
 CASES = {
     "tiny": Case(
         model=TinyModel(),
@@ -132,7 +135,7 @@ FAMILIES = {"many": ("many_4", "many_8", "many_16")}
 
 def make_parts(case: Case, seed: int = 0) -> TinyParts:
     """Weights, tokenizer and image processor of a case, equal for equal arguments; without stop tokens."""
-    parts = make_tiny(case.model, [" ".join(WORDS), "\\boxed{red}"] * 20, seed)
+    parts = make_tiny(case.model, [" ".join(WORDS), "\\boxed{red}"] * 20, seed, case.fixed)
     parts.network.to(DTYPES[case.dtype])  # type: ignore[arg-type]
     if case.vocabulary is None:
         return parts

@@ -13,7 +13,6 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from fovea.config.model import TinyModel
 from fovea.models.families.qwen_vl import IMAGE_PAD
 from fovea.models.processor import token_id
 from fovea.models.tiny import SPECIAL_TOKENS, TinyParts, build_image_processor, with_chat_tokens, with_processor
@@ -80,7 +79,7 @@ def make_shaped(shape: dict[str, dict[str, Any]], device: str, dtype: torch.dtyp
     """Network and processor of this shape, equal for equal arguments."""
     tokenizer = build_wide_tokenizer(shape["text"]["vocab_size"])
     network = _build_network(shape, tokenizer, device, dtype, seed)
-    image_processor = build_image_processor(TinyModel(patch_size_px=PATCH_PX))
+    image_processor = build_image_processor(PATCH_PX)
     return with_processor(network, tokenizer, image_processor, "random weights")
 
 

@@ -22,12 +22,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.cases import IMAGE_HEAVY, Case, make_parts
+from benchmarks.cases import HEAVY_SIZES, IMAGE_HEAVY, Case, make_parts
 from benchmarks.growth_plot import draw_growth
 from benchmarks.ours import Ours, share
 from benchmarks.process import last_number, restart_with_tuned_malloc
 from fovea.config.model import TinyModel
 from fovea.metrics.log import peak_rss_gib
+from fovea.models.tiny import FIXED
 
 MODULE = "benchmarks.growth"
 WARM_STEPS = 1
@@ -37,6 +38,7 @@ GOAL = 1.25
 """Largest cost of one more completion, as a multiple of its floor."""
 BASE = Case(
     model=IMAGE_HEAVY,
+    fixed=HEAVY_SIZES,
     vocabulary=16_384,
     image_side_px=448,
     prompts=2,
@@ -44,7 +46,7 @@ BASE = Case(
     completion_tokens=32,
     question_words=16,
 )
-QUICK_BASE = replace(BASE, model=TinyModel(), vocabulary=None, image_side_px=48, completion_tokens=16)
+QUICK_BASE = replace(BASE, model=TinyModel(), fixed=FIXED, vocabulary=None, image_side_px=48, completion_tokens=16)
 WITHOUT_PROMPT = {"images": 0, "question_words": 1}
 COMPLETIONS, FLOOR = "completions per prompt", "completions, no prompt"
 FLOOR_OF = {COMPLETIONS: FLOOR}

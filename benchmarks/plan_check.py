@@ -59,7 +59,7 @@ COMMON = (
 )
 MID = (
     "model.tiny={hidden_size: 512, num_layers: 6, num_heads: 8, num_kv_heads: 4, head_dim: 64, "
-    "intermediate_size: 1536, vision_hidden_size: 256, vision_depth: 4, vision_heads: 4, vocabulary_size: 4096}"
+    "intermediate_size: 1536, vocabulary_size: 4096}"
 )
 CASES: dict[str, tuple[str, ...]] = {
     "tiny, GRPO, trained tower": ("shapes.yaml",),

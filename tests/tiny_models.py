@@ -13,7 +13,7 @@ import torch
 from fovea.config.model import TinyModel
 from fovea.data.images import ImageOpener
 from fovea.models.render import Renderer
-from fovea.models.tiny import TinyParts, make_tiny
+from fovea.models.tiny import FixedSizes, TinyParts, make_tiny
 from fovea.models.vlm import VLM
 from fovea.train.packing import pack_row
 from fovea.types import ImageRef, Message, Prompt
@@ -39,7 +39,9 @@ def user(*parts: str | ImageRef) -> list[Message]:
 
 
 def tiny(family: str, seed: int = 0, **settings: object) -> TinyParts:
-    return make_tiny(TinyModel(family=family, **settings), CORPUS, seed)  # type: ignore[arg-type]
+    fixed = {name: settings.pop(name) for name in FixedSizes.__dataclass_fields__ if name in settings}
+    made = FixedSizes(**fixed)  # type: ignore[arg-type]
+    return make_tiny(TinyModel(family=family, **settings), CORPUS, seed, made)  # type: ignore[arg-type]
 
 
 def with_dense_layer(parts: TinyParts) -> TinyParts:

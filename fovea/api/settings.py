@@ -194,7 +194,6 @@ class Settings(TypedDict, total=False):
     reward_weights: Sequence[float] | None
     reward_timeout_seconds: float
     reward_on_failure: str
-    reward_limit: float
     reward_calls_at_once: int
     reward_in: str
     model_reward: SectionSettings

@@ -144,8 +144,7 @@ def _unchecked(config: Config) -> list[str]:
 
 def _located(config: Config, graded: GradedEnvironment) -> Model:
     """The model with a path; a tiny one is made in the scratch folder, of the rows that can be read."""
-    data = config.data.model_copy(update={"on_bad_row": "skip"})
-    return locate_model(config.model_copy(update={"data": data}), Path(config.run_dir), lambda: graded.environment)
+    return locate_model(config, Path(config.run_dir), lambda: graded.environment, on_bad_row="skip")
 
 
 def _renderer(config: Config, model: Model) -> Renderer:
@@ -164,10 +163,8 @@ def _check_model(model: Model) -> None:
             raise ModelError(
                 f"model.path={model.path}: {len(missing)} files are missing, first {missing[0]}; {WHOLE_MODEL}"
             )
-    # without the adapter's files, which hold weights
-    lora = None if model.lora is None else model.lora.model_copy(update={"adapter": None})
     with torch.device("meta"):
-        choose_trainable(empty_network(model), model.model_copy(update={"lora": lora}), seed=0)
+        choose_trainable(empty_network(model), model, seed=0)
 
 
 def _rows(config: Config, graded: GradedEnvironment, split: Split, renderer: RendersPrompts, *, all_rows: bool) -> str:

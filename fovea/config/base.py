@@ -278,6 +278,6 @@ def check_depth(value: object, where: str, depth: int = 0) -> None:
 
 
 def refuse(complaints: Iterable[str]) -> None:
-    """ValueError with the first complaint, if there is one."""
-    for complaint in complaints:
-        raise ValueError(complaint)
+    """ValueError with all complaints, if there are any."""
+    if found := list(complaints):
+        raise ValueError("; also: ".join(found))

@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic.fields import FieldInfo
 
@@ -114,14 +114,25 @@ def _with_near_keys(key: str, known: Sequence[str]) -> str:
     return f"{key}: no such setting; did you mean {' or '.join(near[:3])}?"
 
 
+def is_settled(key: str, value: object) -> bool:
+    """True for a setting of an earlier version with the value that now holds without it."""
+    fixed = _old_keys()["fixed"]
+    _, key = listed(key)
+    return key in fixed and fixed[key] == value
+
+
 def moved_key(key: str) -> str | None:
     """Advice for a setting of an earlier version; None for other keys."""
     old = _old_keys()
+    part, inner = listed(key)
+    if part:
+        return (told := moved_key(inner)) and f"{part}: {told}"
     if key in old["dropped"]:
         return f"{key} is no longer set: {old['dropped'][key]}; remove it"
     moved = next((known for known in reversed(old["moved"]) if is_at_or_below(key, known)), None)
     if moved is None:
-        return None
+        fixed = old["fixed"]
+        return f"{key} is no longer set: it is always {show(fixed[key])}; remove it" if key in fixed else None
     below = key.removeprefix(moved)
     if below and not any(setting.key == f"{old['moved'][moved]}{below}" for setting in settings()):
         return None
@@ -129,9 +140,9 @@ def moved_key(key: str) -> str | None:
 
 
 @cache
-def _old_keys() -> dict[str, dict[str, str]]:
+def _old_keys() -> dict[str, dict[str, Any]]:
     """The tables of moved.yaml; a key in a section stands behind that section."""
-    tables: dict[str, dict[str, str]] = read_yaml(OLD_KEYS.read_bytes(), str(OLD_KEYS))
+    tables: dict[str, dict[str, Any]] = read_yaml(OLD_KEYS.read_bytes(), str(OLD_KEYS))
     return tables
 
 

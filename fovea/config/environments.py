@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Annotated, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
@@ -13,33 +13,19 @@ from fovea.config.base import (
     Fraction,
     HttpUrl,
     NonNegativeFloat,
-    NonNegativeInt,
     OpenUnion,
     PositiveFloat,
     PositiveInt,
     Section,
+    Tree,
 )
 from fovea.config.splits import EnvironmentSettings, SplitFiles
 from fovea.config.type_text import Example
 
-
-class GeoSpotWeights(Section):
-    """Weights of the parts of the reward; those of the parts that a stage asks for are scaled to sum to 1."""
-
-    country: NonNegativeFloat = 0.3
-    """Weight of the country: its name or ISO code."""
-    region: NonNegativeFloat = 0.2
-    """Weight of the state or province."""
-    city: NonNegativeFloat = 0.2
-    """Weight of the city, town or village."""
-    coordinates: NonNegativeFloat = 0.3
-    """Weight of latitude and longitude, graded by exp(-distance / tolerance)."""
-
-    @model_validator(mode="after")
-    def _country_counts(self) -> GeoSpotWeights:
-        if self.country == 0:
-            raise ValueError("environment.weights.country=0, but the first stages ask for nothing else; set it above 0")
-        return self
+GeoPart: TypeAlias = Literal["country", "region", "city", "coordinates"]
+GeoColumn: TypeAlias = Literal["country", "region", "city", "lat", "lon"]
+GEO_WEIGHTS: dict[GeoPart, float] = {"country": 0.3, "region": 0.2, "city": 0.2, "coordinates": 0.3}
+GEO_COLUMNS: dict[GeoColumn, str] = {"country": "country", "city": "city", "lat": "lat", "lon": "lon"}
 
 
 class GeoSpotEnvironment(SplitFiles):
@@ -48,16 +34,10 @@ class GeoSpotEnvironment(SplitFiles):
     name: Literal["geospot"] = "geospot"
     image_key: str | None = None
     """Column of the picture; default: image, or image_url where there is no such column."""
-    country_key: str = "country"
-    """Column of the country: a name or an ISO code."""
-    region_key: str | None = None
-    """Column of the state or province; default: region, if there is such a column."""
-    city_key: str = "city"
-    """Column of the city; an empty cell is not asked for."""
-    lat_key: str = "lat"
-    """Column of the latitude in degrees, south negative."""
-    lon_key: str = "lon"
-    """Column of the longitude in degrees, west negative."""
+    columns: dict[GeoColumn, str] = Field(default=GEO_COLUMNS)
+    """Columns of the country (a name or an ISO code), the region (a state or province; default: region, if there is
+    such a column), the city (an empty cell is not asked for), and of lat and lon in degrees, south and west
+    negative."""
     level_key: str | None = None
     """Column of a level of difficulty, a text, by which curriculum.level_weights draws rows."""
     prompt: str = (
@@ -67,7 +47,9 @@ class GeoSpotEnvironment(SplitFiles):
     """Question, the same for every picture."""
     system_prompt: str | None = None
     """System prompt."""
-    weights: GeoSpotWeights = Field(default_factory=GeoSpotWeights)
+    weights: dict[GeoPart, NonNegativeFloat] = Field(default=GEO_WEIGHTS)
+    """Weights of the parts of the reward; those of the parts that a stage asks for are scaled to sum to 1. Coordinates
+    are graded by exp(-distance / tolerance)."""
     tolerances_km: Annotated[tuple[PositiveFloat, ...], Field(min_length=5, max_length=5)] = (500, 200, 100, 50, 25)
     """Distance at which the score for coordinates falls to 1/e, in each of the five stages, from large to small."""
 
@@ -77,13 +59,26 @@ class GeoSpotEnvironment(SplitFiles):
 
     @property
     def named_columns(self) -> list[tuple[str, str]]:
-        keys = ("image_key", "country_key", "region_key", "city_key", "lat_key", "lon_key", "level_key")
-        named = [(f"environment.{key}", getattr(self, key)) for key in keys]
+        named = [(f"environment.{key}", getattr(self, key)) for key in ("image_key", "level_key")]
+        named += [(f"environment.columns.{key}", column) for key, column in self.columns.items()]
         return [(setting, column) for setting, column in named if column is not None]
 
     @property
     def names_images(self) -> bool:
         return self.image_key is not None
+
+    @classmethod
+    def completed(cls, given: Tree) -> Tree:
+        """The settings as given; what a mapping leaves out has its default."""
+        mappings: dict[str, dict[Any, Any]] = {"columns": GEO_COLUMNS, "weights": GEO_WEIGHTS}
+        filled = {key: {**mappings[key], **given[key]} for key in mappings if isinstance(given.get(key), dict)}
+        return super().completed(given | filled)
+
+    @model_validator(mode="after")
+    def _country_counts(self) -> GeoSpotEnvironment:
+        if self.weights["country"] == 0:
+            raise ValueError("environment.weights.country=0, but the first stages ask for nothing else; set it above 0")
+        return self
 
     @model_validator(mode="after")
     def _tolerances_tighten(self) -> GeoSpotEnvironment:
@@ -330,20 +325,14 @@ class Judge(Section):
     """Name of the model there."""
     prompt: str = JUDGE_PROMPT
     """Prompt after the images; holds {answer}, and optionally {question} and {references}."""
-    max_score: PositiveFloat = 10.0
-    """Highest score; the reward is the score divided by it."""
     max_new_tokens: PositiveInt = 256
     """Longest reply, in tokens."""
     max_concurrency: PositiveInt = 8
     """Concurrent calls."""
-    max_retries: NonNegativeInt = 3
-    """Retries with growing pauses, where the server is unreachable, busy or slow, or its reply holds no score."""
     timeout_seconds: PositiveFloat = 60.0
     """Time limit of one try, from connecting to the last byte."""
     api_key_env: str | None = None
     """Environment variable that holds the key of the endpoint; the key itself is not a setting."""
-    max_image_side_px: PositiveInt = 1024
-    """Longest image side sent; larger images are scaled down."""
     on_failure: Literal["error", "drop"] = "error"
     """Handling of a grade that all tries failed to get: stop, or drop the group and count it (`groups/unscored`)."""
 

@@ -41,6 +41,7 @@ from fovea.config.describe import (
     full_key,
     has_setting,
     is_at_or_below,
+    is_settled,
     listed,
     moved_key,
     settings,
@@ -171,6 +172,7 @@ class _Layers:
         self.layers: list[tuple[str, Tree]] = []
 
     def add(self, layer: Tree, source: str) -> None:
+        layer = _without_settled(layer)
         self.layers.append((source, layer))
         moved = [text for key in leaves(layer) if (text := moved_key(key)) is not None]
         if moved:
@@ -258,6 +260,13 @@ class _Layers:
         if found or not key:
             return found if is_section else found[-1:]
         return self._sources_at(key.rpartition(".")[0])
+
+
+def _without_settled(tree: Tree, path: str = "") -> Tree:
+    """The settings less those of earlier versions that hold without being set: so older runs can be read."""
+    left = {name: value for name, value in tree.items() if not is_settled(f"{path}{name}", value)}
+    inner = {name: _without_settled(value, f"{path}{name}.") for name, value in left.items() if isinstance(value, dict)}
+    return {name: inner.get(name, value) for name, value in left.items() if inner.get(name, value) or not value}
 
 
 def _merge(into: Tree, layer: Tree, section: type[Section], path: str) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
-from fovea.config.base import MayChange, NonNegativeFloat, PositiveFloat, PositiveInt, Section, Tree
+from fovea.config.base import MayChange, NonNegativeFloat, PositiveInt, Section, Tree
 
 Family: TypeAlias = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
 LoraPart: TypeAlias = Literal["language_model", "vision_tower", "projector"]
@@ -31,25 +31,11 @@ class TinyModel(Section):
     """Width of one head; qwen2_vl and qwen2_5_vl need hidden_size / num_heads."""
     intermediate_size: PositiveInt = 128
     """Width of the MLP, and of every expert of qwen3_vl_moe."""
-    num_experts: PositiveInt = 4
-    """Experts of a decoder layer of qwen3_vl_moe."""
-    experts_per_token: PositiveInt = 2
-    """Experts of a layer that a token runs through in qwen3_vl_moe."""
-    vision_hidden_size: PositiveInt = 64
-    """Width of the vision tower."""
-    vision_depth: PositiveInt = 2
-    """Blocks of the vision tower."""
-    vision_heads: PositiveInt = 2
-    """Heads of the vision tower."""
-    patch_size_px: PositiveInt = 8
-    """Side of a patch; one visual token covers 2x2 patches."""
-    image_side_px: PositiveInt = 48
+    image_side_px: Annotated[int, Field(ge=16)] = 48
     """Side of the image for which the learned position grid of qwen3_vl and qwen3_vl_moe is made; others are
     interpolated."""
     vocabulary_size: Annotated[int, Field(ge=300)] = 512
     """Entries of the tokenizer, 256 bytes and Qwen's special tokens included; trained on the task's texts."""
-    init_std: PositiveFloat = 0.1
-    """Standard deviation of the random weights."""
 
     @model_validator(mode="after")
     def _heads_fit(self) -> TinyModel:
@@ -67,32 +53,12 @@ class TinyModel(Section):
         return self
 
     @model_validator(mode="after")
-    def _experts_fit(self) -> TinyModel:
-        if self.experts_per_token > self.num_experts:
-            raise ValueError(
-                f"model.tiny: experts_per_token={self.experts_per_token}, but a layer has num_experts="
-                f"{self.num_experts}; set experts_per_token={self.num_experts} or less"
-            )
+    def _experts_are_not_square(self) -> TinyModel:
         if self.family == "qwen3_vl_moe" and self.hidden_size in (self.intermediate_size, 2 * self.intermediate_size):
             raise ValueError(
                 f"model.tiny: experts with hidden_size={self.hidden_size} and intermediate_size="
                 f"{self.intermediate_size} are square, and transformers cannot tell the order of their axes in a file; "
                 f"set intermediate_size={self.intermediate_size + 8}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _vision_fits(self) -> TinyModel:
-        if self.vision_hidden_size % (4 * self.vision_heads):
-            raise ValueError(
-                f"model.tiny: vision_hidden_size={self.vision_hidden_size} is not a multiple of 4 * vision_heads="
-                f"{4 * self.vision_heads}, as rotary positions of height and width need; set vision_hidden_size="
-                f"{4 * self.vision_heads * max(1, self.vision_hidden_size // (4 * self.vision_heads))}"
-            )
-        if self.image_side_px < 2 * self.patch_size_px:
-            raise ValueError(
-                f"model.tiny: image_side_px={self.image_side_px} holds no 2x2 patches of {self.patch_size_px} px; "
-                f"set image_side_px={2 * self.patch_size_px} or more"
             )
         return self
 

@@ -7,14 +7,13 @@ Precedence: the defaults below < recipe files, left to right < `key.sub=value` o
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from fovea.config.algorithm import Algorithm, KlInReward
-from fovea.config.backends import EmbeddedEngine, EngineUse, VllmServersEngine
+from fovea.config.algorithm import Algorithm
+from fovea.config.backends import EmbeddedEngine, VllmServersEngine
 from fovea.config.base import (
     FiniteFloat,
     MayChange,
@@ -25,19 +24,16 @@ from fovea.config.base import (
     Tree,
     refuse,
 )
+from fovea.config.checks import disagreements
 from fovea.config.environments import (
     Curriculum,
     EnvironmentConfig,
-    Geo3kEnvironment,
     MixtureEnvironment,
     PartEnvironment,
-    RowsEnvironment,
     ShapesEnvironment,
-    VqaEnvironment,
 )
-from fovea.config.megatron_checks import megatron_complaints
 from fovea.config.model import Model
-from fovea.config.rewards import RewardPlace, list_complaints, process_complaints, reward_tuple
+from fovea.config.rewards import RewardPlace, reward_tuple
 from fovea.config.sections import (
     Checkpoint,
     Cluster,
@@ -100,8 +96,6 @@ class Config(Section):
     reward_on_failure: Literal["error", "drop"] = "error"
     """Handling of such a call that raises, is late or returns no number: stop, or drop the group
     (`groups/unscored`)."""
-    reward_limit: MayChange[PositiveFloat] = 1e6
-    """Largest size of a reward, from any environment or your own code; a larger one is an error that names its row."""
     reward_calls_at_once: PositiveInt = 1
     """Concurrent calls, in as many threads (more than 1 only for thread-safe code) or processes."""
     reward_in: MayChange[RewardPlace] = "thread"
@@ -188,167 +182,5 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Config:
-        refuse(_disagreements(self))
+        refuse(disagreements(self))
         return self
-
-
-def _disagreements(config: Config) -> Iterator[str]:
-    """Settings of one section that cannot work with those of another."""
-    algorithm, rollout = config.algorithm, config.rollout
-    if config.checkpoint.keep_best and not config.evaluate.every_steps:
-        yield (
-            "checkpoint.keep_best=true keeps the checkpoint of the best dev reading, but evaluate.every_steps=0 takes "
-            "none; set evaluate.every_steps"
-        )
-    placement = config.cluster.placement
-    if rollout.max_staleness_steps and placement != "disaggregated":
-        yield (
-            f"rollout.max_staleness_steps={rollout.max_staleness_steps} draws during updates, but with "
-            f"cluster.placement={placement} a GPU does one or the other; set cluster.placement=disaggregated and "
-            "cluster.rollout_gpus, or rollout.max_staleness_steps=0"
-        )
-    if rollout.max_staleness_steps and not algorithm.corrects_for_engine:
-        yield (
-            f"rollout.max_staleness_steps={rollout.max_staleness_steps} trains on completions of older weights, which "
-            "algorithm.old_logprobs=trainer takes for those of the newest; leave it out, or set it to engine, or set "
-            "algorithm.importance_sampling_fix=true"
-        )
-    if algorithm.minibatches > rollout.prompts_per_step:
-        yield (
-            f"algorithm.minibatches={algorithm.minibatches} is more than rollout.prompts_per_step="
-            f"{rollout.prompts_per_step}, so that some would be empty; lower algorithm.minibatches"
-        )
-    advantage = algorithm.advantage.name
-    compares = advantage in ("grpo", "dr_grpo", "rloo", "reinforce++_baseline")
-    if rollout.samples_per_prompt == 1 and (compares or algorithm.dynamic_sampling):
-        which = "dynamic_sampling=true" if algorithm.dynamic_sampling else f"advantage={advantage}"
-        yield (
-            f"algorithm.{which} compares the completions of a prompt, but rollout.samples_per_prompt=1, so that no "
-            "group has a signal; set rollout.samples_per_prompt=2 or more"
-        )
-    yield from rollout.engine.complaints(_engine_use(config))
-    yield from megatron_complaints(config.train, config.model, algorithm, config.cluster)
-    yield from _rates_of_frozen_parts(config)
-    yield from _without_dev(config)
-    yield from _weights_in_epochs(config)
-    yield from list_complaints(config.reward, config.reward_weights)
-    yield from process_complaints(config.rewards, config.reward_in)
-    yield from _rewards_of_parts(config)
-    yield from _rows_without_a_reward(config)
-    yield from _second_opinion_without_a_rule(config)
-    yield from _too_short(config)
-
-
-def _rates_of_frozen_parts(config: Config) -> Iterator[str]:
-    """Learning rates of parts that are not trained."""
-    train, model = config.train, config.model
-    parts = (
-        ("vision_tower", train.vision_tower_learning_rate, model.trains_tower),
-        ("projector", train.projector_learning_rate, model.trains_projector),
-    )
-    for part, rate, is_trained in parts:
-        if rate is not None and not is_trained:
-            yield (
-                f"train.{part}_learning_rate={rate:g}, but the {part.replace('_', ' ')} is frozen; leave it out, or "
-                f"set model.freeze_{part}=false, or model.lora.parts=[language_model, {part}] with model.lora"
-            )
-
-
-def _engine_use(config: Config) -> EngineUse:
-    rollout = config.rollout
-    return EngineUse(
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        min_p=rollout.min_p,
-        max_new_tokens=rollout.max_new_tokens,
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        corrects_for_engine=config.algorithm.corrects_for_engine,
-        lora=config.model.lora,
-    )
-
-
-def _without_dev(config: Config) -> Iterator[str]:
-    """Readings of dev rows where the environment has none."""
-    evaluate = config.evaluate
-    if config.warmup is None and not evaluate.every_steps:
-        return
-    reader = f"evaluate.every_steps={evaluate.every_steps}" if evaluate.every_steps else "the stop rule of warmup"
-    for key, environment in config.environments.items():
-        if isinstance(environment, SplitFiles) and not environment.has_dev:
-            yield (
-                f"{key}.dev_share=0 leaves no dev rows, but {reader} reads them; set {key}.dev_files, or a share such "
-                f"as {key}.dev_share=0.05"
-            )
-
-
-def _weights_in_epochs(config: Config) -> Iterator[str]:
-    """Weights of rows that come exactly once."""
-    if config.max_epochs is None and config.data.shuffle:
-        return
-    once = "data.shuffle=false" if config.max_epochs is None else f"max_epochs={config.max_epochs}"
-    if isinstance(config.environment, MixtureEnvironment):
-        yield (
-            f"{once} takes every row once an epoch, but environment.name=mixture draws its parts by their shares; "
-            f"leave {once.partition('=')[0]} out"
-        )
-    weights = {
-        "data.kind_weights": config.data.kind_weights,
-        "curriculum.level_weights": config.curriculum.level_weights,
-    }
-    for setting in (name for name, given in weights.items() if given):
-        yield f"{once} takes every row once an epoch, but {setting} draws some more often than others; drop either"
-
-
-def _rewards_of_parts(config: Config) -> Iterator[str]:
-    """Rewards of parts that the run's own reward replaces."""
-    of_parts = [key for key in config.rewards if key != "reward"]
-    if config.reward is not None and of_parts:
-        yield (
-            f"reward={config.reward} scores the rows of all parts, so that {of_parts[0]} would never be asked; drop "
-            "either"
-        )
-
-
-def _rows_without_a_reward(config: Config) -> Iterator[str]:
-    """Rows that nobody grades."""
-    for key, environment in config.environments.items():
-        reward = f"{key.removesuffix('environment')}reward"
-        if isinstance(environment, RowsEnvironment) and not {"reward", reward} & config.rewards.keys():
-            yield (
-                f"{key}.name=rows grades no answers; set {reward} to your own function (docs/own.md), or choose "
-                f"an environment that grades: {key}.name=vqa, geo3k or caption"
-            )
-
-
-def _second_opinion_without_a_rule(config: Config) -> Iterator[str]:
-    """A second opinion where no rule can be overruled."""
-    if config.second_opinion is not None and isinstance(config.environment, MixtureEnvironment):
-        yield (
-            "second_opinion overrules the rule of one environment, vqa or geo3k, and environment.name=mixture has "
-            "several; set second_opinion=null, or use model_reward"
-        )
-    ruled = isinstance(config.environment, VqaEnvironment | Geo3kEnvironment) and config.reward is None
-    if config.second_opinion is not None and not ruled:
-        yield (
-            "second_opinion overrules the rule of environment.name=vqa or geo3k, and this run has none of these "
-            "graders; set second_opinion=null, or use model_reward"
-        )
-
-
-def _too_short(config: Config) -> Iterator[str]:
-    """Spans of steps or completions that leave no room for what they pace."""
-    rollout, kl, critic = config.rollout, config.algorithm.kl, config.algorithm.critic
-    samples_per_step = rollout.prompts_per_step * rollout.samples_per_prompt
-    controller = kl.controller if isinstance(kl, KlInReward) else None
-    if controller is not None and controller.horizon_samples <= samples_per_step:
-        yield (
-            f"algorithm.kl.controller.horizon_samples={controller.horizon_samples} is no more than the "
-            f"{samples_per_step} completions of one step, in which the coefficient would jump; set it to many steps' "
-            "worth"
-        )
-    if critic is not None and critic.warmup_steps >= config.max_steps:
-        yield (
-            f"algorithm.advantage.critic.warmup_steps={critic.warmup_steps} leaves the policy none of max_steps="
-            f"{config.max_steps}; lower it, or raise max_steps"
-        )

@@ -226,8 +226,6 @@ class EvaluatedServer(Section):
 
     max_concurrency: PositiveInt = 32
     """Concurrent calls."""
-    max_retries: NonNegativeInt = 5
-    """Retries with growing pauses, where a server is unreachable, busy or slow."""
     timeout_seconds: PositiveFloat = 300.0
     """Time limit of one try, from connecting to the last byte."""
 
@@ -273,19 +271,12 @@ class Parity(Section):
     prompts: NonNegativeInt = 4
     """Training prompts that are sampled from and scored again, with and without their images; two of them after each
     push to an engine that holds a copy of the weights. 0: no check."""
-    max_new_tokens: PositiveInt = 32
-    """Longest completion of the check (at most rollout.max_new_tokens)."""
-    max_search_seconds: PositiveFloat = 300.0
-    """Time for finding training rows that can be used, which is long where images come from hosts that do not answer;
-    the check goes on with those found by then."""
     max_abs_logprob_diff: PositiveFloat = 0.1
-    """Largest mean absolute difference; above it, with or without images, the run stops.
+    """Largest mean absolute difference; above it, with or without images, the run stops. So it does where the k3 (an
+    estimate of the KL divergence per token) is 4 times as large as where all tokens differ by this: a few are far off.
 
     With images the mean may be 4 times that without, plus a thousandth of this limit in float32 and a tenth in
     bfloat16, or more where every known fault moves the log-probs 3 times as much."""
-    max_k3: PositiveFloat = 0.02
-    """Largest k3 (an estimate of the KL divergence per token), with or without images; a mean difference of 0.1 gives
-    0.005 where all tokens differ by as much, and far more where a few are far off."""
 
 
 class Checkpoint(Section):
@@ -324,10 +315,6 @@ class Log(Section):
     """SwanLab project to log to (extra: swanlab); SWANLAB_MODE=offline stays on this machine."""
     tracker: Annotated[TrackerSettings | None, OpenUnion("fovea.trackers", "connect")] = None
     """Tracker of another package to log to (docs/extending.md)."""
-    tracker_images: NonNegativeInt = 4
-    """Images that TensorBoard and the other trackers get of a step whose samples are kept, one per group; 0: none."""
-    tracker_max_pixels: PositiveInt = 262_144
-    """Largest number of pixels of such an image; larger ones are scaled down."""
     progress: bool = True
     """Live display in the terminal."""
     peak_tflops: PositiveFloat | None = None
@@ -403,8 +390,6 @@ class Plan(Section):
     """GPUs of the run, one process on each; default: those of `cluster`, else 1."""
     gpu: GpuName | None = None
     """Kind of GPU; default: that of this machine, cpu where there is none."""
-    headroom_frac: Fraction = 0.1
-    """Share of a GPU's memory that must stay free: CUDA's context, NCCL's buffers, fragmentation."""
     prompt_tokens: PositiveInt | None = None
     """Length of a prompt, visual tokens counted; default: the longest, data.max_prompt_tokens."""
     completion_tokens: PositiveInt | None = None
@@ -416,7 +401,3 @@ class Plan(Section):
     distinct_images: PositiveInt | None = None
     """Different images of the training rows, whose features a frozen vision tower keeps; default: enough to fill
     model.feature_cache_gib."""
-    update_mfu: Share = 0.35
-    """Share of the GPU's peak FLOP rate that forward and backward passes reach, for the estimate of seconds."""
-    decode_bandwidth_frac: Share = 0.5
-    """Share of the GPU's memory bandwidth that decoding reaches, for the estimate of seconds."""

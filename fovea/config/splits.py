@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from fovea.config.base import Member, NonNegativeInt
+from fovea.config.base import Member
 
 ROWS_FOLDER = "rows"
 """Folder of a run with the rows that Python code has given."""
@@ -36,8 +36,6 @@ class SplitFiles(EnvironmentSettings):
     """Rows of the dev readings, which steer; default: dev_share of the training rows, which are then not trained on."""
     dev_share: Annotated[float, Field(ge=0, le=0.5)] = 0.05
     """Share of the training rows that is held out for dev, by image, where dev_files is not set; 0: no dev rows."""
-    dev_seed: NonNegativeInt = 0
-    """Random seed of what is held out; apart from `seed`, so that runs with other seeds have the same rows there."""
 
     @model_validator(mode="after")
     def _has_test_rows(self) -> SplitFiles:

@@ -64,6 +64,29 @@ MODEL_CLASS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FixedSizes:
+    """Sizes of a tiny model that no setting changes: as small as every path of the families' code allows."""
+
+    num_experts: int = 4
+    """Experts of a decoder layer of qwen3_vl_moe."""
+    experts_per_token: int = 2
+    """Experts of a layer that a token runs through: more than one, so that their outputs are weighed."""
+    vision_hidden_size: int = 64
+    """Width of the vision tower, a multiple of 4 * vision_heads as rotary positions of height and width need."""
+    vision_depth: int = 2
+    """Blocks of the vision tower: one with windows and one without, in qwen2_5_vl."""
+    vision_heads: int = 2
+    """Heads of the vision tower."""
+    patch_size_px: int = 8
+    """Side of a patch; one visual token covers 2x2 patches, 9 of them a scene of 48 px."""
+    init_std: float = 0.1
+    """Standard deviation of the random weights, above the 0.02 of full-size models because the layers are narrow."""
+
+
+FIXED = FixedSizes()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TinyParts:
     """A tiny network and its processor."""
 
@@ -71,11 +94,11 @@ class TinyParts:
     processor: Processor
 
 
-def make_tiny(settings: TinyModel, corpus: Iterable[str], seed: int) -> TinyParts:
+def make_tiny(settings: TinyModel, corpus: Iterable[str], seed: int, fixed: FixedSizes = FIXED) -> TinyParts:
     """A tiny Qwen-VL with random weights; equal for equal arguments."""
     tokenizer = build_tokenizer(corpus, settings.vocabulary_size)
-    network = build_network(settings, tokenizer, seed)
-    return with_processor(network, tokenizer, build_image_processor(settings), f"tiny {settings.family}")
+    network = _build_network(settings, fixed, tokenizer, seed)
+    return with_processor(network, tokenizer, build_image_processor(fixed.patch_size_px), f"tiny {settings.family}")
 
 
 def with_processor(
@@ -139,24 +162,26 @@ def with_chat_tokens(bpe: Tokenizer) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def build_image_processor(settings: TinyModel) -> Any:
+def build_image_processor(patch_size_px: int) -> Any:
     """Qwen's image processor with this patch size and limits on the image area that suit a small model."""
     return ImageProcessor(
-        patch_size=settings.patch_size_px,
+        patch_size=patch_size_px,
         merge_size=MERGE,
         temporal_patch_size=2,
-        size={"shortest_edge": (2 * settings.patch_size_px) ** 2, "longest_edge": 1 << 20},
+        size={"shortest_edge": (2 * patch_size_px) ** 2, "longest_edge": 1 << 20},
         image_mean=[0.5, 0.5, 0.5],
         image_std=[0.5, 0.5, 0.5],
     )
 
 
-def build_network(settings: TinyModel, tokenizer: PreTrainedTokenizerFast, seed: int) -> PreTrainedModel:
+def _build_network(
+    settings: TinyModel, fixed: FixedSizes, tokenizer: PreTrainedTokenizerFast, seed: int
+) -> PreTrainedModel:
     """Network with random weights from `seed`, without changing the state of torch's global generator."""
     _, model_class = MODEL_CLASS[settings.family]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        network: PreTrainedModel = model_class(_network_config(settings, tokenizer))
+        network: PreTrainedModel = model_class(_network_config(settings, fixed, tokenizer))
     generation = network.generation_config
     assert generation is not None
     generation.eos_token_id = tokenizer.eos_token_id
@@ -167,17 +192,17 @@ def build_network(settings: TinyModel, tokenizer: PreTrainedTokenizerFast, seed:
 
 def tiny_config(settings: TinyModel) -> Any:
     """Config of the network with as many vocabulary entries as the settings allow; few texts fill fewer."""
-    config = _network_config(settings, build_tokenizer([], settings.vocabulary_size))
+    config = _network_config(settings, FIXED, build_tokenizer([], settings.vocabulary_size))
     config.text_config.vocab_size = settings.vocabulary_size
     return config
 
 
-def _network_config(settings: TinyModel, tokenizer: PreTrainedTokenizerFast) -> Any:
+def _network_config(settings: TinyModel, fixed: FixedSizes, tokenizer: PreTrainedTokenizerFast) -> Any:
     config_class, _ = MODEL_CLASS[settings.family]
     token_ids: dict[str, Any] = _token_ids(tokenizer)
     return config_class(
-        text_config=_text_config(settings, tokenizer),
-        vision_config=_vision_config(settings),
+        text_config=_text_config(settings, fixed, tokenizer),
+        vision_config=_vision_config(settings, fixed),
         tie_word_embeddings=True,
         **token_ids,
     )
@@ -193,7 +218,7 @@ def _token_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
     return {key: token_id(tokenizer, token) for key, token in names.items()}
 
 
-def _text_config(settings: TinyModel, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+def _text_config(settings: TinyModel, fixed: FixedSizes, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     half = settings.head_dim // 2
     # the shares of time, height and width are those of the full-size families: 24/20/20 and 16/24/24 of 64
     interleaved = settings.family in ("qwen3_vl", "qwen3_vl_moe")
@@ -209,8 +234,8 @@ def _text_config(settings: TinyModel, tokenizer: PreTrainedTokenizerFast) -> dic
     if settings.family == "qwen3_vl_moe":
         experts = {
             "moe_intermediate_size": settings.intermediate_size,
-            "num_experts": settings.num_experts,
-            "num_experts_per_tok": settings.experts_per_token,
+            "num_experts": fixed.num_experts,
+            "num_experts_per_tok": fixed.experts_per_token,
             # as the hub's configs: transformers always scales to 1, and vLLM does where this says so
             "norm_topk_prob": True,
         }
@@ -224,7 +249,7 @@ def _text_config(settings: TinyModel, tokenizer: PreTrainedTokenizerFast) -> dic
         "head_dim": settings.head_dim,
         "max_position_embeddings": 4096,
         **rope_fields(rope),
-        "initializer_range": settings.init_std,
+        "initializer_range": fixed.init_std,
         "bos_token_id": None,
         "pad_token_id": tokenizer.pad_token_id,
         "eos_token_id": tokenizer.eos_token_id,
@@ -232,22 +257,22 @@ def _text_config(settings: TinyModel, tokenizer: PreTrainedTokenizerFast) -> dic
     }
 
 
-def _vision_config(settings: TinyModel) -> dict[str, Any]:
+def _vision_config(settings: TinyModel, fixed: FixedSizes) -> dict[str, Any]:
     shared = {
-        "depth": settings.vision_depth,
-        "num_heads": settings.vision_heads,
-        "patch_size": settings.patch_size_px,
+        "depth": fixed.vision_depth,
+        "num_heads": fixed.vision_heads,
+        "patch_size": fixed.patch_size_px,
         "spatial_merge_size": MERGE,
         "temporal_patch_size": 2,
-        "initializer_range": settings.init_std,
+        "initializer_range": fixed.init_std,
     }
-    width = settings.vision_hidden_size
+    width = fixed.vision_hidden_size
     if settings.family == "qwen2_vl":
         # SGLang reads the channels by the name that they have in the hub's files, and not by transformers'
         return shared | {"embed_dim": width, "hidden_size": settings.hidden_size, "mlp_ratio": 2, "in_chans": 3}
     shared |= {"hidden_size": width, "intermediate_size": 2 * width, "out_hidden_size": settings.hidden_size}
     if settings.family == "qwen2_5_vl":
-        window = 4 * settings.patch_size_px
-        return shared | {"window_size": window, "fullatt_block_indexes": [settings.vision_depth - 1]}
-    side = settings.image_side_px // settings.patch_size_px
+        window = 4 * fixed.patch_size_px
+        return shared | {"window_size": window, "fullatt_block_indexes": [fixed.vision_depth - 1]}
+    side = settings.image_side_px // fixed.patch_size_px
     return shared | {"num_position_embeddings": side * side, "deepstack_visual_indexes": [0]}

@@ -75,7 +75,9 @@ def _add_lora(network: nn.Module, lora: Lora, seed: int) -> None:
         inject_adapter_in_model(config, network, adapter_name=ADAPTER)
     # new modules are in training mode, whatever the network is in: dropout
     network.train(network.training)
-    if lora.adapter is not None:
+    on_meta = any(parameter.is_meta for parameter in network.parameters() if parameter.requires_grad)
+    # on the meta device, where only shapes are asked for, no values are read from disk
+    if lora.adapter is not None and not on_meta:
         load_adapter(lora_layers(network), lora, ADAPTER)
 
 

@@ -41,6 +41,12 @@ from fovea.utils.files import json_number, write_atomically
 from fovea.weights.base import SyncReport
 
 PARITY_FILE = "parity.json"
+MAX_SEARCH_SECONDS = 300.0
+"""Time for finding training rows that can be used, which is long where images come from hosts that do not answer; the
+check goes on with those found by then."""
+K3_FACTOR = 4
+"""Largest k3, as a multiple of its value d^2 / 2 where all tokens differ by the largest mean difference d: a few tokens
+that are far off move it more than the mean."""
 PUSH_PROMPTS = 4
 """Prompts that are compared after a push: two rows, with and without their images."""
 
@@ -57,7 +63,7 @@ async def read_parity(run: Run, version: int) -> ParityReading:
         run.sources.train,
         run.environment,
         settings.prompts,
-        max_seconds=settings.max_search_seconds,
+        max_seconds=MAX_SEARCH_SECONDS,
         say=run.progress.stage,
     )
     groups = await draw(run, prompts, version, as_for_update=True)
@@ -124,7 +130,7 @@ def _reading(
         model=run.config.model.name,
         engine=run.engine.name,
         limit=settings.max_abs_logprob_diff,
-        max_k3=settings.max_k3,
+        max_k3=K3_FACTOR * settings.max_abs_logprob_diff**2 / 2,
         dtype=run.config.model.dtype,
         kinds=tuple(
             kind_reading(kind, sum(kind_of(group) == kind for group in groups), of_kind)

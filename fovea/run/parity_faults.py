@@ -63,7 +63,7 @@ def usable_prompts(
 
 
 def _none_found(tried: int, last_error: str, late: bool, max_seconds: float) -> str:
-    within = f" in parity.max_search_seconds={max_seconds:g}" if late else ""
+    within = f" within {max_seconds:g} s" if late else ""
     return f"none of the first {tried} training rows can be used{within}, the last one: {last_error}"
 
 

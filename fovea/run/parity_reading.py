@@ -55,10 +55,14 @@ async def draw(
 _UNSCORED, _ZEROS = Score(reward=0.0, accuracy=0.0), (0.0,) * SAMPLES_PER_PROMPT
 
 
+MAX_NEW_TOKENS = 32
+"""Longest completion of the check, in tokens: a fault shows within a few, and the start of a run waits for all."""
+
+
 def _sampling(run: Run) -> Sampling:
     """Sampling parameters of the rollout, approximate weights included, with a lower token limit."""
     sampling = training_sampling(run.config)
-    return replace(sampling, max_new_tokens=min(run.config.parity.max_new_tokens, sampling.max_new_tokens))
+    return replace(sampling, max_new_tokens=min(MAX_NEW_TOKENS, sampling.max_new_tokens))
 
 
 async def score(run: Run, groups: Sequence[SampleGroup]) -> list[Array]:
@@ -220,7 +224,8 @@ class ParityReading:
         kind = max(self.kinds, key=lambda kind: nan_as_infinity(kind.k3))
         if kind.k3 <= self.max_k3:
             return None
-        return Violation(kind=kind, text=f"have a k3 of {kind.k3:.3g}, and parity.max_k3={self.max_k3:g}")
+        limit = f"parity.max_abs_logprob_diff={self.limit:g} stands for up to {self.max_k3:.3g}"
+        return Violation(kind=kind, text=f"have a k3 of {kind.k3:.3g}, and {limit}")
 
     @property
     def doubtful(self) -> tuple[FaultReading, ...]:

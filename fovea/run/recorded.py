@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -22,18 +21,18 @@ from fovea.samples import length_penalty, replace_samples
 from fovea.train.base import Needs
 from fovea.types import Batch, Episode, Group, Message, PromptImage, Sample, Turn, TurnTokens
 
+TRACKER_MAX_PIXELS = 512 * 512
+"""Largest number of pixels of an image for a tracker, whose server stores it for every recorded step."""
 MAX_TEXT_CHARS = 1000
 """Of a question and of an answer in a caption."""
 
 
-def tracked_samples(
-    run_dir: Path, records: Iterable[SampleRecord], *, max_images: int, max_pixels: int
-) -> Sequence[TrackedSample]:
-    """The first image of the first `max_images` records that have one, of at most `max_pixels` pixels each."""
+def tracked_samples(run_dir: Path, records: Iterable[SampleRecord], *, max_pixels: int) -> Sequence[TrackedSample]:
+    """The first image of each record that has one, of at most `max_pixels` pixels each."""
     with_images = ((record, read_image(run_dir, record.images[0].name)) for record in records if record.images)
     return [
         TrackedSample(image=_decoded(png, max_pixels), caption=_caption(record))
-        for record, png in islice(with_images, max_images)
+        for record, png in with_images
         if png is not None
     ]
 
@@ -84,8 +83,7 @@ async def record_samples(run: Run, step: int, groups: Sequence[Group], batch: Ba
         records = [_record(run, group, samples) for group in kept]
         write_samples(run.folder, step, records)
         if run.metrics.has_trackers:
-            images, pixels = settings.tracker_images, settings.tracker_max_pixels
-            run.metrics.add_samples(tracked_samples(run.folder, records, max_images=images, max_pixels=pixels))
+            run.metrics.add_samples(tracked_samples(run.folder, records, max_pixels=TRACKER_MAX_PIXELS))
 
 
 async def _scored(run: Run, groups: Sequence[Group], batch: Batch) -> Samples:

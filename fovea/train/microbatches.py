@@ -90,7 +90,7 @@ class MicrobatchLimit:
 
         OutOfMemoryError if memory runs out nevertheless. The limit stays: an update, whose engine sleeps, has more.
         """
-        fix = "lower the memory of the engine (rollout.engine), parity.max_new_tokens or model.max_pixels"
+        fix = "lower the memory of the engine (rollout.engine) or model.max_pixels"
 
         def one_group_at_a_time() -> Result:
             with self._one_group_at_a_time(groups):

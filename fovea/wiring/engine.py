@@ -31,6 +31,8 @@ from fovea.utils.http_json import CallBounds
 from fovea.weights.base import WeightSink
 from fovea.wiring.megatron import PushedPolicy
 
+SERVER_RETRIES = 5
+"""Further tries with growing pauses, where a server that `fovea eval` asks is unreachable, busy or slow."""
 MIN_RECORDED_WIDTH = 128
 """Smallest width that is recorded: narrower layers are recomputed faster than their outputs are read from memory."""
 
@@ -209,7 +211,7 @@ def server_bounds(config: Config) -> CallBounds:
     """The limits of the calls of a server that `fovea eval` asks."""
     server = config.evaluate.server
     return CallBounds(
-        timeout_seconds=server.timeout_seconds, calls_at_once=server.max_concurrency, max_retries=server.max_retries
+        timeout_seconds=server.timeout_seconds, calls_at_once=server.max_concurrency, max_retries=SERVER_RETRIES
     )
 
 

@@ -146,8 +146,7 @@ def make_environment(config: Config, given: Any = None, rewards: Sequence[Reward
     if config.reward is not None:
         # an environment's stages belong to its own graders
         made = replace(made, grading=reward_grading(config, config.reward, rewards), stages=Stages(), parts={})
-    grading = with_opinions(config, made.grading)
-    return replace(made, grading=replace(grading, reward_limit=config.reward_limit))
+    return replace(made, grading=with_opinions(config, made.grading))
 
 
 def named_environment(config: Config) -> GradedEnvironment:

@@ -37,10 +37,17 @@ MODEL_FOLDER = "model"
 """Subfolder of a run folder for its tiny model."""
 
 
-def locate_model(config: Config, folder: Path, environment: Callable[[], Environment]) -> Model:
+def locate_model(
+    config: Config,
+    folder: Path,
+    environment: Callable[[], Environment],
+    *,
+    on_bad_row: Literal["error", "skip"] | None = None,
+) -> Model:
     """Model settings with a `path`: those given, or a tiny model's, which is written into the run folder once.
 
-    A tiny model's tokenizer is trained on the texts of `environment`, which is called only then.
+    A tiny model's tokenizer is trained on the texts of `environment`, which is called only then; `on_bad_row` is in
+    place of `data.on_bad_row` for them.
     """
     settings = config.model
     if settings.tiny is None:
@@ -48,7 +55,7 @@ def locate_model(config: Config, folder: Path, environment: Callable[[], Environ
     target = folder / MODEL_FOLDER
     # without a checkpoint it is made again: the settings may differ from those of an earlier start
     if not (target.is_dir() and has_checkpoint(folder)):
-        corpus = tokenizer_corpus(environment(), config.data.on_bad_row)
+        corpus = tokenizer_corpus(environment(), on_bad_row or config.data.on_bad_row)
         save_tiny(make_tiny(settings.tiny, corpus, config.seed), target)
     return settings.model_copy(update={"path": str(target), "tiny": None})
 

@@ -12,13 +12,13 @@ from PIL import Image
 import fovea
 
 SETTINGS: Mapping[str, object] = {
-    "model.tiny": {"hidden_size": 32, "num_layers": 1, "head_dim": 16, "vocabulary_size": 300, "vision_depth": 1},
+    "model.tiny": {"hidden_size": 32, "num_layers": 1, "head_dim": 16, "vocabulary_size": 300},
     "max_steps": 2,
     "warmup": None,
     "log": {"progress": False, "tensorboard": False},
     "rollout": {"prompts_per_step": 2, "samples_per_prompt": 2, "max_new_tokens": 4},
     "evaluate": {"test_size": 2, "dev_size": 2, "image_controls": False, "shared_images": "ignore"},
-    "parity": {"prompts": 1, "max_new_tokens": 2},
+    "parity": {"prompts": 1},
     "data.cache_dir": "cache",
 }
 COLOURS = ("red", "green", "blue", "white", "yellow", "purple", "orange", "pink", "brown", "cyan")

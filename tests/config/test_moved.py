@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args, get_origin
 
 import pytest
 
 from fovea.config.base import Section, leaves, sections_of, variants_of
 from fovea.config.describe import OLD_KEYS, moved_key
 from fovea.config.loading import dump_config, load_config
-from fovea.config.recipes import read_yaml
+from fovea.config.recipes import read_yaml, write_value
 from fovea.config.run import Config
 from fovea.errors import ConfigError
 from tests.tables import table
@@ -26,7 +27,8 @@ def exists(key: str, section: type[Section] = Config) -> bool:
     field = section.model_fields.get(name)
     if field is None or not below:
         return field is not None
-    return any(exists(below, inner) for inner in sections_of(field))
+    entries = get_args(get_args(field.annotation)[0]) if get_origin(field.annotation) is dict else ()
+    return below in entries or any(exists(below, inner) for inner in sections_of(field))
 
 
 @table(("old", "new"), OLD["moved"].items())
@@ -35,11 +37,21 @@ def test_each_moved_key_names_a_setting_that_there_is(old: str, new: str) -> Non
     assert exists(new.split(maxsplit=1)[0])
 
 
-@pytest.mark.parametrize("old", OLD["dropped"])
+@pytest.mark.parametrize("old", sorted({*OLD["dropped"], *OLD["fixed"]} - set(OLD["moved"])))
 def test_a_dropped_key_is_gone(old: str) -> None:
     assert not exists(old)
     with pytest.raises(ConfigError, match=f"command line: {old} is no longer set: .*; remove it"):
         load_config([RECIPE], [f"{old}=1"])
+
+
+@table(("old", "value"), OLD["fixed"].items())
+def test_a_setting_that_became_a_constant_may_stay_with_its_value(old: str, value: object) -> None:
+    """As it does in the config.yaml of an older run."""
+    words = [f"{old}={write_value(value)}", "environment={name: mixture, parts: {scenes: {}}}"]
+    in_a_part = f"environment.parts.scenes.{old}={write_value(value)}"
+    assert load_config([RECIPE], words[:1]) == load_config([RECIPE], [])
+    if old.startswith("environment."):
+        assert load_config([RECIPE], [*words[1:], in_a_part]) == load_config([RECIPE], words[1:])
 
 
 @pytest.mark.parametrize(
@@ -48,6 +60,11 @@ def test_a_dropped_key_is_gone(old: str) -> None:
         ("algorithm.clip_high=0.3", "algorithm.clip_high is now algorithm.loss.clip_high"),
         ("critic.warmup_steps=3", "critic.warmup_steps is now algorithm.advantage.critic.warmup_steps"),
         ("critic.detach_trunk=true", "critic.detach_trunk is now algorithm.advantage.critic.trunk (true is detached)"),
+        ("log.tracker_max_pixels=9", "log.tracker_max_pixels is no longer set: it is always 262144; remove it"),
+        (
+            "environment.parts.scenes.environment.dev_seed=1",
+            "environment.parts.scenes: environment.dev_seed is no longer set: it is always 0; remove it",
+        ),
         ("critic={}", "critic is now algorithm.advantage.critic"),
         ("rollout.max_batch_tokens=9", "rollout.max_batch_tokens is now rollout.engine.max_batch_tokens"),
     ],

@@ -46,10 +46,10 @@ GEOSPOT = PPO | {
     "environment.weights.coordinates": ("reward", 0.3),
     "environment.tolerances_km": ("tolerance", [500, 200, 100, 50, 25]),
     "curriculum.starts": ("stages", [7, 19, 38, 63]),  # 100, 300, 600 and 1,000 answers
-    "environment.lat_key": ("env_dataset", "lat"),
-    "environment.lon_key": ("env_dataset", "lon"),
-    "environment.country_key": ("env_dataset", "country"),
-    "environment.city_key": ("env_dataset", "city"),
+    "environment.columns.lat": ("env_dataset", "lat"),
+    "environment.columns.lon": ("env_dataset", "lon"),
+    "environment.columns.country": ("env_dataset", "country"),
+    "environment.columns.city": ("env_dataset", "city"),
 }
 VQA = PPO | {
     "environment.name": ("visual QA", "vqa"),

@@ -217,8 +217,11 @@ def test_a_reward_of_the_run_scores_all_parts(tmp_path: Path) -> None:
 
 
 def test_a_reward_beyond_the_limit_names_its_part(tmp_path: Path) -> None:
-    graded = make_environment(config_of(parts_in(tmp_path), reward_limit=0.5))
-    with pytest.raises(DataError, match=r"environment\.parts\.words: train/\d+: the reward of '0' is 1, beyond"):
+    (tmp_path / "large.py").write_text("def large(task, text, images):\n    return 1e7\n")
+    parts = parts_in(tmp_path)
+    parts["words"]["reward"] = f"{tmp_path}/large.py:large"
+    graded = make_environment(config_of(parts))
+    with pytest.raises(DataError, match=r"environment\.parts\.words: train/\d+: the reward of '0' is 1e\+07, beyond"):
         reward_of(graded, "words", "0")
 
 

@@ -33,7 +33,7 @@ def endpoint() -> Iterator[Endpoint]:
 
 
 def evaluated(folder: Path, endpoint: Endpoint, on_failure: str) -> Result:
-    judge = {"url": endpoint.url, "model": "m", "max_retries": 0, "max_concurrency": 1, "on_failure": on_failure}
+    judge = {"url": endpoint.url, "model": "m", "max_concurrency": 1, "on_failure": on_failure}
     environment = {"name": "caption", "metric_weights": {"judge": 1}, "judge": judge, **files(folder, ROWS)}
     plain = json.loads(json.dumps(environment))
     (folder / "recipe.yaml").write_text(yaml.safe_dump({"model": {"tiny": {}}, "environment": plain}))
@@ -62,7 +62,7 @@ def test_a_failed_call_is_an_error_by_default(tmp_path: Path, endpoint: Endpoint
 
 def test_a_run_leaves_the_row_out_of_its_readings(tmp_path: Path, endpoint: Endpoint) -> None:
     """The first call is about a test row, before training; the judge is a part of another environment's reward."""
-    judge = {"url": endpoint.url, "model": "m", "max_retries": 0, "max_concurrency": 1, "on_failure": "drop"}
+    judge = {"url": endpoint.url, "model": "m", "max_concurrency": 1, "on_failure": "drop"}
     settings: dict[str, Any] = {
         "run_dir": str(tmp_path / "run"),
         "max_steps": 1,

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from pydantic import ValidationError
 
 from fovea.config.model import Lora, Model, TinyModel
-from fovea.errors import ConfigError
+from fovea.errors import ConfigError, FoveaError
 from fovea.models.plain import PlainVLM
 from fovea.models.recompute import Recompute, recompute_activations
 from fovea.models.tiny import TinyParts
@@ -240,3 +240,14 @@ def test_a_group_shares_the_mask_of_its_prompt() -> None:
         )
     assert first[0] == second[0]
     assert (first[1:-1] != second[1:-1]).all()
+
+
+def test_on_the_meta_device_no_adapter_is_read_from_disk() -> None:
+    """As a plan and a dry run have the network: they ask only for its shapes."""
+    parts, settings = tiny("qwen3_vl"), Model(path="x", lora=Lora(rank=4, adapter="no_such_folder"))
+    with torch.device("meta"):
+        network = type(parts.network)(parts.network.config)
+    choose_trainable(network, settings, seed=0)
+    assert {parameter.device.type for parameter in trainable_parameters(network).values()} == {"meta"}
+    with pytest.raises(FoveaError, match="no_such_folder"):
+        choose_trainable(parts.network, settings, seed=0)

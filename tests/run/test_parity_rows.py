@@ -12,10 +12,11 @@ import pytest
 from fovea.cli.doctor import check_parity
 from fovea.environments.prompt_source import PromptedTask, PromptSource
 from fovea.errors import DataError
+from fovea.run import parity
 from fovea.run.parity_faults import usable_prompts
 from tests.fakes import bandit_run
 
-TINY = "model.tiny={hidden_size: 32, num_layers: 1, head_dim: 16, vocabulary_size: 300, vision_depth: 1}"
+TINY = "model.tiny={hidden_size: 32, num_layers: 1, head_dim: 16, vocabulary_size: 300}"
 SLOW = ["data.allow_private_addresses=true", "data.url_timeout_seconds=0.1", "data.url_retries=0"]
 PLAIN: dict[str, object] = {"question": "How many are two?", "answer": "2", "image": None}
 
@@ -65,11 +66,12 @@ def test_a_dead_host_is_named_and_not_waited_for(
 
 
 def test_the_search_ends_before_its_last_row_with_the_rows_found(
-    tmp_path: Path, silent: socket.socket, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, silent: socket.socket, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(parity, "MAX_SEARCH_SECONDS", 0.3)
     rows = [PLAIN, *(row(silent, number) for number in range(300)), PLAIN]
     # 300 rows at .1 s each are 30 s
-    assert look(tmp_path, rows, "data.url_host_pause_seconds=0", "parity.max_search_seconds=0.3")
+    assert look(tmp_path, rows, "data.url_host_pause_seconds=0")
     assert "│ 1 without images │" in capfd.readouterr().out
 
 
@@ -117,9 +119,7 @@ def test_rows_found_in_time_are_all(tmp_path: Path) -> None:
 
 
 def test_without_any_row_the_limit_is_named_where_it_was_the_reason(tmp_path: Path) -> None:
-    in_time = (
-        r"^none of the first 4 training rows can be used in parity\.max_search_seconds=20, the last one: train/3 is"
-    )
+    in_time = "^none of the first 4 training rows can be used within 20 s, the last one: train/3 is"
     with pytest.raises(DataError, match=in_time):
         search(tmp_path, lambda _: False, max_seconds=2 * ROW_SECONDS)
     with pytest.raises(DataError, match=r"first 16 training rows can be used, the last one: train/15 is"):

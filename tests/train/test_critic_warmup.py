@@ -15,7 +15,7 @@ from tests.runs import untimed
 from tests.saved import saved_bytes
 
 STOPPED, WARM_UP, STEPS = 1, 2, 4
-TINY = {"hidden_size": 32, "num_layers": 1, "head_dim": 16, "vocabulary_size": 300, "vision_depth": 1}
+TINY = {"hidden_size": 32, "num_layers": 1, "head_dim": 16, "vocabulary_size": 300}
 REWARD = "def score(task, text, images):\n    return len(text) / 8\n"
 """One that an untrained model gets, some of it."""
 

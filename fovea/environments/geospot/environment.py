@@ -7,8 +7,9 @@ is empty is not asked for; only the country must be there, because every stage a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import get_args
 
-from fovea.config.environments import GeoSpotEnvironment
+from fovea.config.environments import GeoColumn, GeoSpotEnvironment
 from fovea.data.order import LazyTasks
 from fovea.data.order import Place as RowPlace
 from fovea.data.rows import RowAccess, Rows, image_refs, open_rows
@@ -38,7 +39,7 @@ class GeoSpot(Environment):
             GeoStage(name=stage.name, asks=stage.asks, tolerance_km=tolerance_km)
             for stage, tolerance_km in zip(STAGES, config.tolerances_km, strict=True)
         ]
-        weights: Mapping[str, float] = dict(config.weights)
+        weights: Mapping[str, float] = dict(config.weights.items())
         self.graders = tuple(GeoSpotGrader(config, stage, weights) for stage in stages)
         self.stages = [Stage(name=stage.name, facts=_facts(stage, weights)) for stage in stages]
         self.default_starts = STARTS
@@ -104,7 +105,7 @@ class GeoSpot(Environment):
 
     def _country(self, row: Mapping[str, object], place: Place) -> str | None:
         """The country as the row writes it, but by name where the row holds a code."""
-        cell = row.get(self._config.country_key)
+        cell = row.get(self._config.columns["country"])
         is_code = isinstance(cell, str) and len(cell.strip()) <= 3
         return country_name(place.country) if is_code and place.country else str(cell) if cell is not None else None
 
@@ -128,7 +129,7 @@ class GeoSpotGrader:
 
 def true_place(row: Mapping[str, object], where: str, config: GeoSpotEnvironment) -> Place:
     """The place in a row, by the columns that the settings name; BadRowError where it is none."""
-    keys = (config.country_key, config.region_key or "region", config.city_key, config.lat_key, config.lon_key)
+    keys = [config.columns.get(name, name) for name in get_args(GeoColumn)]
     try:
         return place_of(row, keys, where)
     except DataError as error:

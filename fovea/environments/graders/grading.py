@@ -13,6 +13,9 @@ from fovea.environments.graders.limited_calls import LimitedCalls, UnlimitedCall
 from fovea.errors import DataError, ScoreError
 from fovea.types import Score, Task, Turn
 
+REWARD_LIMIT = 1e6
+"""Size above which a reward is an error: it would drown all others, and its square may not be finite."""
+
 
 class Closes(Protocol):
     """A client to close at the end of the run."""
@@ -28,8 +31,6 @@ class Grading:
     """One for each stage of the curriculum, or one for all; the last one scores held-out rows."""
     calls: LimitedCalls | UnlimitedCalls | None = None
     """Limits for graders that wait. None: graders that never wait, awaited in turn without a task or a thread."""
-    reward_limit: float = math.inf
-    """Size above which a reward is an error: it would drown all others, and its square may not be finite."""
     clients: tuple[Closes, ...] = ()
     """Connections that the graders use on the loop of their calls."""
     parts: tuple[Grading, ...] = ()
@@ -79,6 +80,6 @@ class Grading:
     def _problem(self, reward: float) -> str | None:
         if not math.isfinite(reward):
             return "; return a finite number"
-        if abs(reward) > self.reward_limit:
-            return f", beyond reward_limit={self.reward_limit:g}; scale it down, or raise reward_limit if it is meant"
+        if abs(reward) > REWARD_LIMIT:
+            return f", beyond {REWARD_LIMIT:g}; scale it down"
         return None

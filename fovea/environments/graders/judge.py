@@ -26,6 +26,12 @@ from fovea.utils.shown_text import without_secrets
 
 KEY = "environment.judge"
 """Settings of the judge of captions."""
+RETRIES = 3
+"""Further tries with growing pauses, where the server is unreachable, busy or slow, or its reply holds no score."""
+MAX_SCORE = 10.0
+"""Highest score, by which scores are divided; prompts ask for a number from 0 to it."""
+MAX_IMAGE_SIDE_PX = 1024
+"""Longest side of an image that is sent: a judge takes more tokens for larger ones."""
 MAX_REPLY_BYTES = 1 << 20
 _WRONG_SETTING = {401, 403, 404}
 _SLOT = re.compile(r"\{(question|answer|references)\}")
@@ -41,7 +47,7 @@ def limits_of(settings: Judge, key: str = KEY) -> CallLimits:
         settings=f"{key}.",
         calls_at_once=settings.max_concurrency,
         timeout_seconds=settings.timeout_seconds,
-        max_retries=settings.max_retries,
+        max_retries=RETRIES,
         on_failure=settings.on_failure,
     )
 
@@ -69,7 +75,7 @@ class JudgeClient:
         await self._client.aclose()
 
     async def score(self, images: Sequence[Image], question: str, answer: str, references: Sequence[str]) -> float:
-        """The judge's score over `max_score`: 0..1.
+        """The judge's score over `MAX_SCORE`: 0..1.
 
         Raises TryAgainError where another call may succeed, NoScoreError for any other refusal, and ConfigError for a
         wrong address, model or key.
@@ -79,13 +85,13 @@ class JudgeClient:
             reply = await self._call(body)
         except httpx2.HTTPError as error:
             raise TryAgainError(f"gave no score: {type(error).__name__}: {error}") from error
-        return parsed_score(reply, self._settings.max_score) / self._settings.max_score
+        return parsed_score(reply) / MAX_SCORE
 
     def _body(self, images: Sequence[Image], question: str, answer: str, references: Sequence[str]) -> bytes:
         settings = self._settings
         texts = {"question": question, "answer": answer, "references": "\n".join(references)}
         text = _SLOT.sub(lambda slot: _untagged(texts[slot[1]]), settings.prompt)
-        parts: list[dict[str, object]] = [_image_part(image, settings.max_image_side_px) for image in images]
+        parts: list[dict[str, object]] = [_image_part(image) for image in images]
         message = {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
         body = {"model": settings.model, "messages": [message], "max_tokens": settings.max_new_tokens, "temperature": 0}
         return json.dumps(body).encode("utf-8", "replace")
@@ -106,7 +112,7 @@ class JudgeClient:
         return _text_of(content)
 
 
-def parsed_score(reply: str, max_score: float) -> float:
+def parsed_score(reply: str) -> float:
     """The number of the one line `Score: N`, which is the last; TryAgainError for any other reply."""
     lines = [line for line in reply.splitlines() if line.strip()]
     scores = [match for match in map(_SCORE.match, lines) if match]
@@ -115,9 +121,9 @@ def parsed_score(reply: str, max_score: float) -> float:
             f"gave no score: the reply does not end with its only line 'Score: N' ({_shown(reply.encode())})"
         )
     score, out_of = float(scores[0][1]), scores[0][2]
-    if score > max_score or (out_of is not None and float(out_of) != max_score):
+    if score > MAX_SCORE or (out_of is not None and float(out_of) != MAX_SCORE):
         raise TryAgainError(
-            f"gave no score: the reply's {scores[0][0].strip()[:40]!r} is not within 0 to {max_score:g}"
+            f"gave no score: the reply's {scores[0][0].strip()[:40]!r} is not within 0 to {MAX_SCORE:g}"
         )
     return score
 
@@ -127,9 +133,9 @@ def _untagged(text: str) -> str:
     return text.replace("</", "< /")
 
 
-def _image_part(image: Image, max_side_px: int) -> dict[str, object]:
+def _image_part(image: Image) -> dict[str, object]:
     small = image.copy()
-    small.thumbnail((max_side_px, max_side_px))
+    small.thumbnail((MAX_IMAGE_SIDE_PX, MAX_IMAGE_SIDE_PX))
     file = io.BytesIO()
     small.save(file, "PNG")
     data = base64.b64encode(file.getvalue()).decode("ascii")

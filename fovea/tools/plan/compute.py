@@ -32,6 +32,10 @@ def num_networks(config: Config) -> int:
 
 
 GIGA, TERA = 1e9, 1e12
+UPDATE_MFU = 0.35
+"""Share of the peak FLOP rate that forward and backward passes are taken to reach; a plan measures nothing."""
+DECODE_BANDWIDTH_FRAC = 0.5
+"""Share of the memory bandwidth that decoding is taken to reach."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +92,7 @@ def compute_of(
 
 def _seconds(flops: float, config: Config, machine: Machine, gpus: int) -> float | None:
     peak = machine.gpu.peak_tflops
-    return None if peak is None else flops / (gpus * peak * TERA * config.plan.update_mfu)
+    return None if peak is None else flops / (gpus * peak * TERA * UPDATE_MFU)
 
 
 def decoding_prompts(config: Config, work: Workload, numerics: Numerics, room: ServingRoom | None) -> int | None:
@@ -114,4 +118,4 @@ def _decode_seconds(
     cached = running * completions * (lengths.prompt_tokens + lengths.completion_tokens / 2)
     step_bytes = sizes.language_weights * numerics.width + cached * token_bytes(sizes, numerics)
     steps = lengths.completion_tokens * math.ceil(work.rank_prompts / running)
-    return steps * step_bytes / (bandwidth * GIGA * config.plan.decode_bandwidth_frac)
+    return steps * step_bytes / (bandwidth * GIGA * DECODE_BANDWIDTH_FRAC)

@@ -1,7 +1,7 @@
 """Machines by name: what vendors' data sheets say of a GPU's memory and rates.
 
 FLOP rates are those of `metrics.throughput`. Memory is the data sheet's number in GiB, of which CUDA reports 1 to 2 %
-less (`plan.headroom_frac` is for that too). Links are one direction of NVLink, or of PCIe 4.0 and 5.0 with 16 lanes.
+less (`HEADROOM_FRAC` is for that too). Links are one direction of NVLink, or of PCIe 4.0 and 5.0 with 16 lanes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from fovea.models.load import pick_device
 from fovea.utils.launch import num_processes
 
 GIB = 2**30
+HEADROOM_FRAC = 0.1
+"""Share of a GPU's memory that must stay free for CUDA's context, NCCL's buffers and fragmentation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,12 +48,11 @@ class Machine:
     gpus: int
     nodes: int
     """Computers that they are in."""
-    headroom_frac: float
 
     @property
     def usable_bytes(self) -> int:
         """Memory of a GPU that a plan may fill."""
-        return int(self.gpu.memory_gib * GIB * (1 - self.headroom_frac))
+        return int(self.gpu.memory_gib * GIB * (1 - HEADROOM_FRAC))
 
     @property
     def link_gb_per_second(self) -> float | None:
@@ -96,7 +97,6 @@ def machine_of(settings: Plan, cluster: Cluster, device: str) -> Machine:
         gpu=GPUS.get(settings.gpu or "") or _this_machine(settings.gpu or device),
         gpus=settings.gpus or cluster.num_ray_workers or num_processes(),
         nodes=cluster.num_nodes,
-        headroom_frac=settings.headroom_frac,
     )
 
 

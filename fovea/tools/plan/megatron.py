@@ -142,12 +142,12 @@ def row_stages(config: Config, sizes: ModelSizes, row: RowShape, roles: Roles, n
     """The modules of a pipeline stage in the order of their forward pass; gradients have buffers elsewhere."""
     how, layer = config.train.gradient_checkpointing, layer_bytes(config, sizes, row, numerics)
     layers = [stage_of(how, ACTIVATIONS, layer, gradient=0)] * (sizes.decoder.num_layers // roles.stages)
-    before = _first_stage(config, sizes, row, numerics) if roles.stage == 0 else []
+    before = _first_stage(sizes, row, numerics) if roles.stage == 0 else []
     after = [head_stage(config, sizes, row, numerics)] if roles.stage == roles.stages - 1 else []
     return [*before, *layers, *after]
 
 
-def _first_stage(config: Config, sizes: ModelSizes, row: RowShape, numerics: Numerics) -> list[Stage]:
+def _first_stage(sizes: ModelSizes, row: RowShape, numerics: Numerics) -> list[Stage]:
     """Embedding and tower; of a frozen one, features are not cached."""
     stream = row.tokens * sizes.width * numerics.width
     embedding = Stage(part=ACTIVATIONS, saved=0, forward=2 * stream, backward=stream)
@@ -155,8 +155,7 @@ def _first_stage(config: Config, sizes: ModelSizes, row: RowShape, numerics: Num
         encoding = encoding_bytes(sizes, row.patches, numerics) if row.patches else 0
         return [embedding, Stage(part=VISION, saved=0, forward=encoding)]
     # only decoder layers are computed again
-    kept = config.model_copy(update={"train": config.train.model_copy(update={"gradient_checkpointing": "none"})})
-    tower = tower_stages(kept, sizes, row.patches, numerics)
+    tower = tower_stages("none", sizes, row.patches, numerics)
     return [embedding, *(replace(stage, gradient=0) for stage in tower)]
 
 

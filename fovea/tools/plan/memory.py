@@ -74,7 +74,7 @@ def _critic_peak(
 def _graph_peak(config: Config, sizes: ModelSizes, work: Workload, numerics: Numerics) -> Bytes:
     """The backward pass through the vision graph, whose activations are recorded, after those of all rows."""
     patches = work.rank_prompts * work.lengths.images * work.lengths.patches
-    stages = tower_stages(config, sizes, min(patches, PASS_PATCHES), numerics)
+    stages = tower_stages(config.train.gradient_checkpointing, sizes, min(patches, PASS_PATCHES), numerics)
     return Counter({VISION: max(stage.backward for stage in stages), GRADIENTS: FLOAT * sizes.trainable})
 
 
@@ -119,7 +119,7 @@ def row_stages(
     config: Config, sizes: ModelSizes, row: RowShape, numerics: Numerics, *, encodes: bool = True
 ) -> list[Stage]:
     """The stages of a packed row in the order of its forward pass; `encodes` its images, if the tower is trained."""
-    tower = tower_stages(config, sizes, row.patches, numerics) if encodes else []
+    tower = tower_stages(config.train.gradient_checkpointing, sizes, row.patches, numerics) if encodes else []
     features = Stage(part=VISION, saved=0, forward=row.visual_tokens * sizes.width * numerics.width)
     return [
         embedding_stage(sizes, row, numerics),

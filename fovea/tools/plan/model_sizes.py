@@ -131,9 +131,7 @@ def _config_of(settings: Model) -> Any:
 def _on_meta(loaded: Any, settings: Model) -> Any:
     with torch.device("meta"):
         network = AutoModelForImageTextToText.from_config(loaded)
-    # the numbers of an adapter do not change its size, and would be read from disk
-    lora = settings.lora and settings.lora.model_copy(update={"adapter": None})
-    choose_trainable(network, settings.model_copy(update={"lora": lora}), seed=0)
+    choose_trainable(network, settings, seed=0)
     return network
 
 

@@ -46,7 +46,9 @@ def recorded_bytes(config: Config, sizes: ModelSizes, work: Workload, ranks: int
     elif graph_estimate > limit:
         return Recorded()
     if graph_estimate:
-        held[VISION] = sum(stage.saved for stage in tower_stages(config, sizes, patches, numerics))
+        held[VISION] = sum(
+            stage.saved for stage in tower_stages(config.train.gradient_checkpointing, sizes, patches, numerics)
+        )
     return Recorded(bytes=held, vision_graph=graph_estimate > 0)
 
 

@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from fovea.tools.plan.machine import HEADROOM_FRAC
 from fovea.tools.plan.plan import Advice, RunPlan
 
 GIB, GB, TERA = 2**30, 1e9, 1e12
@@ -56,7 +57,7 @@ def _memory(plan: RunPlan) -> Table:
     table.add_section()
     table.add_row("all", *(_gib(phase.total) for phase in plan.phases), style="bold")
     usable = _gib(plan.machine.usable_bytes)
-    free = f"usable: {plan.machine.gpu.memory_gib:.3g} less {plan.machine.headroom_frac:.0%}"
+    free = f"usable: {plan.machine.gpu.memory_gib:.3g} less {HEADROOM_FRAC:.0%}"
     table.add_row(free, *([usable] * len(plan.phases)))
     return table
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fovea.config.run import Config
+from fovea.models.recompute import Recompute
 from fovea.tools.plan.activations import FLOAT, ModuleBytes, Numerics, stage_of
 from fovea.tools.plan.model_sizes import ModelSizes
 from fovea.tools.plan.walk import Stage
@@ -56,13 +56,16 @@ def tower_shape(sizes: ModelSizes) -> TowerShape:
     )
 
 
-def tower_stages(config: Config, sizes: ModelSizes, patches: int, numerics: Numerics) -> list[Stage]:
-    """Stages of the tower on so many patches, in training; empty without patches, or if the tower is frozen."""
+def tower_stages(how: Recompute, sizes: ModelSizes, patches: int, numerics: Numerics) -> list[Stage]:
+    """Stages of the tower on so many patches, in training; empty without patches, or if the tower is frozen.
+
+    `how` is `train.gradient_checkpointing` as far as it holds for the tower.
+    """
     if not patches or not sizes.trains_vision:
         return []
     tower = tower_shape(sizes)
     module, units = block_bytes(tower, patches, numerics), sizes.of("vision")
-    how, entry = config.train.gradient_checkpointing, module.entry
+    entry = module.entry
     blocks = [stage_of(how, VISION, module, gradient=FLOAT * unit.trainable) for unit in units[: tower.depth]]
     others = sum(unit.trainable for unit in units[tower.depth :])
     merging = Stage(

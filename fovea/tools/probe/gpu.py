@@ -12,6 +12,7 @@ import torch
 
 from fovea.config.run import Config
 from fovea.errors import ModelError
+from fovea.tools.plan.compute import DECODE_BANDWIDTH_FRAC, UPDATE_MFU
 from fovea.tools.plan.machine import machine_of
 from fovea.tools.plan.plan import RunPlan, make_plan
 from fovea.tools.probe import kernels, tiny_runs
@@ -97,13 +98,12 @@ def expected(config: Config, rates: Rates) -> Iterator[str]:
     if plan.rows is not None:
         yield f"rollout: {plan.rows:,} completions at once on average"
     yield (
-        f"rollout: {tokens / rollout.seconds:,.0f} tokens/s at {config.plan.decode_bandwidth_frac:.0%} of the measured "
-        "bandwidth (plan.decode_bandwidth_frac)"
+        f"rollout: {tokens / rollout.seconds:,.0f} tokens/s at {DECODE_BANDWIDTH_FRAC:.0%} of the measured bandwidth"
     )
     if known is not None:
         most = rates.gemm / TERA / known
-        planned = config.plan.update_mfu * most
-        yield f"update: an MFU of {planned:.0%} is planned (plan.update_mfu); products of matrices only have {most:.0%}"
+        planned = UPDATE_MFU * most
+        yield f"update: an MFU of {planned:.0%} is planned; products of matrices only have {most:.0%}"
 
 
 def _fits(plan: RunPlan) -> str:

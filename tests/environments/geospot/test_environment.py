@@ -122,11 +122,11 @@ def test_a_users_own_table(tmp_path: Path) -> None:
 
 def test_columns_by_other_names(tmp_path: Path) -> None:
     row = {"photo": png(), "land": "FR", "state": "IDF", "town": "Paris", "y": 48.86, "x": 2.35}
-    keys = {"image_key": "photo", "country_key": "land", "region_key": "state", "city_key": "town"}
-    environment = geospot(tmp_path, [row], **keys, lat_key="y", lon_key="x")
+    columns = {"country": "land", "region": "state", "city": "town", "lat": "y", "lon": "x"}
+    environment = geospot(tmp_path, [row], image_key="photo", columns=columns)
     check_gold(environment, list(environment.tasks("train")))
-    with pytest.raises(DataError, match=r"environment\.city_key: rows\.parquet has no column 'city'"):
-        geospot(tmp_path, [row], **{**keys, "city_key": "city"}, lat_key="y", lon_key="x").tasks("train")
+    with pytest.raises(DataError, match=r"environment\.columns\.city: rows\.parquet has no column 'city'"):
+        geospot(tmp_path, [row], image_key="photo", columns={**columns, "city": "city"}).tasks("train")
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def serve() -> Iterator[Callable[..., Endpoint]]:
 
 
 def judge(endpoint: Endpoint, **more: object) -> dict[str, object]:
-    return {"url": endpoint.url, "model": "m", "max_retries": 0, **more}
+    return {"url": endpoint.url, "model": "m", **more}
 
 
 def made(folder: Path, environment: dict[str, object] | str, **settings: object) -> GradedEnvironment:

@@ -20,16 +20,16 @@ from tests.fakes import BanditEnvironment
 from tests.grading import score_in_run
 
 TASK = BanditEnvironment().tasks("train")[0]
-TOO_LARGE = r"^train/0: the reward of 'an answer' is -?\d.*, beyond reward_limit=1e\+06; scale it down, or raise"
+TOO_LARGE = r"^train/0: the reward of 'an answer' is -?\d.*, beyond 1e\+06; scale it down$"
 
 
 def unopened(ref: ImageRef) -> Image.Image:
     raise AssertionError(f"{ref} was opened")
 
 
-def returning(returned: object, limit: float) -> Grading:
+def returning(returned: object) -> Grading:
     grader = UserGrader(score_function(lambda task, text, images: returned, unopened), CallThreads("mine.py:f"))
-    return Grading(graders=(grader,), calls=LimitedCalls(CallLimits(name="mine.py:f")), reward_limit=limit)
+    return Grading(graders=(grader,), calls=LimitedCalls(CallLimits(name="mine.py:f")))
 
 
 @pytest.mark.parametrize(
@@ -37,24 +37,21 @@ def returning(returned: object, limit: float) -> Grading:
 )
 def test_a_reward_and_a_sum_of_parts_beyond_the_limit(returned: object) -> None:
     with pytest.raises(DataError, match=TOO_LARGE):
-        score_in_run(returning(returned, 1e6), TASK, "an answer")
-    assert abs(score_in_run(returning(returned, 1e308), TASK, "an answer").reward) > 1e6
+        score_in_run(returning(returned), TASK, "an answer")
 
 
 def test_a_reward_at_the_limit_is_a_reward() -> None:
-    assert score_in_run(returning(-1e6, 1e6), TASK, "an answer").reward == -1e6
+    assert score_in_run(returning(-1e6), TASK, "an answer").reward == -1e6
 
 
-def test_the_setting_holds_for_every_grader(tmp_path: Path) -> None:
+def test_the_limit_holds_for_every_grader(tmp_path: Path) -> None:
     def grading(**settings: object) -> Grading:
         return make_environment(Config.model_validate({"model": {"tiny": {}}, **settings})).grading
 
     (tmp_path / "mine.py").write_text("def f(task, text, images):\n    return 1e30\n", encoding="utf-8")
     reward = f"{tmp_path / 'mine.py'}:f"
-    assert grading(environment={"name": "shapes"}).reward_limit == 1e6
     with pytest.raises(DataError, match=TOO_LARGE):
         score_in_run(grading(reward=reward), TASK, "an answer")
-    assert score_in_run(grading(reward=reward, reward_limit=1e31), TASK, "an answer").reward == 1e30
 
 
 def test_the_score_of_a_reward_model_is_bounded_too() -> None:
@@ -70,6 +67,6 @@ def test_the_score_of_a_reward_model_is_bounded_too() -> None:
             "reward_model": {"path": "a"},
         }
     )
-    grading = Grading(graders=(CaptionGrader(settings, lambda split: [], Loud()),), reward_limit=1e6)
+    grading = Grading(graders=(CaptionGrader(settings, lambda split: [], Loud()),))
     with pytest.raises(DataError, match=TOO_LARGE):
         score_in_run(grading, TASK, "an answer")

@@ -23,10 +23,10 @@ COMPLETIONS, LENGTH = 8, 40
     "mlp",
     [
         {"family": "qwen3_vl", "intermediate_size": 384},
-        {"family": "qwen3_vl_moe", "intermediate_size": 96, "num_experts": 8, "experts_per_token": 3},
-        {"family": "qwen3_vl_moe", "intermediate_size": 256, "num_experts": 8, "experts_per_token": 2},
+        {"family": "qwen3_vl_moe", "intermediate_size": 96},
+        {"family": "qwen3_vl_moe", "intermediate_size": 256},
     ],
-    ids=["dense", "3 experts", "2 wide experts"],
+    ids=["dense", "experts", "wide experts"],
 )
 def test_the_activations_of_a_row_are_those_that_autograd_keeps(mlp: dict[str, object], how: Recompute) -> None:
     parts = tiny(**MID, **mlp)  # type: ignore[arg-type]

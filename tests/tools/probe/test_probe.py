@@ -17,6 +17,7 @@ from fovea.config.recipes import shipped_recipe
 from fovea.config.sections import Cluster, Plan
 from fovea.models.shared_prefix.layout import shared_prefix_layout
 from fovea.models.varlen import HeadShape
+from fovea.tools.plan.compute import UPDATE_MFU
 from fovea.tools.plan.machine import machine_of
 from fovea.tools.plan.plan import make_plan
 from fovea.tools.plan.table import plan_tables
@@ -111,7 +112,7 @@ def test_a_plan_estimates_seconds_on_a_cpu_and_says_by_what() -> None:
     config = load_config([shipped_recipe("shapes")], ["plan.gpu=cpu", "plan.gpus=2"])
     rollout, update = make_plan(config, machine=measured).compute
     assert measured.gpu.peak_tflops is not None
-    expected_seconds = update.flops / (2 * measured.gpu.peak_tflops * 1e12 * config.plan.update_mfu)
+    expected_seconds = update.flops / (2 * measured.gpu.peak_tflops * 1e12 * UPDATE_MFU)
     assert update.seconds == pytest.approx(expected_seconds)
     assert rollout.seconds is not None
     assert make_plan(config, machine=machine).compute[1].seconds is None

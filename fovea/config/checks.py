@@ -1,0 +1,266 @@
+"""The rules between sections of the settings, each an error text with what to change.
+
+A rule about one section only stands in that section, and what an engine cannot work with in the engine's section.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from fovea.config.algorithm import Algorithm, KlInReward
+from fovea.config.backends import EngineUse, MegatronBackend
+from fovea.config.environments import Geo3kEnvironment, MixtureEnvironment, RowsEnvironment, VqaEnvironment
+from fovea.config.model import Model
+from fovea.config.rewards import FROM_PYTHON, OVERLONG, RewardPlace, Rewards, part_name, reward_tuple
+from fovea.config.sections import Cluster, Train
+from fovea.config.splits import SplitFiles
+
+if TYPE_CHECKING:
+    from fovea.config.run import Config
+
+_ONE_RATE = "its optimizer has one learning rate for all weights"
+
+
+def disagreements(config: Config) -> Iterator[str]:
+    """Settings of one section that cannot work with those of another."""
+    algorithm, rollout = config.algorithm, config.rollout
+    if config.checkpoint.keep_best and not config.evaluate.every_steps:
+        yield (
+            "checkpoint.keep_best=true keeps the checkpoint of the best dev reading, but evaluate.every_steps=0 takes "
+            "none; set evaluate.every_steps"
+        )
+    placement = config.cluster.placement
+    if rollout.max_staleness_steps and placement != "disaggregated":
+        yield (
+            f"rollout.max_staleness_steps={rollout.max_staleness_steps} draws during updates, but with "
+            f"cluster.placement={placement} a GPU does one or the other; set cluster.placement=disaggregated and "
+            "cluster.rollout_gpus, or rollout.max_staleness_steps=0"
+        )
+    if rollout.max_staleness_steps and not algorithm.corrects_for_engine:
+        yield (
+            f"rollout.max_staleness_steps={rollout.max_staleness_steps} trains on completions of older weights, which "
+            "algorithm.old_logprobs=trainer takes for those of the newest; leave it out, or set it to engine, or set "
+            "algorithm.importance_sampling_fix=true"
+        )
+    if algorithm.minibatches > rollout.prompts_per_step:
+        yield (
+            f"algorithm.minibatches={algorithm.minibatches} is more than rollout.prompts_per_step="
+            f"{rollout.prompts_per_step}, so that some would be empty; lower algorithm.minibatches"
+        )
+    advantage = algorithm.advantage.name
+    compares = advantage in ("grpo", "dr_grpo", "rloo", "reinforce++_baseline")
+    if rollout.samples_per_prompt == 1 and (compares or algorithm.dynamic_sampling):
+        which = "dynamic_sampling=true" if algorithm.dynamic_sampling else f"advantage={advantage}"
+        yield (
+            f"algorithm.{which} compares the completions of a prompt, but rollout.samples_per_prompt=1, so that no "
+            "group has a signal; set rollout.samples_per_prompt=2 or more"
+        )
+    yield from rollout.engine.complaints(_engine_use(config))
+    yield from _megatron(config.train, config.model, algorithm, config.cluster)
+    yield from _rates_of_frozen_parts(config)
+    yield from _without_dev(config)
+    yield from _weights_in_epochs(config)
+    yield from _reward_list(config.reward, config.reward_weights)
+    yield from _rewards_in_processes(config.rewards, config.reward_in)
+    yield from _rewards_of_parts(config)
+    yield from _rows_without_a_reward(config)
+    yield from _second_opinion_without_a_rule(config)
+    yield from _too_short(config)
+
+
+def _rates_of_frozen_parts(config: Config) -> Iterator[str]:
+    """Learning rates of parts that are not trained."""
+    train, model = config.train, config.model
+    parts = (
+        ("vision_tower", train.vision_tower_learning_rate, model.trains_tower),
+        ("projector", train.projector_learning_rate, model.trains_projector),
+    )
+    for part, rate, is_trained in parts:
+        if rate is not None and not is_trained:
+            yield (
+                f"train.{part}_learning_rate={rate:g}, but the {part.replace('_', ' ')} is frozen; leave it out, or "
+                f"set model.freeze_{part}=false, or model.lora.parts=[language_model, {part}] with model.lora"
+            )
+
+
+def _engine_use(config: Config) -> EngineUse:
+    rollout = config.rollout
+    return EngineUse(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        max_new_tokens=rollout.max_new_tokens,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        corrects_for_engine=config.algorithm.corrects_for_engine,
+        lora=config.model.lora,
+    )
+
+
+def _without_dev(config: Config) -> Iterator[str]:
+    """Readings of dev rows where the environment has none."""
+    evaluate = config.evaluate
+    if config.warmup is None and not evaluate.every_steps:
+        return
+    reader = f"evaluate.every_steps={evaluate.every_steps}" if evaluate.every_steps else "the stop rule of warmup"
+    for key, environment in config.environments.items():
+        if isinstance(environment, SplitFiles) and not environment.has_dev:
+            yield (
+                f"{key}.dev_share=0 leaves no dev rows, but {reader} reads them; set {key}.dev_files, or a share such "
+                f"as {key}.dev_share=0.05"
+            )
+
+
+def _weights_in_epochs(config: Config) -> Iterator[str]:
+    """Weights of rows that come exactly once."""
+    if config.max_epochs is None and config.data.shuffle:
+        return
+    once = "data.shuffle=false" if config.max_epochs is None else f"max_epochs={config.max_epochs}"
+    if isinstance(config.environment, MixtureEnvironment):
+        yield (
+            f"{once} takes every row once an epoch, but environment.name=mixture draws its parts by their shares; "
+            f"leave {once.partition('=')[0]} out"
+        )
+    weights = {
+        "data.kind_weights": config.data.kind_weights,
+        "curriculum.level_weights": config.curriculum.level_weights,
+    }
+    for setting in (name for name, given in weights.items() if given):
+        yield f"{once} takes every row once an epoch, but {setting} draws some more often than others; drop either"
+
+
+def _rewards_of_parts(config: Config) -> Iterator[str]:
+    """Rewards of parts that the run's own reward replaces."""
+    of_parts = [key for key in config.rewards if key != "reward"]
+    if config.reward is not None and of_parts:
+        yield (
+            f"reward={config.reward} scores the rows of all parts, so that {of_parts[0]} would never be asked; drop "
+            "either"
+        )
+
+
+def _rows_without_a_reward(config: Config) -> Iterator[str]:
+    """Rows that nobody grades."""
+    for key, environment in config.environments.items():
+        reward = f"{key.removesuffix('environment')}reward"
+        if isinstance(environment, RowsEnvironment) and not {"reward", reward} & config.rewards.keys():
+            yield (
+                f"{key}.name=rows grades no answers; set {reward} to your own function (docs/own.md), or choose "
+                f"an environment that grades: {key}.name=vqa, geo3k or caption"
+            )
+
+
+def _second_opinion_without_a_rule(config: Config) -> Iterator[str]:
+    """A second opinion where no rule can be overruled."""
+    if config.second_opinion is not None and isinstance(config.environment, MixtureEnvironment):
+        yield (
+            "second_opinion overrules the rule of one environment, vqa or geo3k, and environment.name=mixture has "
+            "several; set second_opinion=null, or use model_reward"
+        )
+    ruled = isinstance(config.environment, VqaEnvironment | Geo3kEnvironment) and config.reward is None
+    if config.second_opinion is not None and not ruled:
+        yield (
+            "second_opinion overrules the rule of environment.name=vqa or geo3k, and this run has none of these "
+            "graders; set second_opinion=null, or use model_reward"
+        )
+
+
+def _too_short(config: Config) -> Iterator[str]:
+    """Spans of steps or completions that leave no room for what they pace."""
+    rollout, kl, critic = config.rollout, config.algorithm.kl, config.algorithm.critic
+    samples_per_step = rollout.prompts_per_step * rollout.samples_per_prompt
+    controller = kl.controller if isinstance(kl, KlInReward) else None
+    if controller is not None and controller.horizon_samples <= samples_per_step:
+        yield (
+            f"algorithm.kl.controller.horizon_samples={controller.horizon_samples} is no more than the "
+            f"{samples_per_step} completions of one step, in which the coefficient would jump; set it to many steps' "
+            "worth"
+        )
+    if critic is not None and critic.warmup_steps >= config.max_steps:
+        yield (
+            f"algorithm.advantage.critic.warmup_steps={critic.warmup_steps} leaves the policy none of max_steps="
+            f"{config.max_steps}; lower it, or raise max_steps"
+        )
+
+
+def _megatron(train: Train, model: Model, algorithm: Algorithm, cluster: Cluster) -> Iterator[str]:
+    """Settings that training by Megatron does not go with."""
+    if not isinstance(train.backend, MegatronBackend):
+        return
+    if train.backend.sequence_parallel and train.backend.tensor_parallel_size == 1:
+        yield (
+            "train.backend.sequence_parallel=true with train.backend.tensor_parallel_size=1: tokens are divided among "
+            "the GPUs that a layer is split over; set tensor_parallel_size, or leave sequence_parallel out"
+        )
+    lora, tensor = model.lora, train.backend.tensor_parallel_size
+    if lora is not None and lora.rank % tensor:
+        yield (
+            f"model.lora.rank={lora.rank} with train.backend.tensor_parallel_size={tensor}: the rows of an adapter are "
+            f"divided too; set the rank to a multiple of {tensor}"
+        )
+    refused = {
+        "model.lora.dropout": lora is not None and lora.dropout > 0 and "it has one draw for each copy of a prompt",
+        "model.lora.parts": lora is not None
+        and lora.parts != ("language_model",)
+        and "its adapters are on the language model",
+        "algorithm.advantage.critic.trunk=separate": algorithm.critic is not None
+        and algorithm.critic.trunk == "separate"
+        and "its value function is a head on the policy's states",
+        f"cluster.placement={cluster.placement}": cluster.placement != "collocated"
+        and "its process groups are those of all processes, of which some would not train",
+        "model.feature_spill_gib": model.feature_spill_gib > 0 and "it keeps no features of a frozen vision tower",
+        "train.gradient_checkpointing=selective": train.gradient_checkpointing == "selective"
+        and "it computes whole layers again (full) or none",
+        "train.vision_tower_learning_rate": train.vision_tower_learning_rate is not None and _ONE_RATE,
+        "train.projector_learning_rate": train.projector_learning_rate is not None and _ONE_RATE,
+        "train.variable_seq_lengths=false": not train.variable_seq_lengths and "its rows are packed without padding",
+    }
+    for setting, reason in refused.items():
+        if reason:
+            yield f"{setting} with train.backend=megatron: {reason}; change either, or set train.backend=torch"
+
+
+def _reward_list(reward: Rewards, weights: Sequence[float] | None) -> Iterator[str]:
+    """A list of rewards whose weights or names do not fit."""
+    specs = reward_tuple(reward)
+    if weights is not None and (isinstance(reward, str) or len(weights) != len(specs)):
+        given = f"reward={reward} is one function" if isinstance(reward, str) else f"reward has {len(specs)} functions"
+        yield (
+            f"reward_weights={list(weights)} has a number for each function of a list, but {given}; give as many, or "
+            "leave reward_weights out"
+        )
+    if reward is None or isinstance(reward, str):
+        return
+    names = [part_name(spec) for spec in reward]
+    if not names:
+        yield "reward=[] names no function; name one or more, or leave reward out"
+    if OVERLONG in names:
+        yield (
+            f"reward={list(reward)}: the metric reward/{OVERLONG} is the penalty of algorithm.{OVERLONG}; rename the "
+            f"function {OVERLONG}"
+        )
+    for name in dict.fromkeys(names):
+        if names.count(name) > 1 or not name.isidentifier():
+            yield (
+                f"reward={list(reward)} lists functions that are logged as reward/NAME, and {name} names "
+                f"{names.count(name)} of them; write each as a def with a name that no other has"
+            )
+
+
+def _rewards_in_processes(rewards: Mapping[str, Sequence[str]], place: RewardPlace) -> Iterator[str]:
+    """Reward functions that no other process can import."""
+    if place == "thread":
+        return
+    if not rewards:
+        yield (
+            "reward_in=process is about reward functions in files, and none is set; set reward=path/to/file.py:name, "
+            "or leave reward_in out"
+        )
+    for key, specs in rewards.items():
+        for spec in specs:
+            if spec.startswith(FROM_PYTHON):
+                yield (
+                    f"reward_in=process imports {key} in its own processes, but {key}={spec} is an object of this "
+                    f"process; write it into a file, {key}='path/to/file.py:{part_name(spec)}', or leave reward_in out"
+                )
