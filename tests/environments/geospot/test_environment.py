@@ -21,10 +21,10 @@ from fovea.data.rows import RowAccess
 from fovea.environments.base import Environment, Split
 from fovea.environments.geospot.countries import country_name
 from fovea.environments.geospot.environment import GeoSpot
-from fovea.environments.geospot.rendered import map_spots, write_maps
 from fovea.errors import ConfigError, DataError
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
+from fovea.tools.data_sets.maps import map_spots, write_maps
 from fovea.types import Task
 from fovea.wiring.run import build
 from tests.grading import scored

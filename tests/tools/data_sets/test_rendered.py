@@ -19,13 +19,13 @@ from fovea.config.run import Config
 from fovea.data.images import open_image
 from fovea.data.order import kinds_of
 from fovea.environments.base import Environment, Split
-from fovea.environments.data_sets.scenes import FORMS, captions
-from fovea.environments.data_sets.vqa import NUM_ANNOTATORS, QUESTION_TYPES, ask
 from fovea.environments.graders.base import Grader
 from fovea.environments.graders.vqa_words import LETTERS
 from fovea.environments.shapes.environment import Shapes
 from fovea.environments.shapes.scenes import Thing
 from fovea.loop import train
+from fovea.tools.data_sets.scenes import FORMS, captions
+from fovea.tools.data_sets.vqa import NUM_ANNOTATORS, QUESTION_TYPES, ask
 from fovea.wiring.environment import make_environment
 from fovea.wiring.run import build
 from tests.grading import scored
