@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypedDict, overload, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypedDict, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,26 +16,6 @@ from fovea.types import Task
 _BLOCK = 4096
 _KIND_STREAM, _ROW_STREAM = 0, 1
 _LEVEL_SETTING = "curriculum.level_weights"
-
-
-@runtime_checkable
-class HasKinds(Protocol):
-    """Tasks whose kinds are known without making the tasks."""
-
-    @property
-    def kinds(self) -> Sequence[str]:
-        """The kind of every task."""
-        ...
-
-
-@runtime_checkable
-class HasLevels(Protocol):
-    """Tasks of several levels of difficulty, known without making the tasks."""
-
-    @property
-    def levels(self) -> Sequence[str] | None:
-        """The level of every task; None where the tasks have no levels."""
-        ...
 
 
 class Place(NamedTuple):
@@ -67,10 +47,12 @@ class LazyTasks(Sequence[Task]):
 
     @property
     def kinds(self) -> Sequence[str]:
+        """The kind of every task, known without making the tasks."""
         return [self._kind_of(index) for index in self._indices]
 
     @property
     def levels(self) -> Sequence[str] | None:
+        """The level of difficulty of every task; None where the tasks have no levels."""
         return None if self._level_of is None else [self._level_of(index) for index in self._indices]
 
     def place(self, index: int) -> Place | None:
@@ -98,12 +80,12 @@ class LazyTasks(Sequence[Task]):
 
 def kinds_of(tasks: Sequence[Task]) -> Sequence[str]:
     """The kind of every task; tasks that know their kinds are not made for it."""
-    return tasks.kinds if isinstance(tasks, HasKinds) else [task.kind for task in tasks]
+    return tasks.kinds if isinstance(tasks, LazyTasks) else [task.kind for task in tasks]
 
 
 def levels_of(tasks: Sequence[Task]) -> Sequence[str] | None:
     """The level of every task; None where the tasks have no levels."""
-    return tasks.levels if isinstance(tasks, HasLevels) else None
+    return tasks.levels if isinstance(tasks, LazyTasks) else None
 
 
 def place_of(tasks: Sequence[Task], index: int) -> Place | None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from fovea.config.sections import Conversion
-from fovea.data.images import ImageOpener, open_image
+from fovea.data.images import ImageOpener
 from fovea.errors import BadRowError, DataError
 from fovea.types import ImageRef
 from tests.tables import table
@@ -28,7 +28,7 @@ WHERE = "train.parquet row 12, image 1"
 def open_bytes(content: bytes, *, max_mib: float = 32, max_megapixels: float = 64) -> Image.Image:
     """With every conversion that there is."""
     ref = ImageRef(source=content, where=WHERE)
-    return open_image(ref, max_mib=max_mib, max_megapixels=max_megapixels, convert=get_args(Conversion))
+    return ImageOpener(max_mib=max_mib, max_megapixels=max_megapixels, convert=get_args(Conversion))(ref)
 
 
 def values(image: Image.Image) -> NDArray[np.uint8]:
@@ -60,7 +60,7 @@ def test_bytes_path_and_values_open_alike(kind: str, tmp_path: Path) -> None:
     content = encoded(Image.fromarray(pixels), kind)
     (tmp_path / "a.bin").write_bytes(content)
     for source in (content, str(tmp_path / "a.bin"), pixels):
-        image = open_image(ImageRef(source=source), max_mib=1, max_megapixels=1)
+        image = ImageOpener(max_mib=1, max_megapixels=1)(ImageRef(source=source))
         assert image.mode == "RGB"
         np.testing.assert_array_equal(values(image), pixels)
 
@@ -199,9 +199,9 @@ def test_what_needs_a_conversion_is_refused_until_it_is_asked_for(kind: Conversi
         with pytest.raises(
             BadRowError, match=rf"image 1: the image .*, add {kind} to data.convert_images, or"
         ) as error:
-            open_image(ref, max_mib=1, max_megapixels=1)
+            ImageOpener(max_mib=1, max_megapixels=1)(ref)
         assert error.value.reason == f"image_{kind}"
-        assert open_image(ref, max_mib=1, max_megapixels=1, convert=[kind]).mode == "RGB"
+        assert ImageOpener(max_mib=1, max_megapixels=1, convert=[kind])(ref).mode == "RGB"
 
 
 def test_sixteen_bit_colours_become_eight() -> None:
@@ -211,19 +211,19 @@ def test_sixteen_bit_colours_become_eight() -> None:
 
 def test_a_second_small_picture_in_a_photo_is_no_film() -> None:
     photo = encoded(Image.fromarray(colours()), "MPO", save_all=True, append_images=[Image.new("RGB", (2, 2))])
-    assert open_image(ImageRef(source=photo), max_mib=1, max_megapixels=1).size == (7, 5)
+    assert ImageOpener(max_mib=1, max_megapixels=1)(ImageRef(source=photo)).size == (7, 5)
 
 
 def test_a_picture_of_pillow_is_checked_like_any_other(tmp_path: Path) -> None:
     picture = Image.fromarray(colours())
-    opened = open_image(ImageRef(source=picture), max_mib=1, max_megapixels=1)
+    opened = ImageOpener(max_mib=1, max_megapixels=1)(ImageRef(source=picture))
     np.testing.assert_array_equal(values(opened), colours())
     (tmp_path / "half.png").write_bytes(encoded(Image.fromarray(colours(64, 64)))[:3000])
     lazy = Image.open(tmp_path / "half.png")
     with pytest.raises(DataError, match=r"the image is damaged"):
-        open_image(ImageRef(source=lazy), max_mib=1, max_megapixels=1)
+        ImageOpener(max_mib=1, max_megapixels=1)(ImageRef(source=lazy))
     with pytest.raises(DataError, match=r"above data\.max_image_megapixels"):
-        open_image(ImageRef(source=Image.new("1", (2000, 2000))), max_mib=1, max_megapixels=1)
+        ImageOpener(max_mib=1, max_megapixels=1)(ImageRef(source=Image.new("1", (2000, 2000))))
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_large_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
     with path.open("wb") as file:
         file.truncate(2**30)
     with pytest.raises(DataError, match=r"1024\.0 MiB, above data.max_image_mib=32; shrink the image, raise"):
-        open_image(ImageRef(source=str(path)), max_mib=32, max_megapixels=64)
+        ImageOpener(max_mib=32, max_megapixels=64)(ImageRef(source=str(path)))
     with pytest.raises(DataError, match=r"above data.max_image_mib=0\.001"):
         open_bytes(b"x" * 2000, max_mib=0.001)
 
@@ -292,13 +292,13 @@ def test_text_file_called_png(tmp_path: Path) -> None:
     path = tmp_path / "pointer.png"
     path.write_text("version https://git-lfs.github.com/spec/v1")
     with pytest.raises(DataError, match=r"pointer\.png\): the content is not an image"):
-        open_image(ImageRef(source=str(path), where=WHERE), max_mib=1, max_megapixels=1)
+        ImageOpener(max_mib=1, max_megapixels=1)(ImageRef(source=str(path), where=WHERE))
 
 
 @pytest.mark.parametrize("path", ["https://a.org/b.png", "s3://bucket/b.png"])
 def test_without_a_fetcher_nothing_is_read_from_the_network(path: str) -> None:
     with pytest.raises(DataError, match=r"is not on this machine; download it"):
-        open_image(ImageRef(source=path, where=WHERE), max_mib=1, max_megapixels=1)
+        ImageOpener(max_mib=1, max_megapixels=1)(ImageRef(source=path, where=WHERE))
 
 
 def test_paths_that_cannot_be_read(tmp_path: Path) -> None:
@@ -309,7 +309,7 @@ def test_paths_that_cannot_be_read(tmp_path: Path) -> None:
         ("x" * 5000, "the file cannot be read"),
     ]:
         with pytest.raises(DataError, match=problem):
-            open_image(ImageRef(source=path, where=WHERE), max_mib=1, max_megapixels=1)
+            ImageOpener(max_mib=1, max_megapixels=1)(ImageRef(source=path, where=WHERE))
 
 
 @pytest.mark.parametrize(
@@ -327,7 +327,7 @@ def test_paths_that_cannot_be_read(tmp_path: Path) -> None:
 )
 def test_arrays_that_are_no_picture(make: Callable[[], NDArray[np.uint8]], problem: str) -> None:
     with pytest.raises(DataError, match=problem):
-        open_image(ImageRef(source=make(), where=WHERE), max_mib=1, max_megapixels=1)
+        ImageOpener(max_mib=1, max_megapixels=1)(ImageRef(source=make(), where=WHERE))
 
 
 SEEDS = [encoded(Image.fromarray(colours(9, 9)), kind) for kind in ("PNG", "JPEG", "GIF", "TIFF", "WEBP", "BMP")]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fovea.config.environments import ShapesEnvironment
-from fovea.data.images import open_image
+from fovea.data.images import ImageOpener
 from fovea.data.order import kinds_of
 from fovea.environments.base import Split
 from fovea.environments.shapes.environment import Shapes
@@ -184,7 +184,7 @@ def test_the_picture_shows_the_answer(side_px: int) -> None:
         assert pixels(task).shape == (side_px, side_px, 3)
         assert pixels(task).dtype == np.uint8
         assert brightest_colour(pixels(task)) == task.answer, task.id
-        opened = open_image(task.images[0], max_mib=1, max_megapixels=1)
+        opened = ImageOpener(max_mib=1, max_megapixels=1)(task.images[0])
         np.testing.assert_array_equal(np.asarray(opened), pixels(task))
 
 

@@ -16,7 +16,7 @@ from fovea.cli.main import app
 from fovea.config.environments import ShapesEnvironment
 from fovea.config.loading import load_config
 from fovea.config.run import Config
-from fovea.data.images import open_image
+from fovea.data.images import ImageOpener
 from fovea.data.order import kinds_of
 from fovea.environments.base import Environment, Split
 from fovea.environments.graders.base import Grader
@@ -131,7 +131,7 @@ def test_written_shapes_are_the_rows_of_a_run(folders: dict[str, Path]) -> None:
             task.kind,
         )
         for ref, cell in zip(task.images, again.images, strict=True):
-            np.testing.assert_array_equal(ref.source, np.asarray(open_image(cell, max_mib=1, max_megapixels=1)))
+            np.testing.assert_array_equal(ref.source, np.asarray(ImageOpener(max_mib=1, max_megapixels=1)(cell)))
 
 
 def digests(file: Path) -> list[str]:
