@@ -145,7 +145,7 @@ _OF_THE_HOST = ("url_timeout", "url_unreachable", "url_status_429", "url_status_
 
 
 @dataclass(slots=True)
-class _Host:
+class _FailingHost:
     failures: int = 0
     """In a row."""
     given_up_until: float = 0.0
@@ -170,7 +170,7 @@ class FailedHosts:
         self._pause_seconds = pause_seconds
         self._note = note
         self._clock = clock
-        self._hosts: dict[str, _Host] = {}
+        self._hosts: dict[str, _FailingHost] = {}
         self._noted: set[str] = set()
         self._lock = Lock()
 
@@ -201,7 +201,7 @@ class FailedHosts:
 
     def _failed(self, name: str, error: str) -> None:
         with self._lock:
-            host = self._hosts.setdefault(name, _Host())
+            host = self._hosts.setdefault(name, _FailingHost())
             host.failures += 1
             given_up = self._pause_seconds > 0 and host.failures >= MAX_FAILURES
             if given_up:

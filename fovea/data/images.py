@@ -8,6 +8,7 @@ Nothing is repaired: half a file is an error, not half an image, and an image th
 
 from __future__ import annotations
 
+import base64
 import io
 import re
 import stat
@@ -158,6 +159,13 @@ class ImageOpener:
 def is_url(path: str) -> bool:
     """True if a path is a URL or a data URI rather than a file of this machine."""
     return _URL.match(path) is not None
+
+
+def png_url(image: Image.Image) -> str:
+    """A picture as the data URI of a PNG, as chat endpoints take it."""
+    png = io.BytesIO()
+    image.save(png, "PNG")
+    return "data:image/png;base64," + base64.b64encode(png.getvalue()).decode("ascii")
 
 
 def _refused(where: str, problem: str, fix: str, reason: str) -> BadRowError:

@@ -18,7 +18,7 @@ _KIND_STREAM, _ROW_STREAM = 0, 1
 _LEVEL_SETTING = "curriculum.level_weights"
 
 
-class Place(NamedTuple):
+class RowPlace(NamedTuple):
     """Names of the row behind a task; known without making the task, even if it cannot be made."""
 
     key: str
@@ -37,7 +37,7 @@ class LazyTasks(Sequence[Task]):
         *,
         kind_of: Callable[[int], str],
         level_of: Callable[[int], str] | None = None,
-        place_of: Callable[[int], Place] | None = None,
+        place_of: Callable[[int], RowPlace] | None = None,
     ) -> None:
         self._make = make
         self._indices = indices
@@ -55,7 +55,7 @@ class LazyTasks(Sequence[Task]):
         """The level of difficulty of every task; None where the tasks have no levels."""
         return None if self._level_of is None else [self._level_of(index) for index in self._indices]
 
-    def place(self, index: int) -> Place | None:
+    def place(self, index: int) -> RowPlace | None:
         """Names of the row behind a task; None where rows are in no file."""
         return self._place_of(self._indices[index]) if self._place_of else None
 
@@ -88,7 +88,7 @@ def levels_of(tasks: Sequence[Task]) -> Sequence[str] | None:
     return tasks.levels if isinstance(tasks, LazyTasks) else None
 
 
-def place_of(tasks: Sequence[Task], index: int) -> Place | None:
+def place_of(tasks: Sequence[Task], index: int) -> RowPlace | None:
     """Names of the row behind a task; None where it is in no file."""
     return tasks.place(index) if isinstance(tasks, LazyTasks) else None
 

@@ -43,7 +43,7 @@ class CurriculumState(TypedDict):
     recent_rewards: list[float]
 
 
-class Curriculum:
+class CurriculumProgress:
     """The present stage of a run, and the rule by which the next one begins."""
 
     def __init__(self, own: Stages | None = None, settings: config.Curriculum | None = None) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from fovea.config.splits import SplitFiles
 from fovea.data.cells import image_refs
 from fovea.data.images import is_url, no_such_image
-from fovea.data.order import LazyTasks, Place
+from fovea.data.order import LazyTasks, RowPlace
 from fovea.data.rows import RowAccess, Rows, open_rows
 from fovea.environments.base import Split
 from fovea.errors import BadRowError, DataError
@@ -135,7 +135,7 @@ class FileSplits:
             numbers,
             kind_of=lambda index: kinds[index] if kinds else KIND,
             level_of=levels.__getitem__ if levels is not None else None,
-            place_of=lambda index: Place(rows.key(index), rows.where(index)),
+            place_of=lambda index: RowPlace(rows.key(index), rows.where(index)),
         )
 
     def _rows(self, split: Split) -> tuple[Rows, Sequence[int]]:

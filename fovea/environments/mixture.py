@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from fovea.data.order import LazyTasks, Place, kinds_of, place_of
+from fovea.data.order import LazyTasks, RowPlace, kinds_of, place_of
 from fovea.environments.base import Environment, Split
 from fovea.environments.graders.grading import Grading
 from fovea.errors import ConfigError, DataError
@@ -80,7 +80,7 @@ class MixedTasks(LazyTasks):
         num_rows = {name: len(own) for name, own in zip(self._names, self._tasks, strict=True)}
         return {kind: self._shares[part := kind.partition("/")[0]] / num_rows[part] for kind in Counter(self.kinds)}
 
-    def place(self, index: int) -> Place | None:
+    def place(self, index: int) -> RowPlace | None:
         number, row = self._rows[index]
         return place_of(self._tasks[number], row)
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Literal, Protocol, TypeVar
 
 from fovea.data.bad_rows import BadRows
-from fovea.data.order import Place, RowOrder, place_of
+from fovea.data.order import RowOrder, RowPlace, place_of
 from fovea.environments.base import Environment
 from fovea.errors import BadRowError, DataError
 from fovea.types import Message, Prompt, Task
@@ -194,9 +194,9 @@ class PromptSource:
         return place.where if place else None
 
 
-def _place_of_error(message: str) -> Place:
+def _place_of_error(message: str) -> RowPlace:
     """The place of a row that is in no file, from the error, which begins with the row's name."""
-    return Place(message, message.partition(":")[0])
+    return RowPlace(message, message.partition(":")[0])
 
 
 def _num_bytes(prompted: PromptedTask) -> int:

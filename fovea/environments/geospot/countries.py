@@ -19,7 +19,7 @@ from babel import Locale
 from fovea.environments.geospot.gazetteer import fold
 
 
-class _Tables(TypedDict):
+class _CountryTables(TypedDict):
     aliases: dict[str, list[str]]
     extra_codes: dict[str, str]
     words_in_lower_case: list[str]
@@ -28,7 +28,7 @@ class _Tables(TypedDict):
     languages: list[str]
 
 
-_TABLES: _Tables = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+_TABLES: _CountryTables = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
 ALIASES = {code: tuple(names) for code, names in _TABLES["aliases"].items()}
 """By ISO 3166-1 alpha-2 code. These names outrank every other source."""

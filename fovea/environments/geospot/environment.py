@@ -18,7 +18,15 @@ from fovea.environments.file_splits import FileSplits
 from fovea.environments.geospot.coordinates import degrees_text
 from fovea.environments.geospot.countries import country_name
 from fovea.environments.geospot.parsing import parse_answer
-from fovea.environments.geospot.reward import STAGES, STARTS, GeoStage, Place, distance_parts, grade_answer, place_of
+from fovea.environments.geospot.reward import (
+    STAGES,
+    STARTS,
+    GeoStage,
+    KnownPlace,
+    distance_parts,
+    grade_answer,
+    place_of,
+)
 from fovea.errors import BadRowError, DataError
 from fovea.types import Message, Score, Task, Turn
 
@@ -82,7 +90,7 @@ class GeoSpot(Environment):
             )
         return row[key]
 
-    def _country(self, row: Mapping[str, object], place: Place) -> str | None:
+    def _country(self, row: Mapping[str, object], place: KnownPlace) -> str | None:
         """The country as the row writes it, but by name where the row holds a code."""
         cell = row.get(self._config.country_key)
         is_code = isinstance(cell, str) and len(cell.strip()) <= 3
@@ -106,7 +114,7 @@ class GeoSpotGrader:
         return Score(reward=grade.score, accuracy=float(grade.parts["country"] == 1), parts=parts)
 
 
-def true_place(row: Mapping[str, object], where: str, config: GeoSpotEnvironment) -> Place:
+def true_place(row: Mapping[str, object], where: str, config: GeoSpotEnvironment) -> KnownPlace:
     """The place in a row, by the columns that the settings name; BadRowError where it is none."""
     keys = (config.country_key, config.region_key or "region", config.city_key, config.lat_key, config.lon_key)
     try:

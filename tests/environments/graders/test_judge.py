@@ -113,13 +113,13 @@ def test_a_key_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     [
         ((500, b"oh"), "status 500 ('oh')"),
         ((429, b"slow down"), "status 429 ('slow down')"),
-        ((200, b"<html>"), "the reply is not a chat completion ('<html>')"),
-        ((200, b"[" * 100_000), "the reply is not a chat completion"),
+        ((200, b"<html>"), "an answer that is not a JSON ('<html>')"),
+        ((200, b"[" * 100_000), "an answer that is not a JSON"),
         ((200, b'{"choices": []}'), "the reply is not a chat completion"),
         (says(None), "the reply is not a chat completion"),
         (says("a fine caption"), "the reply does not end with its only line 'Score: N' ('a fine caption')"),
         (says("Score: 11"), "the reply's 'Score: 11' is not within 0 to 10"),
-        ((200, b" " * (2 << 20)), "the reply is longer than 1048576 bytes"),
+        ((200, b" " * (2 << 20)), "an answer of more than 1048576 bytes"),
     ],
 )
 def test_a_failed_call_is_tried_again_and_then_named(

@@ -163,9 +163,9 @@ def test_the_connections_are_closed_at_the_end(tmp_path: Path, serve: Callable[.
     for each in (made(tmp_path, caption), made(tmp_path, "vqa", model_reward={"judge": judge(endpoint)})):
         graded(each, "x")
         (client,) = each.grading.clients
-        assert not client._client.is_closed  # type: ignore[attr-defined]
+        assert not client._server._client.is_closed  # type: ignore[attr-defined]
         each.grading.close()
-        assert client._client.is_closed  # type: ignore[attr-defined]
+        assert client._server._client.is_closed  # type: ignore[attr-defined]
 
 
 def vision_reward_model(folder: Path, family: str = "qwen2_5_vl", head: str = "score") -> tuple[Any, torch.Tensor]:
