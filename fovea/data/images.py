@@ -268,7 +268,8 @@ def _checked(
             f"convert the file, add {kind} to data.convert_images",
             f"image_{kind}",
         )
-    return _to_rgb(_upright(image), where)
+    turn = _UPRIGHT.get(image.getexif().get(_ORIENTATION_TAG, 1))
+    return _to_rgb(image if turn is None else image.transpose(turn), where)
 
 
 def _conversions(image: Image.Image, content: bytes) -> set[Conversion]:
@@ -315,11 +316,6 @@ def _why_unknown(content: bytes) -> tuple[str, str]:
             return f"the image is {width}x{height} pixels, that is empty", "image_empty"
     known = ", ".join(_FORMATS)
     return f"the content is not an image with pixels in a known format ({known})", "image_unknown_format"
-
-
-def _upright(image: Image.Image) -> Image.Image:
-    turn = _UPRIGHT.get(image.getexif().get(_ORIENTATION_TAG, 1))
-    return image if turn is None else image.transpose(turn)
 
 
 def _to_rgb(image: Image.Image, where: str) -> Image.Image:

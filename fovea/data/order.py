@@ -121,12 +121,17 @@ class Order:
     ) -> None:
         if not kinds:
             raise DataError("there are no rows to draw from; give the data set at least one row")
-        _check_weights(weights, sorted(set(kinds)), setting)
+        _check_names(weights, sorted(set(kinds)), setting, "kind")
+        for name, weight in weights.items():
+            if not weight > 0:
+                raise ConfigError(f"{setting}: {name} has weight {weight:g}, so it would never come; set it above 0")
         strata = [(kind, "") for kind in kinds] if levels is None else list(zip(kinds, levels, strict=True))
         counts = Counter(strata)
         self._strata = sorted(counts)
         self._names = [f"{kind}/{level}" if level else kind for kind, level in self._strata]
-        self._rows = _rows_of(strata, self._strata)
+        number = {stratum: index for index, stratum in enumerate(self._strata)}
+        stratum_of_row = np.array([number[stratum] for stratum in strata])
+        self._rows = [np.flatnonzero(stratum_of_row == index) for index in range(len(self._strata))]
         self._shares = np.array([counts[each] * weights.get(each[0], 1.0) for each in self._strata])
         self._bounds = np.cumsum(self._shares / self._shares.sum())[:-1]
         self._seed = seed
@@ -216,19 +221,6 @@ class Order:
             generator = np.random.default_rng([self._seed, _ROW_STREAM, kind, epoch])
             known = self._shuffles[kind] = (epoch, generator.permutation(self._rows[kind]))
         return known[1]
-
-
-def _rows_of(strata: Sequence[tuple[str, str]], names: Sequence[tuple[str, str]]) -> list[NDArray[np.int64]]:
-    number = {name: index for index, name in enumerate(names)}
-    stratum_of_row = np.array([number[stratum] for stratum in strata])
-    return [np.flatnonzero(stratum_of_row == index) for index in range(len(names))]
-
-
-def _check_weights(weights: Mapping[str, float], names: Sequence[str], setting: str) -> None:
-    _check_names(weights, names, setting, "kind")
-    for name, weight in weights.items():
-        if not weight > 0:
-            raise ConfigError(f"{setting}: {name} has weight {weight:g}, so it would never come; set it above 0")
 
 
 def _check_names(weights: Mapping[str, float], names: Sequence[str], setting: str, what: str) -> None:

@@ -41,7 +41,11 @@ class Mixture(Environment):
         self.graders = (MixtureGrader(parts),)
 
     def tasks(self, split: Split) -> Sequence[Task]:
-        return MixedTasks({name: _tasks(name, part, split) for name, part in self._parts.items()}, self._parts)
+        tasks: dict[str, Sequence[Task]] = {}
+        for name, part in self._parts.items():
+            with errors_of_part(name):
+                tasks[name] = part.environment.tasks(split)
+        return MixedTasks(tasks, self._parts)
 
     def prompt(self, task: Task) -> Sequence[Message]:
         part, own = dealt(task, self._parts)
@@ -124,11 +128,6 @@ def errors_of_part(name: str) -> Iterator[None]:
     except (ConfigError, DataError) as error:
         kind = ConfigError if isinstance(error, ConfigError) else DataError
         raise kind(f"environment.parts.{name}: {error}") from error
-
-
-def _tasks(name: str, part: Part, split: Split) -> Sequence[Task]:
-    with errors_of_part(name):
-        return part.environment.tasks(split)
 
 
 def _kind(name: str, kind: str) -> str:

@@ -11,6 +11,7 @@ the distance is theirs, and a wrong country scores 0.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -51,6 +52,7 @@ REGION_ALIASES = {code: tuple(regions) for code, regions in _TABLES["aliases"].i
 MAX_KM_TO_THE_GAZETTEER = 75.0
 """The distance beyond which a city of the same name is a different one."""
 _MAX_CHARS = 200
+_BEFORE_A_CITY = re.compile(r"^(?:city of )?(?:ciudad de )?(?:greater )?(?:downtown )?")
 
 
 def same_region(given: str, truth: str, country: str | None) -> bool:
@@ -101,7 +103,7 @@ def _without_kind(name: str) -> str:
 def _city_answers(truth: str, country: str | None, at: LatLon | None) -> frozenset[str]:
     own = _city_keys(truth)
     near = (city for city in cities().get(country or "", ()) if at is None or _is_near(city, at))
-    names = (_all_keys(city) for city in near)
+    names = (frozenset().union(*map(_city_keys, (city.name, *city.other_names))) for city in near)
     return own.union(*(keys for keys in names if not keys.isdisjoint(own)))
 
 
@@ -110,22 +112,14 @@ def _is_near(city: City, at: LatLon) -> bool:
     return abs(city.at.lat - at.lat) < 1 and great_circle_km(city.at, at) < MAX_KM_TO_THE_GAZETTEER
 
 
-def _all_keys(city: City) -> frozenset[str]:
-    return frozenset().union(*(_city_keys(name) for name in (city.name, *city.other_names)))
-
-
 @lru_cache(maxsize=100_000)
 def _city_keys(name: str) -> frozenset[str]:
     return frozenset(
         key
         for spelling in spellings(name)
-        for key in (spelling, spelling.removesuffix(" city"), _bare(spelling))
+        for key in (spelling, spelling.removesuffix(" city"), _BEFORE_A_CITY.sub("", spelling))
         if key
     )
-
-
-def _bare(city: str) -> str:
-    return city.removeprefix("city of ").removeprefix("ciudad de ").removeprefix("greater ").removeprefix("downtown ")
 
 
 PARTS = ("country", "region", "city", "coordinates")

@@ -71,18 +71,6 @@ def test_a_score_is_the_share_of_the_best(serve: Callable[..., Endpoint]) -> Non
     assert ask(client(endpoint.url, max_score=100)) == 0.075
 
 
-def test_a_judge_on_this_machine_is_asked_without_a_proxy(
-    serve: Callable[..., Endpoint], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here, proxy = serve(says("Score: 8")), serve(says("Score: 1"))
-    for name in ("HTTP_PROXY", "http_proxy"):
-        monkeypatch.setenv(name, proxy.url.removesuffix("/v1"))
-    for name in ("NO_PROXY", "no_proxy"):
-        monkeypatch.delenv(name, raising=False)
-    assert ask(client(here.url, timeout_seconds=30)) == 0.8
-    assert ask(client("http://elsewhere.invalid/v1", timeout_seconds=30)) == 0.1
-
-
 def test_what_the_judge_is_sent(serve: Callable[..., Endpoint], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "secret-key")
     endpoint = serve(says("Score: 1"))
