@@ -15,7 +15,7 @@ from fovea.config.model import Lora, Model
 from fovea.config.run import Config
 from fovea.data.images import ImageOpener
 from fovea.data.order import Order
-from fovea.environments.curriculum import Curriculum
+from fovea.environments.curriculum import CurriculumProgress
 from fovea.environments.graders.grading import Grading
 from fovea.environments.prompt_source import PromptSource
 from fovea.evaluation.evaluator import Evaluator
@@ -192,7 +192,7 @@ def _make_run(case: Case, steps: int, shared: Shared, clock: Clock) -> Run:
         stream=TaskStream(
             source=source,
             order=Order(["all"] * len(source), weights={}, seed=0),
-            curriculum=Curriculum(),
+            curriculum=CurriculumProgress(),
             environment=environment,
             grading=grading,
         ),

@@ -32,7 +32,7 @@ Metrics: TypeAlias = dict[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ImageRef:
-    """Reference to an image that is not opened yet; only `fovea.data.images.open_image` opens it."""
+    """Reference to an image that is not opened yet; only `fovea.data.images.ImageOpener` opens it."""
 
     source: bytes | str | NDArray[np.uint8] | Image
     """Encoded file content, a local path, a URL, RGB values [height, width, 3], or a Pillow image."""

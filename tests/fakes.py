@@ -16,7 +16,7 @@ from fovea.config.model import Model, TinyModel
 from fovea.config.run import Config
 from fovea.data.order import Order, kinds_of
 from fovea.environments.base import Environment
-from fovea.environments.curriculum import Curriculum, Stage, Stages
+from fovea.environments.curriculum import CurriculumProgress, Stage, Stages
 from fovea.environments.graders.grading import Grading
 from fovea.environments.prompt_source import PromptSource
 from fovea.evaluation.evaluator import Evaluator
@@ -257,7 +257,7 @@ def bandit_run(folder: Path, *, resume: bool = False, stages: Stages | None = No
         stream=TaskStream(
             source=train,
             order=Order(kinds_of(train.tasks), weights={}, seed=config.seed),
-            curriculum=Curriculum(stages, config.curriculum),
+            curriculum=CurriculumProgress(stages, config.curriculum),
             environment=environment,
             grading=graded(environment),
         ),

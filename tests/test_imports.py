@@ -168,7 +168,7 @@ def test_backends_do_not_know_each_other() -> None:
         ("liger_kernel", "fovea/models/kernels_liger.py"),
         ("datasets", "fovea/data/readers/hub.py"),
         ("ray", "fovea/cluster/ray.py"),
-        ("easy_vqa", "fovea/environments/data_sets/easy_vqa.py"),
+        ("easy_vqa", "fovea/tools/data_sets/easy_vqa.py"),
         ("mixtrain", "fovea/tools/workflows/mixtrain.py"),
         ("triton", "fovea/rollout/embedded/paged_triton.py"),
     ],

@@ -39,7 +39,7 @@ def geospot(
 ) -> None:
     """Render locator maps, offline, from GeoNames' cities."""
     with one_line_errors(debug=debug):
-        from fovea.environments.geospot.rendered import write_maps
+        from fovea.tools.data_sets.maps import write_maps
 
         _say("reading places and drawing maps ...", quiet)
         _report("geospot", write_maps(out, num_rows=rows, seed=seed, image_side_px=image_side_px), quiet=quiet)
@@ -59,7 +59,7 @@ def geo3k(
 ) -> None:
     """Fetch Geometry3K from the Hugging Face hub or from a copy of it."""
     with one_line_errors(debug=debug):
-        from fovea.environments.data_sets.geo3k import SPLITS, write_geo3k
+        from fovea.tools.data_sets.geo3k import SPLITS, write_geo3k
 
         _say(f"reading {source} ...", quiet)
         _report("geo3k", write_geo3k(out, source=source, splits=split or SPLITS), TINY, quiet=quiet)
@@ -79,7 +79,7 @@ def vqa(
     Counts, attributes, existence, yes or no, multiple choice.
     """
     with one_line_errors(debug=debug):
-        from fovea.environments.data_sets.vqa import write_vqa
+        from fovea.tools.data_sets.vqa import write_vqa
 
         _say("drawing scenes ...", quiet)
         _report("vqa", write_vqa(out, num_rows=rows, seed=seed, image_side_px=image_side_px), TINY, quiet=quiet)
@@ -99,7 +99,7 @@ def visual_qa(
     Existence, attributes, counts: the types of the curriculum of recipes/vlm_gym_vqa.yaml.
     """
     with one_line_errors(debug=debug):
-        from fovea.environments.data_sets.vqa import write_visual_qa
+        from fovea.tools.data_sets.vqa import write_visual_qa
 
         _say("drawing scenes ...", quiet)
         files = write_visual_qa(out, num_rows=rows, seed=seed, image_side_px=image_side_px)
@@ -117,7 +117,7 @@ def caption(
 ) -> None:
     """Render scenes with one to five captions each, offline."""
     with one_line_errors(debug=debug):
-        from fovea.environments.data_sets.scenes import write_captions
+        from fovea.tools.data_sets.scenes import write_captions
 
         _say("drawing scenes ...", quiet)
         _report(
@@ -141,7 +141,7 @@ def easy_vqa(
     test share no picture.
     """
     with one_line_errors(debug=debug):
-        from fovea.environments.data_sets.easy_vqa import write_easy_vqa
+        from fovea.tools.data_sets.easy_vqa import write_easy_vqa
 
         _say("reading pictures ...", quiet)
         _report("easy_vqa", write_easy_vqa(out, num_rows=rows, seed=seed), quiet=quiet)
@@ -166,7 +166,7 @@ def shapes(
     Training does not need them: the recipe generates its own.
     """
     with one_line_errors(debug=debug):
-        from fovea.environments.data_sets.scenes import write_shapes
+        from fovea.tools.data_sets.scenes import write_shapes
 
         _say("drawing scenes ...", quiet)
         files = write_shapes(

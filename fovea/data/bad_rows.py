@@ -11,7 +11,7 @@ from collections import Counter
 from itertools import islice
 from pathlib import Path
 
-from fovea.data.order import Place
+from fovea.data.order import RowPlace
 from fovea.errors import BadRowError, DataError
 from fovea.types import Metrics
 from fovea.utils.bounded import append_to, read_lines
@@ -39,7 +39,7 @@ class BadRows:
     def __len__(self) -> int:
         return len(self._reasons)
 
-    def add(self, place: Place, error: DataError) -> None:
+    def add(self, place: RowPlace, error: DataError) -> None:
         """List a row with its error, unless it is listed already."""
         if place.key in self._reasons:
             return

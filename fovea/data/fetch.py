@@ -7,7 +7,9 @@ check the address. Bodies are taken as they are sent, never decompressed.
 from __future__ import annotations
 
 import hashlib
+import io
 import ipaddress
+import math
 import socket
 import ssl
 import time
@@ -16,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 from urllib.parse import urljoin, urlsplit
 
 import httpcore2
@@ -143,7 +145,7 @@ _OF_THE_HOST = ("url_timeout", "url_unreachable", "url_status_429", "url_status_
 
 
 @dataclass(slots=True)
-class _Host:
+class _FailingHost:
     failures: int = 0
     """In a row."""
     given_up_until: float = 0.0
@@ -168,7 +170,7 @@ class FailedHosts:
         self._pause_seconds = pause_seconds
         self._note = note
         self._clock = clock
-        self._hosts: dict[str, _Host] = {}
+        self._hosts: dict[str, _FailingHost] = {}
         self._noted: set[str] = set()
         self._lock = Lock()
 
@@ -199,7 +201,7 @@ class FailedHosts:
 
     def _failed(self, name: str, error: str) -> None:
         with self._lock:
-            host = self._hosts.setdefault(name, _Host())
+            host = self._hosts.setdefault(name, _FailingHost())
             host.failures += 1
             given_up = self._pause_seconds > 0 and host.failures >= MAX_FAILURES
             if given_up:
@@ -217,8 +219,6 @@ class FailedHosts:
 _REDIRECTS = {301, 302, 303, 307, 308}
 _TRY_AGAIN = {429, 500, 502, 503, 504}
 FIRST_PAUSE_SECONDS = 0.5
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,43 +241,36 @@ class _Retryable(Exception):
 
 
 def fetch(url: str, where: str, limits: UrlLimits) -> bytes:
-    """Return the content at an http(s) URL; BadRowError naming `where`."""
-    return _with_retries(limits, lambda: _content(url, where, limits))
+    """Return the content at an http(s) URL, of at most `max_mib`; BadRowError naming `where`."""
+    content = io.BytesIO()
+    download(url, where, limits, content, max_bytes=limits.max_mib * 2**20)
+    return content.getvalue()
 
 
-def download(url: str, where: str, limits: UrlLimits, into: BinaryIO) -> None:
-    """Copy the content at an http(s) URL into a file, whatever its size (`max_mib` does not count); BadRowError."""
-    _with_retries(limits, lambda: _copied(url, where, limits, into))
-
-
-def _with_retries(limits: UrlLimits, attempt: Callable[[], Result]) -> Result:
-    for number in range(limits.retries):
+def download(url: str, where: str, limits: UrlLimits, into: BinaryIO, *, max_bytes: float = math.inf) -> None:
+    """Copy the content at an http(s) URL into a file, whatever its size unless `max_bytes` says; BadRowError."""
+    for number in range(limits.retries + 1):
         try:
-            return attempt()
-        except _Retryable:
+            _copy(url, where, limits, into, max_bytes)
+            return
+        except _Retryable as failure:
+            if number == limits.retries:
+                raise failure.error from None
             time.sleep(FIRST_PAUSE_SECONDS * 2**number)
-    try:
-        return attempt()
-    except _Retryable as failure:
-        raise failure.error from None
 
 
-def _content(url: str, where: str, limits: UrlLimits) -> bytes:
-    content = bytearray()
-    with _opened(url, where, limits) as response:
-        _check_size(int(httpx2.Headers(response.headers).get("Content-Length", "0")), where, limits)
-        for chunk in response.iter_stream():
-            content += chunk
-            _check_size(len(content), where, limits)
-    return bytes(content)
+def _copy(url: str, where: str, limits: UrlLimits, into: BinaryIO, max_bytes: float) -> None:
+    def check_size(num_bytes: int) -> None:
+        if num_bytes > max_bytes:
+            raise _bad(where, f"the server sends more than data.max_image_mib={limits.max_mib:g}", "image_too_large")
 
-
-def _copied(url: str, where: str, limits: UrlLimits, into: BinaryIO) -> None:
     into.seek(0)
     into.truncate()
     with _opened(url, where, limits) as response:
+        check_size(int(httpx2.Headers(response.headers).get("Content-Length", "0")))
         for chunk in response.iter_stream():
             into.write(chunk)
+            check_size(into.tell())
 
 
 @contextmanager
@@ -350,11 +343,6 @@ def _check_status(response: httpcore2.Response, where: str) -> None:
     problem = f"the server answers {response.status} {phrase}"[:120].rstrip()
     error = _bad(where, problem, f"url_status_{response.status}")
     raise _Retryable(error) if response.status in _TRY_AGAIN else error
-
-
-def _check_size(num_bytes: int, where: str, limits: UrlLimits) -> None:
-    if num_bytes > limits.max_mib * 2**20:
-        raise _bad(where, f"the server sends more than data.max_image_mib={limits.max_mib:g}", "image_too_large")
 
 
 def _bad(where: str, problem: str, reason: str) -> BadRowError:

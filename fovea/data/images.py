@@ -8,6 +8,7 @@ Nothing is repaired: half a file is an error, not half an image, and an image th
 
 from __future__ import annotations
 
+import base64
 import io
 import re
 import stat
@@ -17,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,17 +33,9 @@ from fovea.types import ImageRef
 Fetch: TypeAlias = Callable[[str, str], bytes]
 """A function from a URL, and the name of the image in errors, to the content there."""
 OpenImage: TypeAlias = Callable[[ImageRef], Image.Image]
-"""A function that opens an image: `open_image` with its limits bound, or a stand-in."""
+"""A function that opens an image: an `ImageOpener`, or a stand-in."""
 Size: TypeAlias = tuple[int, int]
 """Width and height of an image in pixels."""
-
-
-class OpensImages(Protocol):
-    """`ImageOpener`, or a stand-in."""
-
-    def __call__(self, ref: ImageRef) -> Image.Image: ...
-
-    def size(self, ref: ImageRef) -> Size: ...
 
 
 # Pillow also opens formats that run other programs (EPS starts Ghostscript) or hold no single picture.
@@ -90,29 +83,6 @@ def no_fetch(url: str, where: str) -> bytes:
     raise _refused(where, f"{url[:200]} is not on this machine", "download it", "url_unreachable")
 
 
-def open_image(
-    ref: ImageRef,
-    *,
-    max_mib: float,
-    max_megapixels: float,
-    convert: Collection[Conversion] = (),
-    fetch: Fetch = no_fetch,
-) -> Image.Image:
-    """Read, check and decode one image; the result is RGB and holds no file open.
-
-    Raises BadRowError naming `ref.where`. The limits are `data.max_image_mib` and `data.max_image_megapixels`;
-    `convert` is `data.convert_images`.
-    """
-    if isinstance(ref.source, np.ndarray):
-        return _from_values(ref.source, ref.where, max_megapixels)
-    if isinstance(ref.source, Image.Image):
-        with _broken_is_bad(ref.where):
-            return _checked(ref.source, b"", ref.where, max_megapixels, convert)
-    where, content = _content(ref, max_mib, fetch)
-    with _header(content, where, max_megapixels) as image:
-        return _checked(image, content, where, max_megapixels, convert)
-
-
 def _content(ref: ImageRef, max_mib: float, fetch: Fetch) -> tuple[str, bytes]:
     """The name of an encoded image in errors, and the content of its file."""
     assert isinstance(ref.source, str | bytes), f"{ref.where} is {type(ref.source).__name__}, which is not encoded"
@@ -135,20 +105,30 @@ def _header(content: bytes, where: str, max_megapixels: float) -> Iterator[Image
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageOpener:
-    """`open_image` with its limits bound, and the size that an image says it has."""
+    """Reads, checks and decodes images, or only their headers; raises BadRowError naming `ref.where`."""
 
     max_mib: float
+    """The limit `data.max_image_mib`."""
     max_megapixels: float
+    """The limit `data.max_image_megapixels`."""
     convert: Collection[Conversion] = ()
+    """The conversions of `data.convert_images`."""
     fetch: Fetch = no_fetch
 
     def __call__(self, ref: ImageRef) -> Image.Image:
-        return open_image(
-            ref, max_mib=self.max_mib, max_megapixels=self.max_megapixels, convert=self.convert, fetch=self.fetch
-        )
+        """The image as RGB, with no file open."""
+        if isinstance(ref.source, np.ndarray):
+            _check_values(ref.source, ref.where, self.max_megapixels)
+            return Image.fromarray(np.ascontiguousarray(ref.source))
+        if isinstance(ref.source, Image.Image):
+            with _broken_is_bad(ref.where):
+                return _checked(ref.source, b"", ref.where, self.max_megapixels, self.convert)
+        where, content = _content(ref, self.max_mib, self.fetch)
+        with _header(content, where, self.max_megapixels) as image:
+            return _checked(image, content, where, self.max_megapixels, self.convert)
 
     def size(self, ref: ImageRef) -> Size:
-        """The size in an image's header, of which no pixel is decoded; BadRowError as for `open_image`.
+        """The size in an image's header, of which no pixel is decoded.
 
         It is that of the stored image: where that is shown turned, no count of pixels or visual tokens differs.
         """
@@ -164,7 +144,7 @@ class ImageOpener:
             return image.size
 
     def is_turned(self, ref: ImageRef) -> bool:
-        """True if the EXIF orientation of an image has it shown turned or mirrored; BadRowError as for `open_image`."""
+        """True if the EXIF orientation of an image has it shown turned or mirrored."""
         if isinstance(ref.source, np.ndarray):
             return False
         if isinstance(ref.source, Image.Image):
@@ -181,6 +161,13 @@ def is_url(path: str) -> bool:
     return _URL.match(path) is not None
 
 
+def png_url(image: Image.Image) -> str:
+    """A picture as the data URI of a PNG, as chat endpoints take it."""
+    png = io.BytesIO()
+    image.save(png, "PNG")
+    return "data:image/png;base64," + base64.b64encode(png.getvalue()).decode("ascii")
+
+
 def _refused(where: str, problem: str, fix: str, reason: str) -> BadRowError:
     return BadRowError(f"{where}: {problem}; {fix}, or set data.on_bad_row=skip", reason)
 
@@ -188,11 +175,6 @@ def _refused(where: str, problem: str, fix: str, reason: str) -> BadRowError:
 def no_such_image(where: str) -> BadRowError:
     """The error of a row whose image file is missing."""
     return _refused(where, "no such image file", "correct the path in the row", "image_missing")
-
-
-def _from_values(values: NDArray[np.uint8], where: str, max_megapixels: float) -> Image.Image:
-    _check_values(values, where, max_megapixels)
-    return Image.fromarray(np.ascontiguousarray(values))
 
 
 def _check_values(values: NDArray[np.uint8], where: str, max_megapixels: float) -> None:
@@ -286,7 +268,8 @@ def _checked(
             f"convert the file, add {kind} to data.convert_images",
             f"image_{kind}",
         )
-    return _to_rgb(_upright(image), where)
+    turn = _UPRIGHT.get(image.getexif().get(_ORIENTATION_TAG, 1))
+    return _to_rgb(image if turn is None else image.transpose(turn), where)
 
 
 def _conversions(image: Image.Image, content: bytes) -> set[Conversion]:
@@ -333,11 +316,6 @@ def _why_unknown(content: bytes) -> tuple[str, str]:
             return f"the image is {width}x{height} pixels, that is empty", "image_empty"
     known = ", ".join(_FORMATS)
     return f"the content is not an image with pixels in a known format ({known})", "image_unknown_format"
-
-
-def _upright(image: Image.Image) -> Image.Image:
-    turn = _UPRIGHT.get(image.getexif().get(_ORIENTATION_TAG, 1))
-    return image if turn is None else image.transpose(turn)
 
 
 def _to_rgb(image: Image.Image, where: str) -> Image.Image:

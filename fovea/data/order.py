@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypedDict, overload, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypedDict, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,27 +18,7 @@ _KIND_STREAM, _ROW_STREAM = 0, 1
 _LEVEL_SETTING = "curriculum.level_weights"
 
 
-@runtime_checkable
-class HasKinds(Protocol):
-    """Tasks whose kinds are known without making the tasks."""
-
-    @property
-    def kinds(self) -> Sequence[str]:
-        """The kind of every task."""
-        ...
-
-
-@runtime_checkable
-class HasLevels(Protocol):
-    """Tasks of several levels of difficulty, known without making the tasks."""
-
-    @property
-    def levels(self) -> Sequence[str] | None:
-        """The level of every task; None where the tasks have no levels."""
-        ...
-
-
-class Place(NamedTuple):
+class RowPlace(NamedTuple):
     """Names of the row behind a task; known without making the task, even if it cannot be made."""
 
     key: str
@@ -57,7 +37,7 @@ class LazyTasks(Sequence[Task]):
         *,
         kind_of: Callable[[int], str],
         level_of: Callable[[int], str] | None = None,
-        place_of: Callable[[int], Place] | None = None,
+        place_of: Callable[[int], RowPlace] | None = None,
     ) -> None:
         self._make = make
         self._indices = indices
@@ -67,13 +47,15 @@ class LazyTasks(Sequence[Task]):
 
     @property
     def kinds(self) -> Sequence[str]:
+        """The kind of every task, known without making the tasks."""
         return [self._kind_of(index) for index in self._indices]
 
     @property
     def levels(self) -> Sequence[str] | None:
+        """The level of difficulty of every task; None where the tasks have no levels."""
         return None if self._level_of is None else [self._level_of(index) for index in self._indices]
 
-    def place(self, index: int) -> Place | None:
+    def place(self, index: int) -> RowPlace | None:
         """Names of the row behind a task; None where rows are in no file."""
         return self._place_of(self._indices[index]) if self._place_of else None
 
@@ -98,15 +80,15 @@ class LazyTasks(Sequence[Task]):
 
 def kinds_of(tasks: Sequence[Task]) -> Sequence[str]:
     """The kind of every task; tasks that know their kinds are not made for it."""
-    return tasks.kinds if isinstance(tasks, HasKinds) else [task.kind for task in tasks]
+    return tasks.kinds if isinstance(tasks, LazyTasks) else [task.kind for task in tasks]
 
 
 def levels_of(tasks: Sequence[Task]) -> Sequence[str] | None:
     """The level of every task; None where the tasks have no levels."""
-    return tasks.levels if isinstance(tasks, HasLevels) else None
+    return tasks.levels if isinstance(tasks, LazyTasks) else None
 
 
-def place_of(tasks: Sequence[Task], index: int) -> Place | None:
+def place_of(tasks: Sequence[Task], index: int) -> RowPlace | None:
     """Names of the row behind a task; None where it is in no file."""
     return tasks.place(index) if isinstance(tasks, LazyTasks) else None
 
@@ -139,12 +121,17 @@ class Order:
     ) -> None:
         if not kinds:
             raise DataError("there are no rows to draw from; give the data set at least one row")
-        _check_weights(weights, sorted(set(kinds)), setting)
+        _check_names(weights, sorted(set(kinds)), setting, "kind")
+        for name, weight in weights.items():
+            if not weight > 0:
+                raise ConfigError(f"{setting}: {name} has weight {weight:g}, so it would never come; set it above 0")
         strata = [(kind, "") for kind in kinds] if levels is None else list(zip(kinds, levels, strict=True))
         counts = Counter(strata)
         self._strata = sorted(counts)
         self._names = [f"{kind}/{level}" if level else kind for kind, level in self._strata]
-        self._rows = _rows_of(strata, self._strata)
+        number = {stratum: index for index, stratum in enumerate(self._strata)}
+        stratum_of_row = np.array([number[stratum] for stratum in strata])
+        self._rows = [np.flatnonzero(stratum_of_row == index) for index in range(len(self._strata))]
         self._shares = np.array([counts[each] * weights.get(each[0], 1.0) for each in self._strata])
         self._bounds = np.cumsum(self._shares / self._shares.sum())[:-1]
         self._seed = seed
@@ -234,19 +221,6 @@ class Order:
             generator = np.random.default_rng([self._seed, _ROW_STREAM, kind, epoch])
             known = self._shuffles[kind] = (epoch, generator.permutation(self._rows[kind]))
         return known[1]
-
-
-def _rows_of(strata: Sequence[tuple[str, str]], names: Sequence[tuple[str, str]]) -> list[NDArray[np.int64]]:
-    number = {name: index for index, name in enumerate(names)}
-    stratum_of_row = np.array([number[stratum] for stratum in strata])
-    return [np.flatnonzero(stratum_of_row == index) for index in range(len(names))]
-
-
-def _check_weights(weights: Mapping[str, float], names: Sequence[str], setting: str) -> None:
-    _check_names(weights, names, setting, "kind")
-    for name, weight in weights.items():
-        if not weight > 0:
-            raise ConfigError(f"{setting}: {name} has weight {weight:g}, so it would never come; set it above 0")
 
 
 def _check_names(weights: Mapping[str, float], names: Sequence[str], setting: str, what: str) -> None:

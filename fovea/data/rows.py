@@ -25,7 +25,7 @@ from fovea.data.readers.base import Table, check_columns, check_unique, near_fil
 from fovea.data.readers.frame import ImageFolder, InMemory, MemoryTable, is_dataset, metadata_of
 from fovea.data.readers.lines import csv_rows, json_array, json_lines
 from fovea.data.readers.parquet import GroupCache, ParquetTable
-from fovea.data.readers.remote import expand, local_copy, part_of, split_part
+from fovea.data.readers.remote import RemoteTable, expand, local_copy, part_of, split_part
 from fovea.errors import DataError, MissingExtraError
 from fovea.utils.installing import pip_install
 
@@ -255,28 +255,6 @@ class _Opener:
             return f"`fovea data {path.parts[1].replace('_', '-')}` writes it"
         hint = f" (a data set of the hub is written {source}@train)" if _HUB_ID.fullmatch(source) else ""
         return near_files(path) + ("" if path.suffix in FORMATS else hint)
-
-
-class RemoteTable:
-    """The local copy of a remote file, under the name of its URL."""
-
-    def __init__(self, table: Table, url: str) -> None:
-        self._table = table
-        self.folder, _, self.name = url.partition("?")[0].rpartition("/")
-        self.key = url
-        self.columns = table.columns
-
-    def __len__(self) -> int:
-        return len(self._table)
-
-    def row(self, index: int) -> dict[str, object]:
-        return self._table.row(index)
-
-    def place(self, index: int) -> str:
-        return self._table.place(index)
-
-    def column(self, name: str) -> Iterable[object]:
-        return self._table.column(name)
 
 
 def _check_format(name: str, setting: str) -> None:

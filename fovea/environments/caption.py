@@ -8,55 +8,34 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from threading import Lock
-from typing import Protocol, cast
+from typing import cast
 
-from PIL.Image import Image
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 
 from fovea.config.environments import CaptionEnvironment, CaptionMetric
-from fovea.data.images import OpenImage
 from fovea.data.rows import RowAccess
-from fovea.environments.base import Environment, Split
+from fovea.environments.base import Split
 from fovea.environments.dataset_prompts import plain_answer, question_of
 from fovea.environments.dataset_tasks import ANSWER_KEYS, FileTasks
-from fovea.environments.graders.base import Grade, shown
+from fovea.environments.graders.base import Grade, Grader, shown
 from fovea.environments.graders.cider import IDF_ROWS, CiderD, words_of
+from fovea.environments.graders.opinions import ScoresAnswers
 from fovea.errors import DataError
-from fovea.types import Message, Score, Task, Turn
+from fovea.types import Score, Task, Turn
 
 MAX_CHARS = 10_000
 """The length to which a caption is cut before it is compared; more n-grams would only cost time."""
 _CHRF, _BLEU = CHRF(), BLEU(effective_order=True)
 
 
-class Judge(Protocol):
-    """`judge.JudgeClient`, or a stand-in."""
-
-    async def score(self, images: Sequence[Image], question: str, answer: str, references: Sequence[str]) -> float: ...
-
-
-class TextScorer(Protocol):
-    """`reward_model.RewardScorer`, or a stand-in."""
-
-    def score(self, question: str, answer: str) -> float: ...
-
-
-class Caption(Environment):
+class Caption(FileTasks):
     """The environment `caption`; see `config.CaptionEnvironment`."""
 
     def __init__(self, config: CaptionEnvironment, access: RowAccess) -> None:
-        self._files = FileTasks(config, access, read_answer=first_caption)
-
-    def tasks(self, split: Split) -> Sequence[Task]:
-        return self._files.tasks(split)
-
-    def prompt(self, task: Task) -> Sequence[Message]:
-        return self._files.prompt(task)
-
-    def target(self, task: Task) -> str:
-        return task.answer
+        super().__init__(config, access, read_answer=first_caption)
 
 
 class CaptionGrader:
@@ -66,7 +45,7 @@ class CaptionGrader:
         self,
         config: CaptionEnvironment,
         tasks: Callable[[Split], Sequence[Task]],
-        reward_model: TextScorer | None = None,
+        reward_model: ScoresAnswers | None = None,
     ) -> None:
         """`tasks` gives the rows of a split, whose references say how rare words are."""
         self._config = config
@@ -86,7 +65,7 @@ class CaptionGrader:
             parts |= cider_parts(self._cider(task), caption, references)
         parts |= {name: score(caption, references) for name, score in OVERLAPS.items() if name in metrics}
         if self._reward_model is not None:
-            parts["reward_model"] = self._reward_model.score(question_of(task), caption)
+            parts["reward_model"] = self._reward_model.score(question_of(task), caption, ())
         return parts
 
     def weighted(self, parts: Mapping[str, float]) -> Score:
@@ -96,17 +75,15 @@ class CaptionGrader:
         return Score(reward=reward, accuracy=reward, parts=parts)
 
     def references(self, task: Task) -> list[str]:
-        """All references of a task's image, with repetitions, which a mean over references counts."""
-        cell = self._reference_cell(task)
-        captions = [] if cell is None else captions_of(cell, task.id)
-        return captions if task.answer in captions else [task.answer, *captions]
+        """All references of a task's image, with repetitions, which a mean over references counts.
 
-    def _reference_cell(self, task: Task) -> object:
-        """The cell in the column of references; without such a column, an answer that is a list."""
-        if self._config.references_key is not None:
-            return task.row.get(self._config.references_key)
-        cell = task.row.get(self._config.answer_key or ANSWER_KEYS[0])
-        return cell if isinstance(cell, list | tuple) else None
+        They are in the column of references; without such a column, in an answer that is a list.
+        """
+        key = self._config.references_key
+        cell = task.row.get(key or self._config.answer_key or ANSWER_KEYS[0])
+        is_there = cell is not None if key else isinstance(cell, list | tuple)
+        captions = captions_of(cell, task.id) if is_there else []
+        return captions if task.answer in captions else [task.answer, *captions]
 
     def _cider(self, task: Task) -> CiderD:
         """CIDEr-D with the document frequencies of the task's own split: test rows must not steer a dev reading."""
@@ -129,21 +106,17 @@ class CaptionGrader:
 class JudgedCaptionGrader:
     """The grader of `caption` with a judge: the metrics of a `CaptionGrader`, and the judge's score."""
 
-    def __init__(self, metrics: CaptionGrader, judge: Judge, open_image: OpenImage) -> None:
+    def __init__(self, metrics: CaptionGrader, judge: Grader) -> None:
         self._metrics = metrics
         self._judge = judge
-        self._open_image = open_image
 
     async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
         """NoScoreError where the judge gives none."""
-        caption = caption_of(turns[-1].text)
-        # neither images nor metrics may hold up the replies to other calls
-        images, parts = await asyncio.to_thread(self._images_and_parts, task, caption)
-        judged = await self._judge.score(images, question_of(task), caption, self._metrics.references(task))
-        return self._metrics.weighted(parts | {"judge": judged})
-
-    def _images_and_parts(self, task: Task, caption: str) -> tuple[list[Image], dict[str, float]]:
-        return [self._open_image(ref) for ref in task.images], self._metrics.parts(task, caption)
+        caption = replace(turns[-1], text=caption_of(turns[-1].text))
+        # the metrics must not hold up the replies to other calls
+        parts = await asyncio.to_thread(self._metrics.parts, task, caption.text)
+        judged = await self._judge.score(task, [caption])
+        return self._metrics.weighted(parts | {"judge": judged.reward})
 
 
 def grade(prediction: str, truth: str | Sequence[str], *, cider: CiderD | None = None) -> Grade:

@@ -1,7 +1,7 @@
 """The curriculum of a run: the stage that each step belongs to, its metrics, and its state for checkpoints.
 
 An environment with `Stages` has a grader for each of them, from the easiest to the last, and stays stateless; only the
-curriculum moves. Rows with levels (`data.order.HasLevels`) are drawn by the stage's level weights. Without either there
+curriculum moves. Rows with levels (`data.order.LazyTasks`) are drawn by the stage's level weights. Without either there
 is one stage. Held-out rows are always scored by the last grader.
 """
 
@@ -43,7 +43,7 @@ class CurriculumState(TypedDict):
     recent_rewards: list[float]
 
 
-class Curriculum:
+class CurriculumProgress:
     """The present stage of a run, and the rule by which the next one begins."""
 
     def __init__(self, own: Stages | None = None, settings: config.Curriculum | None = None) -> None:

@@ -1,4 +1,10 @@
-"""Rows of data files as tasks and prompts: the common part of every environment with data files.
+"""From a row of a file to a prompt: the common part of every environment with data files.
+
+    environment.train_files   names of files, opened as `data.rows.Rows`
+    FileSplits (file_splits)  deals the rows to train, dev and test, no image in two of them
+    FileTasks.tasks           a lazy sequence: reading task i reads row i, finds its columns and checks its cells
+    FileTasks.prompt          the task as messages: system prompt, template, images at their marks
+    PromptSource              renders the messages, keeps prompts in a cache, and lists bad rows
 
 Where no setting names a column, it is the first of these that the row has.
 
@@ -11,12 +17,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TypeAlias
 
 from fovea.config.environments import FileEnvironment, RowsEnvironment
-from fovea.data.order import LazyTasks, Place
 from fovea.data.readers.base import listed, nearest
-from fovea.data.rows import RowAccess, Rows, image_refs, open_rows
+from fovea.data.rows import RowAccess, Rows, image_refs
 from fovea.environments.base import Environment, Split
 from fovea.environments.dataset_prompts import (
     Texts,
@@ -35,7 +41,6 @@ from fovea.types import Message, Task
 
 PROMPT_KEYS = ("problem", "prompt", "question", "conversations", "messages")
 ANSWER_KEYS = ("answer", "reward_model")
-KIND = "all"
 _IMAGE_NAME = re.compile(r"data:image/.*|\S.*\.(?:png|jpe?g|webp|gif|bmp|tiff?)", re.IGNORECASE | re.DOTALL)
 
 Row: TypeAlias = Mapping[str, object]
@@ -43,8 +48,8 @@ ReadAnswer: TypeAlias = Callable[[object, str], str]
 """A function of a cell, and of the words by which an error names the row, to the true answer."""
 
 
-class FileTasks:
-    """The tasks of an environment's files; an environment has one and adds its grader."""
+class FileTasks(Environment):
+    """The rows of files as tasks and prompts; an environment adds its graders."""
 
     def __init__(
         self,
@@ -56,23 +61,14 @@ class FileTasks:
     ) -> None:
         """`is_gradable` says whether the grader accepts a task's own answer; a row where it does not is a bad row."""
         self._settings = settings
-        self._access = access
         self._read_answer = read_answer
         self._is_gradable = is_gradable
-        self._splits = FileSplits(settings, self._open, self._image_columns)
+        self._splits = FileSplits(settings, access, self._check)
 
     def tasks(self, split: Split) -> Sequence[Task]:
-        """The rows of a split."""
-        part = self._splits.of(split)
-        rows, kinds = part.rows, _cells(part.rows, self._settings.kind_key)
-        levels = _cells(rows, self._settings.level_key)
-        return LazyTasks(
-            lambda index: self._task(split, rows, index, kinds[index] if kinds else KIND),
-            part.indices,
-            kind_of=lambda index: kinds[index] if kinds else KIND,
-            place_of=lambda index: Place(rows.key(index), rows.where(index)),
-            level_of=None if levels is None else lambda index: levels[index],
-        )
+        settings = self._settings
+        make = partial(self._task, split)
+        return self._splits.tasks(split, make, kind_key=settings.kind_key, level_key=settings.level_key)
 
     def prompt(self, task: Task) -> Sequence[Message]:
         """The messages of a prompt: the system prompt, earlier messages, the question in its template."""
@@ -80,15 +76,12 @@ class FileTasks:
         history = self._question(task.row, key, task.id)[:-1] if key else []
         return interleaved(self._framed([*history, ("user", task.question)]), task.images, task.id)
 
-    def _open(self, split: Split, sources: Sequence[str]) -> Rows:
-        settings, source = self._settings, f"environment.{split}_files"
-        rows = open_rows(sources, columns=settings.named_columns, setting=source, access=self._access)
-        check_question(settings, rows.columns, source)
-        check_pictures(settings, rows, source)
-        return rows
+    def target(self, task: Task) -> str:
+        return task.answer
 
-    def _image_columns(self, rows: Rows) -> list[str]:
-        return [key for key in self._settings.image_names if key in rows.columns]
+    def _check(self, rows: Rows, source: str) -> None:
+        check_question(self._settings, rows.columns, source)
+        check_pictures(self._settings, rows, source)
 
     def _task(self, split: Split, rows: Rows, index: int, kind: str) -> Task:
         row, where = rows[index], rows.where(index)
@@ -199,11 +192,6 @@ def check_answer(settings: FileEnvironment, columns: Sequence[str], first: Row |
         )
 
 
-def _cells(rows: Rows, key: str | None) -> list[str] | None:
-    """The cells of a column as texts, `all` for an empty one; None without a column."""
-    return None if key is None else [KIND if cell is None else str(cell) for cell in rows.column(key)]
-
-
 def prompt_key(row: Row, settings: FileEnvironment) -> str | None:
     """The column of the question."""
     return settings.prompt_key or next((key for key in PROMPT_KEYS if row.get(key) is not None), None)
@@ -225,23 +213,15 @@ def image_cells(row: Row, settings: FileEnvironment) -> list[object]:
     return [row.get(key) for key in keys]
 
 
-class OwnRows(Environment):
+class OwnRows(FileTasks):
     """The environment `rows`; see `config.RowsEnvironment`."""
+
+    graders: tuple[Grader, ...] = ()
 
     def __init__(self, config: RowsEnvironment, access: RowAccess, *, imitated: bool = False) -> None:
         """With `imitated`, for a warm-up, a row without an answer is a bad row."""
-        self._files = FileTasks(config, access, read_answer=plain_answer if imitated else answer_or_none)
-        self.graders: tuple[Grader, ...] = ()
+        super().__init__(config, access, read_answer=plain_answer if imitated else answer_or_none)
         self.answer_key = config.answer_key
-
-    def tasks(self, split: Split) -> Sequence[Task]:
-        return self._files.tasks(split)
-
-    def prompt(self, task: Task) -> Sequence[Message]:
-        return self._files.prompt(task)
-
-    def target(self, task: Task) -> str:
-        return task.answer
 
 
 def answer_or_none(cell: object, where: str) -> str:

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 
 from fovea.config.splits import SplitFiles
 from fovea.data.cells import image_refs
 from fovea.data.images import is_url, no_such_image
-from fovea.data.rows import Rows
+from fovea.data.order import LazyTasks, RowPlace
+from fovea.data.rows import RowAccess, Rows, open_rows
 from fovea.environments.base import Split
 from fovea.errors import BadRowError, DataError
-from fovea.types import ImageRef
+from fovea.types import ImageRef, Task
 
 HELD_OUT_SEED = 0
 """Seed of what is held out, apart from the run's: runs with other seeds have the same rows there."""
+KIND = "all"
+"""The kind of tasks without a column of kinds."""
 _HASH_BYTES = 12
 
 
@@ -103,99 +105,97 @@ def _rank(group: Sequence[int], hashes_of_rows: Sequence[Sequence[bytes]], seed:
     return hashlib.blake2b(own, digest_size=_HASH_BYTES, key=b"%d" % seed).digest()
 
 
-OpenSplit: TypeAlias = Callable[[Split, Sequence[str]], Rows]
-"""A function that opens the sources of a split, which the setting `environment.<split>_files` named."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SplitRows:
-    """The rows of a split: some of the rows of its files."""
-
-    rows: Rows
-    indices: Sequence[int]
-
-
 class FileSplits:
-    """Opens each split at its first use. Dev and test rows are of their own files, else shares of the training rows.
-
-    Test rows are held out first, dev rows of what is left.
-    """
+    """Opens each split at its first use. Dev and test rows are of their own files, else shares of the training rows."""
 
     def __init__(
-        self,
-        settings: SplitFiles,
-        open_split: OpenSplit,
-        image_columns: Callable[[Rows], Sequence[str]],
+        self, settings: SplitFiles, access: RowAccess, check: Callable[[Rows, str], None] = lambda _rows, _setting: None
     ) -> None:
-        """`image_columns` are those of the training rows that may hold images."""
+        """`check` raises DataError for rows that the environment cannot use; it gets the setting that named them."""
         self._settings = settings
-        self._open_split = open_split
-        self._image_columns = image_columns
+        self._access = access
+        self._check = check
+        self._files = {"train": settings.train_files, "dev": settings.dev_files, "test": settings.test_files}
+        self._opened: dict[Split, Rows] = {}
 
-    def of(self, split: Split) -> SplitRows:
-        """The rows of a split; DataError where some are to be held out and all training rows share an image."""
-        files = {"train": None, "dev": self._settings.dev_files, "test": self._settings.test_files}[split]
-        if files is not None:
-            rows = self._opened_dev if split == "dev" else self._opened_test
-            return SplitRows(rows=rows, indices=range(len(rows)))
-        indices = {"train": lambda: self._dev_sides.kept, "dev": self._dev, "test": self._test}[split]()
-        return SplitRows(rows=self._train, indices=indices)
+    def tasks(
+        self,
+        split: Split,
+        make: Callable[[Rows, int, str], Task],
+        *,
+        kind_key: str | None = None,
+        level_key: str | None = None,
+    ) -> LazyTasks:
+        """The tasks of a split, each made from its rows, its row's number and its kind.
 
-    @cached_property
-    def _train(self) -> Rows:
-        return self._open_split("train", self._settings.train_files)
+        Kinds and levels are the cells of two columns. DataError where rows are to be held out and all share an image.
+        """
+        rows, numbers = self._rows(split)
+        kinds, levels = _cells(rows, kind_key), _cells(rows, level_key)
+        return LazyTasks(
+            lambda index: make(rows, index, kinds[index] if kinds else KIND),
+            numbers,
+            kind_of=lambda index: kinds[index] if kinds else KIND,
+            level_of=levels.__getitem__ if levels is not None else None,
+            place_of=lambda index: RowPlace(rows.key(index), rows.where(index)),
+        )
 
-    @cached_property
-    def _opened_dev(self) -> Rows:
-        return self._open_split("dev", self._settings.dev_files or ())
-
-    @cached_property
-    def _opened_test(self) -> Rows:
-        return self._open_split("test", self._settings.test_files or ())
-
-    def _dev(self) -> Sequence[int]:
-        return self._checked("dev", self._settings.dev_share, self._dev_sides.held_out)
-
-    def _test(self) -> Sequence[int]:
-        return self._checked("test", self._settings.test_share, self._test_sides.held_out)
-
-    def _checked(self, split: Split, share: float, held_out: Sequence[int]) -> Sequence[int]:
-        if share > 0 and not held_out:
+    def _rows(self, split: Split) -> tuple[Rows, Sequence[int]]:
+        """The rows of the files that hold a split, and the numbers of those that belong to it."""
+        if split != "train" and self._files[split] is not None:
+            rows = self._open(split)
+            return rows, range(len(rows))
+        numbers, share = self._numbers[split], self._share(split)
+        if share > 0 and not numbers:
             raise DataError(
                 f"environment.{split}_share={share:g}, but {self._why_none()}, so that none can be held out by image; "
                 f"set environment.{split}_files, or environment.{split}_share=0"
             )
-        return held_out
+        return self._open("train"), numbers
+
+    def _open(self, split: Split) -> Rows:
+        if split not in self._opened:
+            setting, columns = f"environment.{split}_files", self._settings.named_columns
+            rows = open_rows(self._files[split] or (), columns=columns, setting=setting, access=self._access)
+            self._check(rows, setting)
+            self._opened[split] = rows
+        return self._opened[split]
+
+    def _share(self, split: Split) -> float:
+        """The share of the training rows that is held out for a split."""
+        if split == "train" or self._files[split] is not None:
+            return 0.0
+        return self._settings.dev_share if split == "dev" else self._settings.test_share
+
+    @cached_property
+    def _numbers(self) -> Mapping[Split, Sequence[int]]:
+        """The numbers of the training rows in each split: test rows are held out first, dev rows of what is left."""
+        rows = self._open("train")
+        columns = [name for name in self._settings.image_names if name in rows.columns]
+        kept: Sequence[int] = range(len(rows))
+        numbers: dict[Split, Sequence[int]] = {}
+        hashes: Sequence[Sequence[bytes]] = [()] * len(rows)
+        if columns and (self._share("test") > 0 or self._share("dev") > 0):  # else nothing is read
+            hashes = list(image_hashes(rows, columns))
+        for split in ("test", "dev"):
+            of_kept = [hashes[row] for row in kept]
+            sides = split_by_image(of_kept, share=self._share(split), seed=HELD_OUT_SEED)
+            numbers[split] = [kept[place] for place in sides.held_out]
+            kept = [kept[place] for place in sides.kept]
+        return {**numbers, "train": kept}
 
     def _why_none(self) -> str:
         """Why no training row can be held out; BadRowError where they share an image whose file is missing."""
-        rows = self._train
+        rows = self._open("train")
         if len(rows) == 1:
             return "there is a single training row"
-        for name in self._image_columns(rows):
+        for name in self._settings.image_names:
             for ref in image_refs(next(iter(rows.column(name))), where=rows.where(0), folder=rows.folder(0)):
                 if isinstance(ref.source, str) and not is_url(ref.source) and not Path(ref.source).exists():
                     raise no_such_image(f"{ref.where} ({ref.source[:200]})")
         return f"the {len(rows)} training rows, or those that are left of them, share one image"
 
-    @cached_property
-    def _test_sides(self) -> Sides:
-        share = 0.0 if self._settings.test_files is not None else self._settings.test_share
-        return self._split(range(len(self._train)), share)
 
-    @cached_property
-    def _dev_sides(self) -> Sides:
-        share = 0.0 if self._settings.dev_files is not None else self._settings.dev_share
-        return self._split(self._test_sides.kept, share)
-
-    def _split(self, rows: Sequence[int], share: float) -> Sides:
-        """Hold out a share of these training rows."""
-        # nothing is read where nothing is held out
-        hashes = [self._hashes[row] for row in rows] if share > 0 else [()] * len(rows)
-        sides = split_by_image(hashes, share=share, seed=HELD_OUT_SEED)
-        return Sides([rows[place] for place in sides.kept], [rows[place] for place in sides.held_out])
-
-    @cached_property
-    def _hashes(self) -> Sequence[tuple[bytes, ...]]:
-        columns = self._image_columns(self._train)
-        return list(image_hashes(self._train, columns)) if columns else [()] * len(self._train)
+def _cells(rows: Rows, key: str | None) -> list[str] | None:
+    """The cells of a column as texts, `all` for an empty one; None without a column."""
+    return None if key is None else [KIND if cell is None else str(cell) for cell in rows.column(key)]

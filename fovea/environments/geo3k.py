@@ -14,26 +14,19 @@ from collections.abc import Sequence
 
 from fovea.config.environments import Geo3kEnvironment
 from fovea.data.rows import RowAccess
-from fovea.environments.base import Environment, Split
 from fovea.environments.dataset_tasks import FileTasks
 from fovea.environments.graders.base import Grade, shown
 from fovea.environments.graders.math_answer import last_boxed, same_answer
-from fovea.types import Message, Score, Task, Turn
+from fovea.types import Score, Task, Turn
 
 
-class Geo3k(Environment):
+class Geo3k(FileTasks):
     """The environment `geo3k`; see `config.Geo3kEnvironment`."""
 
     def __init__(self, config: Geo3kEnvironment, access: RowAccess) -> None:
-        self._files = FileTasks(config, access, is_gradable=lambda task: is_gradable(task.answer))
+        super().__init__(config, access, is_gradable=lambda task: is_gradable(task.answer))
         self._think_tags = config.think_tags
         self.graders = (Geo3kGrader(config),)
-
-    def tasks(self, split: Split) -> Sequence[Task]:
-        return self._files.tasks(split)
-
-    def prompt(self, task: Task) -> Sequence[Message]:
-        return self._files.prompt(task)
 
     def target(self, task: Task) -> str:
         boxed = rf"\boxed{{{task.answer}}}"
@@ -86,13 +79,8 @@ def is_gradable(truth: str) -> bool:
 
 
 def _boxed_after_thinking(text: str) -> bool:
-    tail = _after_thinking(text)
-    return tail is not None and last_boxed(tail) is not None
-
-
-def _after_thinking(text: str) -> str | None:
-    """The text after the reasoning; None unless there is exactly one stretch of reasoning in tags."""
+    """True if a box follows exactly one stretch of reasoning in tags."""
     thought, closing, tail = text.partition("</think>")
     thought = re.sub(r"^\s*<think>", "", thought)
     well_formed = closing and thought.strip() and not re.search("</?think>", thought + tail)
-    return tail if well_formed else None
+    return bool(well_formed) and last_boxed(tail) is not None

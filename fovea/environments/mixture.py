@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from fovea.data.order import LazyTasks, Place, kinds_of, place_of
+from fovea.data.order import LazyTasks, RowPlace, kinds_of, place_of
 from fovea.environments.base import Environment, Split
 from fovea.environments.graders.grading import Grading
 from fovea.errors import ConfigError, DataError
@@ -41,7 +41,11 @@ class Mixture(Environment):
         self.graders = (MixtureGrader(parts),)
 
     def tasks(self, split: Split) -> Sequence[Task]:
-        return MixedTasks({name: _tasks(name, part, split) for name, part in self._parts.items()}, self._parts)
+        tasks: dict[str, Sequence[Task]] = {}
+        for name, part in self._parts.items():
+            with errors_of_part(name):
+                tasks[name] = part.environment.tasks(split)
+        return MixedTasks(tasks, self._parts)
 
     def prompt(self, task: Task) -> Sequence[Message]:
         part, own = dealt(task, self._parts)
@@ -80,7 +84,7 @@ class MixedTasks(LazyTasks):
         num_rows = {name: len(own) for name, own in zip(self._names, self._tasks, strict=True)}
         return {kind: self._shares[part := kind.partition("/")[0]] / num_rows[part] for kind in Counter(self.kinds)}
 
-    def place(self, index: int) -> Place | None:
+    def place(self, index: int) -> RowPlace | None:
         number, row = self._rows[index]
         return place_of(self._tasks[number], row)
 
@@ -124,11 +128,6 @@ def errors_of_part(name: str) -> Iterator[None]:
     except (ConfigError, DataError) as error:
         kind = ConfigError if isinstance(error, ConfigError) else DataError
         raise kind(f"environment.parts.{name}: {error}") from error
-
-
-def _tasks(name: str, part: Part, split: Split) -> Sequence[Task]:
-    with errors_of_part(name):
-        return part.environment.tasks(split)
 
 
 def _kind(name: str, kind: str) -> str:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Literal, Protocol, TypeVar
 
 from fovea.data.bad_rows import BadRows
-from fovea.data.order import Place, RowOrder, place_of
+from fovea.data.order import RowOrder, RowPlace, place_of
 from fovea.environments.base import Environment
 from fovea.errors import BadRowError, DataError
 from fovea.types import Message, Prompt, Task
@@ -102,7 +102,9 @@ class PromptSource:
         if cached is None:
             cached = self.read(index, lambda: self._rendered(index))
             if cached is not None:
-                self._cache.put(index, cached, _num_bytes(cached))
+                prompt = cached.prompt
+                num_bytes = 1024 + prompt.token_ids_L.nbytes * 4 + sum(image.num_bytes for image in prompt.images)
+                self._cache.put(index, cached, num_bytes)
         return cached
 
     def read(self, index: int, make: Callable[[], Made]) -> Made | None:
@@ -118,7 +120,8 @@ class PromptSource:
             if self._on_bad_row == "error":
                 raise
             self.bad_rows[index] = str(error)
-            self._listed.add(place or _place_of_error(str(error)), error)
+            # the error of a row that is in no file begins with the row's name
+            self._listed.add(place or RowPlace(str(error), str(error).partition(":")[0]), error)
             return None
 
     def peek(self, make: Callable[[], Made]) -> Made | None:
@@ -192,13 +195,3 @@ class PromptSource:
     def _where(self, index: int) -> str | None:
         place = place_of(self.tasks, index)
         return place.where if place else None
-
-
-def _place_of_error(message: str) -> Place:
-    """The place of a row that is in no file, from the error, which begins with the row's name."""
-    return Place(message, message.partition(":")[0])
-
-
-def _num_bytes(prompted: PromptedTask) -> int:
-    prompt = prompted.prompt
-    return 1024 + prompt.token_ids_L.nbytes * 4 + sum(image.num_bytes for image in prompt.images)

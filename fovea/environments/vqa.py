@@ -1,7 +1,7 @@
 """Questions about images with short answers: counts, attributes, existence, yes or no, multiple choice.
 
-`graders.vqa_answer` finds the answer in a response and compares it with the truth; `graders.vqa_choices` does so with
-the options of multiple choice.
+`graders.vqa_claim` finds the answer in a response and compares it with the truth; `graders.vqa_words` does so with the
+options of multiple choice.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import replace
 
 from fovea.config.environments import VqaEnvironment
 from fovea.data.rows import RowAccess
-from fovea.environments.base import Environment, Split
 from fovea.environments.dataset_prompts import plain_answer
 from fovea.environments.dataset_tasks import FileTasks
 from fovea.environments.graders.base import Grade, shown
@@ -21,29 +20,26 @@ from fovea.environments.graders.vqa_words import listed_options, option_letter, 
 from fovea.types import Message, Score, Task, Turn
 
 
-class Vqa(Environment):
+class Vqa(FileTasks):
     """The environment `vqa`; see `config.VqaEnvironment`."""
 
     def __init__(self, config: VqaEnvironment, access: RowAccess) -> None:
+        super().__init__(config, access, read_answer=majority_answer, is_gradable=self._is_right)
         self._config = config
-        self._files = FileTasks(config, access, read_answer=majority_answer, is_gradable=self._is_gradable)
         self.graders = (VqaGrader(config),)
-
-    def tasks(self, split: Split) -> Sequence[Task]:
-        return self._files.tasks(split)
 
     def prompt(self, task: Task) -> Sequence[Message]:
         options = task_options(task, self._config)
         if options:
             true_letter(task.answer, options, task.id)  # a row whose answer is not an option is a bad row
             task = replace(task, question=f"{task.question}\n{listed_options(options)}")
-        return self._files.prompt(task)
+        return super().prompt(task)
 
     def target(self, task: Task) -> str:
         options = task_options(task, self._config)
         return rf"\boxed{{{true_letter(task.answer, options, task.id) if options else task.answer}}}"
 
-    def _is_gradable(self, task: Task) -> bool:
+    def _is_right(self, task: Task) -> bool:
         # of multiple choice the letter is checked with the prompt, and is always right
         return bool(task_options(task, self._config)) or is_gradable(true_answers(task, self._config))
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from fovea.environments.base import Environment
 from fovea.environments.graders.grading import Grading
 from fovea.environments.prompt_source import PromptSource
 from fovea.errors import DataError, UnscoredError
-from fovea.evaluation.answer import SampledAnswer
-from fovea.evaluation.evaluator import AnsweredRow
-from fovea.types import Task, Turn
+from fovea.evaluation.evaluator import AnsweredRow, answered_rows
+from fovea.types import Episode, Task, Turn
 
 MAX_MAJORITY_ROWS = 5000
 """Training rows sampled from the whole split: enough for stable most frequent answers."""
@@ -59,40 +58,19 @@ async def baseline_answers(
     size = min(size or len(source), len(source))
     found: list[AnsweredRow] = []
     for start in range(0, size, _ROWS_PER_CHUNK):
-        tasks = _tasks(source, range(start, min(start + _ROWS_PER_CHUNK, size)))
-        answers = await _scored(environment, grading, [(task, answer_of(task)) for task in tasks.values()])
-        for (index, task), answer in zip(tasks.items(), answers, strict=True):
-            if isinstance(answer, UnscoredError):
-                if unscored is None:
-                    raise answer
-                unscored.append(str(answer))
-            else:
-                found.append(AnsweredRow(id=task.id, index=index, kind=task.kind, truth=task.answer, answers=(answer,)))
+        indices = range(start, min(start + _ROWS_PER_CHUNK, size))
+        read = ((index, source.read(index, partial(source.tasks.__getitem__, index))) for index in indices)
+        tasks = {index: task for index, task in read if task is not None}
+        calls = [asyncio.create_task(_scored(environment, grading, task, answer_of(task))) for task in tasks.values()]
+        answered = [await call for call in calls]  # in order, so that an error is that of the first row
+        found += answered_rows(source, tasks, answered, unscored=unscored)
     return found
 
 
-def _tasks(source: PromptSource, indices: Iterable[int]) -> dict[int, Task]:
-    """Tasks of the rows that can be read, by index."""
-    read = ((index, source.read(index, partial(source.tasks.__getitem__, index))) for index in indices)
-    return {index: task for index, task in read if task is not None}
-
-
-async def _scored(
-    environment: Environment, grading: Grading, said: Sequence[tuple[Task, str]]
-) -> list[SampledAnswer | UnscoredError]:
-    calls = [asyncio.create_task(_answer(environment, grading, task, text)) for task, text in said]
-    return [await call for call in calls]  # in order, so that an error is that of the first row
-
-
-async def _answer(environment: Environment, grading: Grading, task: Task, text: str) -> SampledAnswer | UnscoredError:
+async def _scored(environment: Environment, grading: Grading, task: Task, text: str) -> list[Episode] | UnscoredError:
+    turn = Turn(messages=tuple(environment.prompt(task)), text=text)
     try:
-        (score,) = await grading.scores(task, [[Turn(messages=tuple(environment.prompt(task)), text=text)]])
+        (score,) = await grading.scores(task, [[turn]])
     except UnscoredError as error:
         return error
-    return SampledAnswer(
-        text=text,
-        reward=score.reward,
-        accuracy=score.accuracy,
-        parts=score.parts,
-        image_parts=score.image_parts,
-    )
+    return [Episode(task=task, turns=(turn,), score=score)]

@@ -6,21 +6,18 @@ The server applies its own chat template and image processor: rows reach it as m
 from __future__ import annotations
 
 import asyncio
-import base64
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from fovea.data.images import OpenImage
+from fovea.data.images import OpenImage, png_url
 from fovea.environments.base import Environment
 from fovea.environments.graders.grading import Grading
 from fovea.environments.prompt_source import PromptSource
 from fovea.errors import BadRowError, ConfigError, EngineError, UnscoredError, first_line, named
-from fovea.evaluation.evaluator import AnsweredRow, answered_row
+from fovea.evaluation.evaluator import AnsweredRow, answered_rows
 from fovea.rollout.collect import request_seed
 from fovea.types import Episode, FinishReason, ImageRef, Message, Prompt, Sampling, Task, Turn
 from fovea.utils.event_loop import gather_or_cancel
@@ -122,19 +119,11 @@ class ServerEvaluator:
         for start in range(0, size, self._batch_size):
             indices = range(start, min(start + self._batch_size, size))
             rows = {index: row.task for index in indices if (row := source.get(index)) is not None}
-            episodes = await gather_or_cancel(
+            answered = await gather_or_cancel(
                 self._episodes(task, sampling or self._greedy, n, request_seed(seed, index))
                 for index, task in rows.items()
             )
-            for (index, task), answered in zip(rows.items(), episodes, strict=True):
-                if isinstance(answered, BadRowError):
-                    source.read(index, partial(_raise, answered))
-                elif isinstance(answered, UnscoredError):
-                    if unscored is None:
-                        raise answered
-                    unscored.append(str(answered))
-                else:
-                    found.append(answered_row(task, index, answered, self._image_type_key))
+            found += answered_rows(source, rows, answered, unscored=unscored, image_type_key=self._image_type_key)
         return found
 
     async def _episodes(
@@ -201,10 +190,7 @@ def as_chat(messages: Sequence[Message], open_image: OpenImage) -> Chat:
 def _part(part: str | ImageRef, open_image: OpenImage) -> dict[str, Any]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
-    file = io.BytesIO()
-    open_image(part).save(file, "PNG")
-    data = base64.b64encode(file.getvalue()).decode("ascii")
-    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+    return {"type": "image_url", "image_url": {"url": png_url(open_image(part))}}
 
 
 def _sampled(sampling: Sampling) -> dict[str, Any]:
@@ -223,7 +209,3 @@ def _reply(choice: Mapping[str, Any]) -> Reply:
     return Reply(
         text=text if isinstance(text, str) else "", finish="length" if choice["finish_reason"] == "length" else "stop"
     )
-
-
-def _raise(error: BadRowError) -> NoReturn:
-    raise error

@@ -54,13 +54,13 @@ def _same_images(first: Task, second: Task) -> bool:
 
 def with_blank_images(tasks: Sequence[Task], open_image: OpenImage) -> list[Task]:
     """Tasks with their images replaced by grey ones of the same size."""
-    return [replace(task, images=tuple(_blank(image, open_image) for image in task.images)) for task in tasks]
 
+    def blank(ref: ImageRef) -> ImageRef:
+        width, height = open_image(ref).size
+        # one value seen from everywhere: those of all test images are held at once
+        return replace(ref, source=np.broadcast_to(np.uint8(GREY), (height, width, 3)))
 
-def _blank(ref: ImageRef, open_image: OpenImage) -> ImageRef:
-    width, height = open_image(ref).size
-    # one value seen from everywhere: those of all test images are held at once
-    return replace(ref, source=np.broadcast_to(np.uint8(GREY), (height, width, 3)))
+    return [replace(task, images=tuple(map(blank, task.images))) for task in tasks]
 
 
 PixelHash = Callable[[ImageRef], bytes]
@@ -106,8 +106,12 @@ def find_shared_images(
     test: PromptSource, train: PromptSource, pixel_hash: PixelHash, *, sample_rows: int | None, say: Say
 ) -> SharedImages:
     """Search `sample_rows` rows of each split, None for all; a sample is the same for the same number of rows."""
-    of_test = _hashed(test, pixel_hash, sample_rows, partial(_say_of, say, "test"))
-    of_train = _hashed(train, pixel_hash, sample_rows, partial(_say_of, say, "training"))
+
+    def hashed(source: PromptSource, split: str) -> list[set[bytes]]:
+        said = f"looking for test images in the training split: {{count}} {split} rows"
+        return _hashed(source, pixel_hash, sample_rows, lambda count: say(said.format(count=count)))
+
+    of_test, of_train = hashed(test, "test"), hashed(train, "training")
     shared = set().union(*of_test) & set().union(*of_train)
     return SharedImages(
         shared=sum(bool(hashes & shared) for hashes in of_test),
@@ -138,7 +142,3 @@ def _sampled(num_rows: int, sample_rows: int | None) -> Sequence[int]:
         return range(num_rows)
     # in the order of the files, which are read block by block
     return sorted(random.Random(0).sample(range(num_rows), sample_rows))
-
-
-def _say_of(say: Say, split: str, count: str) -> None:
-    say(f"looking for test images in the training split: {count} {split} rows")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import NoReturn, Protocol
 
 from fovea.environments.base import Environment
 from fovea.environments.graders.grading import Grading
 from fovea.environments.prompt_source import PromptSource
-from fovea.errors import ConfigError, ScoreError
+from fovea.errors import BadRowError, ConfigError, ScoreError, UnscoredError
 from fovea.evaluation.answer import SampledAnswer, sampled_answer
 from fovea.evaluation.statistics import parts_of
 from fovea.rollout.base import Engine
@@ -55,6 +56,33 @@ def answered_row(task: Task, index: int, episodes: Sequence[Episode], image_type
         image_type=image_type_of(task, image_type_key),
         answers=tuple(map(sampled_answer, episodes)),
     )
+
+
+def answered_rows(
+    source: PromptSource,
+    tasks: Mapping[int, Task],
+    answered: Sequence[Sequence[Episode] | BadRowError | UnscoredError],
+    *,
+    unscored: list[str] | None,
+    image_type_key: str | None = None,
+) -> Iterator[AnsweredRow]:
+    """The rows of `tasks` with their episodes, as far as there are any.
+
+    A bad row is listed with the source. The reason of a row without a score is appended to `unscored`; None: raised.
+    """
+    for (index, task), episodes in zip(tasks.items(), answered, strict=True):
+        if isinstance(episodes, BadRowError):
+            source.read(index, partial(_raise, episodes))
+        elif isinstance(episodes, UnscoredError):
+            if unscored is None:
+                raise episodes
+            unscored.append(str(episodes))
+        else:
+            yield answered_row(task, index, episodes, image_type_key)
+
+
+def _raise(error: BadRowError) -> NoReturn:
+    raise error
 
 
 class AnswersRows(Protocol):
@@ -135,27 +163,17 @@ class Evaluator:
 
         A row with an UnscoredError is left out and the reason appended to `unscored`; None: the error is raised.
         """
-        indices = range(min(size or len(source), len(source)))
-        return [row async for row in self._answers(source, indices, sampling or self._greedy, n, seed, unscored)]
-
-    async def _answers(
-        self,
-        source: PromptSource,
-        indices: Sequence[int],
-        sampling: Sampling,
-        n: int,
-        seed: int,
-        unscored: list[str] | None,
-    ) -> AsyncIterator[AnsweredRow]:
+        found: list[AnsweredRow] = []
+        size = min(size or len(source), len(source))
         # prompts are rendered one chunk at a time, so that the processed images of a whole split are never in memory
-        for start in range(0, len(indices), self._batch_size):
-            rows = {index: source.get(index) for index in indices[start : start + self._batch_size]}
+        for start in range(0, size, self._batch_size):
+            rows = {index: source.get(index) for index in range(start, min(start + self._batch_size, size))}
             usable = {index: row for index, row in rows.items() if row is not None}
             groups = await collect(
                 self._engine,
                 Interaction(environment=self._environment, grading=self._grading, renderer=source.renderer),
                 list(usable.values()),
-                sampling=sampling,
+                sampling=sampling or self._greedy,
                 n=n,
                 seed=(seed, start),
                 unscored=unscored,
@@ -164,7 +182,8 @@ class Evaluator:
             index_of = {id(row.task): index for index, row in usable.items()}
             for group in groups:
                 task = group.episodes[0].task
-                yield answered_row(task, index_of[id(task)], group.episodes, self._image_type_key)
+                found.append(answered_row(task, index_of[id(task)], group.episodes, self._image_type_key))
+        return found
 
 
 def _accuracies_by(

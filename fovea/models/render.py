@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fovea.data.images import OpensImages
+from fovea.data.images import ImageOpener
 from fovea.errors import BadRowError, DataError
 from fovea.models.processor import Processor, token_id
 from fovea.types import ImageRef, Message, Prompt, PromptImage
@@ -29,7 +29,7 @@ class Renderer:
     def __init__(
         self,
         processor: Processor,
-        open_image: OpensImages,
+        open_image: ImageOpener,
         *,
         min_pixels: int | None = None,
         max_pixels: int | None = None,

@@ -11,7 +11,7 @@ from pathlib import Path
 from fovea.config.run import Config
 from fovea.data.order import RowOrder
 from fovea.environments.base import Environment
-from fovea.environments.curriculum import Curriculum
+from fovea.environments.curriculum import CurriculumProgress
 from fovea.environments.graders.grading import Grading
 from fovea.environments.prompt_source import PromptSource
 from fovea.errors import TrainError
@@ -32,7 +32,7 @@ class TaskStream:
 
     source: PromptSource
     order: RowOrder
-    curriculum: Curriculum
+    curriculum: CurriculumProgress
     environment: Environment
     grading: Grading
 

@@ -18,7 +18,6 @@ MAY_PASS = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 """Status codes of a server that is busy or not quite up."""
 FIRST_PAUSE_SECONDS = 0.5
 MAX_PAUSE_SECONDS = 30.0
-MAX_REPLY_BYTES = 1 << 28
 SHOWN_CHARS = 200
 
 
@@ -45,6 +44,7 @@ class CallBounds:
     calls_at_once: int
     max_retries: int = 0
     """Further tries after a timeout, a broken connection or a status in `MAY_PASS`, with growing pauses."""
+    max_reply_bytes: int = 1 << 28
 
 
 class JsonServer:
@@ -97,7 +97,7 @@ class JsonServer:
             async with asyncio.timeout(self._bounds.timeout_seconds):
                 call = self._client.stream(method, self.url + path, content=content, headers=headers)
                 async with call as response:
-                    answer = await _bounded(response)
+                    answer = await _bounded(response, self._bounds.max_reply_bytes)
         except TimeoutError as error:
             raise CallError(f"no answer within {self._bounds.timeout_seconds:g} s") from error
         except httpx2.HTTPError as error:
@@ -124,12 +124,12 @@ def bearer(api_key_env: str | None, setting: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
-async def _bounded(response: httpx2.Response) -> bytes:
+async def _bounded(response: httpx2.Response, max_bytes: int) -> bytes:
     content = bytearray()
     async for chunk in response.aiter_bytes():
         content += chunk
-        if len(content) > MAX_REPLY_BYTES:
-            raise CallError(f"an answer of more than {MAX_REPLY_BYTES} bytes", status=response.status_code)
+        if len(content) > max_bytes:
+            raise CallError(f"an answer of more than {max_bytes} bytes", status=response.status_code)
     return bytes(content)
 
 

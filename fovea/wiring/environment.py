@@ -81,7 +81,7 @@ def with_opinions(config: Config, grading: Grading) -> Grading:
 def _judge(settings: Judge, key: str, opener: OpenImage, clients: list[Closes]) -> Grader:
     client = JudgeClient(settings, key)
     clients.append(client)
-    return LimitedGrader(OpinionOfJudge(client, opener), LimitedCalls(limits_of(settings, key)))
+    return LimitedGrader(OpinionOfJudge(client.score, opener), LimitedCalls(limits_of(settings, key)))
 
 
 def _second_opinion(grader: Grader, judge: Grader, settings: SecondOpinion) -> Grader:
@@ -283,19 +283,13 @@ def make_caption(config: Config, settings: CaptionEnvironment) -> GradedEnvironm
     """Make the caption environment, with reward model and judge where they are set."""
     from fovea.environments.caption import Caption, CaptionGrader, JudgedCaptionGrader
 
-    reward_model = None
-    if settings.reward_model is not None:
-        from fovea.environments.graders.reward_model import RewardScorer
-
-        reward_model = RewardScorer(settings.reward_model)
+    reward_model = None if settings.reward_model is None else RewardScorer(settings.reward_model)
     caption = Caption(settings, make_access(config.data))
     metrics = CaptionGrader(settings, caption.tasks, reward_model)
     if settings.judge is None:
         return GradedEnvironment(environment=caption, grading=Grading(graders=(metrics,)))
-    from fovea.environments.graders.judge import JudgeClient, limits_of
-
-    opener = make_opener(config.data, Path(config.run_dir))
     client = JudgeClient(settings.judge)
-    judged = JudgedCaptionGrader(metrics, client, opener)
+    opinion = OpinionOfJudge(client.score, make_opener(config.data, Path(config.run_dir)), metrics.references)
     calls = LimitedCalls(limits_of(settings.judge))
-    return GradedEnvironment(environment=caption, grading=Grading(graders=(judged,), calls=calls, clients=(client,)))
+    grading = Grading(graders=(JudgedCaptionGrader(metrics, opinion),), calls=calls, clients=(client,))
+    return GradedEnvironment(environment=caption, grading=grading)

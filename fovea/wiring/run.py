@@ -13,7 +13,7 @@ from fovea.config.run import Config
 from fovea.data.bad_rows import BadRows
 from fovea.data.images import ImageOpener
 from fovea.environments.base import Environment
-from fovea.environments.curriculum import Curriculum
+from fovea.environments.curriculum import CurriculumProgress
 from fovea.environments.custom.trl import RewardFunction
 from fovea.metrics.jsonl import METRICS_FILE
 from fovea.metrics.log import JsonlSink, MetricsLog, Phases, Sink
@@ -94,7 +94,7 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
     stream = TaskStream(
         source=sources.train,
         order=make_order(config, sources.train.tasks),
-        curriculum=Curriculum(graded.stages, config.curriculum),
+        curriculum=CurriculumProgress(graded.stages, config.curriculum),
         environment=environment,
         grading=graded.grading,
     )

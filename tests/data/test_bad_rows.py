@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 
 from fovea.data.bad_rows import BAD_ROWS_FILE, BadRows
-from fovea.data.order import Place
+from fovea.data.order import RowPlace
 from fovea.errors import BadRowError, DataError
 
 
-def place(n: int) -> Place:
-    return Place(f"/data/a.jsonl row {n}", f"a.jsonl row {n}")
+def place(n: int) -> RowPlace:
+    return RowPlace(f"/data/a.jsonl row {n}", f"a.jsonl row {n}")
 
 
 def test_each_row_once_and_counted_by_reason(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from PIL import Image
 
 from fovea.data import fetch as fetch_module
 from fovea.data.fetch import FetchedFiles, UrlLimits, download, fetch, is_public
-from fovea.data.images import open_image
+from fovea.data.images import ImageOpener
 from fovea.errors import BadRowError, DataError
 from fovea.types import ImageRef
 from tests.data.web import Site, served
@@ -57,7 +57,7 @@ def reason_of(url: str, **changes: object) -> str:
 def test_an_image_comes_over_http(site: Site) -> None:
     for name in ("/a.png", "/a.png?size=2", f"/to/{site.url}/a.png", "/to//a.png", "/with space.png"):
         ref = ImageRef(source=site.url + name, where=WHERE)
-        image = open_image(ref, max_mib=1, max_megapixels=1, fetch=lambda url, where: fetch(url, where, limits()))
+        image = ImageOpener(max_mib=1, max_megapixels=1, fetch=lambda url, where: fetch(url, where, limits()))(ref)
         assert image.size == (5, 4)
     assert "/a.png?size=2" in site.asked
 

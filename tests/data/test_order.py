@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fovea.data.order import HasKinds, LazyTasks, Order, kinds_of
+from fovea.data.order import LazyTasks, Order, kinds_of
 from fovea.errors import ConfigError, DataError
 from fovea.types import Task
 
@@ -97,7 +97,6 @@ def test_lazy_tasks_know_their_kinds_without_being_made() -> None:
         return task(index)
 
     tasks = LazyTasks(make, range(0, 10, 3), kind_of=lambda index: "even" if index % 2 == 0 else "odd")
-    assert isinstance(tasks, HasKinds)
     assert kinds_of(tasks) == ["even", "odd", "even", "odd"]
     assert kinds_of(tasks[1:3]) == ["odd", "even"]
     assert made == []

@@ -19,7 +19,7 @@ import pytest
 from PIL import Image
 
 from fovea.data.fetch import UrlLimits
-from fovea.data.images import open_image
+from fovea.data.images import ImageOpener
 from fovea.data.readers import parquet
 from fovea.data.rows import RowAccess, Rows, image_refs, open_rows
 from fovea.errors import BadRowError, DataError, MissingExtraError
@@ -165,7 +165,7 @@ def test_pictures_and_paths_of_ones_own_code(tmp_path: Path, monkeypatch: pytest
         rows = opened(source, tmp_path)
         for index in range(len(cells)):
             (ref,) = image_refs(rows[index]["image"], where="w", folder=rows.folder(index))
-            assert open_image(ref, max_mib=1, max_megapixels=1).getpixel((0, 0)) == (255, 0, 0)
+            assert ImageOpener(max_mib=1, max_megapixels=1)(ref).getpixel((0, 0)) == (255, 0, 0)
         rooted = opened(source, tmp_path, image_root=str(tmp_path / "far"))
         (ref,) = image_refs("x.png", where="w", folder=rooted.folder(0))
         assert ref.source == str(tmp_path / "far" / "x.png")
@@ -321,7 +321,7 @@ def test_a_folder_of_images_with_a_table(tmp_path: Path) -> None:
         assert rows.where(0) == "train/metadata.csv line 2"
         assert list(rows.column("image")) == ["cat.png", None]
         (ref,) = image_refs(rows[0]["image"], where="w", folder=rows.folder(0))
-        assert open_image(ref, max_mib=1, max_megapixels=1).getpixel((0, 0)) == (1, 2, 3)
+        assert ImageOpener(max_mib=1, max_megapixels=1)(ref).getpixel((0, 0)) == (1, 2, 3)
     (folder / "metadata.csv").unlink()
     (folder / "metadata.jsonl").write_text('{"file_names": ["cat.png", "cat.png"], "mask_file_name": "cat.png"}\n')
     assert dict(opened(str(folder), tmp_path)[0]) == {"images": ["cat.png", "cat.png"], "mask": "cat.png"}
@@ -436,7 +436,7 @@ def test_every_form_of_an_image(tmp_path: Path) -> None:
     for image in forms():
         for cell in (image, [image], (image,)):
             (ref,) = image_refs(cell, where="w", folder=tmp_path)
-            opened_image = open_image(ref, max_mib=1, max_megapixels=1)
+            opened_image = ImageOpener(max_mib=1, max_megapixels=1)(ref)
             assert (opened_image.size, opened_image.getpixel((0, 0))) == ((3, 2), (1, 2, 3)), image
     objects = np.empty(2, dtype=object)
     objects[:] = [{"bytes": png(), "path": None}, "a.png"]
@@ -449,11 +449,16 @@ def test_every_form_of_an_image(tmp_path: Path) -> None:
         ("", "image_kind"),
         (3, "image_kind"),
         ([[png()]], "image_kind"),
+        ([None], "image_kind"),
+        ({"bytes": None, "path": None}, "image_kind"),
+        ({"url": "x"}, "image_kind"),
         ("data:text/plain,hello", "image_base64"),
         ("data:image/png;base64,%%%", "image_base64"),
         (base64.b64encode(png()).decode()[:-5] + "!", "image_base64"),
         ("a." + "/" * 100_000 + "b.png", "image_kind"),  # 0.1 s, were it resolved
         ("../a.png", "image_outside_folder"),
+        ({"bytes": None, "path": "/etc/passwd"}, "image_outside_folder"),
+        ({"bytes": None, "path": "below/../../secret.png"}, "image_outside_folder"),
         ("a\0b.png", "image_outside_folder"),
         ("file:///etc/passwd", "image_outside_folder"),
         ("s3://bucket/a.png::file:///etc/passwd", "url_invalid"),

@@ -14,11 +14,12 @@ from pydantic import ValidationError
 
 from fovea.config.environments import CaptionEnvironment, RewardModel
 from fovea.config.run import Config
-from fovea.data.images import open_image
+from fovea.data.images import ImageOpener
 from fovea.data.rows import RowAccess
 from fovea.environments.caption import Caption, CaptionGrader, JudgedCaptionGrader, bleu, chrf, grade
 from fovea.environments.graders.by_name import grader_of
 from fovea.environments.graders.cider import CiderD
+from fovea.environments.graders.opinions import OpinionOfJudge
 from fovea.environments.graders.reward_model import RewardScorer
 from fovea.errors import DataError, ModelError
 from fovea.models.tiny import build_tokenizer
@@ -134,10 +135,10 @@ def test_the_judge_gets_image_question_and_answer(tmp_path: Path) -> None:
     said = Said()
 
     def opener(ref: ImageRef) -> Image.Image:
-        return open_image(ref, max_mib=1, max_megapixels=1)
+        return ImageOpener(max_mib=1, max_megapixels=1)(ref)
 
     environment, (metrics,) = caption(config)
-    graders = [JudgedCaptionGrader(metrics, said, opener)]
+    graders = [JudgedCaptionGrader(metrics, OpinionOfJudge(said.score, opener, metrics.references))]
     task = environment.tasks("test")[1]
     score = scored(graders, task, f"<think>x</think>\n{TEXTS[1]}")
     assert said.asked == [(COLOURS["green"], "Describe it.", TEXTS[1], [TEXTS[1]])]

@@ -11,7 +11,7 @@ import pytest
 from fovea.config import environments as config
 from fovea.data.order import LazyTasks, Order, levels_of
 from fovea.data.rows import RowAccess
-from fovea.environments.curriculum import Curriculum, Stages
+from fovea.environments.curriculum import CurriculumProgress, Stages
 from fovea.environments.geospot.environment import GeoSpot
 from fovea.errors import ConfigError, DataError
 from fovea.loop import train
@@ -20,7 +20,7 @@ from fovea.wiring.environment import stages_of as stages_of_environment
 from tests.fakes import STAGES, BanditEnvironment, bandit_run, staged_run
 
 
-def stages_of(curriculum: Curriculum, steps: Sequence[int]) -> list[int]:
+def stages_of(curriculum: CurriculumProgress, steps: Sequence[int]) -> list[int]:
     stages = []
     for step in steps:
         curriculum.begin_step(step)
@@ -33,17 +33,17 @@ def geospot() -> Stages:
 
 
 def test_geospot_goes_through_its_stages_by_step() -> None:
-    curriculum = Curriculum(geospot())
+    curriculum = CurriculumProgress(geospot())
     assert len(geospot().stages) == 5
     steps = (0, 99, 100, 299, 300, 599, 600, 999, 1000, 10**6)
     assert stages_of(curriculum, steps) == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
-    assert stages_of(Curriculum(geospot(), config.Curriculum(enabled=False)), steps) == [4] * 10
+    assert stages_of(CurriculumProgress(geospot(), config.Curriculum(enabled=False)), steps) == [4] * 10
     own = config.Curriculum(starts=(1, 2, 3, 4))
-    assert stages_of(Curriculum(geospot(), own), range(6)) == [0, 1, 2, 3, 4, 4]
+    assert stages_of(CurriculumProgress(geospot(), own), range(6)) == [0, 1, 2, 3, 4, 4]
 
 
 def test_a_change_is_said_once_and_is_a_metric() -> None:
-    curriculum = Curriculum(geospot())
+    curriculum = CurriculumProgress(geospot())
     said = {step: line for step in range(302) if (line := curriculum.begin_step(step)) is not None}
     assert said == {
         0: "stage 1 of 5, country: tolerance_km 500, weight_country 1",
@@ -59,7 +59,7 @@ def test_a_change_is_said_once_and_is_a_metric() -> None:
 
 
 def test_an_environment_without_stages_has_nothing_to_say() -> None:
-    curriculum = Curriculum(stages_of_environment(BanditEnvironment()))
+    curriculum = CurriculumProgress(stages_of_environment(BanditEnvironment()))
     assert curriculum.begin_step(0) is None
     assert curriculum.stage == 0
     assert curriculum.metrics() == {}
@@ -67,7 +67,7 @@ def test_an_environment_without_stages_has_nothing_to_say() -> None:
 
 def test_by_success_a_stage_ends_when_its_own_window_is_good() -> None:
     settings = config.Curriculum(advance="success", success_rate=0.8, success_window_steps=3)
-    curriculum = Curriculum(STAGES, settings)
+    curriculum = CurriculumProgress(STAGES, settings)
     stages = []
     for step, reward in enumerate([1, 1, 0, 1, 1, 1, 1, 1, 1, 1, 1]):
         curriculum.begin_step(step)
@@ -104,7 +104,7 @@ def test_a_resumed_run_goes_on_in_its_stage(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_more_stages_is_refused() -> None:
     with pytest.raises(DataError, match="the checkpoint is in stage 5, but there are 3; resume with the curriculum"):
-        Curriculum(STAGES).restore({"stage": 4, "recent_rewards": []})
+        CurriculumProgress(STAGES).restore({"stage": 4, "recent_rewards": []})
 
 
 @pytest.mark.parametrize(
@@ -116,20 +116,20 @@ def test_a_checkpoint_of_more_stages_is_refused() -> None:
 )
 def test_schedules_that_do_not_fit(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Curriculum(STAGES, config.Curriculum.model_validate(settings))
+        CurriculumProgress(STAGES, config.Curriculum.model_validate(settings))
 
 
 def test_starts_of_a_run_without_stages() -> None:
     """As of geospot with your own reward, which scores all steps alike."""
     with pytest.raises(ConfigError, match=r"curriculum.starts=\[5, 9\], but this run has one stage: .* take .* out"):
-        Curriculum(None, config.Curriculum(starts=(5, 9)))
+        CurriculumProgress(None, config.Curriculum(starts=(5, 9)))
 
 
 def test_success_in_a_run_without_stages() -> None:
     """It would end no stage, and the setting would do nothing."""
     with pytest.raises(ConfigError, match=r"curriculum.advance=success, but this run has one stage: .* take .* out"):
-        Curriculum(None, config.Curriculum(advance="success"))
-    assert Curriculum(None, config.Curriculum(advance="success", level_weights=({"a": 1}, {"b": 1}))).stage == 0
+        CurriculumProgress(None, config.Curriculum(advance="success"))
+    assert CurriculumProgress(None, config.Curriculum(advance="success", level_weights=({"a": 1}, {"b": 1}))).stage == 0
 
 
 class LevelledBandit(BanditEnvironment):

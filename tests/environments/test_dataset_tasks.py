@@ -193,7 +193,7 @@ STREAMED = """
 import gc, sys
 from pathlib import Path
 from fovea.config.run import Geo3kEnvironment
-from fovea.data.images import open_image
+from fovea.data.images import ImageOpener
 from fovea.data.order import Order, kinds_of
 from fovea.data.readers.parquet import GroupCache
 from fovea.data.rows import RowAccess
@@ -208,7 +208,7 @@ def read(tasks, indices):
         (ref,) = tasks[index].images
         num_bytes += len(ref.source)
         if place % 50 == 0:
-            open_image(ref, max_mib=32, max_megapixels=64)
+            ImageOpener(max_mib=32, max_megapixels=64)(ref)
     return num_bytes
 
 path, cache = sys.argv[1], GroupCache(16 << 20)

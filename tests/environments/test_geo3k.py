@@ -12,7 +12,7 @@ from PIL import Image
 from pydantic import ValidationError
 
 from fovea.config.environments import Geo3kEnvironment
-from fovea.data.images import open_image
+from fovea.data.images import ImageOpener
 from fovea.data.order import kinds_of
 from fovea.data.rows import RowAccess
 from fovea.environments.base import Environment, Split
@@ -70,12 +70,6 @@ def test_images_go_where_their_marks_are(problem: str, num_images: int, parts: l
     assert task.id == "test/1"
 
 
-def test_system_prompt_comes_first(tmp_path: Path) -> None:
-    environment = geo3k(tmp_path, [row()], system_prompt="Be brief.")
-    (task,) = environment.tasks("train")
-    assert parts_of(environment, task) == [("system", ["Be brief."]), ("user", ["#1", "Find x."])]
-
-
 def test_verl_layout(tmp_path: Path) -> None:
     chat = [("system", "Rules."), ("user", "<image>One?"), ("assistant", "1"), ("user", "Two <image>?")]
     verl = {
@@ -108,7 +102,7 @@ def test_several_image_columns_and_paths_beside_the_file(tmp_path: Path) -> None
     environment = geo3k(tmp_path, [cells], image_keys=("one", "two"))
     (task,) = environment.tasks("test")
     assert [ref.where for ref in task.images] == [f"test.parquet row 0, image {n}" for n in (1, 2)]
-    opened = open_image(task.images[1], max_mib=1, max_megapixels=1)
+    opened = ImageOpener(max_mib=1, max_megapixels=1)(task.images[1])
     assert opened.getpixel((0, 0)) == (1, 2, 3)
 
 
@@ -276,16 +270,6 @@ def test_gold_answers_of_the_real_data_score_full_marks(
             assert sum(isinstance(part, ImageRef) for part in messages[-1].parts) == len(task.images) == 1
             score = scored(environment.graders, task, environment.target(task), messages)
             assert (score.reward, score.accuracy) == (1.0, 1.0), task.id
-
-
-def test_images_of_the_real_data_open() -> None:
-    file = SHARED / "fixture_test.parquet"
-    if not file.exists():
-        pytest.skip(f"the shared Geometry3K files are not here ({SHARED})")
-    environment = Geo3k(Geo3kEnvironment(train_files=(str(file),), test_files=(str(file),)), RowAccess())
-    for task in environment.tasks("test"):
-        for ref in task.images:
-            assert min(open_image(ref, max_mib=32, max_megapixels=64).size) > 50
 
 
 @pytest.mark.parametrize("truth", ["$", "degrees", "{5", "5}", "\N{ZERO WIDTH SPACE}", r"\text{}", r"\boxed{5"])

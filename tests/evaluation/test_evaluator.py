@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -121,16 +121,17 @@ def test_gold_answers_are_right_and_bad_rows_are_counted() -> None:
     assert source.bad_rows[3] == "row 3 is empty"
 
 
-def test_an_evaluation_and_its_answers_are_the_same_reading() -> None:
+def evaluator_of(scores: BanditEnvironment, note_unscored: Callable[[str], None] = lambda _: None) -> Evaluator:
+    """An evaluator of an engine that answers c to everything, scored by another environment."""
     engine = BanditEngine()
     engine.load_weights({"table": torch.tensor([[0.0, 0.0, 9.0, 0.0]] * 4)}, 0)
-    evaluator = Evaluator(
-        engine,
-        BanditEnvironment(),
-        graded(BanditEnvironment()),
-        greedy=Sampling(max_new_tokens=1, temperature=0.0),
-        batch_size=3,
-    )
+    greedy = Sampling(max_new_tokens=1, temperature=0.0)
+    environment, grading = BanditEnvironment(), graded(scores)
+    return Evaluator(engine, environment, grading, greedy=greedy, batch_size=3, note_unscored=note_unscored)
+
+
+def test_an_evaluation_and_its_answers_are_the_same_reading() -> None:
+    evaluator = evaluator_of(BanditEnvironment())
     source = source_of(BanditEnvironment().tasks("test"))
     rows = wait_for(evaluator.answers(source, 10))
     assert {row.answers[0].text for row in rows} == {"c"}
@@ -178,17 +179,8 @@ def test_rows_without_a_score_are_left_out_and_counted() -> None:
                 raise UnscoredError("away")
             return super().score(task, turns)
 
-    engine = BanditEngine()
-    engine.load_weights({"table": torch.tensor([[0.0, 0.0, 9.0, 0.0]] * 4)}, 0)
     noted: list[str] = []
-    evaluator = Evaluator(
-        engine,
-        BanditEnvironment(),
-        graded(SomeUnscored()),
-        greedy=Sampling(max_new_tokens=1, temperature=0.0),
-        batch_size=3,
-        note_unscored=noted.append,
-    )
+    evaluator = evaluator_of(SomeUnscored(), noted.append)
     source = source_of(BanditEnvironment().tasks("test"))
     evaluation = wait_for(evaluator.evaluate(source, 10))
     assert (evaluation.num_rows, evaluation.num_unscored) == (9, 1)
@@ -205,14 +197,5 @@ def test_an_evaluation_in_which_nothing_is_scored_is_an_error() -> None:
         def score(self, task: Task, turns: Sequence[Turn]) -> Score:
             raise UnscoredError("away")
 
-    engine = BanditEngine()
-    engine.load_weights({"table": torch.zeros(4, 4)}, 0)
-    evaluator = Evaluator(
-        engine,
-        BanditEnvironment(),
-        graded(Unscored()),
-        greedy=Sampling(max_new_tokens=1, temperature=0.0),
-        batch_size=3,
-    )
     with pytest.raises(ScoreError, match=r"none of the 10 held-out rows could be scored, the last one: test/9: away"):
-        wait_for(evaluator.evaluate(source_of(BanditEnvironment().tasks("test")), 10))
+        wait_for(evaluator_of(Unscored()).evaluate(source_of(BanditEnvironment().tasks("test")), 10))

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from fovea.environments.geospot.gazetteer import LatLon
 from fovea.environments.geospot.parsing import parse_answer
-from fovea.environments.geospot.reward import Place, distance_parts
+from fovea.environments.geospot.reward import KnownPlace, distance_parts
 from fovea.environments.prompt_source import PromptSource
 from fovea.errors import ConfigError
 from fovea.evaluation.evaluator import Evaluator
@@ -131,9 +131,9 @@ def test_intervals_are_wilsons_for_shares_and_normal_for_means() -> None:
 )
 def test_kilometres_by_each_stages_tolerance(text: str, parts: Mapping[str, float]) -> None:
     named = {f"within_{TOLERANCES_KM[int(key)]:g}_km" if key.isdecimal() else key: x for key, x in parts.items()}
-    found = distance_parts(parse_answer(text), Place(country="FR", at=PARIS), TOLERANCES_KM)
+    found = distance_parts(parse_answer(text), KnownPlace(country="FR", at=PARIS), TOLERANCES_KM)
     assert found == pytest.approx(named, abs=1.0)
-    assert distance_parts(parse_answer(text), Place(country="FR"), TOLERANCES_KM) == {}
+    assert distance_parts(parse_answer(text), KnownPlace(country="FR"), TOLERANCES_KM) == {}
 
 
 def test_a_run_keeps_its_answers_and_its_figures(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from fovea.errors import BadRowError, DataError
+from fovea.errors import DataError
 from fovea.utils.files import atomic_file
 
 
@@ -51,13 +51,24 @@ class Table(Protocol):
         ...
 
 
-def column_by_rows(table: Table, name: str) -> Iterable[object]:
-    """`Table.column` for files stored by row: every row is read for one of its values."""
-    for index in range(len(table)):
-        try:
-            yield table.row(index).get(name)
-        except BadRowError:
-            yield None
+class TableView:
+    """Another table under its own or another name; subclasses change its rows or columns."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+        self.name, self.key, self.folder, self.columns = table.name, table.key, table.folder, table.columns
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def row(self, index: int) -> dict[str, object]:
+        return self._table.row(index)
+
+    def place(self, index: int) -> str:
+        return self._table.place(index)
+
+    def column(self, name: str) -> Iterable[object]:
+        return self._table.column(name)
 
 
 def first_line(error: Exception) -> str:

@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeGuard
 
-from fovea.data.readers.base import Table, listed
+from fovea.data.readers.base import Table, TableView, listed
 from fovea.errors import DataError
 
 
@@ -154,23 +154,16 @@ def metadata_of(folder: Path) -> Path | None:
     return next((folder / name for name in METADATA if (folder / name).is_file()), None)
 
 
-class ImageFolder:
+class ImageFolder(TableView):
     """The rows of an image folder's table, its columns of paths renamed to columns of images."""
 
     def __init__(self, table: Table, folder: Path) -> None:
-        self._table = table
+        super().__init__(table)
         self._names = {column: shown_as(column) for column in table.columns}
-        self.name, self.key, self.folder = f"{folder.name}/{table.name}", table.key, str(folder)
-        self.columns: Sequence[str] = list(self._names.values())
-
-    def __len__(self) -> int:
-        return len(self._table)
+        self.name, self.folder, self.columns = f"{folder.name}/{table.name}", str(folder), list(self._names.values())
 
     def row(self, index: int) -> dict[str, object]:
         return {shown_as(column): cell for column, cell in self._table.row(index).items()}
-
-    def place(self, index: int) -> str:
-        return self._table.place(index)
 
     def column(self, name: str) -> Iterable[object]:
         return self._table.column(next((own for own, shown in self._names.items() if shown == name), name))

@@ -19,7 +19,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from fovea.data.readers.base import column_by_rows, first_line, listed
+from fovea.data.readers.base import first_line, listed
 from fovea.errors import BadRowError, DataError
 
 RowBytes: TypeAlias = tuple[int, int, int]
@@ -65,7 +65,11 @@ class ByteRangeTable:
         return f"line {line}" if line else f"row {index}"
 
     def column(self, name: str) -> Iterable[object]:
-        return column_by_rows(self, name)
+        for index in range(len(self)):
+            try:
+                yield self.row(index).get(name)
+            except BadRowError:
+                yield None
 
     def _keys_of_first_rows(self) -> list[str]:
         """The columns of a file without a header: all keys of its first rows, since a single row may lack some."""

@@ -8,6 +8,7 @@ chain of several can run code.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -20,7 +21,7 @@ import fsspec.asyn
 
 from fovea.data.fetch import UrlLimits, download, fetch
 from fovea.data.images import check_bytes
-from fovea.data.readers.base import Table, copied_once, first_line
+from fovea.data.readers.base import Table, TableView, copied_once, first_line
 from fovea.errors import BadRowError, DataError, MissingExtraError, named
 from fovea.utils.installing import pip_install
 from fovea.utils.shown_text import lacks_secrets
@@ -64,13 +65,12 @@ def _row(bound: str, num_rows: int) -> int:
     return round(num_rows * int(bound[:-1]) / 100) if bound.endswith("%") else int(bound)
 
 
-class PartOfTable:
+class PartOfTable(TableView):
     """Consecutive rows of a table, which keep the names that they have in it."""
 
     def __init__(self, table: Table, rows: range) -> None:
-        self._table = table
+        super().__init__(table)
         self._rows = rows
-        self.name, self.key, self.folder, self.columns = table.name, table.key, table.folder, table.columns
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -82,7 +82,16 @@ class PartOfTable:
         return self._table.place(self._rows[index])
 
     def column(self, name: str) -> Iterable[object]:
-        return (cell for index, cell in enumerate(self._table.column(name)) if index in self._rows)
+        return itertools.islice(self._table.column(name), self._rows.start, self._rows.stop)
+
+
+class RemoteTable(TableView):
+    """The local copy of a remote file, under the name of its URL."""
+
+    def __init__(self, table: Table, url: str) -> None:
+        super().__init__(table)
+        self.folder, _, self.name = url.partition("?")[0].rpartition("/")
+        self.key = url
 
 
 _EXTRAS: dict[str, str | None] = {"file": None, "hf": "hub", "s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}

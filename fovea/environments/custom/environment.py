@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeGuard, get_args
 
@@ -134,7 +134,6 @@ class UserEnvironment(Environment):
         self._user = user
         self._name = name
         self.max_turns = getattr(user, "max_turns", 1)
-        self._reply: Callable[[Task, Sequence[Turn]], Sequence[Message] | None] = getattr(user, "reply", _end)
 
     def tasks(self, split: Split) -> Sequence[Task]:
         with self._named("tasks", split):
@@ -150,8 +149,10 @@ class UserEnvironment(Environment):
         return messages
 
     def reply(self, task: Task, turns: Sequence[Turn]) -> Sequence[Message] | None:
+        if not hasattr(self._user, "reply"):
+            return None
         with self._named("reply", task.id):
-            messages = self._reply(task, turns)
+            messages: Sequence[Message] | None = self._user.reply(task, turns)
             if messages is not None:
                 check_messages(messages, self._method("reply", task.id), ", or None to end the episode")
         return messages
@@ -182,7 +183,3 @@ def user_graders(user: Any, stages: Stages, name: str) -> tuple[UserGrader, ...]
     threads = CallThreads(name)
     scorers = [user.at(stage) for stage in range(len(stages.stages))] or [user]
     return tuple(UserGrader(scorer.score, threads) for scorer in scorers)
-
-
-def _end(_task: Task, _turns: Sequence[Turn]) -> None:
-    return None

@@ -50,11 +50,10 @@ _COORDINATE = re.compile(
 )
 
 
-class _Found(NamedTuple):
+class _Coordinate(NamedTuple):
     degrees: float
     axis: Axis | None
     """The axis that a letter names; None without a letter."""
-    end: int
 
 
 def parse_degrees(text: str, axis: Axis) -> float | None:
@@ -89,7 +88,7 @@ def plain(text: str) -> str:
     return unicodedata.normalize("NFKC", marked).translate(_SIGNS)
 
 
-def _coordinates(text: str) -> Iterator[_Found]:
+def _coordinates(text: str) -> Iterator[_Coordinate]:
     if len(text) > _MAX_CHARS:
         return
     for match in _COORDINATE.finditer(plain(text)):
@@ -98,7 +97,7 @@ def _coordinates(text: str) -> Iterator[_Found]:
             yield found
 
 
-def _read(match: re.Match[str]) -> _Found | None:
+def _read(match: re.Match[str]) -> _Coordinate | None:
     degrees = _number(match["degrees"])
     minutes = _number(match["minutes"] or match["bare_minutes"] or "0")
     seconds = _number(match["seconds"] or match["bare_seconds"] or "0")
@@ -108,7 +107,7 @@ def _read(match: re.Match[str]) -> _Found | None:
     letter = (match["after"] or match["in_brackets"] or match["before"] or "").lower()
     axis, side = _HEMISPHERES.get(letter, (None, 1))
     is_negative = side < 0 or match["sign"] not in (None, "+")
-    return _Found(-degrees if is_negative else degrees, axis, match.end())
+    return _Coordinate(-degrees if is_negative else degrees, axis)
 
 
 def _number(text: str) -> float:

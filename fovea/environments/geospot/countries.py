@@ -7,6 +7,7 @@ languages. A foreign name that two countries share is none. Kosovo, which ISO do
 from __future__ import annotations
 
 import re
+import string
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, lru_cache
 from pathlib import Path
@@ -19,7 +20,7 @@ from babel import Locale
 from fovea.environments.geospot.gazetteer import fold
 
 
-class _Tables(TypedDict):
+class _CountryTables(TypedDict):
     aliases: dict[str, list[str]]
     extra_codes: dict[str, str]
     words_in_lower_case: list[str]
@@ -28,7 +29,7 @@ class _Tables(TypedDict):
     languages: list[str]
 
 
-_TABLES: _Tables = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+_TABLES: _CountryTables = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
 ALIASES = {code: tuple(names) for code, names in _TABLES["aliases"].items()}
 """By ISO 3166-1 alpha-2 code. These names outrank every other source."""
@@ -58,7 +59,7 @@ _PARTS = re.compile(
 _OR = re.compile(r"\bor\b")
 _NAME_FIELDS = ("name", "common_name", "official_name")
 _FLAG = re.compile("[\U0001f1e6-\U0001f1ff]{2}")
-_FIRST_LETTER_OF_FLAGS = 0x1F1E6
+_LETTERS_OF_FLAGS = {0x1F1E6 + place: letter for place, letter in enumerate(string.ascii_uppercase)}
 _HEDGES = re.compile(
     r"^(?:(?:most |very |quite )?"
     r"(?:likely|probably|possibly|perhaps|maybe|presumably|i think|it is|its|this is|somewhere in)\s+)+"
@@ -78,7 +79,7 @@ def country_code(text: str) -> str | None:
     if _OR.search(text):
         return _said_by_all(_OR.split(text))
     found = {code for part in _PARTS.split(text) if (code := _lookup(part))}
-    found |= {code for flag in _FLAG.findall(text) if (code := _codes().get(_letters(flag)))}
+    found |= {code for flag in _FLAG.findall(text) if (code := _codes().get(flag.translate(_LETTERS_OF_FLAGS)))}
     if found == _SHARED_WITH_A_STATE and _lookup(text.rpartition(",")[2]) == "US":
         return "US"
     return found.pop() if len(found) == 1 else None
@@ -126,10 +127,6 @@ def _forms(bare: str, name: str) -> Iterator[str]:
     )
 
 
-def _letters(flag: str) -> str:
-    return "".join(chr(ord(char) - _FIRST_LETTER_OF_FLAGS + ord("A")) for char in flag)
-
-
 @cache
 def _codes() -> Mapping[str, str]:
     codes = {code: country.alpha_2 for country in pycountry.countries for code in (country.alpha_2, country.alpha_3)}
@@ -139,7 +136,8 @@ def _codes() -> Mapping[str, str]:
 @cache
 def _known_names() -> Mapping[str, str]:
     """Codes by folded name."""
-    return dict(_unambiguous(_english_names())) | dict(_unambiguous(_own_names()))
+    own = ((name, code) for code, names in ALIASES.items() for name in names)
+    return {**_unambiguous(_english_names()), **_unambiguous(own)}
 
 
 @cache
@@ -159,12 +157,6 @@ def _unambiguous(pairs: Iterable[tuple[str, str]]) -> Mapping[str, str]:
     for name, code in pairs:
         codes.setdefault(fold(name), set()).add(code)
     return {name: found.pop() for name, found in codes.items() if name and len(found) == 1}
-
-
-def _own_names() -> Iterator[tuple[str, str]]:
-    for code, names in ALIASES.items():
-        for name in names:
-            yield name, code
 
 
 def _english_names() -> Iterator[tuple[str, str]]:

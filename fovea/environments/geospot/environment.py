@@ -7,12 +7,11 @@ is empty is not asked for; only the country must be there, because every stage a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import get_args
 
 from fovea.config.environments import GeoColumn, GeoSpotEnvironment
-from fovea.data.order import LazyTasks
-from fovea.data.order import Place as RowPlace
-from fovea.data.rows import RowAccess, Rows, image_refs, open_rows
+from fovea.data.rows import RowAccess, Rows, image_refs
 from fovea.environments.base import Environment, Split
 from fovea.environments.curriculum import Stage
 from fovea.environments.dataset_prompts import bad_row
@@ -20,11 +19,18 @@ from fovea.environments.file_splits import FileSplits
 from fovea.environments.geospot.coordinates import degrees_text
 from fovea.environments.geospot.countries import country_name
 from fovea.environments.geospot.parsing import parse_answer
-from fovea.environments.geospot.reward import STAGES, STARTS, GeoStage, Place, distance_parts, grade_answer, place_of
+from fovea.environments.geospot.reward import (
+    STAGES,
+    STARTS,
+    GeoStage,
+    KnownPlace,
+    distance_parts,
+    grade_answer,
+    place_of,
+)
 from fovea.errors import BadRowError, DataError
 from fovea.types import Message, Score, Task, Turn
 
-KIND = "all"
 _SKIP = "or set data.on_bad_row=skip"
 
 
@@ -33,8 +39,7 @@ class GeoSpot(Environment):
 
     def __init__(self, config: GeoSpotEnvironment, access: RowAccess) -> None:
         self._config = config
-        self._access = access
-        self._splits = FileSplits(config, self._open, self._image_columns)
+        self._splits = FileSplits(config, access)
         stages = [
             GeoStage(name=stage.name, asks=stage.asks, tolerance_km=tolerance_km)
             for stage, tolerance_km in zip(STAGES, config.tolerances_km, strict=True)
@@ -45,17 +50,7 @@ class GeoSpot(Environment):
         self.default_starts = STARTS
 
     def tasks(self, split: Split) -> Sequence[Task]:
-        part = self._splits.of(split)
-        rows = part.rows
-        key = self._config.level_key
-        levels = None if key is None else list(rows.column(key))
-        return LazyTasks(
-            lambda index: self._task(split, rows, index),
-            part.indices,
-            kind_of=lambda _: KIND,
-            level_of=None if levels is None else lambda index: str(levels[index]),
-            place_of=lambda index: RowPlace(rows.key(index), rows.where(index)),
-        )
+        return self._splits.tasks(split, partial(self._task, split), level_key=self._config.level_key)
 
     def prompt(self, task: Task) -> Sequence[Message]:
         question = Message(role="user", parts=(*task.images, task.question))
@@ -70,14 +65,7 @@ class GeoSpot(Environment):
             lines |= {"Latitude": degrees_text(place.at.lat), "Longitude": degrees_text(place.at.lon)}
         return "\n".join(f"{label}: {value}" for label, value in lines.items() if value is not None)
 
-    def _open(self, split: Split, sources: Sequence[str]) -> Rows:
-        columns = self._config.named_columns
-        return open_rows(sources, columns=columns, setting=f"environment.{split}_files", access=self._access)
-
-    def _image_columns(self, rows: Rows) -> list[str]:
-        return [key for key in self._config.image_names if key in rows.columns]
-
-    def _task(self, split: Split, rows: Rows, index: int) -> Task:
+    def _task(self, split: Split, rows: Rows, index: int, kind: str) -> Task:
         row, where = rows[index], rows.where(index)
         place = true_place(row, where, self._config)
         if place.country is None:
@@ -91,7 +79,7 @@ class GeoSpot(Environment):
             question=self._config.prompt,
             answer=", ".join(each for each in known if each is not None),
             images=images,
-            kind=KIND,
+            kind=kind,
             row=row,
         )
 
@@ -103,7 +91,7 @@ class GeoSpot(Environment):
             )
         return row[key]
 
-    def _country(self, row: Mapping[str, object], place: Place) -> str | None:
+    def _country(self, row: Mapping[str, object], place: KnownPlace) -> str | None:
         """The country as the row writes it, but by name where the row holds a code."""
         cell = row.get(self._config.columns["country"])
         is_code = isinstance(cell, str) and len(cell.strip()) <= 3
@@ -127,7 +115,7 @@ class GeoSpotGrader:
         return Score(reward=grade.score, accuracy=float(grade.parts["country"] == 1), parts=parts)
 
 
-def true_place(row: Mapping[str, object], where: str, config: GeoSpotEnvironment) -> Place:
+def true_place(row: Mapping[str, object], where: str, config: GeoSpotEnvironment) -> KnownPlace:
     """The place in a row, by the columns that the settings name; BadRowError where it is none."""
     keys = [config.columns.get(name, name) for name in get_args(GeoColumn)]
     try:

@@ -64,7 +64,7 @@ _US_STATES = frozenset(_STATE_CODES.split())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class PlaceAnswer:
     """The fields of an answer as they were written; None for what is missing or cannot be read."""
 
     country: str | None = None
@@ -88,7 +88,7 @@ class _Draft:
         self.fields[field] = value
 
 
-def parse_answer(text: str) -> Answer:
+def parse_answer(text: str) -> PlaceAnswer:
     """The place that a response names; never raises."""
     text = _THINKING.split(text)[-1][-_MAX_CHARS:]
     tagged = _ANSWER_TAG.findall(text)
@@ -100,13 +100,13 @@ def parse_answer(text: str) -> Answer:
     line = draft.fields.pop("line", None) or (boxed[-1] if boxed else None)
     answer = _finish(draft)
     if line is not None:
-        answer = _filled(answer, _from_line(line) or Answer())
+        answer = _filled(answer, _from_line(line) or PlaceAnswer())
     elif not draft.fields:
         answer = _from_lines(text) or answer
     return _filled(answer, _bare_degrees(text)) if draft.fields.keys().isdisjoint(("lat", "lon", "point")) else answer
 
 
-def _bare_degrees(text: str) -> Answer:
+def _bare_degrees(text: str) -> PlaceAnswer:
     """`Latitude 33.87° S, longitude 151.21° E`; read only where no label with a colon says it."""
     labels = list(_BARE_DEGREES.finditer(text))
     ends = [*(label.start() for label in labels), len(text)][1:]
@@ -115,16 +115,16 @@ def _bare_degrees(text: str) -> Answer:
     )
 
 
-def _finish(draft: _Draft) -> Answer:
+def _finish(draft: _Draft) -> PlaceAnswer:
     fields = draft.fields
     at = parse_point(fields["point"]) if "point" in fields else None
     if "lat" in fields and "lon" in fields:
         lat, lon = parse_degrees(fields["lat"], "lat"), parse_degrees(fields["lon"], "lon")
         at = None if lat is None or lon is None else LatLon(lat, lon)
-    return Answer(country=fields.get("country"), region=fields.get("region"), city=fields.get("city"), at=at)
+    return PlaceAnswer(country=fields.get("country"), region=fields.get("region"), city=fields.get("city"), at=at)
 
 
-def _filled(answer: Answer, other: Answer) -> Answer:
+def _filled(answer: PlaceAnswer, other: PlaceAnswer) -> PlaceAnswer:
     """An answer with fields that no label gives filled in from a line."""
     return replace(
         answer,
@@ -194,14 +194,14 @@ def _text(value: object) -> str:
     return degrees_text(value) if isinstance(value, float) else str(value)
 
 
-def _from_lines(text: str) -> Answer | None:
+def _from_lines(text: str) -> PlaceAnswer | None:
     """The last line that ends in a country, or in one and its coordinates."""
     lines = [line for line in text.splitlines() if line.strip()][-_MAX_LINES:]
     found = (_from_line(line) for line in reversed(lines))
     return next((answer for answer in found if answer is not None), None)
 
 
-def _from_line(line: str) -> Answer | None:
+def _from_line(line: str) -> PlaceAnswer | None:
     """`Paris, Île-de-France, France, 48.86, 2.35`; fewer parts name the country, or city and country."""
     line = _BARE_DEGREES.sub("", _BULLET.sub("", plain(line)).strip(_EDGES + "()"))
     if len(line) > _MAX_LINE_CHARS:
@@ -212,7 +212,7 @@ def _from_line(line: str) -> Answer | None:
     parts = [part for part in (_clean(each) for each in names.strip(_EDGES + "()-").split(",")) if part]
     if not parts or (len(parts) == 2 and parts[-1] in _US_STATES) or country_code(parts[-1]) is None:
         return None
-    return Answer(
+    return PlaceAnswer(
         country=parts[-1],
         region=parts[-2] if len(parts) > 2 else None,
         city=parts[0] if len(parts) > 1 else None,

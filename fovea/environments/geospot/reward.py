@@ -11,6 +11,7 @@ the distance is theirs, and a wrong country scores 0.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -29,17 +30,17 @@ from fovea.environments.geospot.gazetteer import (
     regions,
     spellings,
 )
-from fovea.environments.geospot.parsing import Answer, parse_answer
+from fovea.environments.geospot.parsing import PlaceAnswer, parse_answer
 from fovea.environments.graders.base import Grade
 from fovea.errors import DataError
 
 
-class _Tables(TypedDict):
+class _RegionTables(TypedDict):
     kinds: list[str]
     aliases: dict[str, list[str]]
 
 
-_TABLES: _Tables = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+_TABLES: _RegionTables = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
 KINDS_OF_REGION = frozenset(_TABLES["kinds"])
 """Folded; dropped from the ends of a name."""
@@ -51,6 +52,7 @@ REGION_ALIASES = {code: tuple(regions) for code, regions in _TABLES["aliases"].i
 MAX_KM_TO_THE_GAZETTEER = 75.0
 """The distance beyond which a city of the same name is a different one."""
 _MAX_CHARS = 200
+_BEFORE_A_CITY = re.compile(r"^(?:city of )?(?:ciudad de )?(?:greater )?(?:downtown )?")
 
 
 def same_region(given: str, truth: str, country: str | None) -> bool:
@@ -101,7 +103,7 @@ def _without_kind(name: str) -> str:
 def _city_answers(truth: str, country: str | None, at: LatLon | None) -> frozenset[str]:
     own = _city_keys(truth)
     near = (city for city in cities().get(country or "", ()) if at is None or _is_near(city, at))
-    names = (_all_keys(city) for city in near)
+    names = (frozenset().union(*map(_city_keys, (city.name, *city.other_names))) for city in near)
     return own.union(*(keys for keys in names if not keys.isdisjoint(own)))
 
 
@@ -110,22 +112,14 @@ def _is_near(city: City, at: LatLon) -> bool:
     return abs(city.at.lat - at.lat) < 1 and great_circle_km(city.at, at) < MAX_KM_TO_THE_GAZETTEER
 
 
-def _all_keys(city: City) -> frozenset[str]:
-    return frozenset().union(*(_city_keys(name) for name in (city.name, *city.other_names)))
-
-
 @lru_cache(maxsize=100_000)
 def _city_keys(name: str) -> frozenset[str]:
     return frozenset(
         key
         for spelling in spellings(name)
-        for key in (spelling, spelling.removesuffix(" city"), _bare(spelling))
+        for key in (spelling, spelling.removesuffix(" city"), _BEFORE_A_CITY.sub("", spelling))
         if key
     )
-
-
-def _bare(city: str) -> str:
-    return city.removeprefix("city of ").removeprefix("ciudad de ").removeprefix("greater ").removeprefix("downtown ")
 
 
 PARTS = ("country", "region", "city", "coordinates")
@@ -153,7 +147,7 @@ STARTS = (100, 300, 600, 1000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class KnownPlace:
     """Place where a picture was taken, as far as known."""
 
     country: str | None = None
@@ -169,7 +163,7 @@ class Place:
 
 
 def grade_answer(
-    answer: Answer, truth: Place, stage: GeoStage = STAGES[-1], weights: Mapping[str, float] = WEIGHTS
+    answer: PlaceAnswer, truth: KnownPlace, stage: GeoStage = STAGES[-1], weights: Mapping[str, float] = WEIGHTS
 ) -> Grade:
     """The reward of one stage. Raises DataError where the truth has nothing that the stage asks for."""
     asked = [part for part in stage.asks if part in truth.known]
@@ -184,7 +178,7 @@ def grade_answer(
     return Grade(score=min(score, 1.0), parts=parts, reason=_reason(answer, truth, parts, asked))
 
 
-def distance_parts(answer: Answer, truth: Place, tolerances_km: Sequence[float]) -> dict[str, float]:
+def distance_parts(answer: PlaceAnswer, truth: KnownPlace, tolerances_km: Sequence[float]) -> dict[str, float]:
     """Kilometres between the answer's coordinates and the true ones, and whether they are within each tolerance.
 
     An answer without coordinates is within none and has no distance; a truth without any has no such parts.
@@ -203,7 +197,7 @@ def grade(prediction: str, truth: Mapping[str, object]) -> Grade:
 
 def place_of(
     truth: Mapping[str, object], keys: Sequence[str] = ("country", "region", "city", "lat", "lon"), where: str = "truth"
-) -> Place:
+) -> KnownPlace:
     """The true place of a row; `keys` name its columns, empty cells are unknown. DataError if they are not a place."""
     country, region, city = (_name(truth.get(key), key, where) for key in keys[:3])
     code = None if country is None else country_code(country)
@@ -213,7 +207,7 @@ def place_of(
     if (lat is None) != (lon is None):
         raise DataError(f"{where}: one of {keys[3]} and {keys[4]} is empty; give both or neither")
     at = None if lat is None or lon is None else LatLon(lat, lon)
-    return Place(country=code, region=region, city=city, at=at)
+    return KnownPlace(country=code, region=region, city=city, at=at)
 
 
 def _name(cell: object, key: str, where: str) -> str | None:
@@ -238,7 +232,7 @@ def _degrees(cell: object, key: str, limit: float, where: str) -> float | None:
     return degrees
 
 
-def _part(part: str, answer: Answer, truth: Place, stage: GeoStage) -> float:
+def _part(part: str, answer: PlaceAnswer, truth: KnownPlace, stage: GeoStage) -> float:
     if part == "country":
         return _country(answer, truth, stage)
     if part == "region":
@@ -252,7 +246,7 @@ def _part(part: str, answer: Answer, truth: Place, stage: GeoStage) -> float:
     return math.exp(-great_circle_km(answer.at, truth.at) / stage.tolerance_km)
 
 
-def _country(answer: Answer, truth: Place, stage: GeoStage) -> float:
+def _country(answer: PlaceAnswer, truth: KnownPlace, stage: GeoStage) -> float:
     code = country_code(answer.country) if answer.country is not None else None
     if code is None or truth.country is None or code == truth.country:
         return float(code is not None and code == truth.country)
@@ -260,7 +254,7 @@ def _country(answer: Answer, truth: Place, stage: GeoStage) -> float:
     return 0.0 if distance_km is None else math.exp(-distance_km / stage.tolerance_km)
 
 
-def _reason(answer: Answer, truth: Place, parts: Mapping[str, float], asked: Sequence[str]) -> str:
+def _reason(answer: PlaceAnswer, truth: KnownPlace, parts: Mapping[str, float], asked: Sequence[str]) -> str:
     said = {"country": answer.country, "region": answer.region, "city": answer.city}
     notes = []
     for part in asked:
@@ -274,7 +268,7 @@ def _reason(answer: Answer, truth: Place, parts: Mapping[str, float], asked: Seq
     return "; ".join(notes)
 
 
-def _how_far(answer: Answer, truth: Place) -> str:
+def _how_far(answer: PlaceAnswer, truth: KnownPlace) -> str:
     if answer.at is None or truth.at is None:
         return "coordinates missing"
     return f"{great_circle_km(answer.at, truth.at):.0f} km off"

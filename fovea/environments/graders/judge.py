@@ -7,21 +7,19 @@ number of calls at once. The score is parsed strictly: one line `Score: N`, the 
 from __future__ import annotations
 
 import asyncio
-import base64
-import io
-import json
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import httpx2
 from PIL.Image import Image
 
 from fovea.config.environments import Judge
+from fovea.data.images import png_url
 from fovea.environments.graders.base import NoScoreError, TryAgainError
 from fovea.environments.graders.limited_calls import CallLimits
 from fovea.errors import ConfigError
-from fovea.utils.addresses import is_loopback
-from fovea.utils.http_json import MAY_PASS, bearer
+from fovea.utils.http_json import CallBounds, CallError, JsonServer, bearer
 from fovea.utils.shown_text import without_secrets
 
 KEY = "environment.judge"
@@ -59,20 +57,16 @@ class JudgeClient:
         """`key` is where the settings are, for messages."""
         self._settings = settings
         self._key = key
-        headers = {"content-type": "application/json", **bearer(settings.api_key_env, f"{key}.api_key_env")}
-        self._client = httpx2.AsyncClient(
-            headers=headers,
-            timeout=None,
-            follow_redirects=False,
-            # httpx2 opens 100 by itself, for which further calls would wait within their time
-            limits=httpx2.Limits(max_connections=settings.max_concurrency),
-            # ignore HTTP_PROXY for localhost: the proxy would connect to its own localhost
-            trust_env=not is_loopback(httpx2.URL(settings.url).host),
+        bounds = CallBounds(
+            timeout_seconds=settings.timeout_seconds,
+            calls_at_once=settings.max_concurrency,
+            max_reply_bytes=MAX_REPLY_BYTES,
         )
+        self._server = JsonServer(settings.url.rstrip("/"), bounds, bearer(settings.api_key_env, f"{key}.api_key_env"))
 
     async def aclose(self) -> None:
         """Close its connections."""
-        await self._client.aclose()
+        await self._server.close()
 
     async def score(self, images: Sequence[Image], question: str, answer: str, references: Sequence[str]) -> float:
         """The judge's score over `MAX_SCORE`: 0..1.
@@ -82,34 +76,30 @@ class JudgeClient:
         """
         body = await asyncio.to_thread(self._body, images, question, answer, references)
         try:
-            reply = await self._call(body)
-        except httpx2.HTTPError as error:
-            raise TryAgainError(f"gave no score: {type(error).__name__}: {error}") from error
-        return parsed_score(reply) / MAX_SCORE
+            reply = await self._server.post("/chat/completions", body)
+        except CallError as error:
+            if error.status in _WRONG_SETTING:
+                address = f"{without_secrets(self._server.url)}/chat/completions"
+                raise ConfigError(f"{self._key}: {address}: {error}; correct url, model or api_key_env") from error
+            kind = TryAgainError if error.may_pass or error.status == httpx2.codes.OK else NoScoreError
+            raise kind(f"gave no score: {error}") from error
+        return parsed_score(_text_of(reply)) / MAX_SCORE
 
-    def _body(self, images: Sequence[Image], question: str, answer: str, references: Sequence[str]) -> bytes:
+    def _body(
+        self, images: Sequence[Image], question: str, answer: str, references: Sequence[str]
+    ) -> dict[str, object]:
         settings = self._settings
         texts = {"question": question, "answer": answer, "references": "\n".join(references)}
-        text = _SLOT.sub(lambda slot: _untagged(texts[slot[1]]), settings.prompt)
+        # a text of the policy or the data set must not close the tags around it
+        text = _SLOT.sub(lambda slot: texts[slot[1]].replace("</", "< /"), settings.prompt)
         parts: list[dict[str, object]] = [_image_part(image) for image in images]
         message = {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
-        body = {"model": settings.model, "messages": [message], "max_tokens": settings.max_new_tokens, "temperature": 0}
-        return json.dumps(body).encode("utf-8", "replace")
-
-    async def _call(self, body: bytes) -> str:
-        url = self._settings.url.rstrip("/") + "/chat/completions"
-        async with self._client.stream("POST", url, content=body) as response:
-            content = await _bounded(response)
-        if response.status_code in _WRONG_SETTING:
-            raise ConfigError(
-                f"{self._key}: {without_secrets(url)} answers {response.status_code} ({_shown(content)}); "
-                "correct url, model or api_key_env"
-            )
-        if response.status_code in MAY_PASS:
-            raise TryAgainError(f"gave no score: status {response.status_code} ({_shown(content)})")
-        if response.status_code != httpx2.codes.OK:
-            raise NoScoreError(f"gave no score: status {response.status_code} ({_shown(content)})")
-        return _text_of(content)
+        return {
+            "model": settings.model,
+            "messages": [message],
+            "max_tokens": settings.max_new_tokens,
+            "temperature": 0,
+        }
 
 
 def parsed_score(reply: str) -> float:
@@ -117,9 +107,7 @@ def parsed_score(reply: str) -> float:
     lines = [line for line in reply.splitlines() if line.strip()]
     scores = [match for match in map(_SCORE.match, lines) if match]
     if len(scores) != 1 or not _SCORE.match(lines[-1]):
-        raise TryAgainError(
-            f"gave no score: the reply does not end with its only line 'Score: N' ({_shown(reply.encode())})"
-        )
+        raise TryAgainError(f"gave no score: the reply does not end with its only line 'Score: N' ({reply[:120]!r})")
     score, out_of = float(scores[0][1]), scores[0][2]
     if score > MAX_SCORE or (out_of is not None and float(out_of) != MAX_SCORE):
         raise TryAgainError(
@@ -128,39 +116,17 @@ def parsed_score(reply: str) -> float:
     return score
 
 
-def _untagged(text: str) -> str:
-    """Text of the policy or the data set that cannot close the tags around it."""
-    return text.replace("</", "< /")
-
-
 def _image_part(image: Image) -> dict[str, object]:
     small = image.copy()
     small.thumbnail((MAX_IMAGE_SIDE_PX, MAX_IMAGE_SIDE_PX))
-    file = io.BytesIO()
-    small.save(file, "PNG")
-    data = base64.b64encode(file.getvalue()).decode("ascii")
-    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+    return {"type": "image_url", "image_url": {"url": png_url(small)}}
 
 
-async def _bounded(response: httpx2.Response) -> bytes:
-    content = bytearray()
-    async for chunk in response.aiter_bytes():
-        content += chunk
-        if len(content) > MAX_REPLY_BYTES:
-            raise TryAgainError(f"gave no score: the reply is longer than {MAX_REPLY_BYTES} bytes")
-    return bytes(content)
-
-
-def _text_of(content: bytes) -> str:
+def _text_of(reply: Any) -> str:
     try:
-        text = json.loads(content)["choices"][0]["message"]["content"]
-    except (ValueError, LookupError, TypeError, RecursionError):
+        text = reply["choices"][0]["message"]["content"]
+    except (LookupError, TypeError):
         text = None
     if not isinstance(text, str):
-        raise TryAgainError(f"gave no score: the reply is not a chat completion ({_shown(content)})")
+        raise TryAgainError(f"gave no score: the reply is not a chat completion ({reply!r:.120})")
     return text
-
-
-def _shown(content: bytes) -> str:
-    """The start of a server's response, on one line."""
-    return repr(content[:120].decode("utf-8", "replace"))

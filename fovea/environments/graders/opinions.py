@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeAlias
 
 from PIL.Image import Image
 
@@ -16,15 +16,12 @@ from fovea.environments.graders.limited_calls import LimitedCalls
 from fovea.types import Score, Task, Turn
 from fovea.utils.event_loop import gather_or_cancel
 
-
-class AsksJudge(Protocol):
-    """`judge.JudgeClient`, or a stand-in."""
-
-    async def score(self, images: Sequence[Image], question: str, answer: str, references: Sequence[str]) -> float: ...
+AskJudge: TypeAlias = Callable[[Sequence[Image], str, str, Sequence[str]], Awaitable[float]]
+"""`judge.JudgeClient.score`: a function of the images, the question, the answer and references to a score in 0..1."""
 
 
 class ScoresAnswers(Protocol):
-    """A reward model, or a stand-in; its calls block."""
+    """A reward model, of text or of images; its calls block."""
 
     def score(self, question: str, answer: str, images: Sequence[Image]) -> float: ...
 
@@ -40,15 +37,21 @@ class Overrulable(Grader, Protocol):
 class OpinionOfJudge:
     """A judge as a grader of the last turn."""
 
-    def __init__(self, judge: AsksJudge, open_image: OpenImage) -> None:
-        self._judge = judge
+    def __init__(
+        self,
+        ask: AskJudge,
+        open_image: OpenImage,
+        references: Callable[[Task], Sequence[str]] = lambda task: [task.answer],
+    ) -> None:
+        self._ask = ask
         self._open_image = open_image
+        self._references = references
 
     async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
         """NoScoreError where the judge gives none."""
         # images may come from far away, and must not hold up the replies to other calls
         images = await asyncio.to_thread(_opened, task, self._open_image)
-        judged = await self._judge.score(images, question_of(task), turns[-1].text, [task.answer])
+        judged = await self._ask(images, question_of(task), turns[-1].text, self._references(task))
         return Score(reward=judged, accuracy=judged)
 
 
@@ -60,11 +63,9 @@ class OpinionOfRewardModel:
         self._open_image = open_image
 
     async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
-        scored = await asyncio.to_thread(self._scored, task, turns[-1].text)
+        images = await asyncio.to_thread(_opened, task, self._open_image)
+        scored = await asyncio.to_thread(self._model.score, question_of(task), turns[-1].text, images)
         return Score(reward=scored, accuracy=scored)
-
-    def _scored(self, task: Task, answer: str) -> float:
-        return self._model.score(question_of(task), answer, _opened(task, self._open_image))
 
 
 def _opened(task: Task, open_image: OpenImage) -> list[Image]:

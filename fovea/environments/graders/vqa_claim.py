@@ -313,31 +313,17 @@ def _last_marked(response: str) -> str | None:
     return response[pairs[-1][0].end() : pairs[-1][1].start()] if pairs else None
 
 
-def same_short_answer(given: str, truth: str) -> bool:
-    """True if an answer equals the true one: in the same words, or by its claim."""
-    return _is_true(_claimed(given), truth)
-
-
 def soft_accuracy(given: str, truths: Sequence[str]) -> float:
     """VQA's accuracy: min(annotators who agree / 3, 1), averaged over all subsets that leave one annotator out.
 
-    With fewer than four annotators all others have to agree; a single annotator's answer is the truth.
+    With fewer than four annotators all others have to agree; a single annotator's answer is the truth. An annotator
+    agrees with the answer in its whole words, or in those of its claim.
     """
-    claimed = _claimed(given)
-    agree = [_is_true(claimed, truth) for truth in truths]
+    claim = claim_of(given)
+    claimed = (spelled(given), claim.phrase, claim.number or "")
+    agree = [any(same_words(words, spelled(truth)) for words in claimed) for truth in truths]
     if len(agree) < 2:
         return float(any(agree))
     enough = min(_ENOUGH_AGREE, len(agree) - 1)
     left = [min((sum(agree) - one) / enough, 1.0) for one in agree]
     return sum(left) / len(left)
-
-
-def _claimed(given: str) -> tuple[str, ...]:
-    """The one value of an answer, in its whole words and in those of its claim."""
-    claim = claim_of(given)
-    return (spelled(given), claim.phrase, claim.number or "")
-
-
-def _is_true(claimed: Sequence[str], truth: str) -> bool:
-    true = spelled(truth)
-    return any(same_words(words, true) for words in claimed)

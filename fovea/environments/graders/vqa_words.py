@@ -28,6 +28,7 @@ _TEENS = ["ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen
 _ONES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", *_TEENS]
 _TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 _NUMBER_WORDS = {word: n for n, word in enumerate(_ONES)} | {word: 10 * n for n, word in enumerate(_TENS, start=2)}
+_TENS_AND_ONE = re.compile(rf"\b({'|'.join(_TENS)})-(?=(?:{'|'.join(_ONES[1:10])})\b)")
 _SPELLINGS = {"grey": "gray", "colour": "color", "colours": "colors", "coloured": "colored", "centre": "center"}
 _YES = {"yes", "yeah", "yep", "yup", "true", "correct"}
 _NO = {"no", "nope", "nah", "false", "incorrect", "not true", "not correct"}
@@ -93,7 +94,8 @@ def _folded(answer: str) -> str:
     """A text without capitals, with one kind of digits and dashes, and with signs that change a number as words."""
     text = _RAISED.sub(r" \g<0>", answer[:MAX_CHARS].translate(INVISIBLE))
     text = unicodedata.normalize("NFKC", text).casefold()
-    text = "".join(_plain_digit(char) for char in text)
+    # digits of any script as 0 to 9
+    text = "".join(str(unicodedata.decimal(char)) if char.isdecimal() else char for char in text)
     text = re.sub(r"</?[a-z]{1,9}>", " ", text)
     text = _DASHES.sub("-", _APOSTROPHES.sub("", text))  # every contraction: "don't" and "dont"
     for pattern, word in _SIGNS:
@@ -111,19 +113,10 @@ def _plain(text: str) -> str:
     text = _PUNCTUATION.sub(" ", text)
     text = re.sub(rf"(?<!\S)-(?=(?:{'|'.join(_NUMBER_WORDS)})\b)", "minus ", text)
     text = re.sub(r"(?<!\S)-(?!\d)|(?<=\s)-(?=\s)|-(?!\S)", " ", text)
-    text = " ".join(_with_numbers([_SPELLINGS.get(word, word) for word in _split_number_words(text).split()]))
+    text = _TENS_AND_ONE.sub(r"\1 ", text)
+    text = " ".join(_with_numbers([_SPELLINGS.get(word, word) for word in text.split()]))
     text = re.sub(r"(?<!\S)(?:minus|negative) (?=\d)", "-", text)
     return re.sub(r"(?<=\d) (?:%|percent|per cent)(?!\S)", "%", text)
-
-
-def _plain_digit(char: str) -> str:
-    """A digit of any script as 0 to 9."""
-    return str(unicodedata.decimal(char)) if char.isdecimal() else char
-
-
-def _split_number_words(text: str) -> str:
-    """A text with `twenty-one` as two words."""
-    return re.sub(rf"\b({'|'.join(_TENS)})-(?=(?:{'|'.join(_ONES[1:10])})\b)", r"\1 ", text)
 
 
 def _with_numbers(words: Sequence[str]) -> list[str]:

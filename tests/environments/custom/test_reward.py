@@ -20,7 +20,7 @@ from PIL import Image
 
 from fovea.config.loading import load_config
 from fovea.config.run import Config
-from fovea.environments.curriculum import Curriculum, Stage, Stages
+from fovea.environments.curriculum import CurriculumProgress, Stage, Stages
 from fovea.environments.custom.environment import UserEnvironment
 from fovea.environments.custom.grader import OpenedImages, UserGrader, score_function, score_of
 from fovea.environments.custom.loading import checked_reward, load_reward
@@ -401,7 +401,7 @@ class Growing(BanditEnvironment):
 
 def test_a_class_may_have_stages() -> None:
     made = make_environment(CONFIG, Growing())
-    curriculum = Curriculum(made.stages)
+    curriculum = CurriculumProgress(made.stages)
     assert score_in_run(made.grading.at(curriculum.stage), TASK, ANSWER).reward == 0
     curriculum.begin_step(5)
     assert score_in_run(made.grading.at(curriculum.stage), TASK, ANSWER).reward == 1

@@ -15,16 +15,16 @@ from fovea.cli.main import app
 from fovea.config.environments import GeoSpotEnvironment
 from fovea.config.loading import load_config
 from fovea.config.run import Config
-from fovea.data.images import open_image
+from fovea.data.images import ImageOpener
 from fovea.data.order import kinds_of, levels_of
 from fovea.data.rows import RowAccess
 from fovea.environments.base import Environment, Split
 from fovea.environments.geospot.countries import country_name
 from fovea.environments.geospot.environment import GeoSpot
-from fovea.environments.geospot.rendered import map_spots, write_maps
 from fovea.errors import ConfigError, DataError
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
+from fovea.tools.data_sets.maps import map_spots, write_maps
 from fovea.types import Task
 from fovea.wiring.run import build
 from tests.grading import scored
@@ -104,7 +104,7 @@ def test_gold_answers_of_photos_score_full_marks() -> None:
     tasks = list(environment.tasks("test"))
     assert len(tasks) == 24
     check_gold(environment, tasks)
-    assert min(open_image(tasks[0].images[0], max_mib=9, max_megapixels=9).size) > 100
+    assert min(ImageOpener(max_mib=9, max_megapixels=9)(tasks[0].images[0]).size) > 100
 
 
 def test_a_users_own_table(tmp_path: Path) -> None:

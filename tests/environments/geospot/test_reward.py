@@ -8,12 +8,12 @@ from itertools import pairwise
 import pytest
 
 from fovea.environments.geospot.gazetteer import LatLon, country_distance_km
-from fovea.environments.geospot.parsing import Answer
-from fovea.environments.geospot.reward import PARTS, STAGES, WEIGHTS, Place, grade, grade_answer, place_of
+from fovea.environments.geospot.parsing import PlaceAnswer
+from fovea.environments.geospot.reward import PARTS, STAGES, WEIGHTS, KnownPlace, grade, grade_answer, place_of
 from fovea.errors import DataError
 
-TRUTH = Place(country="FR", region="Île-de-France", city="Paris", at=LatLon(48.0, 2.0))
-GOLD = Answer(country="France", region="Île-de-France", city="Paris", at=LatLon(48.0, 2.0))
+TRUTH = KnownPlace(country="FR", region="Île-de-France", city="Paris", at=LatLon(48.0, 2.0))
+GOLD = PlaceAnswer(country="France", region="Île-de-France", city="Paris", at=LatLon(48.0, 2.0))
 KM_PER_DEGREE = 111.1951
 
 
@@ -31,49 +31,49 @@ def test_the_stages_are_those_of_the_specification() -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_gold_answer_scores_one_and_nothing_scores_nothing(stage: object) -> None:
     assert grade_answer(GOLD, TRUTH, stage).score == 1.0  # type: ignore[arg-type]
-    assert grade_answer(Answer(), TRUTH, stage).score == 0.0  # type: ignore[arg-type]
+    assert grade_answer(PlaceAnswer(), TRUTH, stage).score == 0.0  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("answer", "scores"),
     [
-        (Answer(country="France"), (1, 1, 0.6, 3 / 7, 0.3)),  # what is missing stays in the sum
-        (Answer(country="France", region="Ile de France"), (1, 1, 1, 5 / 7, 0.5)),
-        (Answer(country="France", city="Paris"), (1, 1, 0.6, 5 / 7, 0.5)),
-        (Answer(region="Île-de-France", city="Paris"), (0, 0, 0.4, 4 / 7, 0.4)),
-        (Answer(at=LatLon(48.0, 2.0)), (0, 0, 0, 0, 0.3)),
-        (Answer(country="Atlantis", region="x", city="y"), (0, 0, 0, 0, 0)),
+        (PlaceAnswer(country="France"), (1, 1, 0.6, 3 / 7, 0.3)),  # what is missing stays in the sum
+        (PlaceAnswer(country="France", region="Ile de France"), (1, 1, 1, 5 / 7, 0.5)),
+        (PlaceAnswer(country="France", city="Paris"), (1, 1, 0.6, 5 / 7, 0.5)),
+        (PlaceAnswer(region="Île-de-France", city="Paris"), (0, 0, 0.4, 4 / 7, 0.4)),
+        (PlaceAnswer(at=LatLon(48.0, 2.0)), (0, 0, 0, 0, 0.3)),
+        (PlaceAnswer(country="Atlantis", region="x", city="y"), (0, 0, 0, 0, 0)),
     ],
 )
-def test_rewards_by_hand(answer: Answer, scores: tuple[float, ...]) -> None:
+def test_rewards_by_hand(answer: PlaceAnswer, scores: tuple[float, ...]) -> None:
     assert [grade_answer(answer, TRUTH, stage).score for stage in STAGES] == pytest.approx(scores)
 
 
 def test_coordinates_decay_with_the_distance() -> None:
-    answer = Answer(country="France", region="Île-de-France", city="Paris", at=LatLon(48.5, 2.0))
+    answer = PlaceAnswer(country="France", region="Île-de-France", city="Paris", at=LatLon(48.5, 2.0))
     expected = 0.7 + 0.3 * math.exp(-0.5 * KM_PER_DEGREE / 25)
     assert grade_answer(answer, TRUTH).score == pytest.approx(expected, abs=1e-5)
 
 
 def test_the_tolerance_tightens_from_stage_to_stage() -> None:
     """A near miss earns less in every stage; with coordinates, a wrong country earns nothing for itself."""
-    answer = Answer(country="Belgium", region="Île-de-France", city="Paris", at=LatLon(48.0, 2.0))
+    answer = PlaceAnswer(country="Belgium", region="Île-de-France", city="Paris", at=LatLon(48.0, 2.0))
     distance_km = country_distance_km("BE", "FR")
     assert distance_km is not None
     credits = [grade_answer(answer, TRUTH, stage).parts["country"] for stage in STAGES]
     assert credits == pytest.approx([*(math.exp(-distance_km / km) for km in (500, 200, 100, 50)), 0])
     assert all(later < earlier for earlier, later in pairwise(credits))
-    far = grade_answer(Answer(country="Japan"), TRUTH, STAGES[0]).score
-    assert 0 < far < 1e-6 < grade_answer(Answer(country="Belgium"), TRUTH, STAGES[0]).score
+    far = grade_answer(PlaceAnswer(country="Japan"), TRUTH, STAGES[0]).score
+    assert 0 < far < 1e-6 < grade_answer(PlaceAnswer(country="Belgium"), TRUTH, STAGES[0]).score
 
 
 def test_a_part_that_the_truth_lacks_is_not_asked_for() -> None:
-    truth = Place(country="FR", city="Paris")
-    assert grade_answer(Answer(country="France", city="Paris"), truth).score == 1.0
-    assert grade_answer(Answer(country="France"), truth).score == pytest.approx(0.6)
-    assert grade_answer(Answer(country="France"), truth, STAGES[2]).score == 1.0
+    truth = KnownPlace(country="FR", city="Paris")
+    assert grade_answer(PlaceAnswer(country="France", city="Paris"), truth).score == 1.0
+    assert grade_answer(PlaceAnswer(country="France"), truth).score == pytest.approx(0.6)
+    assert grade_answer(PlaceAnswer(country="France"), truth, STAGES[2]).score == 1.0
     with pytest.raises(DataError, match="the truth knows city, but the stage asks for country; add country to the row"):
-        grade_answer(Answer(country="France"), Place(city="Paris"), STAGES[0])
+        grade_answer(PlaceAnswer(country="France"), KnownPlace(city="Paris"), STAGES[0])
 
 
 def test_grades_of_objects() -> None:
@@ -106,7 +106,7 @@ def test_truths_that_are_no_places(truth: dict[str, object], message: str) -> No
 
 
 def test_empty_cells_are_unknown() -> None:
-    assert place_of({"country": " FR ", "region": math.nan, "city": "", "lat": None, "lon": math.nan}) == Place(
+    assert place_of({"country": " FR ", "region": math.nan, "city": "", "lat": None, "lon": math.nan}) == KnownPlace(
         country="FR"
     )
     assert place_of({"lat": "48.85", "lon": 2}).at == LatLon(48.85, 2.0)

@@ -71,18 +71,6 @@ def test_a_score_is_the_share_of_the_best(serve: Callable[..., Endpoint]) -> Non
     assert ask(client(endpoint.url)) == 0.75
 
 
-def test_a_judge_on_this_machine_is_asked_without_a_proxy(
-    serve: Callable[..., Endpoint], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here, proxy = serve(says("Score: 8")), serve(says("Score: 1"))
-    for name in ("HTTP_PROXY", "http_proxy"):
-        monkeypatch.setenv(name, proxy.url.removesuffix("/v1"))
-    for name in ("NO_PROXY", "no_proxy"):
-        monkeypatch.delenv(name, raising=False)
-    assert ask(client(here.url, timeout_seconds=30)) == 0.8
-    assert ask(client("http://elsewhere.invalid/v1", timeout_seconds=30)) == 0.1
-
-
 def test_what_the_judge_is_sent(serve: Callable[..., Endpoint], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "secret-key")
     monkeypatch.setattr(judge_module, "MAX_IMAGE_SIDE_PX", 8)
@@ -114,13 +102,13 @@ def test_a_key_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     [
         ((500, b"oh"), "status 500 ('oh')"),
         ((429, b"slow down"), "status 429 ('slow down')"),
-        ((200, b"<html>"), "the reply is not a chat completion ('<html>')"),
-        ((200, b"[" * 100_000), "the reply is not a chat completion"),
+        ((200, b"<html>"), "an answer that is not a JSON ('<html>')"),
+        ((200, b"[" * 100_000), "an answer that is not a JSON"),
         ((200, b'{"choices": []}'), "the reply is not a chat completion"),
         (says(None), "the reply is not a chat completion"),
         (says("a fine caption"), "the reply does not end with its only line 'Score: N' ('a fine caption')"),
         (says("Score: 11"), "the reply's 'Score: 11' is not within 0 to 10"),
-        ((200, b" " * (2 << 20)), "the reply is longer than 1048576 bytes"),
+        ((200, b" " * (2 << 20)), "an answer of more than 1048576 bytes"),
     ],
 )
 def test_a_failed_call_is_tried_again_and_then_named(

@@ -17,10 +17,12 @@ from safetensors.torch import load_file, save_file
 from fovea.config.environments import RewardModel
 from fovea.config.loading import load_config
 from fovea.config.run import Config
+from fovea.environments.graders.judge import JudgeClient
 from fovea.environments.graders.reward_model import RewardScorer
 from fovea.errors import ConfigError, ModelError, UnscoredError
 from fovea.models.vision_reward import VisionRewardScorer
 from fovea.types import ImageRef
+from fovea.utils.event_loop import wait_for
 from fovea.wiring.environment import GradedEnvironment, make_environment, reward_scorer
 from tests.chat_server import Endpoint, endpoints, says
 from tests.environments.files import files, row
@@ -163,9 +165,10 @@ def test_the_connections_are_closed_at_the_end(tmp_path: Path, serve: Callable[.
     for each in (made(tmp_path, caption), made(tmp_path, "vqa", model_reward={"judge": judge(endpoint)})):
         graded(each, "x")
         (client,) = each.grading.clients
-        assert not client._client.is_closed  # type: ignore[attr-defined]
         each.grading.close()
-        assert client._client.is_closed  # type: ignore[attr-defined]
+        assert isinstance(client, JudgeClient)
+        with pytest.raises(RuntimeError, match="client has been closed"):
+            wait_for(client.score([], "How many?", "x", ["3"]))
 
 
 def vision_reward_model(folder: Path, family: str = "qwen2_5_vl", head: str = "score") -> tuple[Any, torch.Tensor]:

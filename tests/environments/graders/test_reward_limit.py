@@ -56,7 +56,7 @@ def test_the_limit_holds_for_every_grader(tmp_path: Path) -> None:
 
 def test_the_score_of_a_reward_model_is_bounded_too() -> None:
     class Loud:
-        def score(self, question: str, answer: str) -> float:
+        def score(self, question: str, answer: str, images: object) -> float:
             return 1e30
 
     settings = CaptionEnvironment.model_validate(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fovea.environments.graders.vqa_claim import found_answer, same_short_answer, soft_accuracy
+from fovea.environments.graders.vqa_claim import found_answer, soft_accuracy
 from fovea.environments.graders.vqa_words import (
     listed_options,
     options_of,
@@ -169,7 +169,7 @@ def check_any_answer(text: str, truth: str) -> None:
     assert 0 <= grade(text, truth).score <= 1
     assert 0 <= grade(text, [truth, "3", "yes"]).score <= 1
     assert 0 <= grade(text, "B", options=OPTIONS).score <= 1
-    assert same_short_answer(truth, truth) == (spelled(truth) != "")
+    assert (soft_accuracy(truth, [truth]) == 1) == (spelled(truth) != "")
 
 
 @settings(max_examples=300, deadline=None)

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fovea.environments.data_sets.vqa import QUESTION_TYPES, ask
 from fovea.environments.vqa import grade
+from fovea.tools.data_sets.vqa import QUESTION_TYPES, ask
 from tests.tables import table
 
 SHARED = Path(__file__).parents[4] / "shared" / "data" / "vqa"

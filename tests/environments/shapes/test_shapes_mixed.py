@@ -28,7 +28,8 @@ SPLITS: tuple[Split, ...] = ("train", "dev", "test")
 MIXED = ShapesEnvironment(
     level=(1, 2, 3), comparison_share=0.3, text_share=0.2, train_size=1200, dev_size=240, test_size=240
 )
-# SHA-256 of the first 60 rows of every split, ids, texts and pixels, before there were levels, pairs and words
+# SHA-256 of the first 60 rows of every split, ids, texts and pixels, before there were levels, pairs and words. Figures
+# of different releases compare only while this holds; a change needs a line in the changelog
 DIGESTS = {
     1: "fc125e91592b7954a66a874421a7233e6b8eb718f662fe477d0129250c251746",
     2: "f4b43ed984423bd6f499d685089a1b7af66d66514d118a6ad5bec79ac73dbc34",
@@ -166,17 +167,6 @@ def test_rows_do_not_depend_on_what_was_made_before() -> None:
     one, again = (Shapes(MIXED, 3).tasks("train") for _ in range(2))
     list(one[:20])
     assert [shown(one[index]) for index in (25, 4)] == [shown(again[index]) for index in (25, 4)]
-
-
-def test_levels_are_drawn_by_weight() -> None:
-    tasks = Shapes(MIXED, 0).tasks("train")
-    levels = levels_of(tasks)
-    assert levels is not None
-    order = Order(kinds_of(tasks), weights={}, seed=0, levels=levels)
-    order.weigh_levels({"1": 1, "2": 0, "3": 0})
-    assert {levels[index] for index in order.take(100)} == {"1"}
-    order.weigh_levels({"1": 0, "2": 1, "3": 1})
-    assert {levels[index] for index in order.take(100)} == {"2", "3"}
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,11 @@ import numpy as np
 import pyarrow as pa
 
 from fovea.data.writing import IMAGE_TYPE
-from fovea.environments.data_sets.scenes import scene_cell, write_rendered
 from fovea.environments.dataset_prompts import IMAGE_MARK
 from fovea.environments.graders.vqa_words import LETTERS, listed_options
 from fovea.environments.shapes.questions import Scene
 from fovea.environments.shapes.scenes import COLOURS, SHAPES, Colour, Shape, Thing
+from fovea.tools.data_sets.scenes import scene_cell, write_rendered
 
 QuestionType: TypeAlias = Literal["counting", "attribute", "existence", "yes_no", "multiple_choice"]
 MAX_COUNT = 5

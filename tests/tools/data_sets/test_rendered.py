@@ -16,16 +16,16 @@ from fovea.cli.main import app
 from fovea.config.environments import ShapesEnvironment
 from fovea.config.loading import load_config
 from fovea.config.run import Config
-from fovea.data.images import open_image
+from fovea.data.images import ImageOpener
 from fovea.data.order import kinds_of
 from fovea.environments.base import Environment, Split
-from fovea.environments.data_sets.scenes import FORMS, captions
-from fovea.environments.data_sets.vqa import NUM_ANNOTATORS, QUESTION_TYPES, ask
 from fovea.environments.graders.base import Grader
 from fovea.environments.graders.vqa_words import LETTERS
 from fovea.environments.shapes.environment import Shapes
 from fovea.environments.shapes.scenes import Thing
 from fovea.loop import train
+from fovea.tools.data_sets.scenes import FORMS, captions
+from fovea.tools.data_sets.vqa import NUM_ANNOTATORS, QUESTION_TYPES, ask
 from fovea.wiring.environment import make_environment
 from fovea.wiring.run import build
 from tests.grading import scored
@@ -131,7 +131,7 @@ def test_written_shapes_are_the_rows_of_a_run(folders: dict[str, Path]) -> None:
             task.kind,
         )
         for ref, cell in zip(task.images, again.images, strict=True):
-            np.testing.assert_array_equal(ref.source, np.asarray(open_image(cell, max_mib=1, max_megapixels=1)))
+            np.testing.assert_array_equal(ref.source, np.asarray(ImageOpener(max_mib=1, max_megapixels=1)(cell)))
 
 
 def digests(file: Path) -> list[str]:

@@ -20,7 +20,7 @@ from tests.grading import scored
 
 pytest.importorskip("easy_vqa", reason="the package easy-vqa is not installed (the extra talk)")
 
-from fovea.environments.data_sets.easy_vqa import Picture, question_type, split_pictures
+from fovea.tools.data_sets.easy_vqa import Picture, question_type, split_pictures
 from fovea.utils.installing import pip_install
 
 ROOT = Path(__file__).parents[3]

