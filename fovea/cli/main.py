@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -143,7 +143,16 @@ def _refuse_torchrun(command: str) -> None:
         )
 
 
+class TrainCommand(TyperCommand):
+    """`fovea train`, whose `--dry-run` takes a value only after `=`: the word after it is a recipe or a setting."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words with `--dry-run` written out."""
+        return super().parse_args(ctx, ["--dry-run=sample" if word == "--dry-run" else word for word in args])
+
+
 @app.command(
+    cls=TrainCommand,
     add_help_option=False,  # our own --help also explains the keys given with it
     context_settings={"ignore_unknown_options": True},  # so that --rollout.top_p=1 gets our error message
     epilog="`fovea config` lists every KEY with type, default and meaning; `fovea config rollout` a section.",
@@ -152,10 +161,12 @@ def train(
     context: typer.Context,
     words: Words = None,
     dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Check settings, a sample of rows, reward and model files; train nothing."),
-    ] = False,
-    all_rows: Annotated[bool, typer.Option("--all-rows", help="With --dry-run: open every row.")] = False,
+        Literal["sample", "full"] | None,
+        typer.Option(
+            metavar="[=full]",
+            help="Check settings, reward, model files and a sample of rows (=full: all rows); train nothing.",
+        ),
+    ] = None,
     quiet: Quiet = False,
     debug: Debug = False,
     supervised_by: Annotated[int | None, typer.Option(hidden=True)] = None,
@@ -181,8 +192,6 @@ def train(
             from fovea.wiring.workers import serve_driver
 
             return serve_driver()
-        if all_rows and not dry_run:
-            raise ConfigError("--all-rows says which rows --dry-run opens; add --dry-run")
         recipes, overrides = sort_words(words or [])
         config = load_run_config(recipes, [*overrides, *(["log.progress=false"] if quiet else [])])
         if supervised_by is not None:
@@ -192,9 +201,9 @@ def train(
             raise typer.Exit(supervise(config, [*flags, *(words or [])]))
         _say_dropped(recipes, overrides)
         if dry_run:
-            from fovea.commands.dry_run import plan
+            from fovea.commands.dry_run import NUM_OPENED, plan
 
-            typer.echo("\n".join(plan(config, all_rows=all_rows)))
+            typer.echo("\n".join(plan(config, rows_per_split=NUM_OPENED if dry_run == "sample" else None)))
             return
         _train(config, spent_seconds)
 

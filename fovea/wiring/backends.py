@@ -15,14 +15,15 @@ from fovea.cluster.services import WorkersEngine, WorkersPolicy, WorkersWeights
 from fovea.cluster.torchrun import connect_workers, join
 from fovea.cluster.workers import Call, LocalHandle, WorkerHandle, Workers, call_each
 from fovea.config.backends import EmbeddedEngine as EmbeddedSettings
+from fovea.config.backends import MegatronBackend, VllmServersEngine
 from fovea.config.backends import StreamedEngine as StreamedSettings
-from fovea.config.backends import VllmServersEngine
 from fovea.config.model import Model
 from fovea.config.run import Config
 from fovea.errors import ConfigError
 from fovea.models.processor import Processor
 from fovea.rollout.base import Engine
 from fovea.train.base import Policy
+from fovea.train.model_division import check_processes
 from fovea.utils.event_loop import wait_for
 from fovea.utils.launch import num_processes
 from fovea.weights.base import WeightSync
@@ -139,6 +140,9 @@ def _with_absolute_interpreter(config: Config) -> Config:
 
 
 def placement_of(config: Config, num_workers: int) -> Placement:
+    """The placement of so many workers; ConfigError where the settings cannot divide them."""
+    if isinstance(config.train.backend, MegatronBackend):
+        check_processes(config.train.backend, num_workers)
     placement = Placement.of(config.cluster, num_workers, config.train.backend.replicas)
     num_engines = len(placement.engines(range(num_workers)))
     if isinstance(config.rollout.engine, VllmServersEngine) and num_engines > 1:
