@@ -27,9 +27,8 @@ from time import perf_counter
 from fovea.config.run import Config
 from fovea.metrics.log import Phases
 from fovea.run.context import Run
-from fovea.run.draw import draw
 from fovea.run.parity import check_push
-from fovea.run.rollout_step import Rollout
+from fovea.run.rollout_step import Rollout, draw
 from fovea.run.state import Position, go_to, position_of
 from fovea.types import Metrics
 

@@ -1,4 +1,4 @@
-"""The rollout of a step: one batch of groups, or with dynamic sampling as many batches as fill the step."""
+"""The rollout of a step, from rows to scored groups: one batch, or with dynamic sampling as many as fill the step."""
 
 from __future__ import annotations
 
@@ -9,46 +9,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fovea.config.run import Config
-from fovea.data.order import RowOrder
-from fovea.environments.base import Environment
-from fovea.environments.curriculum import Curriculum
-from fovea.environments.graders.grading import Grading
-from fovea.environments.prompt_source import PromptSource
 from fovea.errors import TrainError
 from fovea.metrics.log import Phases
 from fovea.rollout.base import Engine
-from fovea.rollout.collect import Interaction, collect
+from fovea.rollout.collect import collect
+from fovea.run.context import Run, TaskStream
 from fovea.types import Group, Metrics, Sampling
 from fovea.utils.bounded import append_to, read_lines
 
 SAME_ACCURACY = 1e-6
 """Accuracies of a group within this range count as equal."""
 UNSCORED_FILE = "unscored.jsonl"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskStream:
-    """Training prompts in the data order of the run, with their environment, graders and curriculum."""
-
-    source: PromptSource
-    order: RowOrder
-    curriculum: Curriculum
-    environment: Environment
-    grading: Grading
-
-    @property
-    def has_more(self) -> bool:
-        """True if there are rows for another step; there always are without `max_epochs`."""
-        return self.source.has_more(self.order)
-
-    @property
-    def interaction(self) -> Interaction:
-        """Environment, renderer and the grader of the current curriculum stage."""
-        return Interaction(
-            environment=self.environment,
-            grading=self.grading.at(self.curriculum.stage),
-            renderer=self.source.renderer,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +41,28 @@ class Rollout:
         """Mean reward of all episodes; there must be one."""
         rewards = [episode.score.reward for group in self.groups for episode in group.episodes]
         return sum(rewards) / len(rewards)
+
+
+async def draw(run: Run, step: int, phases: Phases) -> Rollout:
+    """Roll out a step in its curriculum stage; its rewards count for the stage of the next one.
+
+    Rollouts are drawn in the order of their steps, one after another.
+    """
+    _begin_stage(run, step)
+    rollout = await roll_out(run.engine, run.stream, run.config, step=step, phases=phases)
+    curriculum = run.stream.curriculum
+    metrics = rollout.metrics | curriculum.metrics() | run.sources.bad_rows.metrics()
+    if rollout.groups:
+        curriculum.end_step(rollout.reward)
+    return replace(rollout, metrics=metrics)
+
+
+def _begin_stage(run: Run, step: int) -> None:
+    """Enter the curriculum stage of this step; print a new stage, and apply its level weights to the data order."""
+    change = run.stream.curriculum.begin_step(step)
+    if change is not None:
+        run.progress.print(f"step {step}: {change}")
+        run.stream.order.weigh_levels(run.stream.curriculum.level_weights)
 
 
 async def roll_out(engine: Engine, stream: TaskStream, config: Config, *, step: int, phases: Phases) -> Rollout:

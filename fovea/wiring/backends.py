@@ -31,9 +31,8 @@ from fovea.weights.local import LocalPolicy, SharedWeights, call_here
 from fovea.weights.to_engine import EngineStream
 from fovea.wiring.engine import free_first, make_embedded, make_streamed, make_tape
 from fovea.wiring.interpreter import absolute, set_threads
-from fovea.wiring.kernel_notes import kernel_notes
 from fovea.wiring.megatron import trains_with_megatron
-from fovea.wiring.model import open_vlm
+from fovea.wiring.model import kernel_notes, open_vlm
 from fovea.wiring.policy import make_policy
 from fovea.wiring.workers import Setup, check_offload, make_megatron_worker, make_stream, worker_of
 
@@ -46,7 +45,7 @@ class Backends:
     engine: Engine
     weight_sync: WeightSync
     kernel_notes: tuple[str, ...] = ()
-    """Lines to print at the start (`wiring.kernel_notes`)."""
+    """Lines to print at the start (`wiring.model.kernel_notes`)."""
 
 
 def open_backends(config: Config, model: Model, processor: Processor) -> Backends:

@@ -23,11 +23,10 @@ from fovea.models.processor import load_processor
 from fovea.report.about import HINTS_FILE, add_hint
 from fovea.rollout.embedded.plain import PlainEngine
 from fovea.run.checkpoint import Checkpoint, Checkpoints
-from fovea.run.context import Run
-from fovea.run.fingerprint import check_unchanged
+from fovea.run.context import Run, TaskStream
+from fovea.run.fingerprint import GivenCode, check_unchanged, take_fingerprint
 from fovea.run.folder import open_run_folder
-from fovea.run.inputs import GivenCode, take_fingerprint
-from fovea.run.rollout_step import TaskStream, record_unscored_answer
+from fovea.run.rollout_step import record_unscored_answer
 from fovea.run.signals import Stop, ending_signals
 from fovea.weights.local import MeasuredSync
 from fovea.wiring.backends import open_backends
@@ -88,7 +87,7 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
     bad_rows = BadRows(folder, resume_at=resumed.state.get("bad_rows", 0) if resumed else 0)
     sources = make_sources(config, environment, renderer, bad_rows)
     progress.stage("taking the fingerprint of rows, code and model")
-    fingerprint = take_fingerprint(config, model, sources, given)
+    fingerprint = take_fingerprint(config, model, sources.tasks, given)
     if resumed:
         before, allow = resumed.state["fingerprint"], config.resume_changed == "allow"
         check_unchanged(before, fingerprint, allow=allow, say=progress.print)

@@ -32,9 +32,8 @@ from fovea.weights.local import Caller, CallerThread, LocalPolicy, call_here
 from fovea.weights.to_engine import EngineCopy, EngineStream, WeightTaker
 from fovea.wiring.engine import free_first, has_own_weights, make_embedded, make_streamed
 from fovea.wiring.interpreter import set_threads
-from fovea.wiring.kernel_notes import kernel_notes
 from fovea.wiring.megatron import PushedPolicy, make_megatron_policy, trains_with_megatron
-from fovea.wiring.model import open_vlm
+from fovea.wiring.model import kernel_notes, open_vlm
 from fovea.wiring.policy import make_policy
 
 
