@@ -6,7 +6,16 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from fovea.tools.importer.theirs import TRACKERS, Left, Line, Rule, Theirs
+from fovea.tools.importer.theirs import (
+    Left,
+    Line,
+    Rule,
+    Theirs,
+    by_tokens_or_groups,
+    epochs_and_steps,
+    kl_in_loss,
+    trackers,
+)
 
 GROUP, ADVANTAGE = "algorithm.group_size", "algorithm.adv_type"
 SAMPLING, PLACEMENT = "algorithm.sampling_params", "cluster.component_placement"
@@ -81,7 +90,7 @@ def tokens(theirs: Theirs) -> Iterator[Line | Left]:
 def min_new_tokens(theirs: Theirs) -> Iterator[Line | Left]:
     key = f"{SAMPLING}.min_new_tokens"
     if (theirs.value(key) or 0) > 1:
-        yield theirs.line("rollout.engine.min_new_tokens", theirs.value(key), key)
+        yield theirs.same("rollout.engine.min_new_tokens", key)
     else:
         yield from theirs.left(key, "an empty completion is graded like any other", matters=False)
 
@@ -108,7 +117,7 @@ def warmup(theirs: Theirs) -> Iterator[Line | Left]:
     if count is not None and share is not None:
         raise theirs.refuse(share, f"and {count}={theirs.value(count)} too; leave one out (set it to 0)")
     if count is not None:
-        yield theirs.line("train.lr_warmup_steps", theirs.value(count), count)
+        yield theirs.same("train.lr_warmup_steps", count)
     elif share is None:
         yield theirs.line("train.lr_warmup_steps", 0, *counts, *shares)
     elif total is None or total < 1:
@@ -128,17 +137,8 @@ def _share_of_unknown_steps(theirs: Theirs, share: str) -> Iterator[Line | Left]
 
 
 def microbatches(theirs: Theirs) -> Iterator[Line | Left]:
-    by_tokens, most = "runner.enable_dynamic_batch_size", "runner.max_tokens_per_mbs"
-    rows, group = "algorithm.training_batch_size_per_gpu", theirs.value(GROUP)
-    if theirs.value(by_tokens):
-        yield theirs.line("train.enable_dynamic_batch_size", True, by_tokens)
-        if theirs.value(most) is not None:
-            yield theirs.line("train.max_tokens_per_microbatch", theirs.value(most), most)
-    elif theirs.value(rows) is not None and group and theirs.value(rows) % group == 0:
-        yield theirs.line("train.enable_dynamic_batch_size", False, by_tokens)
-        yield theirs.line("train.groups_per_microbatch", theirs.value(rows) // group, rows, GROUP)
-    else:
-        yield from theirs.left(rows, f"it counts completions, and is not a multiple of the {group} of a group")
+    by_tokens, tokens = "runner.enable_dynamic_batch_size", "runner.max_tokens_per_mbs"
+    yield from by_tokens_or_groups(theirs, by_tokens, tokens, "algorithm.training_batch_size_per_gpu", GROUP)
 
 
 def algorithm(theirs: Theirs) -> Iterator[Line | Left]:
@@ -153,7 +153,7 @@ def algorithm(theirs: Theirs) -> Iterator[Line | Left]:
 def gae(theirs: Theirs) -> Iterator[Line | Left]:
     if theirs.value(ADVANTAGE) == "gae":
         for name in ("gamma", "gae_lambda"):
-            yield theirs.line(f"algorithm.advantage.{name}", theirs.value(f"algorithm.{name}"), f"algorithm.{name}")
+            yield theirs.same(f"algorithm.advantage.{name}", f"algorithm.{name}")
 
 
 def critic(theirs: Theirs) -> Iterator[Line | Left]:
@@ -169,7 +169,7 @@ def critic(theirs: Theirs) -> Iterator[Line | Left]:
     }
     for ours, key in of.items():
         if theirs.is_given(key):
-            yield theirs.line(f"{place}.{ours}", theirs.value(key), key)
+            yield theirs.same(f"{place}.{ours}", key)
 
 
 def clip(theirs: Theirs) -> Iterator[Line | Left]:
@@ -180,19 +180,13 @@ def clip(theirs: Theirs) -> Iterator[Line | Left]:
     for side in ("low", "high"):
         own = f"algorithm.clip_ratio_{side}"
         key = both if theirs.value(own) is None else own
-        yield theirs.line(f"algorithm.loss.clip_{side}", theirs.value(key), key)
-    yield theirs.line("algorithm.loss.dual_clip", theirs.value("algorithm.clip_ratio_c"), "algorithm.clip_ratio_c")
+        yield theirs.same(f"algorithm.loss.clip_{side}", key)
+    yield theirs.same("algorithm.loss.dual_clip", "algorithm.clip_ratio_c")
 
 
 def kl(theirs: Theirs) -> Iterator[Line | Left]:
-    coef, kind = "algorithm.kl_beta", "algorithm.kl_penalty_type"
-    if not theirs.value(coef):
-        yield theirs.line("algorithm.kl", None, coef)
-        return
-    estimator = theirs.one_of(kind, ESTIMATORS, "estimator")
-    yield theirs.line("algorithm.kl.name", "loss", coef)
-    yield theirs.line("algorithm.kl.coef", theirs.value(coef), coef)
-    yield theirs.line("algorithm.kl.estimator", estimator, kind)
+    coef = "algorithm.kl_beta"
+    yield from kl_in_loss(theirs, coef, coef, "algorithm.kl_penalty_type", ESTIMATORS)
 
 
 def importance(theirs: Theirs) -> Iterator[Line | Left]:
@@ -204,7 +198,7 @@ def importance(theirs: Theirs) -> Iterator[Line | Left]:
 def dynamic_sampling(theirs: Theirs) -> Iterator[Line | Left]:
     key = "algorithm.max_num_gen_batches"
     if (theirs.value(key) or 1) > 1:
-        yield theirs.line("algorithm.dynamic_sampling.max_gen_batches", theirs.value(key), key)
+        yield theirs.same("algorithm.dynamic_sampling.max_gen_batches", key)
 
 
 def engine(theirs: Theirs) -> Iterator[Line | Left]:
@@ -215,17 +209,12 @@ def engine(theirs: Theirs) -> Iterator[Line | Left]:
     yield theirs.line("rollout.engine.name", name, key)
     for own in ("enable_chunked_prefill", "max_num_batched_tokens") if name == "vllm" else ():
         if theirs.value(f"rollout.vllm.{own}") is not None:
-            yield theirs.line(f"rollout.engine.{own}", theirs.value(f"rollout.vllm.{own}"), f"rollout.vllm.{own}")
+            yield theirs.same(f"rollout.engine.{own}", f"rollout.vllm.{own}")
 
 
 def steps(theirs: Theirs) -> Iterator[Line | Left]:
-    epochs, total = "runner.max_epochs", "runner.max_steps"
-    if theirs.value(epochs) is not None:
-        yield theirs.line("max_epochs", theirs.value(epochs), epochs)
-    if (theirs.value(total) or -1) > 0:
-        yield theirs.line("max_steps", theirs.value(total), total)
-    else:
-        yield theirs.line("max_steps", 1_000_000, total, why="the epochs end the run before")
+    total = "runner.max_steps"
+    yield from epochs_and_steps(theirs, "runner.max_epochs", total, has_steps=(theirs.value(total) or -1) > 0)
 
 
 def run_dir(theirs: Theirs) -> Iterator[Line | Left]:
@@ -237,17 +226,7 @@ def run_dir(theirs: Theirs) -> Iterator[Line | Left]:
 
 
 def loggers(theirs: Theirs) -> Iterator[Line | Left]:
-    key, project = "runner.logger.logger_backends", "runner.logger.project_name"
-    named = theirs.value(key)
-    if named is None:
-        return
-    names = [named] if isinstance(named, str) else list(named)
-    yield theirs.line("log.tensorboard", "tensorboard" in names, key)
-    for name in sorted(TRACKERS.keys() & set(names)):
-        yield theirs.line(TRACKERS[name], theirs.value(project), key, project)
-    others = sorted(set(names) - {"tensorboard", *TRACKERS})
-    if others:
-        yield from theirs.left(key, f"no {', '.join(others)}; metrics.jsonl in the run folder has every metric")
+    yield from trackers(theirs, "runner.logger.logger_backends", "runner.logger.project_name")
 
 
 def placement(theirs: Theirs) -> Iterator[Line | Left]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -113,6 +113,10 @@ class Theirs:
         source = "; ".join([*filter(None, map(self._source, read)), *([why] if why else [])])
         return Line(key=key, value=value, source=source, read=read, is_given=self.is_given(*read))
 
+    def same(self, ours: str, key: str) -> Line:
+        """A setting with the value of one key."""
+        return self.line(ours, self.value(key), key)
+
     def left(self, key: str, reason: str, *, matters: bool = True) -> Iterator[Left]:
         """Record a given key that has no counterpart here."""
         if key in self.given:
@@ -135,6 +139,56 @@ class Theirs:
         found = self.system.find(key)
         has_default = found is not None and found.has_default
         return f"{key}={show(self.value(key))} ({self.system.title}'s default)" if has_default else ""
+
+
+def trackers(
+    theirs: Theirs, key: str, project: str, default_project: str | None = None, needless: Sequence[str] = ()
+) -> Iterator[Line | Left]:
+    """Translate a list of loggers; `needless` are those whose output is always there."""
+    named = theirs.value(key)
+    if named is None:
+        return
+    names = [named] if isinstance(named, str) else list(named)
+    yield theirs.line("log.tensorboard", "tensorboard" in names, key)
+    for name in sorted(TRACKERS.keys() & set(names)):
+        yield theirs.line(TRACKERS[name], theirs.value(project) or default_project, key, project)
+    others = sorted(set(names) - {"tensorboard", *needless, *TRACKERS})
+    if others:
+        yield from theirs.left(key, f"no {', '.join(others)}; metrics.jsonl in the run folder has every metric")
+
+
+def epochs_and_steps(theirs: Theirs, epochs: str, total: str, *, has_steps: bool) -> Iterator[Line]:
+    """Translate the end of a run, by epochs where `total` sets no number of steps."""
+    if theirs.value(epochs) is not None:
+        yield theirs.same("max_epochs", epochs)
+    if has_steps:
+        yield theirs.same("max_steps", total)
+    else:
+        yield theirs.line("max_steps", 1_000_000, total, why="the epochs end the run before")
+
+
+def by_tokens_or_groups(theirs: Theirs, by_tokens: str, tokens: str, rows: str, group: str) -> Iterator[Line | Left]:
+    """Translate the size of micro-batches: in tokens, or in completions, of which a whole number of groups is one."""
+    completions, of_one = theirs.value(rows), theirs.value(group)
+    if theirs.value(by_tokens):
+        yield theirs.line("train.enable_dynamic_batch_size", True, by_tokens)
+        if theirs.value(tokens) is not None:
+            yield theirs.same("train.max_tokens_per_microbatch", tokens)
+    elif completions is not None and of_one and completions % of_one == 0:
+        yield theirs.line("train.enable_dynamic_batch_size", False, by_tokens)
+        yield theirs.line("train.groups_per_microbatch", completions // of_one, rows, group)
+    else:
+        yield from theirs.left(rows, f"it counts completions, and is not a multiple of the {of_one} of a group")
+
+
+def kl_in_loss(theirs: Theirs, switch: str, coef: str, kind: str, estimators: Mapping[str, str]) -> Iterator[Line]:
+    """Translate a KL term of the loss, which has a `switch` or counts where its `coef` is not 0."""
+    if not theirs.value(coef):
+        yield theirs.line("algorithm.kl", None, *dict.fromkeys((switch, coef)))
+        return
+    yield theirs.line("algorithm.kl.name", "loss", switch)
+    yield theirs.same("algorithm.kl.coef", coef)
+    yield theirs.line("algorithm.kl.estimator", theirs.one_of(kind, estimators, "estimator"), kind)
 
 
 def plain(theirs: Theirs, setting: Counterpart) -> Iterator[Line | Left]:

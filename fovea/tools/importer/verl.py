@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fovea.config.type_text import show
-from fovea.tools.importer.theirs import TRACKERS, Left, Line, Rule, Theirs
+from fovea.tools.importer.theirs import (
+    Left,
+    Line,
+    Rule,
+    Theirs,
+    by_tokens_or_groups,
+    epochs_and_steps,
+    kl_in_loss,
+    trackers,
+)
 
 ACTOR, MODEL, ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("actor", "model", "rollout"))
 TRAIN_BATCH, N = "data.train_batch_size", f"{ROLLOUT}.n"
@@ -76,14 +85,14 @@ def overlong(theirs: Theirs) -> Iterator[Line | Left]:
         yield theirs.line("algorithm.overlong.buffer_frac", theirs.value(f"{place}.len") / longest, *read)
         if theirs.value(f"{place}.penalty_factor") is not None:
             factor = f"{place}.penalty_factor"
-            yield theirs.line("algorithm.overlong.penalty_factor", theirs.value(factor), factor)
+            yield theirs.same("algorithm.overlong.penalty_factor", factor)
 
 
 def lora(theirs: Theirs) -> Iterator[Line | Left]:
     rank = f"{MODEL}.lora_rank"
     if not theirs.value(rank):
         return
-    yield theirs.line("model.lora.rank", theirs.value(rank), rank)
+    yield theirs.same("model.lora.rank", rank)
     of = {
         "alpha": "lora_alpha",
         "targets": "target_modules",
@@ -101,7 +110,7 @@ def warmup(theirs: Theirs) -> Iterator[Line | Left]:
     steps, share = f"{ACTOR}.optim.lr_warmup_steps", f"{ACTOR}.optim.lr_warmup_steps_ratio"
     total = "trainer.total_training_steps"
     if (theirs.value(steps) or 0) > 0:
-        yield theirs.line("train.lr_warmup_steps", theirs.value(steps), steps)
+        yield theirs.same("train.lr_warmup_steps", steps)
     elif not theirs.value(share):
         yield theirs.line("train.lr_warmup_steps", 0, steps, share)
     elif theirs.value(total) is None:
@@ -123,18 +132,7 @@ def minibatches(theirs: Theirs) -> Iterator[Line | Left]:
 
 def microbatches(theirs: Theirs) -> Iterator[Line | Left]:
     by_tokens, tokens = f"{ACTOR}.use_dynamic_bsz", f"{ACTOR}.ppo_max_token_len_per_gpu"
-    rows, n = f"{ACTOR}.ppo_micro_batch_size_per_gpu", theirs.value(N)
-    if theirs.value(by_tokens):
-        yield theirs.line("train.enable_dynamic_batch_size", True, by_tokens)
-        if theirs.value(tokens) is not None:
-            yield theirs.line("train.max_tokens_per_microbatch", theirs.value(tokens), tokens)
-    elif theirs.value(rows) is None:
-        return
-    elif theirs.value(rows) % n:
-        yield from theirs.left(rows, f"it counts completions, and is not a multiple of the {n} of a group")
-    else:
-        yield theirs.line("train.enable_dynamic_batch_size", False, by_tokens)
-        yield theirs.line("train.groups_per_microbatch", theirs.value(rows) // n, rows, N)
+    yield from by_tokens_or_groups(theirs, by_tokens, tokens, f"{ACTOR}.ppo_micro_batch_size_per_gpu", N)
 
 
 def clip(theirs: Theirs) -> Iterator[Line | Left]:
@@ -143,11 +141,11 @@ def clip(theirs: Theirs) -> Iterator[Line | Left]:
     yield theirs.line("algorithm.loss.name", loss, mode)
     if loss == "sapo":
         for ours, name in (("positive", "tau_pos"), ("negative", "tau_neg")):
-            yield theirs.line(f"algorithm.loss.temperature_{ours}", theirs.value(f"{ACTOR}.{name}"), f"{ACTOR}.{name}")
+            yield theirs.same(f"algorithm.loss.temperature_{ours}", f"{ACTOR}.{name}")
         return
     yield from _clip_bounds(theirs)
     if loss != "cispo":
-        yield theirs.line("algorithm.loss.dual_clip", theirs.value(f"{ACTOR}.clip_ratio_c"), f"{ACTOR}.clip_ratio_c")
+        yield theirs.same("algorithm.loss.dual_clip", f"{ACTOR}.clip_ratio_c")
 
 
 def _clip_bounds(theirs: Theirs) -> Iterator[Line | Left]:
@@ -157,7 +155,7 @@ def _clip_bounds(theirs: Theirs) -> Iterator[Line | Left]:
         key = f"{both}_{side}"
         own = theirs.value(key)
         if own is None:
-            yield theirs.line(f"algorithm.loss.clip_{side}", theirs.value(both), both)
+            yield theirs.same(f"algorithm.loss.clip_{side}", both)
             continue
         if theirs.is_given(both) and not theirs.is_given(key) and theirs.value(both) != own:
             raise theirs.refuse(both, f"without effect in verl, where {key}={own} by default; set that one too")
@@ -177,8 +175,8 @@ def algorithm(theirs: Theirs) -> Iterator[Line | Left]:
 
 def gae(theirs: Theirs) -> Iterator[Line | Left]:
     if theirs.value(ESTIMATOR) == "gae":
-        yield theirs.line("algorithm.advantage.gamma", theirs.value("algorithm.gamma"), "algorithm.gamma")
-        yield theirs.line("algorithm.advantage.gae_lambda", theirs.value("algorithm.lam"), "algorithm.lam")
+        yield theirs.same("algorithm.advantage.gamma", "algorithm.gamma")
+        yield theirs.same("algorithm.advantage.gae_lambda", "algorithm.lam")
 
 
 def critic(theirs: Theirs) -> Iterator[Line | Left]:
@@ -197,7 +195,7 @@ def critic(theirs: Theirs) -> Iterator[Line | Left]:
         "warmup_steps": "trainer.critic_warmup",
     }
     for ours, key in of.items():
-        yield theirs.line(f"{place}.{ours}", theirs.value(key), key)
+        yield theirs.same(f"{place}.{ours}", key)
 
 
 def kl(theirs: Theirs) -> Iterator[Line | Left]:
@@ -206,33 +204,23 @@ def kl(theirs: Theirs) -> Iterator[Line | Left]:
     if theirs.value(in_loss) and theirs.value(in_reward):
         raise theirs.refuse(in_reward, f"and {in_loss} is true too, but a run has one KL term; leave one out")
     if theirs.value(in_loss):
-        yield from _kl_in_loss(theirs, in_loss)
+        yield from kl_in_loss(theirs, in_loss, f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type", IN_THE_LOSS)
     elif theirs.value(in_reward):
         yield from _kl_in_reward(theirs, in_reward)
     else:
         yield theirs.line("algorithm.kl", None, in_loss, in_reward)
 
 
-def _kl_in_loss(theirs: Theirs, switch: str) -> Iterator[Line | Left]:
-    coef, kind = f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"
-    if not theirs.value(coef):
-        yield theirs.line("algorithm.kl", None, switch, coef)
-        return
-    yield theirs.line("algorithm.kl.name", "loss", switch)
-    yield theirs.line("algorithm.kl.coef", theirs.value(coef), coef)
-    yield theirs.line("algorithm.kl.estimator", theirs.one_of(kind, IN_THE_LOSS, "estimator"), kind)
-
-
 def _kl_in_reward(theirs: Theirs, switch: str) -> Iterator[Line | Left]:
     place = "algorithm.kl_ctrl"
     yield theirs.line("algorithm.kl.name", "reward", switch)
-    yield theirs.line("algorithm.kl.coef", theirs.value(f"{place}.kl_coef"), f"{place}.kl_coef")
+    yield theirs.same("algorithm.kl.coef", f"{place}.kl_coef")
     estimator = theirs.one_of("algorithm.kl_penalty", IN_THE_REWARD, "estimator")
     yield theirs.line("algorithm.kl.estimator", estimator, "algorithm.kl_penalty")
     if theirs.value(f"{place}.type") == "adaptive":
         target, horizon = f"{place}.target_kl", f"{place}.horizon"
         yield theirs.line("algorithm.kl.controller.target", theirs.value(target), f"{place}.type", target)
-        yield theirs.line("algorithm.kl.controller.horizon_samples", theirs.value(horizon), horizon)
+        yield theirs.same("algorithm.kl.controller.horizon_samples", horizon)
     else:
         yield theirs.line("algorithm.kl.controller", None, f"{place}.type")
 
@@ -248,7 +236,7 @@ def importance(theirs: Theirs) -> Iterator[Line | Left]:
     elif weighs is not None:
         yield theirs.line("algorithm.importance_sampling_fix", True, level)
         yield theirs.line("algorithm.importance_sampling_level", weighs, level)
-        yield theirs.line("algorithm.importance_sampling_clip", theirs.value(threshold), threshold)
+        yield theirs.same("algorithm.importance_sampling_clip", threshold)
     elif old_cap is not None and old_cap > 0:
         yield theirs.line("algorithm.importance_sampling_fix", True, cap)
         yield theirs.line("algorithm.importance_sampling_clip", old_cap, cap)
@@ -305,15 +293,11 @@ def backend(theirs: Theirs) -> Iterator[Line | Left]:
         return
     yield theirs.line("train.backend.name", "megatron", STRATEGY, why="settings or config of Megatron")
     for ours, name in DIVIDED.items():
-        yield theirs.line(f"train.backend.{ours}", theirs.value(f"{MEGATRON}.{name}"), f"{MEGATRON}.{name}")
+        yield theirs.same(f"train.backend.{ours}", f"{MEGATRON}.{name}")
     tensor, sequence = f"{MEGATRON}.{DIVIDED['tensor_parallel_size']}", f"{MEGATRON}.sequence_parallel"
     if theirs.value(tensor) > 1:
-        yield theirs.line("train.backend.sequence_parallel", theirs.value(sequence), sequence)
-    yield theirs.line(
-        "train.backend.optimizer_offload",
-        theirs.value(f"{MEGATRON}.optimizer_offload"),
-        f"{MEGATRON}.optimizer_offload",
-    )
+        yield theirs.same("train.backend.sequence_parallel", sequence)
+    yield theirs.same("train.backend.optimizer_offload", f"{MEGATRON}.optimizer_offload")
 
 
 def recomputed(theirs: Theirs) -> Iterator[Line | Left]:
@@ -331,23 +315,19 @@ def engine(theirs: Theirs) -> Iterator[Line | Left]:
     name = f"{ROLLOUT}.name"
     if theirs.value(name) not in ("vllm", "sglang"):
         raise theirs.refuse(name, "verl needs an engine, and vllm and sglang are here too; set it to one of them")
-    yield theirs.line("rollout.engine.name", theirs.value(name), name)
+    yield theirs.same("rollout.engine.name", name)
 
 
 def steps(theirs: Theirs) -> Iterator[Line | Left]:
-    epochs, total = "trainer.total_epochs", "trainer.total_training_steps"
-    yield theirs.line("max_epochs", theirs.value(epochs), epochs)
-    if theirs.value(total) is not None:
-        yield theirs.line("max_steps", theirs.value(total), total)
-    else:
-        yield theirs.line("max_steps", 1_000_000, total, why="the epochs end the run before")
+    total = "trainer.total_training_steps"
+    yield from epochs_and_steps(theirs, "trainer.total_epochs", total, has_steps=theirs.value(total) is not None)
 
 
 def run_dir(theirs: Theirs) -> Iterator[Line | Left]:
     folder, project, name = "trainer.default_local_dir", "trainer.project_name", "trainer.experiment_name"
     mode, path = "trainer.resume_mode", "trainer.resume_from_path"
     if theirs.value(folder) is not None:
-        yield theirs.line("run_dir", theirs.value(folder), folder)
+        yield theirs.same("run_dir", folder)
     elif theirs.value(project) is not None and theirs.value(name) is not None:
         yield theirs.line("run_dir", f"checkpoints/{theirs.value(project)}/{theirs.value(name)}", project, name)
     elif not theirs.is_given(mode):
@@ -358,18 +338,11 @@ def run_dir(theirs: Theirs) -> Iterator[Line | Left]:
 
 
 def loggers(theirs: Theirs) -> Iterator[Line | Left]:
-    key, project = "trainer.logger", "trainer.project_name"
-    named = theirs.value(key)
-    if named is None:
-        return
-    names = [named] if isinstance(named, str) else list(named)
-    yield theirs.line("log.progress", "console" in names, key)
-    yield theirs.line("log.tensorboard", "tensorboard" in names, key)
-    for name in sorted(TRACKERS.keys() & set(names)):
-        yield theirs.line(TRACKERS[name], theirs.value(project) or "verl_examples", key, project)
-    others = sorted(set(names) - {"console", "tensorboard", "file", *TRACKERS})
-    if others:
-        yield from theirs.left(key, f"no {', '.join(others)}; metrics.jsonl in the run folder has every metric")
+    key = "trainer.logger"
+    if (named := theirs.value(key)) is not None:
+        yield theirs.line("log.progress", "console" in named, key)
+    project = "trainer.project_name"
+    yield from trackers(theirs, key, project, default_project="verl_examples", needless=("console", "file"))
 
 
 RULES: dict[str, Rule] = {
