@@ -21,11 +21,11 @@ from fovea.metrics.progress import Progress
 from fovea.rollout.base import Engine
 from fovea.rollout.collect import Interaction
 from fovea.run.callbacks import Callbacks
-from fovea.run.checkpoint import Checkpoint, Checkpoints
+from fovea.run.checkpoint import Checkpoints, SavedCheckpoint
 from fovea.run.fingerprint import Fingerprint
 from fovea.run.parity_faults import TakenPush
 from fovea.run.signals import SignalWatch
-from fovea.run.warmup import Warmup
+from fovea.run.warmup import WarmupStage
 from fovea.train.base import Policy
 from fovea.types import PromptImage, Task
 from fovea.weights.local import MeasuredSync
@@ -89,11 +89,11 @@ class Run:
     engine: Engine
     policy: Policy
     weight_sync: MeasuredSync
-    warmup: Warmup | None
+    warmup: WarmupStage | None
     open_image: OpenImage
     evaluator: Evaluator
     checkpoints: Checkpoints
-    resumed: Checkpoint | None
+    resumed: SavedCheckpoint | None
     """The checkpoint to continue from; None: start anew."""
     metrics: MetricsLog
     phases: Phases

@@ -267,7 +267,7 @@ def _checksum_of_blocks(file: BinaryIO, size: int, max_bytes: int) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class InputChange:
     """An entry of a fingerprint that is not what it was."""
 
     name: str
@@ -291,10 +291,10 @@ def library_versions(fingerprint: Fingerprint) -> dict[str, str]:
     return {name.removeprefix(LIBRARY): text for name, text in fingerprint.items() if name.startswith(LIBRARY)}
 
 
-def changes(before: Fingerprint, now: Fingerprint) -> list[Change]:
+def changes(before: Fingerprint, now: Fingerprint) -> list[InputChange]:
     """The entries that differ between two fingerprints, in their order."""
     return [
-        Change(name=name, before=before.get(name), now=now.get(name))
+        InputChange(name=name, before=before.get(name), now=now.get(name))
         for name in dict.fromkeys([*before, *now])
         if before.get(name) != now.get(name)
         # checkpoints of earlier versions do not have them
@@ -315,6 +315,6 @@ def check_unchanged(before: Fingerprint, now: Fingerprint, *, allow: bool, say: 
         say(f"other inputs than before the resume: {_listed(changed)}")
 
 
-def _listed(changed: Sequence[Change]) -> str:
+def _listed(changed: Sequence[InputChange]) -> str:
     more = f"; and {len(changed) - MAX_NAMED} more" if len(changed) > MAX_NAMED else ""
     return "; ".join(map(str, changed[:MAX_NAMED])) + more

@@ -23,7 +23,7 @@ UNSCORED_FILE = "unscored.jsonl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rollout:
+class StepRollout:
     """Scored groups of one step."""
 
     groups: Sequence[Group]
@@ -43,7 +43,7 @@ class Rollout:
         return sum(rewards) / len(rewards)
 
 
-async def draw(run: Run, step: int, phases: Phases) -> Rollout:
+async def draw(run: Run, step: int, phases: Phases) -> StepRollout:
     """Roll out a step in its curriculum stage; its rewards count for the stage of the next one.
 
     Rollouts are drawn in the order of their steps, one after another.
@@ -65,7 +65,7 @@ def _begin_stage(run: Run, step: int) -> None:
         run.stream.order.weigh_levels(run.stream.curriculum.level_weights)
 
 
-async def roll_out(engine: Engine, stream: TaskStream, config: Config, *, step: int, phases: Phases) -> Rollout:
+async def roll_out(engine: Engine, stream: TaskStream, config: Config, *, step: int, phases: Phases) -> StepRollout:
     """Roll out `prompts_per_step` groups; with dynamic sampling that many of mixed accuracy, within `max_gen_batches`.
 
     Yu et al., DAPO, arXiv 2503.14476, section 3.2, by accuracy instead of reward.
@@ -85,7 +85,7 @@ async def roll_out(engine: Engine, stream: TaskStream, config: Config, *, step: 
         mixed, alike = mixed + more_mixed, alike + more_alike
         batches += 1
     to_train = mixed[:wanted]
-    return Rollout(
+    return StepRollout(
         groups=groups,
         to_train=to_train,
         dropped=alike + mixed[wanted:],
@@ -102,7 +102,7 @@ async def roll_out(engine: Engine, stream: TaskStream, config: Config, *, step: 
 
 async def _roll_out_batch(
     engine: Engine, stream: TaskStream, config: Config, *, step: int, num_before: int, phases: Phases
-) -> Rollout:
+) -> StepRollout:
     """Roll out one batch of groups, all of them to be trained on."""
     rollout, unscored = config.rollout, list[str]()
     with phases("data"):
@@ -119,7 +119,7 @@ async def _roll_out_batch(
             unscored=unscored,
             for_update=True,
         )
-    return Rollout(
+    return StepRollout(
         groups=groups, to_train=groups, dropped=(), unscored=unscored, metrics=_unscored_metrics(stream, unscored)
     )
 
@@ -139,7 +139,7 @@ def _differs(group: Group) -> bool:
     return max(accuracies) - min(accuracies) > SAME_ACCURACY
 
 
-def record_unscored(folder: Path, warn: Callable[[str], None], step: int, rollout: Rollout) -> None:
+def record_unscored(folder: Path, warn: Callable[[str], None], step: int, rollout: StepRollout) -> None:
     """Append groups without a score to unscored.jsonl; TrainError when no group of the step has a score."""
     _write_unscored(folder, warn, step, rollout.unscored)
     if not rollout.groups:

@@ -21,14 +21,14 @@ from fovea.processes.engine_process import Answer
 from fovea.types import Completion, Request, Shape
 from fovea.utils.event_loop import wait_for
 from fovea.utils.tensor_records import opened
-from fovea.wiring.engine import StreamedEngine, make_streamed
+from fovea.wiring.engine import PushedEngine, make_streamed
 from fovea.wiring.interpreter import set_threads
 
 
 class Served:
     """Methods of an engine in this process that the trainer may call."""
 
-    def __init__(self, engine: StreamedEngine) -> None:
+    def __init__(self, engine: PushedEngine) -> None:
         self._engine = engine
         self._running: dict[str, asyncio.Task[Any]] = {}
         """The call of each request."""
@@ -96,7 +96,7 @@ def _own(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.is_cuda else tensor
 
 
-def _make(sent: Mapping[str, Any]) -> StreamedEngine:
+def _make(sent: Mapping[str, Any]) -> PushedEngine:
     if sent["version"] != __version__:
         raise ConfigError(f"it has Fovea {__version__}, and the trainer {sent['version']}; install that one")
     with named(lambda error: ConfigError(f"the settings do not fit there ({first_line(error)})")):
@@ -109,7 +109,7 @@ def _make(sent: Mapping[str, Any]) -> StreamedEngine:
     return make_streamed(config, settings, model, load_processor(model))
 
 
-def main(arguments: Sequence[str], make: Callable[[Mapping[str, Any]], StreamedEngine] = _make) -> None:
+def main(arguments: Sequence[str], make: Callable[[Mapping[str, Any]], PushedEngine] = _make) -> None:
     """Make the engine that the first message asks for, and serve the trainer until its end, or the engine's."""
     connection, sent = begin(arguments)
     try:

@@ -22,7 +22,7 @@ from fovea.metrics.progress import Progress
 from fovea.models.processor import load_processor
 from fovea.report.about import HINTS_FILE, add_hint
 from fovea.rollout.embedded.plain import PlainEngine
-from fovea.run.checkpoint import Checkpoint, Checkpoints
+from fovea.run.checkpoint import Checkpoints, SavedCheckpoint
 from fovea.run.context import Run, TaskStream
 from fovea.run.fingerprint import GivenCode, check_unchanged, take_fingerprint
 from fovea.run.folder import open_run_folder
@@ -138,7 +138,7 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
     )
 
 
-def _metrics_file(folder: Path, resumed: Checkpoint | None, progress: Progress) -> JsonlSink:
+def _metrics_file(folder: Path, resumed: SavedCheckpoint | None, progress: Progress) -> JsonlSink:
     """metrics.jsonl, with a warning where a run that goes on in its own folder has lost lines of it."""
     sink = JsonlSink(folder, resume_step=resumed.step if resumed else 0)
     if resumed and sink.num_lost and resumed.folder.resolve().is_relative_to(folder.resolve()):
@@ -162,7 +162,7 @@ def _print_remarks(
         add_hint(Path(config.run_dir), remark)
 
 
-def _resumed(config: Config, checkpoints: Checkpoints) -> Checkpoint | None:
+def _resumed(config: Config, checkpoints: Checkpoints) -> SavedCheckpoint | None:
     """The checkpoint to go on from; None: start anew."""
     if config.resume_from is not None:
         return checkpoints.resume_from(config.resume_from)

@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from fovea.tools.importer.theirs import (
-    Left,
-    Line,
+from fovea.tools.importer.source import (
+    LeftOut,
+    RecipeLine,
     Rule,
-    Theirs,
+    SourceConfig,
     by_tokens_or_groups,
     epochs_and_steps,
     kl_in_loss,
@@ -33,7 +33,7 @@ ESTIMATORS = {"low_var_kl": "k3", "k3": "k3", "mse": "k2", "k2": "k2"}
 DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "32": "float32", "float32": "float32"}
 
 
-def environment(theirs: Theirs) -> Iterator[Line | Left]:
+def environment(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     key = "reward.reward_type"
     named, kind = theirs.environment, ENVIRONMENTS.get(str(theirs.value(key)))
     if named is not None and kind not in (None, named):
@@ -43,7 +43,7 @@ def environment(theirs: Theirs) -> Iterator[Line | Left]:
     yield theirs.line("environment.name", named or kind, key, why="" if kind else f"--environment {named}")
 
 
-def reward_values(theirs: Theirs) -> Iterator[Line | Left]:
+def reward_values(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     """Rewards of right and wrong answers, each times a factor."""
     scale, kind = "reward.reward_scale", str(theirs.value("reward.reward_type"))
     if (theirs.environment or ENVIRONMENTS.get(kind)) != "geo3k":
@@ -53,13 +53,13 @@ def reward_values(theirs: Theirs) -> Iterator[Line | Left]:
         yield theirs.line(f"environment.{ours}", value, f"reward.{ours}", scale)
 
 
-def model(theirs: Theirs) -> Iterator[Line | Left]:
+def model(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     for key in ("rollout.model.model_path", "actor.model.model_path"):
         if theirs.value(key) is not None:
             yield theirs.line("model.path", str(theirs.value(key)).rstrip("/"), key)
 
 
-def dtype(theirs: Theirs) -> Iterator[Line | Left]:
+def dtype(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     """The number format of computing; the weights that the optimizer changes are float32 in any case."""
     mixed, own = "actor.fsdp_config.mixed_precision.param_dtype", "actor.model.precision"
     key = mixed if theirs.value(mixed) is not None else own
@@ -73,7 +73,7 @@ def dtype(theirs: Theirs) -> Iterator[Line | Left]:
         yield from theirs.left(own, "the optimizer's copy of the weights is always float32", matters=False)
 
 
-def tokens(theirs: Theirs) -> Iterator[Line | Left]:
+def tokens(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     """Longest prompt and longest completion, of which RLinf sets the sum too."""
     prompt, total, own = "data.max_prompt_length", "runner.seq_length", f"{SAMPLING}.max_new_tokens"
     longest, both, new = theirs.value(prompt), theirs.value(total), theirs.value(own)
@@ -87,7 +87,7 @@ def tokens(theirs: Theirs) -> Iterator[Line | Left]:
         yield theirs.line("rollout.max_new_tokens", both - longest, total, prompt)
 
 
-def min_new_tokens(theirs: Theirs) -> Iterator[Line | Left]:
+def min_new_tokens(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     key = f"{SAMPLING}.min_new_tokens"
     if (theirs.value(key) or 0) > 1:
         yield theirs.same("rollout.engine.min_new_tokens", key)
@@ -95,19 +95,19 @@ def min_new_tokens(theirs: Theirs) -> Iterator[Line | Left]:
         yield from theirs.left(key, "an empty completion is graded like any other", matters=False)
 
 
-def bad_rows(theirs: Theirs) -> Iterator[Line | Left]:
+def bad_rows(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     key = "data.filter_prompt_by_length"
     drops = theirs.value(key)
     why = "" if drops else "RLinf cuts longer prompts, here they are an error"
     yield theirs.line("data.on_bad_row", "skip" if drops else "error", key, why=why)
 
 
-def betas(theirs: Theirs) -> Iterator[Line | Left]:
+def betas(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     keys = ("actor.optim.adam_beta1", "actor.optim.adam_beta2")
     yield theirs.line("train.betas", [theirs.value(key) for key in keys], *keys)
 
 
-def warmup(theirs: Theirs) -> Iterator[Line | Left]:
+def warmup(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     """Warm-up steps, which RLinf may write as a share of all steps."""
     counts = ("actor.optim.lr_warmup_steps", "actor.lr_sched.lr_warmup_iters")
     shares = ("actor.optim.lr_warmup_steps_ratio", "actor.lr_sched.lr_warmup_fraction")
@@ -126,7 +126,7 @@ def warmup(theirs: Theirs) -> Iterator[Line | Left]:
         yield theirs.line("train.lr_warmup_steps", math.ceil(theirs.value(share) * total), share, "runner.max_steps")
 
 
-def _share_of_unknown_steps(theirs: Theirs, share: str) -> Iterator[Line | Left]:
+def _share_of_unknown_steps(theirs: SourceConfig, share: str) -> Iterator[RecipeLine | LeftOut]:
     """A share of a number of steps that only the rows tell; RLinf's FSDP trainer does not read `lr_sched`."""
     reason = "a share of a number of steps that is not known; add runner.max_steps=N behind the file"
     if not share.startswith("actor.lr_sched.") or theirs.value("actor.training_backend") != "fsdp":
@@ -136,12 +136,12 @@ def _share_of_unknown_steps(theirs: Theirs, share: str) -> Iterator[Line | Left]
     yield from theirs.left(share, f"{reason}; RLinf's FSDP trainer does not read it either")
 
 
-def microbatches(theirs: Theirs) -> Iterator[Line | Left]:
+def microbatches(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     by_tokens, tokens = "runner.enable_dynamic_batch_size", "runner.max_tokens_per_mbs"
     yield from by_tokens_or_groups(theirs, by_tokens, tokens, "algorithm.training_batch_size_per_gpu", GROUP)
 
 
-def algorithm(theirs: Theirs) -> Iterator[Line | Left]:
+def algorithm(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     name, advantage = theirs.one_of(ADVANTAGE, ALGORITHMS, "advantage")
     yield theirs.line("algorithm.name", name, ADVANTAGE)
     yield theirs.line("algorithm.advantage.name", advantage, ADVANTAGE)
@@ -150,13 +150,13 @@ def algorithm(theirs: Theirs) -> Iterator[Line | Left]:
         yield theirs.line("algorithm.ppo_epochs", 1, why="RLinf makes one pass over the completions of a step")
 
 
-def gae(theirs: Theirs) -> Iterator[Line | Left]:
+def gae(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     if theirs.value(ADVANTAGE) == "gae":
         for name in ("gamma", "gae_lambda"):
             yield theirs.same(f"algorithm.advantage.{name}", f"algorithm.{name}")
 
 
-def critic(theirs: Theirs) -> Iterator[Line | Left]:
+def critic(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     """The value function of PPO, in RLinf a separate model."""
     if theirs.value(ADVANTAGE) != "gae":
         return
@@ -172,7 +172,7 @@ def critic(theirs: Theirs) -> Iterator[Line | Left]:
             yield theirs.same(f"{place}.{ours}", key)
 
 
-def clip(theirs: Theirs) -> Iterator[Line | Left]:
+def clip(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     kind, both = "algorithm.loss_type", "algorithm.ratio_clip_eps"
     if theirs.value(kind) not in LOSSES:
         raise theirs.refuse(kind, f"there is no such loss here; set it to {', '.join(LOSSES)}")
@@ -184,24 +184,24 @@ def clip(theirs: Theirs) -> Iterator[Line | Left]:
     yield theirs.same("algorithm.loss.dual_clip", "algorithm.clip_ratio_c")
 
 
-def kl(theirs: Theirs) -> Iterator[Line | Left]:
+def kl(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     coef = "algorithm.kl_beta"
     yield from kl_in_loss(theirs, coef, coef, "algorithm.kl_penalty_type", ESTIMATORS)
 
 
-def importance(theirs: Theirs) -> Iterator[Line | Left]:
+def importance(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     key = "algorithm.importance_sampling_clip"
     if theirs.value("algorithm.importance_sampling_fix") and theirs.value(key) is not None:
         yield theirs.line(key, theirs.value(key), key)
 
 
-def dynamic_sampling(theirs: Theirs) -> Iterator[Line | Left]:
+def dynamic_sampling(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     key = "algorithm.max_num_gen_batches"
     if (theirs.value(key) or 1) > 1:
         yield theirs.same("algorithm.dynamic_sampling.max_gen_batches", key)
 
 
-def engine(theirs: Theirs) -> Iterator[Line | Left]:
+def engine(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     key = "rollout.rollout_backend"
     name = theirs.value(key)
     if name not in ("vllm", "sglang"):
@@ -212,12 +212,12 @@ def engine(theirs: Theirs) -> Iterator[Line | Left]:
             yield theirs.same(f"rollout.engine.{own}", f"rollout.vllm.{own}")
 
 
-def steps(theirs: Theirs) -> Iterator[Line | Left]:
+def steps(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     total = "runner.max_steps"
     yield from epochs_and_steps(theirs, "runner.max_epochs", total, has_steps=(theirs.value(total) or -1) > 0)
 
 
-def run_dir(theirs: Theirs) -> Iterator[Line | Left]:
+def run_dir(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     folder, name, resume = "runner.output_dir", "runner.experiment_name", "runner.resume_dir"
     if theirs.value(folder) is not None and theirs.value(name) is not None:
         yield theirs.line("run_dir", f"{theirs.value(folder)}/{theirs.value(name)}", folder, name)
@@ -225,11 +225,11 @@ def run_dir(theirs: Theirs) -> Iterator[Line | Left]:
         yield theirs.line("resume", theirs.value(resume) or "never", resume)
 
 
-def loggers(theirs: Theirs) -> Iterator[Line | Left]:
+def loggers(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     yield from trackers(theirs, "runner.logger.logger_backends", "runner.logger.project_name")
 
 
-def placement(theirs: Theirs) -> Iterator[Line | Left]:
+def placement(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     """GPUs of actor and rollout: all for both, or ranges that are the same or do not meet."""
     keys = [key for key in theirs.given if key == PLACEMENT or key.startswith(f"{PLACEMENT}.")]
     found: dict[str, tuple[str, Any]] = {}
@@ -254,7 +254,7 @@ def placement(theirs: Theirs) -> Iterator[Line | Left]:
             yield from theirs.left(key, "no placement here; set cluster.placement and cluster.rollout_gpus")
 
 
-def _all_gpus(theirs: Theirs, key: str) -> Iterator[Line | Left]:
+def _all_gpus(theirs: SourceConfig, key: str) -> Iterator[RecipeLine | LeftOut]:
     """All GPUs of this machine, where there are several; one has a run without a setting."""
     num_gpus = theirs.count_gpus()
     if num_gpus > 1:

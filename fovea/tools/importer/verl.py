@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fovea.config.type_text import show
-from fovea.tools.importer.theirs import (
-    Left,
-    Line,
+from fovea.tools.importer.source import (
+    LeftOut,
+    RecipeLine,
     Rule,
-    Theirs,
+    SourceConfig,
     by_tokens_or_groups,
     epochs_and_steps,
     kl_in_loss,
@@ -38,7 +38,7 @@ IN_THE_REWARD = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": 
 """Their names of Schulman's estimators, and ours."""
 
 
-def environment(theirs: Theirs) -> Iterator[Line | Left]:
+def environment(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     """The environment, which in verl every row names; that of Geometry3K scores the form as verl's does."""
     if theirs.environment is None:
         raise theirs.refuse(
@@ -54,7 +54,7 @@ def environment(theirs: Theirs) -> Iterator[Line | Left]:
         yield theirs.line("environment.think_tags", True, why=grader)
 
 
-def bad_rows(theirs: Theirs) -> Iterator[Line | Left]:
+def bad_rows(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     drops = theirs.value("data.filter_overlong_prompts")
     cuts = theirs.value("data.truncation")
     if cuts != "error" and not drops:
@@ -64,7 +64,7 @@ def bad_rows(theirs: Theirs) -> Iterator[Line | Left]:
     )
 
 
-def reward(theirs: Theirs) -> Iterator[Line | Left]:
+def reward(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     path, name = "custom_reward_function.path", "custom_reward_function.name"
     file = theirs.value(path)
     if isinstance(file, str):
@@ -74,7 +74,7 @@ def reward(theirs: Theirs) -> Iterator[Line | Left]:
         yield from theirs.left(path, f"{show(file)} is not a file")
 
 
-def overlong(theirs: Theirs) -> Iterator[Line | Left]:
+def overlong(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     """DAPO's penalty, whose buffer is a number of tokens in verl and a share of the longest completion here."""
     places = ("reward_model.overlong_buffer", "reward_model.reward_kwargs.overlong_buffer_cfg")
     for place in (each for each in places if theirs.value(f"{each}.enable")):
@@ -88,7 +88,7 @@ def overlong(theirs: Theirs) -> Iterator[Line | Left]:
             yield theirs.same("algorithm.overlong.penalty_factor", factor)
 
 
-def lora(theirs: Theirs) -> Iterator[Line | Left]:
+def lora(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     rank = f"{MODEL}.lora_rank"
     if not theirs.value(rank):
         return
@@ -105,7 +105,7 @@ def lora(theirs: Theirs) -> Iterator[Line | Left]:
             yield theirs.line(f"model.lora.{ours}", value, f"{MODEL}.{name}")
 
 
-def warmup(theirs: Theirs) -> Iterator[Line | Left]:
+def warmup(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     """Warm-up steps, which verl may write as a share of all steps."""
     steps, share = f"{ACTOR}.optim.lr_warmup_steps", f"{ACTOR}.optim.lr_warmup_steps_ratio"
     total = "trainer.total_training_steps"
@@ -119,7 +119,7 @@ def warmup(theirs: Theirs) -> Iterator[Line | Left]:
         yield theirs.line("train.lr_warmup_steps", int(theirs.value(share) * theirs.value(total)), share, total)
 
 
-def minibatches(theirs: Theirs) -> Iterator[Line | Left]:
+def minibatches(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     """Optimizer steps of a pass, of which verl sets the size, in prompts."""
     size = f"{ACTOR}.ppo_mini_batch_size"
     prompts, of_one = theirs.value(TRAIN_BATCH), theirs.value(size)
@@ -130,12 +130,12 @@ def minibatches(theirs: Theirs) -> Iterator[Line | Left]:
     yield theirs.line("algorithm.minibatches", prompts // of_one, TRAIN_BATCH, size)
 
 
-def microbatches(theirs: Theirs) -> Iterator[Line | Left]:
+def microbatches(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     by_tokens, tokens = f"{ACTOR}.use_dynamic_bsz", f"{ACTOR}.ppo_max_token_len_per_gpu"
     yield from by_tokens_or_groups(theirs, by_tokens, tokens, f"{ACTOR}.ppo_micro_batch_size_per_gpu", N)
 
 
-def clip(theirs: Theirs) -> Iterator[Line | Left]:
+def clip(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     mode = f"{ACTOR}.policy_loss.loss_mode"
     loss = theirs.one_of(mode, LOSSES, "loss")
     yield theirs.line("algorithm.loss.name", loss, mode)
@@ -148,7 +148,7 @@ def clip(theirs: Theirs) -> Iterator[Line | Left]:
         yield theirs.same("algorithm.loss.dual_clip", f"{ACTOR}.clip_ratio_c")
 
 
-def _clip_bounds(theirs: Theirs) -> Iterator[Line | Left]:
+def _clip_bounds(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     """The two bounds; verl reads clip_ratio only where they are null, and by default they are not."""
     both = f"{ACTOR}.clip_ratio"
     for side in ("low", "high"):
@@ -162,7 +162,7 @@ def _clip_bounds(theirs: Theirs) -> Iterator[Line | Left]:
         yield theirs.line(f"algorithm.loss.clip_{side}", own, key)
 
 
-def algorithm(theirs: Theirs) -> Iterator[Line | Left]:
+def algorithm(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     name, advantage = theirs.one_of(ESTIMATOR, ALGORITHMS, "advantage")
     read: tuple[str, ...] = (ESTIMATOR,)
     if advantage == "grpo" and theirs.value(BY_DEVIATION) is False:
@@ -173,13 +173,13 @@ def algorithm(theirs: Theirs) -> Iterator[Line | Left]:
         yield theirs.line("algorithm.max_policy_kl", None, why="verl never ends the passes of a step early")
 
 
-def gae(theirs: Theirs) -> Iterator[Line | Left]:
+def gae(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     if theirs.value(ESTIMATOR) == "gae":
         yield theirs.same("algorithm.advantage.gamma", "algorithm.gamma")
         yield theirs.same("algorithm.advantage.gae_lambda", "algorithm.lam")
 
 
-def critic(theirs: Theirs) -> Iterator[Line | Left]:
+def critic(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     """The value function of PPO, in verl a separate model."""
     if theirs.value(ESTIMATOR) != "gae":
         return
@@ -198,7 +198,7 @@ def critic(theirs: Theirs) -> Iterator[Line | Left]:
         yield theirs.same(f"{place}.{ours}", key)
 
 
-def kl(theirs: Theirs) -> Iterator[Line | Left]:
+def kl(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     """The KL term: in the loss, in the reward, or none."""
     in_loss, in_reward = f"{ACTOR}.use_kl_loss", "algorithm.use_kl_in_reward"
     if theirs.value(in_loss) and theirs.value(in_reward):
@@ -211,7 +211,7 @@ def kl(theirs: Theirs) -> Iterator[Line | Left]:
         yield theirs.line("algorithm.kl", None, in_loss, in_reward)
 
 
-def _kl_in_reward(theirs: Theirs, switch: str) -> Iterator[Line | Left]:
+def _kl_in_reward(theirs: SourceConfig, switch: str) -> Iterator[RecipeLine | LeftOut]:
     place = "algorithm.kl_ctrl"
     yield theirs.line("algorithm.kl.name", "reward", switch)
     yield theirs.same("algorithm.kl.coef", f"{place}.kl_coef")
@@ -225,7 +225,7 @@ def _kl_in_reward(theirs: Theirs, switch: str) -> Iterator[Line | Left]:
         yield theirs.line("algorithm.kl.controller", None, f"{place}.type")
 
 
-def importance(theirs: Theirs) -> Iterator[Line | Left]:
+def importance(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     """The correction for an engine whose probabilities are not the trainer's; `tis_imp_ratio_cap` is its older form."""
     cap, place = f"{ACTOR}.tis_imp_ratio_cap", "algorithm.rollout_correction"
     level, threshold, bypass = f"{place}.rollout_is", f"{place}.rollout_is_threshold", f"{place}.bypass_mode"
@@ -244,7 +244,7 @@ def importance(theirs: Theirs) -> Iterator[Line | Left]:
         yield theirs.line("algorithm.importance_sampling_fix", False, level, cap)
 
 
-def filter_groups(theirs: Theirs) -> Iterator[Line | Left]:
+def filter_groups(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     place = "algorithm.filter_groups"
     switch, metric, most = (f"{place}.{name}" for name in ("enable", "metric", "max_num_gen_batches"))
     if not theirs.value(switch):
@@ -258,7 +258,7 @@ def filter_groups(theirs: Theirs) -> Iterator[Line | Left]:
         yield from theirs.left(most, "there is always a limit; algorithm.dynamic_sampling.max_gen_batches is 10")
 
 
-def offload(theirs: Theirs) -> Iterator[Line | Left]:
+def offload(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     keys = [f"{ACTOR}.fsdp_config.{name}" for name in ("param_offload", "optimizer_offload", "offload_policy")]
     given = [key for key in keys if theirs.is_given(key)]
     if runs_megatron(theirs):
@@ -278,14 +278,14 @@ DIVIDED = {
 """Our settings of Megatron, and verl's names of them."""
 
 
-def runs_megatron(theirs: Theirs) -> bool:
+def runs_megatron(theirs: SourceConfig) -> bool:
     """True if the actor is trained by Megatron, by its settings or the name of verl's own config, which is not here."""
     named = str(theirs.value(CONFIG_NAME) if theirs.is_given(CONFIG_NAME) else "").removesuffix(".yaml")
     has_settings = any(key.startswith(f"{MEGATRON}.") for key in theirs.given)
     return theirs.value(STRATEGY) == "megatron" or has_settings or named == MEGATRON_CONFIG
 
 
-def backend(theirs: Theirs) -> Iterator[Line | Left]:
+def backend(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     """FSDP2, or Megatron with the GPUs that it divides a model over."""
     if not runs_megatron(theirs):
         known = theirs.value(STRATEGY) in ("fsdp", "fsdp2")
@@ -300,7 +300,7 @@ def backend(theirs: Theirs) -> Iterator[Line | Left]:
     yield theirs.same("train.backend.optimizer_offload", f"{MEGATRON}.optimizer_offload")
 
 
-def recomputed(theirs: Theirs) -> Iterator[Line | Left]:
+def recomputed(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     """Layers whose activations are computed again: verl's Megatron has another setting for that."""
     of_fsdp = f"{MODEL}.enable_gradient_checkpointing"
     of_megatron = f"{MEGATRON}.override_transformer_config.recompute_granularity"
@@ -311,19 +311,19 @@ def recomputed(theirs: Theirs) -> Iterator[Line | Left]:
         yield from theirs.left(of_megatron, "under Megatron whole layers are computed again, or none")
 
 
-def engine(theirs: Theirs) -> Iterator[Line | Left]:
+def engine(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     name = f"{ROLLOUT}.name"
     if theirs.value(name) not in ("vllm", "sglang"):
         raise theirs.refuse(name, "verl needs an engine, and vllm and sglang are here too; set it to one of them")
     yield theirs.same("rollout.engine.name", name)
 
 
-def steps(theirs: Theirs) -> Iterator[Line | Left]:
+def steps(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     total = "trainer.total_training_steps"
     yield from epochs_and_steps(theirs, "trainer.total_epochs", total, has_steps=theirs.value(total) is not None)
 
 
-def run_dir(theirs: Theirs) -> Iterator[Line | Left]:
+def run_dir(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     folder, project, name = "trainer.default_local_dir", "trainer.project_name", "trainer.experiment_name"
     mode, path = "trainer.resume_mode", "trainer.resume_from_path"
     if theirs.value(folder) is not None:
@@ -337,7 +337,7 @@ def run_dir(theirs: Theirs) -> Iterator[Line | Left]:
     yield theirs.line("resume", resume, *read)
 
 
-def loggers(theirs: Theirs) -> Iterator[Line | Left]:
+def loggers(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     key = "trainer.logger"
     if (named := theirs.value(key)) is not None:
         yield theirs.line("log.progress", "console" in named, key)
