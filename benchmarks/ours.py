@@ -32,8 +32,8 @@ from fovea.models.vlm import VLM
 from fovea.rollout.collect import collect
 from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.run.checkpoint import Checkpoints
-from fovea.run.context import Run, Sources
-from fovea.run.rollout_step import TaskStream, training_sampling
+from fovea.run.context import Run, Sources, TaskStream
+from fovea.run.rollout_step import training_sampling
 from fovea.run.state import TrainState
 from fovea.samples import make_batch
 from fovea.train.local import LocalPolicy

@@ -8,11 +8,10 @@ from fovea.advantages import with_advantages
 from fovea.errors import ConfigError
 from fovea.report.summary import Summary
 from fovea.run.context import Run
-from fovea.run.draw import draw
 from fovea.run.lifecycle import begin, closing, end_early, finish, record, save_last, stopping
 from fovea.run.parity import check_push
 from fovea.run.recorded import record_samples
-from fovea.run.rollout_step import Rollout, record_unscored
+from fovea.run.rollout_step import StepRollout, draw, record_unscored
 from fovea.run.signals import Stop
 from fovea.run.state import TrainState
 from fovea.samples import episode_metrics, make_batch
@@ -66,7 +65,7 @@ async def take_step(run: Run, state: TrainState) -> tuple[Sequence[Group], Metri
     return rollout.groups, metrics | push.metrics()
 
 
-async def learn(run: Run, state: TrainState, rollout: Rollout) -> Metrics:
+async def learn(run: Run, state: TrainState, rollout: StepRollout) -> Metrics:
     """Train on a rollout, from scored groups to new weights in the policy; returns the metrics of both."""
     config, phases = run.config, run.phases
     record_unscored(run.folder, run.progress.warn, state.step, rollout)

@@ -24,8 +24,7 @@ from fovea.metrics.log import JsonlSink, MetricsLog, Phases
 from fovea.metrics.progress import Progress
 from fovea.models.outgoing import OutgoingWeight
 from fovea.run.checkpoint import Checkpoints
-from fovea.run.context import Run, Sources
-from fovea.run.rollout_step import TaskStream
+from fovea.run.context import Run, Sources, TaskStream
 from fovea.samples import with_old_logprobs, with_reference_logprobs, with_values
 from fovea.train.base import ModelFacts, Needs, SftExample
 from fovea.types import (

@@ -300,6 +300,16 @@ def test_a_folder_that_names_a_part_of_a_package_does_not_import_it(
         assert refused.exit_code == 2, refused.output
         assert f"runs the code of another package by {key}.name=part" in refused.stderr
         assert not Path("imported").exists(), words
+    for resume_from in ("auto", checkpoint):
+        words = ["train", "shapes", "run_dir=run", f"resume={resume_from}"]
+        refused = CliRunner().invoke(main.app, words, env={"COLUMNS": "400"})
+        assert refused.exit_code == 2, refused.output
+        # of the settings that differ, the tracker's may change on resume
+        differs = (
+            " began with 0.0; set it back" if key == "log.tracker" else f"{key}.name=part, a part of another package"
+        )
+        assert differs in refused.stderr
+        assert not Path("imported").exists(), words
     for words in (
         ["eval", "run", "--trust"],
         ["eval", "run", f"{key}=part"],

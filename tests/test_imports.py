@@ -39,7 +39,7 @@ LATE_IMPORTS = {
     "fovea/wiring/backends.py": {"_on_ray"},
     "fovea/commands/dry_run.py": {"_check_packages"},
     "fovea/wiring/engine.py": {"make_streamed"},
-    "fovea/wiring/environment.py": {"named_environment", "make_caption"},
+    "fovea/wiring/environment.py": {"named_environment"},
     "fovea/wiring/model.py": {"liger_kernels"},
     "fovea/wiring/megatron.py": {"make_megatron_policy", "saved_by_megatron"},
     "fovea/wiring/outputs.py": {"chosen_trackers"},

@@ -19,7 +19,7 @@ from fovea.data.rows import InMemory, given_rows
 from fovea.environments.base import Split
 from fovea.environments.custom.loading import check_named, checked_environment, checked_reward, load_reward, name_of
 from fovea.errors import ConfigError
-from fovea.run.inputs import GivenCode
+from fovea.run.fingerprint import GivenCode
 from fovea.wiring.environment import GradedEnvironment
 from fovea.wiring.given import ARGUMENTS, Frames
 

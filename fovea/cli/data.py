@@ -15,6 +15,7 @@ from fovea.cli.texts import Debug, Quiet, one_line_errors
 
 app = typer.Typer(help="Fetch or render a data set.", no_args_is_help=True, rich_markup_mode=None)
 
+TwoSplits = Annotated[Path, typer.Option(help="Folder of train.parquet and test.parquet.")]
 TrainRows = Annotated[int, typer.Option(min=1, help="Training rows; a tenth as many test rows come on top.")]
 Seed = Annotated[int, typer.Option(min=0, help="Random seed.")]
 SideOfScene = Annotated[int, typer.Option(min=32, max=1024, help="Width and height of a scene.")]
@@ -30,7 +31,7 @@ def data() -> None:
 
 @app.command()
 def geospot(
-    out: Annotated[Path, typer.Option(help="Folder of train.parquet and test.parquet.")] = Path("data/geospot"),
+    out: TwoSplits = Path("data/geospot"),
     rows: TrainRows = 20_000,
     seed: Annotated[int, typer.Option(min=0, help="Random seed of places and scales.")] = 0,
     image_side_px: Annotated[int, typer.Option(min=32, max=1024, help="Width and height of a map.")] = 64,
@@ -67,7 +68,7 @@ def geo3k(
 
 @app.command()
 def vqa(
-    out: Annotated[Path, typer.Option(help="Folder of train.parquet and test.parquet.")] = Path("data/vqa"),
+    out: TwoSplits = Path("data/vqa"),
     rows: TrainRows = 5_000,
     seed: Seed = 0,
     image_side_px: SideOfScene = 64,
@@ -87,7 +88,7 @@ def vqa(
 
 @app.command("visual-qa")
 def visual_qa(
-    out: Annotated[Path, typer.Option(help="Folder of train.parquet and test.parquet.")] = VISUAL_QA,
+    out: TwoSplits = VISUAL_QA,
     rows: TrainRows = 5_000,
     seed: Seed = 0,
     image_side_px: SideOfScene = 64,
@@ -108,7 +109,7 @@ def visual_qa(
 
 @app.command()
 def caption(
-    out: Annotated[Path, typer.Option(help="Folder of train.parquet and test.parquet.")] = Path("data/caption"),
+    out: TwoSplits = Path("data/caption"),
     rows: TrainRows = 5_000,
     seed: Seed = 0,
     image_side_px: SideOfScene = 64,
@@ -149,7 +150,7 @@ def easy_vqa(
 
 @app.command()
 def shapes(
-    out: Annotated[Path, typer.Option(help="Folder of train.parquet and test.parquet.")] = Path("data/shapes"),
+    out: TwoSplits = Path("data/shapes"),
     rows: TrainRows = 1_000,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the run whose training rows to reproduce.")] = 0,
     image_side_px: SideOfScene = 48,

@@ -1,15 +1,15 @@
-"""The `fovea` command line; `data`, `eval`, `export`, `grade`, `import-config`, `plan`, `recipes`, `serve`,
-`view` and `workflow` have their own files.
+"""The `fovea` command line: the table of its commands, and those that have no file beside this one.
 
 Commands import what they run inside their functions: importing torch takes seconds, and `--help` must not wait for it.
-Besides cli/, only build/ may do so (tests/test_imports.py checks it).
+tests/test_imports.py lists where else that is done.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -39,11 +39,6 @@ HELP = ["-h", "--help"]
 COMMANDS = "fovea.commands"
 """Entry points by which other packages add commands: a function, or a `typer.Typer`."""
 
-IN_ORDER_OF_USE = (
-    *("recipes", "train", "view", "report", "eval", "export", "serve"),
-    *("config", "doctor", "plan", "data", "grade", "import-config", "cluster", "workflow"),
-)
-
 
 class PackageCommand(TyperCommand):
     """A command that another package adds; the package is imported when the command runs."""
@@ -59,12 +54,12 @@ class PackageCommand(TyperCommand):
 
 
 class InOrderOfUse(TyperGroup):
-    """Commands in the order in which a newcomer meets them, and then those that other packages add."""
+    """Our commands in the order of use, and then those that other packages add."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Names of all commands."""
         added = sorted({*entry_points.registered(COMMANDS)} - {*IN_ORDER_OF_USE})
-        return [*sorted(super().list_commands(ctx), key=IN_ORDER_OF_USE.index), *added]
+        return [*IN_ORDER_OF_USE, *added]
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command; typer's complaint about a value loses the words that pydantic puts before it."""
@@ -93,18 +88,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.add_typer(data_app, name="data")
-app.add_typer(cluster_app, name="cluster")
-app.add_typer(workflow_app, name="workflow")
-
-app.command("eval")(evaluate)
-app.command()(export)
-app.command()(grade)
-app.command()(serve)
-app.command("import-config", context_settings={"ignore_unknown_options": True})(import_config)
-app.command()(view)
-app.command()(recipes)
-app.command(context_settings={"ignore_unknown_options": True})(plan)
 
 
 def main() -> None:
@@ -140,19 +123,24 @@ def _refuse_torchrun(command: str) -> None:
         )
 
 
-@app.command(
-    add_help_option=False,  # our own --help also explains the keys given with it
-    context_settings={"ignore_unknown_options": True},  # so that --rollout.top_p=1 gets our error message
-    epilog="`fovea config` lists every KEY with type, default and meaning; `fovea config rollout` a section.",
-)
+class TrainCommand(TyperCommand):
+    """`fovea train`, whose `--dry-run` takes a value only after `=`: the word after it is a recipe or a setting."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words with `--dry-run` written out."""
+        return super().parse_args(ctx, ["--dry-run=sample" if word == "--dry-run" else word for word in args])
+
+
 def train(
     context: typer.Context,
     words: Words = None,
     dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Check settings, a sample of rows, reward and model files; train nothing."),
-    ] = False,
-    all_rows: Annotated[bool, typer.Option("--all-rows", help="With --dry-run: open every row.")] = False,
+        Literal["sample", "full"] | None,
+        typer.Option(
+            metavar="[=full]",
+            help="Check settings, reward, model files and a sample of rows (=full: all rows); train nothing.",
+        ),
+    ] = None,
     quiet: Quiet = False,
     debug: Debug = False,
     supervised_by: Annotated[int | None, typer.Option(hidden=True)] = None,
@@ -178,8 +166,6 @@ def train(
             from fovea.wiring.workers import serve_driver
 
             return serve_driver()
-        if all_rows and not dry_run:
-            raise ConfigError("--all-rows says which rows --dry-run opens; add --dry-run")
         recipes, overrides = sort_words(words or [])
         config = load_run_config(recipes, [*overrides, *(["log.progress=false"] if quiet else [])])
         if supervised_by is not None:
@@ -189,9 +175,9 @@ def train(
             raise typer.Exit(supervise(config, [*flags, *(words or [])]))
         _say_dropped(recipes, overrides)
         if dry_run:
-            from fovea.commands.dry_run import plan
+            from fovea.commands.dry_run import NUM_OPENED, plan
 
-            typer.echo("\n".join(plan(config, all_rows=all_rows)))
+            typer.echo("\n".join(plan(config, rows_per_split=NUM_OPENED if dry_run == "sample" else None)))
             return
         _train(config, spent_seconds)
 
@@ -220,7 +206,6 @@ def _train(config: Config, spent_seconds: float) -> None:
         typer.echo(after_training(run.folder, trust=wants_trust(config)))
 
 
-@app.command()
 def report(
     run: Annotated[
         Path,
@@ -237,7 +222,6 @@ def report(
         typer.echo(write_report(run))
 
 
-@app.command()
 def config(
     words: Annotated[
         list[str] | None,
@@ -268,7 +252,6 @@ def config(
             typer.echo("\n".join(explain(prefix) for prefix in prefixes or [""]))
 
 
-@app.command(context_settings={"ignore_unknown_options": True})
 def doctor(
     words: Words = None,
     gpu: Annotated[bool, typer.Option("--gpu", help="Check kernels, rates and links of the GPUs.")] = False,
@@ -313,6 +296,42 @@ def explain(prefix: str) -> str:
         f"{each.key} = {each.default}    ({each.type}{f'; {MAY_CHANGE}' if each.may_change else ''})\n    {each.doc}"
         for each in describe(prefix)
     )
+
+
+IN_ORDER_OF_USE: Mapping[str, Callable[..., None] | typer.Typer] = {
+    "recipes": recipes,
+    "train": train,
+    "view": view,
+    "report": report,
+    "eval": evaluate,
+    "export": export,
+    "serve": serve,
+    "config": config,
+    "doctor": doctor,
+    "plan": plan,
+    "data": data_app,
+    "grade": grade,
+    "import-config": import_config,
+    "cluster": cluster_app,
+    "workflow": workflow_app,
+}
+"""Every command, in the order in which a newcomer meets them."""
+DASHED_WORDS = {"context_settings": {"ignore_unknown_options": True}}
+"""For commands that take a word such as --rollout.top_p=1, which gets our error message."""
+TYPER_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "train": {
+        **DASHED_WORDS,
+        "cls": TrainCommand,
+        "add_help_option": False,  # our own --help also explains the keys given with it
+        "epilog": "`fovea config` lists every KEY with type, default and meaning; `fovea config rollout` a section.",
+    },
+    **dict.fromkeys(("doctor", "plan", "import-config"), DASHED_WORDS),
+}
+for name, command in IN_ORDER_OF_USE.items():
+    if isinstance(command, typer.Typer):
+        app.add_typer(command, name=name)
+    else:
+        app.command(name, **TYPER_OPTIONS.get(name, {}))(command)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from fovea.cli.words import Words, sort_words
 from fovea.config.loading import load_config
 from fovea.errors import ConfigError
 from fovea.tools.importer.reading import read, system_of, where_of
-from fovea.tools.importer.theirs import EnvironmentName
+from fovea.tools.importer.source import EnvironmentName
 from fovea.tools.importer.translate import recipe_text, translate
 from fovea.tools.workflows.inputs import EvaluationInputs, TrainingInputs, read_inputs
 

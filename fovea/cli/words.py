@@ -133,7 +133,7 @@ WORDS_HELP = (
 )
 
 OPTIONS: Mapping[str, str] = {
-    "train": "--dry-run, --all-rows, --quiet, --debug and --help",
+    "train": "--dry-run[=full], --quiet, --debug and --help",
     "plan": "--json, --debug and --help",
     "doctor": "--gpu, --cpu, --debug and --help",
 }

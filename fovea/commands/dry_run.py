@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
+from fovea.cluster.placement import Placement
 from fovea.config.backends import StreamedEngine
 from fovea.config.model import Model
 from fovea.config.run import Config
@@ -27,6 +28,8 @@ from fovea.models.trainable import choose_trainable
 from fovea.run.folder import check_run
 from fovea.run.run_dir import filled, has_checkpoint
 from fovea.run.signals import too_few_rows
+from fovea.utils.launch import num_processes
+from fovea.wiring.backends import placement_of
 from fovea.wiring.data import make_order, make_renderer, within_epochs
 from fovea.wiring.environment import GradedEnvironment, make_environment
 from fovea.wiring.images import make_opener
@@ -42,15 +45,15 @@ NUM_OPENED = 32
 """Rows of each split that are opened, evenly spread: a second where the processor takes 10 ms an image."""
 
 
-def plan(config: Config, *, all_rows: bool = False) -> list[str]:
+def plan(config: Config, *, rows_per_split: int | None = NUM_OPENED) -> list[str]:
     """Describe the run line by line; raises all errors of its start at once.
 
-    Opens a sample of the rows of each split, or all of them, calls the user's reward and reads all files of the model
+    Opens rows of each split, evenly spread (None: all rows), calls the user's reward and reads all files of the model
     but its weights. Nothing is written but caches of remote files.
     """
     problems: list[FoveaError] = []
     folder = Path(filled(config, "<time>"))
-    for check in (partial(check_run, folder), _check_trackers, _check_packages, _check_device):
+    for check in (partial(check_run, folder), _check_trackers, _check_packages, _check_device, _check_placement):
         with _noted(problems):
             check(config)
     lines: list[str] = []
@@ -59,14 +62,14 @@ def plan(config: Config, *, all_rows: bool = False) -> list[str]:
         elsewhere = config.with_own_files.model_copy(update={"run_dir": scratch})
         graded = make_environment(elsewhere)
         try:
-            lines = _try_parts(elsewhere, graded, problems, all_rows=all_rows)
+            lines = _try_parts(elsewhere, graded, problems, rows_per_split)
         finally:
             graded.grading.close()
     if len(problems) > 1:
         raise SeveralErrors(problems)
     if problems:
         raise problems[0]
-    lines += _unchecked(config)
+    lines += _cluster(config)
     return [*lines, f"run folder: {folder}{' (resumed)' if has_checkpoint(folder) else ''}"]
 
 
@@ -80,7 +83,9 @@ def _noted(problems: list[FoveaError]) -> Iterator[None]:
             problems.append(error)
 
 
-def _try_parts(config: Config, graded: GradedEnvironment, problems: list[FoveaError], *, all_rows: bool) -> list[str]:
+def _try_parts(
+    config: Config, graded: GradedEnvironment, problems: list[FoveaError], rows_per_split: int | None
+) -> list[str]:
     """Lines about model, rows, rewards and steps; what fails is added to the problems."""
     tiny = ", to be made with random weights" if config.model.tiny else ""
     lines, tasks = [f"model: {config.model.name}{tiny}"], graded.environment.tasks
@@ -92,7 +97,7 @@ def _try_parts(config: Config, graded: GradedEnvironment, problems: list[FoveaEr
     for name, part in {"": graded, **graded.parts}.items():
         for split in SPLITS:
             with _noted(problems):
-                rows = _rows(config, part, split, renderer, all_rows=all_rows)
+                rows = _rows(config, part, split, renderer, rows_per_split)
                 lines.append(f"{name}, {rows}" if name else rows)
     with _noted(problems):
         try_reward(graded)
@@ -134,12 +139,22 @@ def _check_packages(config: Config) -> None:
         importlib.import_module("fovea.rollout." + engine.extra)
 
 
-def _unchecked(config: Config) -> list[str]:
-    """A line on the checks that only the machines of a Ray cluster could make; none without Ray."""
+def _check_placement(config: Config) -> Placement:
+    """The placement of the run's workers; ConfigError where train and rollout settings cannot divide them."""
+    return placement_of(config, config.cluster.num_ray_workers or num_processes())
+
+
+def _cluster(config: Config) -> list[str]:
+    """The GPUs of a Ray cluster by their use, and what only its machines can tell; nothing without Ray."""
     if not config.cluster.num_ray_workers:
         return []
-    gpus = config.cluster.gpus_per_node
-    return [f"not checked here: engine packages and GPUs of the Ray cluster (cluster.gpus_per_node={gpus})"]
+    placement, cluster = _check_placement(config), config.cluster
+    num_gpus = cluster.num_ray_workers
+    return [
+        f"cluster: {cluster.num_nodes} x {cluster.gpus_per_node} GPUs, of which {placement.num_learners} train and "
+        f"{len(placement.engines(range(num_gpus)))} generate (cluster.placement={cluster.placement}); its start checks "
+        "that the Ray cluster has so many, and the packages of the engine on them"
+    ]
 
 
 def _located(config: Config, graded: GradedEnvironment) -> Model:
@@ -167,10 +182,12 @@ def _check_model(model: Model) -> None:
         choose_trainable(empty_network(model), model, seed=0)
 
 
-def _rows(config: Config, graded: GradedEnvironment, split: Split, renderer: RendersPrompts, *, all_rows: bool) -> str:
+def _rows(
+    config: Config, graded: GradedEnvironment, split: Split, renderer: RendersPrompts, num_opened: int | None
+) -> str:
     """The number of rows of a split, and the most tokens of those that are opened; DataError for bad ones."""
     tasks = graded.environment.tasks(split)
-    opened = range(len(tasks)) if all_rows else spread(len(tasks), NUM_OPENED)
+    opened = range(len(tasks)) if num_opened is None else spread(len(tasks), num_opened)
     source = PromptSource(
         tasks,
         graded.environment,

@@ -45,7 +45,7 @@ from fovea.models.processor import describe_banned
 from fovea.models.render import Renderer
 from fovea.report.evaluation import write_evaluation
 from fovea.report.tables import tables
-from fovea.run.inputs import GivenCode
+from fovea.run.fingerprint import GivenCode
 from fovea.run.rollout_step import evaluation_sampling
 from fovea.types import Message, Prompt, Task
 from fovea.utils.event_loop import wait_for

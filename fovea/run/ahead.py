@@ -27,9 +27,8 @@ from time import perf_counter
 from fovea.config.run import Config
 from fovea.metrics.log import Phases
 from fovea.run.context import Run
-from fovea.run.draw import draw
 from fovea.run.parity import check_push
-from fovea.run.rollout_step import Rollout
+from fovea.run.rollout_step import StepRollout, draw
 from fovea.run.state import Position, position_of, restore_position
 from fovea.types import Metrics
 
@@ -42,7 +41,7 @@ class RolloutsAhead:
         self._run = run
         self._version = step
         """Version of the weights that the engines hold."""
-        self._ahead: dict[int, asyncio.Task[Rollout | None]] = {}
+        self._ahead: dict[int, asyncio.Task[StepRollout | None]] = {}
         """Rollouts that are begun, or wait for their turn, by step."""
         self._positions: dict[int, Position] = {}
         """The position of the run before each rollout that is begun and not yet taken, by step."""
@@ -56,7 +55,7 @@ class RolloutsAhead:
         """True if there are rows for this step, the next to be taken."""
         return step in self._positions or self._run.stream.has_more
 
-    async def take(self, step: int) -> Rollout:
+    async def take(self, step: int) -> StepRollout:
         """Wait for the rollout of a step, at which the policy is, and begin those after it that may be drawn now."""
         self._step_began = (perf_counter(), self._in_use.seconds)
         if not self._ahead:
@@ -103,7 +102,7 @@ class RolloutsAhead:
             await self._push(version)
         self._ahead = {step: asyncio.create_task(self._draw(step)) for step in range(first, last + 1)}
 
-    async def _draw(self, step: int) -> Rollout | None:
+    async def _draw(self, step: int) -> StepRollout | None:
         """Draw a step when those before it are drawn; None if they have left no rows."""
         async with self._turn:  # first come, first served
             if not self._run.stream.has_more:

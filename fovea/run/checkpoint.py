@@ -144,7 +144,7 @@ SAVED_BYTES_PER_PARAMETER = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
+class SavedCheckpoint:
     """A saved checkpoint, as read from its folder."""
 
     folder: Path
@@ -243,7 +243,7 @@ class Checkpoints:
         """Folder of the newest checkpoint, damaged or not; None before the first."""
         return next(reversed(self._folders()), None)
 
-    def latest(self) -> Checkpoint | None:
+    def latest(self) -> SavedCheckpoint | None:
         """The newest checkpoint that is whole; None before the first, DataError when all are damaged."""
         damaged: list[DamagedCheckpointError] = []
         folders = self._folders()[::-1]
@@ -258,7 +258,7 @@ class Checkpoints:
             raise DataError(f"{damaged[0]}, and no checkpoint before it is whole; start anew in another run_dir")
         return None
 
-    def resume(self) -> Checkpoint | None:
+    def resume(self) -> SavedCheckpoint | None:
         """The newest checkpoint that is whole, for a run to go on from; clears away what is in the way of its saves.
 
         Later checkpoints, which are damaged, are renamed `step-N.damaged`; remains of interrupted saves and deletions
@@ -270,7 +270,7 @@ class Checkpoints:
             _put_aside(folder, "damaged")
         return found
 
-    def resume_from(self, folder: Path) -> Checkpoint:
+    def resume_from(self, folder: Path) -> SavedCheckpoint:
         """The checkpoint in a folder, of this or of another run, for this run to go on from.
 
         Later checkpoints of this run are renamed `step-N.later`. DamagedCheckpointError where it is damaged.
@@ -303,7 +303,7 @@ def estimated_bytes(policy: Policy) -> int:
     return SAVED_BYTES_PER_PARAMETER * policy.describe().num_saved
 
 
-def read_checkpoint(folder: Path) -> Checkpoint:
+def read_checkpoint(folder: Path) -> SavedCheckpoint:
     """The checkpoint in a folder; DamagedCheckpointError where its files are not those that were written."""
     problem = damage(folder)
     if problem is not None:
@@ -318,7 +318,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         raise DamagedCheckpointError(f"{folder}: this checkpoint is damaged: {broken_checkpoint(error)}") from error
     if folder.resolve().name != f"step-{step}":
         raise DamagedCheckpointError(f"{folder}: this checkpoint is damaged: its {STATE} is of step {step}")
-    return Checkpoint(folder=folder, step=step, state=state)
+    return SavedCheckpoint(folder=folder, step=step, state=state)
 
 
 def _check_format(folder: Path, state: dict[str, Any]) -> None:

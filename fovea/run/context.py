@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,21 +10,24 @@ from pathlib import Path
 from fovea.config.run import Config
 from fovea.data.bad_rows import BadRows
 from fovea.data.images import OpenImage
+from fovea.data.order import RowOrder
 from fovea.environments.base import Environment
+from fovea.environments.curriculum import CurriculumProgress
+from fovea.environments.graders.grading import Grading
 from fovea.environments.prompt_source import PromptSource
 from fovea.evaluation.evaluator import Evaluator
 from fovea.metrics.log import MetricsLog, Phases
 from fovea.metrics.progress import Progress
 from fovea.rollout.base import Engine
+from fovea.rollout.collect import Interaction
 from fovea.run.callbacks import Callbacks
-from fovea.run.checkpoint import Checkpoint, Checkpoints
+from fovea.run.checkpoint import Checkpoints, SavedCheckpoint
 from fovea.run.fingerprint import Fingerprint
-from fovea.run.parity_push import TakenPush
-from fovea.run.rollout_step import TaskStream
+from fovea.run.parity_faults import TakenPush
 from fovea.run.signals import SignalWatch
-from fovea.run.warmup import Warmup
+from fovea.run.warmup import WarmupStage
 from fovea.train.base import Policy
-from fovea.types import PromptImage
+from fovea.types import PromptImage, Task
 from fovea.weights.base import WeightSync
 
 
@@ -37,6 +40,36 @@ class Sources:
     test: PromptSource
     bad_rows: BadRows = field(default_factory=BadRows)
     """Bad rows of all three splits."""
+
+    @property
+    def tasks(self) -> Mapping[str, Sequence[Task]]:
+        """The rows by split."""
+        return {"train": self.train.tasks, "dev": self.dev.tasks, "test": self.test.tasks}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskStream:
+    """Training prompts in the data order of the run, with their environment, graders and curriculum."""
+
+    source: PromptSource
+    order: RowOrder
+    curriculum: CurriculumProgress
+    environment: Environment
+    grading: Grading
+
+    @property
+    def has_more(self) -> bool:
+        """True if there are rows for another step; there always are without `max_epochs`."""
+        return self.source.has_more(self.order)
+
+    @property
+    def interaction(self) -> Interaction:
+        """Environment, renderer and the grader of the current curriculum stage."""
+        return Interaction(
+            environment=self.environment,
+            grading=self.grading.at(self.curriculum.stage),
+            renderer=self.source.renderer,
+        )
 
 
 def no_frame(_image: PromptImage) -> None:
@@ -56,11 +89,11 @@ class Run:
     engine: Engine
     policy: Policy
     weight_sync: WeightSync
-    warmup: Warmup | None
+    warmup: WarmupStage | None
     open_image: OpenImage
     evaluator: Evaluator
     checkpoints: Checkpoints
-    resumed: Checkpoint | None
+    resumed: SavedCheckpoint | None
     """The checkpoint to continue from; None: start anew."""
     metrics: MetricsLog
     phases: Phases
@@ -84,6 +117,6 @@ class Run:
     profile: Callable[[int], AbstractContextManager[object]] = nullcontext
     """Context manager around every step, by step (`fovea.metrics.profile`)."""
     fingerprint: Fingerprint = field(default_factory=dict)
-    """Fingerprint of what it reads, for its checkpoints (`fovea.run.inputs`)."""
+    """Fingerprint of what it reads, for its checkpoints."""
     held: ExitStack = field(default_factory=ExitStack)
     """Held until the run ends: the lock of its folder."""

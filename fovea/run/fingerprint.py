@@ -1,16 +1,48 @@
-"""The fingerprint of what a run reads, and what of it is no longer the same when the run resumes.
+"""The fingerprint of what a run reads: rows, the user's code, files of the model, libraries; and changes on a resume.
 
 A fingerprint is a mapping of names to short texts: `train row 24` to a checksum of that row, `file train.parquet` to
-its size and checksum, `library torch` to a version. A checkpoint holds it; `fovea.run.inputs` takes it.
+its size and checksum, `library torch` to a version. A checkpoint holds it.
+
+Taking it takes seconds, however large the data are. Of the files of rows, and again of those of models, MAX_FILE_BYTES
+are read in all, of larger ones evenly spaced blocks. In every split at most MAX_ROWS of the rows that are made on
+access are made, evenly spaced, with at most MAX_IMAGE_BYTES of the file of an image; rows that exist in a list are all
+taken. Of what is at a URL the address counts. Modules that the user's file imports count where they are beside it or in
+the working directory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import glob
+import hashlib
+import inspect
+import itertools
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from functools import partial
+from importlib.metadata import Distribution, version
+from pathlib import Path
+from types import CellType, CodeType, FunctionType
+from typing import Any, BinaryIO, TypeAlias
 
+import numpy as np
+from huggingface_hub import try_to_load_from_cache
+from PIL.Image import Image
+
+from fovea import __version__
+from fovea.config.environments import CaptionEnvironment, OwnEnvironment
+from fovea.config.model import Model
+from fovea.config.rewards import FROM_PYTHON
+from fovea.config.run import Config
+from fovea.config.splits import RUN_DIR
+from fovea.data.images import is_url
+from fovea.data.order import place_of
+from fovea.data.rows import FORMATS
+from fovea.environments.custom.importing import imported_files
+from fovea.environments.custom.loading import name_of
 from fovea.errors import DataError
+from fovea.types import ImageRef, Task
+from fovea.utils.entry_points import registered
 
 Fingerprint: TypeAlias = Mapping[str, str]
 LIBRARY = "library "
@@ -19,10 +51,223 @@ IMPORT = ", its import "
 """Middle of the names of modules that the user's code imports; a new import is a change of the code as well."""
 MAX_NAMED = 3
 """Changes that a message names; of the others it gives the number."""
+MAX_FILE_BYTES = 2**30
+MAX_IMAGE_BYTES = 2**20
+MAX_ROWS = 1000
+LIBRARIES = ("torch", "transformers")
+_MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja", ".py")
+_BLOCK_BYTES = 2**20
+_DIGITS = 12
+"""Digits of a checksum that are kept: by chance, one of 2^48 changes goes unseen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class GivenCode:
+    """The user's own code that was given as objects, in place of names of files."""
+
+    environment: Any = None
+    rewards: Sequence[Callable[..., object]] = ()
+
+
+def take_fingerprint(
+    config: Config, model: Model, splits: Mapping[str, Sequence[Task]], given: GivenCode
+) -> Fingerprint:
+    """The fingerprint of what a run with these settings and rows by split reads.
+
+    `model` are the settings of the model with its path.
+    """
+    return {
+        **_files({f"file {_name(path, config)}": path for path in _row_files(config)}),
+        **{name: text for split, tasks in splits.items() for name, text in row_texts(split, tasks)},
+        **dict(_code(config, given)),
+        **_files(dict(model_files(config, model))),
+        f"{LIBRARY}fovea": __version__,
+        **{f"{LIBRARY}{name}": version(name) for name in LIBRARIES},
+        **{f"{LIBRARY}{each.name}": each.version for each in _packages(config)},
+    }
+
+
+def _packages(config: Config) -> Iterator[Distribution]:
+    """The packages that bring the environments, the loss and the engine of the settings."""
+    parts = [("fovea.environments", each.name) for each in config.environments.values()]
+    parts += [("fovea.losses", config.algorithm.loss.name), ("fovea.engines", config.rollout.engine.name)]
+    for group, name in parts:
+        yield from (point.dist for point in registered(group).get(name, ()) if point.dist is not None)
+
+
+def _row_files(config: Config) -> Iterator[Path]:
+    """The files on this machine that the settings name for rows; of a folder those that may hold a table."""
+    splits = itertools.product(config.with_own_files.environments.values(), ("train", "dev", "test"))
+    named = (getattr(environment, f"{split}_files", None) or () for environment, split in splits)
+    for source in (source for files in named for source in files):
+        path = Path(source if Path(source).expanduser().exists() else source.rpartition("@")[0] or source).expanduser()
+        if is_url(source):
+            continue
+        if path.is_dir():
+            yield from (file for file in path.rglob("*") if file.suffix in FORMATS)
+        else:
+            yield from [path] if path.is_file() else map(Path, glob.glob(str(path), recursive=True))
+
+
+def _name(file: Path, config: Config) -> str:
+    """The name of a file as settings give it: one in the run folder is the same file in the folder of a resumed run."""
+    folder = Path(config.run_dir)
+    return f"{RUN_DIR}/{file.relative_to(folder)}" if file.is_relative_to(folder) else str(file)
+
+
+def row_texts(split: str, tasks: Sequence[Task]) -> Iterator[tuple[str, str]]:
+    yield f"number of {split} rows", str(len(tasks))
+    count = len(tasks) if isinstance(tasks, list | tuple) else min(len(tasks), MAX_ROWS)
+    for index in np.linspace(0, len(tasks) - 1, count).astype(int).tolist():
+        place = place_of(tasks, index)
+        yield f"{split} row {index}" + (f" ({place.where})" if place else ""), _row(tasks, index)
+
+
+def _row(tasks: Sequence[Task], index: int) -> str:
+    try:
+        task = tasks[index]
+    except DataError:
+        return "a bad row"
+    digest = hashlib.sha256()
+    for part in _parts((task.question, task.answer, task.kind, task.images, task.row)):
+        digest.update(len(part).to_bytes(8, "big") + part)
+    return digest.hexdigest()[:_DIGITS]
+
+
+def _parts(value: object) -> Iterator[bytes]:
+    """The content of a value, piece by piece; of an object of unknown type only the name of that type."""
+    match value:
+        case bytes():
+            yield value
+        case str() | int() | float() | None:
+            yield str(value).encode("utf-8", "surrogatepass")
+        case np.ndarray():
+            yield from _parts((str(value.shape), value.tobytes()))
+        case Image():
+            yield from _parts((str(value.size), value.mode, value.tobytes()))
+        case ImageRef(source=str() as name):
+            yield name.encode("utf-8", "surrogatepass") if is_url(name) else _image_file(Path(name))
+        case ImageRef(source=source):
+            yield from _parts(source)
+        case Mapping():
+            yield from _parts(list(value.items()))
+        case list() | tuple():
+            for each in value:
+                yield from _parts(each)
+        case _:
+            yield type(value).__name__.encode()
+
+
+def _image_file(path: Path) -> bytes:
+    try:
+        return checksum(path, MAX_IMAGE_BYTES).encode()
+    except OSError:
+        return b"a file that cannot be read"  # when the row is drawn it is a bad one
+
+
+def _code(config: Config, given: GivenCode) -> Iterator[tuple[str, str]]:
+    """Checksums of the user's own reward and environment: of their files, or of the source of what was given."""
+    own = [(key, each.file) for key, each in config.environments.items() if isinstance(each, OwnEnvironment)]
+    for setting, spec in [(key, spec) for key, specs in config.rewards.items() for spec in specs] + own:
+        if not spec.startswith(FROM_PYTHON):
+            file = Path(spec.rpartition(":")[0]).expanduser()
+            yield f"code of {setting}={spec}", checksum(file, MAX_FILE_BYTES)
+            for module in imported_files(file):
+                place = os.path.relpath(module, file.resolve().parent)
+                yield f"code of {setting}={spec}{IMPORT}{place}", checksum(module, MAX_FILE_BYTES)
+    if given.environment is not None:
+        yield f"code of the environment {type(given.environment).__name__}", _source(given.environment)
+    yield from ((f"code of the reward {name_of(reward)}", _source(reward)) for reward in given.rewards)
+
+
+def _source(given: object) -> str:
+    """Checksum of the source of a function, or of an object's class, and of the plain values that it was given."""
+    values: list[object] = []
+    while isinstance(given, partial):
+        values += [given.args, given.keywords]
+        given = given.func
+    given = getattr(given, "__func__", given)  # of a method
+    if isinstance(given, FunctionType):
+        values += [given.__defaults__, given.__kwdefaults__, [_content(cell) for cell in given.__closure__ or ()]]
+    digest = hashlib.sha256(_text_of(given).encode())
+    for part in _parts(values):
+        digest.update(len(part).to_bytes(8, "big") + part)
+    return digest.hexdigest()[:_DIGITS]
+
+
+def _text_of(given: object) -> str:
+    try:
+        return inspect.getsource(given if isinstance(given, FunctionType) else type(given))
+    except (OSError, TypeError):
+        # typed into an interpreter
+        return _bytecode(given.__code__) if isinstance(given, FunctionType) else "without a source file"
+
+
+def _bytecode(code: CodeType) -> str:
+    """Bytecode of a function, for functions without source."""
+    constants = [_bytecode(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts]
+    return repr((code.co_code, code.co_names, constants))
+
+
+def _content(cell: CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is filled later, as that of a function that calls itself
+        return None
+
+
+def model_files(config: Config, model: Model) -> Iterator[tuple[str, Path]]:
+    """The files of the policy's model, of an adapter that it starts from, and of reward models."""
+    rewards = {
+        "reward model" if key == "environment" else f"reward model of {key}": Path(each.reward_model.path)
+        for key, each in config.environments.items()
+        if isinstance(each, CaptionEnvironment) and each.reward_model
+    }
+    beside = config.model_reward.reward_model if config.model_reward else None
+    folders = {
+        "model": _model_folder(model),
+        "adapter": Path(model.lora.adapter) if model.lora and model.lora.adapter else None,
+        "reward model of model_reward": Path(beside.path) if beside else None,
+        **rewards,
+    }
+    for name, folder in folders.items():
+        found = sorted(folder.expanduser().glob("*")) if folder else []
+        yield from ((f"file of the {name} {file.name}", file) for file in found if file.suffix in _MODEL_FILES)
+
+
+def _model_folder(model: Model) -> Path | None:
+    """The folder of a model: its path, or its snapshot in the cache of the hub."""
+    assert model.path is not None, "a tiny model has a folder by now"
+    if Path(model.path).expanduser().is_dir():
+        return Path(model.path)
+    cached = try_to_load_from_cache(model.path, "config.json", revision=model.revision)
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
+def _files(paths: Mapping[str, Path]) -> dict[str, str]:
+    """Entries of files by name, of which at most MAX_FILE_BYTES are read in all."""
+    return {name: checksum(path, MAX_FILE_BYTES // len(paths)) for name, path in paths.items()}
+
+
+def checksum(path: Path, max_bytes: int) -> str:
+    """Size and checksum of a file; where it is larger than `max_bytes`, of evenly spaced blocks of about so many."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        if size <= max_bytes:
+            return f"{size} bytes, {hashlib.file_digest(file, 'sha256').hexdigest()[:_DIGITS]}"
+        return f"{size} bytes, {_checksum_of_blocks(file, size, max_bytes)} in part"
+
+
+def _checksum_of_blocks(file: BinaryIO, size: int, max_bytes: int) -> str:
+    digest, block = hashlib.sha256(), min(_BLOCK_BYTES, max_bytes)
+    for start in np.linspace(0, size - block, max(2, max_bytes // block)).astype(int).tolist():
+        file.seek(start)
+        digest.update(file.read(block))
+    return digest.hexdigest()[:_DIGITS]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputChange:
     """An entry of a fingerprint that is not what it was."""
 
     name: str
@@ -46,10 +291,10 @@ def library_versions(fingerprint: Fingerprint) -> dict[str, str]:
     return {name.removeprefix(LIBRARY): text for name, text in fingerprint.items() if name.startswith(LIBRARY)}
 
 
-def changes(before: Fingerprint, now: Fingerprint) -> list[Change]:
+def changes(before: Fingerprint, now: Fingerprint) -> list[InputChange]:
     """The entries that differ between two fingerprints, in their order."""
     return [
-        Change(name=name, before=before.get(name), now=now.get(name))
+        InputChange(name=name, before=before.get(name), now=now.get(name))
         for name in dict.fromkeys([*before, *now])
         if before.get(name) != now.get(name)
         # checkpoints of earlier versions do not have them
@@ -70,6 +315,6 @@ def check_unchanged(before: Fingerprint, now: Fingerprint, *, allow: bool, say: 
         say(f"other inputs than before the resume: {_listed(changed)}")
 
 
-def _listed(changed: Sequence[Change]) -> str:
+def _listed(changed: Sequence[InputChange]) -> str:
     more = f"; and {len(changed) - MAX_NAMED} more" if len(changed) > MAX_NAMED else ""
     return "; ".join(map(str, changed[:MAX_NAMED])) + more

@@ -7,9 +7,9 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
-from fovea.config.base import leaves
+from fovea.config.base import Tree, leaves
 from fovea.config.describe import describe, moved_key
-from fovea.config.loading import config_of, dump_config
+from fovea.config.loading import config_of, dump_config, package_parts
 from fovea.config.recipes import read_yaml
 from fovea.config.rewards import FROM_PYTHON
 from fovea.config.run import Config
@@ -122,6 +122,9 @@ def _check_same(saved: Path, config: Config) -> None:
         raise ConfigError(
             f"{saved} is of an earlier version ({moved[0]}), so its run cannot be resumed; set another run_dir"
         )
+    # it may change, and its tracker may be of another package, which loading would import
+    tree.pop("log", None)
+    _check_packages(saved, tree, config)
     # an earlier version wrote secrets, and what has been added since is as by default
     began = config_of(tree_without_secrets(tree), str(saved))
     before = _fixed_settings(read_yaml(dump_config(began), str(saved)))
@@ -138,6 +141,18 @@ def _check_same(saved: Path, config: Config) -> None:
                 f"{key}={now.get(key)}, but the run in {saved.parent} began with {before.get(key)}; "
                 f"{_set_back(key, before.get(key), saved)} to resume, or start anew in another run_dir"
             )
+
+
+def _check_packages(saved: Path, tree: Tree, config: Config) -> None:
+    """ConfigError where a folder chooses a part of another package that the user's settings do not choose.
+
+    The folder may be a stranger's, and loading its settings would import the package.
+    """
+    for key, name in sorted(package_parts(tree) - package_parts(config.model_dump())):
+        raise ConfigError(
+            f"the run in {saved.parent} began with {key}={name}, a part of another package, and these settings choose "
+            f"another; set {key}={name} to resume, or start anew in another run_dir"
+        )
 
 
 def _are_given(files: object) -> bool:

@@ -14,29 +14,33 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from rich.table import Table
 from rich.text import Text
 
+from fovea.environments.prompt_source import PromptedTask
 from fovea.errors import ParityError
+from fovea.rollout.collect import conversations, request_seed
 from fovea.run.context import Run
-from fovea.run.parity_faults import PromptKind, faulty_groups, usable_prompts
-from fovea.run.parity_push import Array, Columns, engine_logprobs
+from fovea.run.parity_faults import Array, Columns, PromptKind, engine_logprobs, faulty_groups, usable_prompts
 from fovea.run.parity_reading import (
     DrawnToken,
     FaultReading,
     Gap,
     KindReading,
     ParityReading,
-    draw,
     kind_of,
     nan_as_infinity,
     parity_failure,
-    score,
 )
-from fovea.types import SampleGroup
+from fovea.run.rollout_step import training_sampling
+from fovea.samples import sample_group
+from fovea.train.base import Needs
+from fovea.types import Batch, Episode, Group, Request, SampleGroup, Sampling, Score
+from fovea.utils.event_loop import gather_or_cancel
 from fovea.utils.files import json_number, write_atomically
 from fovea.weights.base import SyncReport
 
@@ -47,6 +51,11 @@ check goes on with those found by then."""
 K3_FACTOR = 4
 """Largest k3, as a multiple of its value d^2 / 2 where all tokens differ by the largest mean difference d: a few tokens
 that are far off move it more than the mean."""
+SAMPLES_PER_PROMPT = 2
+"""Completions per prompt: the smallest group, so that completions share a prompt as in a rollout."""
+_UNSCORED, _ZEROS = Score(reward=0.0, accuracy=0.0), (0.0,) * SAMPLES_PER_PROMPT
+MAX_NEW_TOKENS = 32
+"""Longest completion of the check, in tokens: a fault shows within a few, and the start of a run waits for all."""
 PUSH_PROMPTS = 4
 """Prompts that are compared after a push: two rows, with and without their images."""
 
@@ -66,10 +75,10 @@ async def read_parity(run: Run, version: int) -> ParityReading:
         max_seconds=MAX_SEARCH_SECONDS,
         say=run.progress.stage,
     )
-    groups = await draw(run, prompts, version, as_for_update=True)
+    groups = await _draw(run, prompts, version, as_for_update=True)
     packed = run.config.model.fast_path == "auto" and run.config.train.backend.name == "torch"
     faults = list(faulty_groups(groups, run.image_token_id, packed=packed))
-    scored = await score(run, [*groups, *(group for _, _, group in faults)])
+    scored = await _score(run, [*groups, *(group for _, _, group in faults)])
     sound, faulty = scored[: len(groups)], scored[len(groups) :]
     columns = defaultdict[str, list[Columns]](list)
     for (name, index, _), faulty_A in zip(faults, faulty, strict=True):
@@ -85,14 +94,57 @@ async def read_pushed_parity(run: Run, version: int) -> ParityReading:
 
     The seeds of every version are the same, so that an engine that has not taken a push draws the same tokens again.
     """
-    groups = await draw(run, run.taken_push.prompts, version, as_for_update=False)
-    sound = await score(run, groups)
+    groups = await _draw(run, run.taken_push.prompts, version, as_for_update=False)
+    sound = await _score(run, groups)
     stale = run.taken_push.beside(groups, sound)
     faults = [_fault_reading(f"the weights of version {run.taken_push.version}", stale)] if stale else []
     reading = _reading(run, groups, sound, faults)
     if not reading.doubtful:
         run.taken_push.remember(version, groups, sound)
     return reading
+
+
+async def _draw(
+    run: Run, prompts: Sequence[tuple[PromptKind, PromptedTask]], version: int, *, as_for_update: bool
+) -> list[SampleGroup]:
+    """Sample completions of all prompts concurrently, as in a rollout; those with images to the end of their episodes.
+
+    `as_for_update`: on the engine's path for completions to train on, whose recorded activations a push frees.
+    """
+    several_turns = run.environment.max_turns > 1
+
+    async def one(index: int, kind: PromptKind, prompted: PromptedTask) -> SampleGroup:
+        request = Request(
+            id=f"parity/{version}/{index}",
+            prompt=prompted.prompt,
+            sampling=replace(_few_tokens(run), seed=request_seed(run.config.seed, index)),
+            n=SAMPLES_PER_PROMPT,
+            for_update=as_for_update and not several_turns,
+            keep=several_turns and kind == "with images",
+        )
+        turns = await conversations(run.engine, run.environment, run.sources.train.renderer, prompted, request)
+        episodes = tuple(Episode(task=prompted.task, turns=each, score=_UNSCORED) for each in turns)
+        group = sample_group(Group(prompt=prompted.prompt, episodes=episodes), _ZEROS, _ZEROS)
+        # without completion ids, so that the trainer recomputes everything instead of reusing recorded activations
+        return replace(group, samples=tuple(replace(sample, completion_ids=()) for sample in group.samples))
+
+    return await gather_or_cancel(one(index, *each) for index, each in enumerate(prompts))
+
+
+def _few_tokens(run: Run) -> Sampling:
+    """Sampling parameters of the rollout, approximate weights included, with a lower token limit."""
+    sampling = training_sampling(run.config)
+    return replace(sampling, max_new_tokens=min(MAX_NEW_TOKENS, sampling.max_new_tokens))
+
+
+async def _score(run: Run, groups: Sequence[SampleGroup]) -> list[Array]:
+    """The policy's log-probs [A] of each group."""
+    annotated = await run.policy.annotate(Batch(groups=tuple(groups)), Needs(old_logprobs=True, beside_engine=True))
+    found = []
+    for group in annotated.groups:
+        scored = [(sample.old_logprobs_T, sample.mask_T) for sample in group.samples]
+        found.append(np.concatenate([values_T[mask_T] for values_T, mask_T in scored if values_T is not None]))
+    return found
 
 
 def _fault_reading(name: str, columns: Sequence[Columns]) -> FaultReading:

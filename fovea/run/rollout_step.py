@@ -1,4 +1,4 @@
-"""The rollout of a step: one batch of groups, or with dynamic sampling as many batches as fill the step."""
+"""The rollout of a step, from rows to scored groups: one batch, or with dynamic sampling as many as fill the step."""
 
 from __future__ import annotations
 
@@ -9,15 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fovea.config.run import Config
-from fovea.data.order import RowOrder
-from fovea.environments.base import Environment
-from fovea.environments.curriculum import CurriculumProgress
-from fovea.environments.graders.grading import Grading
-from fovea.environments.prompt_source import PromptSource
 from fovea.errors import TrainError
 from fovea.metrics.log import Phases
 from fovea.rollout.base import Engine
-from fovea.rollout.collect import Interaction, collect
+from fovea.rollout.collect import collect
+from fovea.run.context import Run, TaskStream
 from fovea.types import Group, Metrics, Sampling
 from fovea.utils.bounded import append_to, read_lines
 
@@ -27,32 +23,7 @@ UNSCORED_FILE = "unscored.jsonl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskStream:
-    """Training prompts in the data order of the run, with their environment, graders and curriculum."""
-
-    source: PromptSource
-    order: RowOrder
-    curriculum: CurriculumProgress
-    environment: Environment
-    grading: Grading
-
-    @property
-    def has_more(self) -> bool:
-        """True if there are rows for another step; there always are without `max_epochs`."""
-        return self.source.has_more(self.order)
-
-    @property
-    def interaction(self) -> Interaction:
-        """Environment, renderer and the grader of the current curriculum stage."""
-        return Interaction(
-            environment=self.environment,
-            grading=self.grading.at(self.curriculum.stage),
-            renderer=self.source.renderer,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rollout:
+class StepRollout:
     """Scored groups of one step."""
 
     groups: Sequence[Group]
@@ -72,7 +43,29 @@ class Rollout:
         return sum(rewards) / len(rewards)
 
 
-async def roll_out(engine: Engine, stream: TaskStream, config: Config, *, step: int, phases: Phases) -> Rollout:
+async def draw(run: Run, step: int, phases: Phases) -> StepRollout:
+    """Roll out a step in its curriculum stage; its rewards count for the stage of the next one.
+
+    Rollouts are drawn in the order of their steps, one after another.
+    """
+    _begin_stage(run, step)
+    rollout = await roll_out(run.engine, run.stream, run.config, step=step, phases=phases)
+    curriculum = run.stream.curriculum
+    metrics = rollout.metrics | curriculum.metrics() | run.sources.bad_rows.metrics()
+    if rollout.groups:
+        curriculum.end_step(rollout.reward)
+    return replace(rollout, metrics=metrics)
+
+
+def _begin_stage(run: Run, step: int) -> None:
+    """Enter the curriculum stage of this step; print a new stage, and apply its level weights to the data order."""
+    change = run.stream.curriculum.begin_step(step)
+    if change is not None:
+        run.progress.print(f"step {step}: {change}")
+        run.stream.order.weigh_levels(run.stream.curriculum.level_weights)
+
+
+async def roll_out(engine: Engine, stream: TaskStream, config: Config, *, step: int, phases: Phases) -> StepRollout:
     """Roll out `prompts_per_step` groups; with dynamic sampling that many of mixed accuracy, within `max_gen_batches`.
 
     Yu et al., DAPO, arXiv 2503.14476, section 3.2, by accuracy instead of reward.
@@ -92,7 +85,7 @@ async def roll_out(engine: Engine, stream: TaskStream, config: Config, *, step: 
         mixed, alike = mixed + more_mixed, alike + more_alike
         batches += 1
     to_train = mixed[:wanted]
-    return Rollout(
+    return StepRollout(
         groups=groups,
         to_train=to_train,
         dropped=alike + mixed[wanted:],
@@ -109,7 +102,7 @@ async def roll_out(engine: Engine, stream: TaskStream, config: Config, *, step: 
 
 async def _roll_out_batch(
     engine: Engine, stream: TaskStream, config: Config, *, step: int, num_before: int, phases: Phases
-) -> Rollout:
+) -> StepRollout:
     """Roll out one batch of groups, all of them to be trained on."""
     rollout, unscored = config.rollout, list[str]()
     with phases("data"):
@@ -126,7 +119,7 @@ async def _roll_out_batch(
             unscored=unscored,
             for_update=True,
         )
-    return Rollout(
+    return StepRollout(
         groups=groups, to_train=groups, dropped=(), unscored=unscored, metrics=_unscored_metrics(stream, unscored)
     )
 
@@ -146,7 +139,7 @@ def _differs(group: Group) -> bool:
     return max(accuracies) - min(accuracies) > SAME_ACCURACY
 
 
-def record_unscored(folder: Path, warn: Callable[[str], None], step: int, rollout: Rollout) -> None:
+def record_unscored(folder: Path, warn: Callable[[str], None], step: int, rollout: StepRollout) -> None:
     """Append groups without a score to unscored.jsonl; TrainError when no group of the step has a score."""
     _write_unscored(folder, warn, step, rollout.unscored)
     if not rollout.groups:

@@ -17,7 +17,7 @@ from fovea.types import Evaluation, Turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Warmup:
+class WarmupStage:
     """Settings, data order and sources of the warm-up."""
 
     settings: config.Warmup
@@ -29,7 +29,7 @@ class Warmup:
 
 
 async def warm_up(
-    stage: Warmup, policy: Policy, read_dev: Callable[[], Awaitable[Evaluation]], report: Callable[[str], None]
+    stage: WarmupStage, policy: Policy, read_dev: Callable[[], Awaitable[Evaluation]], report: Callable[[str], None]
 ) -> int:
     """Train until the stop rule holds, or for `max_steps`; returns the steps taken."""
     settings = stage.settings
@@ -51,12 +51,12 @@ def enough(dev: Evaluation, settings: config.Warmup) -> bool:
     )
 
 
-def _next_pairs(stage: Warmup) -> list[SftExample]:
+def _next_pairs(stage: WarmupStage) -> list[SftExample]:
     rows = stage.source.take(stage.order, stage.settings.batch_size)
     return [pair for row in rows for pair in _pairs_of(stage, row)]
 
 
-def _pairs_of(stage: Warmup, row: PromptedTask) -> Iterator[SftExample]:
+def _pairs_of(stage: WarmupStage, row: PromptedTask) -> Iterator[SftExample]:
     """Pairs of prompt and answer, one per turn of the demonstration; the prompt is the conversation so far."""
     environment, renderer, prompt = stage.environment, stage.source.renderer, row.prompt
     asked, turns = tuple(environment.prompt(row.task)), list[Turn]()

@@ -15,8 +15,8 @@ from fovea.cluster.services import WorkersEngine, WorkersPolicy, WorkersWeights
 from fovea.cluster.torchrun import connect_workers, join
 from fovea.cluster.workers import LocalHandle, WorkerHandle, Workers, call_each
 from fovea.config.backends import EmbeddedEngine as EmbeddedSettings
+from fovea.config.backends import MegatronBackend, VllmServersEngine
 from fovea.config.backends import StreamedEngine as StreamedSettings
-from fovea.config.backends import VllmServersEngine
 from fovea.config.model import Model
 from fovea.config.run import Config
 from fovea.errors import ConfigError
@@ -25,6 +25,7 @@ from fovea.processes.calls import Call
 from fovea.rollout.base import Engine
 from fovea.train.base import Policy
 from fovea.train.local import LocalPolicy
+from fovea.train.model_division import check_processes
 from fovea.utils.event_loop import wait_for
 from fovea.utils.launch import num_processes
 from fovea.weights.base import WeightSync
@@ -32,9 +33,8 @@ from fovea.weights.push import WeightPusher
 from fovea.weights.sinks import SharedTensors
 from fovea.wiring.engine import free_first, make_embedded, make_streamed, make_tape
 from fovea.wiring.interpreter import absolute, set_threads
-from fovea.wiring.kernel_notes import kernel_notes
 from fovea.wiring.megatron import trains_with_megatron
-from fovea.wiring.model import open_vlm
+from fovea.wiring.model import kernel_notes, open_vlm
 from fovea.wiring.policy import make_policy
 from fovea.wiring.workers import Setup, check_offload, make_megatron_worker, make_pusher, worker_of
 
@@ -47,7 +47,7 @@ class Backends:
     engine: Engine
     weight_sync: WeightSync
     kernel_notes: tuple[str, ...] = ()
-    """Lines to print at the start (`wiring.kernel_notes`)."""
+    """Lines to print at the start (`wiring.model.kernel_notes`)."""
 
 
 def open_backends(config: Config, model: Model, processor: Processor) -> Backends:
@@ -141,6 +141,9 @@ def _with_absolute_interpreter(config: Config) -> Config:
 
 
 def placement_of(config: Config, num_workers: int) -> Placement:
+    """The placement of so many workers; ConfigError where the settings cannot divide them."""
+    if isinstance(config.train.backend, MegatronBackend):
+        check_processes(config.train.backend, num_workers)
     placement = Placement.of(config.cluster, num_workers, config.train.backend.replicas)
     num_engines = len(placement.engines(range(num_workers)))
     if isinstance(config.rollout.engine, VllmServersEngine) and num_engines > 1:

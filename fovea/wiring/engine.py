@@ -37,7 +37,7 @@ MIN_RECORDED_WIDTH = 128
 """Smallest width that is recorded: narrower layers are recomputed faster than their outputs are read from memory."""
 
 
-class StreamedEngine(Engine, WeightSink, Protocol):
+class PushedEngine(Engine, WeightSink, Protocol):
     """An engine in this process, or started by it, with its own weights, which pushes stream into."""
 
 
@@ -45,7 +45,7 @@ class StreamedEngine(Engine, WeightSink, Protocol):
 class MakesEngine(Protocol):
     """Settings of an engine in another package, which make it."""
 
-    def make_engine(self, model: Model, processor: Processor, *, max_model_len: int, seed: int) -> StreamedEngine:
+    def make_engine(self, model: Model, processor: Processor, *, max_model_len: int, seed: int) -> PushedEngine:
         """Make the engine of `model.path`, for prompts with completions of up to `max_model_len` tokens."""
         ...
 
@@ -55,14 +55,14 @@ def has_own_weights(config: Config) -> bool:
     return not isinstance(config.rollout.engine, EmbeddedSettings)
 
 
-def make_streamed(config: Config, settings: StreamedSettings, model: Model, processor: Processor) -> StreamedEngine:
+def make_streamed(config: Config, settings: StreamedSettings, model: Model, processor: Processor) -> PushedEngine:
     """Make an engine with its own weights; `model` has a path."""
     if settings.python is not None:
         from fovea.wiring.remote import make_remote
 
         return make_remote(config, settings, model)
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    made: StreamedEngine
+    made: PushedEngine
     # each an optional extra
     match settings:
         case VllmServersEngine():

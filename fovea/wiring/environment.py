@@ -28,6 +28,7 @@ from fovea.config.sections import ModelReward, SecondOpinion
 from fovea.config.splits import EnvironmentSettings
 from fovea.data.images import OpenImage
 from fovea.environments.base import Environment, MakesEnvironment
+from fovea.environments.caption import Caption, CaptionGrader, JudgedCaptionGrader
 from fovea.environments.curriculum import Stages
 from fovea.environments.custom.environment import UserEnvironment, user_graders
 from fovea.environments.custom.loading import checked_environment, checked_reward, load_environment, load_reward
@@ -281,10 +282,8 @@ def reward_limits(config: Config, name: str) -> CallLimits:
 
 def make_caption(config: Config, settings: CaptionEnvironment) -> GradedEnvironment:
     """Make the caption environment, with reward model and judge where they are set."""
-    from fovea.environments.caption import Caption, CaptionGrader, JudgedCaptionGrader
-
-    reward_model = None if settings.reward_model is None else RewardScorer(settings.reward_model)
     caption = Caption(settings, make_access(config.data))
+    reward_model = None if settings.reward_model is None else RewardScorer(settings.reward_model)
     metrics = CaptionGrader(settings, caption.tasks, reward_model)
     if settings.judge is None:
         return GradedEnvironment(environment=caption, grading=Grading(graders=(metrics,)))

@@ -34,7 +34,7 @@ class PushedPolicy(PolicyWorker, Protocol):
         ...
 
 
-class SavedPolicy(Protocol):
+class SavedWeights(Protocol):
     """Weights of a policy, read from a checkpoint."""
 
     @property
@@ -61,12 +61,12 @@ def make_megatron_policy(config: Config, model: Model, banned_ids: Sequence[int]
     return made
 
 
-def saved_by_megatron(config: Config, model: Model, banned_ids: Sequence[int], checkpoint: Path) -> SavedPolicy:
+def saved_by_megatron(config: Config, model: Model, banned_ids: Sequence[int], checkpoint: Path) -> SavedWeights:
     """Read the weights of a checkpoint only in this process, however many have written it."""
     alone = config.train.model_copy(update={"backend": MegatronBackend()})
     # imported here, since the packages may be absent; the module names what to install
     module = importlib.import_module("fovea.train.megatron.policy")
-    saved: SavedPolicy = module.MegatronSavedPolicy.read(
+    saved: SavedWeights = module.MegatronSavedPolicy.read(
         config.model_copy(update={"train": alone}), model, banned_ids, checkpoint
     )
     return saved

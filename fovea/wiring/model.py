@@ -1,9 +1,10 @@
-"""Builders of the model: its folder, and its network on its device."""
+"""Builders of the model: its folder, its network on its device, and the choice of its kernels."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -11,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from fovea.cluster.loading import load_on_ranks
+from fovea.config.backends import EmbeddedEngine as EmbeddedSettings
 from fovea.config.model import Model
 from fovea.config.run import Config
 from fovea.environments.base import Environment
@@ -26,15 +28,17 @@ from fovea.models.tiny import make_tiny, save_tiny
 from fovea.models.trainable import choose_trainable
 from fovea.models.vision.feature_cache import FeatureCache, SpillFolder
 from fovea.models.vlm import VLM
+from fovea.rollout.embedded.tuning import decoding_note
 from fovea.run.run_dir import has_checkpoint
 from fovea.train.ranks import ALONE, Ranks
+from fovea.utils.installing import pip_install
 from fovea.utils.launch import num_processes, rank
-from fovea.wiring.kernel_notes import runs_liger
 
 CORPUS_ROWS = 2000
 """Training rows whose texts a tiny model's tokenizer is trained on."""
 MODEL_FOLDER = "model"
 """Subfolder of a run folder for its tiny model."""
+LIGER = "liger_kernel"
 
 
 def locate_model(
@@ -146,6 +150,38 @@ def liger_kernels(device: torch.device) -> Kernels:
     # imported here, since the package may be absent; the module names what to install
     kernels: Kernels = importlib.import_module("fovea.models.kernels_liger").LIGER_KERNELS
     return kernels
+
+
+def has_liger() -> bool:
+    """True if the package is installed."""
+    return find_spec(LIGER) is not None
+
+
+def runs_liger(config: Config, device: torch.device) -> bool:
+    """True if Liger's kernels run on this device; `auto`: on CUDA, where they are installed."""
+    setting = config.train.backend.liger_kernels
+    return device.type == "cuda" and has_liger() if setting == "auto" else setting
+
+
+def kernel_notes(config: Config, vlm: PolicyNetwork) -> tuple[str, ...]:
+    """A line for each choice of kernels, and each refusal with its own message and what runs instead; none on CPUs."""
+    if not isinstance(vlm, VLM) or vlm.device.type == "cpu":
+        return ()
+    chosen = liger_note(runs_liger(config, vlm.device)) if config.train.backend.liger_kernels == "auto" else []
+    if isinstance(config.rollout.engine, EmbeddedSettings):
+        chosen.append(decoding_note(vlm.text_config, vlm.device, vlm.dtype))
+    return (*chosen, *(f"slow: {note}" for note in vlm.slow_kernels()))
+
+
+def liger_note(runs: bool) -> list[str]:
+    """Note on what `train.backend.liger_kernels=auto` chose."""
+    if runs:
+        return ["train.backend.liger_kernels=auto: Liger's kernels run RMS norm, SwiGLU and rotary positions"]
+    assert not has_liger(), "Liger is installed, but does not run on this GPU"
+    return [
+        f"slow: train.backend.liger_kernels=auto: {LIGER} is not installed, and torch's operators make more passes "
+        f"over memory for RMS norm, SwiGLU and rotary positions; {pip_install('liger')}"
+    ]
 
 
 def make_feature_cache(config: Config) -> FeatureCache:

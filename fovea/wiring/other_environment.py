@@ -20,14 +20,14 @@ from fovea.processes.serving import begin, refuse, serve_parent
 from fovea.types import Completion, Request
 from fovea.utils.event_loop import wait_for
 from fovea.utils.tensor_records import opened
-from fovea.wiring.engine import StreamedEngine, make_streamed
+from fovea.wiring.engine import PushedEngine, make_streamed
 from fovea.wiring.interpreter import set_threads
 
 
 class RequestTasks:
     """An engine in this process, and the methods that the trainer calls in place of the engine's."""
 
-    def __init__(self, engine: StreamedEngine) -> None:
+    def __init__(self, engine: PushedEngine) -> None:
         self.engine = engine
         self._running: dict[str, asyncio.Task[Any]] = {}
         """The call of each request."""
@@ -71,7 +71,7 @@ def _own(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.is_cuda else tensor
 
 
-def _make(sent: Mapping[str, Any]) -> StreamedEngine:
+def _make(sent: Mapping[str, Any]) -> PushedEngine:
     if sent["version"] != __version__:
         raise ConfigError(f"it has Fovea {__version__}, and the trainer {sent['version']}; install that one")
     with named(lambda error: ConfigError(f"the settings do not fit there ({first_line(error)})")):
@@ -84,7 +84,7 @@ def _make(sent: Mapping[str, Any]) -> StreamedEngine:
     return make_streamed(config, settings, model, load_processor(model))
 
 
-def main(arguments: Sequence[str], make: Callable[[Mapping[str, Any]], StreamedEngine] = _make) -> None:
+def main(arguments: Sequence[str], make: Callable[[Mapping[str, Any]], PushedEngine] = _make) -> None:
     """Make the engine that the first message asks for, and serve the trainer until its end, or the engine's."""
     connection, sent = begin(int(arguments[0]))
     try:

@@ -15,7 +15,7 @@ from fovea.models.activation_tape import Tape
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.render import Renderer
 from fovea.models.trainable import freeze_lm_head, trainable_parameters, value_parameters
-from fovea.run.warmup import Warmup
+from fovea.run.warmup import WarmupStage
 from fovea.train.adamw import AdamWSettings
 from fovea.train.ranks import ALONE, Ranks
 from fovea.train.torch.critic import ValueFunction, ValueModel
@@ -65,7 +65,9 @@ def _make_value_function(config: Config, critic: Critic, vlm: PolicyNetwork, mod
     return ValueFunction(optimizer=optimizer, model=model)
 
 
-def make_warmup(config: Config, environment: Environment, train: PromptSource, renderer: Renderer) -> Warmup | None:
+def make_warmup(
+    config: Config, environment: Environment, train: PromptSource, renderer: Renderer
+) -> WarmupStage | None:
     """Make the warm-up; None without one."""
     settings = config.warmup
     if settings is None:
@@ -76,7 +78,7 @@ def make_warmup(config: Config, environment: Environment, train: PromptSource, r
             f"warmup.stop_kind_accuracy: no dev row is of kind {', '.join(sorted(unknown))}, so that the warm-up could "
             f"never stop; the kinds are {', '.join(sorted(set(kinds_of(environment.tasks('dev')))))}"
         )
-    return Warmup(
+    return WarmupStage(
         settings=settings,
         # a separate data order, so that the rows of RL do not depend on how long the warm-up took
         order=Order(

@@ -21,12 +21,11 @@ from fovea.metrics.progress import CONSOLE_FILE, Progress
 from fovea.models.processor import load_processor
 from fovea.report.about import HINTS_FILE, add_hint
 from fovea.rollout.embedded.plain import PlainEngine
-from fovea.run.checkpoint import Checkpoint, Checkpoints
-from fovea.run.context import Run
-from fovea.run.fingerprint import check_unchanged
+from fovea.run.checkpoint import Checkpoints, SavedCheckpoint
+from fovea.run.context import Run, TaskStream
+from fovea.run.fingerprint import GivenCode, check_unchanged, take_fingerprint
 from fovea.run.folder import open_run_folder
-from fovea.run.inputs import GivenCode, take_fingerprint
-from fovea.run.rollout_step import TaskStream, record_unscored_answer
+from fovea.run.rollout_step import record_unscored_answer
 from fovea.run.signals import Stop, ending_signals
 from fovea.wiring.backends import open_backends
 from fovea.wiring.data import make_order, make_renderer, make_sources, within_epochs
@@ -86,7 +85,7 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
     bad_rows = BadRows(folder, resume_at=resumed.state.get("bad_rows", 0) if resumed else 0)
     sources = make_sources(config, environment, renderer, bad_rows)
     progress.stage("taking the fingerprint of rows, code and model")
-    fingerprint = take_fingerprint(config, model, sources, given)
+    fingerprint = take_fingerprint(config, model, sources.tasks, given)
     if resumed:
         before, allow = resumed.state["fingerprint"], config.resume_changed == "allow"
         check_unchanged(before, fingerprint, allow=allow, say=progress.print)
@@ -137,7 +136,7 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
     )
 
 
-def _metrics_file(folder: Path, resumed: Checkpoint | None, progress: Progress) -> JsonlSink:
+def _metrics_file(folder: Path, resumed: SavedCheckpoint | None, progress: Progress) -> JsonlSink:
     """metrics.jsonl, with a warning where a run that goes on in its own folder has lost lines of it."""
     sink = JsonlSink(folder, resume_step=resumed.step if resumed else 0)
     if resumed and sink.num_lost and resumed.folder.resolve().is_relative_to(folder.resolve()):
@@ -161,7 +160,7 @@ def _print_remarks(
         add_hint(Path(config.run_dir), remark)
 
 
-def _resumed(config: Config, checkpoints: Checkpoints) -> Checkpoint | None:
+def _resumed(config: Config, checkpoints: Checkpoints) -> SavedCheckpoint | None:
     """The checkpoint to go on from; None: start anew."""
     if config.resume_from is not None:
         return checkpoints.resume_from(config.resume_from)

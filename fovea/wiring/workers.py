@@ -35,9 +35,8 @@ from fovea.weights.push import WeightPusher
 from fovea.weights.sinks import NetworkCopy, SharedTensors
 from fovea.wiring.engine import free_first, has_own_weights, make_embedded, make_streamed
 from fovea.wiring.interpreter import set_threads
-from fovea.wiring.kernel_notes import kernel_notes
 from fovea.wiring.megatron import PushedPolicy, make_megatron_policy, trains_with_megatron
-from fovea.wiring.model import open_vlm
+from fovea.wiring.model import kernel_notes, open_vlm
 from fovea.wiring.policy import make_policy
 
 

@@ -85,7 +85,7 @@ def test_train_runs_what_the_words_say(recipe: str, monkeypatch: pytest.MonkeyPa
         (["small.yaml", "--seed", "3"], "--seed: settings have no dashes; write seed=VALUE"),
         (
             ["small.yaml", "--debgu"],
-            "--debgu: no such option; there are --dry-run, --all-rows, --quiet, --debug and --help, and settings are "
+            "--debgu: no such option; there are --dry-run[=full], --quiet, --debug and --help, and settings are "
             "written key=value",
         ),
         (

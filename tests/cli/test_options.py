@@ -276,11 +276,11 @@ def test_a_dry_run_opens_all_rows_where_that_is_asked_for(tmp_path: Path, monkey
     write_rows([GOOD] * 99 + [GOOD | {"image": "broken.png"}])
     sample = fovea("train", "own.yaml", "--dry-run")
     assert sample.exit_code == 0, sample.output
-    whole = fovea("train", "own.yaml", "--dry-run", "--all-rows")
+    first = fovea("train", "--dry-run", "own.yaml")
+    assert first.stdout == sample.stdout, "a value comes only after ="
+    whole = fovea("train", "own.yaml", "--dry-run=full")
     assert "train: 1 of the 100 rows opened cannot be used, the first: " in whole.stderr
-    assert (
-        "--all-rows says which rows --dry-run opens; add --dry-run" in fovea("train", "own.yaml", "--all-rows").stderr
-    )
+    assert "is not one of 'sample', 'full'" in fovea("train", "own.yaml", "--dry-run=all").stderr
 
 
 def test_a_dry_run_says_that_a_step_has_more_prompts_than_there_are_rows(
@@ -338,7 +338,28 @@ def test_a_dry_run_names_an_engine_that_is_not_installed() -> None:
     assert f"SGLang, which is not installed: {pip_install('sglang')}" in result.stderr
     on_ray = fovea("train", *words, "cluster.gpus_per_node=1")
     assert on_ray.exit_code == 0, on_ray.output  # its machines may have what this one lacks
-    assert "not checked here: engine packages and GPUs of the Ray cluster (cluster.gpus_per_node=1)" in on_ray.stdout
+    assert (
+        "cluster: 1 x 1 GPUs, of which 1 train and 1 generate (cluster.placement=collocated); its start checks that"
+    ) in on_ray.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train.backend.replicas=3"], "train.backend.replicas=3 does not divide the number of training processes, 4"),
+        (
+            ["train.backend={name: megatron, tensor_parallel_size: 3}", "model.dtype=bfloat16"],
+            "tensor_parallel_size=3 times pipeline_parallel_size=1 does not divide the number of training processes, 4",
+        ),
+        (
+            ["rollout.engine={name: vllm_servers, servers: [http://127.0.0.1:8000], weights_dir: .}"],
+            "rollout.engine=vllm_servers with 4 workers that generate",
+        ),
+    ],
+)
+def test_a_dry_run_checks_the_sizes_of_a_cluster(words: list[str], message: str) -> None:
+    own = [str(ROOT / "recipes" / "shapes.yaml"), *SMALL, "cluster.gpus_per_node=4", *words]
+    assert message in fovea("train", *own, "--dry-run").stderr
 
 
 def test_a_dry_run_names_an_interpreter_that_is_not_there() -> None:

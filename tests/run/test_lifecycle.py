@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fovea.config.sections import Warmup as WarmupSettings
+from fovea.config.sections import Warmup
 from fovea.data.order import Order
 from fovea.environments.prompt_source import PromptSource
 from fovea.loop import train
@@ -19,7 +19,7 @@ from fovea.run.held_out import read_dev, sample_dev
 from fovea.run.lifecycle import begin, finish, save_checkpoint
 from fovea.run.rollout_step import evaluation_sampling, record_unscored_answer, rollout_sampling
 from fovea.run.state import TrainState
-from fovea.run.warmup import Warmup
+from fovea.run.warmup import WarmupStage
 from fovea.types import Batch, Evaluation, Metrics
 from fovea.utils.event_loop import wait_for
 from tests.fakes import ANSWERS, BanditPolicy, bandit_run
@@ -105,8 +105,8 @@ def test_a_warm_up_runs_once_and_rl_starts_from_it(resume: bool, tmp_path: Path)
 
     def run_with_warmup() -> Run:
         run = bandit_run(tmp_path, resume=resume)
-        settings = WarmupSettings(max_steps=2, batch_size=1)
-        stage = Warmup(
+        settings = Warmup(max_steps=2, batch_size=1)
+        stage = WarmupStage(
             settings=settings,
             order=Order(["all"] * 16, weights={}, seed=0),
             source=run.sources.train,

@@ -13,7 +13,7 @@ from fovea.commands.targets import find_checkpoint
 from fovea.errors import DataError
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
-from fovea.run.checkpoint import MANIFEST, Checkpoint, Checkpoints, damage, write_manifest
+from fovea.run.checkpoint import MANIFEST, Checkpoints, SavedCheckpoint, damage, write_manifest
 from tests.fakes import bandit_run
 
 
@@ -32,7 +32,7 @@ def zero_page(file: Path) -> None:
     file.write_bytes(content[:100] + bytes(4096) + content[100 + 4096 :])
 
 
-def latest(folder: Path) -> Checkpoint:
+def latest(folder: Path) -> SavedCheckpoint:
     found = Checkpoints(folder, keep=2).latest()
     assert found is not None
     return found

@@ -15,7 +15,7 @@ from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.run.context import Run
-from fovea.run.parity_push import TakenPush
+from fovea.run.parity_faults import TakenPush
 from fovea.train.local import LocalPolicy
 from fovea.types import Prompt, Sample, SampleGroup, Shape
 from fovea.weights.push import WeightPusher

@@ -10,7 +10,7 @@ import numpy as np
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.run.lifecycle import begin
-from fovea.run.rollout_step import Rollout, roll_out
+from fovea.run.rollout_step import StepRollout, roll_out
 from fovea.types import Score
 from fovea.utils.event_loop import wait_for
 from tests.fakes import BanditEnvironment, bandit_run, graded
@@ -26,7 +26,7 @@ class FormatOnly(BanditEnvironment):
         return Score(reward=right + 0.1 * (turns[-1].text == "b"), accuracy=0.0)
 
 
-def drawn(folder: Path, *, sure: float = 0.0, environment: BanditEnvironment | None = None) -> Rollout:
+def drawn(folder: Path, *, sure: float = 0.0, environment: BanditEnvironment | None = None) -> StepRollout:
     """`sure`: preference of the policy for the right answer."""
     run = bandit_run(folder, algorithm=DYNAMIC)
     if environment is not None:

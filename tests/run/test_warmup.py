@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from fovea.config.sections import Warmup as Settings
+from fovea.config.sections import Warmup
 from fovea.data.order import Order
 from fovea.errors import TrainError
 from fovea.models.vlm import VLM
-from fovea.run.warmup import Warmup, enough, warm_up
+from fovea.run.warmup import WarmupStage, enough, warm_up
 from fovea.train.base import SftExample
 from fovea.train.torch.sft import supervised_trainer
 from fovea.types import Evaluation, Metrics
@@ -28,7 +28,7 @@ from tests.tiny_models import FAMILIES, mixed_prompts, renderer, tiny
     [(1.0, 0.6, False), (0.2, 0.8, True), (0.1, 0.7, False), (0.4, 0.6, False)],
 )
 def test_the_stop_rule_looks_at_the_whole_and_at_named_kinds(counting: float, existence: float, stop: bool) -> None:
-    settings = Settings(stop_accuracy=0.5, stop_kind_accuracy={"existence": 0.7})
+    settings = Warmup(stop_accuracy=0.5, stop_kind_accuracy={"existence": 0.7})
     dev = Evaluation(accuracies={"counting": (counting,), "existence": (existence,)})
     assert enough(dev, settings) is stop
 
@@ -43,10 +43,10 @@ class CountingPolicy(BanditPolicy):
         return {"loss": 0.5}
 
 
-def stage(**settings: object) -> Warmup:
+def stage(**settings: object) -> WarmupStage:
     source, _ = make_source(["a", "b"])
-    return Warmup(
-        settings=Settings.model_validate({"batch_size": 3, "check_every_steps": 4, **settings}),
+    return WarmupStage(
+        settings=Warmup.model_validate({"batch_size": 3, "check_every_steps": 4, **settings}),
         order=Order(["all", "all"], weights={}, seed=0),
         source=source,
         environment=BanditEnvironment(),
@@ -84,7 +84,7 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_answers(family: str) -> None:
     answers = [renderer(parts).target(text) for text in ("\\boxed{3}", "\\boxed{red}", "yes")]
     pairs = [SftExample(prompt=p, answer_ids=a) for p, a in zip(prompts, answers, strict=True)]
     expected = -torch.cat([reference_logprobs(parts, pair.prompt, np.array(pair.answer_ids)) for pair in pairs]).mean()
-    trainer = supervised_trainer(VLM(parts.network, parts.processor.banned_ids), Settings(lr_warmup_steps=0))
+    trainer = supervised_trainer(VLM(parts.network, parts.processor.banned_ids), Warmup(lr_warmup_steps=0))
     losses = [trainer.update(pairs) for _ in range(80)]
     assert losses[0] == pytest.approx(float(expected.detach()), abs=1e-5)
     assert losses[-1] < 0.05 < losses[0]
@@ -93,7 +93,7 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_answers(family: str) -> None:
 def test_gradients_of_the_warm_up_are_clipped() -> None:
     parts = tiny("qwen3_vl")
     pairs = [SftExample(prompt=mixed_prompts(parts)[0], answer_ids=renderer(parts).target("\\boxed{3}"))]
-    trainer = supervised_trainer(VLM(parts.network, parts.processor.banned_ids), Settings())
+    trainer = supervised_trainer(VLM(parts.network, parts.processor.banned_ids), Warmup())
     norms: list[torch.Tensor] = []
     trainer.optimizer.adamw.register_step_pre_hook(
         lambda *_: norms.extend(p.grad.norm() for p in parts.network.parameters() if p.grad is not None)
@@ -110,7 +110,7 @@ def test_a_warm_up_with_offload_takes_the_same_steps_by_masters_of_its_own() -> 
         parts = tiny("qwen3_vl")
         pairs = [SftExample(prompt=mixed_prompts(parts)[0], answer_ids=renderer(parts).target("\\boxed{3}"))]
         vlm = VLM(parts.network, parts.processor.banned_ids)
-        trainer = supervised_trainer(vlm, Settings(), cpu_offload=offload)
+        trainer = supervised_trainer(vlm, Warmup(), cpu_offload=offload)
         losses = [trainer.update(pairs) for _ in range(2)]
         assert losses[1] != losses[0]
         masters = {x.data_ptr() for x in trainer.optimizer.masters.by_name.values()}
@@ -122,7 +122,7 @@ def test_a_warm_up_with_offload_takes_the_same_steps_by_masters_of_its_own() -> 
 def test_a_banned_token_in_an_answer_is_refused_before_the_step() -> None:
     parts = tiny("qwen3_vl")
     banned = parts.processor.banned_ids[0]
-    trainer = supervised_trainer(VLM(parts.network, parts.processor.banned_ids), Settings())
+    trainer = supervised_trainer(VLM(parts.network, parts.processor.banned_ids), Warmup())
     with pytest.raises(TrainError, match=f"an answer of the warm-up holds token id {banned}, which completions never"):
         trainer.update(
             [SftExample(prompt=mixed_prompts(parts)[0], answer_ids=(5, banned, parts.processor.stop_ids[0]))]
@@ -132,7 +132,7 @@ def test_a_banned_token_in_an_answer_is_refused_before_the_step() -> None:
 def test_a_loss_that_is_no_number_stops_the_warm_up() -> None:
     parts = tiny("qwen3_vl")
     pairs = [SftExample(prompt=mixed_prompts(parts)[0], answer_ids=renderer(parts).target("\\boxed{3}"))]
-    trainer = supervised_trainer(VLM(parts.network, parts.processor.banned_ids), Settings())
+    trainer = supervised_trainer(VLM(parts.network, parts.processor.banned_ids), Warmup())
     with torch.no_grad():
         next(parts.network.parameters()).fill_(torch.nan)
     with pytest.raises(TrainError, match=r"the loss is nan at warm-up step 1; lower warmup\.learning_rate"):

@@ -22,9 +22,8 @@ from fovea.train.base import ModelFacts
 from fovea.types import Task
 from fovea.utils.event_loop import wait_for
 from fovea.utils.installing import pip_install
-from fovea.wiring import kernel_notes
-from fovea.wiring.kernel_notes import liger_note, runs_liger
-from fovea.wiring.model import liger_kernels, locate_model, open_vlm, tokenizer_corpus
+from fovea.wiring import model as wired_model
+from fovea.wiring.model import liger_kernels, liger_note, locate_model, open_vlm, runs_liger, tokenizer_corpus
 from fovea.wiring.outputs import model_table
 from tests.wiring.small import SMALL, run_of
 
@@ -88,7 +87,7 @@ def test_liger_kernels_run_by_default_where_they_can(
     setting: bool | str, device: str, installed: bool, runs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        kernel_notes, "find_spec", lambda name: object() if installed and name == "liger_kernel" else None
+        wired_model, "find_spec", lambda name: object() if installed and name == "liger_kernel" else None
     )
     config = Config.model_validate({"model": {"tiny": {}}, "train": {"backend": {"liger_kernels": setting}}})
     assert runs_liger(config, torch.device(device)) is runs

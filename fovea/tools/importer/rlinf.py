@@ -6,7 +6,16 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from fovea.tools.importer.theirs import TRACKERS, Left, Line, Rule, SourceConfig
+from fovea.tools.importer.source import (
+    LeftOut,
+    RecipeLine,
+    Rule,
+    SourceConfig,
+    by_tokens_or_groups,
+    epochs_and_steps,
+    kl_in_loss,
+    trackers,
+)
 
 GROUP, ADVANTAGE = "algorithm.group_size", "algorithm.adv_type"
 SAMPLING, PLACEMENT = "algorithm.sampling_params", "cluster.component_placement"
@@ -24,7 +33,7 @@ ESTIMATORS = {"low_var_kl": "k3", "k3": "k3", "mse": "k2", "k2": "k2"}
 DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "32": "float32", "float32": "float32"}
 
 
-def environment(theirs: SourceConfig) -> Iterator[Line | Left]:
+def environment(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     key = "reward.reward_type"
     named, kind = theirs.environment, ENVIRONMENTS.get(str(theirs.value(key)))
     if named is not None and kind not in (None, named):
@@ -34,7 +43,7 @@ def environment(theirs: SourceConfig) -> Iterator[Line | Left]:
     yield theirs.line("environment.name", named or kind, key, why="" if kind else f"--environment {named}")
 
 
-def reward_values(theirs: SourceConfig) -> Iterator[Line | Left]:
+def reward_values(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     """Rewards of right and wrong answers, each times a factor."""
     scale, kind = "reward.reward_scale", str(theirs.value("reward.reward_type"))
     if (theirs.environment or ENVIRONMENTS.get(kind)) != "geo3k":
@@ -44,13 +53,13 @@ def reward_values(theirs: SourceConfig) -> Iterator[Line | Left]:
         yield theirs.line(f"environment.{ours}", value, f"reward.{ours}", scale)
 
 
-def model(theirs: SourceConfig) -> Iterator[Line | Left]:
+def model(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     for key in ("rollout.model.model_path", "actor.model.model_path"):
         if theirs.value(key) is not None:
             yield theirs.line("model.path", str(theirs.value(key)).rstrip("/"), key)
 
 
-def dtype(theirs: SourceConfig) -> Iterator[Line | Left]:
+def dtype(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     """The number format of computing; the weights that the optimizer changes are float32 in any case."""
     mixed, own = "actor.fsdp_config.mixed_precision.param_dtype", "actor.model.precision"
     key = mixed if theirs.value(mixed) is not None else own
@@ -64,7 +73,7 @@ def dtype(theirs: SourceConfig) -> Iterator[Line | Left]:
         yield from theirs.left(own, "the optimizer's copy of the weights is always float32", matters=False)
 
 
-def tokens(theirs: SourceConfig) -> Iterator[Line | Left]:
+def tokens(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     """Longest prompt and longest completion, of which RLinf sets the sum too."""
     prompt, total, own = "data.max_prompt_length", "runner.seq_length", f"{SAMPLING}.max_new_tokens"
     longest, both, new = theirs.value(prompt), theirs.value(total), theirs.value(own)
@@ -78,27 +87,27 @@ def tokens(theirs: SourceConfig) -> Iterator[Line | Left]:
         yield theirs.line("rollout.max_new_tokens", both - longest, total, prompt)
 
 
-def min_new_tokens(theirs: SourceConfig) -> Iterator[Line | Left]:
+def min_new_tokens(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     key = f"{SAMPLING}.min_new_tokens"
     if (theirs.value(key) or 0) > 1:
-        yield theirs.line("rollout.engine.min_new_tokens", theirs.value(key), key)
+        yield theirs.same("rollout.engine.min_new_tokens", key)
     else:
         yield from theirs.left(key, "an empty completion is graded like any other", matters=False)
 
 
-def bad_rows(theirs: SourceConfig) -> Iterator[Line | Left]:
+def bad_rows(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     key = "data.filter_prompt_by_length"
     drops = theirs.value(key)
     why = "" if drops else "RLinf cuts longer prompts, here they are an error"
     yield theirs.line("data.on_bad_row", "skip" if drops else "error", key, why=why)
 
 
-def betas(theirs: SourceConfig) -> Iterator[Line | Left]:
+def betas(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     keys = ("actor.optim.adam_beta1", "actor.optim.adam_beta2")
     yield theirs.line("train.betas", [theirs.value(key) for key in keys], *keys)
 
 
-def warmup(theirs: SourceConfig) -> Iterator[Line | Left]:
+def warmup(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     """Warm-up steps, which RLinf may write as a share of all steps."""
     counts = ("actor.optim.lr_warmup_steps", "actor.lr_sched.lr_warmup_iters")
     shares = ("actor.optim.lr_warmup_steps_ratio", "actor.lr_sched.lr_warmup_fraction")
@@ -108,7 +117,7 @@ def warmup(theirs: SourceConfig) -> Iterator[Line | Left]:
     if count is not None and share is not None:
         raise theirs.refuse(share, f"and {count}={theirs.value(count)} too; leave one out (set it to 0)")
     if count is not None:
-        yield theirs.line("train.lr_warmup_steps", theirs.value(count), count)
+        yield theirs.same("train.lr_warmup_steps", count)
     elif share is None:
         yield theirs.line("train.lr_warmup_steps", 0, *counts, *shares)
     elif total is None or total < 1:
@@ -117,7 +126,7 @@ def warmup(theirs: SourceConfig) -> Iterator[Line | Left]:
         yield theirs.line("train.lr_warmup_steps", math.ceil(theirs.value(share) * total), share, "runner.max_steps")
 
 
-def _share_of_unknown_steps(theirs: SourceConfig, share: str) -> Iterator[Line | Left]:
+def _share_of_unknown_steps(theirs: SourceConfig, share: str) -> Iterator[RecipeLine | LeftOut]:
     """A share of a number of steps that only the rows tell; RLinf's FSDP trainer does not read `lr_sched`."""
     reason = "a share of a number of steps that is not known; add runner.max_steps=N behind the file"
     if not share.startswith("actor.lr_sched.") or theirs.value("actor.training_backend") != "fsdp":
@@ -127,21 +136,12 @@ def _share_of_unknown_steps(theirs: SourceConfig, share: str) -> Iterator[Line |
     yield from theirs.left(share, f"{reason}; RLinf's FSDP trainer does not read it either")
 
 
-def microbatches(theirs: SourceConfig) -> Iterator[Line | Left]:
-    by_tokens, most = "runner.enable_dynamic_batch_size", "runner.max_tokens_per_mbs"
-    rows, group = "algorithm.training_batch_size_per_gpu", theirs.value(GROUP)
-    if theirs.value(by_tokens):
-        yield theirs.line("train.enable_dynamic_batch_size", True, by_tokens)
-        if theirs.value(most) is not None:
-            yield theirs.line("train.max_tokens_per_microbatch", theirs.value(most), most)
-    elif theirs.value(rows) is not None and group and theirs.value(rows) % group == 0:
-        yield theirs.line("train.enable_dynamic_batch_size", False, by_tokens)
-        yield theirs.line("train.groups_per_microbatch", theirs.value(rows) // group, rows, GROUP)
-    else:
-        yield from theirs.left(rows, f"it counts completions, and is not a multiple of the {group} of a group")
+def microbatches(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
+    by_tokens, tokens = "runner.enable_dynamic_batch_size", "runner.max_tokens_per_mbs"
+    yield from by_tokens_or_groups(theirs, by_tokens, tokens, "algorithm.training_batch_size_per_gpu", GROUP)
 
 
-def algorithm(theirs: SourceConfig) -> Iterator[Line | Left]:
+def algorithm(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     name, advantage = theirs.one_of(ADVANTAGE, ALGORITHMS, "advantage")
     yield theirs.line("algorithm.name", name, ADVANTAGE)
     yield theirs.line("algorithm.advantage.name", advantage, ADVANTAGE)
@@ -150,13 +150,13 @@ def algorithm(theirs: SourceConfig) -> Iterator[Line | Left]:
         yield theirs.line("algorithm.ppo_epochs", 1, why="RLinf makes one pass over the completions of a step")
 
 
-def gae(theirs: SourceConfig) -> Iterator[Line | Left]:
+def gae(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     if theirs.value(ADVANTAGE) == "gae":
         for name in ("gamma", "gae_lambda"):
-            yield theirs.line(f"algorithm.advantage.{name}", theirs.value(f"algorithm.{name}"), f"algorithm.{name}")
+            yield theirs.same(f"algorithm.advantage.{name}", f"algorithm.{name}")
 
 
-def critic(theirs: SourceConfig) -> Iterator[Line | Left]:
+def critic(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     """The value function of PPO, in RLinf a separate model."""
     if theirs.value(ADVANTAGE) != "gae":
         return
@@ -169,10 +169,10 @@ def critic(theirs: SourceConfig) -> Iterator[Line | Left]:
     }
     for ours, key in of.items():
         if theirs.is_given(key):
-            yield theirs.line(f"{place}.{ours}", theirs.value(key), key)
+            yield theirs.same(f"{place}.{ours}", key)
 
 
-def clip(theirs: SourceConfig) -> Iterator[Line | Left]:
+def clip(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     kind, both = "algorithm.loss_type", "algorithm.ratio_clip_eps"
     if theirs.value(kind) not in LOSSES:
         raise theirs.refuse(kind, f"there is no such loss here; set it to {', '.join(LOSSES)}")
@@ -180,34 +180,28 @@ def clip(theirs: SourceConfig) -> Iterator[Line | Left]:
     for side in ("low", "high"):
         own = f"algorithm.clip_ratio_{side}"
         key = both if theirs.value(own) is None else own
-        yield theirs.line(f"algorithm.loss.clip_{side}", theirs.value(key), key)
-    yield theirs.line("algorithm.loss.dual_clip", theirs.value("algorithm.clip_ratio_c"), "algorithm.clip_ratio_c")
+        yield theirs.same(f"algorithm.loss.clip_{side}", key)
+    yield theirs.same("algorithm.loss.dual_clip", "algorithm.clip_ratio_c")
 
 
-def kl(theirs: SourceConfig) -> Iterator[Line | Left]:
-    coef, kind = "algorithm.kl_beta", "algorithm.kl_penalty_type"
-    if not theirs.value(coef):
-        yield theirs.line("algorithm.kl", None, coef)
-        return
-    estimator = theirs.one_of(kind, ESTIMATORS, "estimator")
-    yield theirs.line("algorithm.kl.name", "loss", coef)
-    yield theirs.line("algorithm.kl.coef", theirs.value(coef), coef)
-    yield theirs.line("algorithm.kl.estimator", estimator, kind)
+def kl(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
+    coef = "algorithm.kl_beta"
+    yield from kl_in_loss(theirs, coef, coef, "algorithm.kl_penalty_type", ESTIMATORS)
 
 
-def importance(theirs: SourceConfig) -> Iterator[Line | Left]:
+def importance(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     key = "algorithm.importance_sampling_clip"
     if theirs.value("algorithm.importance_sampling_fix") and theirs.value(key) is not None:
         yield theirs.line(key, theirs.value(key), key)
 
 
-def dynamic_sampling(theirs: SourceConfig) -> Iterator[Line | Left]:
+def dynamic_sampling(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     key = "algorithm.max_num_gen_batches"
     if (theirs.value(key) or 1) > 1:
-        yield theirs.line("algorithm.dynamic_sampling.max_gen_batches", theirs.value(key), key)
+        yield theirs.same("algorithm.dynamic_sampling.max_gen_batches", key)
 
 
-def engine(theirs: SourceConfig) -> Iterator[Line | Left]:
+def engine(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     key = "rollout.rollout_backend"
     name = theirs.value(key)
     if name not in ("vllm", "sglang"):
@@ -215,20 +209,15 @@ def engine(theirs: SourceConfig) -> Iterator[Line | Left]:
     yield theirs.line("rollout.engine.name", name, key)
     for own in ("enable_chunked_prefill", "max_num_batched_tokens") if name == "vllm" else ():
         if theirs.value(f"rollout.vllm.{own}") is not None:
-            yield theirs.line(f"rollout.engine.{own}", theirs.value(f"rollout.vllm.{own}"), f"rollout.vllm.{own}")
+            yield theirs.same(f"rollout.engine.{own}", f"rollout.vllm.{own}")
 
 
-def steps(theirs: SourceConfig) -> Iterator[Line | Left]:
-    epochs, total = "runner.max_epochs", "runner.max_steps"
-    if theirs.value(epochs) is not None:
-        yield theirs.line("max_epochs", theirs.value(epochs), epochs)
-    if (theirs.value(total) or -1) > 0:
-        yield theirs.line("max_steps", theirs.value(total), total)
-    else:
-        yield theirs.line("max_steps", 1_000_000, total, why="the epochs end the run before")
+def steps(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
+    total = "runner.max_steps"
+    yield from epochs_and_steps(theirs, "runner.max_epochs", total, has_steps=(theirs.value(total) or -1) > 0)
 
 
-def run_dir(theirs: SourceConfig) -> Iterator[Line | Left]:
+def run_dir(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     folder, name, resume = "runner.output_dir", "runner.experiment_name", "runner.resume_dir"
     if theirs.value(folder) is not None and theirs.value(name) is not None:
         yield theirs.line("run_dir", f"{theirs.value(folder)}/{theirs.value(name)}", folder, name)
@@ -236,21 +225,11 @@ def run_dir(theirs: SourceConfig) -> Iterator[Line | Left]:
         yield theirs.line("resume", theirs.value(resume) or "never", resume)
 
 
-def loggers(theirs: SourceConfig) -> Iterator[Line | Left]:
-    key, project = "runner.logger.logger_backends", "runner.logger.project_name"
-    named = theirs.value(key)
-    if named is None:
-        return
-    names = [named] if isinstance(named, str) else list(named)
-    yield theirs.line("log.tensorboard", "tensorboard" in names, key)
-    for name in sorted(TRACKERS.keys() & set(names)):
-        yield theirs.line(TRACKERS[name], theirs.value(project), key, project)
-    others = sorted(set(names) - {"tensorboard", *TRACKERS})
-    if others:
-        yield from theirs.left(key, f"no {', '.join(others)}; metrics.jsonl in the run folder has every metric")
+def loggers(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
+    yield from trackers(theirs, "runner.logger.logger_backends", "runner.logger.project_name")
 
 
-def placement(theirs: SourceConfig) -> Iterator[Line | Left]:
+def placement(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     """GPUs of actor and rollout: all for both, or ranges that are the same or do not meet."""
     keys = [key for key in theirs.given if key == PLACEMENT or key.startswith(f"{PLACEMENT}.")]
     found: dict[str, tuple[str, Any]] = {}
@@ -275,7 +254,7 @@ def placement(theirs: SourceConfig) -> Iterator[Line | Left]:
             yield from theirs.left(key, "no placement here; set cluster.placement and cluster.rollout_gpus")
 
 
-def _all_gpus(theirs: SourceConfig, key: str) -> Iterator[Line | Left]:
+def _all_gpus(theirs: SourceConfig, key: str) -> Iterator[RecipeLine | LeftOut]:
     """All GPUs of this machine, where there are several; one has a run without a setting."""
     num_gpus = theirs.count_gpus()
     if num_gpus > 1:

@@ -17,7 +17,7 @@ from fovea.config.type_text import show
 from fovea.errors import ConfigError
 from fovea.tools.importer import rlinf, verl
 from fovea.tools.importer.interpolation import Given
-from fovea.tools.importer.theirs import EnvironmentName, Left, Line, Rule, SourceConfig, Unusable, plain
+from fovea.tools.importer.source import EnvironmentName, LeftOut, RecipeLine, Rule, SourceConfig, Unusable, plain
 
 NEARLY_THE_KEY = 0.9
 """Likeness (difflib) of a whole key with a slip in one of its sections; names in other sections are below."""
@@ -29,11 +29,11 @@ class Translation:
     """Result of a translation: each given setting is in one of the four lists."""
 
     system: System
-    lines: tuple[Line, ...]
+    lines: tuple[RecipeLine, ...]
     """The settings of the recipe, one for each key."""
-    left: tuple[Left, ...]
+    left: tuple[LeftOut, ...]
     """Settings without a counterpart, whose loss matters."""
-    needless: tuple[Left, ...]
+    needless: tuple[LeftOut, ...]
     """Settings that need none."""
     unknown: tuple[Given, ...]
 
@@ -51,14 +51,14 @@ def translate(
     """
     theirs = SourceConfig(system=system, given=given, environment=environment, count_gpus=count_gpus)
     found = list(_found(theirs))
-    lines = tuple(_one_for_each_key(each for each in found if isinstance(each, Line)))
-    left = list(dict.fromkeys(each for each in found if isinstance(each, Left)))
+    lines = tuple(_one_for_each_key(each for each in found if isinstance(each, RecipeLine)))
+    left = list(dict.fromkeys(each for each in found if isinstance(each, LeftOut)))
     handled = {key for line in lines for key in line.read} | {each.key for each in left}
     silent = [key for key in given if key not in handled and system.find(key) is not None]
-    left += [Left(key=key, reason="without effect beside the other settings", matters=False) for key in silent]
+    left += [LeftOut(key=key, reason="without effect beside the other settings", matters=False) for key in silent]
     unknown = {key: each for key, each in given.items() if system.find(key) is None}
     empty = [key for key, each in unknown.items() if each.value in (None, {}, [])]
-    left += [Left(key=key, reason="nothing is set there", matters=False) for key in empty]
+    left += [LeftOut(key=key, reason="nothing is set there", matters=False) for key in empty]
     _refuse_typos((each for key, each in unknown.items() if key not in empty), system)
     return Translation(
         system=system,
@@ -86,7 +86,7 @@ def _near(unknown: str, system: System) -> str | None:
     return next(iter(get_close_matches(unknown, system.by_key, n=1, cutoff=NEARLY_THE_KEY)), None)
 
 
-def _found(theirs: SourceConfig) -> Iterator[Line | Left]:
+def _found(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     """Translate each setting in the order of the table; a rule comes where its first setting stands."""
     done = set()
     for setting in theirs.system.settings:
@@ -97,7 +97,9 @@ def _found(theirs: SourceConfig) -> Iterator[Line | Left]:
             yield from _usable(RULES[theirs.system.name][setting.rule](theirs), theirs, setting)
 
 
-def _usable(made: Iterator[Line | Left], theirs: SourceConfig, setting: Counterpart) -> list[Line | Left]:
+def _usable(
+    made: Iterator[RecipeLine | LeftOut], theirs: SourceConfig, setting: Counterpart
+) -> list[RecipeLine | LeftOut]:
     """Lines made of a setting and its rule's settings; if a value is unusable, all are left out."""
     try:
         return list(made)
@@ -106,12 +108,12 @@ def _usable(made: Iterator[Line | Left], theirs: SourceConfig, setting: Counterp
         found = {key: theirs.system.find(key) for key in theirs.given if setting.rule and key != bad.key}
         others = [key for key, each in found.items() if each is not None and each.rule == setting.rule]
         reason = f"read together with {bad.key}, which cannot be used"
-        return [bad, *(Left(key=key, reason=reason, matters=True) for key in others)]
+        return [bad, *(LeftOut(key=key, reason=reason, matters=True) for key in others)]
 
 
-def _one_for_each_key(lines: Iterable[Line]) -> Iterator[Line]:
+def _one_for_each_key(lines: Iterable[RecipeLine]) -> Iterator[RecipeLine]:
     """The line of each key; what is given goes before a default, and two that are given must agree."""
-    by_key: dict[str, Line] = {}
+    by_key: dict[str, RecipeLine] = {}
     lists = {setting.key for setting in settings() if setting.type.startswith("list")}
     for line in (_as_list(line) if line.key in lists else line for line in lines):
         other = by_key.setdefault(line.key, line)
@@ -128,13 +130,13 @@ def _one_for_each_key(lines: Iterable[Line]) -> Iterator[Line]:
     yield from by_key.values()
 
 
-def _joined(first: Line, second: Line) -> Line:
+def _joined(first: RecipeLine, second: RecipeLine) -> RecipeLine:
     if not first.is_given:
         return second
     return replace(first, source=f"{first.source}; {second.source}", read=(*first.read, *second.read))
 
 
-def _as_list(line: Line) -> Line:
+def _as_list(line: RecipeLine) -> RecipeLine:
     """The line with a list of one for a text."""
     return replace(line, value=[line.value]) if isinstance(line.value, str) else line
 
@@ -157,7 +159,7 @@ def recipe_text(translation: Translation, files: Sequence[str]) -> str:
     return text
 
 
-def _by_reason(left: Iterable[Left]) -> Iterator[str]:
+def _by_reason(left: Iterable[LeftOut]) -> Iterator[str]:
     keys: dict[str, list[str]] = {}
     for each in left:
         keys.setdefault(each.reason, []).append(each.key)
@@ -169,7 +171,7 @@ def _listed(title: str, entries: Iterable[str]) -> list[str]:
     return [f"# {title}", *lines] if lines else []
 
 
-def _tree(lines: Iterable[Line]) -> Tree:
+def _tree(lines: Iterable[RecipeLine]) -> Tree:
     """The lines by section, in the order of the settings."""
     tree: Tree = {name: {} for name in Config.model_fields}
     for line in lines:
@@ -184,7 +186,7 @@ def _tree(lines: Iterable[Line]) -> Tree:
 def _section(tree: Tree, depth: int) -> Iterator[str]:
     indent = "  " * depth
     for name, value in tree.items():
-        if isinstance(value, Line):
+        if isinstance(value, RecipeLine):
             yield f"{indent}{name}: {write_value(value.value)}  # {_comment(value.source)}"
         else:
             yield f"{indent}{name}:"

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fovea.config.type_text import show
-from fovea.tools.importer.theirs import TRACKERS, Left, Line, Rule, SourceConfig
+from fovea.tools.importer.source import (
+    LeftOut,
+    RecipeLine,
+    Rule,
+    SourceConfig,
+    by_tokens_or_groups,
+    epochs_and_steps,
+    kl_in_loss,
+    trackers,
+)
 
 ACTOR, MODEL, ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("actor", "model", "rollout"))
 TRAIN_BATCH, N = "data.train_batch_size", f"{ROLLOUT}.n"
@@ -29,7 +38,7 @@ IN_THE_REWARD = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": 
 """Their names of Schulman's estimators, and ours."""
 
 
-def environment(theirs: SourceConfig) -> Iterator[Line | Left]:
+def environment(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     """The environment, which in verl every row names; that of Geometry3K scores the form as verl's does."""
     if theirs.environment is None:
         raise theirs.refuse(
@@ -45,7 +54,7 @@ def environment(theirs: SourceConfig) -> Iterator[Line | Left]:
         yield theirs.line("environment.think_tags", True, why=grader)
 
 
-def bad_rows(theirs: SourceConfig) -> Iterator[Line | Left]:
+def bad_rows(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     drops = theirs.value("data.filter_overlong_prompts")
     cuts = theirs.value("data.truncation")
     if cuts != "error" and not drops:
@@ -55,7 +64,7 @@ def bad_rows(theirs: SourceConfig) -> Iterator[Line | Left]:
     )
 
 
-def reward(theirs: SourceConfig) -> Iterator[Line | Left]:
+def reward(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     path, name = "custom_reward_function.path", "custom_reward_function.name"
     file = theirs.value(path)
     if isinstance(file, str):
@@ -65,7 +74,7 @@ def reward(theirs: SourceConfig) -> Iterator[Line | Left]:
         yield from theirs.left(path, f"{show(file)} is not a file")
 
 
-def overlong(theirs: SourceConfig) -> Iterator[Line | Left]:
+def overlong(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     """DAPO's penalty, whose buffer is a number of tokens in verl and a share of the longest completion here."""
     places = ("reward_model.overlong_buffer", "reward_model.reward_kwargs.overlong_buffer_cfg")
     for place in (each for each in places if theirs.value(f"{each}.enable")):
@@ -76,14 +85,14 @@ def overlong(theirs: SourceConfig) -> Iterator[Line | Left]:
         yield theirs.line("algorithm.overlong.buffer_frac", theirs.value(f"{place}.len") / longest, *read)
         if theirs.value(f"{place}.penalty_factor") is not None:
             factor = f"{place}.penalty_factor"
-            yield theirs.line("algorithm.overlong.penalty_factor", theirs.value(factor), factor)
+            yield theirs.same("algorithm.overlong.penalty_factor", factor)
 
 
-def lora(theirs: SourceConfig) -> Iterator[Line | Left]:
+def lora(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     rank = f"{MODEL}.lora_rank"
     if not theirs.value(rank):
         return
-    yield theirs.line("model.lora.rank", theirs.value(rank), rank)
+    yield theirs.same("model.lora.rank", rank)
     of = {
         "alpha": "lora_alpha",
         "targets": "target_modules",
@@ -96,12 +105,12 @@ def lora(theirs: SourceConfig) -> Iterator[Line | Left]:
             yield theirs.line(f"model.lora.{ours}", value, f"{MODEL}.{name}")
 
 
-def warmup(theirs: SourceConfig) -> Iterator[Line | Left]:
+def warmup(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     """Warm-up steps, which verl may write as a share of all steps."""
     steps, share = f"{ACTOR}.optim.lr_warmup_steps", f"{ACTOR}.optim.lr_warmup_steps_ratio"
     total = "trainer.total_training_steps"
     if (theirs.value(steps) or 0) > 0:
-        yield theirs.line("train.lr_warmup_steps", theirs.value(steps), steps)
+        yield theirs.same("train.lr_warmup_steps", steps)
     elif not theirs.value(share):
         yield theirs.line("train.lr_warmup_steps", 0, steps, share)
     elif theirs.value(total) is None:
@@ -110,7 +119,7 @@ def warmup(theirs: SourceConfig) -> Iterator[Line | Left]:
         yield theirs.line("train.lr_warmup_steps", int(theirs.value(share) * theirs.value(total)), share, total)
 
 
-def minibatches(theirs: SourceConfig) -> Iterator[Line | Left]:
+def minibatches(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     """Optimizer steps of a pass, of which verl sets the size, in prompts."""
     size = f"{ACTOR}.ppo_mini_batch_size"
     prompts, of_one = theirs.value(TRAIN_BATCH), theirs.value(size)
@@ -121,50 +130,39 @@ def minibatches(theirs: SourceConfig) -> Iterator[Line | Left]:
     yield theirs.line("algorithm.minibatches", prompts // of_one, TRAIN_BATCH, size)
 
 
-def microbatches(theirs: SourceConfig) -> Iterator[Line | Left]:
+def microbatches(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     by_tokens, tokens = f"{ACTOR}.use_dynamic_bsz", f"{ACTOR}.ppo_max_token_len_per_gpu"
-    rows, n = f"{ACTOR}.ppo_micro_batch_size_per_gpu", theirs.value(N)
-    if theirs.value(by_tokens):
-        yield theirs.line("train.enable_dynamic_batch_size", True, by_tokens)
-        if theirs.value(tokens) is not None:
-            yield theirs.line("train.max_tokens_per_microbatch", theirs.value(tokens), tokens)
-    elif theirs.value(rows) is None:
-        return
-    elif theirs.value(rows) % n:
-        yield from theirs.left(rows, f"it counts completions, and is not a multiple of the {n} of a group")
-    else:
-        yield theirs.line("train.enable_dynamic_batch_size", False, by_tokens)
-        yield theirs.line("train.groups_per_microbatch", theirs.value(rows) // n, rows, N)
+    yield from by_tokens_or_groups(theirs, by_tokens, tokens, f"{ACTOR}.ppo_micro_batch_size_per_gpu", N)
 
 
-def clip(theirs: SourceConfig) -> Iterator[Line | Left]:
+def clip(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     mode = f"{ACTOR}.policy_loss.loss_mode"
     loss = theirs.one_of(mode, LOSSES, "loss")
     yield theirs.line("algorithm.loss.name", loss, mode)
     if loss == "sapo":
         for ours, name in (("positive", "tau_pos"), ("negative", "tau_neg")):
-            yield theirs.line(f"algorithm.loss.temperature_{ours}", theirs.value(f"{ACTOR}.{name}"), f"{ACTOR}.{name}")
+            yield theirs.same(f"algorithm.loss.temperature_{ours}", f"{ACTOR}.{name}")
         return
     yield from _clip_bounds(theirs)
     if loss != "cispo":
-        yield theirs.line("algorithm.loss.dual_clip", theirs.value(f"{ACTOR}.clip_ratio_c"), f"{ACTOR}.clip_ratio_c")
+        yield theirs.same("algorithm.loss.dual_clip", f"{ACTOR}.clip_ratio_c")
 
 
-def _clip_bounds(theirs: SourceConfig) -> Iterator[Line | Left]:
+def _clip_bounds(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     """The two bounds; verl reads clip_ratio only where they are null, and by default they are not."""
     both = f"{ACTOR}.clip_ratio"
     for side in ("low", "high"):
         key = f"{both}_{side}"
         own = theirs.value(key)
         if own is None:
-            yield theirs.line(f"algorithm.loss.clip_{side}", theirs.value(both), both)
+            yield theirs.same(f"algorithm.loss.clip_{side}", both)
             continue
         if theirs.is_given(both) and not theirs.is_given(key) and theirs.value(both) != own:
             raise theirs.refuse(both, f"without effect in verl, where {key}={own} by default; set that one too")
         yield theirs.line(f"algorithm.loss.clip_{side}", own, key)
 
 
-def algorithm(theirs: SourceConfig) -> Iterator[Line | Left]:
+def algorithm(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     name, advantage = theirs.one_of(ESTIMATOR, ALGORITHMS, "advantage")
     read: tuple[str, ...] = (ESTIMATOR,)
     if advantage == "grpo" and theirs.value(BY_DEVIATION) is False:
@@ -175,13 +173,13 @@ def algorithm(theirs: SourceConfig) -> Iterator[Line | Left]:
         yield theirs.line("algorithm.max_policy_kl", None, why="verl never ends the passes of a step early")
 
 
-def gae(theirs: SourceConfig) -> Iterator[Line | Left]:
+def gae(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     if theirs.value(ESTIMATOR) == "gae":
-        yield theirs.line("algorithm.advantage.gamma", theirs.value("algorithm.gamma"), "algorithm.gamma")
-        yield theirs.line("algorithm.advantage.gae_lambda", theirs.value("algorithm.lam"), "algorithm.lam")
+        yield theirs.same("algorithm.advantage.gamma", "algorithm.gamma")
+        yield theirs.same("algorithm.advantage.gae_lambda", "algorithm.lam")
 
 
-def critic(theirs: SourceConfig) -> Iterator[Line | Left]:
+def critic(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     """The value function of PPO, in verl a separate model."""
     if theirs.value(ESTIMATOR) != "gae":
         return
@@ -197,47 +195,37 @@ def critic(theirs: SourceConfig) -> Iterator[Line | Left]:
         "warmup_steps": "trainer.critic_warmup",
     }
     for ours, key in of.items():
-        yield theirs.line(f"{place}.{ours}", theirs.value(key), key)
+        yield theirs.same(f"{place}.{ours}", key)
 
 
-def kl(theirs: SourceConfig) -> Iterator[Line | Left]:
+def kl(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     """The KL term: in the loss, in the reward, or none."""
     in_loss, in_reward = f"{ACTOR}.use_kl_loss", "algorithm.use_kl_in_reward"
     if theirs.value(in_loss) and theirs.value(in_reward):
         raise theirs.refuse(in_reward, f"and {in_loss} is true too, but a run has one KL term; leave one out")
     if theirs.value(in_loss):
-        yield from _kl_in_loss(theirs, in_loss)
+        yield from kl_in_loss(theirs, in_loss, f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type", IN_THE_LOSS)
     elif theirs.value(in_reward):
         yield from _kl_in_reward(theirs, in_reward)
     else:
         yield theirs.line("algorithm.kl", None, in_loss, in_reward)
 
 
-def _kl_in_loss(theirs: SourceConfig, switch: str) -> Iterator[Line | Left]:
-    coef, kind = f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"
-    if not theirs.value(coef):
-        yield theirs.line("algorithm.kl", None, switch, coef)
-        return
-    yield theirs.line("algorithm.kl.name", "loss", switch)
-    yield theirs.line("algorithm.kl.coef", theirs.value(coef), coef)
-    yield theirs.line("algorithm.kl.estimator", theirs.one_of(kind, IN_THE_LOSS, "estimator"), kind)
-
-
-def _kl_in_reward(theirs: SourceConfig, switch: str) -> Iterator[Line | Left]:
+def _kl_in_reward(theirs: SourceConfig, switch: str) -> Iterator[RecipeLine | LeftOut]:
     place = "algorithm.kl_ctrl"
     yield theirs.line("algorithm.kl.name", "reward", switch)
-    yield theirs.line("algorithm.kl.coef", theirs.value(f"{place}.kl_coef"), f"{place}.kl_coef")
+    yield theirs.same("algorithm.kl.coef", f"{place}.kl_coef")
     estimator = theirs.one_of("algorithm.kl_penalty", IN_THE_REWARD, "estimator")
     yield theirs.line("algorithm.kl.estimator", estimator, "algorithm.kl_penalty")
     if theirs.value(f"{place}.type") == "adaptive":
         target, horizon = f"{place}.target_kl", f"{place}.horizon"
         yield theirs.line("algorithm.kl.controller.target", theirs.value(target), f"{place}.type", target)
-        yield theirs.line("algorithm.kl.controller.horizon_samples", theirs.value(horizon), horizon)
+        yield theirs.same("algorithm.kl.controller.horizon_samples", horizon)
     else:
         yield theirs.line("algorithm.kl.controller", None, f"{place}.type")
 
 
-def importance(theirs: SourceConfig) -> Iterator[Line | Left]:
+def importance(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     """The correction for an engine whose probabilities are not the trainer's; `tis_imp_ratio_cap` is its older form."""
     cap, place = f"{ACTOR}.tis_imp_ratio_cap", "algorithm.rollout_correction"
     level, threshold, bypass = f"{place}.rollout_is", f"{place}.rollout_is_threshold", f"{place}.bypass_mode"
@@ -248,7 +236,7 @@ def importance(theirs: SourceConfig) -> Iterator[Line | Left]:
     elif weighs is not None:
         yield theirs.line("algorithm.importance_sampling_fix", True, level)
         yield theirs.line("algorithm.importance_sampling_level", weighs, level)
-        yield theirs.line("algorithm.importance_sampling_clip", theirs.value(threshold), threshold)
+        yield theirs.same("algorithm.importance_sampling_clip", threshold)
     elif old_cap is not None and old_cap > 0:
         yield theirs.line("algorithm.importance_sampling_fix", True, cap)
         yield theirs.line("algorithm.importance_sampling_clip", old_cap, cap)
@@ -256,7 +244,7 @@ def importance(theirs: SourceConfig) -> Iterator[Line | Left]:
         yield theirs.line("algorithm.importance_sampling_fix", False, level, cap)
 
 
-def filter_groups(theirs: SourceConfig) -> Iterator[Line | Left]:
+def filter_groups(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     place = "algorithm.filter_groups"
     switch, metric, most = (f"{place}.{name}" for name in ("enable", "metric", "max_num_gen_batches"))
     if not theirs.value(switch):
@@ -270,7 +258,7 @@ def filter_groups(theirs: SourceConfig) -> Iterator[Line | Left]:
         yield from theirs.left(most, "there is always a limit; algorithm.dynamic_sampling.max_gen_batches is 10")
 
 
-def offload(theirs: SourceConfig) -> Iterator[Line | Left]:
+def offload(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     keys = [f"{ACTOR}.fsdp_config.{name}" for name in ("param_offload", "optimizer_offload", "offload_policy")]
     given = [key for key in keys if theirs.is_given(key)]
     if runs_megatron(theirs):
@@ -297,7 +285,7 @@ def runs_megatron(theirs: SourceConfig) -> bool:
     return theirs.value(STRATEGY) == "megatron" or has_settings or named == MEGATRON_CONFIG
 
 
-def backend(theirs: SourceConfig) -> Iterator[Line | Left]:
+def backend(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     """FSDP2, or Megatron with the GPUs that it divides a model over."""
     if not runs_megatron(theirs):
         known = theirs.value(STRATEGY) in ("fsdp", "fsdp2")
@@ -305,18 +293,14 @@ def backend(theirs: SourceConfig) -> Iterator[Line | Left]:
         return
     yield theirs.line("train.backend.name", "megatron", STRATEGY, why="settings or config of Megatron")
     for ours, name in DIVIDED.items():
-        yield theirs.line(f"train.backend.{ours}", theirs.value(f"{MEGATRON}.{name}"), f"{MEGATRON}.{name}")
+        yield theirs.same(f"train.backend.{ours}", f"{MEGATRON}.{name}")
     tensor, sequence = f"{MEGATRON}.{DIVIDED['tensor_parallel_size']}", f"{MEGATRON}.sequence_parallel"
     if theirs.value(tensor) > 1:
-        yield theirs.line("train.backend.sequence_parallel", theirs.value(sequence), sequence)
-    yield theirs.line(
-        "train.backend.optimizer_offload",
-        theirs.value(f"{MEGATRON}.optimizer_offload"),
-        f"{MEGATRON}.optimizer_offload",
-    )
+        yield theirs.same("train.backend.sequence_parallel", sequence)
+    yield theirs.same("train.backend.optimizer_offload", f"{MEGATRON}.optimizer_offload")
 
 
-def recomputed(theirs: SourceConfig) -> Iterator[Line | Left]:
+def recomputed(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     """Layers whose activations are computed again: verl's Megatron has another setting for that."""
     of_fsdp = f"{MODEL}.enable_gradient_checkpointing"
     of_megatron = f"{MEGATRON}.override_transformer_config.recompute_granularity"
@@ -327,27 +311,23 @@ def recomputed(theirs: SourceConfig) -> Iterator[Line | Left]:
         yield from theirs.left(of_megatron, "under Megatron whole layers are computed again, or none")
 
 
-def engine(theirs: SourceConfig) -> Iterator[Line | Left]:
+def engine(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     name = f"{ROLLOUT}.name"
     if theirs.value(name) not in ("vllm", "sglang"):
         raise theirs.refuse(name, "verl needs an engine, and vllm and sglang are here too; set it to one of them")
-    yield theirs.line("rollout.engine.name", theirs.value(name), name)
+    yield theirs.same("rollout.engine.name", name)
 
 
-def steps(theirs: SourceConfig) -> Iterator[Line | Left]:
-    epochs, total = "trainer.total_epochs", "trainer.total_training_steps"
-    yield theirs.line("max_epochs", theirs.value(epochs), epochs)
-    if theirs.value(total) is not None:
-        yield theirs.line("max_steps", theirs.value(total), total)
-    else:
-        yield theirs.line("max_steps", 1_000_000, total, why="the epochs end the run before")
+def steps(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
+    total = "trainer.total_training_steps"
+    yield from epochs_and_steps(theirs, "trainer.total_epochs", total, has_steps=theirs.value(total) is not None)
 
 
-def run_dir(theirs: SourceConfig) -> Iterator[Line | Left]:
+def run_dir(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     folder, project, name = "trainer.default_local_dir", "trainer.project_name", "trainer.experiment_name"
     mode, path = "trainer.resume_mode", "trainer.resume_from_path"
     if theirs.value(folder) is not None:
-        yield theirs.line("run_dir", theirs.value(folder), folder)
+        yield theirs.same("run_dir", folder)
     elif theirs.value(project) is not None and theirs.value(name) is not None:
         yield theirs.line("run_dir", f"checkpoints/{theirs.value(project)}/{theirs.value(name)}", project, name)
     elif not theirs.is_given(mode):
@@ -357,19 +337,12 @@ def run_dir(theirs: SourceConfig) -> Iterator[Line | Left]:
     yield theirs.line("resume", resume, *read)
 
 
-def loggers(theirs: SourceConfig) -> Iterator[Line | Left]:
-    key, project = "trainer.logger", "trainer.project_name"
-    named = theirs.value(key)
-    if named is None:
-        return
-    names = [named] if isinstance(named, str) else list(named)
-    yield theirs.line("log.progress", "console" in names, key)
-    yield theirs.line("log.tensorboard", "tensorboard" in names, key)
-    for name in sorted(TRACKERS.keys() & set(names)):
-        yield theirs.line(TRACKERS[name], theirs.value(project) or "verl_examples", key, project)
-    others = sorted(set(names) - {"console", "tensorboard", "file", *TRACKERS})
-    if others:
-        yield from theirs.left(key, f"no {', '.join(others)}; metrics.jsonl in the run folder has every metric")
+def loggers(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
+    key = "trainer.logger"
+    if (named := theirs.value(key)) is not None:
+        yield theirs.line("log.progress", "console" in named, key)
+    project = "trainer.project_name"
+    yield from trackers(theirs, key, project, default_project="verl_examples", needless=("console", "file"))
 
 
 RULES: dict[str, Rule] = {

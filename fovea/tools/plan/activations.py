@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fovea.config.run import Config
 from fovea.models.recompute import Recompute
 from fovea.tools.plan.model_sizes import ModelSizes
-from fovea.tools.plan.walk import Stage
+from fovea.tools.plan.walk import PassStage
 from fovea.tools.plan.workload import RowShape
 from fovea.train.objective import can_precompute_gradients
 
@@ -100,7 +100,7 @@ class Numerics:
         return self.cuda and self.width == FLOAT
 
 
-def decoder_stages(config: Config, sizes: ModelSizes, row: RowShape, numerics: Numerics) -> list[Stage]:
+def decoder_stages(config: Config, sizes: ModelSizes, row: RowShape, numerics: Numerics) -> list[PassStage]:
     """A stage for every decoder layer; in the last one only tokens that predict an action go on after attention."""
     units = sizes.of("language")
     outputs = [row.tokens] * (len(units) - 1) + [row.predictors]
@@ -127,14 +127,14 @@ class ModuleBytes:
     """Part of these bytes that autograd keeps anyway."""
 
 
-def stage_of(how: Recompute, part: str, module: ModuleBytes, *, gradient: int) -> Stage:
+def stage_of(how: Recompute, part: str, module: ModuleBytes, *, gradient: int) -> PassStage:
     """The stage of a layer or block: what is recomputed exists in its own backward pass only."""
     saved, backward = module.saved, module.backward
     if how == "none":
-        return Stage(part=part, saved=saved, forward=3 * module.entry, backward=backward, gradient=gradient)
+        return PassStage(part=part, saved=saved, forward=3 * module.entry, backward=backward, gradient=gradient)
     if how == "full":
-        return Stage(part=part, saved=module.entry, forward=saved, backward=saved + backward, gradient=gradient)
-    return Stage(
+        return PassStage(part=part, saved=module.entry, forward=saved, backward=saved + backward, gradient=gradient)
+    return PassStage(
         part=part,
         saved=module.entry + module.kept,
         forward=saved - module.kept_in_saved,
@@ -199,7 +199,7 @@ def norms_heads(sizes: ModelSizes) -> bool:
     return bool(getattr(fast, "normed_heads", False))
 
 
-def head_stage(config: Config, sizes: ModelSizes, row: RowShape, numerics: Numerics) -> Stage:
+def head_stage(config: Config, sizes: ModelSizes, row: RowShape, numerics: Numerics) -> PassStage:
     """The last norm, logits, log-probs and entropies (`models.token_logprobs.LogprobAndEntropy`)."""
     width, vocabulary = numerics.width, sizes.vocabulary
     chunk = min(row.actions, max(1, int(config.train.backend.logits_mib * 2**20 / (FLOAT * vocabulary))))
@@ -217,7 +217,7 @@ def head_stage(config: Config, sizes: ModelSizes, row: RowShape, numerics: Numer
     known = all(can_precompute_gradients(config.algorithm, on_policy=each) for each in (True, False))
     if recomputes and config.train.backend.name == "torch" and known:
         # gradients are made beside the chunk's logits and log-probs, and stay for the backward pass, which makes none
-        return Stage(
+        return PassStage(
             part=LOGITS,
             saved=norm + states,
             forward=2 * FLOAT * block + states + of_weight + beside,
@@ -229,7 +229,7 @@ def head_stage(config: Config, sizes: ModelSizes, row: RowShape, numerics: Numer
     of_chunks = of_weight if recomputes else 0
     # logits and log-probs exist at once
     again = max(2 * FLOAT * block, probabilities + of_logits) if recomputes else of_logits
-    return Stage(
+    return PassStage(
         part=LOGITS,
         saved=norm + states + (0 if recomputes else probabilities),
         forward=(2 if recomputes else 1) * FLOAT * block,
@@ -239,7 +239,7 @@ def head_stage(config: Config, sizes: ModelSizes, row: RowShape, numerics: Numer
     )
 
 
-def embedding_stage(sizes: ModelSizes, row: RowShape, numerics: Numerics) -> Stage:
+def embedding_stage(sizes: ModelSizes, row: RowShape, numerics: Numerics) -> PassStage:
     """The embedding, whose gradient is a dense matrix before it is added; and what of the root is not a head."""
     (root,) = sizes.of("root")
     of_head = 0 if sizes.tied else sizes.vocabulary * sizes.width * sizes.head_trains
@@ -248,4 +248,4 @@ def embedding_stage(sizes: ModelSizes, row: RowShape, numerics: Numerics) -> Sta
     stream = row.tokens * sizes.width * numerics.width
     # cosines and sines of the positions
     rope = 3 * row.tokens * sizes.decoder.head_dim * numerics.width
-    return Stage(part=ACTIVATIONS, saved=rope, forward=2 * stream, backward=stream + dense, gradient=gradient)
+    return PassStage(part=ACTIVATIONS, saved=rope, forward=2 * stream, backward=stream + dense, gradient=gradient)

@@ -31,7 +31,7 @@ from fovea.tools.plan.activations import (
 from fovea.tools.plan.model_sizes import ModelSizes, Unit
 from fovea.tools.plan.states import GRADIENTS, MOMENTS, OPTIMIZER, PARAMETERS, REFERENCE, States
 from fovea.tools.plan.vision import VISION, encoding_bytes, tower_stages
-from fovea.tools.plan.walk import Bytes, Stage, peak_of
+from fovea.tools.plan.walk import Bytes, PassStage, peak_of
 from fovea.tools.plan.workload import Roles, RowShape, Workload
 from fovea.train.objective import can_precompute_gradients
 
@@ -138,7 +138,7 @@ def _row_peak(
     return peak_of(stages, gradients_part=GRADIENTS, gradients_held=True).held + waiting
 
 
-def row_stages(config: Config, sizes: ModelSizes, row: RowShape, roles: Roles, numerics: Numerics) -> list[Stage]:
+def row_stages(config: Config, sizes: ModelSizes, row: RowShape, roles: Roles, numerics: Numerics) -> list[PassStage]:
     """The modules of a pipeline stage in the order of their forward pass; gradients have buffers elsewhere."""
     how, layer = config.train.gradient_checkpointing, layer_bytes(config, sizes, row, numerics)
     layers = [stage_of(how, ACTIVATIONS, layer, gradient=0)] * (sizes.decoder.num_layers // roles.stages)
@@ -147,13 +147,13 @@ def row_stages(config: Config, sizes: ModelSizes, row: RowShape, roles: Roles, n
     return [*before, *layers, *after]
 
 
-def _first_stage(sizes: ModelSizes, row: RowShape, numerics: Numerics) -> list[Stage]:
+def _first_stage(sizes: ModelSizes, row: RowShape, numerics: Numerics) -> list[PassStage]:
     """Embedding and tower; of a frozen one, features are not cached."""
     stream = row.tokens * sizes.width * numerics.width
-    embedding = Stage(part=ACTIVATIONS, saved=0, forward=2 * stream, backward=stream)
+    embedding = PassStage(part=ACTIVATIONS, saved=0, forward=2 * stream, backward=stream)
     if not sizes.trains_vision:
         encoding = encoding_bytes(sizes, row.patches, numerics) if row.patches else 0
-        return [embedding, Stage(part=VISION, saved=0, forward=encoding)]
+        return [embedding, PassStage(part=VISION, saved=0, forward=encoding)]
     # only decoder layers are computed again
     tower = tower_stages("none", sizes, row.patches, numerics)
     return [embedding, *(replace(stage, gradient=0) for stage in tower)]
@@ -193,7 +193,7 @@ def _inner(sizes: ModelSizes) -> int:
     return active * int(sizes.text.moe_intermediate_size) if active else int(sizes.text.intermediate_size)
 
 
-def head_stage(config: Config, sizes: ModelSizes, row: RowShape, numerics: Numerics) -> Stage:
+def head_stage(config: Config, sizes: ModelSizes, row: RowShape, numerics: Numerics) -> PassStage:
     """The last norm, and log-probs over this GPU's slice of the vocabulary (`train.megatron.sharded_logprobs`)."""
     backend, width = backend_of(config), numerics.width
     chunk = min(row.actions, max(1, int(backend.logits_mib * 2**20 / (FLOAT * sizes.vocabulary))))
@@ -206,9 +206,9 @@ def head_stage(config: Config, sizes: ModelSizes, row: RowShape, numerics: Numer
     logits = (2 * FLOAT + (width if width < FLOAT else 0)) * block
     if chunk == row.actions:
         backward = states + max(FLOAT * block, of_weight)
-        return Stage(part=LOGITS, saved=saved + FLOAT * block, forward=logits + states, backward=backward)
+        return PassStage(part=LOGITS, saved=saved + FLOAT * block, forward=logits + states, backward=backward)
     known = all(can_precompute_gradients(config.algorithm, on_policy=each) for each in (True, False))
     if known:
         made = row.actions * sizes.width * width + of_weight
-        return Stage(part=LOGITS, saved=saved, forward=logits + states + made, backward=states + made)
-    return Stage(part=LOGITS, saved=saved, forward=logits + states, backward=logits + states + of_weight)
+        return PassStage(part=LOGITS, saved=saved, forward=logits + states + made, backward=states + made)
+    return PassStage(part=LOGITS, saved=saved, forward=logits + states, backward=logits + states + of_weight)

@@ -28,7 +28,7 @@ from fovea.tools.plan.states import (
 )
 from fovea.tools.plan.trainer import held_states
 from fovea.tools.plan.vision import VISION, feature_bytes, tower_stages
-from fovea.tools.plan.walk import Bytes, Stage, peak_of
+from fovea.tools.plan.walk import Bytes, PassStage, peak_of
 from fovea.tools.plan.workload import Roles, RowShape, Workload
 from fovea.weights.push import BUCKET_BYTES
 
@@ -92,7 +92,7 @@ def _row_peak(
     return peak_of(stages, gradients_part=GRADIENTS, gradients_held=gradients_held).held
 
 
-def _on_ranks(stages: Sequence[Stage], config: Config, ranks: int, numerics: Numerics) -> list[Stage]:
+def _on_ranks(stages: Sequence[PassStage], config: Config, ranks: int, numerics: Numerics) -> list[PassStage]:
     """The stages of a whole row on so many ranks, where the first and the last are FSDP2's root.
 
     Gradients are whole and in the type of the weights until they are reduce-scattered: after the backward pass of
@@ -104,7 +104,7 @@ def _on_ranks(stages: Sequence[Stage], config: Config, ranks: int, numerics: Num
     return [_on_rank(x, config, ranks, numerics, in_root=n in (0, last)) for n, x in enumerate(stages)]
 
 
-def _on_rank(stage: Stage, config: Config, ranks: int, numerics: Numerics, *, in_root: bool) -> Stage:
+def _on_rank(stage: PassStage, config: Config, ranks: int, numerics: Numerics, *, in_root: bool) -> PassStage:
     trainable = stage.gradient // FLOAT
     whole = trainable * numerics.width
     return replace(
@@ -117,10 +117,10 @@ def _on_rank(stage: Stage, config: Config, ranks: int, numerics: Numerics, *, in
 
 def row_stages(
     config: Config, sizes: ModelSizes, row: RowShape, numerics: Numerics, *, encodes: bool = True
-) -> list[Stage]:
+) -> list[PassStage]:
     """The stages of a packed row in the order of its forward pass; `encodes` its images, if the tower is trained."""
     tower = tower_stages(config.train.gradient_checkpointing, sizes, row.patches, numerics) if encodes else []
-    features = Stage(part=VISION, saved=0, forward=row.visual_tokens * sizes.width * numerics.width)
+    features = PassStage(part=VISION, saved=0, forward=row.visual_tokens * sizes.width * numerics.width)
     return [
         embedding_stage(sizes, row, numerics),
         *tower,

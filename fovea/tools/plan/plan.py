@@ -18,9 +18,8 @@ from fovea.tools.plan.engine import ServingRoom, batch_tokens, serving_room
 from fovea.tools.plan.machine import Machine, machine_of
 from fovea.tools.plan.memory import PhaseMemory, phases_of, sized_by_memory
 from fovea.tools.plan.model_sizes import ModelSizes, model_sizes
-from fovea.tools.plan.moved import Moved
 from fovea.tools.plan.rollout import prompt_demand
-from fovea.tools.plan.traffic import traffic_of
+from fovea.tools.plan.traffic import Moved, traffic_of
 from fovea.tools.plan.trainer import held_states
 from fovea.tools.plan.workload import Lengths, Roles, Workload, roles_of, workload_of
 from fovea.train.model_division import check_division

@@ -11,6 +11,7 @@ batch to every learner, twice; an image goes once to each process that needs it,
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
@@ -20,10 +21,19 @@ from fovea.tools.plan.activations import FLOAT, Numerics
 from fovea.tools.plan.compute import num_networks, scoring_passes
 from fovea.tools.plan.megatron import backend_of, slice_of
 from fovea.tools.plan.model_sizes import ModelSizes
-from fovea.tools.plan.moved import Moved
 from fovea.tools.plan.states import critic_trainable, has_own_critic, shards_of
 from fovea.tools.plan.workload import Roles, Workload
 from fovea.train.base import Needs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moved:
+    """Bytes that a step moves for one purpose."""
+
+    what: str
+    num_bytes: int
+    """Bytes per step: received by each GPU, or sent by the driver to all processes."""
+    by_driver: bool = False
 
 
 def moved_by_megatron(

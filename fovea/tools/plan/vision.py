@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fovea.models.recompute import Recompute
 from fovea.tools.plan.activations import FLOAT, ModuleBytes, Numerics, stage_of
 from fovea.tools.plan.model_sizes import ModelSizes
-from fovea.tools.plan.walk import Stage
+from fovea.tools.plan.walk import PassStage
 
 VISION = "vision"
 
@@ -56,7 +56,7 @@ def tower_shape(sizes: ModelSizes) -> TowerShape:
     )
 
 
-def tower_stages(how: Recompute, sizes: ModelSizes, patches: int, numerics: Numerics) -> list[Stage]:
+def tower_stages(how: Recompute, sizes: ModelSizes, patches: int, numerics: Numerics) -> list[PassStage]:
     """Stages of the tower on so many patches, in training; empty without patches, or if the tower is frozen.
 
     `how` is `train.gradient_checkpointing` as far as it holds for the tower.
@@ -68,14 +68,14 @@ def tower_stages(how: Recompute, sizes: ModelSizes, patches: int, numerics: Nume
     entry = module.entry
     blocks = [stage_of(how, VISION, module, gradient=FLOAT * unit.trainable) for unit in units[: tower.depth]]
     others = sum(unit.trainable for unit in units[tower.depth :])
-    merging = Stage(
+    merging = PassStage(
         part=VISION,
         saved=(1 + 3 * tower.mergers) * entry,
         forward=entry,
         backward=2 * entry,
         gradient=FLOAT * others,
     )
-    return [Stage(part=VISION, saved=pixel_bytes(sizes, patches, numerics), forward=entry), *blocks, merging]
+    return [PassStage(part=VISION, saved=pixel_bytes(sizes, patches, numerics), forward=entry), *blocks, merging]
 
 
 def block_bytes(tower: TowerShape, patches: int, numerics: Numerics) -> ModuleBytes:

@@ -17,7 +17,7 @@ Bytes: TypeAlias = Counter[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class PassStage:
     """A module that runs forward, and later backward."""
 
     part: str
@@ -46,7 +46,7 @@ class Peak:
         return self.held.total()
 
 
-def peak_of(stages: Sequence[Stage], *, gradients_part: str, gradients_held: bool) -> Peak:
+def peak_of(stages: Sequence[PassStage], *, gradients_part: str, gradients_held: bool) -> Peak:
     """The peak of a forward pass through the stages and a backward pass in reverse.
 
     `gradients_held`: an earlier micro-batch has left all gradients.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -31,7 +31,7 @@ EnvironmentName: TypeAlias = Literal["geo3k", "vqa", "caption"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class RecipeLine:
     """One setting of the recipe, and where it comes from."""
 
     key: str
@@ -44,7 +44,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Left:
+class LeftOut:
     """A setting that was given and is not in the recipe."""
 
     key: str
@@ -58,10 +58,10 @@ class Unusable(Exception):
 
     def __init__(self, key: str, reason: str) -> None:
         super().__init__(f"{key}: {reason}")
-        self.left = Left(key=key, reason=reason, matters=True)
+        self.left = LeftOut(key=key, reason=reason, matters=True)
 
 
-Rule: TypeAlias = Callable[["SourceConfig"], Iterator[Line | Left]]
+Rule: TypeAlias = Callable[["SourceConfig"], Iterator[RecipeLine | LeftOut]]
 """Makes settings of several of the other system's together."""
 
 
@@ -108,15 +108,19 @@ class SourceConfig:
     def is_given(self, *keys: str) -> bool:
         return any(key in self.given for key in keys)
 
-    def line(self, key: str, value: Any, *read: str, why: str = "") -> Line:
+    def line(self, key: str, value: Any, *read: str, why: str = "") -> RecipeLine:
         """A setting made of the keys that were read; `why` says what they do not."""
         source = "; ".join([*filter(None, map(self._source, read)), *([why] if why else [])])
-        return Line(key=key, value=value, source=source, read=read, is_given=self.is_given(*read))
+        return RecipeLine(key=key, value=value, source=source, read=read, is_given=self.is_given(*read))
 
-    def left(self, key: str, reason: str, *, matters: bool = True) -> Iterator[Left]:
+    def same(self, ours: str, key: str) -> RecipeLine:
+        """A setting with the value of one key."""
+        return self.line(ours, self.value(key), key)
+
+    def left(self, key: str, reason: str, *, matters: bool = True) -> Iterator[LeftOut]:
         """Record a given key that has no counterpart here."""
         if key in self.given:
-            yield Left(key=key, reason=reason, matters=matters)
+            yield LeftOut(key=key, reason=reason, matters=matters)
 
     def refuse(self, key: str, reason: str) -> ConfigError:
         """The error for a value without which there is no recipe."""
@@ -137,7 +141,61 @@ class SourceConfig:
         return f"{key}={show(self.value(key))} ({self.system.title}'s default)" if has_default else ""
 
 
-def plain(theirs: SourceConfig, setting: Counterpart) -> Iterator[Line | Left]:
+def trackers(
+    theirs: SourceConfig, key: str, project: str, default_project: str | None = None, needless: Sequence[str] = ()
+) -> Iterator[RecipeLine | LeftOut]:
+    """Translate a list of loggers; `needless` are those whose output is always there."""
+    named = theirs.value(key)
+    if named is None:
+        return
+    names = [named] if isinstance(named, str) else list(named)
+    yield theirs.line("log.tensorboard", "tensorboard" in names, key)
+    for name in sorted(TRACKERS.keys() & set(names)):
+        yield theirs.line(TRACKERS[name], theirs.value(project) or default_project, key, project)
+    others = sorted(set(names) - {"tensorboard", *needless, *TRACKERS})
+    if others:
+        yield from theirs.left(key, f"no {', '.join(others)}; metrics.jsonl in the run folder has every metric")
+
+
+def epochs_and_steps(theirs: SourceConfig, epochs: str, total: str, *, has_steps: bool) -> Iterator[RecipeLine]:
+    """Translate the end of a run, by epochs where `total` sets no number of steps."""
+    if theirs.value(epochs) is not None:
+        yield theirs.same("max_epochs", epochs)
+    if has_steps:
+        yield theirs.same("max_steps", total)
+    else:
+        yield theirs.line("max_steps", 1_000_000, total, why="the epochs end the run before")
+
+
+def by_tokens_or_groups(
+    theirs: SourceConfig, by_tokens: str, tokens: str, rows: str, group: str
+) -> Iterator[RecipeLine | LeftOut]:
+    """Translate the size of micro-batches: in tokens, or in completions, of which a whole number of groups is one."""
+    completions, of_one = theirs.value(rows), theirs.value(group)
+    if theirs.value(by_tokens):
+        yield theirs.line("train.enable_dynamic_batch_size", True, by_tokens)
+        if theirs.value(tokens) is not None:
+            yield theirs.same("train.max_tokens_per_microbatch", tokens)
+    elif completions is not None and of_one and completions % of_one == 0:
+        yield theirs.line("train.enable_dynamic_batch_size", False, by_tokens)
+        yield theirs.line("train.groups_per_microbatch", completions // of_one, rows, group)
+    else:
+        yield from theirs.left(rows, f"it counts completions, and is not a multiple of the {of_one} of a group")
+
+
+def kl_in_loss(
+    theirs: SourceConfig, switch: str, coef: str, kind: str, estimators: Mapping[str, str]
+) -> Iterator[RecipeLine]:
+    """Translate a KL term of the loss, which has a `switch` or counts where its `coef` is not 0."""
+    if not theirs.value(coef):
+        yield theirs.line("algorithm.kl", None, *dict.fromkeys((switch, coef)))
+        return
+    yield theirs.line("algorithm.kl.name", "loss", switch)
+    yield theirs.same("algorithm.kl.coef", coef)
+    yield theirs.line("algorithm.kl.estimator", theirs.one_of(kind, estimators, "estimator"), kind)
+
+
+def plain(theirs: SourceConfig, setting: Counterpart) -> Iterator[RecipeLine | LeftOut]:
     """Translate a setting without a rule."""
     key = setting.theirs
     if setting.none:
@@ -156,8 +214,8 @@ def plain(theirs: SourceConfig, setting: Counterpart) -> Iterator[Line | Left]:
             yield theirs.line(ours, value, key)
 
 
-def _without_counterpart(theirs: SourceConfig, setting: Counterpart) -> Iterator[Left]:
+def _without_counterpart(theirs: SourceConfig, setting: Counterpart) -> Iterator[LeftOut]:
     for key in theirs.given:
         if theirs.system.find(key) == setting:
             matters = setting.harmless != "any" and theirs.value(key) not in (None, *setting.harmless)
-            yield Left(key=key, reason=setting.none, matters=matters)
+            yield LeftOut(key=key, reason=setting.none, matters=matters)
