@@ -57,7 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.curves", description=__doc__.split("\n")[0])
     parser.add_argument("runs", nargs="+", metavar="NAME=FOLDER,FOLDER", help="run folders of one name")
     parser.add_argument("--out", type=Path, required=True, help="the picture, a PNG")
-    parser.add_argument("--metric", default=ACCURACY, help="what is drawn, a metric of dev rows (docs/metrics.md)")
+    parser.add_argument(
+        "--metric", default=ACCURACY, help="what is drawn, a metric of dev rows (python -m fovea.metrics.names)"
+    )
     parser.add_argument("--entropy", action="store_true", help="a second panel with the policy's entropy")
     options = parser.parse_args(arguments)
     named = [(name, folders.split(",")) for name, _, folders in (word.partition("=") for word in options.runs)]
