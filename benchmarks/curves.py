@@ -24,6 +24,7 @@ from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.printing import as_table
 from fovea.metrics.log import read_metrics
 from fovea.report.panels import ACCURACY_COLOUR, REWARD_COLOUR, TEXT_COLOUR, tidy
 from fovea.utils.files import write_atomically
@@ -123,15 +124,17 @@ def draw_name(panel: Axes, curves: Sequence[Curve], values: Sequence[list[float]
 
 
 def _table(curves: Sequence[Curve], title: str) -> Table:
-    table = Table(title=title, title_justify="left", box=MARKDOWN)
-    for header in ("run", "first", "half way", "best", "last", "last entropy", "engine gap", "tokens"):
-        table.add_column(header, justify="left" if header == "run" else "right")
-    for curve in curves:
-        half = curve.readings[len(curve.readings) // 2]
-        numbers = (curve.readings[0], half, max(curve.readings), curve.readings[-1], curve.entropy[-1])
-        cells = [*(f"{x:.3f}" for x in numbers), f"{curve.engine_gap:.1e}", f"{curve.tokens[-1]:,.0f}"]
-        table.add_row(f"{curve.name} {curve.folder}", *cells)
+    headers = ("run", "first", "half way", "best", "last", "last entropy", "engine gap", "tokens")
+    table = as_table(title, headers, map(_cells, curves))
+    table.box = MARKDOWN
     return table
+
+
+def _cells(curve: Curve) -> list[str]:
+    half = curve.readings[len(curve.readings) // 2]
+    numbers = (curve.readings[0], half, max(curve.readings), curve.readings[-1], curve.entropy[-1])
+    name = f"{curve.name} {curve.folder}"
+    return [name, *(f"{x:.3f}" for x in numbers), f"{curve.engine_gap:.1e}", f"{curve.tokens[-1]:,.0f}"]
 
 
 if __name__ == "__main__":
