@@ -31,7 +31,11 @@ FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 PAGES = {file.name: file.read_text(encoding="utf-8") for file in FILES if file.name not in HISTORY}
 PAGES |= {f"from-{name}.md": page(system) for name, system in systems().items()}
 """The text of each page by its name, with the generated pages that have commands."""
-RUN_BY = {("README.md", "Use it"): "test_readme.py", ("own.md", None): "test_own_runs.py"}
+RUN_BY = {
+    ("README.md", "Use it"): "test_readme.py",
+    ("own.md", None): "test_own_runs.py",
+    ("turns.md", None): "test_own_runs.py",
+}
 """The tests that run all commands below a heading, or of a page."""
 BLOCK = re.compile(r"^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
 PROGRAM = re.compile(r"(?:node\d\$ )?(?:\S*/)?(?P<name>fovea|python3?|pip|make|torchrun|docker|export|printf|jq)\s")
