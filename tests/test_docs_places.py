@@ -73,6 +73,22 @@ def test_every_fault_names_a_test() -> None:
     assert [row for row in rows if not re.search(r"`tests/[\w/]+\.py::test_\w+` \|$", row)] == []
 
 
+def test_the_documents_are_short() -> None:
+    words = {page: len(page.read_text(encoding="utf-8").split()) for page in PAGES}
+    decisions = (ROOT / "docs" / "decisions").glob("*.md")
+    assert [page.name for page in decisions if words[page] > 250] == []
+    assert words[ROOT / "README.md"] <= 900
+    assert sum(words[page] for page in (ROOT / "docs").glob("*.md") if page.name != "log.md") <= 40_000
+
+
+def test_the_list_of_files_for_a_new_part_names_what_they_hold() -> None:
+    page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \w* ?\| `(fovea/[a-z_/]+\.py)` \| (.*) \|$", page, re.MULTILINE)
+    named = [(path, name) for path, change in rows for name in re.findall(r"`([\w.]+)`", change)]
+    assert len(named) > 5
+    assert [pair for pair in named if pair[1] not in (ROOT / pair[0]).read_text(encoding="utf-8")] == []
+
+
 def test_every_page_is_in_the_menu_and_linked_from_another() -> None:
     menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     linked = {(page.parent / found["path"]).resolve() for page in PAGES for found in LINK.finditer(prose(page))}
