@@ -113,7 +113,7 @@ def _draw(curves: Sequence[Curve], path: Path, label: str, *, with_entropy: bool
 
 
 def draw_name(panel: Axes, curves: Sequence[Curve], values: Sequence[list[float]], colour: str) -> None:
-    """The runs of one name; `values` has those of each run at its evaluations."""
+    """Draw the runs of one name; `values` holds each run's readings, in the order of its evaluations."""
     with_mean = len(curves) > 1 and len({tuple(curve.steps) for curve in curves}) == 1
     for curve, own in zip(curves, values, strict=True):
         width, alpha = (0.9, 0.4) if with_mean else (1.3, 1.0)

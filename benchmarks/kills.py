@@ -253,7 +253,7 @@ def killed(words: Sequence[str], run_dir: Path, planned: Sequence[Moment], ranks
 
 
 def metric_differences(whole: Path, other: Path) -> list[str]:
-    """Metrics by step and key in which two runs differ, but for those that depend on the machine."""
+    """Metrics by step and key in which two runs differ, without metrics that depend on the machine."""
     rows = [
         [{key: value for key, value in row.items() if not key.startswith(UNEQUAL)} for row in read_metrics(folder)]
         for folder in (whole, other)

@@ -1,4 +1,4 @@
-"""Steps whose rollouts and updates take turns, beside steps where they overlap: one process trains, another generates.
+"""Time of a step with rollouts and updates in turn, and overlapped: one process trains, another generates.
 
     python -m benchmarks.overlap --steps 60 --json overlap.json recipes/shapes.yaml seed=1
 

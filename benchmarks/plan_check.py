@@ -181,7 +181,7 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def measure_apart(case: str) -> list[Row]:
-    """Run a case in a separate process, whose memory no other case has touched."""
+    """Run a case in a separate process, with fresh memory."""
     command = [sys.executable, "-m", MODULE, "--case", case]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

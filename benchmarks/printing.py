@@ -11,7 +11,7 @@ WIDTH = 130
 
 
 def as_table(title: str, headers: Sequence[str], rows: Iterable[Sequence[str]], *, num_left: int = 1) -> Table:
-    """A table whose first `num_left` columns are texts, and the others numbers, to the right."""
+    """A table with `num_left` columns of text, aligned left, and then numbers, aligned right."""
     table = Table(title=title, title_justify="left")
     for place, header in enumerate(headers):
         table.add_column(header, justify="left" if place < num_left else "right")

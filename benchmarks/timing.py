@@ -60,7 +60,7 @@ def with_plain_share(times: StepTimes, plain: StepTimes, every_steps: int) -> St
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speedup:
-    """How many times as long the steps of one side take as those of the other, step by step in turn."""
+    """How much longer the steps of one side take than the other side's; both take steps in turn."""
 
     of_medians: float
     paired: float
@@ -104,7 +104,7 @@ class Deadline:
 
 
 class Budget:
-    """Time budget of a whole program; what a part leaves goes to those after it."""
+    """Time budget of a whole program; time that a part leaves goes to later parts."""
 
     def __init__(self, seconds: float, clock: Clock = time.perf_counter) -> None:
         self._clock = clock
