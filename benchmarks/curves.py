@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.plots import ACCURACY_COLOUR, REWARD_COLOUR, TEXT_COLOUR, tidy
+from benchmarks.printing import as_table
 from fovea.metrics.log import read_metrics
 from fovea.utils.files import write_atomically
 
@@ -57,7 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.curves", description=__doc__.split("\n")[0])
     parser.add_argument("runs", nargs="+", metavar="NAME=FOLDER,FOLDER", help="run folders of one name")
     parser.add_argument("--out", type=Path, required=True, help="the picture, a PNG")
-    parser.add_argument("--metric", default=ACCURACY, help="what is drawn, a metric of dev rows (docs/metrics.md)")
+    parser.add_argument(
+        "--metric", default=ACCURACY, help="what is drawn, a metric of dev rows (python -m fovea.metrics.names)"
+    )
     parser.add_argument("--entropy", action="store_true", help="a second panel with the policy's entropy")
     options = parser.parse_args(arguments)
     named = [(name, folders.split(",")) for name, _, folders in (word.partition("=") for word in options.runs)]
@@ -110,7 +113,7 @@ def _draw(curves: Sequence[Curve], path: Path, label: str, *, with_entropy: bool
 
 
 def draw_name(panel: Axes, curves: Sequence[Curve], values: Sequence[list[float]], colour: str) -> None:
-    """The runs of one name; `values` has those of each run at its evaluations."""
+    """Draw the runs of one name; `values` holds each run's readings, in the order of its evaluations."""
     with_mean = len(curves) > 1 and len({tuple(curve.steps) for curve in curves}) == 1
     for curve, own in zip(curves, values, strict=True):
         width, alpha = (0.9, 0.4) if with_mean else (1.3, 1.0)
@@ -121,15 +124,17 @@ def draw_name(panel: Axes, curves: Sequence[Curve], values: Sequence[list[float]
 
 
 def _table(curves: Sequence[Curve], title: str) -> Table:
-    table = Table(title=title, title_justify="left", box=MARKDOWN)
-    for header in ("run", "first", "half way", "best", "last", "last entropy", "engine gap", "tokens"):
-        table.add_column(header, justify="left" if header == "run" else "right")
-    for curve in curves:
-        half = curve.readings[len(curve.readings) // 2]
-        numbers = (curve.readings[0], half, max(curve.readings), curve.readings[-1], curve.entropy[-1])
-        cells = [*(f"{x:.3f}" for x in numbers), f"{curve.engine_gap:.1e}", f"{curve.tokens[-1]:,.0f}"]
-        table.add_row(f"{curve.name} {curve.folder}", *cells)
+    headers = ("run", "first", "half way", "best", "last", "last entropy", "engine gap", "tokens")
+    table = as_table(title, headers, map(_cells, curves))
+    table.box = MARKDOWN
     return table
+
+
+def _cells(curve: Curve) -> list[str]:
+    half = curve.readings[len(curve.readings) // 2]
+    numbers = (curve.readings[0], half, max(curve.readings), curve.readings[-1], curve.entropy[-1])
+    name = f"{curve.name} {curve.folder}"
+    return [name, *(f"{x:.3f}" for x in numbers), f"{curve.engine_gap:.1e}", f"{curve.tokens[-1]:,.0f}"]
 
 
 if __name__ == "__main__":

@@ -23,10 +23,10 @@ from pathlib import Path
 from statistics import median
 
 import psutil
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.plan_check import COMMON, MID, RECIPES, REWARD
+from benchmarks.printing import as_table, show
 from benchmarks.process import MALLOC
 from fovea.metrics.log import read_metrics
 from fovea.run.parity import PARITY_FILE
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = {name: measure(name, python, options.steps, options.settings) for name, python in options.engines}
     if options.json:
         options.json.write_text(json.dumps({name: asdict(row) for name, row in found.items()}, indent=2) + "\n")
-    Console().print(_table(found))
+    show(_table(found))
 
 
 def measure(engine: str, python: str, steps: int, settings: Sequence[str] = ()) -> Figures:
@@ -147,13 +147,13 @@ def _engine(text: str) -> tuple[str, str]:
 
 
 def _table(found: Mapping[str, Figures]) -> Table:
-    table = Table(title="rollout engines, the same model and requests", title_justify="left")
-    for heading in ("engine", "start-up s", "tokens", "tokens/s", "push s", "peak GiB", "log-prob gap"):
-        table.add_column(heading, justify="left" if heading == "engine" else "right")
-    for name, row in found.items():
-        numbers = (f"{row.startup_seconds:.1f}", f"{row.step_tokens:.0f}", f"{row.tokens_per_second:.0f}")
-        table.add_row(name, *numbers, f"{row.push_seconds:.3f}", f"{row.peak_gib:.2f}", f"{row.largest_gap:.1e}")
-    return table
+    headers = ("engine", "start-up s", "tokens", "tokens/s", "push s", "peak GiB", "log-prob gap")
+    return as_table("rollout engines, the same model and requests", headers, map(_cells, found, found.values()))
+
+
+def _cells(name: str, row: Figures) -> tuple[str, ...]:
+    speed = (f"{row.startup_seconds:.1f}", f"{row.step_tokens:.0f}", f"{row.tokens_per_second:.0f}")
+    return name, *speed, f"{row.push_seconds:.3f}", f"{row.peak_gib:.2f}", f"{row.largest_gap:.1e}"
 
 
 if __name__ == "__main__":

@@ -18,12 +18,12 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.cases import CASES, Case
 from benchmarks.ours import Ours, config_of
+from benchmarks.printing import as_table, show
 from benchmarks.process import restart_with_tuned_malloc
 from fovea.config.backends import EmbeddedEngine
 from fovea.models.families.registry import family_of
@@ -36,7 +36,6 @@ MODULE = "benchmarks.floors"
 WARM_STEPS = 1
 GIGA = 1e9
 THIN_ROWS = 32
-TABLE_WIDTH = 110
 SHOWN_OPERATORS = 25
 
 
@@ -92,11 +91,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rates = _rates_of(case, sizes)
     parts = parts_of(case, sizes, reuses=reuses_rollout(case))
     measured = _measured(ours, options.steps)
-    console = Console(width=TABLE_WIDTH)
-    for table in (_rate_table(rates), _part_table(parts, rates), phase_table(parts, rates, measured)):
-        console.print(table)
+    show(_rate_table(rates), _part_table(parts, rates), phase_table(parts, rates, measured))
     if options.operators:
-        console.print(_operator_table(ours))
+        show(_operator_table(ours))
     if options.json:
         found = {"rates": asdict(rates), "parts": [asdict(p) for p in parts], "measured_seconds": measured}
         Path(options.json).write_text(json.dumps(found, indent=2) + "\n")
@@ -267,17 +264,14 @@ def _operator_table(ours: Ours) -> Table:
         ours.step()
     operators = sorted(profiler.key_averages(), key=lambda each: -each.self_cpu_time_total)
     whole = sum(each.self_cpu_time_total for each in operators)
-    table = _table("Operators of a step", "what", "calls", "seconds", "share")
-    for each in operators[:SHOWN_OPERATORS]:
-        seconds = each.self_cpu_time_total
-        table.add_row(each.key, f"{each.count:,}", f"{seconds / 1e6:.3f}", f"{seconds / whole:.1%}")
-    return table
+    times = ((each, each.self_cpu_time_total) for each in operators[:SHOWN_OPERATORS])
+    rows = ((each.key, f"{each.count:,}", f"{time / 1e6:.3f}", f"{time / whole:.1%}") for each, time in times)
+    return as_table("Operators of a step", ("what", "calls", "seconds", "share"), rows)
 
 
 def _rate_table(rates: MachineRates) -> Table:
-    table = _table("This machine, one thread, float32", "what", "rate")
     beyond = thin_gemm_rate(THIN_ROWS, BEYOND_CACHE_BYTES)
-    for name, value, unit in (
+    values = (
         ("large matrix products", rates.large.gemm, "GFLOP/s"),
         ("thin ones, over this model's weights", rates.thin_gemm, "GFLOP/s"),
         (f"thin ones of {THIN_ROWS} rows, over 1 GiB of weights", beyond, "GFLOP/s"),
@@ -285,15 +279,14 @@ def _rate_table(rates: MachineRates) -> Table:
         ("reading as many bytes as this model's weights", rates.weight_read, "GB/s"),
         ("reading 1 GiB", rates.large.read, "GB/s"),
         ("copying 1 GiB, both ways counted", rates.large.copy, "GB/s"),
-    ):
-        table.add_row(name, f"{value / GIGA:.1f} {unit}")
-    return table
+    )
+    rows = ((name, f"{value / GIGA:.1f} {unit}") for name, value, unit in values)
+    return as_table("This machine, one thread, float32", ("what", "rate"), rows)
 
 
 def _part_table(parts: Sequence[Part], rates: MachineRates) -> Table:
-    table = _table("What a step has to do", "phase", "part", "passes", "GFLOP", "of it attention", "GB", "floor s")
-    for part in parts:
-        table.add_row(
+    rows = (
+        (
             part.phase,
             part.name,
             f"{part.passes:g}",
@@ -302,25 +295,21 @@ def _part_table(parts: Sequence[Part], rates: MachineRates) -> Table:
             f"{part.bytes / GIGA:,.2f}",
             f"{floor_seconds(part, rates):.3f}",
         )
-    return table
+        for part in parts
+    )
+    headers = ("phase", "part", "passes", "GFLOP", "of it attention", "GB", "floor s")
+    return as_table("Work of a step", headers, rows, num_left=2)
 
 
 def phase_table(parts: Sequence[Part], rates: MachineRates, measured: dict[str, float]) -> Table:
     """Table of measured phases beside the sums of their floors."""
-    table = _table("Where we stand", "phase", "floor s", "measured s", "floor / measured")
     floors = {name: sum(floor_seconds(part, rates) for part in parts if part.phase == name) for name in measured}
     floors["step"] = sum(floors.values())
+    rows = []
     for name, seconds in measured.items():
         floor, share = (f"{floors[name]:.3f}", f"{floors[name] / seconds:.0%}") if floors[name] else ("", "")
-        table.add_row(name, floor, f"{seconds:.3f}", share)
-    return table
-
-
-def _table(title: str, *headers: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    for header in headers:
-        table.add_column(header, justify="left" if header in ("what", "phase", "part") else "right")
-    return table
+        rows.append((name, floor, f"{seconds:.3f}", share))
+    return as_table("Measured phases and their floors", ("phase", "floor s", "measured s", "floor / measured"), rows)
 
 
 if __name__ == "__main__":

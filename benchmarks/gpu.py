@@ -19,14 +19,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.budget import Budget
 from benchmarks.cases import Case
 from benchmarks.gpu_model import QWEN3_VL_2B, SMALL
 from benchmarks.gpu_parts import Figures, Setting, against_trl, decoding, fresh_parts, give_back_memory, parity, steps
 from benchmarks.ours import share
+from benchmarks.printing import as_table, show
+from benchmarks.timing import Budget
 from fovea.config.model import TinyModel
 from fovea.metrics.throughput import known_peak_tflops
 from fovea.models.shared_prefix.attention import Kernel
@@ -49,7 +48,6 @@ VARIANTS: tuple[tuple[torch.dtype, Kernel], ...] = (
     (torch.bfloat16, "varlen_gathered"),
     (torch.bfloat16, "varlen"),
 )
-TABLE_WIDTH = 110
 TIMED_STEPS = 2
 LARGEST = Case(
     model=TinyModel(),  # a placeholder: the model is passed in
@@ -172,12 +170,9 @@ def run_parts(setting: Setting, budget: Budget, findings: Findings, *, tiny: boo
 def _print(title: str, rows: Sequence[Figures]) -> None:
     if not rows:
         return
-    table = Table(title=title, title_justify="left")
-    for key in rows[0]:
-        table.add_column(f"{key} (goal {GOALS[key]:g})" if key in GOALS else key, justify="right")
-    for row in rows:
-        table.add_row(*(f"{value:,.4g}" if isinstance(value, int | float) else value for value in row.values()))
-    Console(width=TABLE_WIDTH).print(table)
+    headers = [f"{key} (goal {GOALS[key]:g})" if key in GOALS else key for key in rows[0]]
+    cells = ([f"{x:,.4g}" if isinstance(x, int | float) else x for x in row.values()] for row in rows)
+    show(as_table(title, headers, cells, num_left=0))
 
 
 if __name__ == "__main__":

@@ -228,7 +228,7 @@ FAULTS = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="faults whose names hold this text")
+    parser.add_argument("--only", default="", help="only faults with this text in their name")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "gpu_faults", help="where the copy is made")
     options = parser.parse_args(arguments)
     faults = [fault for fault in FAULTS if options.only in fault.name]

@@ -13,11 +13,10 @@ from statistics import median
 import numpy as np
 import torch
 
-from benchmarks.budget import Deadline
 from benchmarks.cases import CASES, Case, make_parts
 from benchmarks.gpu_model import make_shaped
 from benchmarks.ours import Ours, Shared, share
-from benchmarks.timing import StepTimes
+from benchmarks.timing import Deadline, StepTimes
 from fovea.models.families.registry import family_of
 from fovea.models.flops import Passes, training_passes
 from fovea.models.shared_prefix.attention import Kernel

@@ -10,8 +10,9 @@ is its cost with a prompt of a few tokens: its own decoding and training, and no
 from __future__ import annotations
 
 import argparse
+import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -19,16 +20,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from rich.table import Table
 
 from benchmarks.cases import HEAVY_SIZES, IMAGE_HEAVY, Case, make_parts
-from benchmarks.growth_plot import draw_growth
 from benchmarks.ours import Ours, share
+from benchmarks.plots import ACCURACY_COLOUR, REWARD_COLOUR, TEXT_COLOUR, set_title, tidy
+from benchmarks.printing import as_table, show
 from benchmarks.process import last_number, restart_with_tuned_malloc
 from fovea.config.model import TinyModel
 from fovea.metrics.log import peak_rss_gib
 from fovea.models.tiny import FIXED
+from fovea.utils.files import write_atomically
 
 MODULE = "benchmarks.growth"
 WARM_STEPS = 1
@@ -50,7 +55,8 @@ QUICK_BASE = replace(BASE, model=TinyModel(), fixed=FIXED, vocabulary=None, imag
 WITHOUT_PROMPT = {"images": 0, "question_words": 1}
 COMPLETIONS, FLOOR = "completions per prompt", "completions, no prompt"
 FLOOR_OF = {COMPLETIONS: FLOOR}
-TABLE_WIDTH = 130
+COLUMN_INCHES, ROW_INCHES = 2.6, 2.4
+FLOOR_COLOUR = "#808080"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,9 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         Path(options.json).write_text(json.dumps({name: asdict(growth) for name, growth in found.items()}, indent=2))
     if options.plot:
         draw_growth({name: asdict(growth) for name, growth in found.items()}, Path(options.plot), floor_of=FLOOR_OF)
-    console = Console(width=TABLE_WIDTH)
-    console.print(growth_table(found))
-    console.print(floor_line(found))
+    show(growth_table(found), floor_line(found))
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -203,21 +207,21 @@ def growth_of(x: list[int], seconds: list[float], gib: list[float]) -> Growth:
 
 def growth_table(found: dict[str, Growth]) -> Table:
     """Table of results, one row per axis."""
-    table = Table(title="A step against each of its sizes", title_justify="left")
-    for header in ("size", "values", "seconds a step", "peak GiB", "ms each", "at 0, s", "r2", "MiB each"):
-        table.add_column(header, justify="left" if header == "size" else "right")
-    for name, growth in found.items():
-        table.add_row(
-            name,
-            " ".join(map(str, growth.x)),
-            " ".join(f"{value:.2f}" for value in growth.seconds),
-            " ".join(f"{value:.2f}" for value in growth.gib),
-            f"{1000 * growth.seconds_each:.2f}",
-            f"{growth.seconds_at_0:.2f}",
-            f"{growth.r2:.3f}",
-            "" if growth.gib_each is None else f"{1024 * growth.gib_each:.1f}",
-        )
-    return table
+    headers = ("size", "values", "seconds a step", "peak GiB", "ms each", "at 0, s", "r2", "MiB each")
+    return as_table("A step against each of its sizes", headers, map(_cells, found, found.values()))
+
+
+def _cells(name: str, growth: Growth) -> tuple[str, ...]:
+    return (
+        name,
+        " ".join(map(str, growth.x)),
+        " ".join(f"{value:.2f}" for value in growth.seconds),
+        " ".join(f"{value:.2f}" for value in growth.gib),
+        f"{1000 * growth.seconds_each:.2f}",
+        f"{growth.seconds_at_0:.2f}",
+        f"{growth.r2:.3f}",
+        "" if growth.gib_each is None else f"{1024 * growth.gib_each:.1f}",
+    )
 
 
 def floor_line(found: dict[str, Growth]) -> str:
@@ -227,6 +231,56 @@ def floor_line(found: dict[str, Growth]) -> str:
         f"one more completion of every prompt: {1000 * whole:.1f} ms a step; without a prompt {1000 * floor:.1f} ms; "
         f"{whole / floor:.2f} times its floor (goal: at most {GOAL})"
     )
+
+
+def draw_growth(found: Mapping[str, Mapping[str, Any]], path: Path, *, floor_of: Mapping[str, str]) -> None:
+    """Plot the JSON of the benchmark; `floor_of` names the axis to plot beneath another as its floor."""
+    names = [name for name in found if name not in floor_of.values()]
+    rows = 2 if all(found[name]["gib"] for name in names) else 1
+    figure = Figure(figsize=(COLUMN_INCHES * len(names), ROW_INCHES * rows), dpi=160, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(rows, len(names), squeeze=False, sharex="col", sharey="row")
+    for column, name in enumerate(names):
+        time_panel = panels[0, column]
+        _draw(time_panel, found[name], "seconds", REWARD_COLOUR)
+        if name in floor_of:
+            _draw(time_panel, found[floor_of[name]], "seconds", FLOOR_COLOUR)
+            _label_floor(time_panel, found[floor_of[name]])
+        set_title(time_panel, _each(found[name]["seconds_each"]))
+        if rows == 2:
+            _draw(panels[1, column], found[name], "gib", ACCURACY_COLOUR)
+        panels[-1, column].set_xlabel(name, color=TEXT_COLOUR)
+    for row, label in zip(panels[:, 0], ("seconds a step", "peak GiB"), strict=False):
+        row.set_ylabel(label, color=TEXT_COLOUR)
+    for panel in panels.flat:  # last, since setting a limit ends autoscaling
+        panel.set_ylim(bottom=0)
+        panel.set_xlim(left=0)
+    _finish(figure, path)
+
+
+def _each(seconds: float) -> str:
+    return f"{seconds:.2f} s each" if abs(seconds) >= 1 else f"{1000 * seconds:.3g} ms each"
+
+
+def _draw(panel: Axes, growth: Mapping[str, Any], key: str, colour: str) -> None:
+    """Plot points and the line fitted to them."""
+    ends = np.array([min(growth["x"]), max(growth["x"])])
+    panel.plot(ends, np.polyval(np.polyfit(growth["x"], growth[key], 1), ends), color=colour, linewidth=1.5)
+    panel.plot(growth["x"], growth[key], color=colour, marker="o", markersize=4, linestyle="none")
+    tidy(panel)
+
+
+def _label_floor(panel: Axes, growth: Mapping[str, Any]) -> None:
+    end = (growth["x"][-1], growth["seconds"][-1])
+    panel.annotate(
+        "without a prompt", end, (0, -30), textcoords="offset points", ha="right", fontsize=8, color=TEXT_COLOUR
+    )
+
+
+def _finish(figure: Figure, path: Path) -> None:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    write_atomically(path, buffer.getvalue())
 
 
 if __name__ == "__main__":

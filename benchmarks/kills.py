@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from rich.console import Console
 from rich.table import Table
 
+from benchmarks.printing import as_table, show
 from benchmarks.process import children, is_running
 from fovea.metrics.jsonl import METRICS_FILE
 from fovea.metrics.log import read_metrics
@@ -253,7 +253,7 @@ def killed(words: Sequence[str], run_dir: Path, planned: Sequence[Moment], ranks
 
 
 def metric_differences(whole: Path, other: Path) -> list[str]:
-    """Metrics by step and key in which two runs differ, but for those that depend on the machine."""
+    """Metrics by step and key in which two runs differ, without metrics that depend on the machine."""
     rows = [
         [{key: value for key, value in row.items() if not key.startswith(UNEQUAL)} for row in read_metrics(folder)]
         for folder in (whole, other)
@@ -312,7 +312,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ranks=options.processes,
     )
     kills = killed(words, other, planned, options.processes)
-    Console().print(_table(kills))
+    show(_table(kills))
     found = metric_differences(whole, other) + weight_differences(whole, other)
     print(f"{len(kills)} of {options.kills} kills; " + ("equal in metrics and weights" if not found else "NOT equal:"))
     print("\n".join(found[:20]))
@@ -320,11 +320,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _table(kills: Sequence[Kill]) -> Table:
-    table = Table("kill", "rank", "steps taken", "moment")
+    rows = []
     for number, kill in enumerate(kills, start=1):
-        place = "of its start, or its first step" if kill.moment.step is None else f"behind step {kill.moment.step}"
-        table.add_row(str(number), str(kill.moment.rank), str(kill.taken), f"{kill.moment.after_seconds:.2f} s {place}")
-    return table
+        step = "its start, or in its first step" if kill.moment.step is None else f"step {kill.moment.step}"
+        moment = f"{kill.moment.after_seconds:.2f} s after {step}"
+        rows.append((str(number), str(kill.moment.rank), str(kill.taken), moment))
+    return as_table("kills", ("kill", "rank", "steps taken", "moment"), rows)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -24,10 +25,8 @@ from pathlib import Path
 from queue import Queue
 from xml.etree import ElementTree
 
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks.mutants import Mutant, drawn, found_again, mutants_of, write_switches
+from benchmarks.printing import as_table, show
 
 ROOT = Path(__file__).parents[1]
 COPIED = (".ci", "fovea", "tests", "benchmarks", "recipes", "docs", "notebooks", "requirements", "docker", "examples")
@@ -95,8 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("result", type=Path, help="the JSON file to write")
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--earlier", type=Path, help="an earlier result, whose mutants are taken again")
-    parser.add_argument("--tree", type=Path, default=ROOT, help="the checkout whose product and tests are taken")
+    parser.add_argument("--earlier", type=Path, help="an earlier result: test its mutants again")
+    parser.add_argument("--tree", type=Path, default=ROOT, help="the checkout to mutate and test")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "mutations", help="where the copy is made")
     parser.add_argument("--markers", default=MARKERS, help="the tests, as pytest's -m says it")
     parser.add_argument("--again", action="store_true", help="take the copy that an interrupted call has left there")
@@ -127,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with ThreadPoolExecutor(options.processes) as pool:
         outcomes = list(pool.map(judged, range(len(mutants))))
     options.result.write_text(json.dumps([asdict(each) for each in outcomes], indent=1), encoding="utf-8")
-    show(outcomes, earlier)
+    report(outcomes, earlier)
 
 
 def read(file: Path) -> list[Outcome]:
@@ -269,25 +268,23 @@ class Warm:
         return failed[0].partition(" - ")[0] if failed else f"exit code {code}"
 
 
-def show(outcomes: Sequence[Outcome], earlier: Sequence[Outcome]) -> None:
+def report(outcomes: Sequence[Outcome], earlier: Sequence[Outcome]) -> None:
     """Counts, the survivors, and what was noticed earlier and no longer is."""
-    console = Console()
-    counts = Table("ended", "mutants")
-    for ended in ("killed", "survived", "unreached", "gone"):
-        counts.add_row(ended, str(sum(each.ended == ended for each in outcomes)))
-    console.print(counts)
-    alive = Table("place", "original", "mutant", "tests", title="survivors")
-    for each in outcomes:
-        if each.ended in ("survived", "unreached"):
-            place = f"{each.mutant.file}:{each.mutant.line}"
-            alive.add_row(place, each.mutant.original[:60], each.mutant.mutated[:60], str(each.tests))
-    console.print(alive)
+    ends = Counter(each.ended for each in outcomes)
+    counts = ((ended, str(ends[ended])) for ended in ("killed", "survived", "unreached", "gone"))
+    survivors = (
+        (f"{each.mutant.file}:{each.mutant.line}", each.mutant.original[:60], each.mutant.mutated[:60], str(each.tests))
+        for each in outcomes
+        if each.ended in ("survived", "unreached")
+    )
+    show(as_table("mutants", ("ended", "mutants"), counts))
+    show(as_table("survivors", ("place", "original", "mutant", "tests"), survivors, num_left=3))
     lost = [
         f"{now.mutant.file}:{now.mutant.line} {now.mutant.mutated}: was noticed by {before.by}"
         for before, now in zip(earlier, outcomes, strict=False)
         if before.ended == "killed" and now.ended in ("survived", "unreached")
     ]
-    console.print(f"noticed earlier and no longer: {len(lost)}", *lost, sep="\n", markup=False)
+    print(f"noticed earlier and no longer: {len(lost)}", *lost, sep="\n")
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ def _keywords(tree: ast.AST, name: str) -> Iterator[str]:
 
 
 def missing(use: Use, source: Source) -> str | None:
-    """Describe what a release lacks of this use; None if nothing is missing as far as the text shows."""
+    """Describe the names of this use that a release lacks; None if its source text has all of them."""
     module = use.module.replace(".", "/")
     if _exists(source, f"{module}/{use.name}"):
         return None

@@ -1,4 +1,4 @@
-"""Steps whose rollouts and updates take turns, beside steps where they overlap: one process trains, another generates.
+"""Time of a step with rollouts and updates in turn, and overlapped: one process trains, another generates.
 
     python -m benchmarks.overlap --steps 60 --json overlap.json recipes/shapes.yaml seed=1
 
@@ -18,9 +18,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
-from rich.console import Console
 from rich.table import Table
 
+from benchmarks.printing import as_table, show
 from benchmarks.process import MALLOC
 from fovea.metrics.log import read_metrics
 
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results = {bound: figures(_steps_of_run(bound, options.steps, options.words)) for bound in options.bounds}
     if options.json:
         options.json.write_text(json.dumps(results, indent=2) + "\n")
-    Console().print(_table(results))
+    show(_table(results))
 
 
 def figures(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -83,13 +83,8 @@ def _steps_of_run(bound: int, steps: int, words: Sequence[str]) -> list[dict[str
 
 
 def _table(results: Mapping[int, Mapping[str, float]]) -> Table:
-    table = Table(title="median seconds of a step", title_justify="left")
-    table.add_column("bound", justify="right")
-    for name in next(iter(results.values())):
-        table.add_column(name, justify="right")
-    for bound, found in results.items():
-        table.add_row(str(bound), *(f"{value:.3f}" for value in found.values()))
-    return table
+    rows = ([str(bound), *(f"{value:.3f}" for value in found.values())] for bound, found in results.items())
+    return as_table("median seconds of a step", ["bound", *next(iter(results.values()))], rows)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Known faults, made in the engine of a tiny model, and the parity gate's answer to each.
 
     python -m benchmarks.parity_faults                      # families x dtypes x (random weights, warmed up)
-    python -m benchmarks.parity_faults --sound-runs 200     # how many of 200 sound runs the gate stops
+    python -m benchmarks.parity_faults --sound-runs 200 --minutes 30     # how many sound runs the gate stops
 
 The faults are made in what the engine reads, and not by the gate's own functions. An answer is `named` (the run stops,
 and the error names this fault), `stopped` (with another name or none), `cannot tell` (it passes, and the line says that
@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -41,6 +43,8 @@ DTYPES = ("float32", "bfloat16")
 STALE = "the weights of version 0"
 WARMUP_STEPS = 250
 ROWS_PER_STEP = 16
+SHOWN_RUNS = 10
+"""Sound runs between two printed lines."""
 
 Pixels: TypeAlias = NDArray[np.float32]
 Positions: TypeAlias = tuple[NDArray[np.int64], int]
@@ -233,9 +237,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--warmup-steps", type=int, default=WARMUP_STEPS, help="supervised steps before the second row")
     parser.add_argument("--sound-runs", type=int, default=0, help="read so many sound runs in place of the table")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no sound run after this time")
     options = parser.parse_args(arguments)
     if options.sound_runs:
-        print_sound(options.sound_runs, options.families, options.dtypes)
+        print_sound(options.sound_runs, options.families, options.dtypes, options.minutes)
         return
     print("| family | dtype | weights | sound: images, text | " + " | ".join(FAULTS) + " |", flush=True)
     print("|---" * (4 + len(FAULTS)) + "|", flush=True)
@@ -263,22 +268,32 @@ def _cell(reading: ParityReading, fault: str) -> str:
     return f"{answer(reading, fault)} {gap:.2g}"
 
 
-def print_sound(count: int, families: Sequence[str], dtypes: Sequence[str]) -> None:
-    """Print how many sound runs the gate stops, with random weights and after a few steps, or their next push does."""
+def print_sound(count: int, families: Sequence[str], dtypes: Sequence[str], minutes: float) -> None:
+    """Print how many sound runs the gate stops: a line after every ten runs, and one at the end or after `minutes`."""
+    ends = time.monotonic() + 60 * minutes
     stopped, largest = 0, dict.fromkeys(dtypes, 0.0)
     cases = itertools.islice(itertools.cycle(itertools.product(families, dtypes, (0, 20))), count)
     for seed, (family, dtype, steps) in enumerate(cases):
-        with TemporaryDirectory() as folder:
-            run = tiny_run(folder, family, dtype, seed)
-            warm_up(run, steps)
-            wait_for(run.weight_sync.push(0))
-            gate = wait_for(read_parity(run, 0))
-            warm_up(run, 1)
-            wait_for(run.weight_sync.push(1))
-            readings = gate, wait_for(read_pushed_parity(run, 1))
-            stopped += not all(reading.passed for reading in readings)
-            largest[dtype] = max(largest[dtype], gate.worst.mean_abs)
-    print(f"{stopped} of {count} sound runs stopped; largest mean difference: {largest}", flush=True)
+        gate, pushed = read_sound(family, dtype, seed, steps)
+        stopped += not (gate.passed and pushed.passed)
+        largest[dtype] = max(largest[dtype], gate.worst.mean_abs)
+        num_read, is_last = seed + 1, seed + 1 == count or time.monotonic() >= ends
+        if is_last or num_read % SHOWN_RUNS == 0:
+            print(f"{stopped} of {num_read} sound runs stopped; largest mean difference: {largest}", flush=True)
+        if is_last:
+            break
+
+
+def read_sound(family: str, dtype: str, seed: int, warmup_steps: int) -> tuple[ParityReading, ParityReading]:
+    """The gate's readings of a sound run: before RL, and after the push of a further supervised step."""
+    with TemporaryDirectory() as folder:
+        run = tiny_run(folder, family, dtype, seed)
+        warm_up(run, warmup_steps)
+        wait_for(run.weight_sync.push(0))
+        gate = wait_for(read_parity(run, 0))
+        warm_up(run, 1)
+        wait_for(run.weight_sync.push(1))
+        return gate, wait_for(read_pushed_parity(run, 1))
 
 
 if __name__ == "__main__":

@@ -21,9 +21,9 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from rich.console import Console
 from rich.table import Table
 
+from benchmarks.printing import as_table, show
 from benchmarks.torch_memory import AllocationTrace
 from fovea.config.loading import load_config
 from fovea.config.run import Config
@@ -39,7 +39,6 @@ PHASES = ("rollout", "update")
 STEPS = 3
 ROWS = 100
 """Training rows among which the longest prompt is looked for."""
-TABLE_WIDTH = 110
 RECIPES = Path(__file__).parents[1] / "recipes"
 REWARD = "import zlib\n\ndef score(task, text, images):\n    return zlib.crc32(text.encode()) % 7\n"
 """A reward for random weights: with equal rewards a group is not trained on."""
@@ -176,17 +175,13 @@ def _with_lengths(run: Run) -> Config:
 
 def table(rows: Sequence[Row]) -> Table:
     """Planned and measured peaks of all cases."""
-    out = Table(title="peak of torch's allocations, MiB", title_justify="left")
-    for name in ("case", "phase", "planned", "measured", "ratio"):
-        out.add_column(name, justify="left" if name in ("case", "phase") else "right")
-    for row in rows:
-        sizes = (f"{row.planned:,.1f}", f"{row.measured:,.1f}", f"{row.ratio:.3f}")
-        out.add_row(row.case, row.phase, *sizes)
-    return out
+    cells = ((row.case, row.phase, f"{row.planned:,.1f}", f"{row.measured:,.1f}", f"{row.ratio:.3f}") for row in rows)
+    headers = ("case", "phase", "planned", "measured", "ratio")
+    return as_table("peak of torch's allocations, MiB", headers, cells, num_left=2)
 
 
 def measure_apart(case: str) -> list[Row]:
-    """Run a case in a separate process, whose memory no other case has touched."""
+    """Run a case in a separate process, with fresh memory."""
     command = [sys.executable, "-m", MODULE, "--case", case]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -204,7 +199,7 @@ def main() -> None:
         print(json.dumps([asdict(row) for row in measure(arguments.case)]))
         return
     rows = [row for case in CASES for row in measure_apart(case)]
-    Console(width=TABLE_WIDTH).print(table(rows))
+    show(table(rows))
     if arguments.json:
         arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=2))
 

@@ -25,10 +25,10 @@ from time import process_time, thread_time
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.plan_check import COMMON, RECIPES, REWARD
+from benchmarks.printing import as_table, show
 from fovea.cluster.services import WorkersPolicy
 from fovea.config.loading import load_config
 from fovea.config.run import Config
@@ -76,9 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found["runs"] = {case: _in_process_of_its_own(case, options.steps) for case in options.cases}
     if options.json:
         options.json.write_text(json.dumps(found, indent=2) + "\n")
-    console = Console(width=120)
-    console.print(_table("a step of each run", "workers", found["runs"]))
-    console.print(_table("a call with a batch, for 4 learners", "groups", {m["groups"]: m for m in found["messages"]}))
+    show(_table("a step of each run", "workers", found["runs"]))
+    show(_table("a call with a batch, for 4 learners", "groups", {m["groups"]: m for m in found["messages"]}))
 
 
 def measure(case: str, steps: int) -> dict[str, float]:
@@ -237,14 +236,9 @@ def _in_process_of_its_own(case: str, steps: int) -> dict[str, float]:
 
 
 def _table(title: str, first: str, rows: dict[Any, dict[str, float]]) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column(first)
     names = list(dict.fromkeys(name for row in rows.values() for name in row if name != first))
-    for name in names:
-        table.add_column(name, justify="right")
-    for key, row in rows.items():
-        table.add_row(str(key), *(f"{row[name]:.4g}" if name in row else "-" for name in names))
-    return table
+    cells = ([str(key), *(f"{row[name]:.4g}" if name in row else "-" for name in names)] for key, row in rows.items())
+    return as_table(title, [first, *names], cells)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""Times of steps and their statistics."""
+"""Times of steps, their statistics, and the time budget of a program."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def with_plain_share(times: StepTimes, plain: StepTimes, every_steps: int) -> St
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speedup:
-    """How many times as long the steps of one side take as those of the other, step by step in turn."""
+    """How much longer the steps of one side take than the other side's; both take steps in turn."""
 
     of_medians: float
     paired: float
@@ -82,3 +82,36 @@ def shown_ratio(ratio: float, spreads: Sequence[float]) -> str:
     """The ratio with two significant digits, or with one where either side's steps differ by more than a fifth."""
     digits = 1 if max(spreads) > DISTURBED else 2
     return f"{float(f'{ratio:.{digits}g}'):g}x"
+
+
+class Deadline:
+    """Deadline of one part of a program."""
+
+    def __init__(self, ends: float, clock: Clock) -> None:
+        self._ends = ends
+        self._clock = clock
+
+    @property
+    def seconds_left(self) -> float:
+        return self._ends - self._clock()
+
+    def allows(self, what: str, seconds: float) -> bool:
+        """True if there is time for work of this estimated duration; prints that it is skipped if not."""
+        if self.seconds_left >= seconds:
+            return True
+        print(f"skipped: {what} (would take about {seconds:.0f} s, {max(self.seconds_left, 0):.0f} s are left)")
+        return False
+
+
+class Budget:
+    """Time budget of a whole program; time that a part leaves goes to later parts."""
+
+    def __init__(self, seconds: float, clock: Clock = time.perf_counter) -> None:
+        self._clock = clock
+        self._planned_end = clock()
+        self._seconds = seconds
+
+    def part(self, share: float) -> Deadline:
+        """Start the next part, with its share of the time."""
+        self._planned_end += share * self._seconds
+        return Deadline(self._planned_end, self._clock)

@@ -2,13 +2,16 @@
 
     python -m benchmarks.view_browser --steps 10000
 
-Two made-up runs (`benchmarks.view`), served as `fovea view` serves them, by a separate process. A time runs from the
+Two made-up runs, each with 80 metrics and 4 groups of 8 answers of 300 tokens per step, served as `fovea view` serves
+them, by a separate process. A time runs from the
 action until what it asks for is drawn: two frames after the page holds it. Needs Chromium and what tests need.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,12 +21,28 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
-from rich.console import Console
 from rich.table import Table
 
-from benchmarks.view import make_run
+from benchmarks.printing import as_table, show
+from fovea.config.loading import dump_config
+from fovea.config.model import Model, TinyModel
+from fovea.config.run import Config
+from fovea.evaluation.answer import SampledAnswer
+from fovea.metrics.jsonl import METRICS_FILE
+from fovea.report.about import CONFIG_FILE
+from fovea.report.record_json import record_to_json, summary_to_json
+from fovea.report.records import (
+    RecordedAnswer,
+    RecordedMessage,
+    RecordedTurn,
+    SampleRecord,
+    TokenTrace,
+    summary_of,
+)
+from fovea.report.samples import INDEX_FILE, samples_folder, step_path
 from tests.chromium import Browser, open_browser
 
+METRICS, GROUPS, ANSWERS, TOKENS = 80, 4, 8, 300
 REPEATS = 5
 SHORT = 20
 """Steps of a run that is opened for comparison: what the browser takes to open any page."""
@@ -61,6 +80,53 @@ class Action:
     ready: str
     hash: str = "#samples"
     """Script that brings the page to the start of the action."""
+
+
+def make_run(folder: Path, steps: int) -> None:
+    """Write a run folder of so many steps, all of them recorded."""
+    samples_folder(folder).mkdir(parents=True)
+    config = Config(max_steps=steps, model=Model(tiny=TinyModel()))
+    (folder / CONFIG_FILE).write_text(dump_config(config), encoding="utf-8")
+    with (folder / METRICS_FILE).open("w", encoding="utf-8") as metrics:
+        metrics.writelines(metrics_line(step) for step in range(1, steps + 1))
+    records = [_record(place) for place in range(GROUPS)]
+    content = "".join(json.dumps(record_to_json(record)) + "\n" for record in records)
+    summaries = [summary_to_json(summary_of(record)) for record in records]
+    with (samples_folder(folder) / INDEX_FILE).open("w", encoding="utf-8") as index:
+        index.writelines(json.dumps({"step": step, "groups": summaries}) + "\n" for step in range(1, steps + 1))
+    first = step_path(folder, 1)
+    first.write_text(content, encoding="utf-8")
+    for step in range(2, steps + 1):
+        step_path(folder, step).hardlink_to(first)  # a gigabyte otherwise
+
+
+def metrics_line(step: int) -> str:
+    """A line of metrics.jsonl."""
+    values = {f"metric/{number}": math.sin(step / (50 + number)) for number in range(METRICS)}
+    return json.dumps({"step": step, "reward": step / 1e4} | values) + "\n"
+
+
+def _record(place: int) -> SampleRecord:
+    prompt = f"How many circles are in picture {place}?"
+    tokens = TokenTrace(
+        pieces=(" token",) * TOKENS,
+        engine_logprobs=(-0.1234,) * TOKENS,
+        trainer_logprobs=(-0.1235,) * TOKENS,
+        advantages=(0.5401,) * TOKENS,
+    )
+    text = " token" * TOKENS
+    answer = RecordedAnswer(
+        score=SampledAnswer(text=text, reward=1.0, accuracy=1.0, parts={"format": 1.0}),
+        turns=(RecordedTurn(text=text, tokens=tokens),),
+    )
+    return SampleRecord(
+        id=f"train/{place}",
+        prompt=prompt,
+        truth="3",
+        kind=f"kind {place}",
+        messages=(RecordedMessage(role="user", parts=(prompt,)),),
+        answers=(answer,) * ANSWERS,
+    )
 
 
 def key(name: str) -> str:
@@ -163,13 +229,11 @@ def busy_ms(browser: Browser) -> float:
 
 def table_of(browser: Browser, one: Path, other: Path, short: Path, steps: int) -> Table:
     """Medians over the repeats, with the least and the worst: other programs lengthen a wait, and none shortens it."""
-    table = Table(title=f"fovea view of {steps:,} steps, {4 * steps:,} groups", title_justify="left")
-    for header in ("action", "wait ms", "least ms", "worst ms", "busy ms"):
-        table.add_column(header, justify="left" if header == "action" else "right")
+    rows: list[tuple[str, ...]] = []
 
     def add(name: str, waits: list[Wait]) -> None:
         walls, busy = [each.wall_ms for each in waits], [each.busy_ms for each in waits]
-        table.add_row(name, *(f"{of:.0f}" for of in (median(walls), min(walls), max(walls), median(busy))))
+        rows.append((name, *(f"{of:.0f}" for of in (median(walls), min(walls), max(walls), median(busy)))))
 
     newest = f"{PLACE}?.includes('step {steps:,} ')"
     both = "document.querySelectorAll('.group .question').length === 2"
@@ -189,7 +253,8 @@ def table_of(browser: Browser, one: Path, other: Path, short: Path, steps: int) 
             name="two runs: the step before", do=key("["), ready=f"{PLACE}?.includes('step {steps - 1:,} ') && {both}"
         )
         add(step.name, waits(browser, address, step))
-    return table
+    headers = ("action", "wait ms", "least ms", "worst ms", "busy ms")
+    return as_table(f"fovea view of {steps:,} steps, {GROUPS * steps:,} groups", headers, rows)
 
 
 def main() -> None:
@@ -202,7 +267,7 @@ def main() -> None:
             make_run(folder, length)
         with open_browser(Path(parent, "profile")) as browser:
             browser.call("Performance.enable", timeDomain="threadTicks")
-            Console().print(table_of(browser, one, other, short, steps))
+            show(table_of(browser, one, other, short, steps))
 
 
 if __name__ == "__main__":

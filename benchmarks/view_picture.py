@@ -20,7 +20,7 @@ from fovea.report.viewed_run import ViewedRun
 from tests.chromium import Browser, open_browser
 
 WIDTH, HEIGHT = 1280, 800
-"""Pixels of the window; a picture is what a person sees in it."""
+"""Pixels of the browser window."""
 NUM_COLOURS = 256
 """The page has few, and a palette makes a file a third of the size; those of lines and marks cover little of it."""
 LOADED = "[...document.images].every((image) => image.complete && image.naturalWidth)"

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.cases import CASES, FAMILIES, Case
 from benchmarks.ours import Ours
+from benchmarks.printing import as_table, show
 from benchmarks.process import last_number, restart_with_tuned_malloc
 from benchmarks.timing import CLOCKS, Clock, Speedup, StepTimes, medians, shown_ratio, spread, with_plain_share
 from fovea.config.sections import Train
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.json:
         with_machine = {name: result | {"machine": machine} for name, result in results.items()}
         Path(options.json).write_text(json.dumps(with_machine, indent=2) + "\n")
-    Console().print(_table(results, machine))
+    show(_table(results, machine))
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -143,20 +143,15 @@ def cpu_model() -> str:
 
 def _table(results: Results, machine: str) -> Table:
     title = "Seconds a step (median) and how many times faster Fovea is than TRL"
-    table = Table(title=title, caption=machine)
-    for header in ("case", "ours", "TRL", "step", "paired", "best", "rollout", "train", "spread", "GiB"):
-        table.add_column(header, justify="left" if header == "case" else "right")
+    headers = ("case", "ours", "TRL", "step", "paired", "best", "rollout", "train", "spread", "GiB")
+    rows = []
     for name, result in results.items():
         ours, trl, speedup, spreads = (result[key] for key in ("ours", "trl", "speedup", "spread"))
-        table.add_row(
-            name,
-            f"{ours['step_seconds']:.2f}",
-            f"{trl['step_seconds']:.2f}",
-            *(shown_ratio(ratio, tuple(spreads.values())) for ratio in _ratios(speedup)),
-            f"{spreads['ours']:.0%} / {spreads['trl']:.0%}",
-            f"{ours.get('peak_rss_gib', 0):.2f} / {trl.get('peak_rss_gib', 0):.2f}",
-        )
-    return table
+        seconds = (f"{ours['step_seconds']:.2f}", f"{trl['step_seconds']:.2f}")
+        ratios = (shown_ratio(ratio, tuple(spreads.values())) for ratio in _ratios(speedup))
+        gib = f"{ours.get('peak_rss_gib', 0):.2f} / {trl.get('peak_rss_gib', 0):.2f}"
+        rows.append((name, *seconds, *ratios, f"{spreads['ours']:.0%} / {spreads['trl']:.0%}", gib))
+    return as_table(f"{title}; {machine}", headers, rows)
 
 
 def _ratios(speedup: dict[str, dict[str, float]]) -> list[float]:

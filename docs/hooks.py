@@ -20,6 +20,9 @@ from mkdocs.structure.pages import Page
 
 import fovea
 from fovea.config.describe import Setting, describe
+from fovea.config.elsewhere import systems
+from fovea.metrics.names import metrics_page
+from fovea.tools.importer.docs import page as system_page
 
 ROOT = Path(__file__).parents[1]
 HOME = "README.md"
@@ -30,6 +33,8 @@ PROTOCOLS = {
     "Records": "fovea.types",
 }
 """Modules whose public classes the page of protocols shows, by heading."""
+MADE_OF = {"fovea/metrics/names.yaml": "reference/metrics.md", "fovea/config/elsewhere.yaml": "reference/elsewhere.md"}
+"""Files that a page of the site shows in a better form: on the site, links to the file lead to the page."""
 CODE_OR_LINK = re.compile(r"(?P<code>(?P<ticks>`+).*?(?P=ticks))|\]\((?P<target>[^)\s]+)\)", re.DOTALL)
 FENCED = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)
 ELSEWHERE = re.compile(r"[a-z]+:|#")
@@ -41,6 +46,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "reference/settings.md": settings_page(),
         "reference/python.md": python_page(),
         "reference/protocols.md": protocols_page(),
+        "reference/metrics.md": metrics_page(),
+        "reference/elsewhere.md": elsewhere_page(),
+        **{f"reference/from-{name}.md": system_page(system) for name, system in systems().items()},
         "decisions/index.md": decisions_page(),
         "index.md": (ROOT / HOME).read_text(encoding="utf-8"),
     }
@@ -96,7 +104,7 @@ def site_path(path: str) -> str:
         return "index.md"
     if path.startswith("docs/"):
         return f"{path.removeprefix('docs/')}/index.md" if (ROOT / path).is_dir() else path.removeprefix("docs/")
-    return source_page(path)
+    return MADE_OF.get(path) or source_page(path)
 
 
 def source_page(path: str) -> str:
@@ -110,7 +118,8 @@ def sources(pages: dict[str, str]) -> set[str]:
     while waiting:
         origin, text = waiting.popitem()
         for path in linked_paths(origin, text):
-            if path in found or path == HOME or path.startswith("docs/") or not (ROOT / path).exists():
+            made = path == HOME or path in MADE_OF or path.startswith("docs/")
+            if made or path in found or not (ROOT / path).exists():
                 continue
             found.add(path)
             if path.endswith(".md"):
@@ -160,6 +169,12 @@ def decisions_page() -> str:
         title = file.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
         lines.append(f"* [{title}]({file.name})")
     return "\n".join(lines)
+
+
+def elsewhere_page() -> str:
+    """The start page of the tables for users of other systems."""
+    lines = [f"* [From {each.title}](from-{name}.md)" for name, each in systems().items()]
+    return "\n".join(["# From another system", "", "Settings, commands and metrics side by side.", "", *lines])
 
 
 def settings_page() -> str:

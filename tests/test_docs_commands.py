@@ -20,13 +20,22 @@ from typer.testing import CliRunner
 from fovea.cli import main as cli
 from fovea.cli.words import sort_words
 from fovea.config.describe import describe
+from fovea.config.elsewhere import systems
 from fovea.config.loading import load_config
+from fovea.tools.importer.docs import page
 from tests.tables import table
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 HISTORY = {"log.md"}
-RUN_BY = {("README.md", "Use it"): "test_readme.py", ("own.md", None): "test_own_runs.py"}
+FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = {file.name: file.read_text(encoding="utf-8") for file in FILES if file.name not in HISTORY}
+PAGES |= {f"from-{name}.md": page(system) for name, system in systems().items()}
+"""The text of each page by its name, with the generated pages that have commands."""
+RUN_BY = {
+    ("README.md", "Use it"): "test_readme.py",
+    ("own.md", None): "test_own_runs.py",
+    ("turns.md", None): "test_own_runs.py",
+}
 """The tests that run all commands below a heading, or of a page."""
 BLOCK = re.compile(r"^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
 PROGRAM = re.compile(r"(?:node\d\$ )?(?:\S*/)?(?P<name>fovea|python3?|pip|make|torchrun|docker|export|printf|jq)\s")
@@ -66,8 +75,7 @@ class Command(NamedTuple):
         return not self.marked and words is not None and (words[0] in SHOWN_AT_ONCE or "--dry-run" in words)
 
 
-def commands_of(page: Path) -> Iterator[Command]:
-    text = page.read_text(encoding="utf-8")
+def commands_of(page: str, text: str) -> Iterator[Command]:
     for block in BLOCK.finditer(text):
         lines = block["text"].replace("\\\n", " ").splitlines()
         first = next((line for line in lines if not line.startswith("#")), "")
@@ -77,7 +85,7 @@ def commands_of(page: Path) -> Iterator[Command]:
         for line in lines:
             bare = COMMENT.sub("", line)
             marked = any(MARK.search(each) for each in (lines[0], line))
-            yield from (Command(page.name, heading, bare, words, marked) for words in split(bare))
+            yield from (Command(page, heading, bare, words, marked) for words in split(bare))
 
 
 def split(line: str) -> Iterator[list[str]]:
@@ -94,7 +102,7 @@ def split(line: str) -> Iterator[list[str]]:
             words.append(token)
 
 
-COMMANDS = [command for page in PAGES if page.name not in HISTORY for command in commands_of(page)]
+COMMANDS = [command for name, text in PAGES.items() for command in commands_of(name, text)]
 OURS = [command for command in COMMANDS if command.fovea is not None]
 
 

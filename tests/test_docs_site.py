@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import re
@@ -18,6 +19,8 @@ import pytest
 
 import fovea
 from fovea.config.describe import describe
+from fovea.config.elsewhere import systems
+from fovea.metrics.names import METRICS
 from tests.chromium import open_browser
 
 ROOT = Path(__file__).parent.parent
@@ -60,6 +63,10 @@ def test_the_site_has_every_page_and_loads_nothing_from_elsewhere(site: Path) ->
         path.relative_to(ROOT / "docs").with_suffix(".html").as_posix() for path in (ROOT / "docs").rglob("*.md")
     }
     assert written <= set(pages)
+    assert all(f"<code>{html.escape(each.name)}</code>" in pages["reference/metrics.html"] for each in METRICS)
+    for name, system in systems().items():
+        settings = pages[f"reference/from-{name}.html"]
+        assert all(f"<code>{html.escape(each.theirs)}</code>" in settings for each in system.settings)
     assert not [name for name, text in pages.items() if LOADS.search(text)]
     settings = pages["reference/settings.html"]
     assert all(f"<code>{each.key}</code>" in settings for each in describe())

@@ -1,4 +1,4 @@
-"""Runs with the user's own code: the pages of docs/own.md as they stand, and rewards that fail on the way."""
+"""Runs with the user's own code: docs/own.md and docs/turns.md as they stand, and rewards that fail on the way."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -20,11 +21,12 @@ from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.metrics.names import undefined
 from fovea.report.samples import read_samples
+from fovea.types import Score, Turn
 from fovea.wiring.run import build
 from tests.data.web import served
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "own.md").read_text(encoding="utf-8")
+PAGE = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("own.md", "turns.md"))
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", PAGE, re.DOTALL)
 FILES = {code.split("\n")[0].removeprefix("# "): code for kind, code in BLOCKS if kind != "sh" and code[0] == "#"}
 COMMANDS = [shlex.split(code) for kind, code in BLOCKS if kind == "sh"]
@@ -67,6 +69,21 @@ def test_the_commands_of_the_page_run(words: list[str]) -> None:
     if shapes:
         assert all(0 <= row["reward/short"] <= 1 for row in rows)
         assert all(row["reward"] == pytest.approx(row["accuracy"] + 0.1 * row["reward/short"]) for row in rows)
+
+
+def test_the_tool_of_the_page_answers_its_demonstration() -> None:
+    names: dict[str, Any] = {}
+    exec(compile(FILES["magnifier.py"], "magnifier.py", "exec"), names)
+    environment = names["Magnifier"]()
+    splits = {split: environment.tasks(split) for split in ("train", "dev", "test")}
+    assert len({task.id for tasks in splits.values() for task in tasks}) == 300
+    task = splits["train"][0]
+    call, answer = (Turn(messages=(), text=text) for text in environment.demonstration(task))
+    (message,) = environment.reply(task, [call])
+    assert message.parts[0].source.shape == (112, 112, 3)
+    assert (message.parts[0].source[::8] == 0).all() == (task.answer == "yes")
+    assert environment.reply(task, [call, answer]) is None
+    assert environment.score(task, [call, answer]) == Score(reward=0.95, accuracy=1.0)
 
 
 def read_overrides(words: list[str]) -> dict[str, object]:

@@ -19,7 +19,10 @@ class TrainedRun:
     folder: Path
     """The run folder, with its settings, samples, checkpoints and report (docs/runs.md)."""
     metrics: list[Metrics]
-    """The metrics of every step by name (docs/metrics.md), `step` included: `pandas.DataFrame(run.metrics)`."""
+    """The metrics of every step by name, `step` included: `pandas.DataFrame(run.metrics)`.
+
+    `python -m fovea.metrics.names` explains each.
+    """
     summary: SummaryJson | None
     """Figures of the evaluations on the test rows before and after training; None for a run that has not ended."""
     model: Path | None = None

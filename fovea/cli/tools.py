@@ -73,7 +73,8 @@ def import_config(
     Settings with a counterpart are converted, units included, the other system's defaults too; a comment behind each
     says where it comes from. The rest is listed with reasons, and settings that contradict each other are an error.
     Examples: fovea import-config run_qwen2_5_vl-7b.sh --environment geo3k; fovea import-config
-    qwen3-vl-2b-grpo-fsdp-geo3k.yaml runner.max_steps=750 --out mine.yaml (docs/from-verl.md, docs/from-rlinf.md).
+    qwen3-vl-2b-grpo-fsdp-geo3k.yaml runner.max_steps=750 --out mine.yaml. The whole table:
+    python -m fovea.tools.importer.docs verl.
     """
     with one_line_errors(debug=debug):
         given = read(words or [])

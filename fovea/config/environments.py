@@ -380,7 +380,7 @@ class CaptionEnvironment(FileEnvironment):
 
 
 class OwnEnvironment(EnvironmentSettings):
-    """A your own class (docs/own.md); `environment=path/to/file.py:Class` is short for this section."""
+    """A class of yours (docs/own.md); `environment=path/to/file.py:Class` is short for this section."""
 
     name: Literal["own"] = "own"
     file: Annotated[str, Field(min_length=1)]

@@ -1,7 +1,7 @@
 """Definitions of all logged metrics: name, unit, meaning, and the range of a healthy run.
 
-docs/metrics.md is generated from them (`python -m fovea.metrics.names > docs/metrics.md`). Tests check that the page is
-up to date, and that every key of real runs is defined. The definitions stand in names.yaml.
+`python -m fovea.metrics.names` prints them as a page of the documentation. Tests check that every key of real runs is
+defined. The definitions stand in names.yaml.
 """
 
 from __future__ import annotations
@@ -64,8 +64,7 @@ HEAD = """\
 # Metrics
 
 The metrics that are logged at every step to `metrics.jsonl` and the trackers. This page is generated from
-[`fovea/metrics/names.yaml`](../fovea/metrics/names.yaml) by `python -m fovea.metrics.names > docs/metrics.md`:
-change it there.
+`fovea/metrics/names.yaml`; `python -m fovea.metrics.names` prints it.
 
 A metric that does not apply to a step is absent from its line. A value that is not finite is null. "Healthy" is what to
 expect of a run that goes well, not a promise: look for changes that you did not cause.
@@ -73,7 +72,7 @@ expect of a run that goes well, not a promise: look for changes that you did not
 
 
 def metrics_page() -> str:
-    """The Markdown text of docs/metrics.md."""
+    """The page of all metrics, as Markdown."""
     return "\n".join([HEAD, *map(_chapter, CHAPTERS)])
 
 

@@ -23,7 +23,7 @@ class StepRecord:
     """From 1; after a resume it goes on where the checkpoint was."""
     max_steps: int
     metrics: Metrics
-    """All metrics of the step by name (docs/metrics.md), as in metrics.jsonl."""
+    """All metrics of the step by name (`python -m fovea.metrics.names`), as in metrics.jsonl."""
     folder: Path
     """The run folder."""
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.budget import Budget
 from benchmarks.gpu import LARGEST, SHARES, VARIANTS, Findings, main
 from benchmarks.gpu_model import QWEN3_VL_2B, make_shaped
 from benchmarks.gpu_parts import Figures
+from benchmarks.timing import Budget
 
 
 def test_every_part_runs_in_small(tmp_path: Path) -> None:

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks.growth import FLOOR_OF, QUICK_BASE, Axis, floor_line, growth_of, growth_table, measure
-from benchmarks.growth_plot import draw_growth
+from benchmarks.growth import FLOOR_OF, QUICK_BASE, Axis, draw_growth, floor_line, growth_of, growth_table, measure
 
 
 def test_a_line_has_slope_and_start() -> None:

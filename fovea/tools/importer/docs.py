@@ -1,4 +1,7 @@
-"""Generator of docs/from-*.md of elsewhere.yaml: `python -m fovea.tools.importer.docs verl > docs/from-verl.md`."""
+"""Pages for users of other systems, made from config/elsewhere.yaml.
+
+`python -m fovea.tools.importer.docs verl` prints one.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,7 @@ HEAD = """\
 
 The version read is {seen}.
 An unknown key in a recipe or on the command line is answered from the same table. This page is generated from
-[`fovea/config/elsewhere.yaml`](../fovea/config/elsewhere.yaml): change it there, and write the page anew by
-`python -m fovea.tools.importer.docs {name} > docs/from-{name}.md`.
+`fovea/config/elsewhere.yaml`; `python -m fovea.tools.importer.docs {name}` prints it.
 """
 IMPORT = {
     "verl": """\

@@ -72,7 +72,8 @@ def _not_imported(system: System, num_known: int, keys: Sequence[str]) -> Config
     examples = ", ".join(islice(renamed, SHOWN_COUNTERPARTS))
     return ConfigError(
         f"{num_known} of {len(keys)} settings are those of {system.title}, whose files are not read, only verl's and "
-        f"RLinf's; write a recipe by the table in docs/from-{system.name}.md{f' ({examples})' if examples else ''}"
+        f"RLinf's; write a recipe by the table that python -m fovea.tools.importer.docs {system.name} prints"
+        f"{f' ({examples})' if examples else ''}"
     )
 
 

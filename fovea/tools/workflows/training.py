@@ -131,7 +131,7 @@ class TrainingOutputs:
     total_episodes: int
     """Training steps."""
     metrics_dataset: Path
-    """JSON Lines, one object of metrics for each step (docs/metrics.md)."""
+    """JSON Lines, one object of metrics for each step (`python -m fovea.metrics.names`)."""
     evaluation: FiguresAlongARun | None
     """Figures on the test rows before and after training; None where the run took no reading at its end."""
     trained_model: Path

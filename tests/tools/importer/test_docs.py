@@ -1,4 +1,4 @@
-"""The pages for users of other systems are up to date, and what they point to is there."""
+"""The pages for users of other systems are complete, and what they point to is there."""
 
 from __future__ import annotations
 
@@ -16,15 +16,7 @@ ROOT = Path(__file__).parents[3]
 SYSTEMS = [pytest.param(system, id=system.name) for system in systems().values()]
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
-def test_the_page_is_up_to_date(system: System) -> None:
-    command = f"python -m fovea.tools.importer.docs {system.name} > docs/from-{system.name}.md"
-    made = (ROOT / "docs" / f"from-{system.name}.md").read_text(encoding="utf-8")
-    assert made == page(system), f"write it anew: {command}"
-    assert command in made
-
-
-def test_the_command_writes_a_page() -> None:
+def test_the_command_prints_a_page() -> None:
     command = [sys.executable, "-m", "fovea.tools.importer.docs", "mixtrain"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == page(systems()["mixtrain"])
@@ -45,6 +37,8 @@ def test_files_that_a_page_names_are_there(system: System) -> None:
     assert sorted(file for file in named if not (ROOT / file).is_file()) == []
 
 
-def test_the_readme_leads_to_the_pages() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert [name for name in systems() if f"docs/from-{name}.md" not in readme] == []
+def test_the_readme_has_the_command_that_prints_the_pages() -> None:
+    (row,) = [
+        line for line in (ROOT / "README.md").read_text("utf-8").splitlines() if "fovea.tools.importer.docs" in line
+    ]
+    assert [system.name for system in systems().values() if system.name not in row.lower()] == []

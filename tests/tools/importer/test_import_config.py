@@ -228,8 +228,8 @@ def test_settings_of_trl_are_told_their_page(tmp_path: Path, monkeypatch: pytest
     )
     assert error_of("trl.yaml") == (
         "error: 3 of 4 settings are those of TRL, whose files are not read, only verl's and RLinf's; write a recipe by "
-        "the table in docs/from-trl.md (model_name_or_path is model.path, num_generations is "
-        "rollout.samples_per_prompt, max_completion_length is rollout.max_new_tokens)"
+        "the table that python -m fovea.tools.importer.docs trl prints (model_name_or_path is model.path, "
+        "num_generations is rollout.samples_per_prompt, max_completion_length is rollout.max_new_tokens)"
     )
 
 
