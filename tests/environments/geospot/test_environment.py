@@ -24,7 +24,7 @@ from fovea.environments.geospot.environment import GeoSpot
 from fovea.errors import ConfigError, DataError
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
-from fovea.tools.data_sets.maps import map_spots, write_maps
+from fovea.tools.data_sets.maps import map_cities, write_maps
 from fovea.types import Task
 from fovea.wiring.run import build
 from tests.grading import scored
@@ -85,7 +85,7 @@ def test_gold_answers_of_every_place_that_a_map_may_show_score_full_marks(tmp_pa
     places = [
         {"image": png(), "country": country_name(spot.country), "region": spot.region, "city": spot.city}
         | {"lat": spot.at.lat, "lon": spot.at.lon}
-        for spot in map_spots()
+        for spot in map_cities()
     ]
     assert len(places) > 30_000
     environment = geospot(tmp_path, places)

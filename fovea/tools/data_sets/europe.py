@@ -1,0 +1,92 @@
+"""Marks on one map of Europe that never moves: a city of each of 26 countries, with its region.
+
+The maps of `maps.py` are centred near the mark, so that only the shape of coasts and borders says where it is. Here
+the place of the mark on the picture says it, which a tiny model learns in minutes. Train, validation and test files
+share the cities, but no drawing, pixel for pixel: the mark moves by a pixel, and tints and noise differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw
+
+from fovea.data.writing import write_rows
+from fovea.environments.geospot.gazetteer import LatLon
+from fovea.tools.data_sets.maps import SCHEMA, MapCity, MapView, draw_mark, load_world, map_cities, row_of, tinted
+
+_CENTRE, _WIDTH_DEGREES = LatLon(51, 14), 56.0
+_SHARES = {"train": 1.0, "validation": 1 / 20, "test": 1 / 10}
+_TINT, _NOISE, _MARK_MOVES_PX = 12, 4, 1.0
+REGIONS = {
+    745044: "Istanbul",
+    524901: "Moscow",
+    2643743: "England",
+    2950159: "Berlin",
+    3117735: "Madrid",
+    703448: "Kyiv",
+    2507480: "Alger",
+    3169070: "Lazio",
+    2988507: "Île-de-France",
+    170063: "Aleppo",
+    683506: "București",
+    625144: "Minsk",
+    756135: "Mazowieckie",
+    2761369: "Wien",
+    2673730: "Stockholm",
+    3067696: "Praha",
+    2618425: "Hovedstaden",
+    727011: "Sofia",
+    3143244: "Oslo",
+    2964574: "Leinster",
+    456172: "Rīga",
+    264371: "Attica",
+    2267057: "Lisboa",
+    658225: "Uusimaa",
+    2464470: "Tunis",
+    792680: "Belgrade",
+}
+"""The region of each city, by GeoNames' id; marks are 4 pixels apart on a map of 64."""
+
+
+def europe_cities() -> list[MapCity]:
+    """The cities, in the order of their ids."""
+    cities = [replace(city, region=REGIONS[city.id]) for city in map_cities() if city.id in REGIONS]
+    return sorted(cities, key=lambda city: city.id)
+
+
+def write_one_map(folder: Path, *, num_rows: int, seed: int, image_side_px: int) -> Iterator[Path]:
+    """Write train, validation (a twentieth) and test (a tenth) files, equal for equal arguments; yield each."""
+    view = MapView(_CENTRE, image_side_px, _WIDTH_DEGREES, (0.0, 0.0))
+    map_YXC = tinted(view.sample(load_world()))
+    drawn: set[bytes] = set()
+    for stream, (split, share) in enumerate(_SHARES.items()):
+        rng = np.random.default_rng([seed, stream])
+        rows = _rows(map_YXC, view, max(int(num_rows * share), 1), rng, drawn)
+        yield write_rows(folder / f"{split}.parquet", SCHEMA, rows)
+
+
+def _rows(
+    map_YXC: NDArray[np.uint8], view: MapView, size: int, rng: np.random.Generator, drawn: set[bytes]
+) -> Iterator[dict[str, object]]:
+    """Rows without the drawings in `drawn`, to which they are added."""
+    cities = europe_cities()
+    while size:
+        city = cities[rng.integers(len(cities))]
+        image = _drawing(map_YXC, view, city, rng)
+        if image.tobytes() not in drawn:
+            drawn.add(image.tobytes())
+            size -= 1
+            yield row_of(city, image, "wide")
+
+
+def _drawing(map_YXC: NDArray[np.uint8], view: MapView, city: MapCity, rng: np.random.Generator) -> Image.Image:
+    noise = rng.integers(-_TINT, _TINT + 1, 3) + rng.integers(-_NOISE, _NOISE + 1, map_YXC.shape)
+    image = Image.fromarray(np.clip(map_YXC + noise, 0, 255).astype(np.uint8))
+    x, y = np.array(view.pixel(city.at)) + rng.uniform(-_MARK_MOVES_PX, _MARK_MOVES_PX, 2)
+    draw_mark(ImageDraw.Draw(image), x, y, image.width)
+    return image

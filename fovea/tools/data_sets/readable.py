@@ -1,0 +1,184 @@
+"""Readable geometry: small drawn diagrams whose numbers a tiny vision tower can read, in Geometry3K's layout.
+
+The question's text is the same for all rows of a kind, so that the numbers are in the picture only. A label stands in
+the middle of a visual token (16 px: 2 x 2 patches of 8 px) and stays there; lines shake by 2 px and have any colour.
+No drawing is in two files, pixel for pixel. Two of the sixteen pairs of numbers of a kind are in the test file only,
+where the kind of their rows ends with `UNSEEN`: problems that no training row has asked.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from PIL import Image, ImageDraw, ImageFont
+
+from fovea.data.writing import IMAGE_TYPE, image_cell, write_rows
+from fovea.environments.dataset_prompts import IMAGE_MARK
+
+UNSEEN = " unseen"
+_SIDE_PX = 48
+_LOW, _MIDDLE, _HIGH = 8, 24, 40  # the middles of 3 x 3 visual tokens
+_FONT_PX = 13  # two digits fill a visual token
+_SHAKE_PX = 2
+_TRIPLES = ((3, 4, 5), (6, 8, 10), (5, 12, 13), (8, 15, 17), (9, 12, 15))
+_UNSEEN_SHARE = 0.5
+_SHARES = {"train": 1.0, "validation": 1 / 20, "test": 1 / 10}
+_SCHEMA = pa.schema(
+    [("problem", pa.string()), ("images", pa.list_(IMAGE_TYPE)), ("answer", pa.string()), ("kind", pa.string())]
+)
+
+
+class _Drawing:
+    """A white square with lines of one colour and black labels."""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self._rng = rng
+        self._image = Image.new("RGB", (_SIDE_PX, _SIDE_PX), "white")
+        self._pen = ImageDraw.Draw(self._image)
+        red, green, blue = (int(value) for value in rng.integers(110, 211, 3))
+        self._colour = (red, green, blue)
+
+    def path(self, *points: tuple[int, int], closed: bool = False) -> None:
+        """Draw lines from point to point, each moved a little."""
+        moved = [(x + self._shake(), y + self._shake()) for x, y in points]
+        self._pen.line(moved + moved[:1] if closed else moved, fill=self._colour)
+
+    def label(self, text: object, x: int, y: int) -> None:
+        self._pen.text((x, y), str(text), fill="black", font=ImageFont.load_default(size=_FONT_PX), anchor="mm")
+
+    def png(self) -> bytes:
+        buffer = io.BytesIO()
+        self._image.save(buffer, format="PNG")
+        return buffer.getvalue()
+
+    def _shake(self) -> int:
+        return int(self._rng.integers(-_SHAKE_PX, _SHAKE_PX + 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kind:
+    question: str
+    problems: tuple[tuple[int, ...], ...]
+    """The numbers of each problem."""
+    answer: Callable[..., int]
+    draw: Callable[..., None]
+
+
+def _complement(drawing: _Drawing, angle: int) -> None:
+    drawing.path((2, 46), (46, 46), (2, 2), closed=True)
+    drawing.label(angle, _HIGH, _HIGH)
+    drawing.label("x", _LOW, _MIDDLE)
+
+
+def _supplement(drawing: _Drawing, angle: int) -> None:
+    drawing.path((2, 46), (46, 46))
+    drawing.path((24, 46), (24, 2))
+    drawing.label(angle, _LOW, _HIGH)
+    drawing.label("x", _HIGH, _HIGH)
+
+
+def _right(drawing: _Drawing, short: int, long: int, _: int) -> None:
+    drawing.path((17, 31), (46, 31), (17, 2), closed=True)
+    drawing.label(short, _LOW, _MIDDLE)
+    drawing.label(long, _MIDDLE, _HIGH)
+    drawing.label("x", _HIGH, _LOW)
+
+
+def _angle(drawing: _Drawing, left: int, right: int) -> None:
+    drawing.path((2, 46), (46, 46), (24, 2), closed=True)
+    drawing.label(left, _LOW, _HIGH)
+    drawing.label(right, _HIGH, _HIGH)
+    drawing.label("x", _MIDDLE, _MIDDLE)
+
+
+def _segment(drawing: _Drawing, left: int, right: int) -> None:
+    drawing.path((3, 24), (45, 24))
+    for x in (3, 24, 45):
+        drawing.path((x, 20), (x, 28))
+    drawing.label(left, _LOW, _LOW)
+    drawing.label(right, _HIGH, _LOW)
+    drawing.label("x", _MIDDLE, _HIGH)
+
+
+KINDS = {
+    "complement": _Kind(
+        question="Find the other acute angle x of the right triangle.",
+        problems=tuple((angle,) for angle in range(20, 80, 10)),
+        answer=lambda angle: 90 - angle,
+        draw=_complement,
+    ),
+    "supplement": _Kind(
+        question="Two angles on a straight line. Find x.",
+        problems=tuple((angle,) for angle in (40, 50, 60, 70, 80, 110, 120)),
+        answer=lambda angle: 180 - angle,
+        draw=_supplement,
+    ),
+    "right": _Kind(
+        question="Find the hypotenuse x of the right triangle.",
+        problems=_TRIPLES,
+        answer=lambda short, long, hypotenuse: hypotenuse,
+        draw=_right,
+    ),
+    "angle": _Kind(
+        question="Find the third angle x of the triangle.",
+        problems=tuple(product((40, 50, 60, 70), repeat=2)),
+        answer=lambda left, right: 180 - left - right,
+        draw=_angle,
+    ),
+    "segment": _Kind(
+        question="A segment is cut in two parts. Find its length x.",
+        problems=tuple(product((1, 2, 3, 4), repeat=2)),
+        answer=lambda left, right: left + right,
+        draw=_segment,
+    ),
+}
+
+
+def unseen_problems(kind: str) -> tuple[tuple[int, ...], ...]:
+    """The problems of a kind that only the test file asks: its two middle numbers, in both orders.
+
+    Other pairs have the same answer. None of a kind with one number or with triples, which can only be remembered.
+    """
+    values = sorted({number for numbers in KINDS[kind].problems for number in numbers})
+    if len(KINDS[kind].problems) != len(values) ** 2:
+        return ()
+    first, second = values[len(values) // 2 - 1 : len(values) // 2 + 1]
+    return (first, second), (second, first)
+
+
+def write_readable(folder: Path, *, num_rows: int, seed: int) -> Iterator[Path]:
+    """Write train, validation (a twentieth) and test (a tenth) files, equal for equal arguments; yield each."""
+    drawn: set[bytes] = set()
+    for stream, (split, share) in enumerate(_SHARES.items()):
+        rng = np.random.default_rng([seed, stream])
+        rows = _rows(split, max(int(num_rows * share), 1), rng, drawn)
+        yield write_rows(folder / f"{split}.parquet", _SCHEMA, rows)
+
+
+def _rows(split: str, size: int, rng: np.random.Generator, drawn: set[bytes]) -> Iterator[dict[str, object]]:
+    """Rows of all kinds in turn, without the drawings in `drawn`, to which they are added."""
+    index = 0
+    while index < size:
+        name = tuple(KINDS)[index % len(KINDS)]
+        kind, unseen = KINDS[name], unseen_problems(name)
+        seen = [each for each in kind.problems if each not in unseen]
+        asked = unseen if unseen and split == "test" and rng.random() < _UNSEEN_SHARE else seen
+        numbers = asked[rng.integers(len(asked))]
+        drawing = _Drawing(rng)
+        kind.draw(drawing, *numbers)
+        if (png := drawing.png()) in drawn:
+            continue
+        drawn.add(png)
+        index += 1
+        yield {
+            "problem": IMAGE_MARK + kind.question,
+            "images": [image_cell(png)],
+            "answer": str(kind.answer(*numbers)),
+            "kind": name + (UNSEEN if numbers in unseen else ""),
+        }
