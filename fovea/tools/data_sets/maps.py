@@ -234,7 +234,7 @@ class MapCity:
     """GeoNames' number of it."""
     country: str
     region: str | None
-    city: str
+    name: str
     at: LatLon
 
 
@@ -274,7 +274,7 @@ def row_of(city: MapCity, image: Image.Image, level: Level) -> dict[str, object]
         "image": png_cell(image),
         "country": country_name(city.country),
         "region": city.region,
-        "city": city.city,
+        "city": city.name,
         "lat": city.at.lat,
         "lon": city.at.lon,
         "level": level,
@@ -289,7 +289,7 @@ def map_cities() -> list[MapCity]:
             id=city["geonameid"],
             country=city["countrycode"],
             region=_region(city["countrycode"], city["admin1code"]),
-            city=city["name"],
+            name=city["name"],
             at=LatLon(round(city["latitude"], 2), round(city["longitude"], 2)),
         )
         for city in cities

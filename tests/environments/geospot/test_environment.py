@@ -83,7 +83,7 @@ def test_gold_answers_of_drawn_maps_score_full_marks(maps: tuple[Path, Path]) ->
 def test_gold_answers_of_every_place_that_a_map_may_show_score_full_marks(tmp_path: Path) -> None:
     """Nan is a city in Thailand, and no missing value."""
     places = [
-        {"image": png(), "country": country_name(spot.country), "region": spot.region, "city": spot.city}
+        {"image": png(), "country": country_name(spot.country), "region": spot.region, "city": spot.name}
         | {"lat": spot.at.lat, "lon": spot.at.lon}
         for spot in map_cities()
     ]
