@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fovea.view.viewed_run import ViewedRun
+from fovea.report.viewed_run import ViewedRun
 from starlette.testclient import TestClient
 
 from benchmarks.view_browser import make_run

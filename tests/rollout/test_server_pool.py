@@ -11,7 +11,7 @@ import pytest
 
 from fovea.errors import EngineError, LostEngineError
 from fovea.rollout import server_pool
-from fovea.rollout.server_pool import MAX_TRIES, Member, ServerPool, TakenError
+from fovea.rollout.server_pool import MAX_TRIES, PooledServer, ServerPool, TakenError
 from fovea.utils.event_loop import wait_for
 from fovea.utils.http_json import CallBounds, CallError, JsonServer
 from tests.chat_server import Endpoint, endpoints
@@ -48,7 +48,7 @@ def with_pool(
     restart_seconds: float = 5.0,
 ) -> Any:
     async def run() -> Any:
-        members = [Member(JsonServer(each.url, BOUNDS)) for each in servers]
+        members = [PooledServer(JsonServer(each.url, BOUNDS)) for each in servers]
         pool = ServerPool(members=members, prepare=prepare, restart_seconds=restart_seconds)
         try:
             await pool.start()
