@@ -172,7 +172,7 @@ FAULTS = (
         file="fovea/utils/checksum.py",
         before="awaited(torch.stack([hashes[place] for place in places])).tolist()",
         after="[int(awaited(hashes[place])) for place in places]",
-        tests="tests/weights/test_push_waits.py::test_a_push_reads_the_device_once",
+        tests="tests/weights/test_base.py::test_a_push_reads_the_device_once_for_all_tensors",
     ),
     Fault(
         name="a sync reads the lengths of no rows",

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
 import numpy as np
-import torch
 from PIL import Image
 
 from fovea.config.model import Model, TinyModel
@@ -22,7 +21,6 @@ from fovea.environments.prompt_source import PromptSource
 from fovea.evaluation.evaluator import Evaluator
 from fovea.metrics.log import JsonlSink, MetricsLog, Phases
 from fovea.metrics.progress import Progress
-from fovea.models.outgoing import OutgoingWeight
 from fovea.run.checkpoint import Checkpoints
 from fovea.run.context import Run, Sources, TaskStream
 from fovea.samples import with_old_logprobs, with_reference_logprobs, with_values
@@ -39,10 +37,8 @@ from fovea.types import (
     Score,
     Task,
     Turn,
-    Weights,
 )
-from fovea.weights.push import WeightPusher
-from fovea.weights.sinks import SharedTensors
+from fovea.weights.base import SyncReport
 
 ANSWERS = ("a", "b", "c", "d")
 
@@ -152,9 +148,6 @@ class BanditPolicy:
         self.updates += 1
         return {"loss": 0.0, "grad_norm": 1.0, "learning_rate": 0.2}
 
-    def outgoing(self) -> list[OutgoingWeight]:
-        return [OutgoingWeight(name="table", parameter=torch.from_numpy(self.table.copy()).requires_grad_())]
-
     async def save(self, folder: Path) -> None:
         (folder / "table.json").write_text(json.dumps([self.table.tolist(), self.updates]))
 
@@ -195,13 +188,6 @@ class BanditEngine:
 
     name = "bandit"
 
-    def own_weights(self) -> Weights:
-        return [("table", torch.zeros(4, 4))]
-
-    def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        self.table = weights["table"].numpy()
-        self.version = version
-
     async def pause(self) -> None: ...
 
     async def resume(self) -> None: ...
@@ -211,6 +197,18 @@ class BanditEngine:
     async def wake(self) -> None: ...
 
     async def close(self) -> None: ...
+
+
+class BanditSync:
+    """Copies the policy's table to the engine."""
+
+    def __init__(self, policy: BanditPolicy, engine: BanditEngine) -> None:
+        self._policy = policy
+        self._engine = engine
+
+    async def push(self, version: int) -> SyncReport:
+        self._engine.table, self._engine.version = self._policy.table.copy(), version
+        return SyncReport(version=version, num_tensors=1, bytes_copied=0)
 
 
 def log_softmax(x: np.ndarray) -> np.ndarray:
@@ -262,7 +260,7 @@ def bandit_run(folder: Path, *, resume: bool = False, stages: Stages | None = No
         ),
         engine=engine,
         policy=policy,
-        weight_sync=WeightPusher(policy.outgoing, [SharedTensors(engine)]),
+        weight_sync=BanditSync(policy, engine),
         warmup=None,
         open_image=no_image,
         evaluator=Evaluator(

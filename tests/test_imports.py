@@ -44,7 +44,10 @@ LATE_IMPORTS = {
     "fovea/wiring/megatron.py": {"make_megatron_policy", "saved_by_megatron"},
     "fovea/wiring/outputs.py": {"chosen_trackers"},
     "fovea/cli/main.py": {"train", "_train", "report"},
-    "fovea/cli/data.py": {"geospot", "geo3k", "vqa", "caption", "shapes", "easy_vqa", "visual_qa"},
+    "fovea/cli/data.py": {
+        *("geospot", "geospot_europe", "geo3k", "readable"),
+        *("vqa", "caption", "shapes", "easy_vqa", "visual_qa"),
+    },
     "fovea/cli/evaluate.py": {"evaluate", "export", "grade", "serve"},
     "fovea/cli/tools.py": {"_count_gpus", "plan", "vlm_rl_training", "vlm_rl_eval"},
     "fovea/cli/view.py": {"view"},

@@ -84,7 +84,7 @@ def geo3k(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Fetch Geometry3K from the Hugging Face hub or from a copy of it."""
+    """Fetch Geometry3K from the Hugging Face hub or a copy."""
     with one_line_errors(debug=debug):
         from fovea.tools.data_sets.geo3k import SPLITS, write_geo3k
 
@@ -102,9 +102,9 @@ def readable(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Draw geometry that a tiny model can read, offline, in Geometry3K's layout.
+    """Draw geometry that a tiny model can read, offline.
 
-    Five kinds of diagrams; some pairs of numbers are in the test file only.
+    In Geometry3K's layout. Five kinds of diagrams; some pairs of numbers are in the test file only.
     """
     with one_line_errors(debug=debug):
         from fovea.tools.data_sets.readable import write_readable
@@ -142,7 +142,7 @@ def visual_qa(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Render scenes with the columns of mixtrain's visual QA, offline.
+    """Render scenes in mixtrain's visual QA layout, offline.
 
     Existence, attributes, counts: the types of the curriculum of recipes/vlm_gym_vqa.yaml.
     """

@@ -213,7 +213,10 @@ def report(
     ],
     debug: Debug = False,
 ) -> None:
-    """Write report.html of a run, which `fovea train` writes at its end."""
+    """Write report.html of a run again.
+
+    `fovea train` writes it at its end.
+    """
     with one_line_errors(debug=debug):
         from fovea.report.about import check_run_folder
         from fovea.report.export import write_report

@@ -34,7 +34,7 @@ __all__ = ["InMemory", "RowAccess", "Rows", "Source", "given_rows", "image_refs"
 Source: TypeAlias = str | os.PathLike[str] | InMemory
 
 FORMATS = (".parquet", ".jsonl", ".ndjson", ".json", ".csv", ".tsv")
-MADE = ("caption", "easy_vqa", "geo3k", "geospot", "shapes", "visual_qa", "vqa")
+MADE = ("caption", "easy_vqa", "geo3k", "geospot", "geospot_europe", "readable", "shapes", "visual_qa", "vqa")
 """Folders in data/ that commands write: `fovea data vqa`."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 

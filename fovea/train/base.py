@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from fovea.config.algorithm import Algorithm
-from fovea.models.outgoing import OutgoingWeight
 from fovea.train.schedule import ImagesByRank
 from fovea.types import Batch, Metrics, ParameterCount, Prompt
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from fovea.models.outgoing import OutgoingWeight  # imports peft, which the driver does without
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fovea.report.viewed_run import ViewedRun
 from starlette.testclient import TestClient
 
 from benchmarks.view_browser import make_run
+from fovea.report.viewed_run import ViewedRun
 from fovea.view.server import make_app
 
 

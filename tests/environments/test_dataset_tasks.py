@@ -192,7 +192,7 @@ def test_a_file_without_a_question_says_which_columns_it_has() -> None:
 STREAMED = """
 import gc, sys
 from pathlib import Path
-from fovea.config.run import Geo3kEnvironment
+from fovea.config.environments import Geo3kEnvironment
 from fovea.data.images import ImageOpener
 from fovea.data.order import Order, kinds_of
 from fovea.data.readers.parquet import GroupCache

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +17,12 @@ from fovea.cli.main import app
 from fovea.errors import DataError, ParityError
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
+from fovea.models.outgoing import OutgoingWeight
 from fovea.run.lifecycle import begin
 from fovea.run.parity import kind_reading, read_parity
 from fovea.run.parity_faults import without_images
 from fovea.train.torch.policy import TorchPolicy
-from fovea.types import ImageRef, Message, Weights
+from fovea.types import ImageRef, Message
 from fovea.utils.event_loop import wait_for
 from tests.fakes import bandit_run
 from tests.run.parity import ROUNDING, plain_positions, tokens
@@ -32,14 +35,15 @@ INT8 = {"engine": {"decode_weights": "int8"}, "max_new_tokens": 8}
 
 def other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine is given a language model that nobody trains."""
-    own = TorchPolicy.weights
+    own = TorchPolicy.outgoing
 
-    def changed(policy: TorchPolicy) -> Weights:
+    def changed(policy: TorchPolicy) -> Iterator[OutgoingWeight]:
         torch.manual_seed(0)
-        for name, tensor in own(policy):
-            yield name, tensor if ".visual." in name else tensor + 0.3 * torch.randn_like(tensor)
+        for weight in own(policy):
+            other = weight.parameter + 0.3 * torch.randn_like(weight.parameter)
+            yield weight if ".visual." in weight.name else replace(weight, parameter=other)
 
-    monkeypatch.setattr(TorchPolicy, "weights", changed)
+    monkeypatch.setattr(TorchPolicy, "outgoing", changed)
 
 
 def test_the_figures_are_those_of_all_tokens() -> None:
@@ -85,8 +89,8 @@ def test_the_gate_is_as_large_as_is_said(count: int, limit: int, tmp_path: Path)
 
 
 def test_other_weights_in_the_engine_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = run_of(tmp_path, rollout={"max_new_tokens": 12})
     other_weights(monkeypatch)
+    run = run_of(tmp_path, rollout={"max_new_tokens": 12})
     with run.metrics, pytest.raises(ParityError) as stopped:
         wait_for(begin(run))
     message = str(stopped.value)
@@ -131,8 +135,8 @@ def test_a_resumed_run_passes_the_gate_too(tmp_path: Path, monkeypatch: pytest.M
         "checkpoint": {"every_steps": 1},
     }
     train(run_of(tmp_path, **settings))
-    resumed = run_of(tmp_path, **settings | {"max_steps": 3, "resume": "auto"})
     other_weights(monkeypatch)
+    resumed = run_of(tmp_path, **settings | {"max_steps": 3, "resume": "auto"})
     with resumed.metrics, pytest.raises(ParityError):
         wait_for(begin(resumed))
     assert json.loads((tmp_path / "parity.json").read_text())["step"] == 2
