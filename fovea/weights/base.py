@@ -1,7 +1,7 @@
 """The one way for weights from the policy to the engines: its protocols, and the report of a push.
 
 A policy's weights come one by one (`models.outgoing.OutgoingWeight`); `weights.push.WeightPusher` gives them to sinks.
-A new transport is a new sink, and a line in `wiring.workers` that makes it.
+A new transport is a new sink, and a line in `wiring.workers` (for one process `wiring.backends`) that makes it.
 """
 
 from __future__ import annotations
