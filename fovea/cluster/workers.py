@@ -35,7 +35,7 @@ class WorkerFacts:
     engine: str | None
     """The name of its engine."""
     kernel_notes: tuple[str, ...] = ()
-    """Lines on the kernels of its device, to print at the start (`wiring.kernel_notes`)."""
+    """Lines on the kernels of its device, to print at the start (`wiring.model.kernel_notes`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
