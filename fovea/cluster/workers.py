@@ -104,7 +104,10 @@ class WorkerHandle(Protocol):
         ...
 
     def forget_images(self) -> None:
-        """Free the images that calls have brought so far, on both ends."""
+        """Free the images that calls have brought so far, on both ends; nothing while a collective call runs.
+
+        The answer to `annotate` names images that it does not bring.
+        """
         ...
 
     @property
