@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
+from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from threading import Thread
 from typing import Any, NoReturn, Protocol
@@ -47,6 +48,8 @@ class RemoteWorker:
         self._last_call = "its start"
         self.rank = rank
         self._pending = PendingCalls()
+        self._collective: set[Future[Any]] = set()
+        """Results to come of collective calls."""
         self._sending = asyncio.Lock()
         self._queued: list[tuple[int, Call]] = []
         self._flush: asyncio.Task[None] | None = None
@@ -65,12 +68,16 @@ class RemoteWorker:
         return self._pending.packing.packed_bytes
 
     def forget_images(self) -> None:
-        self._pending.packing.forget()
+        if not self._collective:
+            self._pending.packing.forget()
 
     async def start(self, call: Call) -> Awaitable[Any]:
         """Send a call, in one message with all others of this turn of the event loop."""
         # one message: an engine that got requests one by one would prefill the first of them only
         number, answer = self._pending.add()
+        if is_collective(call):
+            self._collective.add(answer)
+            answer.add_done_callback(self._collective.discard)
         self._queued.append((number, call))
         self._last_call = call.method
         if self._flush is None:

@@ -195,6 +195,11 @@ class WorkersEngine:
         """Wake the engines that `sleep` put to sleep."""
         await call_each((handle, Call(method="engine.wake")) for handle in self._workers.both)
 
+    def forget_images(self) -> None:
+        """Free the images of requests, which no push ends in an evaluation."""
+        for engine in self._workers.engines:
+            engine.forget_images()
+
     async def close(self) -> None:
         """Do nothing: an engine is closed with its worker, by `WorkersPolicy.close`."""
         # by a call, the answer of a worker that waits in a collective call, which others have left, would never come

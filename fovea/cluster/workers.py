@@ -35,7 +35,7 @@ class WorkerFacts:
     engine: str | None
     """The name of its engine."""
     kernel_notes: tuple[str, ...] = ()
-    """Lines on the kernels of its device, to print at the start (`wiring.kernel_notes`)."""
+    """Lines on the kernels of its device, to print at the start (`wiring.model.kernel_notes`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +104,10 @@ class WorkerHandle(Protocol):
         ...
 
     def forget_images(self) -> None:
-        """Free the images that calls have brought so far, on both ends."""
+        """Free the images that calls have brought so far, on both ends; nothing while a collective call runs.
+
+        The answer to `annotate` names images that it does not bring.
+        """
         ...
 
     @property

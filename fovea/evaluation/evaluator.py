@@ -13,7 +13,7 @@ from fovea.environments.prompt_source import PromptSource
 from fovea.errors import BadRowError, ConfigError, ScoreError, UnscoredError
 from fovea.evaluation.answer import SampledAnswer, sampled_answer
 from fovea.evaluation.statistics import parts_of
-from fovea.rollout.base import Engine
+from fovea.rollout.base import Engine, HoldsImages
 from fovea.rollout.collect import Interaction, collect
 from fovea.types import Episode, Evaluation, Sampling, Task
 
@@ -183,6 +183,10 @@ class Evaluator:
             for group in groups:
                 task = group.episodes[0].task
                 found.append(answered_row(task, index_of[id(task)], group.episodes, self._image_type_key))
+            # no push ends an evaluation's chunk: images of a whole split would pile up
+            engine: object = self._engine
+            if isinstance(engine, HoldsImages):
+                engine.forget_images()
         return found
 
 

@@ -15,8 +15,6 @@ from tempfile import gettempdir, mkstemp
 
 from fovea.processes import ending
 
-CLOSE_SECONDS = 20.0
-"""Longest wait for the processes that were killed."""
 KEPT_LOGS = "FOVEA_KEPT_LOGS"
 """Environment variable with the folder of logs that outlive a child, in a process whose temporary files do not."""
 
@@ -52,9 +50,15 @@ class ChildProcess:
                 start_new_session=True,
             )
         watched = [str(os.getpid()), str(self.pid), str(grace_seconds), folder]
-        self._watcher = subprocess.Popen(
-            [sys.executable, "-I", "-S", ending.__file__, *watched], stdin=subprocess.PIPE, start_new_session=True
-        )
+        try:
+            self._watcher = subprocess.Popen(
+                [sys.executable, "-I", "-S", ending.__file__, *watched], stdin=subprocess.PIPE, start_new_session=True
+            )
+        except BaseException:
+            # nobody else would end it: the caller has no object to close
+            ending.signal_groups({self.pid}, signal.SIGKILL)
+            self.wait()
+            raise
 
     @property
     def pid(self) -> int:
@@ -99,7 +103,7 @@ class ChildProcess:
         """Kill it, all below it, and other process groups that it had, and wait until they are gone."""
         groups = self.kill(others)
         self.wait()
-        ending.wait_until_gone(groups, CLOSE_SECONDS)
+        ending.wait_until_gone(groups, ending.CLOSE_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)

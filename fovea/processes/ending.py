@@ -19,6 +19,8 @@ from typing import NamedTuple
 
 LOOK_SECONDS = 0.5
 GONE_SECONDS = 0.01
+CLOSE_SECONDS = 20.0
+"""Longest wait for the processes that were killed."""
 
 
 class Process(NamedTuple):
@@ -84,6 +86,8 @@ def end_group(group: int, grace_seconds: float) -> None:
         signal_groups(groups, signal.SIGTERM)
         wait_until_gone(groups, grace_seconds)
     signal_groups(groups, signal.SIGKILL)
+    # one that still ends could write to a folder that is deleted
+    wait_until_gone(groups, CLOSE_SECONDS)
 
 
 def watch(parent: int, group: int, grace_seconds: float, folder: str) -> None:

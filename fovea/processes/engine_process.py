@@ -18,7 +18,8 @@ from typing import Any
 
 from fovea.errors import EngineError, LostEngineError, first_line
 from fovea.processes.calls import Call, PendingCalls
-from fovea.processes.child import CLOSE_SECONDS, KEPT_LOGS, ChildProcess, LogFile, kept_logs
+from fovea.processes.child import KEPT_LOGS, ChildProcess, LogFile, kept_logs
+from fovea.processes.ending import CLOSE_SECONDS
 from fovea.processes.heartbeat import Silence
 from fovea.processes.serving import hang_up
 from fovea.utils.launch import with_this_fovea, without_torchrun
@@ -190,7 +191,9 @@ class EngineProcess:
     def _kill_if_hung(self) -> None:
         """End an engine that has something to do and has not answered for too long, whatever it waits for."""
         _, seconds = self._limit()
-        if self._silence.seconds(monotonic()) > seconds and self._pending:
+        # first: a call that begins after the silence was measured has not been waited for
+        is_busy = bool(self._pending)
+        if self._silence.seconds(monotonic()) > seconds and is_busy:
             self._is_hung = True
             self._process.kill()
 

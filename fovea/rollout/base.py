@@ -59,6 +59,15 @@ class HasProcesses(Protocol):
         ...
 
 
+@runtime_checkable
+class HoldsImages(Protocol):
+    """An engine for which images of requests are held, on both ends of the connections to its processes."""
+
+    def forget_images(self) -> None:
+        """Free them; later requests bring theirs again."""
+        ...
+
+
 def memory_for_rollout(max_batch_tokens: int | None) -> AbstractContextManager[None]:
     """Block in which an engine generates; its OutOfMemoryError names the settings of the rollout."""
     setting = "rollout.engine.max_batch_tokens"

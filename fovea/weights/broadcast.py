@@ -16,8 +16,9 @@ from torch import Tensor
 
 from fovea.train.ranks import Ranks
 from fovea.types import Shape
-from fovea.utils.checksum import bit_hash, combined, read_hashes
+from fovea.utils.checksum import bit_hash, combined
 from fovea.weights.base import SyncReport, WeightSink
+from fovea.weights.sinks import read_compared
 
 NO_PAIRS: Mapping[int, Ranks] = MappingProxyType({})
 
@@ -26,7 +27,7 @@ class Broadcast:
     """A `WeightSink` on the first rank, which passes the tensors on to the others (`ReceivedWeights`)."""
 
     has_weights = True
-    """The receivers have what was sent, and never forget it."""
+    """The receivers have what was sent; where their engines forget it, `WeightPusher` gets `always_all`."""
 
     def __init__(self, ranks: Ranks, pairs: Mapping[int, Ranks] = NO_PAIRS) -> None:
         """`pairs` are the ranks of this process and one receiver each, by the receiver's rank among all workers."""
@@ -80,8 +81,13 @@ class ReceivedWeights:
             hashes += [bit_hash(tensor) for _, tensor in bucket]
             num_bytes += sum(tensor.nbytes for _, tensor in bucket)
             self._sink.take_weights(bucket)
-        self._ranks.run_on_each(lambda: self._sink.finish_push(version))
-        (bits,) = read_hashes(hashes)
+        bits: list[int] = []
+
+        def finish() -> None:
+            bits.extend(read_compared(hashes, [self._sink]))
+            self._sink.finish_push(version)
+
+        self._ranks.run_on_each(finish)
         return SyncReport(version=version, num_tensors=len(bits), bytes_copied=num_bytes, checksum=combined(bits))
 
     def _bucket(self, header: list[Any]) -> Iterator[tuple[str, Tensor]]:

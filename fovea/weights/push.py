@@ -10,10 +10,10 @@ from torch import Tensor
 from fovea.models.outgoing import OutgoingWeight
 from fovea.train.local import Caller, call_here
 from fovea.train.torch.sharding import full
-from fovea.utils.checksum import bit_hash, combined, read_hashes
+from fovea.utils.checksum import bit_hash, combined
 from fovea.weights.base import SyncReport, WeightSink
 from fovea.weights.broadcast import Broadcast
-from fovea.weights.sinks import SharedTensors
+from fovea.weights.sinks import SharedTensors, read_compared
 
 BUCKET_BYTES = 1 << 26
 """Tensors that a sink gets in one call: enough that calls cost nothing, and little beside a layer of a large model."""
@@ -32,9 +32,11 @@ class WeightPusher:
         sinks: Sequence[WeightSink],
         *,
         dtype: torch.dtype | None = None,
+        always_all: bool = False,
         call: Caller = call_here,
     ) -> None:
-        """`dtype` is that of the engines' weights, where the policy's shards may be of another.
+        """`dtype` is that of the engines' weights, where the policy's shards may be of another. With `always_all`,
+        every push brings all weights; all ranks must agree on it, also those without a sink.
 
         `call` makes the calls of the policy, whose collectives must not mix with those of a push.
         """
@@ -42,6 +44,7 @@ class WeightPusher:
         self._sinks = sinks
         self._dtype = dtype
         self._call = call
+        self._always_all = always_all
         self._sent_all = False
 
     async def push(self, version: int) -> SyncReport:
@@ -56,7 +59,7 @@ class WeightPusher:
 
     def _push(self, version: int) -> SyncReport:
         # `_sent_all` for the ranks without a sink, which gather along
-        sends_all = not self._sent_all or not all(sink.has_weights for sink in self._sinks)
+        sends_all = self._always_all or not self._sent_all or not all(sink.has_weights for sink in self._sinks)
         sent = [weight for weight in self._weights() if weight.is_trained or sends_all]
         self._sent_all = False
         for sink in self._sinks:
@@ -68,11 +71,11 @@ class WeightPusher:
             num_bytes += sum(tensor.nbytes for _, tensor in bucket)
             for sink in self._sinks:
                 sink.take_weights(bucket)
+        bits = read_compared(hashes, self._sinks)
         for sink in self._sinks:
             sink.finish_push(version)
         self._sent_all = True
         is_copied = any(not isinstance(sink, SharedTensors) for sink in self._sinks)
-        (bits,) = read_hashes(hashes)
         return SyncReport(
             version=version,
             num_tensors=len(sent),

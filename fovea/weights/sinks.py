@@ -55,13 +55,15 @@ class NetworkCopy:
     def __init__(self, engine: NetworkEngine) -> None:
         self._engine = engine
         self._own = dict(engine.own_weights())
-        self._sent: dict[str, Tensor] = {}
-        """Hashes of the tensors of this push, as the engine holds them if they arrive."""
+        self._names: list[str] = []
+        """Names of the tensors of this push, in its order."""
+        self._converted: dict[str, Tensor] = {}
+        """Hashes of those that have another type in the engine, as it holds them if they arrive."""
         self.has_weights = False
 
     def begin_push(self, shapes: Mapping[str, Shape]) -> None:
         _check(shapes, self._own, has_all=self.has_weights)
-        self._sent = {}
+        self._names, self._converted = [], {}
 
     @torch.no_grad()
     def take_weights(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
@@ -70,19 +72,41 @@ class NetworkCopy:
             if not own.untyped_storage().nbytes():
                 own.untyped_storage().resize_(own.nbytes)  # the engine's sleep has freed it
             own.copy_(tensor)
-            self._sent[name] = bit_hash(tensor.to(own.dtype))
+            self._names.append(name)
+            if tensor.dtype != own.dtype:
+                self._converted[name] = bit_hash(tensor.to(own.dtype))
 
-    def finish_push(self, version: int) -> None:
-        # after the last tensor: one that shares memory with another would be overwritten later
-        sent, held = read_hashes(list(self._sent.values()), [bit_hash(self._own[name]) for name in self._sent])
-        differing = [name for name, one, other in zip(self._sent, sent, held, strict=True) if one != other]
+    def hashes(self) -> list[Tensor]:
+        """Hashes of the tensors of this push as the engine holds them, then of those that it holds in another type.
+
+        To be taken after the last tensor: one that shares memory with another would be overwritten later.
+        """
+        return [*(bit_hash(self._own[name]) for name in self._names), *self._converted.values()]
+
+    def compare(self, sent: Sequence[int], numbers: Sequence[int]) -> None:
+        """Compare the numbers of `hashes` with those of the tensors that were sent; EngineError where one differs."""
+        held, converted = numbers[: len(self._names)], numbers[len(self._names) :]
+        due = dict(zip(self._names, sent, strict=True)) | dict(zip(self._converted, converted, strict=True))
+        differing = [name for name, number in zip(self._names, held, strict=True) if number != due[name]]
         if differing:
             raise EngineError(
                 f"the weight {differing[0]} differs between trainer and engine after it was copied; run again, and "
                 "report this as a bug if it comes back"
             )
+
+    def finish_push(self, version: int) -> None:
+        """Let the engine use its tensors, which `read_compared` has compared."""
         self._engine.load_weights(self._own, version)
         self.has_weights = True
+
+
+def read_compared(hashes: Sequence[Tensor], sinks: Sequence[object]) -> list[int]:
+    """The numbers of the hashes of what was sent, compared with what copies hold, in one read of the device."""
+    copies = [sink for sink in sinks if isinstance(sink, NetworkCopy)]
+    sent, *found = read_hashes(hashes, *(copy.hashes() for copy in copies))
+    for copy, numbers in zip(copies, found, strict=True):
+        copy.compare(sent, numbers)
+    return sent
 
 
 def _check(shapes: Mapping[str, Shape], own: Mapping[str, Tensor], *, has_all: bool) -> None:

@@ -14,6 +14,7 @@ from fovea.cluster.remote import rules_of
 from fovea.cluster.torchrun import connect_to_driver, join
 from fovea.cluster.workers import Worker
 from fovea.config.backends import EmbeddedEngine as EmbeddedSettings
+from fovea.config.backends import VllmServersEngine
 from fovea.config.model import Model
 from fovea.config.run import Config
 from fovea.errors import ConfigError
@@ -143,7 +144,9 @@ def make_pusher(
     """Make the pushes of this process's policy, in the form that the engine of the settings takes."""
     weights = policy.outgoing if config.rollout.engine.takes_adapters else policy.outgoing_merged
     in_form = (lambda: in_layout_of_files(weights())) if has_own_weights(config) else weights
-    return WeightPusher(in_form, sinks, dtype=policy.dtype, call=call)
+    # a server that is started again has lost what earlier pushes brought
+    always_all = isinstance(config.rollout.engine, VllmServersEngine)
+    return WeightPusher(in_form, sinks, dtype=policy.dtype, always_all=always_all, call=call)
 
 
 def _engine_and_sink(

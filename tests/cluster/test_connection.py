@@ -6,7 +6,7 @@ import asyncio
 import errno
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import Pipe
 from threading import Event, Thread
 from typing import Any, cast
@@ -165,6 +165,29 @@ def test_images_of_the_steps_of_a_warm_up_do_not_pile_up(remote: Remote) -> None
             "it came with its pixels"
         )
         assert remote.handle._pending.packing.named == {}
+
+
+def test_images_of_requests_are_forgotten_but_not_while_an_answer_may_name_one(remote: Remote) -> None:
+    engine = WorkersEngine(workers(remote.handle), "test")
+    named = remote.handle._pending.packing.named
+    ids = np.zeros(1, np.int64)
+    image = PromptImage(key="a", tensors={"pixels": np.zeros(8, np.float32)}, num_tokens=1, grid=(1, 1, 1))
+    asked = replace(request("r"), prompt=Prompt(token_ids_L=ids, unexpanded_ids_U=ids, images=(image,)))
+
+    async def run() -> None:
+        await engine.generate(asked)
+        update = await remote.handle.start(Call(method="policy.update", arguments=("stuck",)))
+        engine.forget_images()
+        assert named.keys() == {"a"}
+        driver_is_gone.set()
+        await update
+        waiting = await remote.handle.start(Call(method="engine.generate", arguments=(request("s"),)))
+        engine.forget_images()
+        assert not named, "a request that runs has its images"
+        await waiting
+
+    driver_is_gone.clear()
+    wait_for(run())
 
 
 def test_a_later_turn_goes_to_the_engine_that_keeps_the_turn_before(remote: Remote) -> None:

@@ -121,13 +121,29 @@ def test_gold_answers_are_right_and_bad_rows_are_counted() -> None:
     assert source.bad_rows[3] == "row 3 is empty"
 
 
-def evaluator_of(scores: BanditEnvironment, note_unscored: Callable[[str], None] = lambda _: None) -> Evaluator:
+def evaluator_of(
+    scores: BanditEnvironment,
+    note_unscored: Callable[[str], None] = lambda _: None,
+    engine: BanditEngine | None = None,
+) -> Evaluator:
     """An evaluator of an engine that answers c to everything, scored by another environment."""
-    engine = BanditEngine()
+    engine = engine or BanditEngine()
     engine.load_weights({"table": torch.tensor([[0.0, 0.0, 9.0, 0.0]] * 4)}, 0)
     greedy = Sampling(max_new_tokens=1, temperature=0.0)
     environment, grading = BanditEnvironment(), graded(scores)
     return Evaluator(engine, environment, grading, greedy=greedy, batch_size=3, note_unscored=note_unscored)
+
+
+def test_an_engines_images_are_forgotten_after_every_chunk() -> None:
+    class Remote(BanditEngine):
+        forgotten = 0
+
+        def forget_images(self) -> None:
+            self.forgotten += 1
+
+    engine = Remote()
+    wait_for(evaluator_of(BanditEnvironment(), engine=engine).answers(source_of(BanditEnvironment().tasks("test")), 10))
+    assert engine.forgotten == 4, "10 rows by 3"
 
 
 def test_an_evaluation_and_its_answers_are_the_same_reading() -> None:

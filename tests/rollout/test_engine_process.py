@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from threading import Timer
@@ -19,7 +20,8 @@ import pytest
 
 from fovea.errors import EngineError, LostEngineError
 from fovea.processes.child import KEPT_LOGS
-from fovea.processes.engine_process import EngineProcess, Limits, NotStartedError
+from fovea.processes.engine_process import LOOK_SECONDS, EngineProcess, Limits, NotStartedError
+from fovea.processes.heartbeat import Silence
 from tests.process_groups import members
 from tests.rollout.fake_calls_host import BEGUN, LIMITS, Unreadable
 
@@ -100,7 +102,7 @@ def test_all_of_it_ends_with_a_trainer_that_is_killed(stage: str, held: bool, tm
         trainer.kill()
         trainer.wait()
         wait_until(lambda: all(map(is_gone, [engine, *below])), "processes are left, also those in separate groups")
-        assert not list(tmp_path.iterdir()), "its folder is left"
+        wait_until(lambda: not list(tmp_path.iterdir()), "its folder is left")
     finally:
         with suppress(ProcessLookupError):
             os.killpg(trainer.pid, signal.SIGKILL)
@@ -186,6 +188,22 @@ def test_silence_while_trainer_and_engine_were_stopped_says_nothing() -> None:
     assert float(seconds) > 6 + 3
     assert said.startswith("fake gave no answer for rollout.engine.timeout_seconds=4 and was ended")
     Path(said.split()[-1]).unlink()
+
+
+def test_a_call_after_a_long_time_without_any_is_not_taken_for_a_silent_one(process: EngineProcess) -> None:
+    class CalledMeanwhile(Silence):
+        """A silence before a call, which begins once the silence was measured."""
+
+        def seconds(self, now: float) -> float:
+            calls.append(process.call("echo", 3))
+            process._silence = Silence(LOOK_SECONDS, now)
+            return 2 * process.limits.timeout_seconds
+
+    calls: list[Future[int]] = []
+    process._silence = CalledMeanwhile(LOOK_SECONDS, time.monotonic())
+    wait_until(lambda: calls, "no look")
+    assert calls[0].result(SECONDS) == 3
+    assert process.call("echo", 4).result(SECONDS) == 4, "it was not ended"
 
 
 def test_variables_of_torchrun_are_not_those_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,8 +71,9 @@ def test_the_push_after_one_that_failed_brings_all_weights_again() -> None:
     assert [wait_for(push.push(version)).num_tensors for version in (2, 3)] == [2, 1]
 
 
-def test_a_weight_that_is_overwritten_on_arrival_is_named() -> None:
-    both = torch.zeros(4)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["as sent", "converted"])
+def test_a_weight_that_is_overwritten_on_arrival_is_named(dtype: torch.dtype) -> None:
+    both = torch.zeros(4, dtype=dtype)
     engine = Engine(a=both, b=both[:3])
     with pytest.raises(EngineError, match="the weight a differs between trainer and engine after it was copied"):
         wait_for(pusher(NetworkCopy(engine)).push(0))
@@ -134,12 +135,11 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         yield found
 
 
-# the hashes of copies are compared before the engine uses them
-@pytest.mark.parametrize(("sink", "times"), [(SharedTensors, 1), (NetworkCopy, 2), (Stream, 1)])
-def test_a_push_reads_the_device_once_for_all_tensors(sink: Any, times: int, reads: list[int]) -> None:
+@pytest.mark.parametrize("sink", [SharedTensors, NetworkCopy, Stream])
+def test_a_push_reads_the_device_once_for_all_tensors(sink: Any, reads: list[int]) -> None:
     weights = {f"layers.{layer}": torch.ones(3, 600, device=META, requires_grad=True) for layer in range(20)}
     engine = Engine(**{name: torch.zeros_like(weight) for name, weight in weights.items()})
     outgoing = [OutgoingWeight(name=name, parameter=weight) for name, weight in weights.items()]
     wait_for(WeightPusher(lambda: outgoing, [sink() if sink is Stream else sink(engine)]).push(1))
-    assert len(reads) == times
-    assert min(reads) >= len(weights), "a hash of every weight, at least"
+    (read,) = reads
+    assert read >= len(weights), "a hash of every weight, at least"

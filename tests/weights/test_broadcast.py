@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -16,16 +16,18 @@ from torch import Tensor
 
 from fovea.cluster.placement import Placement, Role
 from fovea.config.model import Lora, Model, TinyModel
+from fovea.config.run import Config
 from fovea.errors import FoveaError
 from fovea.models.outgoing import OutgoingWeight
 from fovea.models.trainable import choose_trainable, factored_weights, trainable_parameters
-from fovea.types import Weights
+from fovea.types import Shape, Weights
 from fovea.utils.event_loop import wait_for
 from fovea.weights import push
 from fovea.weights.base import WeightSync
 from fovea.weights.broadcast import Broadcast, ReceivedWeights
 from fovea.weights.push import WeightPusher
 from fovea.weights.sinks import NetworkCopy
+from fovea.wiring.workers import make_pusher
 from tests.policies import make_policy
 from tests.rollout.drawing import make_engine
 from tests.tiny_models import tiny
@@ -34,7 +36,30 @@ from tests.warm import run_ranks
 PATIENCE = timedelta(seconds=120)
 LORA = Model(tiny=TinyModel(), lora=Lora(rank=4))
 FROZEN_TOWER = Model(tiny=TinyModel(), freeze_vision_tower=True)
+EMBEDDED = Config.model_validate({"model": {"tiny": {}}})
+SERVERS = Config.model_validate(
+    {
+        "model": {"tiny": {}},
+        "rollout": {"engine": {"name": "vllm_servers", "servers": ["http://127.0.0.1:8000"], "weights_dir": "weights"}},
+    }
+)
 CASES = {"lora": LORA, "frozen tower": FROZEN_TOWER}
+
+
+class Forgets:
+    """Servers that may have lost what earlier pushes brought: each push must bring all weights."""
+
+    has_weights = False
+
+    def __init__(self) -> None:
+        self.names: list[list[str]] = []
+
+    def begin_push(self, shapes: Mapping[str, Shape]) -> None:
+        self.names.append(list(shapes))
+
+    def take_weights(self, bucket: Sequence[tuple[str, Tensor]]) -> None: ...
+
+    def finish_push(self, version: int) -> None: ...
 
 
 class TwoNamesOfOneTensor:
@@ -61,13 +86,13 @@ def pushes(sync: WeightSync, number: int) -> list[Any]:
         return [f"{type(error).__name__}: {error}"]
 
 
-def sent(role: Role, settings: Model) -> dict[str, Any]:
+def sent(role: Role, settings: Model, run: Config = EMBEDDED) -> dict[str, Any]:
     """Two pushes of a policy, between which training changes its weights."""
     parts = tiny("qwen3_vl")
     choose_trainable(parts.network, settings, seed=0)
     policy = make_policy(parts)
     assert role.receivers is not None
-    sync = WeightPusher(policy.outgoing, [Broadcast(role.receivers)])
+    sync = make_pusher(run, policy, [Broadcast(role.receivers)])
     reports = pushes(sync, 1)
     with torch.no_grad():
         for weight in trainable_parameters(parts.network).values():
@@ -103,6 +128,12 @@ def process(rank: int, port: int, folder: Path) -> None:
         take = ReceivedWeights(role.receivers, NetworkCopy(target))
         sync = take if rank else WeightPusher(given, [Broadcast(role.receivers)])
         found[case] = {"reports": pushes(sync, 1)}
+    servers = Forgets()
+    found["servers"] = (
+        {"reports": pushes(ReceivedWeights(role.receivers, servers), 2), "names": servers.names}
+        if rank
+        else sent(role, FROZEN_TOWER, SERVERS)
+    )
     torch.save(found, folder / str(rank))
     dist.destroy_process_group()
 
@@ -127,6 +158,15 @@ def test_after_the_first_push_only_what_training_changes_travels(
     assert engine["reports"] == learner["reports"], "bytes, tensors and checksums of both ends"
     assert engine["weights"].keys() == learner["weights"].keys()
     assert all(torch.equal(engine["weights"][name], weight) for name, weight in learner["weights"].items())
+
+
+def test_servers_get_all_weights_with_each_push(ends: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    learner, engine = (end["servers"] for end in ends)
+    every = sum(weight.nbytes for weight in learner["weights"].values())
+    assert [report["bytes_copied"] for report in engine["reports"]] == [every, every]
+    assert engine["reports"] == learner["reports"]
+    first, second = engine["names"]
+    assert first == second
 
 
 def test_an_engine_that_holds_something_else_than_was_sent_is_an_error(

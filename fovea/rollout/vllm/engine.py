@@ -157,15 +157,19 @@ class VllmEngine:
         base = shapes
         if self._adapter is not None:
             base = {name: shape for name, shape in shapes.items() if not is_adapter(name)}
-            # first: it refuses matrices before anything is changed
+        # with an adapter, base weights come once
+        brings_base = bool(base) or not self._weights.are_complete
+        if brings_base:
+            self._weights.check(base)
+        if self._adapter is not None:
+            # it refuses matrices before anything is changed, too
             self._adapter.begin({name: shape for name, shape in shapes.items() if is_adapter(name)})
         with workers_of(self.llm):
             if self._readiness.asleep and self._frees_memory and self._readiness.version is None:
                 self.llm.wake_up(["weights"])
-            # with an adapter, base weights come once
-            if base or not self._weights.are_complete:
-                self._weights.begin(base)
-        self._pushes_base = bool(base)
+            if brings_base:
+                self._weights.begin()
+        self._pushes_base = brings_base
         self._readiness.lose_weights(BROKEN_PUSH)
 
     def take_weights(self, bucket: Sequence[tuple[str, Tensor]]) -> None:

@@ -103,12 +103,15 @@ class VllmWeights:
         self._sent: dict[str, int] = {}
         """Hashes of all values that were sent and not replaced, by vLLM's names."""
 
-    def begin(self, shapes: Mapping[str, Shape]) -> None:
-        """Prepare for weights of these shapes, under the names of the checkpoint.
+    def check(self, shapes: Mapping[str, Shape]) -> None:
+        """Raise EngineError unless these, by the names of the checkpoint, are all weights.
 
-        EngineError, and nothing changed, unless they are all weights, or after a push of all those of whole layers.
+        After a push of all they may be those of whole layers.
         """
         self._expected.check(shapes, has_all=self.are_complete)
+
+    def begin(self) -> None:
+        """Prepare for weights that were checked."""
         self.are_complete, self._sending = False, {}
         self._llm.collective_rpc("begin_push")
 

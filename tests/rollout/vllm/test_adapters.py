@@ -49,4 +49,8 @@ def test_an_adapter_that_is_pushed_alone_draws_as_transformers_with_it(family: s
         half = {name: tuple(w.shape) for name, w in trainable_parameters(network).items() if ".lora_A" in name}
         with pytest.raises(EngineError, match="layers have one of them, first model"):
             engine.begin_push(half)
+        whole = {name: tuple(weight.shape) for name, weight in trainable_parameters(network).items()}
+        with pytest.raises(EngineError, match="that were sent vLLM does not have"):
+            engine.begin_push(whole | {"model.language_model.layers.0.other.weight": (1,)})
+        assert engine.has_weights, "nothing was changed"
         assert served.largest_difference(requests[0], served.generate(requests[0])[0]) < TOLERANCE
