@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import tempfile
 import time
@@ -22,7 +23,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
-import psutil
 from rich.table import Table
 
 from benchmarks.plan_check import COMMON, MID, RECIPES, REWARD
@@ -120,14 +120,15 @@ def _figures(run: Path, seen: Seen) -> Figures:
 
 
 def _held_bytes(pid: int) -> int:
-    held = 0
+    """Memory (PSS) of a process and of all below it; 0 for one that has ended meanwhile."""
+    folder = Path(f"/proc/{pid}")
     try:
-        parent = psutil.Process(pid)
-        for each in (parent, *parent.children(recursive=True)):
-            held += each.memory_full_info().pss
-    except psutil.Error:  # one has ended meanwhile
-        pass
-    return held
+        sizes = (folder / "smaps_rollup").read_text()
+        children = " ".join(file.read_text() for file in folder.glob("task/*/children")).split()
+    except OSError:
+        return 0
+    pss = re.search(r"^Pss: +(\d+) kB", sizes, re.MULTILINE)
+    return (int(pss[1]) * 1024 if pss else 0) + sum(_held_bytes(int(child)) for child in children)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -356,6 +356,27 @@ def test_a_package_that_was_imported_takes_no_name_of_ours(site: Path) -> None:
     assert not [setting for setting in describe("algorithm.loss") if setting.key == "algorithm.loss.extra"]
 
 
+ATLAS = """
+from typing import Literal
+from fovea.config.splits import EnvironmentSettings
+
+class Part(EnvironmentSettings):
+    name: Literal["atlas"] = "atlas"
+    dev_seed: int = 7
+    lat_key: str = "y"
+    levels: dict[str, int] = {}
+
+    def make_environment(self) -> None: ...
+"""
+
+
+def test_a_part_may_name_a_setting_as_an_earlier_version_did(site: Path) -> None:
+    other(site, "fovea.environments", "atlas", ATLAS)
+    words = ["environment.dev_seed=0", "environment=atlas", "environment.lat_key=lat", "environment.levels={easy: 1}"]
+    environment = load_config([ROOT / "recipes/shapes.yaml"], words).environment
+    assert environment.model_dump() == {"name": "atlas", "dev_seed": 0, "lat_key": "lat", "levels": {"easy": 1}}
+
+
 def test_a_name_of_two_packages_is_refused(plus: Path) -> None:
     other(plus, "fovea.losses", "gmpo", "Part = 1\n")
     assert re.search(r"fovea\.losses: (\S+ and \S+) both register gmpo; uninstall one", refusal())

@@ -20,7 +20,7 @@ from fovea.errors import ScoreError
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.metrics.names import undefined
-from fovea.report.samples import read_samples
+from fovea.report.samples import read_step, sample_steps
 from fovea.types import Score, Turn
 from fovea.wiring.run import build
 from tests.data.web import served
@@ -155,7 +155,7 @@ def test_a_reward_that_fails_is_counted_and_listed() -> None:
         for x in listed
     )
     assert all(row["reward/image_1/seen"] == 0.5 for row in rows)
-    records = [record for step in read_samples(Path("run")).values() for record in step]
+    records = [record for step in sample_steps(Path("run")) for record in read_step(Path("run"), step)]
     answers = [answer for record in records for answer in record.answers]
     assert answers
     assert all(answer.score.image_parts == ({"seen": 0.5},) for answer in answers)

@@ -12,7 +12,6 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from fovea.cluster.placement import Placement
 from fovea.config.backends import StreamedEngine
 from fovea.config.model import Model
 from fovea.config.run import Config
@@ -139,17 +138,27 @@ def _check_packages(config: Config) -> None:
         importlib.import_module("fovea.rollout." + engine.extra)
 
 
-def _check_placement(config: Config) -> Placement:
-    """The placement of the run's workers; ConfigError where train and rollout settings cannot divide them."""
-    return placement_of(config, config.cluster.num_ray_workers or num_processes())
+def _num_workers(config: Config) -> int | None:
+    """The number of processes of the run; None where torchrun, which has not started this one, may start several."""
+    num_started = num_processes()
+    return config.cluster.num_ray_workers or (num_started if num_started > 1 else None)
+
+
+def _check_placement(config: Config) -> None:
+    """ConfigError where train and rollout settings cannot divide the run's workers, as far as their number is known."""
+    if (num_workers := _num_workers(config)) is not None:
+        placement_of(config, num_workers)
 
 
 def _cluster(config: Config) -> list[str]:
-    """The GPUs of a Ray cluster by their use, and what only its machines can tell; nothing without Ray."""
-    if not config.cluster.num_ray_workers:
-        return []
-    placement, cluster = _check_placement(config), config.cluster
-    num_gpus = cluster.num_ray_workers
+    """The GPUs of a Ray cluster by their use, and what only its machines can tell."""
+    cluster, num_gpus = config.cluster, config.cluster.num_ray_workers
+    if not num_gpus:
+        with_one: list[FoveaError] = []
+        with _noted(with_one):
+            placement_of(config, num_processes())
+        return [f"not checked: the number of processes; with one, {error}" for error in with_one]
+    placement = placement_of(config, num_gpus)
     return [
         f"cluster: {cluster.num_nodes} x {cluster.gpus_per_node} GPUs, of which {placement.num_learners} train and "
         f"{len(placement.engines(range(num_gpus)))} generate (cluster.placement={cluster.placement}); its start checks "

@@ -153,13 +153,15 @@ def _rows_without_a_reward(config: Config) -> Iterator[str]:
 
 def _second_opinion_without_a_rule(config: Config) -> Iterator[str]:
     """A second opinion where no rule can be overruled."""
-    if config.second_opinion is not None and isinstance(config.environment, MixtureEnvironment):
+    if config.second_opinion is None:
+        return
+    ruled = isinstance(config.environment, VqaEnvironment | Geo3kEnvironment) and config.reward is None
+    if isinstance(config.environment, MixtureEnvironment):
         yield (
             "second_opinion overrules the rule of one environment, vqa or geo3k, and environment.name=mixture has "
             "several; set second_opinion=null, or use model_reward"
         )
-    ruled = isinstance(config.environment, VqaEnvironment | Geo3kEnvironment) and config.reward is None
-    if config.second_opinion is not None and not ruled:
+    elif not ruled:
         yield (
             "second_opinion overrules the rule of environment.name=vqa or geo3k, and this run has none of these "
             "graders; set second_opinion=null, or use model_reward"
@@ -223,6 +225,9 @@ def _megatron(train: Train, model: Model, algorithm: Algorithm, cluster: Cluster
 
 def _reward_list(reward: Rewards, weights: Sequence[float] | None) -> Iterator[str]:
     """A list of rewards whose weights or names do not fit."""
+    if reward == ():
+        yield "reward=[] names no function; name one or more, or leave reward out"
+        return
     specs = reward_tuple(reward)
     if weights is not None and (isinstance(reward, str) or len(weights) != len(specs)):
         given = f"reward={reward} is one function" if isinstance(reward, str) else f"reward has {len(specs)} functions"
@@ -233,8 +238,6 @@ def _reward_list(reward: Rewards, weights: Sequence[float] | None) -> Iterator[s
     if reward is None or isinstance(reward, str):
         return
     names = [part_name(spec) for spec in reward]
-    if not names:
-        yield "reward=[] names no function; name one or more, or leave reward out"
     if OVERLONG in names:
         yield (
             f"reward={list(reward)}: the metric reward/{OVERLONG} is the penalty of algorithm.{OVERLONG}; rename the "

@@ -12,7 +12,20 @@ from typing import Any, NamedTuple
 
 from pydantic.fields import FieldInfo
 
-from fovea.config.base import MAY_CHANGE, NAME, Section, is_union, names_of, sections_of, variant_of, variants_of
+from fovea.config.base import (
+    MAY_CHANGE,
+    NAME,
+    Section,
+    Tree,
+    default_name,
+    is_union,
+    leaves,
+    long_forms,
+    names_of,
+    sections_of,
+    variant_of,
+    variants_of,
+)
 from fovea.config.elsewhere import hint_for, hint_for_first_name, hint_for_last_name, hint_for_section
 from fovea.config.recipes import CLOSE_ENOUGH, read_yaml
 from fovea.config.run import Config
@@ -114,11 +127,48 @@ def _with_near_keys(key: str, known: Sequence[str]) -> str:
     return f"{key}: no such setting; did you mean {' or '.join(near[:3])}?"
 
 
-def is_settled(key: str, value: object) -> bool:
+def without_settled(layer: Tree, merged: Tree, path: str = "") -> Tree:
+    """The settings of a layer less those of earlier versions that hold without being set: so older runs can be read.
+
+    `merged`: this layer over the earlier ones, which says what sections there are.
+    """
+    left = {name: value for name, value in layer.items() if not _is_settled(f"{path}{name}", value, merged)}
+    sections = {name: value for name, value in left.items() if isinstance(value, dict)}
+    inner = {name: without_settled(value, merged, f"{path}{name}.") for name, value in sections.items()}
+    return {name: inner.get(name, value) for name, value in left.items() if inner.get(name, value) or not value}
+
+
+def _is_settled(key: str, value: object, merged: Tree) -> bool:
     """True for a setting of an earlier version with the value that now holds without it."""
-    fixed = _old_keys()["fixed"]
-    _, key = listed(key)
-    return key in fixed and fixed[key] == value
+    old, (part, inner) = _old_keys(), listed(key)
+    if inner not in old["fixed"] or old["fixed"][inner] != value or _has_field(merged, key):
+        return False
+    now, outer = leaves(merged), f"{part}." if part else ""
+    return all(now.get(outer + other, wanted) == wanted for other, wanted in old["while"].get(inner, {}).items())
+
+
+def old_settings(layer: Tree, merged: Tree) -> list[str]:
+    """Advice for each setting of an earlier version in a layer that the sections chosen in `merged` do not have."""
+    advice = {key: moved_key(key) for key in leaves(layer)}
+    return [text for key, text in advice.items() if text is not None and not _has_field(merged, key)]
+
+
+def _has_field(tree: Tree, key: str) -> bool:
+    """True if the sections that a tree chooses have a setting of this dotted key."""
+    section: type[Section] = Config
+    *outer, last = key.split(".")
+    for name in outer:
+        field = section.field_of(name)
+        if field is None or not sections_of(field):
+            return field is not None
+        value = long_forms(section, {name: tree.get(name)}).get(name)
+        tree = value if isinstance(value, dict) else {}
+        name_here = tree.get(NAME, default_name(field))
+        chosen = variant_of(field, name_here) if is_union(field) else sections_of(field)[0]
+        if chosen is None:
+            return False
+        section = chosen
+    return section.field_of(last) is not None
 
 
 def moved_key(key: str) -> str | None:

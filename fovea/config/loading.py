@@ -31,6 +31,7 @@ from fovea.config.base import (
     is_union,
     leaves,
     long_forms,
+    over,
     packages_of,
     sections_of,
     variant_of,
@@ -41,12 +42,12 @@ from fovea.config.describe import (
     full_key,
     has_setting,
     is_at_or_below,
-    is_settled,
     listed,
-    moved_key,
+    old_settings,
     settings,
     unknown_key,
     unknown_name,
+    without_settled,
 )
 from fovea.config.elsewhere import hint_for, hint_for_last_name
 from fovea.config.recipes import Override, read_override, read_recipe, write_yaml
@@ -172,10 +173,10 @@ class _Layers:
         self.layers: list[tuple[str, Tree]] = []
 
     def add(self, layer: Tree, source: str) -> None:
-        layer = _without_settled(layer)
+        merged = over(self.values, layer)
+        layer = without_settled(layer, merged)
         self.layers.append((source, layer))
-        moved = [text for key in leaves(layer) if (text := moved_key(key)) is not None]
-        if moved:
+        if moved := old_settings(layer, merged):
             more = f"; and {len(moved) - MOVED_AT_ONCE} more" if len(moved) > MOVED_AT_ONCE else ""
             raise ConfigError(f"{source}: {'; '.join(moved[:MOVED_AT_ONCE])}{more}")
         try:
@@ -260,13 +261,6 @@ class _Layers:
         if found or not key:
             return found if is_section else found[-1:]
         return self._sources_at(key.rpartition(".")[0])
-
-
-def _without_settled(tree: Tree, path: str = "") -> Tree:
-    """The settings less those of earlier versions that hold without being set: so older runs can be read."""
-    left = {name: value for name, value in tree.items() if not is_settled(f"{path}{name}", value)}
-    inner = {name: _without_settled(value, f"{path}{name}.") for name, value in left.items() if isinstance(value, dict)}
-    return {name: inner.get(name, value) for name, value in left.items() if inner.get(name, value) or not value}
 
 
 def _merge(into: Tree, layer: Tree, section: type[Section], path: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,12 +63,6 @@ def sample_steps(run_dir: Path) -> list[int]:
     """Steps with sample records, in ascending order."""
     names = (path.stem.removeprefix("step-") for path in samples_folder(run_dir).glob("step-*.jsonl"))
     return sorted(int(name) for name in names if _STEP.fullmatch(name))
-
-
-def read_samples(run_dir: Path, steps: Collection[int] | None = None) -> dict[int, tuple[SampleRecord, ...]]:
-    """Sample records by step, in ascending order; of all steps unless `steps` is given."""
-    chosen = sample_steps(run_dir) if steps is None else sorted(steps)
-    return {step: read_step(run_dir, step) for step in chosen}
 
 
 def read_step(run_dir: Path, step: int) -> tuple[SampleRecord, ...]:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from fovea.config.base import Tree, leaves
-from fovea.config.describe import describe, moved_key
+from fovea.config.describe import describe, old_settings, without_settled
 from fovea.config.loading import config_of, dump_config, package_parts
 from fovea.config.recipes import read_yaml
 from fovea.config.rewards import FROM_PYTHON
@@ -117,14 +117,13 @@ def _check_same(saved: Path, config: Config) -> None:
         tree = None
     if not isinstance(tree, dict):
         raise ConfigError(f"{saved} cannot be read, so its run cannot be resumed; set another run_dir")
-    moved = [text for key in leaves(tree) if (text := moved_key(key)) is not None]
-    if moved:
-        raise ConfigError(
-            f"{saved} is of an earlier version ({moved[0]}), so its run cannot be resumed; set another run_dir"
-        )
     # it may change, and its tracker may be of another package, which loading would import
     tree.pop("log", None)
     _check_packages(saved, tree, config)
+    if moved := old_settings(without_settled(tree, tree), tree):
+        raise ConfigError(
+            f"{saved} is of an earlier version ({moved[0]}), so its run cannot be resumed; set another run_dir"
+        )
     # an earlier version wrote secrets, and what has been added since is as by default
     began = config_of(tree_without_secrets(tree), str(saved))
     before = _fixed_settings(read_yaml(dump_config(began), str(saved)))

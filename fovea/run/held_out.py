@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 from fovea.data.pixel_hashes import pixel_hashes
-from fovea.errors import TrainError
+from fovea.errors import BadRowError, DataError, TrainError
 from fovea.evaluation.controls import (
     SharedImages,
     find_shared_images,
@@ -50,20 +51,34 @@ Split: TypeAlias = Literal["dev", "test"]
 async def _evaluate(run: Run, split: Split, when: str, step: int, size: int | None) -> Evaluation:
     source = run.sources.dev if split == "dev" else run.sources.test
 
+    pictured: dict[str, Task] = {}
+
     def keep(rows: Sequence[AnsweredRow]) -> None:
         write_answers(run.folder, f"{split}-{when}", rows)
-        _keep_pictures(run, split, {row.id: source.tasks[row.index] for row in rows[:MAX_PICTURED]})
+        pictured.update((row.id, source.tasks[row.index]) for row in rows[:MAX_PICTURED])
 
     evaluation = await run.evaluator.evaluate(source, size, keep)
+    await asyncio.to_thread(_keep_pictures, run, split, pictured)
     run.callbacks.evaluated(EvalRecord(step=step, split=split, when=when, evaluation=evaluation, folder=run.folder))
     return evaluation
 
 
 def _keep_pictures(run: Run, split: Split, tasks: Mapping[str, Task]) -> None:
     """Store small pictures of the rows for the page, unless an evaluation before this one has."""
-    if any(task.images for task in tasks.values()) and not tasks.keys() <= read_pictures(run.folder, split).keys():
-        pictures = {row: thumbnails(map(run.open_image, task.images)) for row, task in tasks.items()}
-        write_pictures(run.folder, split, pictures)
+    try:
+        stored = set(read_pictures(run.folder, split))
+    except DataError:  # of a damaged file, which is written anew
+        stored = set()
+    if any(task.images for task in tasks.values()) and not tasks.keys() <= stored:
+        write_pictures(run.folder, split, {row: _pictures(run, task) for row, task in tasks.items()})
+
+
+def _pictures(run: Run, task: Task) -> list[bytes]:
+    """The pictures of a row; none where an image cannot be opened again."""
+    try:
+        return thumbnails(map(run.open_image, task.images))
+    except BadRowError:
+        return []
 
 
 async def sample_dev(run: Run) -> Metrics:

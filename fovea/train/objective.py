@@ -119,7 +119,7 @@ def precomputed_loss_gradients(micro: MicroBatch, algorithm: Algorithm, scale: f
 
 
 def _rounding(micro: MicroBatch, scale: float) -> Tensor | float:
-    """LossGradients of equal completions are one sum, in which advantages may cancel."""
+    """Derivatives of equal completions are one sum, in which advantages may cancel."""
     assert micro.advantages_A is not None, "a policy loss needs advantages (`advantages.with_advantages`)"
     weighed_A = micro.weights_A * micro.advantages_A
     # a rank without a separate group runs a micro-batch of no actions

@@ -38,7 +38,7 @@ class Schedule:
         return [groups[a:b] for a, b in pairwise(bounds) if b > a]
 
     def passes(self, batch: Batch) -> list[Sequence[SampleGroup]]:
-        """Groups that are dealt together, of all passes of the update."""
+        """Groups that are assigned to ranks together, of all passes of the update."""
         # epochs of a single minibatch are alike
         epochs = self.algorithm.ppo_epochs if self.algorithm.minibatches > 1 else 1
         trained = [groups for epoch in range(epochs) for groups in self.minibatches(epoch, batch.groups)]

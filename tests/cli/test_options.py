@@ -362,6 +362,19 @@ def test_a_dry_run_checks_the_sizes_of_a_cluster(words: list[str], message: str)
     assert message in fovea("train", *own, "--dry-run").stderr
 
 
+def test_a_dry_run_outside_torchrun_leaves_the_number_of_processes_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [str(ROOT / "recipes" / "shapes.yaml"), *SMALL, "--dry-run"]
+    apart = [*words, "cluster.placement=disaggregated", "cluster.rollout_gpus=1"]
+    result = fovea("train", *apart)
+    assert result.exit_code == 0, result.output
+    assert "not checked: the number of processes; with one, cluster.rollout_gpus=1 only generate" in result.stdout
+    assert "not checked" not in fovea("train", *words).stdout
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "not checked" not in fovea("train", *apart).stdout
+    refused = fovea("train", *apart, "cluster.rollout_gpus=2")
+    assert "cluster.rollout_gpus=2 only generate, and there are 2 processes" in refused.stderr
+
+
 def test_a_dry_run_names_an_interpreter_that_is_not_there() -> None:
     words = [str(ROOT / "recipes" / "shapes.yaml"), *SMALL, "rollout.engine.name=vllm", "--dry-run"]
     result = fovea("train", *words, "rollout.engine.python=nowhere/bin/python")

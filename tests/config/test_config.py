@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 from pydantic import ValidationError
 
@@ -134,3 +137,22 @@ def test_inexact_decoding_needs_its_correction() -> None:
     with pytest.raises(ValidationError, match=r"set algorithm.importance_sampling_fix=true, or"):
         Config.model_validate(settings)
     Config.model_validate(settings | {"algorithm": {"importance_sampling_fix": True}})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {
+                "environment": {"name": "mixture", "parts": {"a": {"environment": {"name": "shapes"}}}},
+                "second_opinion": {"judge": {"url": "http://x/v1", "model": "m"}},
+            },
+            "second_opinion overrules the rule of one environment",
+        ),
+        ({"reward": [], "reward_weights": [1.0]}, "reward=[] names no function"),
+    ],
+)
+def test_a_complaint_that_follows_from_another_is_left_out(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=re.escape(message)) as caught:
+        Config.model_validate({"model": {"tiny": {}}, **settings})
+    assert "; also: " not in str(caught.value)

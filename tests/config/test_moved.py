@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import get_args, get_origin
 
@@ -73,6 +74,29 @@ def test_a_moved_key_says_where_it_is(override: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config([RECIPE], [override])
     assert str(caught.value) == f"command line: {message}"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("parity.max_abs_logprob_diff=0.2", "parity.max_k3=0.02"), "parity.max_k3 is no longer set: it follows from "),
+        (("log={samples_groups: 2, tracker_images: 4}",), "log.tracker_images is no longer set: a tracker gets "),
+        (
+            ("environment=geospot", "environment.columns.lat=latitude", "environment.lat_key=lat"),
+            "environment.lat_key is now environment.columns.lat",
+        ),
+        (
+            (
+                "environment={name: mixture, parts: {a: {environment: {name: geospot}}}}",
+                "environment.parts.a.environment={columns: {lat: y}, lat_key: lat}",
+            ),
+            "environment.parts.a: environment.lat_key is now environment.columns.lat",
+        ),
+    ],
+)
+def test_a_constant_that_another_setting_changes_may_not_stay(words: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^command line: {re.escape(message)}"):
+        load_config([RECIPE], words)
 
 
 def test_an_old_recipe_is_told_of_several_at_once(tmp_path: Path) -> None:

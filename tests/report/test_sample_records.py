@@ -20,7 +20,7 @@ from fovea.report.records import (
     TokenTrace,
     summary_of,
 )
-from fovea.report.samples import drop_samples, index_line, read_samples, read_step, sample_steps, write_samples
+from fovea.report.samples import drop_samples, index_line, read_step, sample_steps, write_samples
 from fovea.types import Mark
 
 FIRST, SECOND = "0123456789abcdef", "fedcba9876543210"
@@ -73,13 +73,11 @@ def test_records_read_back_as_written(tmp_path: Path) -> None:
     write_samples(tmp_path, 1200, late)
     write_samples(tmp_path, 50, early)
     assert sample_steps(tmp_path) == [50, 1200]
-    assert read_samples(tmp_path) == {50: early, 1200: late}
-    assert list(read_samples(tmp_path)) == [50, 1200]
-    assert read_samples(tmp_path, [1200]) == {1200: late}
+    assert (read_step(tmp_path, 50), read_step(tmp_path, 1200)) == (early, late)
 
 
 def test_a_young_run_has_none(tmp_path: Path) -> None:
-    assert read_samples(tmp_path) == {}
+    assert sample_steps(tmp_path) == []
 
 
 def test_an_image_is_kept_once(tmp_path: Path) -> None:
@@ -94,7 +92,7 @@ def test_an_image_is_kept_once(tmp_path: Path) -> None:
 def test_a_step_written_again_replaces_the_old(tmp_path: Path) -> None:
     write_samples(tmp_path, 50, [record("old"), record("older")])
     write_samples(tmp_path, 50, [record("new")])
-    assert read_samples(tmp_path) == {50: (record("new"),)}
+    assert read_step(tmp_path, 50) == (record("new"),)
 
 
 @pytest.mark.parametrize("text", ["line\nbreak", "u\u2028v\u0085w", "\ud800 half a pair", "数 \x00 😀", '"}\n{"'])
@@ -104,7 +102,7 @@ def test_any_text_reads_back(tmp_path: Path, text: str) -> None:
     )
     odd = record(text, truth=text, kind=text, id=text, answers=(answer,))
     write_samples(tmp_path, 1, [odd, record()])
-    assert read_samples(tmp_path)[1] == (odd, record())
+    assert read_step(tmp_path, 1) == (odd, record())
 
 
 def test_a_reward_that_is_not_finite_is_still_valid_json(tmp_path: Path) -> None:
@@ -115,7 +113,7 @@ def test_a_reward_that_is_not_finite_is_still_valid_json(tmp_path: Path) -> None
         pytest.fail(f"{constant} is not a JSON")
 
     json.loads((tmp_path / "samples" / "step-000001.jsonl").read_text(), parse_constant=refuse)
-    (back,) = read_samples(tmp_path)[1][0].answers
+    (back,) = read_step(tmp_path, 1)[0].answers
     assert math.isnan(back.score.reward)
     assert math.isnan(back.score.parts["match"])
 
@@ -137,7 +135,7 @@ def test_an_image_name_cannot_lead_out_of_the_run_folder(tmp_path: Path) -> None
     path = tmp_path / "samples" / "step-000001.jsonl"
     path.write_text(path.read_text().replace(FIRST, "../../secret"))
     with pytest.raises(DataError, match=r"step-000001\.jsonl holds no sample records \(.*'\.\./\.\./secret'"):
-        read_samples(tmp_path)
+        read_step(tmp_path, 1)
 
 
 def test_per_token_values_of_another_length_are_refused(tmp_path: Path) -> None:
@@ -194,4 +192,4 @@ def test_a_foreign_file_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "samples").mkdir()
     (tmp_path / "samples" / "step-000001.jsonl").write_text(content)
     with pytest.raises(DataError, match=r"step-000001\.jsonl holds no sample records"):
-        read_samples(tmp_path)
+        read_step(tmp_path, 1)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fovea.config.describe import describe
+from fovea.config.describe import OLD_KEYS, describe
+from fovea.config.recipes import read_yaml, write_yaml
 from fovea.config.run import Config
 from fovea.errors import ConfigError, DataError, MicrobatchMemoryError, ScoreError, TrainError
 from fovea.run.folder import open_run_folder
@@ -238,6 +239,21 @@ def test_a_run_of_an_earlier_version_is_told_what_has_moved(tmp_path: Path) -> N
     written.write_text(written.read_text().replace("rollout:\n", "rollout:\n  max_batch_tokens: 65536\n"))
     with pytest.raises(ConfigError, match=r"earlier version \(rollout\.max_batch_tokens is now rollout\.engine\.max_"):
         start(tmp_path, config(resume="auto"))
+
+
+def test_a_run_with_settings_that_are_constants_now_is_resumed(tmp_path: Path) -> None:
+    holds_a_run(tmp_path)
+    written = tmp_path / "config.yaml"
+    tree = read_yaml(written.read_bytes(), str(written))
+    for key, value in read_yaml(OLD_KEYS.read_bytes(), str(OLD_KEYS))["fixed"].items():
+        *sections, last = key.split(".")
+        inner = tree
+        for name in sections:
+            inner[name] = inner = inner.get(name) or {}
+        inner[last] = value
+    written.write_text(write_yaml(tree))
+    start(tmp_path, config(resume="auto"))
+    assert "dev_seed" not in written.read_text()
 
 
 def test_a_setting_that_was_added_since_is_as_by_default(tmp_path: Path) -> None:

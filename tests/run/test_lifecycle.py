@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL.Image import Image
 
 from fovea.config.sections import Warmup
 from fovea.data.order import Order
 from fovea.environments.prompt_source import PromptSource
+from fovea.errors import BadRowError
 from fovea.loop import train
+from fovea.report.held_out import read_pictures
 from fovea.run.context import Run
 from fovea.run.held_out import read_dev, sample_dev
 from fovea.run.lifecycle import begin, finish, save_checkpoint
 from fovea.run.rollout_step import evaluation_sampling, record_unscored_answer, rollout_sampling
 from fovea.run.state import TrainState
 from fovea.run.warmup import WarmupStage
-from fovea.types import Batch, Evaluation, Metrics
+from fovea.types import Batch, Evaluation, ImageRef, Metrics
 from fovea.utils.event_loop import wait_for
 from tests.fakes import ANSWERS, BanditPolicy, bandit_run
 from tests.wiring.small import run_of
@@ -78,6 +82,31 @@ def test_dev_readings_are_of_dev_rows(tmp_path: Path) -> None:
     run.evaluator.evaluate = evaluate  # type: ignore[method-assign]
     wait_for(read_dev(run, "now", 0))
     assert read == [run.sources.dev]
+
+
+@pytest.mark.parametrize("stored", ["", "no json"])
+def test_pictures_of_held_out_rows_never_end_a_run(stored: str, tmp_path: Path) -> None:
+    """One image cannot be opened again, and an earlier file may be damaged."""
+    run = run_of(tmp_path)
+    wait_for(run.weight_sync.push(0))
+    threads = set[int]()
+
+    def open_image(reference: ImageRef) -> Image:
+        if not threads:
+            threads.add(threading.get_ident())
+            raise BadRowError("gone", "image_missing")
+        return run_open(reference)
+
+    run_open = run.open_image
+    replace_in(run, "open_image", open_image)
+    if stored:
+        (tmp_path / "answers").mkdir()
+        (tmp_path / "answers" / "pictures-dev.json").write_text(stored)
+    wait_for(read_dev(run, "now", 0))
+    pictures = read_pictures(tmp_path, "dev")
+    assert [row for row, names in pictures.items() if not names] == [run.sources.dev.tasks[0].id]
+    assert len(pictures) > 1
+    assert threading.get_ident() not in threads, "the event loop waits for nothing"
 
 
 def test_sampled_dev_answers_are_drawn_as_the_settings_say(tmp_path: Path) -> None:

@@ -137,14 +137,14 @@ def _image_bytes(config: Config, sizes: ModelSizes, work: Workload, roles: Roles
 
 
 def _share_of_learner(config: Config, sizes: ModelSizes, roles: Roles) -> Fraction:
-    """Share of a step's images in the rows of one learner, where each deal of groups to learners is like a draw."""
+    """Share of a step's images in the rows of one learner, where each assignment of groups is like a draw."""
     algorithm, needs = config.algorithm, _needs(config)
     scores = needs.old_logprobs or needs.reference_logprobs or needs.values
     # with one minibatch all passes have the rows of the first
-    deals = algorithm.ppo_epochs + scores if algorithm.minibatches > 1 else 1
+    assignments = algorithm.ppo_epochs + scores if algorithm.minibatches > 1 else 1
     # a reference beside a trained tower has other costs: its own encodes nothing that it has cached
-    deals += config.copies_reference and sizes.trains_vision
-    return 1 - (1 - Fraction(1, roles.shares)) ** deals
+    assignments += config.copies_reference and sizes.trains_vision
+    return 1 - (1 - Fraction(1, roles.shares)) ** assignments
 
 
 def _token_bytes(config: Config, work: Workload, roles: Roles) -> int:

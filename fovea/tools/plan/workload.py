@@ -33,7 +33,7 @@ class Roles:
     apart: bool
     """True if the GPUs that train generate nothing."""
     shares: int
-    """Parts that micro-batches are dealt in: GPUs that train, or under Megatron groups of them with a whole model."""
+    """Parts that micro-batches are divided into: GPUs that train, or groups of them with a whole model (Megatron)."""
     stages: int = 1
     """Pipeline stages that the layers are divided into."""
     stage: int = 0
