@@ -24,7 +24,12 @@ def _parts(plan: RunPlan, advice: Sequence[Advice]) -> Iterator[RenderableType]:
     count = f"{machine.gpus} x {machine.gpu.name}"
     images = "image" if lengths.images == 1 else "images"
     yield Text(f"{plan.model} on {count}")
-    yield Text(f"{_millions(plan.parameters)} parameters, {_millions(plan.trainable)} of them trained")
+    at_most = "" if plan.vocabulary_limit is None else "at most "
+    yield Text(f"{at_most}{_millions(plan.parameters)} parameters, {_millions(plan.trainable)} of them trained")
+    if plan.vocabulary_limit is not None:
+        yield Text(
+            f"the vocabulary, made from the training rows, may have fewer than {plan.vocabulary_limit:,} entries"
+        )
     yield Text(
         f"assumed: prompts of {lengths.prompt_tokens:,} tokens with {lengths.images} {images} of "
         f"{lengths.image_tokens:,}, completions of {lengths.completion_tokens:,}"
