@@ -16,13 +16,12 @@ from __future__ import annotations
 import copy
 import difflib
 import json
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
 
 from fovea.config.base import (
     NAME,
@@ -234,13 +233,13 @@ class _Layers:
 
     def _explain(self, error: ValidationError) -> str:
         """Every setting that does not fit, once each: pydantic has an error for each type that a value may be of."""
-        found: dict[str, ErrorDetails] = {}
+        found: dict[str, Mapping[str, Any]] = {}
         for details in error.errors(include_url=False):
             key, _ = _locate(self.values, details["loc"], is_missing=details["type"] == "missing")
-            found.setdefault(key, details)
+            found.setdefault(key, dict(details))
         return _all_of([self._explain_one(details) for details in found.values()])
 
-    def _explain_one(self, details: ErrorDetails) -> str:
+    def _explain_one(self, details: Mapping[str, Any]) -> str:
         is_missing = details["type"] == "missing"
         key, value = _locate(self.values, details["loc"], is_missing=is_missing)
         is_missing = is_missing and value is None
