@@ -24,7 +24,7 @@ from fovea.cli.tools import app as workflow_app
 from fovea.cli.tools import import_config, plan
 from fovea.cli.view import view
 from fovea.cli.words import Words, bare_key, complete_run, complete_word, is_key, is_recipe, recipes, sort_words
-from fovea.config.base import MAY_CHANGE
+from fovea.config.base import MAY_CHANGE, leaves
 from fovea.config.describe import describe, is_choice
 from fovea.config.loading import dropped_settings, dump_config, load_config, load_run_config
 from fovea.config.run import Config
@@ -289,7 +289,11 @@ def doctor(
 def _say_dropped(recipes: list[Path], overrides: list[str]) -> None:
     dropped = dropped_settings(recipes, overrides)
     if dropped:
-        listed = ", ".join(f"{key}={show(value)}" for key, value in dropped.items())
+        now = leaves(load_config(recipes, overrides).model_dump(mode="json"))
+        listed = ", ".join(
+            f"{key}={show(value)}" + (f" (now {show(now[key])})" if key in now else "")
+            for key, value in dropped.items()
+        )
         typer.echo(f"settings of the recipe that another choice dropped: {listed}", err=True)
 
 

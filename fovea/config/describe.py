@@ -93,11 +93,14 @@ def unknown_name(key: str, field: FieldInfo, name: object) -> str:
     return f"{key}.{NAME}: {show(name)} does not fit; allowed: {allowed}"
 
 
-def unknown_key(key: str) -> str:
-    """The complaint about a key that its section lacks, with the one that may be meant."""
+def unknown_key(key: str, choices: Collection[str] = ()) -> str:
+    """The complaint about a key that its section lacks, with the one that may be meant.
+
+    `choices` are members of unions that are chosen (`environment.name=geo3k`): no setting of another one is meant.
+    """
     part, inner = listed(key)
     if part:
-        return f"{part}: {unknown_key(inner)}"
+        return f"{part}: {unknown_key(inner, _within(part, choices))}"
     owners: dict[str, list[str]] = {}
     for setting, variants in settings().items():
         owners.setdefault(setting.key, []).extend(variants)
@@ -108,14 +111,31 @@ def unknown_key(key: str) -> str:
     hint = moved_key(key) or hint_for(key)
     if in_no_section:
         hint = hint or hint_for_section(key) or hint_for_first_name(key)
-    known = sorted(other for other in {*owners, *Config.model_fields} if not key.startswith(f"{other}."))
+    known = sorted(
+        other
+        for other in {*owners, *Config.model_fields}
+        if not key.startswith(f"{other}.") and not _is_of_another_choice(owners.get(other, ()), choices)
+    )
     return hint or _with_near_keys(key, known)
+
+
+def _within(part: str, choices: Collection[str]) -> set[str]:
+    """The choices of a part of a mixture, by the keys of the table."""
+    return {choice.removeprefix(f"{part}.") for choice in choices if choice.startswith(part)}
+
+
+def _is_of_another_choice(variants: Collection[str], choices: Collection[str]) -> bool:
+    """True if the members of a union that have a setting are not chosen, and another one is."""
+    chosen = {choice.partition("=")[0] for choice in choices}
+    return any(each.partition("=")[0] in chosen for each in variants) and not any(each in choices for each in variants)
 
 
 def _with_near_keys(key: str, known: Sequence[str]) -> str:
     """The complaint about a key, with those that share its last name, or else with the one that is most like it."""
     name = _last(key)
     near = sorted((other for other in known if _last(other) == name), key=lambda other: -_ratio(key, other))
+    if not near and (hint := _moved_from_elsewhere(name)):
+        return f"{key}: no such setting; {hint}"
     if not near and (hint := hint_for_last_name(key)):
         return hint
     if not near:
@@ -189,6 +209,12 @@ def moved_key(key: str) -> str | None:
     return f"{key} is now {old['moved'][moved]}{below}"
 
 
+def _moved_from_elsewhere(name: str) -> str | None:
+    """Advice for the only setting of an earlier version whose key ends with this name; None where there is none."""
+    found = {key for table in _old_keys().values() for key in table if _last(key) == name}
+    return moved_key(found.pop()) if len(found) == 1 else None
+
+
 @cache
 def _old_keys() -> dict[str, dict[str, Any]]:
     """The tables of moved.yaml; a key in a section stands behind that section."""
@@ -243,7 +269,7 @@ def listed(key: str) -> tuple[str, str]:
 def allowed_at(key: str, choices: Collection[str]) -> str:
     """The type of a setting, of a section, or of an entry of a mapping, where these members of unions are chosen."""
     part, key = listed(key)
-    choices = {choice.removeprefix(f"{part}.") for choice in choices if choice.startswith(part)}
+    choices = _within(part, choices)
     fitting = [
         setting
         for setting, variants in settings().items()

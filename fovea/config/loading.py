@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import difflib
 import json
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -159,8 +159,10 @@ def _layers(recipes: Sequence[Path], overrides: Sequence[Override]) -> _Layers:
     layers = _Layers()
     for recipe in recipes:
         layers.add(read_recipe(recipe), str(recipe))
+    layers.check_keys()
     for source, override in sorted(map(read_override, overrides), key=lambda each: _choices_first(each[1])):
         layers.add(override, source)
+    layers.check_keys()
     return layers
 
 
@@ -171,6 +173,8 @@ class _Layers:
         # the one section without a default: empty, so that its own check says what it needs
         self.values: Tree = {"model": {}}
         self.layers: list[tuple[str, Tree]] = []
+        self.complaints: list[str] = []
+        """Keys that there are not, each with its source."""
 
     def add(self, layer: Tree, source: str) -> None:
         merged = over(self.values, layer)
@@ -178,13 +182,25 @@ class _Layers:
         self.layers.append((source, layer))
         if moved := old_settings(layer, merged):
             more = f"; and {len(moved) - MOVED_AT_ONCE} more" if len(moved) > MOVED_AT_ONCE else ""
-            raise ConfigError(f"{source}: {'; '.join(moved[:MOVED_AT_ONCE])}{more}")
+            self.complaints.append(f"{source}: {'; '.join(moved[:MOVED_AT_ONCE])}{more}")
+            return
         try:
-            _merge(self.values, layer, Config, "")
+            unknown = list(_merge(self.values, layer, Config, ""))
         except ConfigError as error:
             raise ConfigError(f"{source}: {error}") from None
+        self.complaints += [f"{source}: {unknown_key(key, self._choices())}" for key in unknown]
+
+    def check_keys(self) -> None:
+        """ConfigError with all keys so far that there are not."""
+        if self.complaints:
+            raise ConfigError(_all_of(self.complaints))
+
+    def _choices(self) -> set[str]:
+        """The members of unions that are chosen, and all other values, as `key=value`."""
+        return {f"{name}={chosen}" for name, chosen in leaves(self.values).items()}
 
     def config(self) -> Config:
+        self.check_keys()
         self._one_model_source()
         self._no_part_by_a_slip()
         try:
@@ -217,7 +233,14 @@ class _Layers:
                     raise ConfigError(f"{source}: {_PARTS}.{name}: no such part; {chosen} would add one{meant}")
 
     def _explain(self, error: ValidationError) -> str:
-        details = error.errors(include_url=False)[0]
+        """Every setting that does not fit, once each: pydantic has an error for each type that a value may be of."""
+        found: dict[str, Mapping[str, Any]] = {}
+        for details in error.errors(include_url=False):
+            key, _ = _locate(self.values, details["loc"], is_missing=details["type"] == "missing")
+            found.setdefault(key, dict(details))
+        return _all_of([self._explain_one(details) for details in found.values()])
+
+    def _explain_one(self, details: Mapping[str, Any]) -> str:
         is_missing = details["type"] == "missing"
         key, value = _locate(self.values, details["loc"], is_missing=is_missing)
         is_missing = is_missing and value is None
@@ -228,7 +251,7 @@ class _Layers:
         part, _ = listed(key)
         if details["type"] == "value_error":
             return f"{where}{f'{part}: ' if part else ''}{details['ctx']['error']}{self._dropped_below(key)}"
-        allowed = allowed_at(key, {f"{name}={chosen}" for name, chosen in leaves(self.values).items()})
+        allowed = allowed_at(key, self._choices())
         if is_missing:
             dropped = self._dropped_below(key.rpartition(".")[0])
             return f"{where}{key}: must be set{dropped or f'; allowed: {allowed}'}"
@@ -263,8 +286,16 @@ class _Layers:
         return self._sources_at(key.rpartition(".")[0])
 
 
-def _merge(into: Tree, layer: Tree, section: type[Section], path: str) -> None:
-    """Set the values of a layer in the tree, section by section; ConfigError for a key that there is not."""
+def _all_of(complaints: Sequence[str]) -> str:
+    """The complaints on one line; the source that they begin with stands there once if it is the same for all."""
+    source = f"{complaints[0].partition(': ')[0]}: "
+    if all(each.startswith(source) for each in complaints):
+        return source + "; also: ".join(each.removeprefix(source) for each in complaints)
+    return "; also: ".join(complaints)
+
+
+def _merge(into: Tree, layer: Tree, section: type[Section], path: str) -> Iterator[str]:
+    """Set the values of a layer in the tree, section by section; yield the keys that there are not."""
     _check_texts(path, layer)
     layer = _long_forms(section, layer, path)
     _take_bundle(into, layer, section)
@@ -274,14 +305,14 @@ def _merge(into: Tree, layer: Tree, section: type[Section], path: str) -> None:
             full = full_key(key, value)
             _check_nested(path, name)
             # what the parts of a mixture hold says nothing where there is no mixture
-            raise ConfigError(unknown_key(full if listed(full)[0] == listed(key)[0] else key))
-        if not isinstance(value, dict):
+            yield full if listed(full)[0] == listed(key)[0] else key
+        elif not isinstance(value, dict):
             into[name] = _plain(value, key)
         elif not sections_of(field):
             into[name] = {**(current if isinstance(current, dict) else {}), **_plain(value, key)}
         else:
             into[name], chosen = _section_for(field, current if isinstance(current, dict) else {}, value, key)
-            _merge(into[name], value, chosen, f"{key}.")
+            yield from _merge(into[name], value, chosen, f"{key}.")
 
 
 def _long_forms(section: type[Section], given: Tree, path: str) -> Tree:

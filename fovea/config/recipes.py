@@ -188,13 +188,16 @@ def write_value(value: object) -> str:
 def _near_recipes(recipe: Path) -> str:
     """The recipes that may be meant: near names in the same folder, in recipes/ for a bare name, or with Fovea."""
     folders = [recipe.parent] if recipe.parent.name else [Path(), Path("recipes")]
-    found = {path.stem: str(path) for folder in folders for path in sorted(folder.glob("*.y*ml"))}
+    files = (path for folder in folders for path in sorted(folder.glob("*.y*ml")) if not path.name.startswith("."))
+    found = {path.stem: str(path) for path in files}
     # by its name where no file beside is called the same
     known = {name: name for name in shipped_recipes()} | found
-    near = difflib.get_close_matches(recipe.with_suffix("").name, known, cutoff=CLOSE_ENOUGH)
-    if near:
-        return f"did you mean {' or '.join(known[name] for name in near)}?"
-    here = f"there are {', '.join(found.values())}" if found else f"no *.yaml in {_named(folders)}"
+    name = recipe.with_suffix("").name
+    if near := difflib.get_close_matches(name, known, cutoff=CLOSE_ENOUGH):
+        return f"did you mean {' or '.join(known[each] for each in near)}?"
+    nearest = [found[each] for each in difflib.get_close_matches(name, found, cutoff=0)]
+    there_are = "there are" if len(found) == len(nearest) else "the nearest names are"
+    here = f"{there_are} {', '.join(nearest)}" if found else f"no *.yaml in {_named(folders)}"
     return f"{here}; `fovea recipes` lists others"
 
 

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias, overload
 from fovea.data.cells import image_refs
 from fovea.data.fetch import UrlLimits
 from fovea.data.images import is_url
-from fovea.data.readers.base import Table, check_columns, check_unique, near_files
+from fovea.data.readers.base import FORMATS, Table, check_columns, check_unique, near_files
 from fovea.data.readers.frame import ImageFolder, InMemory, MemoryTable, is_dataset, metadata_of
 from fovea.data.readers.lines import csv_rows, json_array, json_lines
 from fovea.data.readers.parquet import GroupCache, ParquetTable
@@ -33,7 +33,6 @@ __all__ = ["InMemory", "RowAccess", "Rows", "Source", "given_rows", "image_refs"
 
 Source: TypeAlias = str | os.PathLike[str] | InMemory
 
-FORMATS = (".parquet", ".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 MADE = ("caption", "easy_vqa", "geo3k", "geospot", "geospot_europe", "readable", "shapes", "visual_qa", "vqa")
 """Folders in data/ that commands write: `fovea data vqa`."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")

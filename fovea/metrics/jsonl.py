@@ -14,6 +14,8 @@ if TYPE_CHECKING:  # it imports numpy, for which the parent of a supervised run 
 METRICS_FILE = "metrics.jsonl"
 BESIDE_STEPS = ("checkpoint", "checkpoint_write")
 """Names of phases that are not part of `seconds/step`."""
+PART_OF_SYNC = "push"
+"""A time that is within that of a phase, and so is not counted separately."""
 
 
 def parse_metrics(line: str, *, where: str) -> Metrics:

@@ -19,7 +19,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
-from fovea.metrics.jsonl import BESIDE_STEPS
+from fovea.metrics.jsonl import BESIDE_STEPS, PART_OF_SYNC
 from fovea.types import Metrics
 from fovea.utils.files import write_atomically
 
@@ -31,8 +31,6 @@ WARM_STEPS = 3
 TIMED_STEPS = 3
 TOP_OPERATORS = 20
 FILE_WIDTH = 110
-PART_OF_SYNC = "push"
-"""A time that is within that of a phase, and so is not counted separately."""
 # minimum width: rich wraps a title that is wider than its table
 TABLE_WIDTH = 40
 

@@ -26,13 +26,14 @@ def check_run_folder(folder: Path) -> None:
     """DataError where a folder holds no run."""
     if (folder / CONFIG_FILE).is_file():
         return
-    fix = "give the folder of a run, which `fovea train` prints"
+    fix = "give the folder of a run, which `fovea train` prints (`fovea view` also takes a folder of runs)"
     if not folder.is_dir():
         what = "a file, no run folder" if folder.exists() else "no such run folder"
         raise DataError(f"{folder}: {what}; {fix}")
     if inside := sorted(str(each.parent) for each in folder.glob(f"*/{CONFIG_FILE}")):
         fix = f"give one of those in it: {', '.join(inside[:SHOWN_RUNS])}{', ...' if len(inside) > SHOWN_RUNS else ''}"
-    raise DataError(f"{folder}: no run folder, since it holds no {CONFIG_FILE}; {fix}")
+        raise DataError(f"{folder}: not a run folder: no {CONFIG_FILE} in it; {fix}")
+    raise DataError(f"{folder}: not a run folder: no {CONFIG_FILE} in it, nor in a folder below; {fix}")
 
 
 def read_config(run_dir: Path) -> str:

@@ -129,12 +129,14 @@ def controls_table(summary: Summary) -> Table | None:
     columns = {"true images": summary.final} | {name: control for name, control in controls.items() if control}
     if len(columns) == 1:
         return None
+    shown = {"shuffled": "each question with another question's images", "blank": "each question with grey images"}
+    shown = {name: text for name, text in shown.items() if f"{name} images" in columns}
+    caption = "; ".join(f"{name}: {text}" for name, text in shown.items())
     caption = (
-        "Shuffled: each question with another question's images; blank: with grey ones. "
-        "Both show the accuracy without the picture."
+        f"{caption.capitalize()}. {'Both show' if len(shown) > 1 else 'It shows'} the accuracy without the picture."
     )
     missing = not_scored_text({name: evaluation.num_unscored for name, evaluation in columns.items()})
-    table = _table("Image ablation (shuffled, blank), after RL", " ".join(filter(None, [caption, missing])))
+    table = _table(f"Image ablation ({', '.join(shown)}), after RL", " ".join(filter(None, [caption, missing])))
     return _by_type(table, columns, summary.final.accuracies)
 
 

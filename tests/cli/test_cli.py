@@ -245,7 +245,7 @@ def test_report_wants_a_run(tmp_path: Path) -> None:
     assert "none: no such run folder" in result.stderr
     result = fovea("report", str(tmp_path))
     assert result.exit_code == 2
-    assert "no run folder, since it holds no config.yaml" in result.stderr
+    assert "not a run folder: no config.yaml in it, nor in a folder below; give" in result.stderr
     assert list(tmp_path.iterdir()) == []
 
 

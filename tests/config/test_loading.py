@@ -290,7 +290,11 @@ def test_a_tiny_model_over_a_path_is_told_how(recipe: Path, override: str) -> No
         ("", ": a recipe is a mapping of settings, but it is empty; write lines such as `seed: 0`"),
         ("- a\n", ': a recipe is a mapping of settings, but it holds ["a"]; write lines such as `seed: 0`'),
         ("rollout: {top_pp: 1}\n", ": rollout.top_pp: no such setting; did you mean rollout.top_p?"),
-        ("rollout: {top_pp: 1, b: 2}\n", ": rollout.top_pp: no such setting; did you mean rollout.top_p?"),
+        (
+            "rollout: {top_pp: 1, top_kk: 2}\n",
+            ": rollout.top_pp: no such setting; did you mean rollout.top_p?; also: rollout.top_kk: no such setting; "
+            "did you mean rollout.top_k?",
+        ),
         (
             "rollout: {engine.name: vllm}\n",
             ": rollout.engine.name: in files and mappings sections nest, without dots: engine: {name: ...}",
@@ -324,7 +328,12 @@ def test_a_tiny_model_over_a_path_is_told_how(recipe: Path, override: str) -> No
             "model: {path: a}\nrollout:\n",
             ": rollout: null does not fit; allowed: group of settings; `fovea config rollout` lists them",
         ),
-        ("seed: -1\n", ": seed: -1 does not fit; allowed: integer >= 0 and < 4294967296"),
+        ("model: {path: a}\nseed: -1\n", ": seed: -1 does not fit; allowed: integer >= 0 and < 4294967296"),
+        (
+            "seed: -1\n",
+            ": seed: -1 does not fit; allowed: integer >= 0 and < 4294967296; also: model: set exactly one of "
+            "model.path (a folder or hub id) and model.tiny (a small model made here)",
+        ),
         (
             "seed: 1\n",
             ": model: set exactly one of model.path (a folder or hub id) and model.tiny (a small model made here)",
@@ -334,6 +343,25 @@ def test_a_tiny_model_over_a_path_is_told_how(recipe: Path, override: str) -> No
 def test_what_a_bad_recipe_is_told(recipe: Path, content: str, message: str) -> None:
     recipe.write_text(content, encoding="utf-8")
     assert error_of([recipe]) == f"recipes/small.yaml{message}"
+
+
+def test_all_problems_are_named_at_once(recipe: Path) -> None:
+    wrong = ["train.learning_rate=-1", "rollout.samples_per_prompt=0", "max_steps=0"]
+    assert error_of([recipe], *wrong) == (
+        "command line: max_steps: 0 does not fit; allowed: integer >= 1; also: rollout.samples_per_prompt: 0 does not "
+        "fit; allowed: integer >= 1; also: train.learning_rate: -1 does not fit; allowed: number > 0"
+    )
+    unknown = error_of([recipe], "rollout.top_pp=1", "train.seeed=2", "algorithm.clip_high=0.3")
+    assert unknown.startswith("command line: rollout.top_pp: no such setting; did you mean rollout.top_p?; also: train")
+    assert unknown.endswith("; also: algorithm.clip_high is now algorithm.loss.clip_high")
+
+
+def test_problems_of_several_sources_name_each(recipe: Path) -> None:
+    recipe.write_text("model: {path: a}\nseed: -1\n", encoding="utf-8")
+    assert error_of([recipe], "max_steps=0") == (
+        "recipes/small.yaml: seed: -1 does not fit; allowed: integer >= 0 and < 4294967296; also: command line: "
+        "max_steps: 0 does not fit; allowed: integer >= 1"
+    )
 
 
 @pytest.mark.parametrize(
@@ -380,6 +408,17 @@ def test_an_error_names_the_layer_that_made_it(recipe: Path) -> None:
     assert error_of([recipe, Path("over.yaml")]).startswith("over.yaml: rollout.top_p: 2 does not fit")
     assert error_of([recipe, Path("over.yaml")], "rollout.top_p=1").startswith(
         "recipes/small.yaml and over.yaml and command line: algorithm.minibatches=50 is more than"
+    )
+
+
+def test_the_nearest_of_many_recipes_are_named(recipe: Path) -> None:
+    for name in (".pre-commit-config", "abc", "othello", "others-of", "small2", "small3"):
+        Path("recipes", f"{name}.yaml").touch()
+    with pytest.raises(ConfigError) as caught:
+        load_config([Path("recipes/oth.yaml")], [])
+    assert str(caught.value) == (
+        "recipes/oth.yaml: no such recipe; the nearest names are recipes/othello.yaml, recipes/others-of.yaml, "
+        "recipes/small3.yaml; `fovea recipes` lists others"
     )
 
 

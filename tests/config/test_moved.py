@@ -125,3 +125,15 @@ def test_every_union_is_chosen_by_its_first_section_unless_said() -> None:
                 check(inner)
 
     check(Config)
+
+
+def test_an_old_setting_in_another_section_is_no_setting_of_an_unchosen_environment() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config([RECIPE], ["environment.reward_limit=5"])
+    fix = "reward_limit is no longer set: it is always 1000000.0; remove it"
+    assert str(caught.value) == f"command line: environment.reward_limit: no such setting; {fix}"
+    with pytest.raises(ConfigError) as caught:
+        load_config([RECIPE], ["environment.reward_mim_val=5"])
+    assert "reward_min_val" not in str(caught.value), "a setting of another environment"
+    with pytest.raises(ConfigError, match=r"did you mean environment\.image_side_px\?"):
+        load_config([RECIPE], ["environment.image_side=5"])

@@ -102,6 +102,8 @@ def test_no_such_file(tmp_path: Path) -> None:
     written(tmp_path / "train.parquet", 1)
     path = tmp_path / "trian.parquet"
     assert error_of([str(path)]) == f"environment.train_files: no such file {path}; did you mean train.parquet?"
+    for other in (".ci", "notes.md"):
+        (tmp_path / other).touch()
     assert "(the folder holds train.parquet)" in error_of([str(tmp_path / "0000")])
     assert "does not exist; correct the path" in error_of([str(tmp_path / "no" / "a.parquet")])
     assert "is empty" in error_of([])

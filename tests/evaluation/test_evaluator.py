@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
 
 from fovea.environments.custom.grader import UserGrader
 from fovea.environments.graders.grading import Grading
@@ -128,7 +128,7 @@ def evaluator_of(
 ) -> Evaluator:
     """An evaluator of an engine that answers c to everything, scored by another environment."""
     engine = engine or BanditEngine()
-    engine.load_weights({"table": torch.tensor([[0.0, 0.0, 9.0, 0.0]] * 4)}, 0)
+    engine.table, engine.version = np.array([[0.0, 0.0, 9.0, 0.0]] * 4), 0
     greedy = Sampling(max_new_tokens=1, temperature=0.0)
     environment, grading = BanditEnvironment(), graded(scores)
     return Evaluator(engine, environment, grading, greedy=greedy, batch_size=3, note_unscored=note_unscored)

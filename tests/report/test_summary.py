@@ -144,3 +144,16 @@ def test_rows_without_types_are_shown_once() -> None:
 def test_a_type_name_is_text_not_markup() -> None:
     final = Evaluation(accuracies={"[red]x[/blue]": (1.0,)})
     assert "[red]x[/blue]" in shown(replace(RL_ONLY, final=final))
+
+
+def test_the_image_ablation_names_the_controls_that_were_run() -> None:
+    both = controls_table(SUMMARY)
+    only = controls_table(replace(SUMMARY, shuffled_images=None))
+    assert both is not None
+    assert only is not None
+    assert str(both.title) == "Image ablation (shuffled, blank), after RL"
+    assert str(both.caption).endswith(
+        "blank: each question with grey images. Both show the accuracy without the picture."
+    )
+    assert str(only.title) == "Image ablation (blank), after RL"
+    assert str(only.caption) == "Blank: each question with grey images. It shows the accuracy without the picture."

@@ -412,6 +412,15 @@ def test_the_exported_page_of_a_run_that_goes_on_does_not_call_it_finished(brows
     assert text_of(browser, ".runs summary") == "run step 5 of 10"
 
 
+def test_only_a_live_page_can_follow_the_newest_step(browser: Browser, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    page = export([ViewedRun(run)], tmp_path / "out.html")
+    with served(run) as address:
+        for place, offered in ((address, True), (page.as_uri(), False)):
+            open_page(browser, f"{place}#samples?step=4&group=0", GROUP)
+            assert ("follow the newest" in text_of(browser, ".samples")) == offered
+
+
 @pytest.mark.parametrize("dark", [False, True])
 def test_a_narrow_screen_and_the_dark(browser: Browser, tmp_path: Path, dark: bool) -> None:
     with served(write_run(tmp_path / "run")) as address:

@@ -38,13 +38,13 @@ def test_an_export_says_where_its_page_is(tmp_path: Path) -> None:
 def test_what_is_no_run_is_named(tmp_path: Path) -> None:
     result = view(str(tmp_path))
     assert result.exit_code == 2
-    assert "no run folder, since it holds no config.yaml; give the folder of a run" in result.stderr
+    assert "not a run folder: no config.yaml in it, nor in a folder below; give the folder of a run" in result.stderr
     assert "none: no such run folder; give" in view(str(tmp_path / "none")).stderr
     for number in range(6):
         write_run(tmp_path / f"run{number}")
     inside = ", ".join(f"{tmp_path}/run{number}" for number in range(4))
     exported = view(str(tmp_path), "--export", str(tmp_path / "out.html"))
-    assert f"holds no config.yaml; give one of those in it: {inside}, ..." in exported.stderr
+    assert f"not a run folder: no config.yaml in it; give one of those in it: {inside}, ..." in exported.stderr
     assert "config.yaml: a file, no run folder; give" in view(str(tmp_path / "run0" / "config.yaml")).stderr
 
 

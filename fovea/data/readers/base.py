@@ -11,6 +11,9 @@ from typing import Protocol
 from fovea.errors import DataError
 from fovea.utils.files import atomic_file
 
+FORMATS = (".parquet", ".jsonl", ".ndjson", ".json", ".csv", ".tsv")
+"""Endings of the files that are read."""
+
 
 class Table(Protocol):
     """The rows of one file, each read on access by its index from 0."""
@@ -84,15 +87,16 @@ def listed(names: Sequence[str], limit: int = 12) -> str:
 
 
 def near_files(path: Path) -> str:
-    """The fix for a path without a file: near file names, or what the folder holds."""
+    """The fix for a path without a file: near file names, or the data files that the folder holds."""
     folder = path.parent
     if not folder.is_dir():
         return f"the folder {folder} does not exist; correct the path (relative ones start at {Path.cwd()})"
-    names = sorted(file.name for file in folder.iterdir())
+    names = sorted(file.name for file in folder.iterdir() if file.suffix in FORMATS or file.is_dir())
     near = difflib.get_close_matches(path.name, names, n=3)
     if near:
         return f"did you mean {' or '.join(near)}?"
-    return f"correct the path (the folder holds {listed(names) or 'nothing'})"
+    files = [name for name in names if Path(name).suffix in FORMATS]
+    return f"correct the path (the folder holds {listed(files) or 'no data file'})"
 
 
 def check_columns(table: Table, wanted: Sequence[tuple[str, str]], setting: str) -> None:

@@ -8,7 +8,7 @@ import { firstFrom, groupIndex, sameRow, stepsOf } from "./groups.js";
 import { HEATS, scaleOf } from "./heat.js";
 import { longList } from "./list.js";
 import { shown, whole } from "./numbers.js";
-import { load } from "./source.js";
+import { isExported, load } from "./source.js";
 
 /** The page; `refresh(runs)` loads what is new, `draw()` shows what the address says. */
 export function samplesPage() {
@@ -18,7 +18,7 @@ export function samplesPage() {
     HEATS.map((heat) => element("option", { value: heat }, { none: "plain", advantage: "advantage", gap: "engine/trainer gap" }[heat])));
   const follow = element("input", { type: "checkbox", change: () => (follow.checked ? goTo("samples", { step: null, group: null }) : move(0)) });
   const rowsOfRun = element("label", {}, "rows of ", runChoice);
-  bar.root.append(element("label", {}, "tokens ", heatChoice), rowsOfRun, element("label", {}, follow, " follow the newest"));
+  bar.root.append(element("label", {}, "tokens ", heatChoice), rowsOfRun, !isExported && element("label", {}, follow, " follow the newest"));
   const heads = ["step", "type", "mean reward"].map((text) => element("span", {}, text));
   const list = longList("Groups", { address: addressOf, content: listed, heads });
   const count = element("p", { class: "soft" });

@@ -26,7 +26,7 @@ function tableOf(sides, areNamed) {
   const ofRuns = element("tr", {}, element("th", {}, hasColumns ? "" : sides[0].table.first), sides.map(({ run, place, table }) =>
     element("th", { colspan: table.columns.length, class: `run${place % 6}` }, foreign(run.name))), last(!hasColumns));
   const ofColumns = element("tr", {}, element("th", {}, sides[0].table.first), columns.map((each) => element("th", {}, each)), last(true));
-  return element("table", { class: sides.length > 1 ? "several" : null },
+  return element("table", { class: areNamed ? "several" : null },
     element("thead", {}, areNamed ? ofRuns : null, hasColumns ? ofColumns : null),
     element("tbody", {}, lines.map((each) => line(each, sides, hasNumbers, hasBars))));
 }

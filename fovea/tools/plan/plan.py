@@ -32,6 +32,8 @@ class RunPlan:
     model: str
     parameters: int
     trainable: int
+    vocabulary_limit: int | None
+    """Most entries of the vocabulary of a tiny model, which are planned; few texts fill fewer. None for others."""
     machine: Machine
     lengths: Lengths
     microbatches: int
@@ -95,6 +97,7 @@ def _of_stage(config: Config, sizes: ModelSizes, machine: Machine, roles: Roles,
         model=config.model.name,
         parameters=sizes.parameters,
         trainable=sizes.trainable,
+        vocabulary_limit=None if config.model.tiny is None else config.model.tiny.vocabulary_size,
         machine=machine,
         lengths=work.lengths,
         microbatches=sum(map(len, work.rows)),

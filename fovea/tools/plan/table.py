@@ -22,17 +22,23 @@ def plan_tables(plan: RunPlan, advice: Sequence[Advice]) -> Group:
 def _parts(plan: RunPlan, advice: Sequence[Advice]) -> Iterator[RenderableType]:
     lengths, machine = plan.lengths, plan.machine
     count = f"{machine.gpus} x {machine.gpu.name}"
+    images = "image" if lengths.images == 1 else "images"
     yield Text(f"{plan.model} on {count}")
-    yield Text(f"{_millions(plan.parameters)} parameters, {_millions(plan.trainable)} of them trained")
+    at_most = "" if plan.vocabulary_limit is None else "at most "
+    yield Text(f"{at_most}{_millions(plan.parameters)} parameters, {_millions(plan.trainable)} of them trained")
+    if plan.vocabulary_limit is not None:
+        yield Text(
+            f"the vocabulary, made from the training rows, may have fewer than {plan.vocabulary_limit:,} entries"
+        )
     yield Text(
-        f"assumed: prompts of {lengths.prompt_tokens:,} tokens with {lengths.images} images of "
+        f"assumed: prompts of {lengths.prompt_tokens:,} tokens with {lengths.images} {images} of "
         f"{lengths.image_tokens:,}, completions of {lengths.completion_tokens:,}"
     )
-    yield Text(f"micro-batches of each GPU in a step: {plan.microbatches}")
+    yield Text(f"micro-batches of each {_device(plan)} in a step: {plan.microbatches}")
     yield _memory(plan)
     if plan.on_host:
         parts = ", ".join(f"{part} {_gib(size)}" for part, size in plan.on_host.items())
-        yield Text(f"in the host's memory for each of its GPUs, GiB: {parts}")
+        yield Text(f"in the host's memory for each {_device(plan)}, GiB: {parts}")
     cache_tokens = plan.batch_tokens if plan.room is None else plan.room.cache_tokens
     if cache_tokens is not None:
         yield Text(f"the key-value cache of an engine has room for {cache_tokens:,} tokens")
@@ -46,8 +52,13 @@ def _parts(plan: RunPlan, advice: Sequence[Advice]) -> Iterator[RenderableType]:
     yield from _verdict(plan, advice)
 
 
+def _device(plan: RunPlan) -> str:
+    """The name of what holds a process: its GPU, or the process itself on a CPU."""
+    return "GPU" if plan.machine.gpu.is_cuda else "process"
+
+
 def _memory(plan: RunPlan) -> Table:
-    table = Table(title="memory of each GPU at the peak of a phase, GiB", title_justify="left")
+    table = Table(title=f"memory of each {_device(plan)} at the peak of a phase, GiB", title_justify="left")
     table.add_column("part")
     for phase in plan.phases:
         table.add_column(phase.phase, justify="right")
@@ -63,7 +74,9 @@ def _memory(plan: RunPlan) -> Table:
 
 
 def _work(plan: RunPlan) -> Table:
-    table = Table(title="work of a step on all GPUs", title_justify="left")
+    table = Table(
+        title=f"work of a step on {'all GPUs' if plan.machine.gpu.is_cuda else 'the CPU'}", title_justify="left"
+    )
     for name in ("phase", "TFLOP", "seconds, estimated"):
         table.add_column(name, justify="left" if name == "phase" else "right")
     for each in plan.compute:
