@@ -491,12 +491,6 @@ def test_a_class_in_a_file_needs_no_package(site: Path) -> None:
     Path("mine.py").write_text(
         BLOCKS["fovea_plus/grey.py"].replace("step: int", "settings: dict").replace("= step", '= settings["step"]')
     )
-    given = [
-        "model.tiny={}",
-        "run_dir=run",
-        *SMALL[4:],
-        "environment=mine.py:DarkOrLight",
-        "environment.settings.step=40",
-    ]
-    graded = build(load_config([], [*given, "max_steps=1"]))
+    own = ["environment=mine.py:DarkOrLight", "environment.settings.step=40"]
+    graded = build(load_config([], ["model.tiny={}", "run_dir=run", *SMALL[4:], *own, "max_steps=1"]))
     assert len(graded.sources.train.tasks) == 7
