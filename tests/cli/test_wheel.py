@@ -53,5 +53,5 @@ def test_the_demo_trains_by_name_outside_the_checkout(installed: Path, tmp_path:
     assert f"files: {Path(where).parent / 'recipes'}\n" in listed
     run(str(installed / "fovea"), "train", "shapes", "run_dir=first", *SMALL, folder=tmp_path)
     assert (tmp_path / "first" / "report.html").is_file()
-    run(str(installed / "fovea"), "view", "first", "--export", "shown", folder=tmp_path)
-    assert (tmp_path / "shown" / "index.html").is_file()
+    run(str(installed / "fovea"), "view", "first", "--export", "shown.html", folder=tmp_path)
+    assert (tmp_path / "shown.html").is_file()
