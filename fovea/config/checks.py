@@ -23,7 +23,7 @@ _ONE_RATE = "its optimizer has one learning rate for all weights"
 
 
 def disagreements(config: Config) -> Iterator[str]:
-    """Settings of one section that cannot work with those of another."""
+    """Contradictions between the settings of two sections."""
     algorithm, rollout = config.algorithm, config.rollout
     if config.checkpoint.keep_best and not config.evaluate.every_steps:
         yield (

@@ -111,7 +111,7 @@ class TrainedPolicy(ABC):
 
     @abstractmethod
     def _weights_changed(self) -> None:
-        """Take note that the weights differ from those that engines have."""
+        """Note that the engines' weights are out of date."""
 
     @abstractmethod
     def _pass_metrics(self) -> Metrics:
@@ -255,7 +255,7 @@ class TrainedPolicy(ABC):
         return logprobs
 
     def _gradients(self, groups: Sequence[SampleGroup], scale: float) -> PassResult:
-        """Accumulate the gradients of `scale` times the loss of a minibatch in place of those of the one before."""
+        """Accumulate the gradients of `scale` times the loss of a minibatch in place of the previous minibatch's."""
         tries = 0
 
         def passes() -> PassResult:

@@ -101,7 +101,7 @@ class TorchPolicy(TrainedPolicy):
         )
         self._saving = Saving(ranks)
         self._engine_has_these_weights = False
-        """True while the weights are those that `outgoing` gave last: rollout activations may be reused."""
+        """True while no weight has changed since the last `outgoing`: rollout activations may be reused."""
 
     @property
     def vlm(self) -> PolicyNetwork:
