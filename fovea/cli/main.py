@@ -1,4 +1,4 @@
-"""The `fovea` command line: the table of its commands, and the commands without a separate file.
+"""The `fovea` command line: the table of its commands, and those that have no file beside this one.
 
 Commands import what they run inside their functions: importing torch takes seconds, and `--help` must not wait for it.
 tests/test_imports.py lists where else that is done.
@@ -54,7 +54,7 @@ class PackageCommand(TyperCommand):
 
 
 class InOrderOfUse(TyperGroup):
-    """Fovea's commands in the order of use, then the commands of other packages."""
+    """Our commands in the order of use, and then those that other packages add."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Names of all commands."""

@@ -50,7 +50,7 @@ class WeightSink(Protocol):
 
     @property
     def has_weights(self) -> bool:
-        """True if it holds all weights, so that a push may bring only trained ones."""
+        """True if it holds all weights, so that a push may bring only those that training changes."""
         ...
 
     def begin_push(self, shapes: Mapping[str, Shape]) -> None:

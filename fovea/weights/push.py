@@ -22,8 +22,8 @@ BUCKET_BYTES = 1 << 26
 class WeightPusher:
     """Gives the tensors of a policy to this process's sinks; all ranks of the policy make the same pushes.
 
-    The first push brings all weights, later pushes only the trained ones: not a frozen tower, and with LoRA only the
-    adapters if the engine takes them. The push after one that failed brings all weights again.
+    The first push brings all weights, later ones those that training changes: not a frozen tower, and with LoRA only
+    the adapters where the engine takes them. The push after one that failed brings all weights again.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class WeightPusher:
         """`dtype` is that of the engines' weights, where the policy's shards may be of another. With `always_all`,
         every push brings all weights; all ranks must agree on it, also those without a sink.
 
-        `call` makes the calls of the policy, whose collectives must not mix with the push's.
+        `call` makes the calls of the policy, whose collectives must not mix with those of a push.
         """
         self._weights = weights
         self._sinks = sinks
