@@ -25,8 +25,8 @@ FLOOR_FRAC = {"float32": 1e-3, "bfloat16": 0.1}
 """Share of parity.max_abs_logprob_diff that is taken for rounding in a model of this dtype."""
 MEAN_FACTOR, K3_FACTOR = 3.0, 10.0
 """A distance is clearly smaller than another by either of these; k3 grows with the square of a difference."""
-MIN_SIGMAS = 4.0
-"""A fault is found if it is nearer on more tokens than chance explains: a mean may rest on a single token."""
+FOUND_SIGMAS, RULED_OUT_SIGMAS = 4.0, 2.0
+"""A sign test over tokens has to agree with the mean, which may rest on one token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,26 +86,40 @@ class FaultReading:
     """Distance of the engine from the trainer as it is."""
     faulty: Gap
     """Distance of the engine from the trainer with the fault."""
-    sigmas: float
-    """Tokens on which the engine is nearer to the fault, less those on which it is not, over the root of their sum."""
+    nearer_sound: int
+    """Number of tokens on which the engine is nearer to the trainer as it is."""
+    nearer_fault: int
+    """Number of tokens on which the engine is nearer to the trainer with the fault."""
 
     @staticmethod
     def of(name: str, engine_A: Array, sound_A: Array, faulty_A: Array) -> FaultReading:
-        nearer_A = np.sign(np.abs(engine_A - sound_A) - np.abs(engine_A - faulty_A))
-        sigmas = float(nearer_A.sum() / max(np.abs(nearer_A).sum(), 1) ** 0.5)
+        to_sound_A, to_fault_A = np.abs(engine_A - sound_A), np.abs(engine_A - faulty_A)
         return FaultReading(
-            name=name, sound=Gap.of(engine_A, sound_A), faulty=Gap.of(engine_A, faulty_A), sigmas=sigmas
+            name=name,
+            sound=Gap.of(engine_A, sound_A),
+            faulty=Gap.of(engine_A, faulty_A),
+            nearer_sound=int((to_sound_A < to_fault_A).sum()),
+            nearer_fault=int((to_fault_A < to_sound_A).sum()),
         )
 
     @property
     def ruled_out(self) -> bool:
-        """The engine is clearly nearer to the sound trainer."""
-        return self.sound.clearly_below(self.faulty)
+        """The engine is clearly nearer to the sound trainer: in the mean, and on more tokens than chance explains.
+
+        The few tokens that are compared after a push rule it out if all say so.
+        """
+        most = self.nearer_fault == 0 or self._sigmas <= -RULED_OUT_SIGMAS
+        return self.sound.clearly_below(self.faulty) and most
 
     @property
     def found(self) -> bool:
-        """The engine is clearly nearer to the trainer with the fault."""
-        return self.faulty.clearly_below(self.sound) and not self.ruled_out and self.sigmas >= MIN_SIGMAS
+        """The engine is clearly nearer to the trainer with the fault: in the mean, and on many tokens."""
+        return self.faulty.clearly_below(self.sound) and not self.ruled_out and self._sigmas >= FOUND_SIGMAS
+
+    @property
+    def _sigmas(self) -> float:
+        """Sign test: the majority of tokens that are nearer to the fault, in its standard deviations under chance."""
+        return (self.nearer_fault - self.nearer_sound) / math.sqrt(max(self.nearer_fault + self.nearer_sound, 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

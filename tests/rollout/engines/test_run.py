@@ -82,7 +82,9 @@ def test_a_run_whose_processes_are_killed_has_the_curve_of_one_that_is_not(undis
             wait_for_steps(tmp_path, 3, supervisor)
             (trainer,) = psutil.Process(supervisor.pid).children()
             below = trainer.children(recursive=True)
-            folders = [Path(each.cmdline()[-2]) for each in below if "fovea.rollout.sglang.host" in each.cmdline()]
+            folders = [
+                Path(each.environ()["TMPDIR"]) for each in below if "fovea.rollout.sglang.host" in each.cmdline()
+            ]
             assert all(each.is_dir() for each in folders)
             of_kill = (each for each in below if kill in " ".join(each.cmdline()))
             (trainer if kill == "trainer" else next(of_kill)).kill()
