@@ -101,7 +101,7 @@ class Ours:
             run.engine,
             run.stream.interaction,
             prompted,
-            sampling=training_sampling(run.config),
+            sampling=training_sampling(run.config, run.environment),
             n=rollout.samples_per_prompt,
             seed=(run.config.seed, self._step),
             for_update=True,

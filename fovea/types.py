@@ -108,6 +108,16 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerEnd:
+    r"""The end of an answer in a response: the brace that closes a `\boxed{...}`, or a `closing` string."""
+
+    closing: str = ""
+    """A string that ends the answer, such as `</answer>`; empty: a box does (`graders.math_answer.box_end`)."""
+    after: str = ""
+    """Text after which the answer is looked for, such as `</think>`; empty: from the beginning."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """Sampling parameters of a request. Log-probs are at this temperature, before top-p, top-k and min-p."""
 
@@ -119,6 +129,8 @@ class Sampling:
     """0 is off."""
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
+    answer_end: AnswerEnd | None = None
+    """A completion ends with the token that closes the answer, whose text stays in it whole; None: it goes on."""
     seed: int = 0
     exact: bool = True
     """False: the engine may decode with approximate weights (`rollout.engine.decode_weights`), corrected in training by
@@ -147,7 +159,7 @@ class Completion:
     """One generation."""
 
     token_ids_T: NDArray[np.int64]
-    """Sampled tokens, the stop token included."""
+    """Sampled tokens, the stop token or the token that closes the answer included."""
     logprobs_T: NDArray[np.float32]
     """The engine's log-probs of these tokens at the sampling temperature."""
     id: str = ""

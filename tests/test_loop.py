@@ -20,7 +20,7 @@ from fovea.run.lifecycle import begin
 from fovea.run.microbatches import MicrobatchTokens, left_limit
 from fovea.run.rollout_step import training_sampling
 from fovea.run.state import TrainState
-from fovea.types import Batch, Metrics, Score
+from fovea.types import AnswerEnd, Batch, Metrics, Score
 from fovea.utils.event_loop import wait_for
 from tests.fakes import BanditEngine, BanditPolicy, bandit_run
 from tests.runs import untimed
@@ -227,13 +227,12 @@ def test_every_setting_of_sampling_reaches_the_engine(tmp_path: Path) -> None:
         "top_k": 3,
         "min_p": 0.1,
         "stop": ("x",),
-        "prompts_per_step": 2,
-        "samples_per_prompt": 2,
     }
-    sampling = training_sampling(bandit_run(tmp_path, rollout=rollout).config)
-    counts = ("prompts_per_step", "samples_per_prompt")
-    given = {key: value for key, value in rollout.items() if key not in counts}
-    assert asdict(sampling) == given | {"seed": 0, "exact": False}
+    others = {"prompts_per_step": 2, "samples_per_prompt": 2, "stop_after_answer": True}
+    run = bandit_run(tmp_path, rollout=rollout | others)
+    run.environment.answer_end = end = AnswerEnd(closing="y")
+    sampling = training_sampling(run.config, run.environment)
+    assert asdict(sampling) == rollout | {"answer_end": asdict(end), "seed": 0, "exact": False}
 
 
 def test_seeds_of_the_run_give_other_random_numbers(tmp_path: Path) -> None:

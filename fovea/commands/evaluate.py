@@ -305,7 +305,7 @@ async def _ask_model(
     greedy = _by_id(await evaluator.answers(source, eval_set.size, unscored=unscored))
     samples: Mapping[str, AnsweredRow] = {}
     if n := config.evaluate.samples_per_prompt:
-        sampling = evaluation_sampling(config)
+        sampling = evaluation_sampling(config, eval_set.environment)
         say(f"{eval_set.size} rows, {n} answers each at temperature {sampling.temperature:g}")
         answered = await evaluator.answers(
             source, eval_set.size, sampling=sampling, n=n, seed=config.seed, unscored=later

@@ -46,6 +46,7 @@ class EngineUse:
     min_p: float
     max_new_tokens: int
     max_prompt_tokens: int
+    stop_after_answer: bool
     corrects_for_engine: bool
     """True if the loss accounts for an engine that draws from other probabilities than the trainer's."""
     lora: Lora | None
@@ -148,6 +149,11 @@ class ServingEngine(StreamedEngine):
             yield (
                 f"rollout.engine.min_new_tokens={self.min_new_tokens} draws from other probabilities than those that "
                 "are trained; set algorithm.importance_sampling_fix=true, or rollout.engine.min_new_tokens=0"
+            )
+        if (self.min_new_tokens or self.ignore_eos) and use.stop_after_answer:
+            yield (
+                "rollout.stop_after_answer=true ends completions that rollout.engine.min_new_tokens and ignore_eos "
+                "make go on; set rollout.engine.min_new_tokens=0 and rollout.engine.ignore_eos=false"
             )
         if self.min_new_tokens > use.max_new_tokens:
             yield (

@@ -93,6 +93,7 @@ def _engine_use(config: Config) -> EngineUse:
         min_p=rollout.min_p,
         max_new_tokens=rollout.max_new_tokens,
         max_prompt_tokens=config.data.max_prompt_tokens,
+        stop_after_answer=rollout.stop_after_answer,
         corrects_for_engine=config.algorithm.corrects_for_engine,
         lora=config.model.lora,
     )

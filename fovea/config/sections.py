@@ -141,6 +141,9 @@ class Rollout(Section):
     """Keep tokens with at least this share of the most likely token's probability."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Strings that end a completion, besides the model's end token."""
+    stop_after_answer: bool = False
+    """End a completion with the token that closes its answer, such as the last brace of the boxed one. Nothing that is
+    not graded is then trained on; the model is not taught to end by itself."""
     max_staleness_steps: NonNegativeInt = 0
     """Steps that the policy may have taken since the weights that draw a completion. 0: rollout and update in turn; 1:
     the next step is drawn during the update; more: so are the steps after it."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 from fovea.data.rows import RowAccess
-from fovea.types import Message, Task, Turn
+from fovea.types import AnswerEnd, Message, Task, Turn
 
 Split: TypeAlias = Literal["train", "dev", "test"]
 
@@ -25,6 +25,8 @@ class Environment(Protocol):
 
     max_turns: int = 1
     """The most turns of an episode; `reply` is asked while there are fewer."""
+    answer_end: AnswerEnd | None = None
+    """The end of the answer in a response (`rollout.stop_after_answer`); None: answers have none."""
 
     def tasks(self, split: Split) -> Sequence[Task]:
         """The rows of a split, lazily where they are many; equal for equal settings."""

@@ -17,7 +17,7 @@ from fovea.data.rows import RowAccess
 from fovea.environments.dataset_tasks import FileTasks
 from fovea.environments.graders.base import Grade, shown
 from fovea.environments.graders.math_answer import last_boxed, same_answer
-from fovea.types import Score, Task, Turn
+from fovea.types import AnswerEnd, Score, Task, Turn
 
 
 class Geo3k(FileTasks):
@@ -26,6 +26,7 @@ class Geo3k(FileTasks):
     def __init__(self, config: Geo3kEnvironment, access: RowAccess) -> None:
         super().__init__(config, access, is_gradable=lambda task: is_gradable(task.answer))
         self._think_tags = config.think_tags
+        self.answer_end = AnswerEnd(after="</think>" if config.think_tags else "")
         self.graders = (Geo3kGrader(config),)
 
     def target(self, task: Task) -> str:

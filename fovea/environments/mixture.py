@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from fovea.data.order import LazyTasks, RowPlace, kinds_of, place_of
+from fovea.environments.answer_end import declared_end
 from fovea.environments.base import Environment, Split
 from fovea.environments.graders.grading import Grading
 from fovea.errors import ConfigError, DataError
@@ -38,6 +39,8 @@ class Mixture(Environment):
     def __init__(self, parts: Mapping[str, Part]) -> None:
         self._parts = parts
         self.max_turns = max(part.environment.max_turns for part in parts.values())
+        first, *others = [declared_end(part.environment) for part in parts.values()]
+        self.answer_end = first if all(end == first for end in others) else None
         self.graders = (MixtureGrader(parts),)
 
     def tasks(self, split: Split) -> Sequence[Task]:

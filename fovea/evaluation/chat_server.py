@@ -13,13 +13,14 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from fovea.data.images import OpenImage, png_url
+from fovea.environments.answer_end import find_answer_end
 from fovea.environments.base import Environment
 from fovea.environments.graders.grading import Grading
 from fovea.environments.prompt_source import PromptSource
 from fovea.errors import BadRowError, ConfigError, EngineError, UnscoredError, first_line, named
 from fovea.evaluation.evaluator import AnsweredRow, answered_rows
 from fovea.rollout.collect import request_seed
-from fovea.types import Episode, FinishReason, ImageRef, Message, Prompt, Sampling, Task, Turn
+from fovea.types import AnswerEnd, Episode, FinishReason, ImageRef, Message, Prompt, Sampling, Task, Turn
 from fovea.utils.event_loop import gather_or_cancel
 from fovea.utils.http_json import CallError, JsonServer
 
@@ -74,7 +75,10 @@ class ChatModel:
                 raise BadRowError(f"the server refuses it: {error}", "server_refuses") from error
             raise EngineError(f"{self._server.url} gives no answer: {error}; see its own messages") from error
         with named(lambda error: EngineError(f"{self._server.url} gives no chat completion: {first_line(error)}")):
-            replies = [_reply(choice) for choice in sorted(answered["choices"], key=lambda choice: choice["index"])]
+            replies = [
+                _reply(choice, sampling.answer_end)
+                for choice in sorted(answered["choices"], key=lambda choice: choice["index"])
+            ]
         if len(replies) != n:
             raise EngineError(f"{self._server.url} gave {len(replies)} answers where {n} were asked for")
         return replies
@@ -204,8 +208,10 @@ def _sampled(sampling: Sampling) -> dict[str, Any]:
     }
 
 
-def _reply(choice: Mapping[str, Any]) -> Reply:
-    text = choice["message"].get("content")
-    return Reply(
-        text=text if isinstance(text, str) else "", finish="length" if choice["finish_reason"] == "length" else "stop"
-    )
+def _reply(choice: Mapping[str, Any], end: AnswerEnd | None) -> Reply:
+    """An answer, cut where it ends: a server has no such rule, and its text no tokens."""
+    content = choice["message"].get("content")
+    text = content if isinstance(content, str) else ""
+    if end is not None and (length := find_answer_end(text, end)) is not None:
+        return Reply(text=text[:length], finish="stop")
+    return Reply(text=text, finish="length" if choice["finish_reason"] == "length" else "stop")

@@ -179,6 +179,11 @@ class Curves:
         """Names of all metrics, in the order in which they first occurred."""
         return list(self._columns)
 
+    @property
+    def columns(self) -> dict[str, tuple[array[float], array[float]]]:
+        """Steps and values of each metric."""
+        return {name: (column.steps, column.values) for name, column in self._columns.items()}
+
     def finite(self, name: str, last: int | None = None) -> NDArray[np.float64]:
         """The finite values of a metric, of the `last` steps if given; empty for a name that is none."""
         column = self._columns.get(name, _Column())

@@ -97,6 +97,7 @@ def _facts(target: TargetAnswers, title: str) -> Mapping[str, Any]:
         "newest_entry": None,
         "console_bytes": 0,
         "hints": [],
+        "findings": [],
         "evaluations": [EVALUATION],
         "left_out": "",
     }

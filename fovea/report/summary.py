@@ -82,6 +82,8 @@ class SummaryJson(TypedDict):
     by_type: dict[str, TypeAccuracy]
     shuffled_images: float | None
     blank_images: float | None
+    same_kinds: NotRequired[float | None]
+    """The final accuracy on the question types that were asked with shuffled images; absent from earlier versions."""
     duplicates_across_splits: int | None
     duplicates_searched_frac: NotRequired[float | None]
     seconds: TrainingSeconds
@@ -125,6 +127,7 @@ class Summary:
             "by_type": {kind: self._by_type(kind) for kind in self.final.accuracies},
             "shuffled_images": _accuracy(self.shuffled_images),
             "blank_images": _accuracy(self.blank_images),
+            "same_kinds": self._same_kinds(),
             "duplicates_across_splits": self.duplicates_across_splits,
             "duplicates_searched_frac": self.duplicates_searched_frac,
             "seconds": {"warmup": self.warmup_seconds, "rl": self.rl_seconds, "total": self.total_seconds},
@@ -136,6 +139,12 @@ class Summary:
                 "final": _figures(self.final),
             },
         }
+
+    def _same_kinds(self) -> float | None:
+        if self.shuffled_images is None:
+            return None
+        kinds = self.shuffled_images.accuracies.keys() & self.final.accuracies.keys()
+        return _mean([value for kind in sorted(kinds) for value in self.final.accuracies[kind]])
 
     def _by_type(self, kind: str) -> TypeAccuracy:
         values = self.final.accuracies[kind]

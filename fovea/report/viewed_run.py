@@ -10,6 +10,7 @@ from threading import Lock
 from typing import Any, get_args
 
 from fovea.config.recipes import read_yaml
+from fovea.metrics.findings import Finding
 from fovea.metrics.jsonl import METRICS_FILE
 from fovea.report.about import CONFIG_FILE, SUMMARY_FILE, about, read_config
 from fovea.report.about_run import console_bytes, console_text, hints, max_steps_of, settings_pairs
@@ -20,6 +21,7 @@ from fovea.report.held_out import answers_json, evaluations
 from fovea.report.records import SampleRecord
 from fovea.report.samples import read_step
 from fovea.report.summary import SummaryJson, read_summary
+from fovea.report.why import run_findings
 
 
 class ViewedRun:
@@ -33,6 +35,8 @@ class ViewedRun:
         self._lock = Lock()
         self._config: str | None = None
         self._head, self._pairs = dict[str, Any](), list[list[str]]()
+        self._yaml = dict[str, Any]()
+        self._found: tuple[object, list[Finding]] = None, []
         self.refresh()
 
     def refresh(self) -> None:
@@ -60,16 +64,21 @@ class ViewedRun:
                 "newest_entry": self._index.newest,
                 "console_bytes": console_bytes(self.folder),
                 "hints": hints(self.folder),
+                "findings": [asdict(finding) for finding in self._findings()],
                 "evaluations": evaluations(self.folder),
                 "left_out": "",
             }
 
+    def findings(self) -> list[Finding]:
+        """Why the run collapsed or does not move; empty for one that goes well."""
+        with self._lock:
+            self._settings()
+            return self._findings()
+
     def summary(self) -> dict[str, Any]:
         """Figures with intervals on held-out rows, or rewards so far; time and memory."""
-        path = self.folder / SUMMARY_FILE
-        summary: SummaryJson | None = read_summary(path) if path.exists() else None
         with self._lock:
-            return asdict(run_summary(summary, self._curves))
+            return asdict(run_summary(self._summary(), self._curves))
 
     def curve(self, number: int) -> dict[str, Any]:
         """The curve of the metric with this place in `facts()["metrics"]`; IndexError where there is none."""
@@ -105,11 +114,22 @@ class ViewedRun:
             self._settings()
             return {"settings": self._pairs, "console": console_text(self.folder)}
 
+    def _summary(self) -> SummaryJson | None:
+        path = self.folder / SUMMARY_FILE
+        return read_summary(path) if path.exists() else None
+
+    def _findings(self) -> list[Finding]:
+        key = (self._curves.last_step, self._config, (self.folder / SUMMARY_FILE).exists())
+        if key != self._found[0]:  # a page asks every two seconds
+            self._found = key, run_findings(self._curves.columns, self._yaml, self._summary())
+        return self._found[1]
+
     def _settings(self) -> dict[str, Any]:
         """Settings that the page shows; a resume may change them, and a run that failed early has none."""
         config = read_config(self.folder) if (self.folder / CONFIG_FILE).exists() else ""
         if config != self._config:  # parsing YAML takes longer than all the rest
             settings = read_yaml(config, CONFIG_FILE) if config else {}
+            self._yaml = settings if isinstance(settings, dict) else {}
             self._head = {"about": about(self.folder, config), "max_steps": max_steps_of(settings)}
             self._pairs = settings_pairs(settings)
             self._config = config

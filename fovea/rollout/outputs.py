@@ -5,6 +5,7 @@ Axes: `L` tokens of a prompt, `T` tokens of a completion.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,8 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from fovea.environments.answer_end import find_answer_end
+from fovea.environments.graders.math_answer import BOX
 from fovea.errors import EngineError
-from fovea.types import Completion, FinishReason, PromptImage, Request
+from fovea.types import AnswerEnd, Completion, FinishReason, PromptImage, Request, Sampling
 
 FINISHES: Mapping[str | None, FinishReason] = {"stop": "stop", "length": "length"}
 
@@ -56,6 +59,10 @@ def _completion(request: Request, place: int, sampled: Sampled, text: Completion
             f"the engine ended request {request.id} with {sampled.finish_reason!r} instead of a completion"
         )
     token_ids_T, logprobs_T = np.asarray(sampled.token_ids, np.int64), np.asarray(sampled.logprobs, np.float32)
+    end = request.sampling.answer_end
+    # engines of other packages have no such rule: they go on, and what they draw after the answer is dropped
+    if end is not None and (length := text.answer_tokens(sampled.token_ids, end)) is not None:
+        token_ids_T, logprobs_T, finish = token_ids_T[:length], logprobs_T[:length], "stop"
     return make_completion(request, place, token_ids_T, logprobs_T, finish, text, version)
 
 
@@ -116,6 +123,12 @@ def check_expansion(ours_L: NDArray[np.int64], engines: Sequence[int]) -> None:
         )
 
 
+def stop_strings(sampling: Sampling) -> list[str]:
+    """The strings at which an engine of another package stops; where an answer ends by another rule, it goes on."""
+    end = sampling.answer_end
+    return [*sampling.stop, *([end.closing] if end and end.closing and not end.after else [])]
+
+
 class CompletionText:
     """Decodes completions of one tokenizer."""
 
@@ -133,6 +146,22 @@ class CompletionText:
         """True if a stop string occurs within the newest tokens, as many as can hold one."""
         text = self._plain(token_ids[-self.tail_tokens(stop) :])
         return any(string in text for string in stop)
+
+    def answer_tokens(self, token_ids: Sequence[int], end: AnswerEnd) -> int | None:
+        """Number of tokens up to the one that closes the answer; None while it is open."""
+
+        def has_ended(num_tokens: int) -> bool:
+            return find_answer_end(self._plain(token_ids[:num_tokens]), end) is not None
+
+        if not has_ended(len(token_ids)):
+            return None
+        # more tokens never open it again
+        return bisect_left(range(len(token_ids)), True, key=has_ended)
+
+    def first_answer_token(self, token_ids: Sequence[int], end: AnswerEnd) -> int:
+        """A place before the first token of the answer, or of what it comes after, for a search that goes on there."""
+        mark = end.after or end.closing or BOX
+        return 0 if mark in self._plain(token_ids) else max(0, len(token_ids) - self.tail_tokens((mark,)))
 
     def tail_tokens(self, stop: Sequence[str]) -> int:
         """Number of newest tokens that is certain to contain any of the stop strings whole."""

@@ -16,6 +16,7 @@ from fovea.environments.curriculum import CurriculumProgress
 from fovea.environments.graders.grading import Grading
 from fovea.environments.prompt_source import PromptSource
 from fovea.evaluation.evaluator import Evaluator
+from fovea.metrics.findings import FindingsWatch
 from fovea.metrics.log import MetricsLog, Phases
 from fovea.metrics.progress import Progress
 from fovea.rollout.base import Engine
@@ -24,7 +25,6 @@ from fovea.run.callbacks import Callbacks
 from fovea.run.checkpoint import Checkpoints, SavedCheckpoint
 from fovea.run.fingerprint import Fingerprint
 from fovea.run.parity_faults import TakenPush
-from fovea.run.signals import SignalWatch
 from fovea.run.warmup import WarmupStage
 from fovea.train.base import Policy
 from fovea.types import PromptImage, Task
@@ -110,7 +110,7 @@ class Run:
     """Id of the visual tokens in a prompt; -1 for a model without images."""
     box_frame: Callable[[PromptImage], tuple[int, int] | None] = no_frame
     """Width and height in which the model gives coordinates on an image (`ModelFamily.box_frame`)."""
-    signal_watch: SignalWatch = field(default_factory=SignalWatch)
+    findings_watch: FindingsWatch = field(default_factory=FindingsWatch)
     taken_push: TakenPush = field(default_factory=TakenPush)
     callbacks: Callbacks = field(default_factory=Callbacks)
     """Functions that Python code has given, called after steps and evaluations."""

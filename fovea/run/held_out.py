@@ -89,7 +89,7 @@ async def sample_dev(run: Run) -> Metrics:
     rows = await run.evaluator.answers(
         run.sources.dev,
         settings.dev_size,
-        sampling=evaluation_sampling(run.config),
+        sampling=evaluation_sampling(run.config, run.environment),
         n=settings.dev_samples_per_prompt,
         seed=run.config.seed,
         unscored=[],  # counted and noted by the greedy reading of the same rows

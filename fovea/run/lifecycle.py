@@ -22,6 +22,7 @@ from fovea.report.export import write_report
 from fovea.report.samples import drop_samples
 from fovea.report.summary import Summary, write_summary
 from fovea.report.tables import tables_of
+from fovea.report.viewed_run import ViewedRun
 from fovea.run.callbacks import StepRecord
 from fovea.run.context import Run
 from fovea.run.fingerprint import library_versions
@@ -243,8 +244,8 @@ async def _print_notes(run: Run, state: TrainState, metrics: Metrics) -> None:
             f"step {step}: {lost:.0f} of the engines had their process end or hang; the run goes on with those "
             "that are left, which is slower; end it and set resume=auto to have all of them again"
         )
-    if hint := run.signal_watch.hint(metrics, settings.rollout):
-        _hint(run, hint)
+    for finding in run.findings_watch.new(step, metrics, settings.model_dump(mode="json")):
+        run.progress.print(f"step {step}: {finding.text}")
 
 
 def _hint(run: Run, text: str) -> None:
@@ -254,8 +255,8 @@ def _hint(run: Run, text: str) -> None:
 
 
 def _print_hints(run: Run) -> None:
-    """Print the advice of the whole run again at its end."""
-    for hint in read_hints(run.folder):
+    """Print the advice of the whole run again at its end, and why it collapsed or does not move, where it does."""
+    for hint in [*read_hints(run.folder), *(finding.text for finding in ViewedRun(run.folder).findings())]:
         run.progress.print(hint)
 
 

@@ -133,7 +133,7 @@ async def _draw(
 
 def _few_tokens(run: Run) -> Sampling:
     """Sampling parameters of the rollout, approximate weights included, with a lower token limit."""
-    sampling = training_sampling(run.config)
+    sampling = training_sampling(run.config, run.environment)
     return replace(sampling, max_new_tokens=min(MAX_NEW_TOKENS, sampling.max_new_tokens))
 
 

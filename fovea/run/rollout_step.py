@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fovea.config.run import Config
+from fovea.environments.answer_end import answer_end_of
+from fovea.environments.base import Environment
 from fovea.errors import TrainError
 from fovea.metrics.log import Phases
 from fovea.rollout.base import Engine
@@ -112,7 +114,7 @@ async def _roll_out_batch(
             engine,
             stream.interaction,
             prompted,
-            sampling=training_sampling(config),
+            sampling=training_sampling(config, stream.environment),
             n=rollout.samples_per_prompt,
             seed=(config.seed, step),
             num_before=num_before,
@@ -186,21 +188,21 @@ def _write_unscored(folder: Path, warn: Callable[[str], None], step: int | None,
         file.writelines(json.dumps({"step": step, "reason": reason}) + "\n" for reason in reasons)
 
 
-def training_sampling(config: Config) -> Sampling:
+def training_sampling(config: Config, environment: Environment) -> Sampling:
     """Sampling parameters of training rollouts; each request gets a separate seed."""
-    return replace(rollout_sampling(config), exact=False)
+    return replace(rollout_sampling(config, environment), exact=False)
 
 
-def evaluation_sampling(config: Config) -> Sampling:
+def evaluation_sampling(config: Config, environment: Environment) -> Sampling:
     """Sampling parameters of the sampled answers to held-out rows: those of `evaluate`, else of `rollout`."""
-    of_rollout, evaluate = rollout_sampling(config), config.evaluate
+    of_rollout, evaluate = rollout_sampling(config, environment), config.evaluate
     temperature = of_rollout.temperature if evaluate.temperature is None else evaluate.temperature
     top_p = of_rollout.top_p if evaluate.top_p is None else evaluate.top_p
     return replace(of_rollout, temperature=temperature, top_p=top_p)
 
 
-def rollout_sampling(config: Config) -> Sampling:
-    """Sampling parameters from the settings of `rollout`."""
+def rollout_sampling(config: Config, environment: Environment) -> Sampling:
+    """Sampling parameters from the settings of `rollout`, and where answers end."""
     rollout = config.rollout
     return Sampling(
         max_new_tokens=rollout.max_new_tokens,
@@ -209,4 +211,5 @@ def rollout_sampling(config: Config) -> Sampling:
         top_k=rollout.top_k,
         min_p=rollout.min_p,
         stop=rollout.stop,
+        answer_end=answer_end_of(config, environment),
     )

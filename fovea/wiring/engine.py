@@ -13,6 +13,7 @@ from fovea.config.backends import VllmServersEngine
 from fovea.config.model import Model
 from fovea.config.run import Config
 from fovea.data.images import OpenImage
+from fovea.environments.answer_end import answer_end_of
 from fovea.environments.base import Environment
 from fovea.environments.graders.grading import Grading
 from fovea.errors import ConfigError
@@ -185,7 +186,7 @@ def make_evaluator(
         engine,
         environment,
         grading,
-        greedy=_greedy(config),
+        greedy=_greedy(config, environment),
         batch_size=config.evaluate.batch_size,
         image_type_key=config.evaluate.image_type_key,
         note_unscored=note_unscored,
@@ -201,7 +202,7 @@ def make_server_evaluator(
         environment,
         grading,
         open_image,
-        greedy=_greedy(config),
+        greedy=_greedy(config, environment),
         batch_size=config.evaluate.batch_size,
         image_type_key=config.evaluate.image_type_key,
     )
@@ -215,5 +216,10 @@ def server_bounds(config: Config) -> CallBounds:
     )
 
 
-def _greedy(config: Config) -> Sampling:
-    return Sampling(max_new_tokens=config.rollout.max_new_tokens, temperature=0.0, stop=config.rollout.stop)
+def _greedy(config: Config, environment: Environment) -> Sampling:
+    return Sampling(
+        max_new_tokens=config.rollout.max_new_tokens,
+        temperature=0.0,
+        stop=config.rollout.stop,
+        answer_end=answer_end_of(config, environment),
+    )

@@ -12,6 +12,7 @@ from time import perf_counter
 from fovea.config.run import Config
 from fovea.data.bad_rows import BadRows
 from fovea.data.images import ImageOpener
+from fovea.environments.answer_end import answer_end_of
 from fovea.environments.base import Environment
 from fovea.environments.curriculum import CurriculumProgress
 from fovea.environments.custom.trl import RewardFunction
@@ -79,6 +80,7 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
     _print_remarks(config, graded, opener, progress, is_new=resumed is None)
     progress.stage("making the model" if config.model.tiny else "looking up the model")
     environment = graded.environment
+    answer_end_of(config, environment)  # refuses what has none, before a model is loaded
     model = locate_model(config, folder, lambda: environment)
     processor = load_processor(model)
     renderer = make_renderer(config.model, processor, opener, max_new_tokens=config.rollout.max_new_tokens)

@@ -31,6 +31,10 @@ def test_the_name_alone_chooses_it_and_the_embedded_engine_is_the_default() -> N
             ["rollout.engine.min_new_tokens=600", "algorithm.importance_sampling_fix=true"],
             r"min_new_tokens=600 is more than rollout\.max_new_tokens=512",
         ),
+        (
+            ["rollout.engine.ignore_eos=true", "rollout.stop_after_answer=true"],
+            r"stop_after_answer=true ends completions that .*ignore_eos make go on; set .*ignore_eos=false",
+        ),
         (["rollout.engine.repetition_penalty=1.1"], r"repetition_penalty is not a setting here: .*; remove it"),
         (
             ["rollout.engine.data_parallel_size=2"],

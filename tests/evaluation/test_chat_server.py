@@ -19,7 +19,7 @@ from fovea.errors import BadRowError, ConfigError, EngineError
 from fovea.evaluation.chat_server import ChatModel, EmptyPrompts, ServerEvaluator
 from fovea.evaluation.evaluator import AnsweredRow
 from fovea.evaluation.json_file import write_answers
-from fovea.types import ImageRef, Message, Sampling, Task, Turn
+from fovea.types import AnswerEnd, ImageRef, Message, Sampling, Task, Turn
 from fovea.utils import http_json
 from fovea.utils.event_loop import wait_for
 from fovea.utils.http_json import CallBounds, JsonServer, bearer
@@ -134,6 +134,14 @@ def test_several_answers_are_sampled_and_seeded_row_by_row(started: Callable[...
     assert len({sent["seed"] for sent in endpoint.requests}) == 2
     with pytest.raises(EngineError, match="gave 3 answers where 2 were asked for"):
         ask(endpoint, BanditEnvironment(), size=1, sampling=sampling, n=2)
+
+
+def test_answers_are_cut_where_they_end(started: Callable[..., Endpoint]) -> None:
+    sampling = Sampling(max_new_tokens=4, answer_end=AnswerEnd())
+    endpoint = started(says(r"so \boxed{\frac{1}{2}} or", r"\boxed{1", finish="length"))
+    (row,) = ask(endpoint, BanditEnvironment(), size=1, sampling=sampling, n=2)
+    assert [answer.text for answer in row.answers] == [r"so \boxed{\frac{1}{2}}", r"\boxed{1"]
+    assert [answer.finish for answer in row.answers] == ["stop", "length"]
 
 
 class TwoTurns(BanditEnvironment):

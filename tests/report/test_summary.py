@@ -43,6 +43,10 @@ def shown(summary: Summary, width: int = 100) -> str:
     return console.export_text()
 
 
+def test_types_that_were_not_shuffled_do_not_count_beside_those_that_were() -> None:
+    assert replace(SUMMARY, shuffled_images=evaluation(count=(3, 10))).to_json().get("same_kinds") == 0.8
+
+
 def test_json_has_the_agreed_shape() -> None:
     figures = SUMMARY.to_json()
     test = figures.pop("test")
@@ -56,6 +60,7 @@ def test_json_has_the_agreed_shape() -> None:
         },
         "shuffled_images": 0.35,
         "blank_images": 0.25,
+        "same_kinds": 0.9,
         "duplicates_across_splits": 0,
         "duplicates_searched_frac": 0.5,
         "seconds": {"warmup": 20.5, "rl": 100.0, "total": 130.25},

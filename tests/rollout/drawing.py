@@ -8,10 +8,12 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from fovea.models.activation_tape import Tape
+from fovea.models.plain import PlainVLM
 from fovea.models.tiny import TinyParts
 from fovea.models.trainable import merged_weights
 from fovea.models.vlm import VLM
 from fovea.rollout.embedded.engine import EmbeddedEngine
+from fovea.rollout.embedded.plain import PlainEngine
 from fovea.rollout.embedded.tuning import Tuning
 from fovea.types import Completion, Prompt, Request, Sampling
 from fovea.utils.event_loop import wait_for
@@ -42,8 +44,16 @@ def make_engine(
     return engine
 
 
+def plain_engine(parts: TinyParts, max_batch_tokens: int = 10_000) -> PlainEngine:
+    engine = PlainEngine(
+        PlainVLM(parts.network, parts.processor.banned_ids), parts.processor, max_batch_tokens=max_batch_tokens
+    )
+    engine.load_weights(dict(merged_weights(parts.network)), version=7)
+    return engine
+
+
 def generate(
-    engine: EmbeddedEngine,
+    engine: EmbeddedEngine | PlainEngine,
     prompts: Sequence[Prompt],
     samplings: Sequence[Sampling],
     n: int | Sequence[int],

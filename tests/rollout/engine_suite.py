@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 import torch
 
+from fovea.environments.answer_end import find_answer_end
 from fovea.errors import EngineError
 from fovea.models.render import Renderer
 from fovea.models.tiny import TinyParts
 from fovea.rollout.base import Engine
 from fovea.rollout.collect import extended
-from fovea.types import Completion, Prompt, Request, Sampling
+from fovea.types import AnswerEnd, Completion, Prompt, Request, Sampling
 from fovea.utils.event_loop import wait_for
 from tests.reference import reference_logprobs
 from tests.tiny_models import from_array, image, renderer, user
@@ -131,6 +132,24 @@ class EngineSuite:
             assert completion.finish == ("stop" if ended else "length")
             assert not np.isin(completion.token_ids_T[:-1], served.parts.processor.stop_ids).any()
             assert "<|im_end|>" not in completion.text
+
+    @pytest.mark.parametrize("comes_after", [False, True])
+    def test_a_completion_ends_with_the_token_that_closes_its_answer(self, served: Served, comes_after: bool) -> None:
+        prompt = prompts_of(served.parts)[0]
+        free = served.generate(ask(f"open {comes_after}", prompt, n=4, max_new_tokens=60))[0]
+        text, decode = free[0].text, served.parts.processor.tokenizer.decode
+        end = AnswerEnd(closing=text[10:12], after=text[3:5] if comes_after else "")
+        closed = served.generate(ask(f"closed {comes_after}", prompt, n=4, max_new_tokens=60, answer_end=end))[0]
+        assert len(closed[0].token_ids_T) < len(free[0].token_ids_T)
+        for whole, short in zip(free, closed, strict=True):
+            ids = whole.token_ids_T.tolist()
+            lengths = (n for n in range(1, len(ids) + 1) if find_answer_end(decode(ids[:n]), end) is not None)
+            if (length := next(lengths, None)) is None:
+                assert equal([short], [whole])
+                continue
+            assert (short.token_ids_T.tolist(), short.finish) == (ids[:length], "stop")
+            assert np.allclose(short.logprobs_T, whole.logprobs_T[:length], atol=TOLERANCE)
+            assert short.text == decode(ids[:length])
 
     def test_a_stop_string_ends_a_completion_and_is_cut_from_its_text(self, served: Served) -> None:
         prompt = prompts_of(served.parts)[0]

@@ -117,14 +117,14 @@ def test_sampled_dev_answers_are_drawn_as_the_settings_say(tmp_path: Path) -> No
     settings = {"dev_samples_per_prompt": 4, "temperature": 0.7, "top_p": 0.9, "dev_size": 9}
     evaluate = run.config.evaluate.model_copy(update=settings)
     replace_in(run, "config", run.config.model_copy(update={"evaluate": evaluate}))
-    sampling = replace(rollout_sampling(run.config), temperature=0.7, top_p=0.9)
+    sampling = replace(rollout_sampling(run.config, run.environment), temperature=0.7, top_p=0.9)
     rows = wait_for(run.evaluator.answers(run.sources.dev, 9, sampling=sampling, n=4, seed=run.config.seed))
     accuracies = [[answer.accuracy for answer in row.answers] for row in rows]
     assert {len(each) for each in accuracies} == {4}
     assert len(set(map(tuple, accuracies))) > 1
     expected = {"dev/mean@4": np.mean(accuracies), "dev/pass@4": np.mean(np.max(accuracies, axis=1))}
     assert wait_for(sample_dev(run)) == pytest.approx(expected)
-    assert evaluation_sampling(run.config) == sampling
+    assert evaluation_sampling(run.config, run.environment) == sampling
 
 
 @pytest.mark.parametrize("resume", [False, True])

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from fovea.metrics.log import JsonlSink, MetricsLog
 from fovea.metrics.progress import Progress
@@ -154,6 +155,26 @@ def test_the_overview_has_remarks_figures_and_the_learning_curve(browser: Browse
         assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
         browser.evaluate("document.querySelector('.plot').dispatchEvent(new MouseEvent('click', { bubbles: true }))")
         browser.wait_for(GROUP)
+        assert browser.problems == []
+
+
+def test_the_overview_says_why_a_run_does_not_move(browser: Browser, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=0)
+    (folder / "config.yaml").write_text(yaml.safe_dump({"rollout": {"max_new_tokens": HOSTILE[:30]}}))
+    titles = "[...document.querySelectorAll('.charts figcaption bdi')].map((each) => each.textContent)"
+    sink = JsonlSink(folder)
+    for step in range(1, 20):
+        sink.write(step, {"reward": 0.0, "truncated_frac": 1.0})
+    with served(folder) as address:
+        open_page(browser, address, LINE)
+        assert not browser.evaluate("document.querySelector('.remarks')"), "one step too few"
+        sink.write(20, {"reward": 0.0, "truncated_frac": 1.0})
+        browser.wait_for("document.querySelectorAll('.remarks p').length === 2")
+        assert browser.evaluate(titles) == ["reward", "truncated_frac"], "with the curve that shows it"
+        said = text_of(browser, ".remarks")
+        assert "No answer earns anything: reward is 0 (mean of steps 1 to 20). Nothing is learned" in said
+        assert "Answers are cut off at the limit: truncated_frac is 1 (mean of steps 1 to 20)" in said
+        assert f"rollout.max_new_tokens={HOSTILE[:30].lower()}" in said
         assert browser.problems == []
 
 

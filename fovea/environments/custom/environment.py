@@ -134,6 +134,7 @@ class UserEnvironment(Environment):
         self._user = user
         self._name = name
         self.max_turns = getattr(user, "max_turns", 1)
+        self.answer_end = getattr(user, "answer_end", None)
 
     def tasks(self, split: Split) -> Sequence[Task]:
         with self._named("tasks", split):

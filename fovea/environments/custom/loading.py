@@ -18,6 +18,7 @@ from fovea.config.rewards import FROM_PYTHON
 from fovea.environments.custom.importing import import_file
 from fovea.environments.custom.trl import RewardFunction, called_as_by_trl, is_of_trl
 from fovea.errors import ConfigError, FoveaError, describe_error, result_or_error
+from fovea.types import AnswerEnd
 
 METHODS: Mapping[str, tuple[str, ...]] = {
     "tasks": ("split",),
@@ -69,6 +70,11 @@ def checked_environment(user: Any, name: str) -> Any:
             raise ConfigError(f"environment={name} has no method {method}; add {method}({', '.join(parameters)})")
         _check_call(bound, parameters, "environment", f"{name}.{method}")
     _check_turns(user, name)
+    if not isinstance(end := getattr(user, "answer_end", None), AnswerEnd | None):
+        raise ConfigError(
+            f"environment={name} has answer_end={end!r}; set fovea.types.AnswerEnd(), for a box, or another one, "
+            'such as AnswerEnd(closing="</answer>")'
+        )
     if hasattr(user, "stages") and not hasattr(user, "default_starts"):
         raise ConfigError(
             f"environment={name} has stages, but no default_starts; add the steps at which the second and later ones "

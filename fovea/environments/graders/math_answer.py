@@ -10,6 +10,7 @@ nothing to interrupt, on whatever thread and in however many workers.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 from fovea.environments.graders.math_formula import Rounded, formula_value, is_close
 from fovea.environments.graders.math_normalize import normalised, without_unit
@@ -17,23 +18,38 @@ from fovea.environments.graders.math_normalize import normalised, without_unit
 # Longer answers are compared as they stand; the longest true answer of Geometry3K has 41 characters.
 _MAX_CHARS = 400
 
+BOX = r"\boxed"
 _BOX_OR_BRACE = re.compile(r"\\boxed\s*\{|\\\\(?!boxed)|\\[{}]|[{}]")
 
 
 def last_boxed(text: str) -> str | None:
     r"""The content of the last `\boxed{...}` whose braces close; None where there is none. Linear time."""
+    boxes = [box for box, _ in _closed_boxes(text)]
+    return text[boxes[-1]] if boxes else None
+
+
+def box_end(text: str) -> int | None:
+    r"""Index after the brace that closes the first `\boxed{...}`; a box that is empty or in another one does not count.
+
+    Models repeat "in \boxed{}" from their prompt, and go on to the answer.
+    """
+    return next((box.stop + 1 for box, is_outermost in _closed_boxes(text) if is_outermost and text[box].strip()), None)
+
+
+def _closed_boxes(text: str) -> Iterator[tuple[slice, bool]]:
+    r"""The content of each `\boxed{...}` in the order in which they close, and True for one that is in no other."""
     starts: list[int | None] = []
-    found: slice | None = None
+    depth = 0
     for match in _BOX_OR_BRACE.finditer(text):
         token = match.group()
         if token.startswith(r"\boxed"):
             starts.append(match.end())
+            depth += 1
         elif token == "{":
             starts.append(None)
-        elif token == "}" and starts:
-            start = starts.pop()
-            found = found if start is None else slice(start, match.start())
-    return None if found is None else text[found]
+        elif token == "}" and starts and (start := starts.pop()) is not None:
+            depth -= 1
+            yield slice(start, match.start()), depth == 0
 
 
 def same_answer(given: str, truth: str) -> bool:

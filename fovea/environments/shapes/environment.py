@@ -24,7 +24,7 @@ from fovea.environments.graders.base import Grade, shown
 from fovea.environments.graders.math_answer import last_boxed
 from fovea.environments.shapes.questions import KINDS, Scene, SceneKind, comparison, in_words, scene
 from fovea.environments.shapes.scenes import Thing, draw, with_noise
-from fovea.types import ImageRef, Message, Score, Task, Turn
+from fovea.types import AnswerEnd, ImageRef, Message, Score, Task, Turn
 
 Kind: TypeAlias = SceneKind | Literal["comparison", "text"]
 
@@ -55,6 +55,7 @@ class ShapesGrader:
 class Shapes(Environment):
     """The environment `shapes`; see `config.ShapesEnvironment`."""
 
+    answer_end = AnswerEnd()
     graders = (ShapesGrader(),)
 
     def __init__(self, config: ShapesEnvironment, seed: int) -> None:
@@ -167,6 +168,7 @@ _HOW = r"Answer in a box, or see a quarter of the picture with \crop{1} to \crop
 class ShapesZoom(Environment):
     """The environment `shapes_zoom`: the rows of `shapes`, each with the choice to look closer once."""
 
+    answer_end = AnswerEnd()
     graders = (ShapesGrader(),)
     max_turns = 2
 

@@ -16,17 +16,17 @@ export function overviewPage() {
   const bottom = element("div", {});
   const box = element("div", { class: "charts learning" });
   const root = element("section", { class: "page overview" }, top, box, bottom);
-  const charts = LEARNING.map((name) => [name, chart(name, { onPoint, onPick: (step) => goTo("samples", { step, group: null }) })]);
+  const charts = new Map();
   let runs = [];
   let drawn = "";
 
   function onPoint(x) {
-    for (const [, each] of charts) each.point(x);
+    for (const each of charts.values()) each.point(x);
   }
 
   /** Returns whether there is anything new. */
   async function refresh(newRuns) {
-    const state = () => JSON.stringify(runs.map((run) => [run.step, run.finished, run.hints]));
+    const state = () => JSON.stringify(runs.map((run) => [run.step, run.finished, run.hints, run.findings]));
     const before = state();
     runs = newRuns;
     return before !== state();
@@ -34,7 +34,7 @@ export function overviewPage() {
 
   async function draw() {
     const summaries = await Promise.all(runs.map((_, place) => load(`summary/${place}/0`)));
-    const text = JSON.stringify([summaries, runs.map((run) => [run.hints, run.about])]);
+    const text = JSON.stringify([summaries, runs.map((run) => [run.hints, run.findings, run.about])]);
     if (text !== drawn) {
       drawn = text; // a poll leaves what is being read as it is
       top.replaceChildren(...remarks(runs), element("div", { class: "headlines" }, runs.map((run, place) => headline(run, place, summaries[place], runs.length))));
@@ -44,20 +44,28 @@ export function overviewPage() {
   }
 
   async function drawCharts() {
-    const known = charts.filter(([name]) => runs.some((run) => run.metrics.includes(name)));
-    if (box.childElementCount !== known.length) box.replaceChildren(...known.map(([, each]) => each.root));
+    const wanted = new Set([...LEARNING, ...runs.flatMap((run) => run.findings.map((finding) => finding.metric))]);
+    const known = [...wanted].filter((name) => runs.some((run) => run.metrics.includes(name)));
+    for (const name of known) if (!charts.has(name)) charts.set(name, chart(name, { onPoint, onPick: (step) => goTo("samples", { step, group: null }) }));
+    const roots = known.map((name) => charts.get(name).root);
+    if (roots.some((root, place) => box.children[place] !== root) || box.childElementCount !== roots.length) box.replaceChildren(...roots);
     const axis = await axisOf("step", runs);
-    await Promise.all(known.map(async ([name, each]) => each.draw(await Promise.all(runs.map((run, place) => curveOf(run, place, name))), axis, { log: false, smoothing: 0 })));
+    await Promise.all(known.map(async (name) => charts.get(name).draw(await Promise.all(runs.map((run, place) => curveOf(run, place, name))), axis, { log: false, smoothing: 0 })));
   }
 
   return { root, refresh, draw, focusSearch: () => {} };
 }
 
-/** What the runs have remarked, such as a reward that is a constant. */
+/** Why the runs collapsed or do not move, and what they have remarked. */
 function remarks(runs) {
-  const lines = runs.flatMap((run, place) => run.hints.map((hint) =>
-    element("p", {}, runs.length > 1 ? [element("strong", { class: `run${place % 6}` }, foreign(run.name)), " "] : null, foreign(hint))));
+  const lines = runs.flatMap((run, place) => [...run.findings.map(finding), ...run.hints.map(foreign)].map((line) =>
+    element("p", {}, runs.length > 1 ? [element("strong", { class: `run${place % 6}` }, foreign(run.name)), " "] : null, line)));
   return lines.length ? [element("div", { class: "remarks", role: "note" }, lines)] : [];
+}
+
+/** A cause, its evidence and what to do; the settings and their values may be anyone's. */
+function finding({ cause, evidence, advice, settings }) {
+  return [element("strong", {}, `${cause}: `), `${evidence}. ${advice} `, element("code", {}, foreign(settings))];
 }
 
 /** What a run was, and its main figures. */

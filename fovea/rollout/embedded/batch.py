@@ -88,7 +88,7 @@ class DecodeBatch:
         self._state: RowState | None = None
         self._needs = needs_of([])
         self._rows_with_stop: list[int] = []
-        """Indices of the rows whose request has stop strings."""
+        """Indices of the rows that their text may end."""
         self._steps = self._longest = self._limit = 0
         self._level = True
 
@@ -149,6 +149,7 @@ class DecodeBatch:
             lengths = awaited(self._live_state().length_B[self._rows_with_stop]).tolist()
             for index, length in zip(self._rows_with_stop, lengths, strict=True):
                 self._cut_at_string(index, length)
+                self._cut_after_answer(index, length)
         running: list[bool] = awaited(self._live_state().running_B).tolist()
         return [index for index, is_running in enumerate(running) if not is_running]
 
@@ -210,24 +211,45 @@ class DecodeBatch:
         """Finish a row at the first token that completes a stop string; it counts as stopped even at its limit."""
         row, state = self.rows[index], self._live_state()
         stop = row.request.sampling.stop
+        if not stop:
+            return
         # a stop string may have begun in tokens that were searched before
         start = max(0, row.searched_tokens - self._text.tail_tokens(stop))
         tokens = awaited(state.tokens_BT[index, start:length]).tolist()
         # token by token, since several decode steps may lie between two syncs
         for end in range(row.searched_tokens + 1, length + 1):
             if self._text.holds_stop(tokens[: end - start], stop):
-                state.length_B[index] = end
-                state.stopped_B[index] = True
-                state.running_B[index] = False
+                self._stop(index, end)
                 break
         row.searched_tokens = length
+
+    def _cut_after_answer(self, index: int, length: int) -> None:
+        """Finish a row at the token that closes its answer; it counts as stopped even at its limit."""
+        row = self.rows[index]
+        end = row.request.sampling.answer_end
+        if end is None:
+            return
+        tokens = awaited(self._live_state().tokens_BT[index, row.answer_from : length]).tolist()
+        if (num_tokens := self._text.answer_tokens(tokens, end)) is not None:
+            self._stop(index, row.answer_from + num_tokens)
+        else:
+            row.answer_from += self._text.first_answer_token(tokens, end)
+
+    def _stop(self, index: int, length: int) -> None:
+        """Finish a row after so many tokens, or fewer where it is finished already."""
+        state = self._live_state()
+        state.length_B[index].clamp_(max=length)
+        state.stopped_B[index] = True
+        state.running_B[index] = False
 
     def _refresh(self) -> None:
         """Recompute batch-wide facts after rows were added or removed."""
         requests = {row.request for row in self.rows}
         self._needs = needs_of([request.sampling for request in requests])
         self._limit = max(request.limit_tokens for request in requests)
-        self._rows_with_stop = [index for index, row in enumerate(self.rows) if row.request.sampling.stop]
+        self._rows_with_stop = [
+            index for index, row in enumerate(self.rows) if row.request.sampling.stop or row.request.sampling.answer_end
+        ]
         counts = {self._num_tokens(row) for row in self.rows}
         self._longest, self._level = max(counts), len(counts) == 1
 

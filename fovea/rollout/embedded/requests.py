@@ -89,6 +89,8 @@ class DecodeRow:
     """Step of the batch that drew its first token, or would have, had the row always been in this batch."""
     searched_tokens: int = 0
     """Tokens already searched for stop strings."""
+    answer_from: int = 0
+    """Tokens in which no answer begins (`Sampling.answer_end`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fovea.errors import EngineError
-from fovea.rollout.outputs import stacked
+from fovea.rollout.outputs import stacked, stop_strings
 from fovea.types import Prompt, Request, Sampling
 
 Drawing = Mapping[str, Any]
@@ -55,7 +55,7 @@ class Translator:
             "sampling_seed": (sampling.seed + number) % SEEDS,
             "max_new_tokens": sampling.max_new_tokens,
             "min_new_tokens": self.min_new_tokens,
-            "stop": list(sampling.stop),
+            "stop": stop_strings(sampling),
             "stop_token_ids": list(self.stop_ids),
             "ignore_eos": self.ignore_eos,
             "logit_bias": {str(banned): BAN for banned in self.banned_ids},

@@ -19,7 +19,7 @@ from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 from vllm.sampling_params import RequestOutputKind
 
 from fovea.errors import EngineError
-from fovea.rollout.outputs import stacked
+from fovea.rollout.outputs import stacked, stop_strings
 from fovea.types import Prompt, Request
 
 SEEDS = 1 << 62
@@ -72,7 +72,7 @@ class Translator:
             seed=sampling.seed % SEEDS,
             max_tokens=sampling.max_new_tokens,
             min_tokens=self.min_new_tokens,
-            stop=list(sampling.stop),
+            stop=stop_strings(sampling),
             stop_token_ids=[] if self.ignore_eos else list(self.stop_ids),
             ignore_eos=self.ignore_eos,
             # a bias of -inf is probability 0; its limits of +-100 are those of the web API only
@@ -80,7 +80,7 @@ class Translator:
             logprobs=0,
             flat_logprobs=True,
             # text is needed to find stop strings only: `fovea.rollout.outputs` writes that of a completion
-            detokenize=bool(sampling.stop),
+            detokenize=bool(stop_strings(sampling)),
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 

@@ -468,8 +468,14 @@ class NoTurns(Plain):
     max_turns = 0
 
 
-def test_a_class_says_how_many_turns_it_takes() -> None:
+class Tagged(Plain):
+    answer_end = "</a>"
+
+
+def test_a_class_says_how_many_turns_it_takes_and_where_answers_end() -> None:
     assert make_environment(CONFIG, Plain()).environment.max_turns == 1
+    with pytest.raises(ConfigError, match=r"Tagged has answer_end='</a>'; set fovea.types.AnswerEnd\(\), for a box"):
+        make_environment(CONFIG, Tagged())
     with pytest.raises(ConfigError, match="RepliesForEver has a method reply, but no max_turns; add max_turns = 4"):
         make_environment(CONFIG, RepliesForEver())
     with pytest.raises(ConfigError, match="NoTurns has max_turns=0; set a whole number from 1 on"):

@@ -13,14 +13,13 @@ from fovea.models.recompute import Recompute, recompute_plainly
 from fovea.models.tiny import TinyParts
 from fovea.models.trainable import merged_weights
 from fovea.models.vlm import VLM
-from fovea.rollout.embedded.plain import PlainEngine
 from fovea.train.base import Needs
 from fovea.train.packing import pack_row
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Sampling
 from tests.policies import make_batch, train_settings
 from tests.reference import gradients, largest_relative_difference, reference_logprobs
-from tests.rollout.drawing import generate, make_engine, same, seeded
+from tests.rollout.drawing import generate, make_engine, plain_engine, same, seeded
 from tests.rollout.two_turns import batch_of, drawn
 from tests.tiny_models import CPU, FAMILIES, mixed_prompts, random_completions, tiny
 
@@ -78,14 +77,6 @@ def test_gradient_checkpointing_changes_nothing(how: Recompute) -> None:
         vlm(row, temperature=1.0, chunk_tokens=100).logprobs_A.sum().backward()
         results.append(gradients(vlm))
     assert largest_relative_difference(*results) < TOLERANCE
-
-
-def plain_engine(parts: TinyParts, max_batch_tokens: int = 10_000) -> PlainEngine:
-    engine = PlainEngine(
-        PlainVLM(parts.network, parts.processor.banned_ids), parts.processor, max_batch_tokens=max_batch_tokens
-    )
-    engine.load_weights(dict(merged_weights(parts.network)), version=7)
-    return engine
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,170 @@
+"""Findings: known causes for which a run collapses or does not move, by its metrics; the rules stand in findings.yaml.
+
+A rule holds when all of its conditions do over the newest values of their metrics, so that a run that has recovered
+has no finding.
+
+Axes: `N` steps with a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import yaml
+from numpy.typing import NDArray
+
+from fovea.types import Metrics
+
+Column: TypeAlias = tuple[Sequence[float], Sequence[float]]
+"""Steps [N] and values [N] of a metric."""
+STAGE = "curriculum/stage"
+"""A later stage scores otherwise: values of earlier ones are not compared with its own."""
+MAX_SHOWN, MAX_VALUE_CHARS = 10**15, 40
+"""Largest number and longest text of a setting that a finding shows."""
+BASELINE_STEPS = 2
+"""First values of a metric with which `growth` compares the newest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Condition:
+    """A bound on a figure of the newest values of a metric."""
+
+    metric: str
+    of: Literal["mean", "spread", "growth", "of_best", "best"] = "mean"
+    """mean; largest minus smallest; mean over that of the run's first values; mean over the best mean of as many
+    consecutive values; that best mean."""
+    at_least: float = -np.inf
+    at_most: float = np.inf
+    or_absent: bool = False
+    """The condition also holds for a run without this metric."""
+
+    def holds(self, columns: Mapping[str, NDArray[np.float64]], window: int) -> bool:
+        values_N = columns.get(self.metric, np.empty(0))
+        if not len(values_N):
+            return self.or_absent
+        return len(values_N) >= window and self.at_least <= self._figure(values_N, window) <= self.at_most
+
+    def _figure(self, values_N: NDArray[np.float64], window: int) -> float:
+        newest_N = values_N[-window:]
+        mean = float(newest_N.mean())
+        match self.of:
+            case "mean":
+                return mean
+            case "spread":
+                return float(np.ptp(newest_N))
+            case "growth":
+                return mean / max(float(values_N[:BASELINE_STEPS].mean()), 1e-9)
+        best = float(np.convolve(values_N, np.full(window, 1 / window), "valid").max())
+        return best if self.of == "best" else mean / max(best, 1e-9)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """A cause, the conditions by which it is found, and what to do."""
+
+    cause: str
+    conditions: tuple[Condition, ...]
+    """The metric of the first one shows the cause."""
+    window: int
+    """Newest values of each metric that the conditions are about."""
+    settings: tuple[str, ...]
+    advice: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A cause that the metrics of a run show."""
+
+    cause: str
+    metric: str
+    evidence: str
+    """The metric's value, and its steps."""
+    advice: str
+    settings: str
+    """The settings to change, with their values in this run."""
+
+    @property
+    def text(self) -> str:
+        return f"{self.cause}: {self.evidence}. {self.advice} ({self.settings})"
+
+
+def _read(file: Path) -> tuple[Rule, ...]:
+    """The rules of a file; TypeError for a rule with a field too many or too few."""
+    return tuple(_rule(**fields) for fields in yaml.safe_load(file.read_text(encoding="utf-8")))
+
+
+def _rule(conditions: Sequence[Mapping[str, Any]], settings: Sequence[str], **rest: Any) -> Rule:
+    return Rule(conditions=tuple(Condition(**each) for each in conditions), settings=tuple(settings), **rest)
+
+
+RULES = _read(Path(__file__).with_suffix(".yaml"))
+METRICS = frozenset({STAGE, *(condition.metric for rule in RULES for condition in rule.conditions)})
+"""Names of the metrics that the rules read."""
+
+
+def find(columns: Mapping[str, Column], settings: Mapping[str, Any]) -> list[Finding]:
+    """The findings of a run by its metrics so far and its settings, as YAML has them."""
+    stages = np.asarray(columns[STAGE][1] if STAGE in columns else ())
+    changes = np.flatnonzero(np.diff(stages))
+    start = columns[STAGE][0][int(changes[-1]) + 1] if len(changes) else -np.inf
+    kept = {name: _since(start, columns[name]) for name in METRICS & columns.keys()}
+    values = {name: values_N for name, (_, values_N) in kept.items()}
+    return [
+        _finding(rule, *kept[rule.conditions[0].metric], settings)
+        for rule in RULES
+        if all(condition.holds(values, rule.window) for condition in rule.conditions)
+    ]
+
+
+def _since(start: float, column: Column) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    steps_N, values_N = np.asarray(column[0], np.float64), np.asarray(column[1], np.float64)
+    kept = np.isfinite(values_N) & (steps_N >= start)
+    return steps_N[kept], values_N[kept]
+
+
+def _finding(
+    rule: Rule, steps_N: NDArray[np.float64], values_N: NDArray[np.float64], settings: Mapping[str, Any]
+) -> Finding:
+    metric, newest = rule.conditions[0].metric, slice(-rule.window, None)
+    first, last = int(steps_N[newest][0]), int(steps_N[-1])
+    when = f"mean of steps {first:,} to {last:,}" if first < last else f"step {last:,}"
+    return Finding(
+        cause=rule.cause,
+        metric=metric,
+        evidence=f"{metric} is {values_N[newest].mean():.3g} ({when})",
+        advice=rule.advice,
+        settings=", ".join(map("=".join, _values_of(rule.settings, settings))),
+    )
+
+
+def _values_of(keys: Sequence[str], settings: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Each key, with its value where the run has one value of that name."""
+    for key in keys:
+        value: Any = settings
+        for name in key.split("."):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        # of a stranger's run it may be anything, such as a number that Python does not print
+        is_shown = isinstance(value, bool | float | str) or (isinstance(value, int) and abs(value) < MAX_SHOWN)
+        yield (key, str(value).lower()[:MAX_VALUE_CHARS]) if is_shown else (key,)
+
+
+class FindingsWatch:
+    """The metrics of a process's steps so far, and the causes that were found in them."""
+
+    def __init__(self) -> None:
+        self._columns: dict[str, tuple[list[float], list[float]]] = {}
+        self._known: set[str] = set()
+
+    def new(self, step: int, metrics: Metrics, settings: Mapping[str, Any]) -> list[Finding]:
+        """Add a step; returns the findings whose causes were not found before."""
+        for name in METRICS & metrics.keys():
+            steps, values = self._columns.setdefault(name, ([], []))
+            steps.append(step)
+            values.append(metrics[name])
+        found = [finding for finding in find(self._columns, settings) if finding.cause not in self._known]
+        self._known |= {finding.cause for finding in found}
+        return found

@@ -1,0 +1,170 @@
+"""Causes for which a run collapses or does not move: each is made on purpose, and found by its own rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fovea.config.sections import Rollout
+from fovea.loop import train
+from fovea.metrics.findings import RULES
+from fovea.metrics.names import definition_of
+from fovea.report.viewed_run import ViewedRun
+from fovea.run import rollout_step
+from fovea.run.context import Run
+from fovea.run.signals import too_few_rows
+from fovea.types import Score, Task, Turn
+from tests.fakes import BanditEnvironment, bandit_run
+from tests.runs import HASH_REWARD, QUICK, ROOT, SMALL, train_here
+from tests.tiny_models import save, tiny
+
+
+def found(folder: Path) -> list[str]:
+    return [finding.cause for finding in ViewedRun(folder).findings()]
+
+
+FAST = ["train.learning_rate=2e-2", "train.lr_warmup_steps=0", "algorithm.entropy_coef=0"]
+BAD_RUNS = {
+    "cut off": [*QUICK, "rollout.max_new_tokens=2", "max_steps=20"],
+    "sure": [
+        *(*QUICK, HASH_REWARD, *FAST, "train.learning_rate=6e-3", "max_steps=60", "rollout.max_new_tokens=1"),
+        "evaluate.image_controls=true",
+    ],
+    "noise": [
+        *(*SMALL, "evaluate.image_controls=false", "log.tensorboard=false", "warmup.max_steps=60", "max_steps=20"),
+        *("rollout.max_new_tokens=8", "train.learning_rate=3e-3", "algorithm.entropy_coef=1"),
+    ],
+    "kl": [*QUICK, HASH_REWARD, *FAST, "max_steps=14", "rollout.max_new_tokens=4", "algorithm.kl.coef=1e-6"],
+}
+
+
+@pytest.mark.parametrize(
+    ("settings", "causes"),
+    [
+        (BAD_RUNS["cut off"], {"No answer earns anything", "Answers are cut off at the limit"}),
+        (BAD_RUNS["sure"], {"The policy has stopped exploring", "The text suffices without the picture"}),
+        (BAD_RUNS["noise"], {"The policy writes noise"}),
+        ([*BAD_RUNS["kl"], "algorithm.kl.name=loss"], {"The policy has left its reference"}),
+        ([*BAD_RUNS["kl"], "algorithm.kl.name=reward"], {"The KL penalty has run away"}),
+    ],
+    ids=["cut off", "sure", "noise", "kl", "kl in the reward"],
+)
+def test_a_tiny_run_that_goes_wrong_says_why(tmp_path: Path, settings: Sequence[str], causes: set[str]) -> None:
+    train_here("shapes", tmp_path / "run", *settings)
+    assert causes <= set(found(tmp_path / "run"))
+    ended = (tmp_path / "run/console.txt").read_text()
+    assert all(f"{cause}: " in ended for cause in causes)
+
+
+def test_a_model_that_prefers_banned_tokens_is_found(tmp_path: Path) -> None:
+    parts = tiny("qwen3_vl")
+    with torch.no_grad():
+        parts.network.get_output_embeddings().weight[list(parts.processor.banned_ids)] *= 40
+    model = f"model.path={save(parts, tmp_path / 'model')}"
+    words = [*QUICK, "model.tiny=null", model, "rollout.max_new_tokens=4", "max_steps=20"]
+    train_here("shapes", tmp_path / "run", *words)
+    assert "The model wants to write banned tokens" in found(tmp_path / "run")
+
+
+def test_an_engine_that_draws_at_another_temperature_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = rollout_step.rollout_sampling
+    monkeypatch.setattr(rollout_step, "rollout_sampling", lambda *given: replace(real(*given), temperature=0.5))
+    words = [*QUICK, "rollout.max_new_tokens=4", "max_steps=2", "train.plain_update_every_steps=1"]
+    train_here("shapes", tmp_path / "run", *words)
+    assert found(tmp_path / "run") == ["Engine and trainer differ"]
+
+
+class Constant(BanditEnvironment):
+    def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+        return Score(reward=0.5, accuracy=0.5)
+
+
+class ByPrompt(BanditEnvironment):
+    def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+        return Score(reward=float(task.answer == "b"), accuracy=0.5)
+
+
+class NothingRight(BanditEnvironment):
+    def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+        return Score(reward=0.0, accuracy=0.0)
+
+
+def forget_what_was_learnt(run: Run) -> None:
+    """Have the policy lose its table half way, as by a step that is far too long."""
+    update = run.policy.update
+
+    async def forgetful(batch: object) -> Mapping[str, float]:
+        metrics = await update(batch)  # type: ignore[arg-type]
+        if run.policy.updates > 15:  # type: ignore[attr-defined]
+            run.policy.table[:] = -20 * torch.eye(4).numpy()  # type: ignore[attr-defined]
+        return metrics
+
+    run.policy.update = forgetful  # type: ignore[method-assign,assignment]
+
+
+@pytest.mark.parametrize(
+    ("environment", "broken", "causes"),
+    [
+        (BanditEnvironment, None, []),
+        (NothingRight, None, ["No answer earns anything"]),
+        (Constant, None, ["Every answer earns the same"]),
+        (ByPrompt, None, ["The answers to each prompt earn the same"]),
+        (BanditEnvironment, forget_what_was_learnt, ["The reward has collapsed"]),
+    ],
+)
+def test_a_run_is_diagnosed_by_its_own_cause_only(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    environment: type,
+    broken: Callable[[Run], None] | None,
+    causes: list[str],
+) -> None:
+    monkeypatch.setattr("tests.fakes.BanditEnvironment", environment)
+    run = bandit_run(tmp_path, max_steps=30, train={"plain_update_every_steps": 1}, parity={"prompts": 0})
+    if broken:
+        broken(run)
+    train(run)
+    assert found(run.folder) == causes
+
+
+def test_every_cause_is_in_the_docs_with_metrics_that_exist() -> None:
+    docs = (ROOT / "docs/troubleshooting.md").read_text()
+    for rule in RULES:
+        assert rule.cause in docs
+        names = [condition.metric for condition in rule.conditions]
+        assert all(definition_of(name) or name.startswith("shuffled_images/") for name in names)
+
+
+def test_more_prompts_a_step_than_rows_is_said_at_the_start(tmp_path: Path) -> None:
+    warning = too_few_rows(60, Rollout(prompts_per_step=1000))
+    assert warning is not None
+    assert warning.startswith("rollout.prompts_per_step=1000 is more than the 60 training rows, so that rows come 17")
+    assert too_few_rows(60, Rollout(prompts_per_step=60)) is None
+
+
+def test_a_run_prints_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.fakes.BanditEnvironment", NothingRight)
+    run = bandit_run(tmp_path, max_steps=25, rollout={"prompts_per_step": 17, "max_new_tokens": 1})
+    lines: list[str] = []
+    run.progress.print = lambda line: lines.append(str(line))  # type: ignore[method-assign]
+    train(run)
+    report = (run.folder / "report.html").read_text()
+    for hint in ("is more than the 16 training rows", "No answer earns anything: reward is 0"):
+        said = [place for place, line in enumerate(lines) if hint in line]
+        assert len(said) == 2, "on the way, and at the end"
+        assert report.count(hint.partition(":")[0]) == 1
+
+
+def test_a_run_that_ends_early_prints_it_at_its_end_too(tmp_path: Path) -> None:
+    run = bandit_run(tmp_path, max_steps=25, max_hours=1e-9, rollout={"prompts_per_step": 17, "max_new_tokens": 1})
+    lines: list[str] = []
+    run.progress.print = lambda line: lines.append(str(line))  # type: ignore[method-assign]
+    with pytest.raises(SystemExit, match="0"):
+        train(run)
+    said = [place for place, line in enumerate(lines) if "is more than the 16 training rows" in line]
+    assert len(said) == 2
+    assert said[1] == len(lines) - 2, "before the line on how to go on"
