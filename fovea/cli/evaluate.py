@@ -70,6 +70,8 @@ def evaluate(
 
         output_files = OutputFiles(json_file=json_file, html_file=html_file)
         if benchmarks := [word for word in overrides if BENCHMARK.match(word)]:
+            if split != "test":
+                raise ConfigError(f"--split {split}: benchmarks have test rows only; leave --split out")
             from fovea.commands.benchmarks import chosen, evaluate_benchmarks
 
             evaluate_benchmarks(

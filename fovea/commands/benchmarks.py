@@ -93,6 +93,7 @@ def evaluate_benchmarks(  # noqa: PLR0913 (each is an option of the command)
         path = [f"bench.{name}={benchmarks[name]}"] if benchmarks[name] else []
         options = ["--recipe", str(recipe)] if recipe else []
         again = shlex.join(["fovea", "eval", *words, f"bench={name}", *path, *overrides, *options])
+        again = printable(without_secrets(again))
         found.append(_evaluate(targets, each, config, overrides, partial(say, name), again, trust=trust))
     _write(found, config, output_files)
     return found

@@ -50,7 +50,7 @@ def below_table(found: Sequence[BenchmarkResult]) -> list[str]:
     """Whose the published figures are, and the commands that give the scores."""
     figures = [(each.benchmark.name, figure) for each in found for figure in each.benchmark.published]
     sources = dict.fromkeys(f"{name}: {_source(figure)}" for name, figure in figures)
-    return [*sources, *(printable(each.command) for each in found)]
+    return [*sources, *(each.command for each in found)]
 
 
 def write_benchmarks(path: Path, found: Sequence[BenchmarkResult], settings: str) -> Path:

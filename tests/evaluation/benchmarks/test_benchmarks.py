@@ -166,6 +166,7 @@ def test_parquet_of_the_hub_and_files_of_the_authors_are_the_same_rows(tmp_path:
             ["bench=mathvision", "bench.mathvision=bad.jsonl"],
             "bad.jsonl line 1: not a row of mathvision (KeyError: 'B'); download MathLLMs/MathVision again",
         ),
+        (["bench=mmmu", "--split", "dev"], "--split dev: benchmarks have test rows only; leave --split out"),
         (["bench=mmmu", "majority"], "mmmu has no train rows to count answers of; compare with gold or constant:TEXT"),
     ],
 )
