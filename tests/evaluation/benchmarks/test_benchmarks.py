@@ -25,9 +25,8 @@ from fovea.types import ImageRef, Message
 from fovea.wiring.images import make_opener
 from tests.chat_server import Endpoint, says
 from tests.evaluation.benchmarks.made import ROWS, Row, parquet, png, write
-from tests.models.test_render import processor_of
 from tests.report.pages import Page
-from tests.tiny_models import tiny
+from tests.tiny_models import processor_of, tiny
 
 HERE = Path(__file__).parent
 
