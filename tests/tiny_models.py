@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
+from transformers.processing_utils import ProcessorMixin
 
 from fovea.config.model import TinyModel
 from fovea.data.images import ImageOpener
@@ -74,6 +76,27 @@ def save(parts: TinyParts, folder: Path) -> Path:
 
 def renderer(parts: TinyParts) -> Renderer:
     return Renderer(parts.processor, from_array)
+
+
+PROCESSORS = {
+    "qwen2_vl": transformers.Qwen2VLProcessor,
+    "qwen2_5_vl": transformers.Qwen2_5_VLProcessor,
+    "qwen3_vl": transformers.Qwen3VLProcessor,
+}
+
+
+def processor_of(parts: TinyParts, family: str) -> ProcessorMixin:
+    """transformers' processor without its video processor, which needs torchvision."""
+
+    def init(self: ProcessorMixin, image_processor: object, tokenizer: object, chat_template: str) -> None:
+        ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+        for kind in ("image", "video"):
+            token = f"<|{kind}_pad|>"
+            setattr(self, f"{kind}_token", token)
+            setattr(self, f"{kind}_token_id", parts.processor.tokenizer.convert_tokens_to_ids(token))
+
+    without_videos = type(PROCESSORS[family].__name__, (PROCESSORS[family],), {"__init__": init})
+    return without_videos(parts.processor.image_processor, parts.processor.tokenizer, parts.processor.chat_template)
 
 
 def mixed_prompts(parts: TinyParts) -> list[Prompt]:

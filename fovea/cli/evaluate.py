@@ -24,6 +24,7 @@ TARGETS_HELP = (
     "frequent training answer, by question type), gold (the gold answer), constant:TEXT."
 )
 SETTING = re.compile(r"[A-Za-z_][\w.]*=")
+BENCHMARK = re.compile(r"bench(\.[\w.]*)?=")
 
 
 def evaluate(
@@ -57,6 +58,8 @@ def evaluate(
 
     Examples: fovea eval runs/shapes majority --html eval.html; fovea eval Qwen/Qwen3-VL-2B-Instruct runs/geo3k
     exported/geo3k evaluate.samples_per_prompt=8 rollout.temperature=0.8.
+
+    Published benchmarks: fovea eval runs/geo3k bench=mathvista,mmmu bench.mathvista=PATH (docs/benchmarks.md).
     """
     with one_line_errors(debug=debug):
         targets, overrides = sort_words(words)
@@ -66,6 +69,22 @@ def evaluate(
         from fovea.commands.evaluate import OutputFiles, evaluate_targets
 
         output_files = OutputFiles(json_file=json_file, html_file=html_file)
+        if benchmarks := [word for word in overrides if BENCHMARK.match(word)]:
+            if split != "test":
+                raise ConfigError(f"--split {split}: benchmarks have test rows only; leave --split out")
+            from fovea.commands.benchmarks import chosen, evaluate_benchmarks
+
+            evaluate_benchmarks(
+                targets,
+                chosen(benchmarks),
+                [word for word in overrides if word not in benchmarks],
+                recipe=None if recipe is None else find_recipe(recipe),
+                output_files=output_files,
+                trust=trust,
+                api_key_env=api_key_env,
+                quiet=quiet,
+            )
+            return
         evaluate_targets(
             targets,
             overrides,

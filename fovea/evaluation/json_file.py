@@ -26,15 +26,23 @@ def write_json(
     settings: Mapping[str, Any],
 ) -> None:
     """Write results and metrics to `path`; `about` says which rows. Accuracies are in 0..1, null where undefined."""
-    content = {
+    write_tree(path, {**results_json(results, metrics, about), "settings": settings})
+
+
+def results_json(results: EvalResults, metrics: Sequence[TargetMetrics], about: Mapping[str, Any]) -> dict[str, Any]:
+    """Results and metrics as `write_json` has them, without the settings."""
+    return {
         **about,
         "targets": [asdict(each) for each in metrics],
         "banned_tokens": {target.name: asdict(target.banned) for target in results.targets if target.banned},
         "skipped": {target.name: _skipped(target) for target in results.targets},
         "unscored": {target.name: list(target.unscored) for target in results.targets},
         "rows": [_row(row, results.targets) for row in results.rows],
-        "settings": settings,
     }
+
+
+def write_tree(path: Path, content: Mapping[str, Any]) -> None:
+    """Write JSON with null for non-finite numbers."""
     # ASCII, because text of a data set may hold lone surrogates, which UTF-8 cannot encode and an escape can
     write_atomically(path, (json.dumps(finite_json(content), indent=1, allow_nan=False) + "\n").encode("ascii"))
 

@@ -14,7 +14,7 @@ from fovea.config.recipes import read_yaml
 from fovea.evaluation.comparison import EvalResults, EvalRow, TargetAnswers, TargetMetrics, grouped
 from fovea.report.about_run import settings_pairs
 from fovea.report.export import PageData, write_page
-from fovea.report.figures import target_summary
+from fovea.report.figures import RunSummary, target_summary
 from fovea.report.held_out import MAX_PICTURED, MAX_ROWS, ShownRow, row_json, thumbnails
 from fovea.report.images import name_of
 
@@ -36,18 +36,33 @@ def write_evaluation(
 ) -> Path:
     """Write the page to `path` and return that; `settings` is YAML text."""
     data = PageData()
+    add_answers(data, 0, EVALUATION, results, images_of)
+    first = results.targets[0].name
+    summaries = [target_summary(figures, first) for figures in metrics]
+    return write_targets(path, data, [target_facts(each, title) for each in results.targets], summaries, settings)
+
+
+def add_answers(data: PageData, number: int, evaluation: str, results: EvalResults, images_of: ImagesOf) -> None:
+    """Add the rows of the `number`-th evaluation, with the answers of every target."""
     rows = of_every_outcome(results)[:MAX_ROWS]
     pictures = {row.id: thumbnails(images_of(row)) for row in rows[:MAX_PICTURED]}
     names = {row: tuple(map(name_of, of_row)) for row, of_row in pictures.items()}
     # all targets have the same rows, and show the pictures of the first
     data.images.update({f"0/{name_of(png)}": png for of_row in pictures.values() for png in of_row})
-    about = {"settings": settings_pairs(read_yaml(settings, "settings")), "console": ""}
-    for place, (target, figures) in enumerate(zip(results.targets, metrics, strict=True)):
+    for place, target in enumerate(results.targets):
         shown = [row_json(_shown(row, target, names.get(row.id, ()))) for row in rows]
-        data.add(f"answers/{place}/0", {"name": EVALUATION, "rows": shown})
-        data.add(f"summary/{place}/0", asdict(target_summary(figures, results.targets[0].name)))
+        data.add(f"answers/{place}/{number}", {"name": evaluation, "rows": shown})
+
+
+def write_targets(
+    path: Path, data: PageData, facts: Sequence[Mapping[str, Any]], summaries: Sequence[RunSummary], settings: str
+) -> Path:
+    """Write the page of targets, whose answers `data` has, to `path` and return that."""
+    about = {"settings": settings_pairs(read_yaml(settings, "settings")), "console": ""}
+    for place, summary in enumerate(summaries):
+        data.add(f"summary/{place}/0", asdict(summary))
         data.add(f"about/{place}/0", about)
-    data.add("runs", [_facts(target, title) for target in results.targets])
+    data.add("runs", list(facts))
     write_page(path, data)
     return path
 
@@ -79,7 +94,7 @@ def _shown(row: EvalRow, target: TargetAnswers, images: tuple[str, ...]) -> Show
     )
 
 
-def _facts(target: TargetAnswers, title: str) -> Mapping[str, Any]:
+def target_facts(target: TargetAnswers, title: str, evaluations: Sequence[str] = (EVALUATION,)) -> Mapping[str, Any]:
     """The facts of a target, in the form of those of a run (`ViewedRun.facts`)."""
     return {
         "name": target.name,
@@ -98,6 +113,6 @@ def _facts(target: TargetAnswers, title: str) -> Mapping[str, Any]:
         "console_bytes": 0,
         "hints": [],
         "findings": [],
-        "evaluations": [EVALUATION],
+        "evaluations": list(evaluations),
         "left_out": "",
     }

@@ -54,6 +54,7 @@ from fovea.environments.mixture import Mixture, Part, errors_of_part
 from fovea.environments.shapes.environment import Shapes, ShapesZoom
 from fovea.environments.vqa import Vqa, VqaGrader
 from fovea.errors import ConfigError
+from fovea.evaluation.benchmarks.environment import BenchmarkGrader
 from fovea.models.families.registry import known
 from fovea.models.vision_reward import VisionRewardScorer
 from fovea.utils.bounded import read_file
@@ -86,7 +87,9 @@ def _judge(settings: Judge, key: str, opener: OpenImage, clients: list[Closes]) 
 
 
 def _second_opinion(grader: Grader, judge: Grader, settings: SecondOpinion) -> Grader:
-    if not isinstance(grader, VqaGrader | Geo3kGrader):  # of an environment that was given as an object
+    if not isinstance(
+        grader, VqaGrader | Geo3kGrader | BenchmarkGrader
+    ):  # of an environment that was given as an object
         raise ConfigError(
             f"second_opinion overrules the rules of vqa and geo3k, and this run has a {type(grader).__name__}; set "
             "second_opinion=null, or use model_reward"

@@ -8,9 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-import transformers
 from PIL import Image, ImageFile
-from transformers.processing_utils import ProcessorMixin
 
 from fovea.config.environments import ShapesEnvironment
 from fovea.data.images import ImageOpener
@@ -21,13 +19,8 @@ from fovea.models.families.qwen_vl import IMAGE_PAD
 from fovea.models.render import Renderer
 from fovea.models.tiny import TinyParts
 from fovea.types import ImageRef, Message, Task
-from tests.tiny_models import from_array, image, mixed_prompts, renderer, tiny, user
+from tests.tiny_models import PROCESSORS, from_array, image, mixed_prompts, processor_of, renderer, tiny, user
 
-PROCESSORS = {
-    "qwen2_vl": transformers.Qwen2VLProcessor,
-    "qwen2_5_vl": transformers.Qwen2_5_VLProcessor,
-    "qwen3_vl": transformers.Qwen3VLProcessor,
-}
 CHATS = {
     "no image": user("How many circles are there?"),
     "one image": user(image(1), "How many circles are there?"),
@@ -37,20 +30,6 @@ CHATS = {
         *user(image(1), " and ", image(2, 64, 48), image(3, 33, 90), "\nWhich is \\boxed{red}?"),
     ],
 }
-
-
-def processor_of(parts: TinyParts, family: str) -> ProcessorMixin:
-    """transformers' processor without its video processor, which needs torchvision."""
-
-    def init(self: ProcessorMixin, image_processor: object, tokenizer: object, chat_template: str) -> None:
-        ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
-        for kind in ("image", "video"):
-            token = f"<|{kind}_pad|>"
-            setattr(self, f"{kind}_token", token)
-            setattr(self, f"{kind}_token_id", parts.processor.tokenizer.convert_tokens_to_ids(token))
-
-    without_videos = type(PROCESSORS[family].__name__, (PROCESSORS[family],), {"__init__": init})
-    return without_videos(parts.processor.image_processor, parts.processor.tokenizer, parts.processor.chat_template)
 
 
 @pytest.mark.parametrize("family", PROCESSORS)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,10 +22,12 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from fovea.commands.serve import served_folder
 from fovea.config.model import Model
+from fovea.evaluation.benchmarks.mathvision import extracted
 from fovea.models.processor import load_processor
 from fovea.rollout.server_guard import MAX_BODY_BYTES
 from fovea.rollout.server_images import UNREADABLE
 from tests.data.web import served
+from tests.evaluation.benchmarks.made import ROWS, write
 from tests.rollout.engines.under_test import under_test
 from tests.rollout.serve_command import KEY, KEY_ENV, Serving, serving
 from tests.rollout.short_runs import LIMIT_SECONDS
@@ -173,6 +177,39 @@ def test_eval_of_the_server_is_that_of_the_folder(
         # greedy, with shuffled images and with blank ones: text, reward, parts, and why it ended
         assert there == here
     assert len({row["answers"][server.url]["greedy"]["prediction"] for row in found["rows"]}) > 2
+
+
+def test_lmms_eval_scores_the_server_as_fovea_eval_does(
+    server: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its interpreter is named by FOVEA_LMMS_EVAL_PYTHON (tests/evaluation/benchmarks/README.md)."""
+    python = os.environ.get("FOVEA_LMMS_EVAL_PYTHON")
+    if python is None:
+        pytest.skip("FOVEA_LMMS_EVAL_PYTHON names no interpreter with lmms-eval")
+    monkeypatch.setenv(KEY_ENV, KEY)
+    rows = [
+        row | {"id": str(place), "image": f"images/{place}.png"} for place, row in enumerate(4 * ROWS["mathvision"]())
+    ]
+
+    def evaluated() -> tuple[list[str], list[float], float]:
+        words = [f"bench.mathvision={write(tmp_path / 'rows', 'mathvision', rows)}", "rollout.max_new_tokens=12"]
+        options = ["--api-key-env", KEY_ENV, "--json", str(tmp_path / "eval.json")]
+        fovea_here("eval", server.url, "bench=mathvision", *words, "evaluate.image_controls=false", *options)
+        found = json.loads((tmp_path / "eval.json").read_text())["benchmarks"]["mathvision"]
+        answers = [row["answers"][server.url]["greedy"] for row in found["rows"]]
+        share = found["scores"][server.url]["accuracy"]["mean"]
+        return [each["prediction"] for each in answers], [each["accuracy"] for each in answers], share
+
+    for row, said in list(zip(rows, evaluated()[0], strict=True))[::2]:
+        row.update(options=[], answer=extracted(said))  # an answer that the model may give
+    texts, accuracies, share = evaluated()
+    client = [python, str(Path(__file__).parent / "lmms_client.py"), server.url, KEY, "shapes", str(tmp_path / "rows")]
+    done = subprocess.run(client, check=True, capture_output=True, text=True)
+    theirs = json.loads(done.stdout.splitlines()[-1])
+    assert theirs["texts"] == texts
+    assert theirs["right"] == list(map(bool, accuracies))
+    assert theirs["percent"] == pytest.approx(100 * share, abs=0.005)
+    assert 0 < share < 1
 
 
 def test_ctrl_c_leaves_no_process(server: Serving) -> None:

@@ -1,0 +1,163 @@
+"""Small benchmarks, made here, in the files and columns of the published ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+
+from fovea.report.images import png_bytes
+
+Row = dict[str, Any]
+
+
+def png(number: int) -> bytes:
+    return png_bytes(Image.new("RGB", (48, 48), (40 * number % 256, 90, 200 - 30 * number % 200)))
+
+
+def _mathvista() -> list[Row]:
+    kinds: list[tuple[str, str, list[str] | None, float | None, str | None, str]] = [
+        ("multi_choice", "text", ["red", "green", "blue"], None, None, "green"),
+        ("free_form", "integer", None, None, "$", "14"),
+        ("free_form", "float", None, 1.0, None, "1.2"),
+        ("free_form", "float", None, 2.0, "cm", "0.35"),
+        ("free_form", "list", None, None, None, "[2007, 2008]"),
+    ]
+    return [
+        {
+            "pid": str(place),
+            "question": f"What is in drawing {place}?",
+            "image": f"images/{place}.jpg",
+            "decoded_image": {"bytes": png(place), "path": None},
+            "choices": choices,
+            "unit": unit,
+            "precision": precision,
+            "answer": answer,
+            "question_type": question_type,
+            "answer_type": answer_type,
+            "metadata": {"split": "testmini", "task": "figure question answering", "skills": ["arithmetic reasoning"]},
+            "query": "not read",
+        }
+        for place, (question_type, answer_type, choices, precision, unit, answer) in enumerate(kinds)
+    ]
+
+
+def _mathverse() -> list[Row]:
+    kinds = [("multi-choice", "Text Dominant", "C"), ("free-form", "Vision Only", "55")]
+    return [
+        {
+            "sample_index": str(place),
+            "problem_index": "1",
+            "problem_version": version,
+            "question": "As shown, find x.",
+            "image": {"bytes": png(place), "path": None},
+            "answer": answer,
+            "question_type": question_type,
+            "metadata": {"split": "testmini", "source": "made", "subject": "Plane Geometry", "subfield": "Angle"},
+            "query_wo": f"Please directly answer the question.\nQuestion: As shown, find x in version {place}.\n",
+            "query_cot": "not read",
+            "question_for_eval": "As shown, find x.",
+        }
+        for place, (question_type, version, answer) in enumerate(kinds)
+    ]
+
+
+def _mathvision() -> list[Row]:
+    kinds: list[tuple[list[str], str]] = [([], "61"), (["A", "B", "C"], "B"), (["1", r"\frac{1}{2}", "2"], "B")]
+    return [
+        {
+            "id": str(place + 4),
+            "question": f"How many daisies are on card {place}?\n<image1>",
+            "options": options,
+            "answer": answer,
+            "solution": None,
+            "level": 2,
+            "subject": "counting",
+            "image": f"images/{place + 4}.jpg",
+        }
+        for place, (options, answer) in enumerate(kinds)
+    ]
+
+
+def _mmmu() -> list[Row]:
+    kinds = [
+        ("Look at <image 1>: what is it?", "['a cube', 'a cone', 'a ball']", "C", "multiple-choice", 1),
+        ("Which of the options follows <image 1> ?", "['<image 2>', '<image 3>']", "A", "multiple-choice", 3),
+        ("<image 2> comes after <image 1>. How much more? See <image 1> again.", "[]", "['8', 'eight']", "open", 2),
+        ("No picture is named here.", "['yes', 'no']", "B", "multiple-choice", 1),
+    ]
+    return [
+        {
+            "id": f"validation_{('Art', 'Basic_Medical_Science')[place // 2]}_{place}",
+            "question": question,
+            "options": options,
+            "explanation": "",
+            **{f"image_{n}": {"bytes": png(n), "path": None} if n <= images else None for n in range(1, 8)},
+            "answer": answer,
+            "question_type": question_type,
+        }
+        for place, (question, options, answer, question_type, images) in enumerate(kinds)
+    ]
+
+
+def _hallusionbench() -> list[Row]:
+    kinds = [("VS", "0", "0", None), ("VS", "1", "1", "./VS/chart/0_1.png"), ("VD", "0", "1", "./VD/chart/0_0.png")]
+    return [
+        {
+            "category": category,
+            "subcategory": "chart",
+            "visual_input": "0" if filename is None else "1",
+            "set_id": "0",
+            "figure_id": figure,
+            "sample_note": "made",
+            "question_id": "0",
+            "question": "Is the left line the longer one?",
+            "gt_answer_details": "made",
+            "gt_answer": truth,
+            "filename": filename,
+        }
+        for category, figure, truth, filename in kinds
+    ]
+
+
+ROWS = {
+    "mathvista": _mathvista,
+    "mathverse": _mathverse,
+    "mathvision": _mathvision,
+    "mmmu": _mmmu,
+    "hallusionbench": _hallusionbench,
+}
+
+
+def write(folder: Path, name: str, rows: list[Row] | None = None) -> Path:
+    """Write a benchmark to a new folder as its authors publish it; returns the folder."""
+    rows = ROWS[name]() if rows is None else rows
+    folder.mkdir(parents=True, exist_ok=True)
+    if name == "mathvision":
+        (folder / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        _pictures(folder, [row["image"] for row in rows])
+    elif name == "hallusionbench":
+        (folder / "HallusionBench.json").write_text(json.dumps(rows), encoding="utf-8")
+        _pictures(folder, [row["filename"] for row in rows if row["filename"]])
+    elif name == "mmmu":
+        for subject in ("Art", "Basic_Medical_Science"):
+            of_subject = [row for row in rows if f"_{subject}_" in row["id"]]
+            parquet(folder / subject / "validation-00000-of-00001.parquet", of_subject)
+    else:
+        parquet(folder / {"mathvista": "data/testmini-00000-of-00001.parquet"}.get(name, "testmini.parquet"), rows)
+    return folder
+
+
+def _pictures(folder: Path, names: list[str]) -> None:
+    for number, name in enumerate(names):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(png(number))
+
+
+def parquet(path: Path, rows: list[Row]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), path)
