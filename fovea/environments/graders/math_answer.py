@@ -36,6 +36,13 @@ def last_boxed(text: str) -> str | None:
     return None if found is None else text[found]
 
 
+def last_tagged(text: str) -> str | None:
+    """The content of the last `<answer>...</answer>`; None where there is none."""
+    before, closing, _ = text.rpartition("</answer>")
+    _, opening, answer = before.rpartition("<answer>")
+    return answer.strip() if closing and opening else None
+
+
 def same_answer(given: str, truth: str) -> bool:
     """True if two answers, without their boxes, are equal as mathematics or as texts."""
     if max(len(given), len(truth)) > _MAX_CHARS:
