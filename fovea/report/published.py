@@ -49,7 +49,7 @@ def write_published(run_dir: Path, published: PublishedJson) -> None:
 
 
 def with_published(shown: RunSummary, summary: SummaryJson | None, run_dir: Path) -> RunSummary:
-    """The summary of a run with the published result first, if its folder has one; DataError for a damaged file."""
+    """The summary of a run with the published result, if its folder has one; DataError for a damaged file."""
     path = run_dir / PUBLISHED_FILE
     try:
         published = TypeAdapter(PublishedJson).validate_json(read_file(path, within=run_dir))
@@ -60,8 +60,8 @@ def with_published(shown: RunSummary, summary: SummaryJson | None, run_dir: Path
     ours: dict[Stage, Estimate | None] = {
         stage: accuracy_at(summary, stage) if summary else None for stage in ("before", "final")
     }
-    tables = (_figures(published, ours), _settings(published))
-    return replace(shown, tables=(*tables, *shown.tables), notes=(*_notes(published, ours["final"]), *shown.notes))
+    tables = (_figures(published, ours), *shown.tables, _settings(published))
+    return replace(shown, tables=tables, notes=(*_notes(published, ours["final"]), *shown.notes))
 
 
 def _figures(published: PublishedJson, ours: Mapping[Stage, Estimate | None]) -> FigureTable:

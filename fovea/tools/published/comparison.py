@@ -44,7 +44,7 @@ def _of_authors(result: PublishedResult, own: Tree, changed: set[str]) -> Iterat
             yield {
                 "theirs": f"{each.name}={show(each.value)}",
                 "recipe": _shown(each.ours),
-                "run": _shown({key: own.get(key) for key in each.ours}),
+                "run": ", ".join(show(own.get(key)) for key in each.ours),
                 "why": "; ".join(filter(None, why)),
             }
 
@@ -52,13 +52,8 @@ def _of_authors(result: PublishedResult, own: Tree, changed: set[str]) -> Iterat
 def _others(result: PublishedResult, recipe: Tree, own: Tree, changed: set[str]) -> Iterator[DifferingSetting]:
     """Settings that this run changed and the authors do not name."""
     for key in sorted(changed.difference(*(each.ours for each in result.settings))):
-        values = {"recipe": _shown({key: recipe.get(key)}), "run": _shown({key: own.get(key)})}
-        yield {
-            "theirs": f"({key} is not among theirs)",
-            "recipe": values["recipe"],
-            "run": values["run"],
-            "why": CHANGED,
-        }
+        shown = _shown({key: recipe.get(key)})
+        yield {"theirs": f"({key} is not among theirs)", "recipe": shown, "run": show(own.get(key)), "why": CHANGED}
 
 
 def _settings(recipes: Sequence[Path], overrides: Sequence[str]) -> Tree:
