@@ -80,7 +80,7 @@ def find_result(name: str) -> PublishedResult:
     results = published_results()
     if name not in results:
         near = get_close_matches(name, results, n=3, cutoff=0.4)
-        there_are = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(results)}"
+        there_are = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(results)};"
         raise ConfigError(f"{name}: no published result; {there_are} `fovea reproduce --list` describes all")
     return results[name]
 
