@@ -49,6 +49,7 @@ LATE_IMPORTS = {
         *("vqa", "caption", "shapes", "easy_vqa", "visual_qa"),
     },
     "fovea/cli/evaluate.py": {"evaluate", "export", "grade", "serve"},
+    "fovea/cli/published.py": {"reproduce"},
     "fovea/cli/tools.py": {"_count_gpus", "plan", "vlm_rl_training", "vlm_rl_eval"},
     "fovea/cli/view.py": {"view"},
     "fovea/cli/doctor.py": {"check_parity", "probe_gpu"},

@@ -19,6 +19,7 @@ from fovea.cli.cluster import app as cluster_app
 from fovea.cli.data import app as data_app
 from fovea.cli.doctor import check_parity, findings, probe, probe_gpu
 from fovea.cli.evaluate import evaluate, export, grade, serve
+from fovea.cli.published import reproduce
 from fovea.cli.texts import Debug, Quiet, after_training, one_line_errors
 from fovea.cli.tools import app as workflow_app
 from fovea.cli.tools import import_config, plan
@@ -317,6 +318,7 @@ IN_ORDER_OF_USE: Mapping[str, Callable[..., None] | typer.Typer] = {
     "doctor": doctor,
     "plan": plan,
     "data": data_app,
+    "reproduce": reproduce,
     "grade": grade,
     "import-config": import_config,
     "cluster": cluster_app,
@@ -332,7 +334,7 @@ TYPER_OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "add_help_option": False,  # our own --help also explains the keys given with it
         "epilog": "`fovea config` lists every KEY with type, default and meaning; `fovea config rollout` a section.",
     },
-    **dict.fromkeys(("doctor", "plan", "import-config"), DASHED_WORDS),
+    **dict.fromkeys(("doctor", "plan", "import-config", "reproduce"), DASHED_WORDS),
 }
 for name, command in IN_ORDER_OF_USE.items():
     if isinstance(command, typer.Typer):

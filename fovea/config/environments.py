@@ -256,6 +256,8 @@ class Geo3kEnvironment(FileEnvironment):
     """Binary reward of a wrong answer (default 0)."""
     think_tags: bool = False
     """Require reasoning that ends in `</think>` before the boxed answer; Instruct models do not write it."""
+    answer_tags: bool = False
+    """Grade the content of `<answer>` tags in place of a box, as R1-V and MM-Eureka do."""
 
     @model_validator(mode="after")
     def _one_reward(self) -> Geo3kEnvironment:

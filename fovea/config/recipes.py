@@ -126,7 +126,7 @@ def shipped_recipe(name: str) -> Path:
 
 def shipped_recipes() -> dict[str, Path]:
     """The files of all recipes that come with Fovea, by name."""
-    return {path.stem: path for path in sorted(recipes_folder().glob("*.yaml"))}
+    return {path.stem: path for path in sorted(recipes_folder().rglob("*.yaml"))}
 
 
 def find_recipe(word: str | os.PathLike[str]) -> Path:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
-from fovea.environments.graders.math_answer import last_boxed
+from fovea.environments.graders.math_answer import last_boxed, last_tagged
 from fovea.errors import BadRowError
 from fovea.types import ImageRef, Message, Role, Task
 
@@ -75,7 +75,7 @@ def interleaved(texts: Texts, images: Sequence[ImageRef], where: str) -> tuple[M
 
 
 def plain_answer(cell: object, where: str) -> str:
-    r"""The bare answer: out of verl's struct, out of its `\boxed{}`."""
+    r"""The bare answer: out of verl's struct, out of its `\boxed{}` or `<answer>` tags."""
     if isinstance(cell, Mapping):
         cell = cell.get("ground_truth")
     cell = _written_number(cell)
@@ -85,8 +85,8 @@ def plain_answer(cell: object, where: str) -> str:
         is_large = isinstance(cell, int) and not isinstance(cell, bool)
         seen = cell if isinstance(cell, float) else "too large" if is_large else f"of type {type(cell).__name__}"
         raise bad_row(where, f"the answer is {seen}, not a text or a number", "answer_kind")
-    boxed = last_boxed(cell)
-    answer = (cell if boxed is None else boxed).strip()
+    found = (last_boxed(cell), last_tagged(cell))
+    answer = next((each for each in found if each is not None), cell).strip()
     if not answer:
         raise bad_row(where, "the answer is empty, so nothing can be right", "answer_missing")
     return checked_text(answer, where)

@@ -10,14 +10,18 @@ split too (172 of 601 rows): accuracy on these rows is on new questions, not on 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 from fovea.config.environments import Geo3kEnvironment
 from fovea.data.rows import RowAccess
 from fovea.environments.dataset_tasks import FileTasks
 from fovea.environments.graders.base import Grade, shown
-from fovea.environments.graders.math_answer import last_boxed, same_answer
+from fovea.environments.graders.math_answer import last_boxed, last_tagged, same_answer
 from fovea.types import AnswerEnd, Score, Task, Turn
+
+FindsAnswer: TypeAlias = Callable[[str], str | None]
+"""A function of a response to its final answer; None where it has none in form."""
 
 
 class Geo3k(FileTasks):
@@ -25,13 +29,15 @@ class Geo3k(FileTasks):
 
     def __init__(self, config: Geo3kEnvironment, access: RowAccess) -> None:
         super().__init__(config, access, is_gradable=lambda task: is_gradable(task.answer))
-        self._think_tags = config.think_tags
-        self.answer_end = AnswerEnd(after="</think>" if config.think_tags else "")
+        self._config = config
+        self.answer_end = AnswerEnd(
+            closing="</answer>" if config.answer_tags else "", after="</think>" if config.think_tags else ""
+        )
         self.graders = (Geo3kGrader(config),)
 
     def target(self, task: Task) -> str:
-        boxed = rf"\boxed{{{task.answer}}}"
-        return f"<think>The answer is {task.answer}.</think>{boxed}" if self._think_tags else boxed
+        answer = f"<answer>{task.answer}</answer>" if self._config.answer_tags else rf"\boxed{{{task.answer}}}"
+        return f"<think>The answer is {task.answer}.</think>{answer}" if self._config.think_tags else answer
 
 
 class Geo3kGrader:
@@ -41,7 +47,8 @@ class Geo3kGrader:
         self._config = config
 
     async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
-        graded = grade(turns[-1].text, task.answer, think_tags=self._config.think_tags)
+        find = last_tagged if self._config.answer_tags else last_boxed
+        graded = grade(turns[-1].text, task.answer, find=find, think_tags=self._config.think_tags)
         return Score(reward=self._reward(graded), accuracy=graded.score, parts=graded.parts)
 
     def overruled(self, score: Score, *, right: bool) -> Score:
@@ -58,19 +65,20 @@ class Geo3kGrader:
         return (1 - weight) * graded.score + weight * graded.parts["format"]
 
 
-def grade(prediction: str, truth: str, *, think_tags: bool = False) -> Grade:
+def grade(prediction: str, truth: str, *, find: FindsAnswer = last_boxed, think_tags: bool = False) -> Grade:
     r"""A response against the true answer, by its last closed `\boxed{}`; the part `format` is 1 for one in form.
 
-    The form is a boxed answer; with `think_tags` it follows reasoning that `</think>` ends. The opening tag may be
-    missing: many chat templates have written it already.
+    The form is an answer that `find` reads; with `think_tags` it follows reasoning that `</think>` ends. The opening
+    tag may be missing: many chat templates have written it already.
     """
-    boxed = last_boxed(prediction)
-    accuracy = float(boxed is not None and same_answer(boxed, truth))
-    formatted = float(boxed is not None and (not think_tags or _boxed_after_thinking(prediction)))
-    if boxed is None:
-        reason = r"no \boxed{} that closes"
+    given = find(prediction)
+    accuracy = float(given is not None and same_answer(given, truth))
+    formatted = float(given is not None and (not think_tags or _found_after_thinking(prediction, find)))
+    kind, missing = ("boxed", r"\boxed{}") if find is last_boxed else ("tagged", "<answer>")
+    if given is None:
+        reason = f"no {missing} that closes"
     else:
-        reason = f"boxed {shown(boxed)} {'equals' if accuracy else 'is not'} {shown(truth)}"
+        reason = f"{kind} {shown(given)} {'equals' if accuracy else 'is not'} {shown(truth)}"
     return Grade(score=accuracy, parts={"answer": accuracy, "format": formatted}, reason=reason)
 
 
@@ -79,9 +87,9 @@ def is_gradable(truth: str) -> bool:
     return grade(rf"\boxed{{{truth}}}", truth).score == 1
 
 
-def _boxed_after_thinking(text: str) -> bool:
-    """True if a box follows exactly one stretch of reasoning in tags."""
+def _found_after_thinking(text: str, find: FindsAnswer) -> bool:
+    """True if an answer follows exactly one stretch of reasoning in tags."""
     thought, closing, tail = text.partition("</think>")
     thought = re.sub(r"^\s*<think>", "", thought)
     well_formed = closing and thought.strip() and not re.search("</?think>", thought + tail)
-    return bool(well_formed) and last_boxed(tail) is not None
+    return bool(well_formed) and find(tail) is not None

@@ -18,6 +18,7 @@ from fovea.report.answers import curve_json, entry_json, step_json, totals_json
 from fovea.report.curves import Curves, SampleIndex, Total
 from fovea.report.figures import run_summary
 from fovea.report.held_out import answers_json, evaluations
+from fovea.report.published import with_published
 from fovea.report.records import SampleRecord
 from fovea.report.samples import read_step
 from fovea.report.summary import SummaryJson, read_summary
@@ -78,7 +79,8 @@ class ViewedRun:
     def summary(self) -> dict[str, Any]:
         """Figures with intervals on held-out rows, or rewards so far; time and memory."""
         with self._lock:
-            return asdict(run_summary(self._summary(), self._curves))
+            summary = self._summary()
+            return asdict(with_published(run_summary(summary, self._curves), summary, self.folder))
 
     def curve(self, number: int) -> dict[str, Any]:
         """The curve of the metric with this place in `facts()["metrics"]`; IndexError where there is none."""

@@ -27,7 +27,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_list_names_every_recipe_with_what_it_needs() -> None:
     result = CliRunner().invoke(cli.app, ["recipes"])
     assert result.exit_code == 0, result.output
-    names = {path.stem for path in (ROOT / "recipes").glob("*.yaml")}
+    names = {path.stem for path in (ROOT / "recipes").rglob("*.yaml")}
     assert {line.split()[0] for line in result.stdout.partition("\n\n")[0].splitlines() if line[0] != " "} == names
     assert "shapes              The demo: a tiny Qwen3-VL learns" in result.stdout
     assert f"{'':<20}needs one CPU core, three minutes; no files, no network\n" in result.stdout

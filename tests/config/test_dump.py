@@ -16,7 +16,7 @@ from fovea.config.sections import Rollout
 from tests.tables import table
 
 ROOT = Path(__file__).parents[2]
-RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
 TINY = Config(model=Model(tiny=TinyModel()))
 
 

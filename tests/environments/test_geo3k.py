@@ -192,6 +192,26 @@ def test_a_form_with_reasoning(text: str, accuracy: float, formatted: float, tmp
     assert scored(environment.graders, task, environment.target(task)).reward == 1
 
 
+@pytest.mark.parametrize(
+    ("text", "accuracy", "formatted"),
+    [
+        ("<think>6 + 6</think> <answer> 12 </answer>", 1, 1),
+        ("<think>6 + 6</think><answer>13</answer>", 0, 1),
+        ("<answer>13</answer> no, <answer>12</answer>", 1, 0),
+        (r"<think>6 + 6</think> \boxed{12}", 0, 0),
+        ("<think>6 + 6</think> <answer>12", 0, 0),
+    ],
+)
+def test_an_answer_in_tags(text: str, accuracy: float, formatted: float, tmp_path: Path) -> None:
+    """The truth is in tags too, as in R1-V's rows."""
+    rows = [row(answer="<answer> 12 </answer>")]
+    environment = geo3k(tmp_path, rows, think_tags=True, answer_tags=True, format_weight=0.5)
+    (task,) = environment.tasks("test")
+    score = scored(environment.graders, task, text)
+    assert (score.accuracy, score.parts["format"], score.reward) == (accuracy, formatted, (accuracy + formatted) / 2)
+    assert scored(environment.graders, task, environment.target(task)).reward == 1
+
+
 def test_a_grade_says_why() -> None:
     assert grade(r"\boxed{6+6}", "12").reason == "boxed '6+6' equals '12'"
     assert grade(r"\boxed{13}", "12").reason == "boxed '13' is not '12'"

@@ -52,6 +52,13 @@ def _closed_boxes(text: str) -> Iterator[tuple[slice, bool]]:
             yield slice(start, match.start()), depth == 0
 
 
+def last_tagged(text: str) -> str | None:
+    """The content of the last `<answer>...</answer>`; None where there is none."""
+    before, closing, _ = text.rpartition("</answer>")
+    _, opening, answer = before.rpartition("<answer>")
+    return answer.strip() if closing and opening else None
+
+
 def same_answer(given: str, truth: str) -> bool:
     """True if two answers, without their boxes, are equal as mathematics or as texts."""
     if max(len(given), len(truth)) > _MAX_CHARS:

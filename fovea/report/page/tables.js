@@ -4,6 +4,7 @@ import { drawing, element, foreign } from "./dom.js";
 import { whole } from "./numbers.js";
 
 const LANE_PX = 16; // height of the bar of one run
+const LONG = 30; // characters of a cell that is a text and wraps
 
 /** The tables of all runs, by title; `summaries` has one per run. */
 export function figureTables(runs, summaries) {
@@ -32,7 +33,7 @@ function tableOf(sides, areNamed) {
 }
 
 function line({ name, rows }, sides, hasNumbers, hasBars) {
-  const cells = sides.map(({ table }, side) => table.columns.map((_, place) => element("td", {}, rows[side]?.texts[place] ?? "")));
+  const cells = sides.map(({ table }, side) => table.columns.map((_, place) => element("td", { class: rows[side]?.texts[place]?.length > LONG ? "long" : null }, rows[side]?.texts[place] ?? "")));
   return element("tr", { class: name === "all" ? "total" : null }, element("td", {}, foreign(name)), cells,
     hasNumbers && element("td", {}, numbersOf(rows)), hasBars && element("td", { class: "chart" }, bars(rows, sides)));
 }

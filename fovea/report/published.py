@@ -1,0 +1,104 @@
+"""A published result beside the run that follows it: tables and notes of the page, from the run's published.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
+
+from fovea.errors import DataError
+from fovea.evaluation.statistics import Estimate, percent, percent_text
+from fovea.report.figures import FigureRow, FigureTable, RunSummary
+from fovea.report.summary import Stage, SummaryJson, accuracy_at
+from fovea.utils.bounded import read_file
+from fovea.utils.files import write_atomically
+
+PUBLISHED_FILE = "published.json"
+
+
+class DifferingSetting(TypedDict):
+    """A setting in which the authors, the recipe and the run differ, each as text; empty where it has none."""
+
+    theirs: str
+    recipe: str
+    run: str
+    why: str
+
+
+class PublishedJson(TypedDict):
+    """The content of published.json. Accuracies are in 0..1, null where none is published."""
+
+    title: str
+    source: str
+    where: str
+    """File of the authors that has the figure."""
+    rows: str
+    same_rows: bool
+    before: float | None
+    after: float | None
+    curve: str
+    settings: list[DifferingSetting]
+
+
+def write_published(run_dir: Path, published: PublishedJson) -> None:
+    write_atomically(run_dir / PUBLISHED_FILE, (json.dumps(published, indent=2) + "\n").encode())
+
+
+def with_published(shown: RunSummary, summary: SummaryJson | None, run_dir: Path) -> RunSummary:
+    """The summary of a run with the published result, if its folder has one; DataError for a damaged file."""
+    path = run_dir / PUBLISHED_FILE
+    try:
+        published = TypeAdapter(PublishedJson).validate_json(read_file(path, within=run_dir))
+    except FileNotFoundError:
+        return shown
+    except ValidationError as error:
+        raise DataError(f"{path}: {error.errors()[0]['msg']}; delete the file, and the page leaves it out") from error
+    ours: dict[Stage, Estimate | None] = {
+        stage: accuracy_at(summary, stage) if summary else None for stage in ("before", "final")
+    }
+    tables = (_figures(published, ours), *shown.tables, _settings(published))
+    return replace(shown, tables=tables, notes=(*_notes(published, ours["final"]), *shown.notes))
+
+
+def _figures(published: PublishedJson, ours: Mapping[Stage, Estimate | None]) -> FigureTable:
+    before = ("before training", published["before"], ours["before"])
+    after = ("after training", published["after"], ours["final"])
+    rows = (
+        FigureRow(name=name, texts=("" if theirs is None else percent(theirs), percent_text(mine)))
+        for name, theirs, mine in (before, after)
+        if (theirs, mine) != (None, None)
+    )
+    columns = ("published", "this run, with its 95 % interval")
+    return FigureTable(title="Published result: accuracy in %", first="", columns=columns, rows=tuple(rows))
+
+
+def _settings(published: PublishedJson) -> FigureTable:
+    rows = (
+        FigureRow(name=each["theirs"], texts=(each["recipe"], each["run"], each["why"]))
+        for each in published["settings"]
+    )
+    columns = ("recipe", "this run", "why")
+    return FigureTable(title="Settings that differ", first="authors", columns=columns, rows=tuple(rows))
+
+
+def _notes(published: PublishedJson, ours: Estimate | None) -> tuple[str, ...]:
+    named = {"Settings": "source", "Figure": "where", "Curve": "curve"}
+    sources = [f"{label}: {published[key]}." for label, key in named.items()]  # type: ignore[literal-required]
+    return " ".join([f"{published['title']}.", *sources]), _verdict(published, ours)
+
+
+def _verdict(published: PublishedJson, ours: Estimate | None) -> str:
+    """A sentence on how the published figure and this run's interval lie."""
+    theirs = published["after"]
+    if theirs is None:
+        return "There is no published figure to compare with."
+    if not published["same_rows"]:
+        return f"The published figure is on other rows ({published['rows']}): the two cannot be compared."
+    if ours is None:
+        return "This run has not been evaluated on its test rows."
+    lies = "inside" if ours.low <= theirs <= ours.high else "outside"
+    return f"The published figure ({published['rows']}) is {lies} this run's 95 % interval, over rows of one seed."

@@ -1,0 +1,1 @@
+"""Published results as recipes: the authors' settings and figures, and `fovea reproduce`."""

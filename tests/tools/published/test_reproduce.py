@@ -1,0 +1,154 @@
+"""`fovea reproduce` runs each published result with tiny weights and writes its page; its errors say what to do."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner, Result
+
+from fovea.cli.main import app
+from fovea.config.recipes import shipped_recipes
+from fovea.metrics.log import read_metrics
+from fovea.tools.published.catalogue import find_result, published_results
+from fovea.tools.published.reproduce import prepare
+from tests.environments.files import row
+
+REWARD = f"reward={Path(__file__).parents[2] / 'hash_reward.py'}:score"
+SMALL = [
+    *("tiny", "model.tiny={hidden_size: 32, num_layers: 1, head_dim: 16}", "warmup=null", "max_steps=2"),
+    *("rollout.prompts_per_step=4", "rollout.samples_per_prompt=2", "rollout.max_new_tokens=6"),
+    *("algorithm.minibatches=2", "log.progress=false", "log.tensorboard=false", "evaluate.image_controls=false"),
+    *("evaluate.before_training=false", "parity.prompts=1", REWARD),
+]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return tmp_path
+
+
+def rows_in(folder: str, *splits: str, **renamed: str) -> None:
+    """Rows in a folder below the working directory; columns under other names where they are renamed."""
+    Path(folder).mkdir(parents=True)
+    for split, colour in zip(splits, ("red", "blue", "green"), strict=False):
+        rows = [row(f"How many sides have {n} squares?", str(4 * n), colour) for n in range(1, 9)]
+        table = [{renamed.get(name, name): value for name, value in each.items()} for each in rows]
+        pq.write_table(pa.Table.from_pylist(table), f"{folder}/{split}.parquet")
+
+
+def reproduce(*words: str) -> Result:
+    return CliRunner().invoke(app, ["reproduce", *words])
+
+
+def geometry() -> list[str]:
+    rows_in("data/geo3k", "train", "validation", "test")
+    return []
+
+
+def files_of(folder: str, **renamed: str) -> Callable[[], list[str]]:
+    """Rows in Parquet files in place of those of a result, under the columns that its recipe names."""
+
+    def write() -> list[str]:
+        rows_in(folder, "train", "test", **renamed)
+        files = {"train": "train", "dev": "test", "test": "test"}
+        names = [f"environment.{split}_files=[{folder}/{file}.parquet]" for split, file in files.items()]
+        return [*names, "environment.test_share=0"]
+
+    return write
+
+
+ROWS: dict[str, Callable[[], list[str]]] = {
+    "r1v_clevr_2b": files_of("data/clevr", answer="solution", images="image"),
+    "mm_eureka_7b": files_of("data/mm_eureka"),
+    "vl_rethinker_7b": files_of("data/virl39k", problem="question", images="image"),
+    "thinklite_7b": files_of("data/thinklite"),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name == "easyr1_geo3k_7b" else [pytest.mark.slow], id=name)
+        for name in published_results()
+    ],
+)
+def test_it_trains_and_writes_the_page(name: str) -> None:
+    words = ROWS.get(name, geometry)()
+    done = reproduce(name, *SMALL, *words)
+    assert done.exit_code == 0, done.output
+    page = Path("runs", name, "report.html")
+    assert done.stdout.splitlines()[-1] == str(page)
+    steps = read_metrics(page.parent)
+    assert [step["step"] for step in steps] == [1, 2]
+    assert all(step["actions_trained"] > 0 for step in steps)
+    result, summary = find_result(name), summary_of(page)
+    figures, *_, settings = summary["tables"]
+    published = {each["name"]: each["texts"][0] for each in figures["rows"]}
+    after = result.figure.after
+    assert published["after training"] == ("" if after is None else f"{100 * after:.1f}")
+    assert re.fullmatch(r"[\d.]+ \[\d+, \d+\]", figures["rows"][-1]["texts"][1])
+    shown = {each["name"]: each["texts"] for each in settings["rows"]}
+    assert len(shown) == len(settings["rows"]), "the page has one row of a name"
+    differing = [each for each in result.settings if each.differs]
+    assert all(any(name.startswith(f"{each.name}=") for name in shown) for each in differing)
+    assert any("max_steps=" in recipe and own.endswith("2") for recipe, own, _ in shown.values())
+    assert summary["notes"][0].startswith(result.title)
+
+
+def summary_of(page: Path) -> dict[str, Any]:
+    (found,) = re.findall(r'id="data/summary/0/0">(.*?)</script>', page.read_text(encoding="utf-8"))
+    summary: dict[str, Any] = json.loads(found)
+    return summary
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "no result named; write fovea reproduce NAME"),
+        (["easyr1_geo_7b"], "no published result; did you mean easyr1_geo3k_7b or "),
+        (["zzz"], "zzz: no published result; there are easyr1_geo3k_7b, "),
+        (["easyr1_geo3k_7b", "rollout.n=3"], "verl's actor_rollout_ref.rollout.n is rollout.samples_per_prompt here"),
+        (["easyr1_geo3k_7b", "--quiet"], "no such option; there are --list, --debug and --help"),
+        (["easyr1_geo3k_7b"], "model.path=Qwen/Qwen2.5-VL-7B-Instruct: its config.json is not in the local cache"),
+        (["easyr1_geo3k_7b", "tiny"], "run `fovea data geo3k` where there is a network, and copy data/geo3k here"),
+        (["mm_eureka_7b", "tiny"], "no such file data/mm_eureka/train.jsonl, data/mm_eureka/k12.jsonl; the hub's"),
+        (
+            ["easyr1_geo3k_7b", "tiny", "model.tiny={hidden_size: 65536, num_heads: 2048, num_layers: 2}"],
+            "GiB of memory on the CPU (there is no GPU) and may fill",
+        ),
+    ],
+)
+def test_an_error_says_what_to_do(words: list[str], message: str) -> None:
+    done = reproduce(*words)
+    assert done.exit_code == 2
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert message in line
+
+
+def test_the_list_has_every_result_with_its_figure() -> None:
+    listed = reproduce("--list").stdout
+    assert re.findall(r"^\w+", listed, re.MULTILINE) == list(published_results())
+    assert "37 % -> 54 %" in listed
+    assert "none that could be read" in listed
+
+
+def test_several_gpus_get_a_process_each() -> None:
+    result = find_result("easyr1_geo3k_7b")
+    run = prepare(result, [shipped_recipes()[name] for name in result.recipes], ["run_dir=out-{name}"])
+    several = replace(run, num_gpus=8).command
+    assert several[:5] == [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "8"]
+    assert several[-1] == "run_dir=out-geo3k"
+    assert replace(run, num_gpus=8, overrides=[*run.overrides, "cluster.gpus_per_node=8"]).command[1:4] == [
+        *("-m", "fovea", "train")
+    ]
