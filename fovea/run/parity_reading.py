@@ -25,8 +25,8 @@ FLOOR_FRAC = {"float32": 1e-3, "bfloat16": 0.1}
 """Share of parity.max_abs_logprob_diff that is taken for rounding in a model of this dtype."""
 MEAN_FACTOR, K3_FACTOR = 3.0, 10.0
 """A distance is clearly smaller than another by either of these; k3 grows with the square of a difference."""
-MIN_SIGMAS = 4.0
-"""A fault is found if it is nearer on more tokens than chance explains: a mean may rest on a single token."""
+FOUND_SIGMAS, RULED_OUT_SIGMAS = 4.0, 2.0
+"""A sign test over tokens has to agree with the mean, which may rest on one token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,26 +86,40 @@ class FaultReading:
     """Distance of the engine from the trainer as it is."""
     faulty: Gap
     """Distance of the engine from the trainer with the fault."""
-    sigmas: float
-    """Tokens on which the engine is nearer to the fault, less those on which it is not, over the root of their sum."""
+    nearer_sound: int
+    """Number of tokens on which the engine is nearer to the trainer as it is."""
+    nearer_fault: int
+    """Number of tokens on which the engine is nearer to the trainer with the fault."""
 
     @staticmethod
     def of(name: str, engine_A: Array, sound_A: Array, faulty_A: Array) -> FaultReading:
-        nearer_A = np.sign(np.abs(engine_A - sound_A) - np.abs(engine_A - faulty_A))
-        sigmas = float(nearer_A.sum() / max(np.abs(nearer_A).sum(), 1) ** 0.5)
+        to_sound_A, to_fault_A = np.abs(engine_A - sound_A), np.abs(engine_A - faulty_A)
         return FaultReading(
-            name=name, sound=Gap.of(engine_A, sound_A), faulty=Gap.of(engine_A, faulty_A), sigmas=sigmas
+            name=name,
+            sound=Gap.of(engine_A, sound_A),
+            faulty=Gap.of(engine_A, faulty_A),
+            nearer_sound=int((to_sound_A < to_fault_A).sum()),
+            nearer_fault=int((to_fault_A < to_sound_A).sum()),
         )
 
     @property
     def ruled_out(self) -> bool:
-        """The engine is clearly nearer to the sound trainer."""
-        return self.sound.clearly_below(self.faulty)
+        """The engine is clearly nearer to the sound trainer: in the mean, and on more tokens than chance explains.
+
+        The few tokens that are compared after a push rule it out if all say so.
+        """
+        most = self.nearer_fault == 0 or self._sigmas <= -RULED_OUT_SIGMAS
+        return self.sound.clearly_below(self.faulty) and most
 
     @property
     def found(self) -> bool:
-        """The engine is clearly nearer to the trainer with the fault."""
-        return self.faulty.clearly_below(self.sound) and not self.ruled_out and self.sigmas >= MIN_SIGMAS
+        """The engine is clearly nearer to the trainer with the fault: in the mean, and on many tokens."""
+        return self.faulty.clearly_below(self.sound) and not self.ruled_out and self._sigmas >= FOUND_SIGMAS
+
+    @property
+    def _sigmas(self) -> float:
+        """Sign test: the majority of tokens that are nearer to the fault, in its standard deviations under chance."""
+        return (self.nearer_fault - self.nearer_sound) / math.sqrt(max(self.nearer_fault + self.nearer_sound, 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,11 +227,11 @@ def parity_failure(reading: ParityReading) -> str:
         f"{reading.model}: on prompts {kind.kind} the log-probs of the {reading.engine} engine and of the trainer "
         f"{broken.text}; worst is token {token.text!r} (id {token.token_id}), number {token.number} of a completion of "
         f"{token.row}: {token.engine_logprob:.3f} in the engine, {token.trainer_logprob:.3f} in the trainer. "
-        f"{_nearest_fault(reading)}{_likely_fix(reading, broken)}"
+        f"{nearest_fault(reading)}{_likely_fix(reading, broken)}"
     )
 
 
-def _nearest_fault(reading: ParityReading) -> str:
+def nearest_fault(reading: ParityReading) -> str:
     """Sentence about the fault that is nearest to the engine; empty if the trainer as it is is nearer than any."""
     nearest = next(iter(reading.doubtful), None)
     if nearest is None or not nearest.faulty.mean_abs < nearest.sound.mean_abs:
@@ -235,7 +249,10 @@ def _likely_fix(reading: ParityReading, broken: Violation) -> str:
     others = [kind for kind in reading.kinds if kind.kind != broken.kind.kind]
     agree = all(kind.mean_abs <= reading.limit and kind.k3 <= reading.max_k3 for kind in others)
     if broken.kind.kind == "with images" and others and agree:
-        return "Without images they agree: look at the positions of image tokens and at what encodes the images"
+        return (
+            "Without images they agree: look at the positions of image tokens and at what encodes the images: does "
+            "the engine get them, has it loaded the weights of the vision tower, does it resize them as the trainer?"
+        )
     return (
         "Engine and trainer hold other weights, or one of them computes another model: compare both with transformers "
         "(`fovea doctor RECIPE` measures again), or raise the limit for an engine that is known to be this inexact"

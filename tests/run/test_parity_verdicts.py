@@ -14,10 +14,16 @@ from tests.run.parity import tokens
 from tests.tables import table
 
 
-def fault_of(sound: float, faulty: float, sigmas: float = 10.0, name: str = "grey images") -> FaultReading:
-    """A fault at these mean distances, where all tokens are as far."""
+def fault_of(
+    sound: float, faulty: float, votes: tuple[int, int] | None = None, name: str = "grey images"
+) -> FaultReading:
+    """A fault at these mean distances; `votes` are the tokens nearer to the sound trainer and to the fault.
+
+    Without votes, all of 100 tokens are nearer to the smaller distance.
+    """
     gaps = [Gap.of([0.0], [gap]) for gap in (sound, faulty)]
-    return FaultReading(name=name, sound=gaps[0], faulty=gaps[1], sigmas=sigmas)
+    nearer_sound, nearer_fault = votes or ((0, 100) if faulty < sound else (100, 0))
+    return FaultReading(name=name, sound=gaps[0], faulty=gaps[1], nearer_sound=nearer_sound, nearer_fault=nearer_fault)
 
 
 def reading_of(images: float, text: float, *faults: FaultReading, dtype: str = "float32") -> ParityReading:
@@ -35,28 +41,35 @@ def test_a_fault_is_read_token_by_token() -> None:
     assert reading.sound.mean_abs == pytest.approx((0.5 + 1.0) / 4)
     assert reading.faulty.mean_abs == pytest.approx((0.5 + 0.25) / 4)
     # nearer on the first and the last token, not on the third; the second is equal
-    assert reading.sigmas == pytest.approx((2 - 1) / 3**0.5)
+    assert (reading.nearer_sound, reading.nearer_fault) == (1, 2)
 
 
 @table(
-    ("sound", "faulty", "sigmas", "verdict"),
+    ("sound", "faulty", "votes", "verdict"),
     [
-        (0.01, 0.031, -10.0, "ruled out"),
-        (0.01, 0.029, -10.0, "cannot tell"),  # k3: 8 times
-        (0.031, 0.01, 10.0, "found"),
-        (0.029, 0.01, 10.0, "cannot tell"),
-        (0.031, 0.01, 3.9, "cannot tell"),  # the mean of a few tokens
-        (0.0, 0.0, 0.0, "cannot tell"),  # a fault that moves nothing
-        (0.01, float("nan"), 0.0, "cannot tell"),
+        (0.01, 0.031, (100, 0), "ruled out"),
+        (0.01, 0.029, (100, 0), "cannot tell"),  # k3: 8 times
+        (0.01, 0.031, (60, 40), "ruled out"),  # 2 standard deviations
+        (0.01, 0.031, (59, 41), "cannot tell"),  # one token that is the mean
+        (0.01, 0.031, (1, 0), "ruled out"),  # after a push, whose tokens differ from the second on
+        (0.01, 0.031, (2, 1), "cannot tell"),
+        (0.031, 0.01, (0, 100), "found"),
+        (0.029, 0.01, (0, 100), "cannot tell"),
+        (0.031, 0.01, (0, 15), "cannot tell"),  # the mean of a few tokens
+        (0.031, 0.01, (0, 16), "found"),
+        (0.0, 0.0, (0, 0), "cannot tell"),  # a fault that moves nothing
+        (0.01, float("nan"), (0, 0), "cannot tell"),
     ],
 )
-def test_a_factor_of_three_decides(sound: float, faulty: float, sigmas: float, verdict: str) -> None:
-    fault = fault_of(sound, faulty, sigmas)
+def test_a_factor_of_three_and_most_tokens_decide(
+    sound: float, faulty: float, votes: tuple[int, int], verdict: str
+) -> None:
+    fault = fault_of(sound, faulty, votes)
     assert (fault.ruled_out, fault.found) == (verdict == "ruled out", verdict == "found")
 
 
 def test_k3_decides_where_few_tokens_differ() -> None:
-    fault = FaultReading(name="f", sound=Gap(mean_abs=0.01, k3=0.001), faulty=Gap(mean_abs=0.02, k3=0.011), sigmas=-9.0)
+    fault = replace(fault_of(0.0, 1.0), sound=Gap(mean_abs=0.01, k3=0.001), faulty=Gap(mean_abs=0.02, k3=0.011))
     assert fault.ruled_out
     assert not replace(fault, faulty=Gap(mean_abs=0.02, k3=0.009)).ruled_out
 
@@ -100,7 +113,7 @@ def test_the_line_of_a_run_lists_what_it_cannot_tell() -> None:
 
 def test_few_tokens_after_a_push_are_judged_by_mean_and_stale_weights_only() -> None:
     """Images that differ a little more than texts are the gate's to judge, by more prompts."""
-    reading = reading_of(0.03, 0.0, fault_of(0.03, 0.02, sigmas=1.0), dtype="bfloat16")
+    reading = reading_of(0.03, 0.0, fault_of(0.03, 0.02, votes=(50, 60)), dtype="bfloat16")
     assert not reading.passed
     assert reading.push_violation is None
     assert reading_of(0.0, 0.0, fault_of(0.3, 0.001)).push_violation is not None
