@@ -130,6 +130,14 @@ def _normalised(pixels: Pixels) -> Pixels:
     return (pixels - np.float32(0.5)) / np.float32(0.5)
 
 
+def _half_size(pixels: Pixels) -> Pixels:
+    """Each 2 x 2 pixels of Qwen's patches by their mean: 3 colours of 2 frames, each square."""
+    side = math.isqrt(pixels.shape[-1] // 6)
+    x = pixels.reshape(len(pixels), 6, side // 2, 2, side // 2, 2).mean(axis=(3, 5))
+    halved: Pixels = x.repeat(2, axis=2).repeat(2, axis=3).reshape(pixels.shape)
+    return halved
+
+
 def _of_others() -> Callable[[Prompt, bool], Prompt]:
     """Each picture that of the request before, as from a cache that is read by a wrong key; the first is right."""
     last: dict[int, PromptImage] = {}
@@ -177,6 +185,7 @@ CHANGES: dict[str, Callable[[int], Callable[[Prompt, bool], Prompt]]] = {
     "grey images": lambda _: _pixels(_grey),
     "images of other prompts": lambda _: _of_others(),
     "images normalised twice": lambda _: _pixels(_normalised),
+    "images of half the resolution": lambda _: _pixels(_half_size),
     "image tokens doubled": lambda pad: lambda prompt, _: _doubled(prompt, pad),
     # prompts have one picture
     "the last image missing": lambda pad: lambda prompt, _: _without(prompt, 0, pad) if prompt.images else prompt,

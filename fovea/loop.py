@@ -9,7 +9,7 @@ from fovea.errors import ConfigError
 from fovea.report.summary import Summary
 from fovea.run.context import Run
 from fovea.run.lifecycle import begin, closing, end_early, finish, record, save_last, stopping
-from fovea.run.parity import check_push
+from fovea.run.parity import check_push, check_rollout
 from fovea.run.recorded import record_samples
 from fovea.run.rollout_step import StepRollout, draw, record_unscored
 from fovea.run.signals import Stop
@@ -81,6 +81,7 @@ async def learn(run: Run, state: TrainState, rollout: StepRollout) -> Metrics:
     await record_samples(run, state.step + 1, rollout.groups, batch)
     with phases("update"):
         update = await run.policy.update(batch)
+    await check_rollout(run, state.step, batch, update)
     return episode_metrics(rollout.groups) | rollout.metrics | counts | advantages | update
 
 

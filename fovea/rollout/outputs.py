@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from fovea.environments.answer_end import find_answer_end
 from fovea.environments.graders.math_answer import BOX
 from fovea.errors import EngineError
-from fovea.types import AnswerEnd, Completion, FinishReason, PromptImage, Request, Sampling
+from fovea.types import AnswerEnd, Completion, FinishReason, Prompt, PromptImage, Request, Sampling
 
 FINISHES: Mapping[str | None, FinishReason] = {"stop": "stop", "length": "length"}
 
@@ -44,7 +44,7 @@ class Drawn:
 
 def completions(request: Request, drawn: Drawn, text: CompletionText, *, version: int) -> list[Completion]:
     """The completions of a request; EngineError for one that is none, or where the engine has another prompt."""
-    check_expansion(request.prompt.token_ids_L, drawn.prompt_ids_L)
+    check_prompt(request.prompt, drawn.prompt_ids_L)
     # a greedy request was made once for all of its completions
     numbers = range(request.n) if request.sampling.temperature else [0] * request.n
     return [
@@ -110,17 +110,30 @@ def check_fits(request: Request, *, max_model_len: int, max_images: int) -> None
         )
 
 
-def check_expansion(ours_L: NDArray[np.int64], engines: Sequence[int]) -> None:
-    """Raise EngineError unless the engine's prompt is ours, token for token.
+def check_prompt(ours: Prompt, engines: Sequence[int]) -> None:
+    """Raise EngineError unless the engine has read our prompt, token for token; the error has the likely cause.
 
-    An engine that expands an image by other pixel limits computes log-probs of another prompt than the trainer.
+    An engine that reads other tokens computes log-probs of another prompt than the trainer.
     """
-    if not np.array_equal(ours_L, np.asarray(engines)):
-        raise EngineError(
-            f"the engine's prompt has {len(engines)} tokens with its images expanded, the trainer's {len(ours_L)}: "
-            "they process images differently; give both the same image processor and the same model.min_pixels and "
-            "model.max_pixels"
-        )
+    theirs_L = np.asarray(engines, np.int64)
+    if np.array_equal(ours.token_ids_L, theirs_L):
+        return
+    ids, counts = np.unique(ours.token_ids_L, return_counts=True)
+    visual = [index for index, n in zip(ids, counts, strict=True) if n > np.sum(ours.unexpanded_ids_U == index)]
+    is_ours_L, is_theirs_L = np.isin(ours.token_ids_L, visual), np.isin(theirs_L, visual)
+    num_ours, num_theirs = int(is_ours_L.sum()), int(is_theirs_L.sum())
+    if not np.array_equal(ours.token_ids_L[~is_ours_L], theirs_L[~is_theirs_L]):
+        cause = "it was sent text in place of token ids, or made ids of the text again; send it the ids"
+    elif not num_theirs:
+        cause = "the images do not reach it; send them with each request"
+    elif 2 * num_ours - len(ours.images) <= num_theirs <= 2 * num_ours:
+        cause = "it expands image tokens that are expanded already; send it the ids of one of the two kinds"
+    else:
+        cause = "it resizes images differently; give both the same image processor, model.min_pixels and max_pixels"
+    raise EngineError(
+        f"the engine has read a prompt of {len(theirs_L)} tokens, {num_theirs} of them of images, and the trainer's "
+        f"has {len(ours.token_ids_L)}, {num_ours} of them of images: {cause}"
+    )
 
 
 def stop_strings(sampling: Sampling) -> list[str]:

@@ -25,8 +25,17 @@ from fovea.environments.prompt_source import PromptedTask
 from fovea.errors import ParityError
 from fovea.rollout.collect import conversations, request_seed
 from fovea.run.context import Run
-from fovea.run.parity_faults import Array, Columns, PromptKind, engine_logprobs, faulty_groups, usable_prompts
+from fovea.run.parity_faults import (
+    Array,
+    Columns,
+    PromptKind,
+    as_new,
+    engine_logprobs,
+    faulty_groups,
+    usable_prompts,
+)
 from fovea.run.parity_reading import (
+    FLOOR_FRAC,
     DrawnToken,
     FaultReading,
     Gap,
@@ -34,12 +43,13 @@ from fovea.run.parity_reading import (
     ParityReading,
     kind_of,
     nan_as_infinity,
+    nearest_fault,
     parity_failure,
 )
 from fovea.run.rollout_step import training_sampling
 from fovea.samples import sample_group
 from fovea.train.base import Needs
-from fovea.types import Batch, Episode, Group, Request, SampleGroup, Sampling, Score
+from fovea.types import Batch, Episode, Group, Metrics, Request, SampleGroup, Sampling, Score
 from fovea.utils.event_loop import gather_or_cancel
 from fovea.utils.files import json_number, write_atomically
 from fovea.weights.base import SyncReport
@@ -76,6 +86,14 @@ async def read_parity(run: Run, version: int) -> ParityReading:
         say=run.progress.stage,
     )
     groups = await _draw(run, prompts, version, as_for_update=True)
+    reading, sound = await _beside_faults(run, groups)
+    run.taken_push.prompts = prompts[:PUSH_PROMPTS]
+    run.taken_push.remember(version, groups[:PUSH_PROMPTS], sound[:PUSH_PROMPTS])
+    return reading
+
+
+async def _beside_faults(run: Run, groups: Sequence[SampleGroup]) -> tuple[ParityReading, Sequence[Array]]:
+    """The engine's log-probs beside the policy's, sound and under faults; also the sound ones [A] of each group."""
     packed = run.config.model.fast_path == "auto" and run.config.train.backend.name == "torch"
     faults = list(faulty_groups(groups, run.image_token_id, packed=packed))
     scored = await _score(run, [*groups, *(group for _, _, group in faults)])
@@ -83,10 +101,8 @@ async def read_parity(run: Run, version: int) -> ParityReading:
     columns = defaultdict[str, list[Columns]](list)
     for (name, index, _), faulty_A in zip(faults, faulty, strict=True):
         columns[name].append((engine_logprobs(groups[index]), sound[index], faulty_A))
-    reading = _reading(run, groups, sound, [_fault_reading(name, of_fault) for name, of_fault in columns.items()])
-    run.taken_push.prompts = prompts[:PUSH_PROMPTS]
-    run.taken_push.remember(version, groups[:PUSH_PROMPTS], sound[:PUSH_PROMPTS])
-    return reading
+    readings = [_fault_reading(name, of_fault) for name, of_fault in columns.items()]
+    return _reading(run, groups, sound, readings), sound
 
 
 async def read_pushed_parity(run: Run, version: int) -> ParityReading:
@@ -124,11 +140,15 @@ async def _draw(
         )
         turns = await conversations(run.engine, run.environment, run.sources.train.renderer, prompted, request)
         episodes = tuple(Episode(task=prompted.task, turns=each, score=_UNSCORED) for each in turns)
-        group = sample_group(Group(prompt=prompted.prompt, episodes=episodes), _ZEROS, _ZEROS)
-        # without completion ids, so that the trainer recomputes everything instead of reusing recorded activations
-        return replace(group, samples=tuple(replace(sample, completion_ids=()) for sample in group.samples))
+        return _recomputed(sample_group(Group(prompt=prompted.prompt, episodes=episodes), _ZEROS, _ZEROS))
 
     return await gather_or_cancel(one(index, *each) for index, each in enumerate(prompts))
+
+
+def _recomputed(group: SampleGroup) -> SampleGroup:
+    """The group without completion ids, so that the trainer reuses no recorded activations, and old log-probs."""
+    samples = (replace(sample, completion_ids=(), old_logprobs_T=None) for sample in group.samples)
+    return replace(group, samples=tuple(samples))
 
 
 def _few_tokens(run: Run) -> Sampling:
@@ -283,5 +303,53 @@ async def check_push(run: Run, push: SyncReport) -> None:
         return
     with run.phases("parity"):
         reading = await read_pushed_parity(run, push.version)
+        stale = await _read_features(run, push.version) if run.config.model.trains_vision else None
+    floor = FLOOR_FRAC[run.config.model.dtype] * run.config.parity.max_abs_logprob_diff
+    if stale is not None and stale.found and stale.sound.mean_abs > floor:
+        raise ParityError(
+            f"after the push of version {push.version}, log-probs of the {run.engine.name} engine and of the trainer "
+            f"differ by {stale.sound.mean_abs:.2g} on images that the engine has seen before, and by "
+            f"{stale.faulty.mean_abs:.2g} on the same images as new ones: it keeps features of images from older "
+            "weights of the vision tower. Empty its cache of image features with each push (vLLM: "
+            "reset_encoder_cache), or set model.freeze_vision_tower=true"
+        )
     if reading.push_violation is not None:
         raise ParityError(f"after the push of version {push.version}, {parity_failure(reading)}")
+
+
+async def _read_features(run: Run, version: int) -> FaultReading | None:
+    """How far the policy is from the engine on images that it has seen before, and on the same images as new ones.
+
+    An engine with features from before a push is far off on the former only. None without images.
+    """
+    seen = [each for each in run.taken_push.prompts if each[1].prompt.images]
+    unseen = [(kind, replace(row, prompt=as_new(row.prompt, version))) for kind, row in seen]
+    if not seen:
+        return None
+    gaps = []
+    for prompts in (seen, unseen):
+        groups = await _draw(run, prompts, version, as_for_update=False)
+        gaps.append(np.concatenate(await _score(run, groups)) - np.concatenate(list(map(engine_logprobs, groups))))
+    # tokens of two draws may differ, so that their gaps are compared pair by pair
+    pairs_2A = np.array(list(zip(*gaps, strict=False))).T
+    return FaultReading.of("known images", np.zeros_like(pairs_2A[0]), pairs_2A[0], pairs_2A[1])
+
+
+async def check_rollout(run: Run, step: int, batch: Batch, metrics: Metrics) -> None:
+    """Stop if the log-probs of a step's completions are far from the trainer's before its update; ParityError.
+
+    Each step of staleness may move them as far as the limit of the gate.
+    """
+    settings = run.config.parity
+    oldest = min((version for sample in batch.samples for version in sample.versions), default=step)
+    allowed = settings.max_abs_logprob_diff * (1 + step - oldest)
+    found = metrics.get("rollout_train_abs/trained", 0.0)
+    if settings.prompts == 0 or found <= allowed:
+        return
+    reading, _ = await _beside_faults(run, [_recomputed(group) for group in batch.groups[: settings.prompts]])
+    raise ParityError(
+        f"step {step + 1}: log-probs of the {run.engine.name} engine and of the trainer differ by {found:.3g} on "
+        f"average, and {allowed:g} is allowed (parity.max_abs_logprob_diff for each version of the weights); before "
+        f"the first step they agreed. {nearest_fault(reading)}Look at what rollouts do otherwise than the parity "
+        "gate, then set resume=auto to go on from the last checkpoint"
+    )

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from fovea.environments.base import Environment
 from fovea.environments.prompt_source import PromptedTask, PromptSource
 from fovea.errors import DataError
-from fovea.types import ImageRef, Message, PromptImage, Sample, SampleGroup
+from fovea.types import ImageRef, Message, Prompt, PromptImage, Sample, SampleGroup
 
 PromptKind = Literal["with images", "without images"]
 MAX_ROWS_TRIED = 1000
@@ -133,6 +133,7 @@ def _faults(groups: Sequence[SampleGroup], image_token_id: int, *, packed: bool)
         "grey images": lambda image: _with_pixels(image, lambda _, x: np.full_like(x, GREY)),
         "images of other prompts": of_another,
         "images normalised twice": lambda image: _with_pixels(image, lambda _, x: (x - PIXEL_MEAN) / PIXEL_STD),
+        "images of half the resolution": lambda image: _with_pixels(image, _halved),
         "two of three M-RoPE rows dropped": lambda image: replace(image, positions="time"),
         "1-D positions": lambda image: replace(image, positions="sequence"),
     }
@@ -177,6 +178,24 @@ def _in_samples(fault: TextFault, group: SampleGroup) -> SampleGroup:
 def _with_pixels(image: PromptImage, change: Callable[[str, Pixels], Pixels]) -> PromptImage:
     tensors = {name: change(name, x) if x.dtype.kind == "f" else x for name, x in image.tensors.items()}
     return replace(image, tensors=tensors)
+
+
+def _halved(_: str, x: Pixels) -> Pixels:
+    """Each two pixels of a row by their mean; the last axis of patches and of images is the width."""
+    halved: Pixels = x.reshape(*x.shape[:-1], -1, 2).mean(axis=-1).repeat(2, axis=-1)
+    return halved
+
+
+def as_new(prompt: Prompt, version: int) -> Prompt:
+    """The prompt with images that no cache knows, by key or by pixels: one value is `1 + version` roundings off."""
+
+    def nudged(_: str, x: Pixels) -> Pixels:
+        changed = x.copy()
+        changed.flat[0] += (1 + version) * np.spacing(changed.flat[0])
+        return changed
+
+    images = (replace(_with_pixels(image, nudged), key=f"{image.key}, new {version}") for image in prompt.images)
+    return replace(prompt, images=tuple(images))
 
 
 def _images_before(images: Sequence[PromptImage]) -> dict[str, PromptImage]:

@@ -227,11 +227,11 @@ def parity_failure(reading: ParityReading) -> str:
         f"{reading.model}: on prompts {kind.kind} the log-probs of the {reading.engine} engine and of the trainer "
         f"{broken.text}; worst is token {token.text!r} (id {token.token_id}), number {token.number} of a completion of "
         f"{token.row}: {token.engine_logprob:.3f} in the engine, {token.trainer_logprob:.3f} in the trainer. "
-        f"{_nearest_fault(reading)}{_likely_fix(reading, broken)}"
+        f"{nearest_fault(reading)}{_likely_fix(reading, broken)}"
     )
 
 
-def _nearest_fault(reading: ParityReading) -> str:
+def nearest_fault(reading: ParityReading) -> str:
     """Sentence about the fault that is nearest to the engine; empty if the trainer as it is is nearer than any."""
     nearest = next(iter(reading.doubtful), None)
     if nearest is None or not nearest.faulty.mean_abs < nearest.sound.mean_abs:
@@ -249,7 +249,10 @@ def _likely_fix(reading: ParityReading, broken: Violation) -> str:
     others = [kind for kind in reading.kinds if kind.kind != broken.kind.kind]
     agree = all(kind.mean_abs <= reading.limit and kind.k3 <= reading.max_k3 for kind in others)
     if broken.kind.kind == "with images" and others and agree:
-        return "Without images they agree: look at the positions of image tokens and at what encodes the images"
+        return (
+            "Without images they agree: look at the positions of image tokens and at what encodes the images: does "
+            "the engine get them, has it loaded the weights of the vision tower, does it resize them as the trainer?"
+        )
     return (
         "Engine and trainer hold other weights, or one of them computes another model: compare both with transformers "
         "(`fovea doctor RECIPE` measures again), or raise the limit for an engine that is known to be this inexact"

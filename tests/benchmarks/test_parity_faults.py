@@ -20,7 +20,7 @@ def test_each_fault_is_named_on_random_weights(tmp_path: Path) -> None:
     assert wait_for(read_parity(run, 0)).passed
     answers = {fault: answer(read_with(run, fault), fault) for fault in FAULTS}
     assert answers == dict.fromkeys(FAULTS, "named")
-    assert len(FAULTS) == 9
+    assert len(FAULTS) == 10
     assert wait_for(read_parity(run, 1)).passed, "the engine is as it was"
 
 

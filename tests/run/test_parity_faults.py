@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -89,6 +91,13 @@ def test_positions_by_hand(rule: PositionRule, positions: list[list[int]]) -> No
     assert following == found.max() + 1
 
 
+def test_half_the_resolution_has_the_mean_of_each_two_pixels() -> None:
+    ramp = replace(FIRST, tensors={"pixel_values": np.float32([[0, 1, 2, 3]])})
+    found = {name: group for name, _, group in faulty_groups([group_of((4, ramp))], PAD)}
+    pixels = found["images of half the resolution"].images[0].tensors["pixel_values"]
+    assert pixels.tolist() == [[0.5, 0.5, 2.5, 2.5]]
+
+
 def test_position_faults_name_their_rule() -> None:
     rules = {name: changed(name)[2].images for name in ("two of three M-RoPE rows dropped", "1-D positions")}
     assert [[image.positions for image in images] for images in rules.values()] == [["time"] * 3, ["sequence"] * 3]
@@ -121,5 +130,5 @@ def test_the_missing_image_is_the_last_of_the_prompt_or_of_the_later_turns() -> 
 def test_a_single_image_has_no_other() -> None:
     names = {name for name, _, _ in faulty_groups([GROUPS[0], GROUPS[1]], PAD)}
     assert "images of other prompts" not in names
-    assert len(names) == 6
+    assert len(names) == 7
     assert not list(faulty_groups([GROUPS[1]], PAD))

@@ -51,8 +51,8 @@ class Copying:
             self.engine.load_weights(self.copies, version)
 
 
-def copying_run(folder: Path, *, lost_from: int = 99) -> Run:
-    run = run_of(folder, **SETTINGS)
+def copying_run(folder: Path, *, lost_from: int = 99, **settings: object) -> Run:
+    run = run_of(folder, **SETTINGS | settings)
     assert isinstance(run.engine, EmbeddedEngine)
     assert isinstance(run.policy, LocalPolicy)
     sink = Copying(run.engine, lost_from)
