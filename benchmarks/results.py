@@ -13,15 +13,16 @@ that is drawn by chance (`benchmarks/controls.py`), what the environment would h
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
 from fovea.metrics.log import read_metrics
 from fovea.report.about import SUMMARY_FILE
-from fovea.report.summary import SummaryJson, read_summary
+from fovea.report.summary import EstimateJson, SummaryJson, read_summary
 
 STEPS_READ = 20
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
@@ -33,19 +34,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("runs", nargs="+", metavar="NAME=FOLDER,FOLDER", help="run folders of one name")
     parser.add_argument("--parts", action="store_true", help="parts of the reward in place of question types")
     parser.add_argument("--kinds", nargs="+", default=[], metavar="WORD", help="types whose names have it, in a column")
+    parser.add_argument("--medians", nargs="+", default=[], metavar="PART", help="medians of a part of the reward")
     options = parser.parse_args(arguments)
     named = [(name, folders.split(",")) for name, _, folders in (word.partition("=") for word in options.runs)]
     folders = [(name, Path(folder)) for name, of_name in named for folder in of_name]
     runs = [(name, folder, read_summary(folder / SUMMARY_FILE)) for name, folder in folders]
     print("\n".join(table([(name, summary) for name, _, summary in runs], parts=options.parts)))
-    if lines := list(seed_table(runs, options.kinds)):
+    if lines := list(seed_table(runs, options.kinds, options.medians)):
         print("\n".join(["", *lines]))
 
 
-def seed_table(runs: Sequence[tuple[str, Path, SummaryJson]], kinds: Sequence[str] = ()) -> Iterator[str]:
+def seed_table(
+    runs: Sequence[tuple[str, Path, SummaryJson]], kinds: Sequence[str] = (), medians: Sequence[str] = ()
+) -> Iterator[str]:
     """Lines of a Markdown table over the seeds of each name and number of steps; none where all are single runs.
 
-    A column for each of `kinds` has the accuracy after RL of the question types whose names contain it.
+    Columns for each of `kinds` have the accuracy of the question types whose names contain it, those for each of
+    `medians` the median over test rows of a part of the reward.
     """
     groups = groupby(runs, key=lambda run: (run[0], run[2]["steps"]))
     named = [(name, steps, [run[1:] for run in found]) for (name, steps), found in groups]
@@ -53,11 +58,13 @@ def seed_table(runs: Sequence[tuple[str, Path, SummaryJson]], kinds: Sequence[st
     if not several:
         return
     headers = ["run", "seeds", "steps", "reward, first 20", "last 20", "change", "before RL", "after", "change"]
-    headers += [*kinds, "shuffled", "blank"]
+    headers += [word for kind in kinds for word in (f"{kind} before", kind)]
+    headers += [word for part in medians for word in (f"median {part} before", "after")] + ["shuffled", "blank"]
     yield _line(headers)
     yield _line(["---"] * len(headers))
     for name, steps, found in several:
-        rewards = [_sampled(folder) for folder, _ in found]
+        folders = [folder for folder, _ in found]
+        rewards = [_sampled(folder) for folder in folders]
         summaries = [summary for _, summary in found]
         accuracies = [(_start(summary), summary["accuracy"]["final"]) for summary in summaries]
         without = [[summary[key] for summary in summaries] for key in ("shuffled_images", "blank_images")]
@@ -68,16 +75,35 @@ def seed_table(runs: Sequence[tuple[str, Path, SummaryJson]], kinds: Sequence[st
                 str(steps),
                 *_before_and_after(rewards),
                 *_before_and_after(accuracies),
-                *(_number(_mean([_accuracy_of(kind, summary) for summary in summaries])) for kind in kinds),
+                *(_number(_mean(values)) for kind in kinds for values in _of_kind(kind, summaries)),
+                *(f"{statistics.fmean(values):.0f}" for part in medians for values in _medians(part, folders)),
                 *(_number(_mean(values)) for values in without),
             ]
         )
 
 
-def _accuracy_of(kind: str, summary: SummaryJson) -> float | None:
-    """Accuracy of the rows of all question types whose names contain a word."""
-    found = [value for key, value in summary["test"]["final"]["by_type"].items() if kind in key]
+def _of_kind(kind: str, summaries: Sequence[SummaryJson]) -> Iterator[list[float | None]]:
+    """Accuracies before and after RL of the rows of all question types whose names contain a word."""
+    tests = [summary["test"] for summary in summaries]
+    starts = [test["warmup"] or test["before"] for test in tests]
+    yield [None if start is None else _accuracy_of(kind, start["by_type"]) for start in starts]
+    yield [_accuracy_of(kind, test["final"]["by_type"]) for test in tests]
+
+
+def _accuracy_of(kind: str, by_type: Mapping[str, EstimateJson]) -> float | None:
+    found = [value for key, value in by_type.items() if kind in key]
     return sum(each["mean"] * each["n"] for each in found) / sum(each["n"] for each in found) if found else None
+
+
+def _medians(part: str, folders: Sequence[Path]) -> Iterator[list[float]]:
+    """Medians over test rows of a part of the reward, before and after RL; infinite for an answer without it."""
+    for names in (("after-warmup", "before"), ("final",)):
+        files = [
+            next(file for name in names if (file := folder / f"answers/test-{name}.jsonl").exists())
+            for folder in folders
+        ]
+        rows = [[json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] for file in files]
+        yield [statistics.median(row["parts"].get(part, math.inf) for row in own) for own in rows]
 
 
 def _sampled(folder: Path) -> tuple[float, float] | tuple[None, None]:
