@@ -1,24 +1,30 @@
-"""Test accuracies of finished runs as a Markdown table: before and after RL, by question type, without the image.
+"""Test accuracies and rewards of finished runs as Markdown tables: before and after RL, without the image.
 
-    python -m benchmarks.results GRPO=runs/g0,runs/g1 PPO=runs/p0
+    python -m benchmarks.results GRPO=runs/g0,runs/g1,runs/g2 PPO=runs/p0,runs/p1,runs/p2
+    python -m benchmarks.results GRPO=runs/g0,runs/g1 --kinds unseen  # one more column over seeds
     python -m benchmarks.results --parts GRPO=runs/g0     # named parts of the reward in place of question types
 
-One line per run. Accuracies after RL have their 95 % interval over rows behind them; `-` stands where a run took no
-such reading. A second table has a line per name with several seeds: means with Student's 95 % interval over seeds.
+The first table has a line per run. Accuracies after RL have their 95 % interval over rows behind them; `-` stands where
+a run took no such reading. The second has a line per name with several seeds: means over them, and changes with
+Student's 95 % interval. Its reward is that of sampled answers, in the first and the last twenty steps; for a reward
+that is drawn by chance (`benchmarks/controls.py`), what the environment would have given.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
+from fovea.metrics.log import read_metrics
 from fovea.report.about import SUMMARY_FILE
-from fovea.report.summary import SummaryJson, read_summary
+from fovea.report.summary import EstimateJson, SummaryJson, read_summary
 
+STEPS_READ = 20
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """97.5 % points of Student's t distribution for 1 to 9 degrees of freedom."""
 
@@ -27,28 +33,100 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.results", description=__doc__.split("\n")[0])
     parser.add_argument("runs", nargs="+", metavar="NAME=FOLDER,FOLDER", help="run folders of one name")
     parser.add_argument("--parts", action="store_true", help="parts of the reward in place of question types")
+    parser.add_argument("--kinds", nargs="+", default=[], metavar="WORD", help="types whose names have it, in a column")
+    parser.add_argument("--medians", nargs="+", default=[], metavar="PART", help="medians of a part of the reward")
     options = parser.parse_args(arguments)
     named = [(name, folders.split(",")) for name, _, folders in (word.partition("=") for word in options.runs)]
-    runs = [(name, read_summary(Path(folder) / SUMMARY_FILE)) for name, folders in named for folder in folders]
-    print("\n".join(table(runs, parts=options.parts)))
-    if lines := list(seed_table(runs)):
+    folders = [(name, Path(folder)) for name, of_name in named for folder in of_name]
+    runs = [(name, folder, read_summary(folder / SUMMARY_FILE)) for name, folder in folders]
+    print("\n".join(table([(name, summary) for name, _, summary in runs], parts=options.parts)))
+    if lines := list(seed_table(runs, options.kinds, options.medians)):
         print("\n".join(["", *lines]))
 
 
-def seed_table(runs: Sequence[tuple[str, SummaryJson]]) -> Iterator[str]:
-    """Lines of a Markdown table over the seeds of each name and number of steps; none where all are single runs."""
-    groups = groupby(runs, key=lambda run: (run[0], run[1]["steps"]))
-    named = [(name, [summary for _, summary in found]) for (name, _), found in groups]
-    several = [(name, found) for name, found in named if len(found) > 1]
+def seed_table(
+    runs: Sequence[tuple[str, Path, SummaryJson]], kinds: Sequence[str] = (), medians: Sequence[str] = ()
+) -> Iterator[str]:
+    """Lines of a Markdown table over the seeds of each name and number of steps; none where all are single runs.
+
+    Columns for each of `kinds` have the accuracy of the question types whose names contain it, those for each of
+    `medians` the median over test rows of a part of the reward.
+    """
+    groups = groupby(runs, key=lambda run: (run[0], run[2]["steps"]))
+    named = [(name, steps, [run[1:] for run in found]) for (name, steps), found in groups]
+    several = [each for each in named if len(each[2]) > 1]
     if not several:
         return
-    headers = ["run", "seeds", "after", "change"]
+    headers = ["run", "seeds", "steps", "reward, first 20", "last 20", "change", "before RL", "after", "change"]
+    headers += [word for kind in kinds for word in (f"{kind} before", kind)]
+    headers += [word for part in medians for word in (f"median {part} before", "after")] + ["shuffled", "blank"]
     yield _line(headers)
     yield _line(["---"] * len(headers))
-    for name, found in several:
-        starts = [(_start(summary), summary["accuracy"]["final"]) for summary in found]
-        changes = [after - before for before, after in starts if before is not None]
-        yield _line([name, str(len(found)), _over_seeds([after for _, after in starts]), _over_seeds(changes)])
+    for name, steps, found in several:
+        folders = [folder for folder, _ in found]
+        rewards = [_sampled(folder) for folder in folders]
+        summaries = [summary for _, summary in found]
+        accuracies = [(_start(summary), summary["accuracy"]["final"]) for summary in summaries]
+        without = [[summary[key] for summary in summaries] for key in ("shuffled_images", "blank_images")]
+        yield _line(
+            [
+                name,
+                str(len(found)),
+                str(steps),
+                *_before_and_after(rewards),
+                *_before_and_after(accuracies),
+                *(_number(_mean(values)) for kind in kinds for values in _of_kind(kind, summaries)),
+                *(f"{statistics.fmean(values):.0f}" for part in medians for values in _medians(part, folders)),
+                *(_number(_mean(values)) for values in without),
+            ]
+        )
+
+
+def _of_kind(kind: str, summaries: Sequence[SummaryJson]) -> Iterator[list[float | None]]:
+    """Accuracies before and after RL of the rows of all question types whose names contain a word."""
+    tests = [summary["test"] for summary in summaries]
+    starts = [test["warmup"] or test["before"] for test in tests]
+    yield [None if start is None else _accuracy_of(kind, start["by_type"]) for start in starts]
+    yield [_accuracy_of(kind, test["final"]["by_type"]) for test in tests]
+
+
+def _accuracy_of(kind: str, by_type: Mapping[str, EstimateJson]) -> float | None:
+    found = [value for key, value in by_type.items() if kind in key]
+    return sum(each["mean"] * each["n"] for each in found) / sum(each["n"] for each in found) if found else None
+
+
+def _medians(part: str, folders: Sequence[Path]) -> Iterator[list[float]]:
+    """Medians over test rows of a part of the reward, before and after RL; infinite for an answer without it."""
+    for names in (("after-warmup", "before"), ("final",)):
+        files = [
+            next(file for name in names if (file := folder / f"answers/test-{name}.jsonl").exists())
+            for folder in folders
+        ]
+        rows = [[json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] for file in files]
+        yield [statistics.median(row["parts"].get(part, math.inf) for row in own) for own in rows]
+
+
+def _sampled(folder: Path) -> tuple[float, float] | tuple[None, None]:
+    """Mean reward of sampled answers in the first and the last STEPS_READ steps; None for a shorter run."""
+    rewards = [row.get("reward/true", row["reward"]) for row in read_metrics(folder)]
+    if len(rewards) < STEPS_READ:
+        return None, None
+    return statistics.fmean(rewards[:STEPS_READ]), statistics.fmean(rewards[-STEPS_READ:])
+
+
+def _before_and_after(pairs: Sequence[tuple[float | None, float | None]]) -> tuple[str, str, str]:
+    """Mean before, mean after, and the mean change with its interval."""
+    changes = [after - before for before, after in pairs if before is not None and after is not None]
+    return (
+        _number(_mean([pair[0] for pair in pairs])),
+        _number(_mean([pair[1] for pair in pairs])),
+        _over_seeds(changes),
+    )
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if len(known) == len(values) else None
 
 
 def _over_seeds(values: Sequence[float]) -> str:

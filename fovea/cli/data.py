@@ -57,6 +57,9 @@ def geospot_europe(
     rows: RowsOfThree = 4_000,
     seed: Seed = 0,
     image_side_px: Annotated[int, typer.Option(min=32, max=1024, help="Width and height of the map.")] = 64,
+    hold_out_places: Annotated[
+        bool, typer.Option("--hold-out-places", help="Mark nameless places of these countries; the test has others.")
+    ] = False,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
@@ -68,7 +71,9 @@ def geospot_europe(
         from fovea.tools.data_sets.europe import write_one_map
 
         _say("drawing maps ...", quiet)
-        files = write_one_map(out, num_rows=rows, seed=seed, image_side_px=image_side_px)
+        files = write_one_map(
+            out, num_rows=rows, seed=seed, image_side_px=image_side_px, hold_out_places=hold_out_places
+        )
         _report("geospot_europe", files, quiet=quiet)
 
 
@@ -104,7 +109,7 @@ def readable(
 ) -> None:
     """Draw geometry that a tiny model can read, offline.
 
-    In Geometry3K's layout. Five kinds of diagrams; some pairs of numbers are in the test file only.
+    In Geometry3K's layout. Five kinds of diagrams; a fifth of the problems is in the test file only.
     """
     with one_line_errors(debug=debug):
         from fovea.tools.data_sets.readable import write_readable

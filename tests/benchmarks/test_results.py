@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -57,16 +58,27 @@ def test_parts_of_the_reward_in_place_of_types(runs: list[str], capsys: pytest.C
     assert dict(zip(headers, first, strict=True))["answer"] == "0.125"
 
 
-def test_a_line_per_name_has_the_interval_over_its_seeds(runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Changes of .25 and 0: a mean of .125 with s = .1768, so that 12.706 s / sqrt(2) = 1.588."""
-    main(runs)
+def test_a_line_per_name_has_the_intervals_over_its_seeds(runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Changes of .25 and 0: a mean of .125 with s = .1768, so that 12.706 s / sqrt(2) = 1.588.
+
+    Sampled rewards of 30 steps rise from .25 to .75, or to .5, by what the environment would have given.
+    """
+    for folder, last in zip(runs[0].removeprefix("GRPO=").split(","), (0.75, 0.5), strict=True):
+        rewards = [0.25] * 10 + [0.5] * 10 + [last] * 10
+        rows = [{"step": step, "reward": 1.0, "reward/true": reward} for step, reward in enumerate(rewards, 1)]
+        (Path(folder) / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        (Path(folder) / "answers").mkdir()
+        for name, parts in (("before", [{"km": 9.0}, {}, {}]), ("final", [{"km": 1.0}, {"km": 3.0}, {}])):
+            lines = "".join(f"{json.dumps({'parts': part})}\n" for part in parts)
+            (Path(folder) / "answers" / f"test-{name}.jsonl").write_text(lines)
+    main([*runs, "--kinds", "count", "col", "--medians", "km"])
     headers, _, line = cells(capsys.readouterr().out)[-3:]
-    assert dict(zip(headers, line, strict=True)) == {
-        "run": "GRPO",
-        "seeds": "2",
-        "after": "0.500 [-2.676, 3.676]",
-        "change": "0.125 [-1.463, 1.713]",
-    }
+    assert line[:3] == ["GRPO", "2", "7"]
+    assert line[3:6] == ["0.375", "0.562", "0.188 [-0.607, 0.982]"]
+    assert line[6:9] == ["0.375", "0.500", "0.125 [-1.463, 1.713]"]
+    assert headers[9:15] == ["count before", "count", "col before", "col", "median km before", "after"]
+    assert line[9:15] == ["-", "0.333", "0.250", "1.000", "inf", "3"]
+    assert dict(zip(headers[15:], line[15:], strict=True)) == {"shuffled": "0.200", "blank": "-"}
     main([runs[0].partition(",")[0]])
     assert len(cells(capsys.readouterr().out)) == 3, "one run has no spread over seeds"
 

@@ -2,7 +2,9 @@
 
 The maps of `maps.py` are centred near the mark, so that only the shape of coasts and borders says where it is. Here
 the place of the mark on the picture says it, which a tiny model learns in minutes. Train, validation and test files
-share the cities, but no drawing, pixel for pixel: the mark moves by a pixel, and tints and noise differ.
+share the cities, but no drawing, pixel for pixel: the mark moves by a pixel, and tints and noise differ. With places
+held out, marks are at any city of these countries, a tenth of which only the test file has; country and coordinates are
+asked, since nobody can name a place that he has not met.
 """
 
 from __future__ import annotations
@@ -17,11 +19,22 @@ from PIL import Image, ImageDraw
 
 from fovea.data.writing import write_rows
 from fovea.environments.geospot.gazetteer import LatLon
-from fovea.tools.data_sets.maps import SCHEMA, MapCity, MapView, draw_mark, load_world, map_cities, row_of, tinted
+from fovea.tools.data_sets.maps import (
+    SCHEMA,
+    MapCity,
+    MapView,
+    draw_mark,
+    is_test,
+    load_world,
+    map_cities,
+    row_of,
+    tinted,
+)
 
 _CENTRE, _WIDTH_DEGREES = LatLon(51, 14), 56.0
 _SHARES = {"train": 1.0, "validation": 1 / 20, "test": 1 / 10}
 _TINT, _NOISE, _MARK_MOVES_PX = 12, 4, 1.0
+_PLACES_PER_COUNTRY = 40
 REGIONS = {
     745044: "Istanbul",
     524901: "Moscow",
@@ -59,22 +72,40 @@ def europe_cities() -> list[MapCity]:
     return sorted(cities, key=lambda city: city.id)
 
 
-def write_one_map(folder: Path, *, num_rows: int, seed: int, image_side_px: int) -> Iterator[Path]:
+def held_out_cities(view: MapView) -> dict[str, list[MapCity]]:
+    """By split, cities of the same countries without their names, some of each; those of the test are in no other."""
+    by_country: dict[str, dict[LatLon, MapCity]] = {city.country: {} for city in europe_cities()}
+    for city in map_cities():
+        if city.country in by_country and view.shows(city.at):
+            by_country[city.country][city.at] = replace(city, name=None, region=None)
+    all_of = [list(own.values()) for own in by_country.values()]
+    some = [city for own in all_of for city in own[:: max(len(own) // _PLACES_PER_COUNTRY, 1)]]
+    return {split: [city for city in some if is_test(city) == (split == "test")] for split in _SHARES}
+
+
+def write_one_map(
+    folder: Path, *, num_rows: int, seed: int, image_side_px: int, hold_out_places: bool = False
+) -> Iterator[Path]:
     """Write train, validation (a twentieth) and test (a tenth) files, equal for equal arguments; yield each."""
     view = MapView(_CENTRE, image_side_px, _WIDTH_DEGREES, (0.0, 0.0))
+    cities = held_out_cities(view) if hold_out_places else dict.fromkeys(_SHARES, europe_cities())
     map_YXC = tinted(view.sample(load_world()))
     drawn: set[bytes] = set()
     for stream, (split, share) in enumerate(_SHARES.items()):
         rng = np.random.default_rng([seed, stream])
-        rows = _rows(map_YXC, view, max(int(num_rows * share), 1), rng, drawn)
+        rows = _rows(map_YXC, view, cities[split], max(int(num_rows * share), 1), rng, drawn)
         yield write_rows(folder / f"{split}.parquet", SCHEMA, rows)
 
 
 def _rows(
-    map_YXC: NDArray[np.uint8], view: MapView, size: int, rng: np.random.Generator, drawn: set[bytes]
+    map_YXC: NDArray[np.uint8],
+    view: MapView,
+    cities: list[MapCity],
+    size: int,
+    rng: np.random.Generator,
+    drawn: set[bytes],
 ) -> Iterator[dict[str, object]]:
     """Rows without the drawings in `drawn`, to which they are added."""
-    cities = europe_cities()
     while size:
         city = cities[rng.integers(len(cities))]
         image = _drawing(map_YXC, view, city, rng)

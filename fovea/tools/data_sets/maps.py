@@ -120,6 +120,7 @@ _MARK = (214, 24, 40)
 _SUPERSAMPLING = 2
 _TOWNS_PER_MAP = 25
 _MAX_COUNTRIES = 300
+_EDGE = 1 / 32
 
 
 def draw_map(
@@ -153,6 +154,10 @@ class MapView:
     def pixel(self, at: LatLon) -> tuple[float, float]:
         dlon = (at.lon - self._west + 180) % 360 - 180
         return dlon / self._lon_per_pixel, (self._north - at.lat) / self._lat_per_pixel
+
+    def shows(self, at: LatLon) -> bool:
+        """True for a place on the map, not at its edge."""
+        return all(_EDGE <= place / self._side < 1 - _EDGE for place in self.pixel(at))
 
     def sample(self, world: World) -> NDArray[np.int16]:
         """The country of every pixel, or sea, as beyond the poles."""
@@ -234,7 +239,7 @@ class MapCity:
     """GeoNames' number of it."""
     country: str
     region: str | None
-    name: str
+    name: str | None
     at: LatLon
 
 
@@ -243,7 +248,7 @@ def write_maps(folder: Path, *, num_rows: int, seed: int, image_side_px: int) ->
     world, cities = load_world(), map_cities()
     files = (folder / "train.parquet", folder / "test.parquet")
     for file, size in zip(files, (num_rows, max(num_rows // 10, 1)), strict=True):
-        mine = [city for city in cities if _is_test(city) == (file.stem == "test")]
+        mine = [city for city in cities if is_test(city) == (file.stem == "test")]
         rng = np.random.default_rng([seed, _STREAMS[file.stem]])
         write_rows(file, SCHEMA, islice(_rows(world, mine, image_side_px, rng), size))
     return files
@@ -306,6 +311,6 @@ def _region_names() -> dict[str, str]:
     return {each.code: each.name for each in pycountry.subdivisions if each.country_code in _SAME_CODES}
 
 
-def _is_test(city: MapCity) -> bool:
+def is_test(city: MapCity) -> bool:
     """True if a place belongs to the test file: by its hash, so that no seed moves it to the other file."""
     return hashlib.blake2b(str(city.id).encode(), digest_size=1).digest()[0] < 256 * _TEST_SHARE

@@ -14,7 +14,7 @@ from fovea.config.run import Config
 from fovea.environments.base import Split
 from fovea.loop import train
 from fovea.tools.data_sets.europe import REGIONS
-from fovea.tools.data_sets.readable import KINDS, UNSEEN, unseen_problems
+from fovea.tools.data_sets.readable import KINDS, UNSEEN, is_unseen
 from fovea.wiring.environment import make_environment
 from fovea.wiring.run import build
 from tests.grading import scored
@@ -82,13 +82,21 @@ def test_numbers_of_a_diagram_are_only_in_the_picture(folders: dict[str, Path]) 
 
 def test_unseen_problems_are_in_the_test_file_only(folders: dict[str, Path]) -> None:
     kinds = {split: pq.read_table(folders["readable"] / f"{split}.parquet")["kind"].to_pylist() for split in SPLITS}
-    assert {kind for kind in kinds["test"] if kind.endswith(UNSEEN)} == {f"angle{UNSEEN}", f"segment{UNSEEN}"}
+    assert {kind.removesuffix(UNSEEN) for kind in kinds["test"] if kind.endswith(UNSEEN)} == set(KINDS)
     assert not any(kind.endswith(UNSEEN) for split in ("train", "validation") for kind in kinds[split])
-    for kind in ("angle", "segment"):
-        problems, unseen = KINDS[kind].problems, unseen_problems(kind)
-        answer = KINDS[kind].answer
-        seen = {answer(*numbers) for numbers in problems if numbers not in unseen}
-        assert {answer(*numbers) for numbers in unseen} <= seen  # another pair has the same answer
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_digits_of_unseen_problems_and_their_sums_are_in_seen_ones(kind: str) -> None:
+    """An unseen problem can be answered digit by digit: tens by tens and ones by ones, since nothing carries."""
+    seen = [numbers for numbers in KINDS[kind].problems if not is_unseen(numbers)]
+    unseen = [numbers for numbers in KINDS[kind].problems if is_unseen(numbers)]
+    assert 0.15 < len(unseen) / len(KINDS[kind].problems) < 0.25
+    for place in (1, 10):
+        digits = {(tuple(n // place % 10 for n in each), KINDS[kind].answer(*each) // place % 10) for each in seen}
+        # the digits at a place decide the answer's digit at that place
+        assert len({asked for asked, _ in digits}) == len(digits)
+        assert {tuple(n // place % 10 for n in each) for each in unseen} <= {asked for asked, _ in digits}
 
 
 def test_cities_are_of_26_countries_with_all_parts(folders: dict[str, Path]) -> None:
@@ -96,6 +104,15 @@ def test_cities_are_of_26_countries_with_all_parts(folders: dict[str, Path]) -> 
     places = {(row["city"], row["region"], row["country"], row["lat"], row["lon"]) for row in rows}
     assert len(places) == len({place[2] for place in places}) == len(REGIONS) == 26
     assert None not in {part for place in places for part in place}
+
+
+def test_places_held_out_are_in_no_other_file_and_nobody_asks_for_their_names(tmp_path: Path) -> None:
+    written("geospot-europe", tmp_path, "--hold-out-places")
+    rows = {split: pq.read_table(tmp_path / f"{split}.parquet").to_pylist() for split in SPLITS}
+    places = {split: {(row["lat"], row["lon"]) for row in rows[split]} for split in SPLITS}
+    assert not places["test"] & (places["train"] | places["validation"])
+    assert {row["country"] for row in rows["test"]} <= {row["country"] for row in rows["train"]}
+    assert {(row["city"], row["region"]) for split in SPLITS for row in rows[split]} == {(None, None)}
 
 
 @pytest.mark.parametrize("name", RECIPES)
