@@ -374,7 +374,7 @@ def test_problems_of_several_sources_name_each(recipe: Path) -> None:
 )
 def test_an_address_that_cannot_be_called(url: str) -> None:
     caption = "environment={name: caption, train_files: [a], test_files: [b], metric_weights: {judge: 1}}"
-    of_judge = ["model.tiny={}", caption, "environment.judge.model=m", f"environment.judge.url={url}"]
+    of_judge = ["model.tiny={}", caption, "judge.model=m", f"judge.url={url}"]
     assert error_of([], *of_judge).endswith("does not fit; allowed: text such as http://HOST:PORT/v1")
     servers = ["rollout.engine=vllm_servers", "rollout.engine.weights_dir=w", f'rollout.engine.servers=["{url}"]']
     told = error_of([], "model.tiny={}", *servers)

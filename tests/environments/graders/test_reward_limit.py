@@ -64,7 +64,6 @@ def test_the_score_of_a_reward_model_is_bounded_too() -> None:
             "train_files": ["a.jsonl"],
             "test_files": ["a.jsonl"],
             "metric_weights": {"reward_model": 1},
-            "reward_model": {"path": "a"},
         }
     )
     grading = Grading(graders=(CaptionGrader(settings, lambda split: [], Loud()),))
