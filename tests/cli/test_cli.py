@@ -16,7 +16,7 @@ from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from fovea import __version__
-from fovea.cli import doctor
+from fovea.cli import cluster, doctor
 from fovea.cli import main as cli
 from fovea.cli.words import OPTIONS
 from fovea.config.loading import load_config
@@ -339,3 +339,12 @@ def test_a_command_that_does_not_share_its_work_refuses_torchrun(command: str, m
     monkeypatch.setenv("RANK", "1")
     second = fovea(command, "somewhere")
     assert (second.exit_code, second.stderr) == (2, "")
+
+
+def test_a_cluster_without_a_status_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "STATUS_SECONDS", 0.0)
+    monkeypatch.setattr(cluster, "use_token", lambda: None)
+    monkeypatch.setattr(cluster, "run_ray", lambda *_: f"{cluster.NO_STATUS_YET}\n")
+    ended = CliRunner().invoke(cluster.app, ["status"])
+    assert ended.exit_code == 3
+    assert "the cluster gave no status for 0 s" in ended.stderr
