@@ -112,11 +112,7 @@ def test_groups_without_signal_are_skipped_and_counted(tmp_path: Path) -> None:
     wait_for(run.weight_sync.push(0))
     _, metrics = wait_for(take_step(run, at(0)))
     assert run.policy.batches[0].groups == ()  # type: ignore[attr-defined]
-    assert (metrics["groups/with_signal"], metrics["groups/without_signal"], metrics["groups/skipped"]) == (
-        0,
-        8,
-        8,
-    )
+    assert (metrics["groups/with_signal"], metrics["groups/without_signal"], metrics["groups/skipped"]) == (0, 8, 8)
 
 
 def test_old_and_reference_logprobs_only_where_needed(tmp_path: Path) -> None:
@@ -138,8 +134,7 @@ def test_old_and_reference_logprobs_only_where_needed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("trunk", "minibatches", "scored"),
-    [("shared", 1, True), ("separate", 1, False), ("separate", 2, True)],
+    ("trunk", "minibatches", "scored"), [("shared", 1, True), ("separate", 1, False), ("separate", 2, True)]
 )
 def test_a_critic_of_its_own_asks_the_policy_only_where_the_first_epoch_has_several_steps(
     tmp_path: Path, trunk: str, minibatches: int, scored: bool

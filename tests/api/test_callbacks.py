@@ -144,15 +144,9 @@ class Follows:
     [
         ({"on_step": later}, r"on_step=.*later is async, and a run does not await it; write def on_step\(record\)"),
         ({"on_eval": lambda: None}, r"on_eval=.* takes \(\), but is called with one record; write def on_eval\(record"),
-        (
-            {"on_step": Follows()},
-            r"on_step=<.*Follows.*> is not a function; write def on_step\(record\)",
-        ),
+        ({"on_step": Follows()}, r"on_step=<.*Follows.*> is not a function; write def on_step\(record\)"),
         ({"on_step": Follows}, r"on_step=<class.*Follows.*> is not a function; write def"),
-        (
-            {"callbacks": [Follows()]},
-            r"callbacks is not a setting here: .*on_step=function and on_eval=function",
-        ),
+        ({"callbacks": [Follows()]}, r"callbacks is not a setting here: .*on_step=function and on_eval=function"),
     ],
 )
 def test_what_is_no_callback_is_told(given: Mapping[str, Callable[..., Any]], message: str) -> None:

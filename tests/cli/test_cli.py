@@ -77,10 +77,7 @@ def test_train_runs_what_the_words_say(recipe: str, monkeypatch: pytest.MonkeyPa
         ),
         (["tiny", "vqa"], "tiny: this recipe changes the one before it; write fovea train vqa tiny"),
         (["smal.yaml"], "smal.yaml: no such recipe; did you mean small.yaml?"),
-        (
-            ["small.yaml", "rollout.top_p"],
-            "rollout.top_p: a setting without a value; write rollout.top_p=VALUE",
-        ),
+        (["small.yaml", "rollout.top_p"], "rollout.top_p: a setting without a value; write rollout.top_p=VALUE"),
         (["small.yaml", "--seed=3"], "--seed=3: settings have no dashes; write seed=3"),
         (["small.yaml", "--seed", "3"], "--seed: settings have no dashes; write seed=VALUE"),
         (

@@ -91,14 +91,7 @@ class Policy:
 
 def completion(name: str, text: str) -> Completion:
     ids, logprobs = np.zeros(1, np.int64), np.zeros(1, np.float32)
-    return Completion(
-        id=name,
-        token_ids_T=ids,
-        logprobs_T=logprobs,
-        finish="stop",
-        text=text,
-        version=0,
-    )
+    return Completion(id=name, token_ids_T=ids, logprobs_T=logprobs, finish="stop", text=text, version=0)
 
 
 def request(name: str, n: int = 2, *, length: int = 1, **changes: Any) -> Request:
@@ -402,10 +395,7 @@ def test_process_groups_under_torchrun(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(LISTENING + OF_RANK)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     subprocess.run(
-        [*launcher, str(tmp_path / "script.py")],
-        env=environment() | {"PYTHONPATH": str(ROOT)},
-        timeout=120,
-        check=True,
+        [*launcher, str(tmp_path / "script.py")], env=environment() | {"PYTHONPATH": str(ROOT)}, timeout=120, check=True
     )
     for rank in (0, 1):
         assert json.loads((tmp_path / f"{rank}.json").read_text()) == ["lo", "127.0.0.1"]

@@ -142,11 +142,7 @@ def test_the_last_workers_hold_an_engine_alone() -> None:
         )
         for placement in [Placement.of(cluster, len(workers))]
     }
-    assert held == {
-        "collocated": (workers, workers),
-        "disaggregated": ([0, 1, 2], [3]),
-        "hybrid": ([0, 1, 2], workers),
-    }
+    assert held == {"collocated": (workers, workers), "disaggregated": ([0, 1, 2], [3]), "hybrid": ([0, 1, 2], workers)}
 
 
 def test_replicas_are_of_learners_alone_and_of_equal_size() -> None:

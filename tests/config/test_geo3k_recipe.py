@@ -105,10 +105,7 @@ TABLES = [
 ]
 
 
-@table(
-    ("recipes", "key", "value"),
-    [(recipes, *entry) for recipes, table in TABLES for entry in table.items()],
-)
+@table(("recipes", "key", "value"), [(recipes, *entry) for recipes, table in TABLES for entry in table.items()])
 def test_the_recipe_has_their_value(recipes: tuple[Path, ...], key: str, value: object) -> None:
     assert leaves(load_config(recipes, []).model_dump(mode="json"))[key] == value
 

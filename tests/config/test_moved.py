@@ -97,10 +97,7 @@ VQA = {"name": "vqa", "train_files": ["a"], "test_files": ["b"]}
             {"model_reward": {"judge": 0.25}},
         ),
         (
-            {
-                "environment": VQA,
-                "second_opinion": {"judge": JUDGE, "ask": "always", "accept_score": 0.8},
-            },
+            {"environment": VQA, "second_opinion": {"judge": JUDGE, "ask": "always", "accept_score": 0.8}},
             {"environment": VQA, "second_opinion": "always"},
         ),
     ],

@@ -115,8 +115,7 @@ def test_a_busy_server_is_asked_again(site: Site, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    "url",
-    ["http://", "http:///a.png", "http://a:b@127.0.0.1/a.png", "http://127.0.0.1:99999/a", "ftp://a.org/b.png"],
+    "url", ["http://", "http:///a.png", "http://a:b@127.0.0.1/a.png", "http://127.0.0.1:99999/a", "ftp://a.org/b.png"]
 )
 def test_what_is_no_url(url: str) -> None:
     assert reason_of(url) == "url_invalid"

@@ -164,10 +164,7 @@ def test_build_makes_what_the_settings_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("more", "problem"),
-    [
-        ({"metric_weights": {}}, "metric_weights is empty"),
-        ({"metric_weights": {"rouge": 1}}, "rouge"),
-    ],
+    [({"metric_weights": {}}, "metric_weights is empty"), ({"metric_weights": {"rouge": 1}}, "rouge")],
 )
 def test_settings_that_do_not_go_together(more: dict[str, object], problem: str) -> None:
     with pytest.raises(ValidationError, match=problem):

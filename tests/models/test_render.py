@@ -175,12 +175,7 @@ def test_text_is_tokenized_once_for_a_prompt(monkeypatch: pytest.MonkeyPatch) ->
     """A second pass over template and tokenizer would take a sixth of the time of a step of the demo."""
     render, texts = Renderer(tiny("qwen3_vl").processor, from_array), list[object]()
     source = PromptSource(
-        [],
-        Shapes(ShapesEnvironment(), 0),
-        render,
-        max_prompt_tokens=2048,
-        on_bad_row="error",
-        cache_gib=0,
+        [], Shapes(ShapesEnvironment(), 0), render, max_prompt_tokens=2048, on_bad_row="error", cache_gib=0
     )
     tokenize = render.text
     monkeypatch.setattr(render, "text", lambda messages: texts.append(messages) or tokenize(messages))

@@ -16,15 +16,7 @@ from fovea.config.run import Config
 from fovea.data.order import LazyTasks
 from fovea.errors import DataError
 from fovea.loop import train
-from fovea.run.fingerprint import (
-    MAX_ROWS,
-    Fingerprint,
-    changes,
-    check_unchanged,
-    checksum,
-    model_files,
-    row_texts,
-)
+from fovea.run.fingerprint import MAX_ROWS, Fingerprint, changes, check_unchanged, checksum, model_files, row_texts
 from fovea.types import ImageRef, Task
 from fovea.wiring.run import build
 

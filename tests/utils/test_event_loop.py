@@ -162,8 +162,7 @@ def start(name: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "line"),
-    [("backtrack", "in match"), ("sleep_with_the_lock", "in run"), ("never_await", "in never_await")],
+    ("name", "line"), [("backtrack", "in match"), ("sleep_with_the_lock", "in run"), ("never_await", "in never_await")]
 )
 def test_a_call_that_stops_the_loop_ends_the_process_with_code_3_and_its_line(name: str, line: str) -> None:
     with start(name) as process:

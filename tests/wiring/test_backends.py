@@ -24,11 +24,7 @@ from tests.tiny_models import save, tiny
 def test_servers_want_one_leader(backend: str, advice: str) -> None:
     engine = {"name": "vllm_servers", "servers": ("http://127.0.0.1:8000",), "weights_dir": "weights"}
     config = Config.model_validate(
-        {
-            "model": {"path": "models/any"},
-            "rollout": {"engine": engine},
-            "train": {"backend": {"name": backend}},
-        }
+        {"model": {"path": "models/any"}, "rollout": {"engine": engine}, "train": {"backend": {"name": backend}}}
     )
     with pytest.raises(ConfigError, match=rf"vllm_servers with 2 workers.*{advice}"):
         placement_of(config, 2)

@@ -44,8 +44,7 @@ from tests.wiring.small import SMALL, run_of
 
 
 @pytest.mark.parametrize(
-    ("model", "cached"),
-    [({}, False), ({"freeze_vision_tower": True}, True), ({"lora": {"rank": 2}}, True)],
+    ("model", "cached"), [({}, False), ({"freeze_vision_tower": True}, True), ({"lora": {"rank": 2}}, True)]
 )
 def test_features_are_cached_exactly_when_the_tower_is_frozen(
     model: dict[str, object], cached: bool, tmp_path: Path

@@ -73,8 +73,7 @@ def test_no_value(formula: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "code",
-    ['__import__("os").system("touch PWNED")', 'exec("1+1")', r"\sin(\sin(10^{500}))", "12.0e99999999"],
+    "code", ['__import__("os").system("touch PWNED")', 'exec("1+1")', r"\sin(\sin(10^{500}))", "12.0e99999999"]
 )
 def test_nothing_is_executed(code: str) -> None:
     assert not same_answer(code, "12")
@@ -105,18 +104,7 @@ def test_hostile_answers_end_quickly(text: str) -> None:
 
 LATEX = st.lists(
     st.sampled_from(
-        [
-            *"0123456789.+-*/^(){}[]:=<> ,$xy",
-            r"\frac",
-            r"\sqrt",
-            r"\pi",
-            r"\text{",
-            r"\left(",
-            "°",
-            "√",
-            "10",
-            r"\circ",
-        ]
+        [*"0123456789.+-*/^(){}[]:=<> ,$xy", r"\frac", r"\sqrt", r"\pi", r"\text{", r"\left(", "°", "√", "10", r"\circ"]
     ),
     max_size=30,
 ).map("".join)

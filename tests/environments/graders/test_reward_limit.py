@@ -60,11 +60,7 @@ def test_the_score_of_a_reward_model_is_bounded_too() -> None:
             return 1e30
 
     settings = CaptionEnvironment.model_validate(
-        {
-            "train_files": ["a.jsonl"],
-            "test_files": ["a.jsonl"],
-            "metric_weights": {"reward_model": 1},
-        }
+        {"train_files": ["a.jsonl"], "test_files": ["a.jsonl"], "metric_weights": {"reward_model": 1}}
     )
     grading = Grading(graders=(CaptionGrader(settings, lambda split: [], Loud()),))
     with pytest.raises(DataError, match=TOO_LARGE):
