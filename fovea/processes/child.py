@@ -76,9 +76,19 @@ class ChildProcess:
 
     def groups(self) -> set[int]:
         """Ids of the process groups of it, and of all below it while it runs."""
-        # once it has been waited for, its id may be another process's, but not its group's while a member is left
         running = ending.with_all_below(self.pid) if self.exit_code is None else set()
         return {self.pid, *(each.group for each in running)}
+
+    @property
+    def _id_is_reused(self) -> bool:
+        """True if another process has its id, which the kernel gives again once no member of its group is left."""
+        if self.exit_code is None:
+            return False
+        try:
+            os.getpgid(self.pid)
+        except ProcessLookupError:
+            return False
+        return True
 
     def terminate(self, seconds: float) -> None:
         """Ask it to end, by SIGTERM; after some seconds, kill what is left of it and of all below it."""
@@ -96,6 +106,8 @@ class ChildProcess:
         with self._watcher:  # closes its stdin and waits for it
             self._watcher.kill()
         groups = self.groups() | others
+        if self._id_is_reused:
+            groups.discard(self.pid)
         ending.signal_groups(groups, signal.SIGKILL)
         return groups
 
