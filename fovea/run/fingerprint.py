@@ -218,10 +218,12 @@ def _content(cell: CellType) -> object:
 
 def model_files(config: Config, model: Model) -> Iterator[tuple[str, Path]]:
     """The files of the policy's model, of an adapter that it starts from, and of the reward model."""
+    # names that checkpoints of earlier versions have
+    scorer = "reward model of model_reward" if "reward_model" in (config.model_reward or ()) else "reward model"
     folders = {
         "model": _model_folder(model),
         "adapter": Path(model.lora.adapter) if model.lora and model.lora.adapter else None,
-        "reward model": Path(config.reward_model.path) if config.reward_model else None,
+        scorer: Path(config.reward_model.path) if config.reward_model else None,
     }
     for name, folder in folders.items():
         found = sorted(folder.expanduser().glob("*")) if folder else []

@@ -237,7 +237,7 @@ def test_the_files_of_a_reward_model_beside_the_rules_count(tmp_path: Path) -> N
     graded = settings(model={"path": str(tmp_path / "policy")}, **scorer)
     assert dict(model_files(graded, graded.model)) == {
         "file of the model config.json": tmp_path / "policy" / "config.json",
-        "file of the reward model config.json": tmp_path / "judge" / "config.json",
+        "file of the reward model of model_reward config.json": tmp_path / "judge" / "config.json",
     }
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +25,7 @@ from fovea.environments.base import Environment, Split
 from fovea.environments.shapes.environment import Shapes
 from fovea.errors import ConfigError, DataError, MissingExtraError, TrainError
 from fovea.loop import train
+from fovea.models.processor import load_processor
 from fovea.models.tiny import TinyParts, make_tiny
 from fovea.models.vision.feature_cache import FeatureCache
 from fovea.run.lifecycle import begin
@@ -29,6 +34,7 @@ from fovea.types import Task
 from fovea.utils.event_loop import wait_for
 from fovea.utils.installing import pip_install
 from fovea.wiring import model as wired_model
+from fovea.wiring.backends import open_backends, placement_of
 from fovea.wiring.model import (
     MODEL_FOLDER,
     liger_kernels,
@@ -40,6 +46,7 @@ from fovea.wiring.model import (
 )
 from fovea.wiring.outputs import model_table
 from tests.saved import make_checkpoint
+from tests.tiny_models import save, tiny
 from tests.wiring.small import SMALL, run_of
 
 
@@ -311,3 +318,50 @@ def test_resume_and_export_read_the_folder_or_make_that_of_an_old_run(tmp_path: 
     before = weights.stat().st_mtime_ns
     train(run_of(run, **RUN | {"max_steps": 2, "resume": "auto"}))
     assert weights.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(
+    ("backend", "advice"),
+    [("torch", r"cluster\.rollout_gpus=1"), ("megatron", r"rollout\.engine=vllm.*rollout\.engine\.python")],
+)
+def test_servers_want_one_leader(backend: str, advice: str) -> None:
+    engine = {"name": "vllm_servers", "servers": ("http://127.0.0.1:8000",), "weights_dir": "weights"}
+    config = Config.model_validate(
+        {"model": {"path": "models/any"}, "rollout": {"engine": engine}, "train": {"backend": {"name": backend}}}
+    )
+    with pytest.raises(ConfigError, match=rf"vllm_servers with 2 workers.*{advice}"):
+        placement_of(config, 2)
+
+
+@pytest.mark.parametrize(
+    ("python", "there"),
+    [("env/bin/python", "{here}/env/bin/python"), ("python", "python"), ("~/bin/py", "{home}/bin/py")],
+)
+def test_workers_on_ray_get_an_interpreter_that_they_find(
+    python: str, there: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have another working directory; where the link to an interpreter leads is not an environment."""
+    monkeypatch.chdir(tmp_path)
+    Path("env/bin").mkdir(parents=True)
+    Path("env/bin/python").symlink_to("/bin/sh")
+
+    class Stopped(Exception):
+        """Instead of a cluster."""
+
+    def stop(_: Any, make: partial[Any], **__: Any) -> None:
+        raise Stopped(make.args[0].config.rollout.engine.python)
+
+    for name in ("use_token", "own_ray_on_loopback"):
+        monkeypatch.setattr(f"fovea.wiring.backends.{name}", lambda: None)
+    ray = SimpleNamespace(RayWorkers=stop)
+    monkeypatch.setattr("fovea.wiring.backends.importlib", SimpleNamespace(import_module=lambda _: ray))
+    config = Config.model_validate(
+        {
+            "model": {"path": str(save(tiny("qwen3_vl"), tmp_path / "model"))},
+            "rollout": {"engine": {"name": "vllm", "python": python}},
+            "cluster": {"gpus_per_node": 1},
+        }
+    )
+    with pytest.raises(Stopped) as stopped:
+        open_backends(config, config.model, load_processor(config.model))
+    assert str(stopped.value) == there.format(here=os.getcwd(), home=Path.home())

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fovea.config.base import Tree, leaves
-from fovea.config.elsewhere import BELOW, systems
+from fovea.config.elsewhere import BELOW, System, systems
 from fovea.config.loading import load_config
 from fovea.errors import FoveaError
+from fovea.tools.importer.docs import page
 from fovea.tools.importer.interpolation import Given
 from fovea.tools.importer.reading import IMPORTED, read
 from fovea.tools.importer.translate import recipe_text, translate
@@ -336,3 +340,35 @@ def test_a_run_has_no_recipe_without_its_advantage() -> None:
 def test_settings_in_a_circle_are_named(words: list[str], circle: str) -> None:
     told = f"error: {circle}: these settings refer to each other in a circle; write the value of one"
     assert error_of("geo3k.yaml", *words) == told
+
+
+ROOT = Path(__file__).parents[3]
+SYSTEMS = [pytest.param(system, id=system.name) for system in systems().values()]
+
+
+def test_the_command_prints_a_page() -> None:
+    command = [sys.executable, "-m", "fovea.tools.importer.docs", "mixtrain"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == page(systems()["mixtrain"])
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_rows_are_whole_and_every_setting_is_on_the_page(system: System) -> None:
+    text = page(system)
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    assert {len(re.split(r"(?<!\\)\|", row)) for row in rows} == {5}
+    assert [setting.theirs for setting in system.settings if f"`{setting.theirs}`" not in text] == []
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_files_that_a_page_names_are_there(system: System) -> None:
+    named = set(re.findall(r"\b((?:docs|recipes)/[\w./-]+\.(?:md|yaml))\b", page(system)))
+    assert named
+    assert sorted(file for file in named if not (ROOT / file).is_file()) == []
+
+
+def test_the_readme_has_the_command_that_prints_the_pages() -> None:
+    (row,) = [
+        line for line in (ROOT / "README.md").read_text("utf-8").splitlines() if "fovea.tools.importer.docs" in line
+    ]
+    assert [system.name for system in systems().values() if system.name not in row.lower()] == []
