@@ -19,15 +19,7 @@ from fovea.config.environments import (
     VqaEnvironment,
 )
 from fovea.config.model import Model
-from fovea.config.rewards import (
-    FROM_PYTHON,
-    OVERLONG,
-    GradingModel,
-    RewardPlace,
-    Rewards,
-    part_name,
-    reward_tuple,
-)
+from fovea.config.rewards import FROM_PYTHON, OVERLONG, GradingModel, RewardPlace, Rewards, part_name, reward_tuple
 from fovea.config.sections import Cluster, Train
 from fovea.config.splits import SplitFiles
 

@@ -9,15 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
-from fovea.config.base import (
-    Fraction,
-    NonNegativeFloat,
-    OpenUnion,
-    PositiveFloat,
-    PositiveInt,
-    Section,
-    Tree,
-)
+from fovea.config.base import Fraction, NonNegativeFloat, OpenUnion, PositiveFloat, PositiveInt, Section, Tree
 from fovea.config.splits import EnvironmentSettings, SplitFiles
 
 GeoPart: TypeAlias = Literal["country", "region", "city", "coordinates"]

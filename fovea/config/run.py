@@ -14,16 +14,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from fovea.config.algorithm import Algorithm
 from fovea.config.backends import EmbeddedEngine, VllmServersEngine
-from fovea.config.base import (
-    FiniteFloat,
-    MayChange,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Section,
-    Tree,
-    refuse,
-)
+from fovea.config.base import FiniteFloat, MayChange, NonNegativeInt, PositiveFloat, PositiveInt, Section, Tree, refuse
 from fovea.config.checks import disagreements
 from fovea.config.environments import (
     Curriculum,
@@ -34,18 +25,7 @@ from fovea.config.environments import (
 )
 from fovea.config.model import Model
 from fovea.config.rewards import GradingModel, Judge, RewardModel, RewardPlace, RewardShare, reward_tuple
-from fovea.config.sections import (
-    Checkpoint,
-    Cluster,
-    Data,
-    Evaluate,
-    Log,
-    Parity,
-    Plan,
-    Rollout,
-    Train,
-    Warmup,
-)
+from fovea.config.sections import Checkpoint, Cluster, Data, Evaluate, Log, Parity, Plan, Rollout, Train, Warmup
 from fovea.config.splits import SplitFiles
 
 NAME, TIME = "{name}", "{time}"

@@ -79,17 +79,6 @@ class ChildProcess:
         running = ending.with_all_below(self.pid) if self.exit_code is None else set()
         return {self.pid, *(each.group for each in running)}
 
-    @property
-    def _id_is_reused(self) -> bool:
-        """True if another process has its id, which the kernel gives again once no member of its group is left."""
-        if self.exit_code is None:
-            return False
-        try:
-            os.getpgid(self.pid)
-        except ProcessLookupError:
-            return False
-        return True
-
     def terminate(self, seconds: float) -> None:
         """Ask it to end, by SIGTERM; after some seconds, kill what is left of it and of all below it."""
         groups = self.groups()
@@ -106,7 +95,8 @@ class ChildProcess:
         with self._watcher:  # closes its stdin and waits for it
             self._watcher.kill()
         groups = self.groups() | others
-        if self._id_is_reused:
+        if self.exit_code is not None and any(each.pid == self.pid for each in ending.running()):
+            # another process has its id, which the kernel gives again once no member of its group is left
             groups.discard(self.pid)
         ending.signal_groups(groups, signal.SIGKILL)
         return groups

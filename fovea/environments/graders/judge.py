@@ -125,12 +125,7 @@ class JudgeClient:
         text = _SLOT.sub(lambda slot: texts[slot[1]].replace("</", "< /"), self._prompt)
         parts: list[dict[str, object]] = [_image_part(image) for image in images]
         message = {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
-        return {
-            "model": settings.model,
-            "messages": [message],
-            "max_tokens": settings.max_new_tokens,
-            "temperature": 0,
-        }
+        return {"model": settings.model, "messages": [message], "max_tokens": settings.max_new_tokens, "temperature": 0}
 
 
 def parsed_score(reply: str) -> float:
