@@ -25,19 +25,7 @@ from fovea.run.checkpoint import Checkpoints
 from fovea.run.context import Run, Sources, TaskStream
 from fovea.samples import with_old_logprobs, with_reference_logprobs, with_values
 from fovea.train.base import ModelFacts, Needs, SftExample
-from fovea.types import (
-    Batch,
-    Completion,
-    ImageRef,
-    Message,
-    Metrics,
-    Prompt,
-    Request,
-    Sampling,
-    Score,
-    Task,
-    Turn,
-)
+from fovea.types import Batch, Completion, ImageRef, Message, Metrics, Prompt, Request, Sampling, Score, Task, Turn
 from fovea.weights.base import SyncReport
 
 ANSWERS = ("a", "b", "c", "d")
@@ -49,10 +37,7 @@ class BanditEnvironment(Environment):
     def tasks(self, split: str) -> list[Task]:
         return [
             Task(
-                id=f"{split}/{index}",
-                question=ANSWERS[index % 4],
-                answer=ANSWERS[index % 4],
-                kind=f"kind {index % 2}",
+                id=f"{split}/{index}", question=ANSWERS[index % 4], answer=ANSWERS[index % 4], kind=f"kind {index % 2}"
             )
             for index in range(16)
         ]
@@ -275,10 +260,7 @@ def bandit_run(folder: Path, *, resume: bool = False, stages: Stages | None = No
     )
 
 
-STAGES = Stages(
-    stages=[Stage(name=f"pay {pay}", facts={"pay": pay / 3}) for pay in (1, 2, 3)],
-    default_starts=(2, 5),
-)
+STAGES = Stages(stages=[Stage(name=f"pay {pay}", facts={"pay": pay / 3}) for pay in (1, 2, 3)], default_starts=(2, 5))
 
 
 class StageGrader:

@@ -18,8 +18,8 @@ CURRENT = [page for page in PAGES if page.name != "log.md"]
 """Pages that describe today's code; the log names files and settings of its dates."""
 SECTIONS = {setting.key.partition(".")[0] for setting in describe() if "." in setting.key}
 SETTING = re.compile(r"`(?P<key>[a-z_]+(?:\.[a-z_0-9]+)+)(?:=[^`\n]*)?`")
-NO_SETTING = re.compile(r"\.(?:py|json|parquet|safetensors)$|\.engine_args\.")
-"""Names of files, and an engine's own arguments."""
+NO_SETTING = re.compile(r"\.(?:py|json|parquet|safetensors)$|\.engine_args\.|^reward_model\.ground_truth$")
+"""Names of files, an engine's own arguments, and a column of verl's."""
 FILE = re.compile(r"`(?P<path>[\w./-]+/[\w.-]+\.(?:py|yaml|md|lock))(?:::(?P<test>\w+))?`")
 LINK = re.compile(r"\]\((?P<path>[^)\s#:]+)(?:#[^)\s]*)?\)")
 FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)

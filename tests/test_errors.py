@@ -69,10 +69,7 @@ class Section(BaseModel):
 
 @pytest.mark.parametrize(
     ("size", "message"),
-    [
-        (4, "ValidationError: size 4 is more than 3"),
-        (0, "ValidationError: size: Input should be greater than 0"),
-    ],
+    [(4, "ValidationError: size 4 is more than 3"), (0, "ValidationError: size: Input should be greater than 0")],
 )
 def test_the_faults_that_pydantic_found_are_told_and_not_their_number(size: int, message: str) -> None:
     _, error = result_or_error(lambda: Section(size=size))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+from tests.tiny_models import save, tiny
 
 ROOT = Path(__file__).parents[1]
 
@@ -195,3 +198,48 @@ def test_every_imported_package_is_declared() -> None:
     # Triton comes with the CUDA builds of torch
     imported = {part(found.module, 0) for found in ALL_IMPORTS} - set(sys.stdlib_module_names) - {"fovea", "triton"}
     assert {DISTRIBUTIONS.get(name, name) for name in imported} <= declared
+
+
+DRIVER = """
+import asyncio, sys
+from pathlib import Path
+from fovea.config.run import Model, ShapesEnvironment
+from fovea.data.images import ImageOpener
+from fovea.environments.shapes.environment import Shapes
+from fovea.loop import take_step
+from fovea.models.processor import load_processor
+from fovea.models.render import Renderer
+from fovea.run.lifecycle import begin, closing
+from tests.fakes import bandit_run
+
+folder = Path(sys.argv[1])
+environment = Shapes(ShapesEnvironment(train_size=4, dev_size=4, test_size=4), 0)
+renderer = Renderer(load_processor(Model(path=str(folder / "model"))), ImageOpener(max_mib=1, max_megapixels=1))
+prompts = [renderer.prompt(environment.prompt(task)) for task in environment.tasks("train")]
+assert all(prompt.images for prompt in prompts)
+
+run = bandit_run(folder / "run")
+
+
+async def one_step() -> None:
+    async with closing(run):
+        await take_step(run, await begin(run))
+
+
+asyncio.run(one_step())
+assert run.policy.updates == 1
+
+# modeling_auto is transformers' table of class names
+networks = [name for name in sys.modules if name.startswith("transformers.models.") and ".modeling_" in name]
+networks = [name for name in networks if not name.endswith("modeling_auto")]
+print(networks, "fovea.models.vlm" in sys.modules)
+"""
+
+
+def test_rendering_and_a_step_load_no_network_class(tmp_path: Path) -> None:
+    save(tiny("qwen3_vl"), tmp_path / "model")
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER, str(tmp_path)], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[] False"

@@ -105,18 +105,18 @@ def test_the_engine_draws_from_the_newest_weights_and_never_twice_with_one_seed(
     assert len(set(engine.seeds)) == 3 * 8
 
 
-def test_groups_without_signal_are_skipped_and_counted(tmp_path: Path) -> None:
-    run = bandit_run(tmp_path)
+@pytest.mark.parametrize(("kl", "trained", "skipped"), [(None, 0, 8), ({"coef": 0.1}, 8, 0)])
+def test_groups_without_signal_are_skipped_and_counted_unless_a_kl_term_acts_on_them(
+    kl: object, trained: int, skipped: int, tmp_path: Path
+) -> None:
+    run = bandit_run(tmp_path, algorithm={"kl": kl})
     wait_for(begin(run))
     run.policy.table[:] = 50 * np.eye(4)  # type: ignore[attr-defined]
     wait_for(run.weight_sync.push(0))
     _, metrics = wait_for(take_step(run, at(0)))
-    assert run.policy.batches[0].groups == ()  # type: ignore[attr-defined]
-    assert (metrics["groups/with_signal"], metrics["groups/without_signal"], metrics["groups/skipped"]) == (
-        0,
-        8,
-        8,
-    )
+    assert len(run.policy.batches[0].groups) == trained  # type: ignore[attr-defined]
+    counts = [metrics[f"groups/{name}"] for name in ("with_signal", "without_signal", "skipped")]
+    assert counts == [0, 8, skipped]
 
 
 def test_old_and_reference_logprobs_only_where_needed(tmp_path: Path) -> None:
@@ -138,8 +138,7 @@ def test_old_and_reference_logprobs_only_where_needed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("trunk", "minibatches", "scored"),
-    [("shared", 1, True), ("separate", 1, False), ("separate", 2, True)],
+    ("trunk", "minibatches", "scored"), [("shared", 1, True), ("separate", 1, False), ("separate", 2, True)]
 )
 def test_a_critic_of_its_own_asks_the_policy_only_where_the_first_epoch_has_several_steps(
     tmp_path: Path, trunk: str, minibatches: int, scored: bool
@@ -207,16 +206,6 @@ def test_a_run_that_ends_for_want_of_memory_leaves_the_size_that_may_fit(tmp_pat
 def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     train(bandit_run(tmp_path))
     assert sorted(folder.name for folder in (tmp_path / "checkpoints").iterdir()) == ["step-20", "step-30"]
-
-
-def test_a_kl_term_acts_on_groups_without_signal_too(tmp_path: Path) -> None:
-    run = bandit_run(tmp_path, algorithm={"kl": {"coef": 0.1}})
-    wait_for(begin(run))
-    run.policy.table[:] = 50 * np.eye(4)  # type: ignore[attr-defined]
-    wait_for(run.weight_sync.push(0))
-    _, metrics = wait_for(take_step(run, at(0)))
-    assert len(run.policy.batches[0].groups) == 8  # type: ignore[attr-defined]
-    assert metrics["groups/skipped"] == 0
 
 
 def test_every_setting_of_sampling_reaches_the_engine(tmp_path: Path) -> None:

@@ -213,10 +213,7 @@ def test_a_run_that_is_killed_and_resumed_equals_one_never_killed(
         "checkpoint": {"every_steps": 4},
         "algorithm": {"dynamic_sampling": {"max_gen_batches": 3}},
         "curriculum": {"advance": "success", "success_rate": 0.1, "success_window_steps": 2},
-        "rollout": {
-            **{"prompts_per_step": 8, "samples_per_prompt": 8, "max_new_tokens": 1},
-            "max_staleness_steps": 2,
-        },
+        "rollout": {**{"prompts_per_step": 8, "samples_per_prompt": 8, "max_new_tokens": 1}, "max_staleness_steps": 2},
         "cluster": APART,
     }
     whole, broken = tmp_path / "whole", tmp_path / "broken"

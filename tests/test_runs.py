@@ -32,8 +32,7 @@ from tests.warm import WarmProcess
 
 GEO3K = ROOT / ".." / "shared" / "data" / "geo3k"
 NEEDS_GEO3K = pytest.mark.skipif(
-    not GEO3K.is_dir(),
-    reason="needs Geometry3K rows in ../shared/data/geo3k, which are not part of the project",
+    not GEO3K.is_dir(), reason="needs Geometry3K rows in ../shared/data/geo3k, which are not part of the project"
 )
 HIDDEN_BY_PYTHON = (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning)
 

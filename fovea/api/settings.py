@@ -196,8 +196,10 @@ class Settings(TypedDict, total=False):
     reward_on_failure: str
     reward_calls_at_once: int
     reward_in: str
+    judge: SectionSettings
+    reward_model: SectionSettings
     model_reward: SectionSettings
-    second_opinion: SectionSettings
+    second_opinion: str
     curriculum: SectionSettings
     data: SectionSettings
     warmup: SectionSettings

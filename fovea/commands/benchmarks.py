@@ -43,7 +43,8 @@ OTHER_ROWS: Sequence[Tree] = (
     # another environment than that of the run first, so that nothing of it is left
     {"environment": {"name": "shapes"}},
     {"environment": {"name": "vqa", "train_files": [], "test_files": ["bench"]}},
-    {"reward": None, "model_reward": None, "second_opinion": None, "warmup": None, "evaluate": {"test_size": None}},
+    {"reward": None, "model_reward": None, "second_opinion": None, "judge": None, "reward_model": None},
+    {"warmup": None, "evaluate": {"test_size": None}},
 )
 """Settings that a benchmark brings in place of the run's; those of the command line win over them."""
 

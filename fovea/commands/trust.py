@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fovea.config.backends import MegatronBackend, ServingEngine, VllmServersEngine
-from fovea.config.environments import CaptionEnvironment, Judge, OwnEnvironment
+from fovea.config.environments import OwnEnvironment
 from fovea.config.loading import keys_of, package_parts
 from fovea.config.recipes import Override, read_override, read_recipe
 from fovea.config.rewards import FROM_PYTHON
@@ -68,10 +68,9 @@ def _powers(config: Config) -> Iterator[tuple[str, str, str]]:
     for key, environment in config.environments.items():
         if isinstance(environment, OwnEnvironment):
             yield f"{key}.file", f"runs the code of {key}={environment.file}", f"{key}=FILE.py:CLASS of yours"
-    for key, judge in _judges(config).items():
-        if judge is not None:
-            sent = "rows" if judge.api_key_env is None else f"the key in {judge.api_key_env}"
-            yield f"{key}.url", f"sends {sent} to {key}.url={judge.url}", f"{key}.url=URL"
+    if (judge := config.judge) is not None:
+        sent = "rows" if judge.api_key_env is None else f"the key in {judge.api_key_env}"
+        yield "judge.url", f"sends {sent} to judge.url={judge.url}", "judge.url=URL"
     private = "data.allow_private_addresses"
     if config.data.allow_private_addresses:
         yield private, f"lets rows reach this machine and private networks by {private}=true", f"{private}=false"
@@ -89,16 +88,3 @@ def _training_powers(config: Config) -> Iterator[tuple[str, str, str]]:
         yield f"{key}.engine_args", f"starts its engine with {key}.engine_args={engine.engine_args}", f"{key}=embedded"
     if isinstance(config.train.backend, MegatronBackend):
         yield "train.backend.name", "reads a pickle, which can run code (train.backend=megatron)", "train.backend=torch"
-
-
-def _judges(config: Config) -> dict[str, Judge | None]:
-    of_captions = {
-        f"{key}.judge": environment.judge
-        for key, environment in config.environments.items()
-        if isinstance(environment, CaptionEnvironment)
-    }
-    return {
-        **of_captions,
-        "model_reward.judge": config.model_reward.judge if config.model_reward else None,
-        "second_opinion.judge": config.second_opinion.judge if config.second_opinion else None,
-    }

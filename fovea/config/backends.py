@@ -260,8 +260,6 @@ class VllmServersEngine(StreamedEngine):
     weights_dir: MayChange[str]
     """Folder that the trainer and all servers see, on shared storage; room for the weights twice. It also holds the
     key of the servers, for this user only."""
-    max_concurrency: MayChange[PositiveInt] = 256
-    """Most requests of one server at once."""
     timeout_seconds: MayChange[PositiveFloat] = 1800.0
     """Time limit of one call, after which it is made of another server."""
     restart_seconds: MayChange[PositiveFloat] = 900.0

@@ -10,9 +10,16 @@ from typing import TYPE_CHECKING
 
 from fovea.config.algorithm import Algorithm, KlInReward
 from fovea.config.backends import EngineUse, MegatronBackend
-from fovea.config.environments import Geo3kEnvironment, MixtureEnvironment, RowsEnvironment, VqaEnvironment
+from fovea.config.base import Section
+from fovea.config.environments import (
+    CaptionEnvironment,
+    Geo3kEnvironment,
+    MixtureEnvironment,
+    RowsEnvironment,
+    VqaEnvironment,
+)
 from fovea.config.model import Model
-from fovea.config.rewards import FROM_PYTHON, OVERLONG, RewardPlace, Rewards, part_name, reward_tuple
+from fovea.config.rewards import FROM_PYTHON, OVERLONG, GradingModel, RewardPlace, Rewards, part_name, reward_tuple
 from fovea.config.sections import Cluster, Train
 from fovea.config.splits import SplitFiles
 
@@ -65,6 +72,7 @@ def disagreements(config: Config) -> Iterator[str]:
     yield from _rewards_in_processes(config.rewards, config.reward_in)
     yield from _rewards_of_parts(config)
     yield from _rows_without_a_reward(config)
+    yield from _models_that_grade(config)
     yield from _second_opinion_without_a_rule(config)
     yield from _too_short(config)
 
@@ -150,6 +158,23 @@ def _rows_without_a_reward(config: Config) -> Iterator[str]:
                 f"{key}.name=rows grades no answers; set {reward} to your own function (docs/own.md), or choose "
                 f"an environment that grades: {key}.name=vqa, geo3k or caption"
             )
+
+
+def _models_that_grade(config: Config) -> Iterator[str]:
+    """A judge or reward model that nothing asks, or that is asked and not set."""
+    shares = config.model_reward or {}
+    if config.model_reward is not None and not 0 < sum(shares.values()) <= 1:
+        yield f"model_reward={shares} has shares of one reward; write {{judge: 0.5}}, or null, with a sum of at most 1"
+    captions = {key: each for key, each in config.environments.items() if isinstance(each, CaptionEnvironment)}
+    models: dict[GradingModel, Section | None] = {"judge": config.judge, "reward_model": config.reward_model}
+    for name, model in models.items():
+        asking = [f"{key}.metric_weights" for key, each in captions.items() if name in each.metric_weights]
+        asking += ["model_reward"] if name in shares else []
+        asking += ["second_opinion"] if name == "judge" and config.second_opinion else []
+        if asking and model is None:
+            yield f"{asking[0]} asks the model of `{name}`, which is not set; set {name}, or leave {asking[0]} out"
+        if model is not None and not asking:
+            yield f"{name} is set, and nothing asks it; set model_reward={{{name}: 0.5}}, or {name}=null"
 
 
 def _second_opinion_without_a_rule(config: Config) -> Iterator[str]:

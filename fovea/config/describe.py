@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -158,6 +158,30 @@ def without_settled(layer: Tree, merged: Tree, path: str = "") -> Tree:
     return {name: inner.get(name, value) for name, value in left.items() if inner.get(name, value) or not value}
 
 
+def with_one_judge(layer: Tree) -> Tree:
+    """The settings of an earlier version, where each section that asked a judge or reward model had one, with one.
+
+    Different models stay where they are, for the message about moved settings; so does a part of a section.
+    """
+    kept, models = dict(layer), dict[str, Tree]()
+    for name in ("environment", "model_reward", "second_opinion"):
+        section = dict(layer[name]) if isinstance(layer.get(name), dict) else {}
+        found = [each for each in ("judge", "reward_model") if isinstance(section.get(each), dict)]
+        asked = {each: section.pop(each) for each in found}
+        match section:
+            case {"name": "caption"} if asked:
+                kept[name] = section
+            case {"weight": weight} if asked:
+                kept[name] = dict.fromkeys(asked, weight)
+            case {"ask": ask, "accept_score": 0.8} if asked:
+                kept[name] = ask
+            case _:
+                continue
+        if any(models.setdefault(each, model) != model for each, model in asked.items()):
+            return layer
+    return {**kept, **models}
+
+
 def _is_settled(key: str, value: object, merged: Tree) -> bool:
     """True for a setting of an earlier version with the value that now holds without it."""
     old, (part, inner) = _old_keys(), listed(key)
@@ -180,7 +204,7 @@ def _has_field(tree: Tree, key: str) -> bool:
     for name in outer:
         field = section.field_of(name)
         if field is None or not sections_of(field):
-            return field is not None
+            return field is not None and get_origin(field.annotation) is dict
         value = long_forms(section, {name: tree.get(name)}).get(name)
         tree = value if isinstance(value, dict) else {}
         name_here = tree.get(NAME, default_name(field))

@@ -47,6 +47,7 @@ from fovea.config.describe import (
     settings,
     unknown_key,
     unknown_name,
+    with_one_judge,
     without_settled,
 )
 from fovea.config.elsewhere import hint_for, hint_for_last_name
@@ -177,6 +178,7 @@ class _Layers:
         """Keys that there are not, each with its source."""
 
     def add(self, layer: Tree, source: str) -> None:
+        layer = with_one_judge(layer)
         merged = over(self.values, layer)
         layer = without_settled(layer, merged)
         self.layers.append((source, layer))

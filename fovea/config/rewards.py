@@ -1,8 +1,13 @@
-"""Names of the user's own reward functions, as `reward` describes them."""
+"""Settings of rewards: names of the user's own functions, and the models that grade."""
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field, model_validator
+
+from fovea.config.base import HttpUrl, PositiveFloat, PositiveInt, Section
+from fovea.config.type_text import Example
 
 RewardPlace: TypeAlias = Literal["thread", "process"]
 Rewards: TypeAlias = str | tuple[str, ...] | None
@@ -21,3 +26,48 @@ def reward_tuple(reward: Rewards) -> tuple[str, ...]:
 def part_name(spec: str) -> str:
     """The name under which a reward of a list is logged: that of its function."""
     return spec.rpartition(":")[2].rpartition(".")[2]
+
+
+GradingModel: TypeAlias = Literal["judge", "reward_model"]
+RewardShare: TypeAlias = Annotated[float, Field(gt=0, le=1)]
+
+
+class Judge(Section):
+    """A model that grades answers, behind any OpenAI-compatible endpoint, given images, question, answer and truth.
+
+    environment.metric_weights of captions, model_reward and second_opinion ask it.
+    """
+
+    url: Annotated[HttpUrl, Example("http://HOST:PORT/v1")]
+    """Base of the endpoint, `/v1` included: http://localhost:8000/v1."""
+    model: str
+    """Name of the model there."""
+    prompt: str | None = None
+    """Prompt after the images; holds {answer}, and optionally {question} and {references}, the true answers. Default:
+    one for descriptions in environment.metric_weights, one for answers elsewhere (docs/environments.md)."""
+    max_new_tokens: PositiveInt = 256
+    """Longest reply, in tokens."""
+    max_concurrency: PositiveInt = 8
+    """Concurrent calls."""
+    timeout_seconds: PositiveFloat = 60.0
+    """Time limit of one try, from connecting to the last byte."""
+    api_key_env: str | None = None
+    """Environment variable that holds the key of the endpoint; the key itself is not a setting."""
+    on_failure: Literal["error", "drop"] = "error"
+    """Handling of a grade that all tries failed to get: stop, or drop the group and count it (`groups/unscored`)."""
+
+    @model_validator(mode="after")
+    def _prompt_has_an_answer(self) -> Judge:
+        if self.prompt is not None and "{answer}" not in self.prompt:
+            raise ValueError("judge.prompt has no {answer}, so that there is nothing to judge; put it in")
+        return self
+
+
+class RewardModel(Section):
+    """A sequence classifier with one output, from a folder in the format of transformers; it reads only text,
+    unless it is a vision-language model."""
+
+    path: str
+    """Folder with config, tokenizer and weights as safetensors."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Device of the reward model."""

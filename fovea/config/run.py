@@ -14,16 +14,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from fovea.config.algorithm import Algorithm
 from fovea.config.backends import EmbeddedEngine, VllmServersEngine
-from fovea.config.base import (
-    FiniteFloat,
-    MayChange,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Section,
-    Tree,
-    refuse,
-)
+from fovea.config.base import FiniteFloat, MayChange, NonNegativeInt, PositiveFloat, PositiveInt, Section, Tree, refuse
 from fovea.config.checks import disagreements
 from fovea.config.environments import (
     Curriculum,
@@ -33,21 +24,8 @@ from fovea.config.environments import (
     ShapesEnvironment,
 )
 from fovea.config.model import Model
-from fovea.config.rewards import RewardPlace, reward_tuple
-from fovea.config.sections import (
-    Checkpoint,
-    Cluster,
-    Data,
-    Evaluate,
-    Log,
-    ModelReward,
-    Parity,
-    Plan,
-    Rollout,
-    SecondOpinion,
-    Train,
-    Warmup,
-)
+from fovea.config.rewards import GradingModel, Judge, RewardModel, RewardPlace, RewardShare, reward_tuple
+from fovea.config.sections import Checkpoint, Cluster, Data, Evaluate, Log, Parity, Plan, Rollout, Train, Warmup
 from fovea.config.splits import SplitFiles
 
 NAME, TIME = "{name}", "{time}"
@@ -101,8 +79,14 @@ class Config(Section):
     reward_in: MayChange[RewardPlace] = "thread"
     """Threads of the run, or processes, for calls of reward functions that are named by their files. A process is
     killed when its call is late, and started again, also where the call holds the interpreter lock (docs/own.md)."""
-    model_reward: ModelReward | None = None
-    second_opinion: SecondOpinion | None = None
+    judge: Judge | None = None
+    reward_model: RewardModel | None = None
+    model_reward: dict[GradingModel, RewardShare] | None = None
+    """Share of the reward, of any environment, that is the score of `judge` or `reward_model`, 0..1, for the last turn;
+    the rest is the environment's own: {judge: 0.5}."""
+    second_opinion: Literal["wrong", "always"] | None = None
+    """Ask `judge` beside the rule of vqa and geo3k, which it may overrule: about answers that the rule calls wrong, or
+    about all. `reward/overruled` is how often it does."""
     curriculum: Curriculum = Field(default_factory=Curriculum)
     data: Data = Field(default_factory=Data)
     warmup: Warmup | None = None

@@ -18,8 +18,8 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModel
 
-from fovea.config.environments import RewardModel
 from fovea.config.model import Model
+from fovea.config.rewards import RewardModel
 from fovea.data.images import ImageOpener
 from fovea.errors import ModelError
 from fovea.models.model_files import check_folder, damaged_model, hub_options, no_progress_bar
@@ -30,7 +30,7 @@ from fovea.types import ImageRef, Message
 from fovea.utils.config_keys import check_unquantized
 from fovea.utils.shown_text import special_marks, without_marks
 
-KEY = "model_reward.reward_model.path"
+KEY = "reward_model.path"
 """The setting that names the folder."""
 HEADS = ("score", "v_head.summary")
 """Names of the linear layers that are a head."""

@@ -76,7 +76,6 @@ class ChildProcess:
 
     def groups(self) -> set[int]:
         """Ids of the process groups of it, and of all below it while it runs."""
-        # once it has been waited for, its id may be another process's, but not its group's while a member is left
         running = ending.with_all_below(self.pid) if self.exit_code is None else set()
         return {self.pid, *(each.group for each in running)}
 
@@ -96,6 +95,9 @@ class ChildProcess:
         with self._watcher:  # closes its stdin and waits for it
             self._watcher.kill()
         groups = self.groups() | others
+        if self.exit_code is not None and any(each.pid == self.pid for each in ending.running()):
+            # another process has its id, which the kernel gives again once no member of its group is left
+            groups.discard(self.pid)
         ending.signal_groups(groups, signal.SIGKILL)
         return groups
 

@@ -30,7 +30,7 @@ from huggingface_hub import try_to_load_from_cache
 from PIL.Image import Image
 
 from fovea import __version__
-from fovea.config.environments import CaptionEnvironment, OwnEnvironment
+from fovea.config.environments import OwnEnvironment
 from fovea.config.model import Model
 from fovea.config.rewards import FROM_PYTHON
 from fovea.config.run import Config
@@ -217,18 +217,13 @@ def _content(cell: CellType) -> object:
 
 
 def model_files(config: Config, model: Model) -> Iterator[tuple[str, Path]]:
-    """The files of the policy's model, of an adapter that it starts from, and of reward models."""
-    rewards = {
-        "reward model" if key == "environment" else f"reward model of {key}": Path(each.reward_model.path)
-        for key, each in config.environments.items()
-        if isinstance(each, CaptionEnvironment) and each.reward_model
-    }
-    beside = config.model_reward.reward_model if config.model_reward else None
+    """The files of the policy's model, of an adapter that it starts from, and of the reward model."""
+    # names that checkpoints of earlier versions have
+    scorer = "reward model of model_reward" if "reward_model" in (config.model_reward or ()) else "reward model"
     folders = {
         "model": _model_folder(model),
         "adapter": Path(model.lora.adapter) if model.lora and model.lora.adapter else None,
-        "reward model of model_reward": Path(beside.path) if beside else None,
-        **rewards,
+        scorer: Path(config.reward_model.path) if config.reward_model else None,
     }
     for name, folder in folders.items():
         found = sorted(folder.expanduser().glob("*")) if folder else []

@@ -6,27 +6,23 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fovea.config.environments import (
     CaptionEnvironment,
     Geo3kEnvironment,
     GeoSpotEnvironment,
-    Judge,
     MixtureEnvironment,
     MixturePart,
     OwnEnvironment,
-    RewardModel,
     RowsEnvironment,
     ShapesEnvironment,
     ShapesZoomEnvironment,
     VqaEnvironment,
 )
-from fovea.config.rewards import reward_tuple
+from fovea.config.rewards import RewardModel, reward_tuple
 from fovea.config.run import Config
-from fovea.config.sections import ModelReward, SecondOpinion
 from fovea.config.splits import EnvironmentSettings
-from fovea.data.images import OpenImage
 from fovea.environments.base import Environment, MakesEnvironment
 from fovea.environments.caption import Caption, CaptionGrader, JudgedCaptionGrader
 from fovea.environments.curriculum import Stages
@@ -39,7 +35,7 @@ from fovea.environments.dataset_tasks import OwnRows
 from fovea.environments.geo3k import Geo3k, Geo3kGrader
 from fovea.environments.graders.base import Grader
 from fovea.environments.graders.grading import Closes, Grading
-from fovea.environments.graders.judge import JudgeClient, limits_of
+from fovea.environments.graders.judge import CAPTION_PROMPT, JudgeClient, limits_of
 from fovea.environments.graders.limited_calls import CallLimits, CallThreads, LimitedCalls, UnlimitedCalls
 from fovea.environments.graders.opinions import (
     LimitedGrader,
@@ -64,55 +60,44 @@ from fovea.wiring.images import make_access, make_opener
 
 def with_opinions(config: Config, grading: Grading) -> Grading:
     """The grading with the second opinion and the model's share of the reward that the settings name."""
-    if config.second_opinion is None and config.model_reward is None:
+    if not config.second_opinion and not config.model_reward:
         return grading
     opener = make_opener(config.data, Path(config.run_dir))
     clients: list[Closes] = [*grading.clients]
     graders: list[Grader] = list(grading.graders)
     if isinstance(grading.calls, LimitedCalls):
         graders = [LimitedGrader(grader, grading.calls) for grader in graders]
-    if config.second_opinion is not None:
-        judge = _judge(config.second_opinion.judge, "second_opinion.judge", opener, clients)
-        graders = [_second_opinion(grader, judge, config.second_opinion) for grader in graders]
-    if config.model_reward is not None:
-        graders = _model_rewards(graders, config.model_reward, opener, clients)
+    models: dict[str, Grader] = {}
+    if config.judge is not None and (config.second_opinion or "judge" in (config.model_reward or ())):
+        client = JudgeClient(config.judge)
+        clients.append(client)
+        models["judge"] = LimitedGrader(OpinionOfJudge(client.score, opener), LimitedCalls(limits_of(config.judge)))
+    if config.reward_model is not None and "reward_model" in (config.model_reward or ()):
+        models["reward_model"] = OpinionOfRewardModel(reward_scorer(config.reward_model), opener)
+    if config.second_opinion:
+        graders = [_second_opinion(grader, models["judge"], config.second_opinion) for grader in graders]
+    if config.model_reward:
+        shares = [(name, models[name], share) for name, share in config.model_reward.items()]
+        graders = [WithModelReward(own=grader, models=shares) for grader in graders]
     calls = UnlimitedCalls("models that grade")
     return Grading(graders=tuple(graders), calls=calls, clients=tuple(clients), parts=grading.parts)
 
 
-def _judge(settings: Judge, key: str, opener: OpenImage, clients: list[Closes]) -> Grader:
-    client = JudgeClient(settings, key)
-    clients.append(client)
-    return LimitedGrader(OpinionOfJudge(client.score, opener), LimitedCalls(limits_of(settings, key)))
-
-
-def _second_opinion(grader: Grader, judge: Grader, settings: SecondOpinion) -> Grader:
-    if not isinstance(
-        grader, VqaGrader | Geo3kGrader | BenchmarkGrader
-    ):  # of an environment that was given as an object
+def _second_opinion(grader: Grader, judge: Grader, ask: Literal["wrong", "always"]) -> Grader:
+    # of an environment that was given as an object
+    if not isinstance(grader, VqaGrader | Geo3kGrader | BenchmarkGrader):
         raise ConfigError(
             f"second_opinion overrules the rules of vqa and geo3k, and this run has a {type(grader).__name__}; set "
             "second_opinion=null, or use model_reward"
         )
-    return WithSecondOpinion(rule=grader, judge=judge, ask=settings.ask, accept_score=settings.accept_score)
-
-
-def _model_rewards(
-    graders: list[Grader], settings: ModelReward, opener: OpenImage, clients: list[Closes]
-) -> list[Grader]:
-    if settings.judge is not None:
-        name, model = "judge", _judge(settings.judge, "model_reward.judge", opener, clients)
-    else:
-        assert settings.reward_model is not None, "the settings have one of the two"
-        name, model = "reward_model", OpinionOfRewardModel(reward_scorer(settings.reward_model), opener)
-    return [WithModelReward(own=grader, model=model, name=name, weight=settings.weight) for grader in graders]
+    return WithSecondOpinion(rule=grader, judge=judge, ask=ask)
 
 
 def reward_scorer(settings: RewardModel) -> ScoresAnswers:
     """A scorer that reads images where the folder's model does, else one of text."""
     if _model_type(Path(settings.path)) in known():
         return VisionRewardScorer(settings)
-    return RewardScorer(settings, "model_reward.reward_model")
+    return RewardScorer(settings)
 
 
 def _model_type(folder: Path) -> object:
@@ -286,12 +271,12 @@ def reward_limits(config: Config, name: str) -> CallLimits:
 def make_caption(config: Config, settings: CaptionEnvironment) -> GradedEnvironment:
     """Make the caption environment, with reward model and judge where they are set."""
     caption = Caption(settings, make_access(config.data))
-    reward_model = None if settings.reward_model is None else RewardScorer(settings.reward_model)
-    metrics = CaptionGrader(settings, caption.tasks, reward_model)
-    if settings.judge is None:
+    model = config.reward_model if "reward_model" in settings.metric_weights else None
+    metrics = CaptionGrader(settings, caption.tasks, None if model is None else RewardScorer(model))
+    if config.judge is None or "judge" not in settings.metric_weights:
         return GradedEnvironment(environment=caption, grading=Grading(graders=(metrics,)))
-    client = JudgeClient(settings.judge)
+    client = JudgeClient(config.judge, CAPTION_PROMPT)
     opinion = OpinionOfJudge(client.score, make_opener(config.data, Path(config.run_dir)), metrics.references)
-    calls = LimitedCalls(limits_of(settings.judge))
+    calls = LimitedCalls(limits_of(config.judge))
     grading = Grading(graders=(JudgedCaptionGrader(metrics, opinion),), calls=calls, clients=(client,))
     return GradedEnvironment(environment=caption, grading=grading)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import subprocess
 import sys
@@ -9,12 +10,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import fovea
 from fovea.metrics.names import definition_of
+from fovea.run import recorded
 from fovea.run.callbacks import Callbacks
-from tests.api.small import SETTINGS
+from tests.api.small import PHOTOS, SETTINGS, picture, rows, score
 from tests.tables import table
 
 ROOT = Path(__file__).parents[2]
@@ -139,17 +144,34 @@ class Follows:
     [
         ({"on_step": later}, r"on_step=.*later is async, and a run does not await it; write def on_step\(record\)"),
         ({"on_eval": lambda: None}, r"on_eval=.* takes \(\), but is called with one record; write def on_eval\(record"),
-        (
-            {"on_step": Follows()},
-            r"on_step=<.*Follows.*> is not a function; write def on_step\(record\)",
-        ),
+        ({"on_step": Follows()}, r"on_step=<.*Follows.*> is not a function; write def on_step\(record\)"),
         ({"on_step": Follows}, r"on_step=<class.*Follows.*> is not a function; write def"),
-        (
-            {"callbacks": [Follows()]},
-            r"callbacks is not a setting here: .*on_step=function and on_eval=function",
-        ),
+        ({"callbacks": [Follows()]}, r"callbacks is not a setting here: .*on_step=function and on_eval=function"),
     ],
 )
 def test_what_is_no_callback_is_told(given: Mapping[str, Callable[..., Any]], message: str) -> None:
     with pytest.raises(fovea.FoveaError, match=message):
         fovea.GRPO(model={"tiny": {}}, environment="shapes", **given)  # type: ignore[arg-type]
+
+
+def test_the_pictures_of_a_run_are_in_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = rows()
+    for row in given[::2]:
+        row["photo"] = row["photo"].resize((64, 64))
+    log = {"tensorboard": True, "progress": False, "samples_every_steps": 2, "samples_groups": 1}
+    settings = {**SETTINGS, "run_dir": "run", "log": log}
+    monkeypatch.setattr(recorded, "TRACKER_MAX_PIXELS", 32 * 32)
+    run = fovea.GRPO(rows=given, reward=score, environment=PHOTOS, settings=settings).train()
+    events = EventAccumulator(str(run.folder / "tensorboard")).Reload()
+    assert [event.value for event in events.Scalars("reward")] == pytest.approx([row["reward"] for row in run.metrics])
+    assert events.Tags()["images"] == ["samples/1"], "log.samples_groups"
+    images, texts = events.Images("samples/1"), events.Tensors("samples/1/text_summary")
+    assert [image.step for image in images] == [text.step for text in texts] == [1, 2]
+    for image, text in zip(images, texts, strict=True):
+        question, truth, reward = text.tensor_proto.string_val[0].decode().split("\n", 2)
+        shown = Image.open(io.BytesIO(image.encoded_image_string)).convert("RGB")
+        assert shown.size == (32, 32)
+        np.testing.assert_array_equal(np.asarray(shown), np.asarray(picture(truth.removeprefix("    truth: "))))
+        assert question.strip() in {row["question"] for row in given}
+        assert reward.startswith("    reward ")

@@ -108,10 +108,7 @@ def test_what_wrong_arguments_are_told_names_arguments_of_python(tmp_path: Path)
         (fovea.evaluate, "nothing to evaluate; give a run, a checkpoint, a model, a server or a baseline such as"),
         (lambda: fovea.evaluate("majority"), "no target says which rows to ask; give a recipe that does"),
         (lambda: fovea.evaluate("gold", rows=rows(3), environment=PHOTOS), "grades no answers; set reward to"),
-        (
-            lambda: fovea.evaluate("gold", split="validation"),
-            "split='validation' is none of the three splits; give",
-        ),
+        (lambda: fovea.evaluate("gold", split="validation"), "split='validation' is none of the three splits; give"),
         (lambda: fovea.evaluate("gold", rows=rows(3), reward=score, split="dev"), "split='dev' names rows, and rows"),
         (lambda: fovea.evaluate("run"), "add trust=True, if the folder is your own"),
         (

@@ -136,10 +136,7 @@ def test_rows_may_have_a_grader_of_fovea() -> None:
 BROKEN: dict[str, tuple[Any, str]] = {
     "no rows": ([], r"rows holds no rows; give some"),
     "no table": (3, r"rows: an object of type int holds no rows that can be read; give a pandas DataFrame"),
-    "a file": (
-        Path("data.csv"),
-        r"environment\.train_files: no such file data\.csv; correct the path",
-    ),
+    "a file": (Path("data.csv"), r"environment\.train_files: no such file data\.csv; correct the path"),
     "a row that is none": ([{"photo": png("red")}, 3], r"rows row 1 is of type int, not a mapping of columns"),
     "no such column": (
         [{"picture": png("red"), "question": "?"}],

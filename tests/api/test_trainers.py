@@ -373,10 +373,7 @@ def test_of_several_recipes_later_ones_win() -> None:
             r"rows are given, but environment\.name=own takes none",
         ),
         ({"rows": [{"image": b""}], "reward_funcs": later}, r"reward_funcs: no such setting; TRL's is reward here"),
-        (
-            {"reward": "accuracy"},
-            r"reward=accuracy does not name a file and something in it; write path/to/file\.",
-        ),
+        ({"reward": "accuracy"}, r"reward=accuracy does not name a file and something in it; write path/to/file\."),
         ({"reward": ["mine.py:f", later]}, r"reward=mine\.py:f: there is no file mine\.py in .*; fix the path"),
         ({"environment": "mine.py:C"}, r"environment=mine\.py:C: there is no file mine\.py in .*; fix the path"),
         ({"environment": 3}, r"environment=3 is of type int; give a name such as 'shapes' .*, path/to/file\.py:Class"),

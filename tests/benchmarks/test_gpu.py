@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from benchmarks.gpu import LARGEST, SHARES, VARIANTS, Findings, main
+from benchmarks.gpu_faults import FAULTS, Fault, put_back
 from benchmarks.gpu_model import QWEN3_VL_2B, make_shaped
 from benchmarks.gpu_parts import Figures
+from benchmarks.mutations import ROOT
 from benchmarks.timing import Budget
 
 
@@ -79,3 +81,21 @@ def test_the_large_model_has_the_size_of_the_real_one() -> None:
     assert {buffer.dtype for buffer in parts.network.buffers()} == {torch.float32}, "rotary frequencies stay exact"
     assert len(parts.processor.tokenizer) == 151_936
     assert len(parts.processor.banned_ids) == 7, "the special tokens but the end of a turn"
+
+
+def test_every_fault_has_its_place_and_its_test() -> None:
+    for fault in FAULTS:
+        assert (ROOT / fault.file).read_text(encoding="utf-8").count(fault.before) == 1, fault.name
+        file, _, test = fault.tests.partition("::")
+        assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8") or not test, fault.tests
+
+
+def test_a_fault_is_in_the_copy_within_the_block_only(tmp_path: Path) -> None:
+    (tmp_path / "code.py").write_text("a = 1\n")
+    fault = Fault(name="", file="code.py", before="1", after="2", tests="")
+    with put_back(tmp_path, fault):
+        assert (tmp_path / "code.py").read_text() == "a = 2\n"
+    assert (tmp_path / "code.py").read_text() == "a = 1\n"
+    (tmp_path / "code.py").write_text("a = b = 1, 1\n")
+    with pytest.raises(ValueError, match=r"code\.py has 2 times: 1"), put_back(tmp_path, fault):
+        pass

@@ -6,8 +6,12 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from starlette.testclient import TestClient
 
+from benchmarks.view_browser import make_run
 from benchmarks.view_picture import HEIGHT, WIDTH, take
+from fovea.report.viewed_run import ViewedRun
+from fovea.view.server import make_app
 from tests.chromium import open_browser
 from tests.report.folders import write_run
 
@@ -45,3 +49,10 @@ def test_the_pictures_of_the_page_in_docs_are_small() -> None:
     for file in shown:
         assert f"({file.name})" in text
         assert file.stat().st_size < MAX_BYTES
+
+
+def test_the_page_has_the_steps_and_groups_of_a_made_up_run(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", 20)
+    client = TestClient(make_app([ViewedRun(tmp_path / "run")]), base_url="http://127.0.0.1")
+    assert len(client.get("/data/step/0/20").json()["groups"]) == 4
+    assert client.get("/data/curve/0/7").status_code == 200

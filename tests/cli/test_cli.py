@@ -16,7 +16,7 @@ from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from fovea import __version__
-from fovea.cli import doctor
+from fovea.cli import cluster, doctor
 from fovea.cli import main as cli
 from fovea.cli.words import OPTIONS
 from fovea.config.loading import load_config
@@ -77,10 +77,7 @@ def test_train_runs_what_the_words_say(recipe: str, monkeypatch: pytest.MonkeyPa
         ),
         (["tiny", "vqa"], "tiny: this recipe changes the one before it; write fovea train vqa tiny"),
         (["smal.yaml"], "smal.yaml: no such recipe; did you mean small.yaml?"),
-        (
-            ["small.yaml", "rollout.top_p"],
-            "rollout.top_p: a setting without a value; write rollout.top_p=VALUE",
-        ),
+        (["small.yaml", "rollout.top_p"], "rollout.top_p: a setting without a value; write rollout.top_p=VALUE"),
         (["small.yaml", "--seed=3"], "--seed=3: settings have no dashes; write seed=3"),
         (["small.yaml", "--seed", "3"], "--seed: settings have no dashes; write seed=VALUE"),
         (
@@ -339,3 +336,12 @@ def test_a_command_that_does_not_share_its_work_refuses_torchrun(command: str, m
     monkeypatch.setenv("RANK", "1")
     second = fovea(command, "somewhere")
     assert (second.exit_code, second.stderr) == (2, "")
+
+
+def test_a_cluster_without_a_status_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "STATUS_SECONDS", 0.0)
+    monkeypatch.setattr(cluster, "use_token", lambda: None)
+    monkeypatch.setattr(cluster, "run_ray", lambda *_: f"{cluster.NO_STATUS_YET}\n")
+    ended = CliRunner().invoke(cluster.app, ["status"])
+    assert ended.exit_code == 3
+    assert "the cluster gave no status for 0 s" in ended.stderr

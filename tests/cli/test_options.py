@@ -44,10 +44,7 @@ def test_the_summary_of_a_command_is_not_cut_off(words: list[str]) -> None:
     assert "..." not in summaries
 
 
-@table(
-    "words",
-    [[name] for name in COMMANDS] + [["data", name] for name in DATA_SETS] + WORKFLOWS,
-)
+@table("words", [[name] for name in COMMANDS] + [["data", name] for name in DATA_SETS] + WORKFLOWS)
 def test_every_command_has_a_short_help_and_debug(words: list[str]) -> None:
     result = fovea(*words, "-h")
     assert result.exit_code == 0, result.output
@@ -241,11 +238,7 @@ GOOD = {"question": "q", "answer": "a", "image": "good.png"}
 @pytest.mark.parametrize(
     ("rows", "words", "message"),
     [
-        (
-            [GOOD | {"image": f"no-{n}.png"} for n in range(60)],
-            [],
-            "train: 32 of the 32 rows opened cannot be used",
-        ),
+        ([GOOD | {"image": f"no-{n}.png"} for n in range(60)], [], "train: 32 of the 32 rows opened cannot be used"),
         (
             [GOOD | {"image": "absent.png"}] * 60,
             ["data.on_bad_row=skip"],

@@ -74,11 +74,7 @@ def test_python_takes_a_name() -> None:
 
 @pytest.mark.parametrize(
     ("word", "near"),
-    [
-        ("shape", "did you mean shapes?"),
-        ("recipes/vqa.yaml", "did you mean vqa"),
-        ("qqq", "`fovea recipes`"),
-    ],
+    [("shape", "did you mean shapes?"), ("recipes/vqa.yaml", "did you mean vqa"), ("qqq", "`fovea recipes`")],
 )
 def test_a_name_that_is_none_is_told_the_nearest(word: str, near: str) -> None:
     result = CliRunner().invoke(cli.app, ["train", word])

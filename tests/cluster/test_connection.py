@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing import Pipe
+from pathlib import Path
 from threading import Event, Thread
 from typing import Any, cast
 
@@ -27,6 +31,7 @@ from fovea.train.row_assignment import RowAssignment
 from fovea.train.schedule import ImagesByRank, Schedule
 from fovea.types import Completion, Prompt, PromptImage, Request, Sampling
 from fovea.utils.event_loop import wait_for
+from tests.runs import ROOT, environment
 
 LIMIT_SECONDS = 20
 driver_is_gone = Event()
@@ -86,14 +91,7 @@ class Policy:
 
 def completion(name: str, text: str) -> Completion:
     ids, logprobs = np.zeros(1, np.int64), np.zeros(1, np.float32)
-    return Completion(
-        id=name,
-        token_ids_T=ids,
-        logprobs_T=logprobs,
-        finish="stop",
-        text=text,
-        version=0,
-    )
+    return Completion(id=name, token_ids_T=ids, logprobs_T=logprobs, finish="stop", text=text, version=0)
 
 
 def request(name: str, n: int = 2, *, length: int = 1, **changes: Any) -> Request:
@@ -365,3 +363,39 @@ def test_only_engines_beside_a_shard_of_the_policy_sleep(remote: Remote) -> None
     engine = WorkersEngine(Workers([own], [own, remote.handle]), "test")
     wait_for(engine.sleep())
     assert [cast(Any, each.engine).seen for each in (local, remote.worker)] == [["sleep"], []]
+
+
+LISTENING = """
+import json
+from pathlib import Path
+import psutil
+
+def listening(*processes):
+    found = [each for process in processes for each in process.net_connections("inet")]
+    return sorted({each.laddr.ip.removeprefix("::ffff:") for each in found if each.status == psutil.CONN_LISTEN})
+"""
+OF_RANK = """
+import os
+import torch.distributed as dist
+from fovea.cluster.torchrun import join
+
+ranks = join(60)
+Path(__file__).with_name(f"{ranks.rank}.json").write_text(
+    json.dumps([os.environ["GLOO_SOCKET_IFNAME"], *listening(psutil.Process())])
+)
+dist.barrier()
+"""
+
+
+def test_process_groups_under_torchrun(tmp_path: Path) -> None:
+    """By the interface, too: where a machine's name is of loopback, gloo listens there by itself.
+
+    torchrun's own store is in a separate process.
+    """
+    (tmp_path / "script.py").write_text(LISTENING + OF_RANK)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    subprocess.run(
+        [*launcher, str(tmp_path / "script.py")], env=environment() | {"PYTHONPATH": str(ROOT)}, timeout=120, check=True
+    )
+    for rank in (0, 1):
+        assert json.loads((tmp_path / f"{rank}.json").read_text()) == ["lo", "127.0.0.1"]

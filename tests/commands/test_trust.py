@@ -182,18 +182,6 @@ def test_code_in_a_part_of_a_mixture_is_refused_too(setting: str, stranger: Path
     assert marker.exists()
 
 
-def test_a_key_in_a_part_goes_to_no_address_of_a_folders(stranger: Path) -> None:
-    judge = {"url": "http://127.0.0.1:9/v1", "model": "m", "api_key_env": "SECRET"}
-    files = {"train_files": ["a.jsonl"], "test_files": ["a.jsonl"]}
-    captions = {"name": "caption", "metric_weights": {"judge": 1}, "judge": judge, **files}
-    parts = {"captions": {"environment": captions}, "scenes": {}}
-    set_in(stranger / "run" / "config.yaml", environment={"name": "mixture", "parts": parts})
-    refused = fovea("eval", str(stranger / "run"))
-    assert refused.exit_code == 2, refused.output
-    key = "environment.parts.captions.environment.judge.url"
-    assert f"sends the key in SECRET to {key}=http://127.0.0.1:9/v1" in refused.stderr
-
-
 def test_the_users_own_words_are_trusted(stranger: Path, marker: Path, tmp_path: Path) -> None:
     run = stranger / "run"
     set_in(run / "config.yaml", reward=f"{plant_code(run, marker)}:score")
@@ -244,28 +232,18 @@ def test_overrides_that_name_code() -> None:
     assert "environment.file" not in keys_of(["environment.name=own", "environment.settings.x=1"])
 
 
-def test_a_key_goes_to_no_address_of_a_folders(stranger: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("key", ["SECRET", None])
+def test_rows_and_keys_go_to_no_judge_of_a_folders(
+    key: str | None, stranger: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SECRET", "x")
-    judge = {"url": "http://127.0.0.1:9/v1", "model": "m", "api_key_env": "SECRET"}
-    files = {"train_files": ["a.jsonl"], "test_files": ["a.jsonl"]}
-    environment = {"name": "caption", "metric_weights": {"judge": 1}, "judge": judge, **files}
-    set_in(stranger / "run" / "config.yaml", environment=environment)
+    judge = {"url": "http://127.0.0.1:9/v1", "model": "m", "api_key_env": key}
+    set_in(stranger / "run" / "config.yaml", judge=judge, model_reward={"judge": 0.5})
     refused = fovea("eval", str(stranger / "run"))
     assert refused.exit_code == 2, refused.output
-    assert "sends the key in SECRET to environment.judge.url=http://127.0.0.1:9/v1" in refused.stderr
-
-
-@pytest.mark.parametrize("section", ["environment", "model_reward"])
-def test_rows_go_to_no_judge_of_a_folders(section: str, stranger: Path) -> None:
-    """A judge without a key is sent the rows, too."""
-    judge = {"url": "http://127.0.0.1:9/v1", "model": "m"}
-    files = {"train_files": ["a.jsonl"], "test_files": ["a.jsonl"]}
-    captions = {"name": "caption", "metric_weights": {"judge": 1}, "judge": judge, **files}
-    set_in(stranger / "run" / "config.yaml", **{section: captions if section == "environment" else {"judge": judge}})
-    refused = fovea("eval", str(stranger / "run"))
-    assert refused.exit_code == 2, refused.output
-    assert f"sends rows to {section}.judge.url=http://127.0.0.1:9/v1, and what a folder says" in refused.stderr
-    file, own = stranger / "run" / "config.yaml", [f"{section}.judge.url=http://127.0.0.1:8/v1"]
+    sent = "rows" if key is None else "the key in SECRET"
+    assert f"sends {sent} to judge.url=http://127.0.0.1:9/v1, and what a folder says" in refused.stderr
+    file, own = stranger / "run" / "config.yaml", ["judge.url=http://127.0.0.1:8/v1"]
     check_trust(load_config([file], own), file, own, trust=False)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from fovea.config.algorithm import (
     Rloo,
     SapoLoss,
 )
+from fovea.config.base import leaves
 from fovea.config.describe import describe
 from fovea.config.loading import dump_config, load_config
 from fovea.config.model import Model
@@ -249,3 +251,17 @@ def test_a_critic_that_would_wait_for_ever_is_refused() -> None:
     ppo = {"name": "ppo", "advantage": {"critic": {"warmup_steps": 5}}}
     with pytest.raises(ValidationError, match="leaves the policy none of max_steps=5"):
         Config.model_validate({"model": {"tiny": {}}, "max_steps": 5, "algorithm": ppo})
+
+
+LINES = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8").splitlines()
+
+
+@pytest.mark.parametrize("name", DEFAULTS_OF)
+def test_the_table_has_every_part_of_a_name_and_no_other(name: str) -> None:
+    (row,) = [line for line in LINES if line.startswith(f"| {name} |")]
+    parts = {
+        f"`{key.removesuffix('.name')}={value if isinstance(value, str) else json.dumps(value)}`"
+        for key, value in leaves(DEFAULTS_OF[name]).items()
+    }
+    cells = row.split("|")[2]
+    assert {f"`{part}`" for part in cells.split("`")[1::2]} == parts

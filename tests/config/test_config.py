@@ -145,7 +145,8 @@ def test_inexact_decoding_needs_its_correction() -> None:
         (
             {
                 "environment": {"name": "mixture", "parts": {"a": {"environment": {"name": "shapes"}}}},
-                "second_opinion": {"judge": {"url": "http://x/v1", "model": "m"}},
+                "second_opinion": "wrong",
+                "judge": {"url": "http://x/v1", "model": "m"},
             },
             "second_opinion overrules the rule of one environment",
         ),

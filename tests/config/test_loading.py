@@ -52,8 +52,7 @@ def test_later_layers_win_key_by_key(recipe: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "learning_rate"),
-    [("1e-4", 1e-4), ("1.0e-4", 1e-4), (".5", 0.5), ("1", 1.0), ("1E+2", 100.0)],
+    ("override", "learning_rate"), [("1e-4", 1e-4), ("1.0e-4", 1e-4), (".5", 0.5), ("1", 1.0), ("1E+2", 100.0)]
 )
 def test_numbers_as_people_write_them(recipe: Path, override: str, learning_rate: float) -> None:
     assert load_config([recipe], [f"train.learning_rate={override}"]).train.learning_rate == learning_rate
@@ -107,10 +106,7 @@ def test_null_turns_a_section_off_and_starts_it_over(recipe: Path) -> None:
 def test_mappings_of_weights_merge_and_start_over_too(recipe: Path) -> None:
     Path("over.yaml").write_text("data: {kind_weights: {counting: 2, shape: 3}}\n", encoding="utf-8")
     recipes = [recipe, Path("over.yaml")]
-    assert load_config(recipes, ["data.kind_weights.shape=1"]).data.kind_weights == {
-        "counting": 2,
-        "shape": 1,
-    }
+    assert load_config(recipes, ["data.kind_weights.shape=1"]).data.kind_weights == {"counting": 2, "shape": 1}
     assert load_config(recipes, ["data.kind_weights=null", "data.kind_weights.shape=1"]).data.kind_weights == {
         "shape": 1
     }
@@ -165,14 +161,8 @@ def test_one_model_source_gives_way_to_the_other(recipe: Path) -> None:
         ("seed=true", "seed: true does not fit; allowed: integer >= 0 and < 4294967296"),
         ("seed=1.5", "seed: 1.5 does not fit; allowed: integer >= 0 and < 4294967296"),
         ("threads=0", "threads: 0 does not fit; allowed: integer >= 1 or null"),
-        (
-            "seed=.inf",
-            f"seed: inf does not fit; {PLAIN}",
-        ),
-        (
-            "data.kind_weights={1: 2}",
-            f"data.kind_weights: {{1: 2}} does not fit; {PLAIN}",
-        ),
+        ("seed=.inf", f"seed: inf does not fit; {PLAIN}"),
+        ("data.kind_weights={1: 2}", f"data.kind_weights: {{1: 2}} does not fit; {PLAIN}"),
         ("run_dir=5", "run_dir: 5 does not fit; allowed: text; to give it as text write '\"5\"'"),
         ("run_dir=", "run_dir: null does not fit; allowed: text"),
         (
@@ -180,14 +170,8 @@ def test_one_model_source_gives_way_to_the_other(recipe: Path) -> None:
             "run_dir: true does not fit; allowed: text; yes, no, on and off are read as true and false, as YAML has "
             "them; as text write '\"yes\"'",
         ),
-        (
-            "resume=yes",
-            "resume: true does not fit; allowed: never | auto or text; true is resume=auto here",
-        ),
-        (
-            "resume=false",
-            "resume: false does not fit; allowed: never | auto or text; false is resume=never here",
-        ),
+        ("resume=yes", "resume: true does not fit; allowed: never | auto or text; true is resume=auto here"),
+        ("resume=false", "resume: false does not fit; allowed: never | auto or text; false is resume=never here"),
         (
             "peft_config.r=8",
             "peft_config.r: no such setting; TRL's peft_config is model.lora here (r is rank, lora_alpha alpha, "
@@ -196,14 +180,8 @@ def test_one_model_source_gives_way_to_the_other(recipe: Path) -> None:
         ("rollout.stop=x", 'rollout.stop: "x" does not fit; allowed: list of text; write [x]'),
         ("train.betas=[1]", "train.betas: [1] does not fit; allowed: list of 2, each number >= 0 and < 1"),
         ("data.kind_weights.shape=-1", "data.kind_weights.shape: -1 does not fit; allowed: number > 0"),
-        (
-            "data.kind_weights=3",
-            "data.kind_weights: 3 does not fit; allowed: mapping of text to number > 0",
-        ),
-        (
-            "rollout=3",
-            "rollout: 3 does not fit; allowed: group of settings; `fovea config rollout` lists them",
-        ),
+        ("data.kind_weights=3", "data.kind_weights: 3 does not fit; allowed: mapping of text to number > 0"),
+        ("rollout=3", "rollout: 3 does not fit; allowed: group of settings; `fovea config rollout` lists them"),
         (
             "model.lora=3",
             "model.lora: 3 does not fit; allowed: group of settings or null; "
@@ -374,7 +352,7 @@ def test_problems_of_several_sources_name_each(recipe: Path) -> None:
 )
 def test_an_address_that_cannot_be_called(url: str) -> None:
     caption = "environment={name: caption, train_files: [a], test_files: [b], metric_weights: {judge: 1}}"
-    of_judge = ["model.tiny={}", caption, "environment.judge.model=m", f"environment.judge.url={url}"]
+    of_judge = ["model.tiny={}", caption, "judge.model=m", f"judge.url={url}"]
     assert error_of([], *of_judge).endswith("does not fit; allowed: text such as http://HOST:PORT/v1")
     servers = ["rollout.engine=vllm_servers", "rollout.engine.weights_dir=w", f'rollout.engine.servers=["{url}"]']
     told = error_of([], "model.tiny={}", *servers)
@@ -427,14 +405,8 @@ def test_the_nearest_of_many_recipes_are_named(recipe: Path) -> None:
             "recipes/other.yaml",
             "recipes/other.yaml: no such recipe; there are recipes/small.yaml; `fovea recipes` lists others",
         ),
-        (
-            "none/small.yaml",
-            "none/small.yaml: no such recipe; no *.yaml in none/; `fovea recipes` lists others",
-        ),
-        (
-            "recipes",
-            "recipes: a folder, no recipe; there are recipes/small.yaml; `fovea recipes` lists others",
-        ),
+        ("none/small.yaml", "none/small.yaml: no such recipe; no *.yaml in none/; `fovea recipes` lists others"),
+        ("recipes", "recipes: a folder, no recipe; there are recipes/small.yaml; `fovea recipes` lists others"),
     ],
 )
 def test_what_a_missing_recipe_is_told(recipe: Path, name: str, message: str) -> None:

@@ -92,7 +92,7 @@ def test_short_forms_of_parts(tmp_path: Path) -> None:
         ("environment.parts=null", r"environment\.parts: null does not fit"),
         ("max_epochs=2", r"max_epochs=2 takes every row once an epoch, but environment\.name=mixture draws"),
         ("data.shuffle=false", r"data\.shuffle=false takes every row once an epoch, but environment\.name=mixture"),
-        ("second_opinion={judge: {url: http://x/v1, model: m}}", r"second_opinion overrules .*; set second_opinion="),
+        ("second_opinion=wrong", r"second_opinion overrules .*; set second_opinion="),
         ("evaluate.every_steps=5", r"geometry\.environment\.dev_share=0 leaves no dev rows"),
     ],
 )

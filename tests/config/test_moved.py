@@ -8,9 +8,9 @@ from typing import get_args, get_origin
 
 import pytest
 
-from fovea.config.base import Section, leaves, sections_of, variants_of
+from fovea.config.base import Section, Tree, leaves, sections_of, variants_of
 from fovea.config.describe import OLD_KEYS, moved_key
-from fovea.config.loading import dump_config, load_config
+from fovea.config.loading import config_of, dump_config, load_config
 from fovea.config.recipes import read_yaml, write_value
 from fovea.config.run import Config
 from fovea.errors import ConfigError
@@ -66,6 +66,13 @@ def test_a_setting_that_became_a_constant_may_stay_with_its_value(old: str, valu
             "environment.parts.scenes.environment.dev_seed=1",
             "environment.parts.scenes: environment.dev_seed is no longer set: it is always 0; remove it",
         ),
+        ("environment.judge.url=http://a/v1", "environment.judge.url is now judge.url"),
+        ("model_reward.judge.url=http://a/v1", "model_reward.judge.url is now judge.url"),
+        (
+            "model_reward.weight=0.5",
+            "model_reward.weight is now model_reward (the share of each model, such as {judge: 0.5})",
+        ),
+        ("second_opinion.judge.url=http://a/v1", "second_opinion.judge.url is now judge.url"),
         ("critic={}", "critic is now algorithm.advantage.critic"),
         ("rollout.max_batch_tokens=9", "rollout.max_batch_tokens is now rollout.engine.max_batch_tokens"),
     ],
@@ -74,6 +81,37 @@ def test_a_moved_key_says_where_it_is(override: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config([RECIPE], [override])
     assert str(caught.value) == f"command line: {message}"
+
+
+JUDGE = {"url": "http://a/v1", "model": "m", "prompt": "{answer}?"}
+CAPTIONS = {"name": "caption", "train_files": ["a"], "test_files": ["b"], "metric_weights": {"judge": 1}}
+VQA = {"name": "vqa", "train_files": ["a"], "test_files": ["b"]}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"environment": {**CAPTIONS, "judge": JUDGE, "reward_model": None}}, {"environment": CAPTIONS}),
+        (
+            {"model_reward": {"weight": 0.25, "judge": {**JUDGE, "max_score": 10}, "reward_model": None}},
+            {"model_reward": {"judge": 0.25}},
+        ),
+        (
+            {"environment": VQA, "second_opinion": {"judge": JUDGE, "ask": "always", "accept_score": 0.8}},
+            {"environment": VQA, "second_opinion": "always"},
+        ),
+    ],
+)
+def test_the_judge_of_an_older_run_is_that_of_the_run(old: Tree, new: Tree) -> None:
+    tiny = {"model": {"tiny": {}}}
+    assert config_of({**tiny, **old}, "config.yaml") == config_of({**tiny, **new, "judge": JUDGE}, "config.yaml")
+
+
+def test_two_judges_of_an_older_run_are_one_too_many() -> None:
+    other = {"weight": 0.25, "judge": {**JUDGE, "model": "n"}, "reward_model": None}
+    tree = {"model": {"tiny": {}}, "environment": {**CAPTIONS, "judge": JUDGE}, "model_reward": other}
+    with pytest.raises(ConfigError, match=r"environment\.judge\.url is now judge\.url"):
+        config_of(tree, "config.yaml")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import socket
 import ssl
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ import pytest
 from PIL import Image
 
 from fovea.data import fetch as fetch_module
-from fovea.data.fetch import FetchedFiles, UrlLimits, download, fetch, is_public
+from fovea.data.fetch import MAX_FAILURES, FailedHosts, FetchedFiles, UrlLimits, download, fetch, is_public
 from fovea.data.images import ImageOpener
 from fovea.errors import BadRowError, DataError
 from fovea.types import ImageRef
+from tests.data.three_rows import opened
 from tests.data.web import Site, served
 from tests.tables import table
 
@@ -115,8 +117,7 @@ def test_a_busy_server_is_asked_again(site: Site, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    "url",
-    ["http://", "http:///a.png", "http://a:b@127.0.0.1/a.png", "http://127.0.0.1:99999/a", "ftp://a.org/b.png"],
+    "url", ["http://", "http:///a.png", "http://a:b@127.0.0.1/a.png", "http://127.0.0.1:99999/a", "ftp://a.org/b.png"]
 )
 def test_what_is_no_url(url: str) -> None:
     assert reason_of(url) == "url_invalid"
@@ -288,3 +289,105 @@ def test_an_image_that_cannot_be_kept_is_no_bad_row(
         kept(f"{site.url}/a.png", WHERE)
     assert not isinstance(caught.value, DataError)
     assert list(tmp_path.iterdir()) == []
+
+
+LIMITS = UrlLimits(timeout_seconds=0.3, retries=0, allow_private_addresses=True)
+PAUSE_SECONDS = 60.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def hosts(noted: list[str], clock: Clock, pause_seconds: float = PAUSE_SECONDS) -> FailedHosts:
+    return FailedHosts(partial(fetch, limits=LIMITS), pause_seconds, noted.append, clock)
+
+
+def failure_of(read: FailedHosts, url: str) -> str:
+    with pytest.raises(BadRowError) as failed:
+        read(url, "row 3")
+    assert str(failed.value).startswith("row 3: ")
+    return failed.value.reason
+
+
+def test_a_silent_host_costs_three_timeouts_and_one_message() -> None:
+    noted: list[str] = []
+    clock = Clock()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        host = f"127.0.0.1:{silent.getsockname()[1]}"
+        read = hosts(noted, clock)
+        assert [failure_of(read, f"http://{host}/{n}.png") for n in range(MAX_FAILURES)] == ["url_timeout"] * 3
+        started = time.monotonic()
+        assert {failure_of(read, f"http://{host}/{n}.png") for n in range(200)} == {"url_host_failed"}
+        assert time.monotonic() - started < 200 * LIMITS.timeout_seconds / 4, "none of them waits for its timeout"
+        assert len(noted) == 1
+        assert noted[0].startswith(f"{host} failed for 3 images in a row, the last one: row 3: the server took more")
+        clock.seconds += PAUSE_SECONDS
+        assert failure_of(read, f"http://{host}/again.png") == "url_timeout", "one more try"
+        assert failure_of(read, f"http://{host}/again.png") == "url_host_failed"
+        assert len(noted) == 1
+        with served({"/a.png": b"picture"}) as other:
+            assert read(f"{other.url}/a.png", "row 4") == b"picture", "another host is asked as ever"
+
+
+def test_a_host_that_comes_back_is_asked_again() -> None:
+    clock = Clock()
+    with served({"/a.png": b"picture"}) as site:
+        read = hosts([], clock)
+        for _ in range(MAX_FAILURES):
+            assert failure_of(read, f"{site.url}/status/503") == "url_status_503"
+        assert failure_of(read, f"{site.url}/a.png") == "url_host_failed"
+        clock.seconds += PAUSE_SECONDS
+        assert read(f"{site.url}/a.png", "row 4") == b"picture"
+        for _ in range(MAX_FAILURES - 1):
+            assert failure_of(read, f"{site.url}/status/503") == "url_status_503", "counted from the start again"
+        assert read(f"{site.url}/a.png", "row 4") == b"picture"
+
+
+def test_what_is_wrong_with_one_image_is_not_the_hosts_fault() -> None:
+    with served({"/a.png": b"picture"}) as site:
+        read = hosts([], Clock())
+        assert {failure_of(read, f"{site.url}/none-{n}") for n in range(9)} == {"url_status_404"}
+        assert read(f"{site.url}/a.png", "row 4") == b"picture"
+
+
+def test_without_a_pause_every_image_is_asked_for() -> None:
+    with served({}) as site:
+        read = hosts([], Clock(), pause_seconds=0)
+        assert {failure_of(read, f"{site.url}/status/503") for _ in range(5)} == {"url_status_503"}
+        assert len(site.asked) == 5
+
+
+OTHER_PROTOCOLS = ("ftp", "smb", "jdbc", "git", "github", "sftp", "ssh", "webhdfs", "memory", "local", "HTTP", "data")
+
+
+def test_only_the_protocols_of_the_docs_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "r.jsonl"
+    chains = (f"reference://r.jsonl::{file}", f"file://{file}::file://{file}", f"simplecache://x::file://{file}")
+    templates = ("s3://bucket/{{x}}/r.jsonl", "file:///{% for x in y %}/r.jsonl")
+    monkeypatch.setattr("fsspec.core.url_to_fs", lambda url: pytest.fail(f"{url} was opened"))
+    for url in (*(f"{name}://127.0.0.1/r.jsonl" for name in OTHER_PROTOCOLS), "data:,a/r.jsonl"):
+        for name in (url, url.replace("r.jsonl", "*.jsonl")):
+            with pytest.raises(DataError, match=r"of a protocol that is not read; give a path, or a URL at http"):
+                opened(name, tmp_path)
+    for url in (*chains, *templates):
+        with pytest.raises(DataError, match=r"is a chain or a template of URLs"):
+            opened(url, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["README.md", ".huggingface.yaml"])
+def test_the_readme_of_a_data_set_names_files_of_its_own(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    folder.mkdir()
+    (folder / "rows.jsonl").write_text('{"n": 1}\n')
+    mark = "---\n" if name == "README.md" else ""
+    for pattern in ("reference://r.jsonl::refs.json", "http://127.0.0.1:9/r.jsonl", "file:///etc/r.jsonl", "hf://a::b"):
+        (folder / name).write_text(f'{mark}configs: [{{config_name: a, data_files: "{pattern}"}}]\n{mark}')
+        with pytest.raises(DataError, match=r"its README names .*, which is neither a file of it nor of the hub"):
+            opened(f"{folder}@train", tmp_path)
+    (folder / name).write_text(f"{mark}configs: [{{config_name: a, data_files: rows.jsonl}}]\n{mark}")
+    assert opened(f"{folder}@train", tmp_path)[0] == {"n": 1}

@@ -297,10 +297,7 @@ def test_paths_that_cannot_be_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
-        (
-            lambda: np.zeros((4, 4, 4), np.uint8),
-            r"an array of uint8 with shape \[4, 4, 4\] is not an RGB picture",
-        ),
+        (lambda: np.zeros((4, 4, 4), np.uint8), r"an array of uint8 with shape \[4, 4, 4\] is not an RGB picture"),
         (lambda: np.zeros((4, 4, 3), np.float32), r"an array of float32"),
         (lambda: np.zeros((4, 4), np.uint8), r"shape \[4, 4\]"),
         (lambda: np.zeros((0, 4, 3), np.uint8), r"4x0 pixels, that is empty"),

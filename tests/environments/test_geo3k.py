@@ -253,10 +253,7 @@ def test_bad_rows_say_what_is_wrong(cells: dict[str, object], problem: str, tmp_
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            {"prompt_key": "question"},
-            "environment.prompt_key: test.parquet has no column 'question'; its columns",
-        ),
+        ({"prompt_key": "question"}, "environment.prompt_key: test.parquet has no column 'question'; its columns"),
         ({"answer_key": "answers"}, "set environment.answer_key=answer"),
         ({"image_keys": ("image",)}, "set environment.image_keys=images"),
         ({"test_files": ("tset.parquet",)}, "environment.test_files: no such file tset.parquet"),

@@ -34,9 +34,9 @@ def endpoint() -> Iterator[Endpoint]:
 
 def evaluated(folder: Path, endpoint: Endpoint, on_failure: str) -> Result:
     judge = {"url": endpoint.url, "model": "m", "max_concurrency": 1, "on_failure": on_failure}
-    environment = {"name": "caption", "metric_weights": {"judge": 1}, "judge": judge, **files(folder, ROWS)}
+    environment = {"name": "caption", "metric_weights": {"judge": 1}, **files(folder, ROWS)}
     plain = json.loads(json.dumps(environment))
-    (folder / "recipe.yaml").write_text(yaml.safe_dump({"model": {"tiny": {}}, "environment": plain}))
+    (folder / "recipe.yaml").write_text(yaml.safe_dump({"model": {"tiny": {}}, "environment": plain, "judge": judge}))
     words = ["eval", "gold", "constant:x", "--recipe", str(folder / "recipe.yaml"), "--json", str(folder / "eval.json")]
     return CliRunner().invoke(app, words, env={"COLUMNS": "400"})
 
@@ -57,7 +57,7 @@ def test_a_failed_call_leaves_its_row_out_and_is_counted(tmp_path: Path, endpoin
 def test_a_failed_call_is_an_error_by_default(tmp_path: Path, endpoint: Endpoint) -> None:
     failed = evaluated(tmp_path, endpoint, "error")
     assert failed.exit_code == 2, failed.output
-    assert failed.stderr.strip().endswith("fix it, or set environment.judge.on_failure=drop to leave such groups out")
+    assert failed.stderr.strip().endswith("fix it, or set judge.on_failure=drop to leave such groups out")
 
 
 def test_a_run_leaves_the_row_out_of_its_readings(tmp_path: Path, endpoint: Endpoint) -> None:
@@ -68,7 +68,8 @@ def test_a_run_leaves_the_row_out_of_its_readings(tmp_path: Path, endpoint: Endp
         "max_steps": 1,
         "model": {"tiny": {"hidden_size": 32, "num_layers": 1, "head_dim": 16, "vocabulary_size": 300}},
         "environment": {"name": "shapes", "train_size": 8, "dev_size": 2, "test_size": 4},
-        "model_reward": {"weight": 0.5, "judge": judge},
+        "model_reward": {"judge": 0.5},
+        "judge": judge,
         "rollout": {"prompts_per_step": 2, "samples_per_prompt": 2, "max_new_tokens": 4},
         "evaluate": {"image_controls": False, "shared_images": "ignore"},
         "parity": {"prompts": 0},

@@ -72,7 +72,7 @@ def test_a_dot_in_a_name_is_a_dot() -> None:
             "algorithm": {
                 **{"kl": {"coef": 0.1}, "importance_sampling_fix": True, "entropy_coef": 0.01},
                 **{"ppo_epochs": 2, "minibatches": 2},
-            },
+            }
         },
     ],
     ids=["dev readings and mfu", "every term of the loss"],

@@ -70,12 +70,7 @@ def group(*lengths: int) -> Group:
 def test_rates_by_hand() -> None:
     measured = {"seconds/step": 4.0, "seconds/update": 2.0, "update_tflop": 100.0}
     found = rates([group(5, 7), group(4)], measured, peak_tflops=200)
-    assert found == {
-        "samples_per_second": 3 / 4,
-        "tokens_per_second": 16 / 4,
-        "tflops_per_second": 50,
-        "mfu": 0.25,
-    }
+    assert found == {"samples_per_second": 3 / 4, "tokens_per_second": 16 / 4, "tflops_per_second": 50, "mfu": 0.25}
 
 
 def test_what_is_not_known_is_not_reported() -> None:

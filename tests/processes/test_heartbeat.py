@@ -196,12 +196,7 @@ def test_a_stopped_worker_of_a_run_ends_it(tmp_path: Path) -> None:
     """The driver waits in a collective call meanwhile, in which it can do nothing."""
     words = [*settings("recipes/shapes.yaml", tmp_path, *LONG), "cluster.heartbeat_timeout_seconds=10"]
     with Popen(
-        torchrun("train", *words),
-        cwd=ROOT,
-        env=environment(),
-        stdout=DEVNULL,
-        stderr=PIPE,
-        text=True,
+        torchrun("train", *words), cwd=ROOT, env=environment(), stdout=DEVNULL, stderr=PIPE, text=True
     ) as process:
         while len(read_metrics(tmp_path)) < 2:
             assert process.poll() is None, process.communicate()

@@ -189,11 +189,7 @@ def test_a_rollout_of_geo3k_on_one_gpu_runs_most_of_its_512_rows_at_once(prompt_
     assert rollout.engine.max_batch_tokens is not None
     small = DecoderShape(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=1, norm_eps=1e-6)
     cache = PagedCache(
-        small,
-        torch.empty(0),
-        gathered_attention,
-        num_tokens=rollout.engine.max_batch_tokens,
-        page_tokens=PAGE_TOKENS,
+        small, torch.empty(0), gathered_attention, num_tokens=rollout.engine.max_batch_tokens, page_tokens=PAGE_TOKENS
     )
     group = request(prompt_tokens, rollout.samples_per_prompt, rollout.max_new_tokens)
     admitted = next(count for count in range(1, 65) if count == 64 or not cache.fits([group] * (count + 1)))

@@ -48,13 +48,7 @@ def random_logits(rows: int = 64, vocabulary: int = 50) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        {"top_k": 5},
-        {"top_p": 0.7},
-        {"min_p": 0.1},
-        {"top_k": 20, "top_p": 0.9, "min_p": 0.02},
-        {"top_p": 1e-6},
-    ],
+    [{"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.1}, {"top_k": 20, "top_p": 0.9, "min_p": 0.02}, {"top_p": 1e-6}],
 )
 def test_kept_tokens_equal_transformers_warpers(settings: dict[str, float]) -> None:
     logits = random_logits()

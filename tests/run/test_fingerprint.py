@@ -16,15 +16,7 @@ from fovea.config.run import Config
 from fovea.data.order import LazyTasks
 from fovea.errors import DataError
 from fovea.loop import train
-from fovea.run.fingerprint import (
-    MAX_ROWS,
-    Fingerprint,
-    changes,
-    check_unchanged,
-    checksum,
-    model_files,
-    row_texts,
-)
+from fovea.run.fingerprint import MAX_ROWS, Fingerprint, changes, check_unchanged, checksum, model_files, row_texts
 from fovea.types import ImageRef, Task
 from fovea.wiring.run import build
 
@@ -241,9 +233,8 @@ def test_the_files_of_a_reward_model_beside_the_rules_count(tmp_path: Path) -> N
     for name in ("policy", "judge"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
-    graded = settings(
-        model={"path": str(tmp_path / "policy")}, model_reward={"reward_model": {"path": str(tmp_path / "judge")}}
-    )
+    scorer = {"model_reward": {"reward_model": 0.5}, "reward_model": {"path": str(tmp_path / "judge")}}
+    graded = settings(model={"path": str(tmp_path / "policy")}, **scorer)
     assert dict(model_files(graded, graded.model)) == {
         "file of the model config.json": tmp_path / "policy" / "config.json",
         "file of the reward model of model_reward config.json": tmp_path / "judge" / "config.json",

@@ -158,19 +158,6 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
         start(tmp_path / "file" / "run", config())
 
 
-def test_a_second_run_is_refused_and_told_what_to_do(tmp_path: Path) -> None:
-    holds_a_run(tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"already holds a run; set resume=auto to continue it, or another run_dir"):
-        start(tmp_path / "run", config())
-
-
-def test_resume_may_change_how_long_and_how_it_logs(tmp_path: Path) -> None:
-    holds_a_run(tmp_path)
-    later = config(resume="auto", max_steps=20, log={"tensorboard": False}, checkpoint={"keep": 1}, run_dir="elsewhere")
-    start(tmp_path, later)
-    assert "max_steps: 20" in (tmp_path / "config.yaml").read_text()
-
-
 def test_a_resume_that_would_end_before_it_begins_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     folder = holds_a_run(tmp_path / "run")
     for step in (3, 4):
@@ -205,23 +192,26 @@ def test_resume_may_not_change_what_is_computed(changed: dict[str, object], mess
         start(tmp_path, config(resume="auto", **changed))
 
 
-def test_resume_may_change_what_made_a_run_diverge(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        ({"max_steps": 20, "log": {"tensorboard": False}, "checkpoint": {"keep": 1}}, "max_steps: 20"),
+        # what made the run diverge
+        (
+            {"train": {"learning_rate": 1e-7, "max_grad_norm": 0.1, "lr_schedule": "linear", "max_skipped_updates": 9}},
+            "learning_rate: 1.0e-07",
+        ),
+        # a batch that did not fit
+        (
+            {"train": {"max_tokens_per_microbatch": 100}, "rollout": {"engine": {"max_batch_tokens": 99_999}}},
+            "max_tokens_per_microbatch: 100",
+        ),
+    ],
+)
+def test_resume_may_change_how_it_goes_on(changed: dict[str, object], line: str, tmp_path: Path) -> None:
     holds_a_run(tmp_path)
-    train = {"learning_rate": 1e-7, "max_grad_norm": 0.1, "lr_schedule": "linear", "max_skipped_updates": 9}
-    start(tmp_path, config(resume="auto", train=train))
-    assert "learning_rate: 1.0e-07" in (tmp_path / "config.yaml").read_text()
-    may_change = {setting.key for setting in describe() if setting.may_change}
-    assert "algorithm.advantage.critic.learning_rate" in may_change
-
-
-def test_resume_may_change_the_pieces_that_a_batch_is_cut_into(tmp_path: Path) -> None:
-    """The way out of a batch that does not fit."""
-    holds_a_run(tmp_path)
-    smaller = config(
-        resume="auto", train={"max_tokens_per_microbatch": 100}, rollout={"engine": {"max_batch_tokens": 99_999}}
-    )
-    start(tmp_path, smaller)
-    assert "max_tokens_per_microbatch: 100" in (tmp_path / "config.yaml").read_text()
+    start(tmp_path, config(resume="auto", **changed))
+    assert line in (tmp_path / "config.yaml").read_text()
 
 
 def test_what_may_change_stands_beside_the_field() -> None:
@@ -229,6 +219,7 @@ def test_what_may_change_stands_beside_the_field() -> None:
     may_change = {setting.key for setting in describe() if setting.may_change}
     assert {"max_steps", "log.progress", "evaluate.every_steps", "rollout.engine.reuse_gib"} <= may_change
     assert {"train.backend.logits_mib", "data.on_bad_row", "model.attention"} <= may_change
+    assert "algorithm.advantage.critic.learning_rate" in may_change
     fixed = {"seed", "rollout.engine.name", "rollout.engine.decode_weights", "train.betas", "model.path"}
     assert not fixed & may_change
 

@@ -12,10 +12,7 @@ PER_STEP = {"prompts_per_step": 3, "samples_per_prompt": 4, "max_new_tokens": 1}
 
 def test_a_record_has_what_the_update_makes_of_every_token(tmp_path: Path) -> None:
     run = bandit_run(
-        tmp_path / "run",
-        max_steps=2,
-        rollout=PER_STEP,
-        log={"samples_every_steps": 1, "samples_groups": 2},
+        tmp_path / "run", max_steps=2, rollout=PER_STEP, log={"samples_every_steps": 1, "samples_groups": 2}
     )
     train(replace(run, token_text=lambda index: f"<{index}>"))
     assert sample_steps(tmp_path / "run") == [1, 2]

@@ -24,8 +24,7 @@ from tests.tiny_models import FAMILIES, mixed_prompts, renderer, tiny
 
 
 @pytest.mark.parametrize(
-    ("counting", "existence", "stop"),
-    [(1.0, 0.6, False), (0.2, 0.8, True), (0.1, 0.7, False), (0.4, 0.6, False)],
+    ("counting", "existence", "stop"), [(1.0, 0.6, False), (0.2, 0.8, True), (0.1, 0.7, False), (0.4, 0.6, False)]
 )
 def test_the_stop_rule_looks_at_the_whole_and_at_named_kinds(counting: float, existence: float, stop: bool) -> None:
     settings = Warmup(stop_accuracy=0.5, stop_kind_accuracy={"existence": 0.7})
@@ -64,10 +63,7 @@ def test_it_stops_at_the_first_reading_that_is_enough() -> None:
     assert steps == len(policy.pairs) == 8
     assert {len(batch) for batch in policy.pairs} == {3}
     assert policy.pairs[0][0].answer_ids == (0, 9)
-    assert lines == [
-        "warm-up 4/800  loss 0.50  dev accuracy 0.30",
-        "warm-up 8/800  loss 0.50  dev accuracy 0.90",
-    ]
+    assert lines == ["warm-up 4/800  loss 0.50  dev accuracy 0.30", "warm-up 8/800  loss 0.50  dev accuracy 0.90"]
 
 
 def test_it_ends_at_max_steps() -> None:

@@ -28,12 +28,7 @@ PPO = Algorithm(name="ppo", ppo_epochs=1, entropy_coef=0.0, advantage=GAE)
 
 
 def ppo_policy(
-    parts: TinyParts,
-    *,
-    separate: bool = False,
-    detach_trunk: bool = False,
-    algorithm: Algorithm = PPO,
-    **train: object,
+    parts: TinyParts, *, separate: bool = False, detach_trunk: bool = False, algorithm: Algorithm = PPO, **train: object
 ) -> TorchPolicy:
     """With a value head that is not 0, so that values differ."""
     torch.manual_seed(7)

@@ -69,10 +69,7 @@ def test_later_epochs_are_off_policy() -> None:
 
 
 def test_the_batch_that_was_handed_in_stays_as_it_was() -> None:
-    policy, batch = (
-        policy_of_epochs(),
-        make_batch(tiny("qwen3_vl")),
-    )
+    policy, batch = (policy_of_epochs(), make_batch(tiny("qwen3_vl")))
     policy.update(batch)
     assert all(sample.old_logprobs_T is None for group in batch.groups for sample in group.samples)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,8 @@ import torch
 
 from fovea.advantages import with_advantages
 from fovea.config.algorithm import Algorithm, Critic, Gae
+from fovea.config.run import Config
+from fovea.loop import train
 from fovea.metrics.names import undefined
 from fovea.models import trained_layer as linears
 from fovea.models.decoder import DecoderLayer, LayerCall
@@ -22,9 +26,11 @@ from fovea.run.checkpoint import estimated_bytes
 from fovea.samples import replace_samples, with_old_logprobs, with_values
 from fovea.train.local import LocalPolicy
 from fovea.train.torch.policy import TorchPolicy
+from fovea.wiring.run import build
 from tests.policies import NUM_TOKENS, make_batch, stepped_gradients
 from tests.reference import largest_relative_difference, reference_logprobs, reference_states
-from tests.saved import save_policy
+from tests.runs import untimed
+from tests.saved import save_policy, saved_bytes
 from tests.tiny_models import FAMILIES, tiny
 from tests.train.ppo_policies import GAE, PPO, gradients, logprobs_and_values, ppo_policy, scored, with_rewards
 
@@ -240,3 +246,54 @@ def test_loss_clip_and_explained_variance_of_the_critic(separate: bool) -> None:
     assert metrics["value/mean"] == pytest.approx(old.mean(), rel=1e-4)
     assert metrics["return/mean"] == pytest.approx(returns.mean(), rel=1e-4)
     assert undefined(metrics) == []
+
+
+STOPPED, WARM_UP, STEPS = 1, 2, 4
+TINY = {"hidden_size": 32, "num_layers": 1, "head_dim": 16, "vocabulary_size": 300}
+REWARD = "def score(task, text, images):\n    return len(text) / 8\n"
+"""One that an untrained model gets, some of it."""
+
+
+def run(folder: Path, trunk: str, resume: str = "never") -> None:
+    """A checkpoint after every step; the rate rises over all of them."""
+    reward = folder.parent / "reward.py"
+    reward.write_text(REWARD)
+    critic = {"trunk": trunk, "warmup_steps": WARM_UP, "learning_rate": 1e-2}
+    settings = {
+        "run_dir": str(folder),
+        "resume": resume,
+        "max_steps": STEPS,
+        "reward": f"{reward}:score",
+        "model": {"tiny": TINY, "device": "cpu"},
+        "environment": {"name": "shapes", "train_size": 16, "dev_size": 2, "test_size": 2},
+        "rollout": {"prompts_per_step": 2, "samples_per_prompt": 2, "max_new_tokens": 4},
+        "algorithm": {"name": "ppo", "ppo_epochs": 2, "advantage": {"critic": critic}},
+        "train": {"learning_rate": 1e-2},
+        "evaluate": {"image_controls": False, "shared_images": "ignore"},
+        "parity": {"prompts": 0},
+        "checkpoint": {"every_steps": 1, "keep": STEPS + 1},
+        "log": {"tensorboard": False, "progress": False},
+    }
+    train(build(Config.model_validate(settings)))
+
+
+def saved(folder: Path, step: int, name: str) -> bytes:
+    return b"".join(saved_bytes(folder / "checkpoints" / f"step-{step}" / name).values())
+
+
+@pytest.mark.parametrize("trunk", ["shared", "separate"])
+def test_a_run_stopped_in_the_critics_warm_up_equals_one_never_stopped(trunk: str, tmp_path: Path) -> None:
+    """Weights byte for byte, and the policy waits for as long."""
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    run(whole, trunk)
+    shutil.copytree(whole, stopped)
+    for step in range(STOPPED + 1, STEPS + 1):
+        shutil.rmtree(stopped / "checkpoints" / f"step-{step}")
+    run(stopped, trunk, resume="auto")
+    for step in range(STEPS + 1):
+        for name in ("trainable", "value"):
+            assert saved(stopped, step, name) == saved(whole, step, name), f"{name} of step {step}"
+    assert untimed(stopped) == untimed(whole)
+    policies = [saved(stopped, step, "trainable") for step in range(STEPS + 1)]
+    assert [a == b for a, b in pairwise(policies)] == [True] * WARM_UP + [False] * (STEPS - WARM_UP)
+    assert len({saved(stopped, step, "value") for step in range(STEPS + 1)}) == STEPS + 1

@@ -118,10 +118,7 @@ def test_every_weight_of_policy_and_critic_trains_in_bfloat16(trunk: str) -> Non
 def test_small_steps_of_policy_and_critic_add_up_in_bfloat16(trunk: str) -> None:
     """In float32 copies, of which the model holds the rounding; a value head is float32 itself."""
     policy = built_policy(
-        trunk,
-        torch.bfloat16,
-        rate=SMALL_RATE,
-        train={"learning_rate": SMALL_RATE, "lr_warmup_steps": 0},
+        trunk, torch.bfloat16, rate=SMALL_RATE, train={"learning_rate": SMALL_RATE, "lr_warmup_steps": 0}
     )
     before = tensors(policy)
     update(policy)

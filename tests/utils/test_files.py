@@ -1,10 +1,18 @@
+"""Files: written whole or not at all, strangers' files within bounds, and hashes of tensors."""
+
+from __future__ import annotations
+
 import os
 import time
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
+import torch
 
+from fovea.errors import DataError
+from fovea.utils.bounded import append_to, check_tree, open_file, read_file, read_lines
+from fovea.utils.checksum import PLACE_MULTIPLIER, ROW, ROWS_AT_ONCE, bit_hash, combined, read_hashes
 from fovea.utils.files import atomic_file, atomic_folder, complete_bytes, delete_abandoned, write_atomically
 
 
@@ -97,3 +105,112 @@ def test_files_of_a_folder_are_for_others_to_read_as_the_umask_says(tmp_path: Pa
     (tmp_path / "any").touch()
     expected = (tmp_path / "any").stat().st_mode
     assert [(tmp_path / "new" / name).stat().st_mode for name in ("a", "inner/b")] == [expected, expected]
+
+
+def test_a_file_is_read_whole_and_by_lines(tmp_path: Path) -> None:
+    file = tmp_path / "a"
+    file.write_bytes(b"one\ntwo")
+    (tmp_path / "link").symlink_to("a")
+    assert read_file(file, within=tmp_path) == read_file(tmp_path / "link", within=tmp_path) == b"one\ntwo"
+    assert list(read_lines(file)) == [b"one\n", b"two"]
+    check_tree(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        read_file(tmp_path / "none")
+
+
+def test_fifos_and_devices_are_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "fifo", Path("/dev/zero"), tmp_path):
+        with pytest.raises((DataError, IsADirectoryError)):
+            read_file(path)
+    with pytest.raises(DataError, match=r"fifo is neither a file nor a folder"):
+        check_tree(tmp_path)
+
+
+def test_nothing_is_read_or_written_through_a_link_that_leaves(tmp_path: Path) -> None:
+    folder, private = tmp_path / "run", tmp_path / "private"
+    (private / "keys").mkdir(parents=True)
+    (private / "keys" / "id").write_text("secret")
+    folder.mkdir()
+    (folder / "file").symlink_to(private / "keys" / "id")
+    (folder / "folder").symlink_to(private)
+    (folder / "up").symlink_to("../private/keys")
+    for path in ("file", "folder/keys/id", "up/id", "../private/keys/id"):
+        with pytest.raises(DataError, match=r"that leads out of .*run, and nothing is read or written through it"):
+            open_file(folder / path, within=folder)
+    with pytest.raises(DataError, match=r"leads out of"):
+        check_tree(folder)
+    with pytest.raises(OSError, match=r"symbolic links"):
+        append_to(folder / "file")
+    # the folder itself may be reached by a link
+    (tmp_path / "latest").symlink_to("run")
+    (folder / "own").write_text("x")
+    assert read_file(tmp_path / "latest" / "own", within=tmp_path / "latest") == b"x"
+
+
+def test_sparse_files_take_no_memory(tmp_path: Path) -> None:
+    file = tmp_path / "sparse"
+    file.touch()
+    os.truncate(file, 1 << 40)
+    with pytest.raises(DataError, match=r"sparse has more than 1 MiB"):
+        read_file(file, max_mib=1)
+    with pytest.raises(DataError, match=r"sparse has a line of more than 16 MiB"):
+        list(read_lines(file))
+
+
+def test_a_trackers_folder_may_hold_links(tmp_path: Path) -> None:
+    """W&B links its logs into its cache; what it has there is read by nobody."""
+    logs = tmp_path / "wandb" / "run-1" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "debug-core.log").symlink_to("/root/.cache/wandb/core.log")
+    check_tree(tmp_path, ["wandb"])
+    with pytest.raises(DataError, match="leads out of"):
+        check_tree(tmp_path)
+
+
+SIZES = (1, 7, 2 * ROW + 3, 2 * ROW * (ROWS_AT_ONCE + 1) + 5)
+"""Below a word, with a part of one, and beyond one and many rows of words."""
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_change_of_one_value_shows_at_every_place(size: int, dtype: torch.dtype) -> None:
+    tensor = torch.randn(size).to(dtype)
+    places = {0, size // 2, size - 1}
+    hashes = {int(bit_hash(tensor))}
+    for place in places:
+        changed = tensor.clone()
+        changed[place] += 1
+        hashes.add(int(bit_hash(changed)))
+    assert len(hashes) == 1 + len(places)
+
+
+def test_values_that_change_places_show() -> None:
+    tensor = torch.randn(4, 2 * ROW)
+    assert len({int(bit_hash(each)) for each in (tensor, tensor.flip(0), tensor.flip(1), -tensor, tensor.T)}) == 5
+
+
+def test_the_hash_is_that_of_the_values_wherever_they_lie() -> None:
+    whole = torch.randn(100, 3)
+    for part in (whole[1:], whole[:, 1], whole[7, :1], whole.T):
+        assert bit_hash(part) == bit_hash(part.clone(memory_format=torch.contiguous_format))
+
+
+def test_the_hash_is_the_sum_modulo_two_to_the_64_of_words_times_multipliers() -> None:
+    """With numbers of Python, which do not wrap, for a tensor below one row."""
+    tensor = torch.randint(-(2**63), 2**63 - 1, (5,))
+    factors = [(place * PLACE_MULTIPLIER ^ place >> 7) | 1 for place in range(5)]
+    total = sum(word * factor for word, factor in zip(tensor.tolist(), factors, strict=True)) * PLACE_MULTIPLIER
+    assert int(bit_hash(tensor)) % 2**64 == total % 2**64
+
+
+def test_groups_of_hashes_are_read_apart() -> None:
+    tensors = [torch.full((3,), number) for number in range(3)]
+    one, two, three = (int(bit_hash(tensor)) for tensor in tensors)
+    assert read_hashes([bit_hash(tensors[0])], [], list(map(bit_hash, tensors[1:]))) == [[one], [], [two, three]]
+    assert read_hashes([], []) == [[], []]
+
+
+def test_the_order_of_hashes_counts() -> None:
+    assert combined([1, 2]) != combined([2, 1])
+    assert all(0 <= combined([bits]) < 2**32 for bits in (2**63 - 1, -(2**63)))

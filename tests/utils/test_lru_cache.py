@@ -54,10 +54,7 @@ def test_a_value_can_be_replaced_and_discarded() -> None:
     assert (cache.get(0), cache.num_bytes, evicted) == (None, 2, [])
 
 
-@given(
-    st.integers(0, 20),
-    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 12)), max_size=30),
-)
+@given(st.integers(0, 20), st.lists(st.tuples(st.integers(0, 5), st.integers(0, 12)), max_size=30))
 def test_it_is_the_longest_run_of_recent_values_that_fits(max_bytes: int, puts: list[tuple[int, int]]) -> None:
     """Against the whole history: a value stays as long as all that came since fit beside it."""
     cache: LRUCache[int, int] = LRUCache(max_bytes)

@@ -58,12 +58,7 @@ def copied(settings: Model) -> tuple[torch.nn.Module, torch.nn.Module, EmbeddedE
     vlm = VLM(network, parts.processor.banned_ids)
     engine = EmbeddedEngine(vlm, parts.processor, max_batch_tokens=10_000, pushed=pushed)
     policy = make_policy(parts)
-    return (
-        parts.network,
-        network,
-        engine,
-        WeightPusher(policy.outgoing, [NetworkCopy(engine)]),
-    )
+    return (parts.network, network, engine, WeightPusher(policy.outgoing, [NetworkCopy(engine)]))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 
+from fovea.commands.exporting.export import export
+from fovea.commands.targets import find_checkpoint, open_checkpoint
 from fovea.config.environments import ShapesEnvironment
 from fovea.config.run import Config
 from fovea.data.order import LazyTasks
-from fovea.environments.base import Split
+from fovea.environments.base import Environment, Split
 from fovea.environments.shapes.environment import Shapes
 from fovea.errors import ConfigError, DataError, MissingExtraError, TrainError
+from fovea.loop import train
+from fovea.models.processor import load_processor
+from fovea.models.tiny import TinyParts, make_tiny
 from fovea.models.vision.feature_cache import FeatureCache
 from fovea.run.lifecycle import begin
 from fovea.train.base import ModelFacts
@@ -23,14 +34,24 @@ from fovea.types import Task
 from fovea.utils.event_loop import wait_for
 from fovea.utils.installing import pip_install
 from fovea.wiring import model as wired_model
-from fovea.wiring.model import liger_kernels, liger_note, locate_model, open_vlm, runs_liger, tokenizer_corpus
+from fovea.wiring.backends import open_backends, placement_of
+from fovea.wiring.model import (
+    MODEL_FOLDER,
+    liger_kernels,
+    liger_note,
+    locate_model,
+    open_vlm,
+    runs_liger,
+    tokenizer_corpus,
+)
 from fovea.wiring.outputs import model_table
+from tests.saved import make_checkpoint
+from tests.tiny_models import save, tiny
 from tests.wiring.small import SMALL, run_of
 
 
 @pytest.mark.parametrize(
-    ("model", "cached"),
-    [({}, False), ({"freeze_vision_tower": True}, True), ({"lora": {"rank": 2}}, True)],
+    ("model", "cached"), [({}, False), ({"freeze_vision_tower": True}, True), ({"lora": {"rank": 2}}, True)]
 )
 def test_features_are_cached_exactly_when_the_tower_is_frozen(
     model: dict[str, object], cached: bool, tmp_path: Path
@@ -220,3 +241,127 @@ def test_the_table_of_a_model_counts_its_threads(num: int, said: str, monkeypatc
     monkeypatch.setattr(torch, "get_num_threads", lambda: num)
     facts = ModelFacts(device="cpu", device_name=None, parameters=())
     assert str(model_table("tiny", facts).title) == said
+
+
+RUN = {
+    "max_steps": 1,
+    "rollout": {"prompts_per_step": 2, "samples_per_prompt": 2, "max_new_tokens": 3},
+    "evaluate": {"image_controls": False, "shared_images": "ignore"},
+    "parity": {"prompts": 0},
+}
+
+
+def settings(**model: object) -> Config:
+    return Config.model_validate({"model": {"tiny": model}, "environment": {"name": "shapes", "train_size": 12}})
+
+
+def shapes(config: Config) -> Environment:
+    return Shapes(config.environment, config.seed)  # type: ignore[arg-type]
+
+
+def never() -> Environment:
+    raise AssertionError("the environment is asked for only when the model is made")
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_the_folder_is_the_model_bit_for_bit(family: str, tmp_path: Path) -> None:
+    """As transformers loads it, against the network and tokenizer that were made."""
+    config = settings(family=family)
+    located = locate_model(config, tmp_path, lambda: shapes(config))
+    assert (located.path, located.tiny) == (str(tmp_path / MODEL_FOLDER), None)
+    made = _made(config)
+    network = AutoModelForImageTextToText.from_pretrained(tmp_path / MODEL_FOLDER, dtype="float32")
+    for (name, ours), (other, found) in zip(made.network.named_parameters(), network.named_parameters(), strict=True):
+        assert name == other
+        assert torch.equal(ours, found), name
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / MODEL_FOLDER)
+    assert tokenizer.get_vocab() == made.processor.tokenizer.get_vocab()
+    assert tokenizer.chat_template == made.processor.chat_template
+
+
+def _made(config: Config) -> TinyParts:
+    assert config.model.tiny is not None
+    return make_tiny(config.model.tiny, tokenizer_corpus(shapes(config), "error"), config.seed)
+
+
+def test_a_start_without_a_checkpoint_makes_the_model_of_its_own_settings(tmp_path: Path) -> None:
+    """An earlier start with other settings may have failed before it took a step."""
+    for width in (64, 32):
+        config = settings(intermediate_size=width)
+        locate_model(config, tmp_path, lambda config=config: shapes(config))
+        network = AutoModelForImageTextToText.from_pretrained(tmp_path / MODEL_FOLDER)
+        assert network.config.text_config.intermediate_size == width
+    assert [path.name for path in tmp_path.iterdir()] == [MODEL_FOLDER], "nothing half-written is left beside it"
+
+
+def test_a_run_with_a_checkpoint_keeps_its_model(tmp_path: Path) -> None:
+    config = settings()
+    locate_model(config, tmp_path, lambda: shapes(config))
+    make_checkpoint(tmp_path, 1)
+    weights = tmp_path / MODEL_FOLDER / "model.safetensors"
+    before = weights.stat().st_mtime_ns
+    assert locate_model(config, tmp_path, never).path == str(tmp_path / MODEL_FOLDER)
+    assert weights.stat().st_mtime_ns == before
+
+
+def test_resume_and_export_read_the_folder_or_make_that_of_an_old_run(tmp_path: Path) -> None:
+    """A run folder from before models were kept in it gets the same model on first use."""
+    run = tmp_path / "run"
+    train(run_of(run, **RUN))
+    kept = open_checkpoint(find_checkpoint(run)).vlm.state_dict()
+    shutil.rmtree(run / MODEL_FOLDER)
+    again = open_checkpoint(find_checkpoint(run)).vlm.state_dict()
+    assert all(torch.equal(kept[name], again[name]) for name in kept)
+    assert (run / MODEL_FOLDER / "config.json").is_file()
+    assert export(run, tmp_path / "exported").max_logprob_difference < 1e-4
+    weights = run / MODEL_FOLDER / "model.safetensors"
+    before = weights.stat().st_mtime_ns
+    train(run_of(run, **RUN | {"max_steps": 2, "resume": "auto"}))
+    assert weights.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(
+    ("backend", "advice"),
+    [("torch", r"cluster\.rollout_gpus=1"), ("megatron", r"rollout\.engine=vllm.*rollout\.engine\.python")],
+)
+def test_servers_want_one_leader(backend: str, advice: str) -> None:
+    engine = {"name": "vllm_servers", "servers": ("http://127.0.0.1:8000",), "weights_dir": "weights"}
+    config = Config.model_validate(
+        {"model": {"path": "models/any"}, "rollout": {"engine": engine}, "train": {"backend": {"name": backend}}}
+    )
+    with pytest.raises(ConfigError, match=rf"vllm_servers with 2 workers.*{advice}"):
+        placement_of(config, 2)
+
+
+@pytest.mark.parametrize(
+    ("python", "there"),
+    [("env/bin/python", "{here}/env/bin/python"), ("python", "python"), ("~/bin/py", "{home}/bin/py")],
+)
+def test_workers_on_ray_get_an_interpreter_that_they_find(
+    python: str, there: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have another working directory; where the link to an interpreter leads is not an environment."""
+    monkeypatch.chdir(tmp_path)
+    Path("env/bin").mkdir(parents=True)
+    Path("env/bin/python").symlink_to("/bin/sh")
+
+    class Stopped(Exception):
+        """Instead of a cluster."""
+
+    def stop(_: Any, make: partial[Any], **__: Any) -> None:
+        raise Stopped(make.args[0].config.rollout.engine.python)
+
+    for name in ("use_token", "own_ray_on_loopback"):
+        monkeypatch.setattr(f"fovea.wiring.backends.{name}", lambda: None)
+    ray = SimpleNamespace(RayWorkers=stop)
+    monkeypatch.setattr("fovea.wiring.backends.importlib", SimpleNamespace(import_module=lambda _: ray))
+    config = Config.model_validate(
+        {
+            "model": {"path": str(save(tiny("qwen3_vl"), tmp_path / "model"))},
+            "rollout": {"engine": {"name": "vllm", "python": python}},
+            "cluster": {"gpus_per_node": 1},
+        }
+    )
+    with pytest.raises(Stopped) as stopped:
+        open_backends(config, config.model, load_processor(config.model))
+    assert str(stopped.value) == there.format(here=os.getcwd(), home=Path.home())

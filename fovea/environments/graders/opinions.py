@@ -16,6 +16,8 @@ from fovea.environments.graders.limited_calls import LimitedCalls
 from fovea.types import Score, Task, Turn
 from fovea.utils.event_loop import gather_or_cancel
 
+ACCEPT_SCORE = 0.8
+"""Score of a judge from which it calls an answer right."""
 AskJudge: TypeAlias = Callable[[Sequence[Image], str, str, Sequence[str]], Awaitable[float]]
 """`judge.JudgeClient.score`: a function of the images, the question, the answer and references to a score in 0..1."""
 
@@ -85,19 +87,20 @@ class LimitedGrader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WithModelReward:
-    """The environment's own reward and a model's score, weighted; the accuracy stays the environment's."""
+    """The environment's own reward and models' scores, weighted; the accuracy stays the environment's."""
 
     own: Grader
-    model: Grader
-    name: str
-    """Name of the model's score among the parts."""
-    weight: float
-    """Share of the model's score in the reward."""
+    models: Sequence[tuple[str, Grader, float]]
+    """Each model with the name of its score among the parts and the share of its score in the reward."""
 
     async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
-        own, model = await gather_or_cancel([self.own.score(task, turns), self.model.score(task, turns)])
-        reward = (1 - self.weight) * own.reward + self.weight * model.reward
-        return replace(own, reward=reward, parts={**own.parts, self.name: model.reward})
+        graders = [self.own, *(model for _, model, _ in self.models)]
+        own, *scores = await gather_or_cancel([grader.score(task, turns) for grader in graders])
+        reward, parts = (1 - sum(share for *_, share in self.models)) * own.reward, dict(own.parts)
+        for (name, _, share), score in zip(self.models, scores, strict=True):
+            reward += share * score.reward
+            parts[name] = score.reward
+        return replace(own, reward=reward, parts=parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,14 +110,13 @@ class WithSecondOpinion:
     rule: Overrulable
     judge: Grader
     ask: Literal["wrong", "always"]
-    accept_score: float
 
     async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
         own = await self.rule.score(task, turns)
         rule_says = own.accuracy > 0
         if rule_says and self.ask == "wrong":
             return _noted(own, overruled=False)
-        judge_says = (await self.judge.score(task, turns)).reward >= self.accept_score
+        judge_says = (await self.judge.score(task, turns)).reward >= ACCEPT_SCORE
         if judge_says == rule_says:
             return _noted(own, overruled=False)
         return _noted(self.rule.overruled(own, right=judge_says), overruled=True)

@@ -10,31 +10,25 @@ import torch
 from PIL.Image import Image
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BatchEncoding
 
-from fovea.config.environments import RewardModel
+from fovea.config.rewards import RewardModel
 from fovea.errors import ModelError, ScoreError
 from fovea.utils.config_keys import check_config_keys
 from fovea.utils.shown_text import special_marks, without_marks
-
-KEY = "environment.reward_model"
-"""Settings of the reward model of captions."""
 
 
 class RewardScorer:
     """A scorer of an answer to a question. It reads only text, and knows of the image only what the question says."""
 
-    def __init__(self, settings: RewardModel, key: str = KEY) -> None:
-        """Weights come from safetensors, code from transformers; ModelError names what the folder lacks.
-
-        `key` is where the settings are, for messages.
-        """
+    def __init__(self, settings: RewardModel) -> None:
+        """Weights come from safetensors, code from transformers; ModelError names what the folder lacks."""
         self._path = path = Path(settings.path)
         if not list(path.glob("*.safetensors")):
             raise ModelError(
-                f"{key}.path: {path} holds no *.safetensors (other formats can run code); name the "
+                f"reward_model.path: {path} holds no *.safetensors (other formats can run code); name the "
                 "folder of a sequence classifier saved as safetensors"
             )
         try:
-            check_config_keys(str(path), "main", f"{key}.path")
+            check_config_keys(str(path), "main", "reward_model.path")
             self._tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
             model = AutoModelForSequenceClassification.from_pretrained(
                 path, local_files_only=True, use_safetensors=True, trust_remote_code=False
@@ -43,10 +37,10 @@ class RewardScorer:
             raise
         except (OSError, ValueError, KeyError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise ModelError(f"{key}.path: {path} cannot be loaded ({reason}); correct it") from error
+            raise ModelError(f"reward_model.path: {path} cannot be loaded ({reason}); correct it") from error
         if model.config.num_labels != 1:
             raise ModelError(
-                f"{key}.path: {path} has {model.config.num_labels} outputs, and a reward is one "
+                f"reward_model.path: {path} has {model.config.num_labels} outputs, and a reward is one "
                 "number; name a model with num_labels=1"
             )
         self._marks = special_marks(self._tokenizer)

@@ -2,7 +2,7 @@
 
 Prompt: lmms-eval's task `mathverse_testmini`. Verdict: `score_answer_s2.py --quick_match` of
 github.com/ZrrSkywalker/MathVerse, on the answer that the response ends with. The published figures are GPT's verdicts,
-which accept other forms of an answer: set a judge as second_opinion to come near them.
+which accept other forms of an answer: set judge and second_opinion=wrong to come near them.
 """
 
 from __future__ import annotations

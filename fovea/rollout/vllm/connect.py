@@ -22,6 +22,9 @@ from fovea.rollout.vllm.servers import ServerFacts, VllmServers
 from fovea.rollout.vllm.weights import ExpectedWeights
 from fovea.utils.http_json import CallBounds, JsonServer
 
+REQUESTS_AT_ONCE = 256
+"""Most requests of one server at once: as many as vLLM decodes by default."""
+
 
 def connect(settings: Settings, model: Model, processor: Processor, *, max_model_len: int) -> VllmServers:
     """Wait for all servers, and check that they are fit; ConfigError or EngineError where they are not.
@@ -32,7 +35,7 @@ def connect(settings: Settings, model: Model, processor: Processor, *, max_model
     max_model_len = fitting_length(checked, None, max_model_len, model=model.name)
     config = _model_config(model, max_model_len)
     expected = ExpectedWeights(config, is_sharded=False)
-    bounds = CallBounds(timeout_seconds=settings.timeout_seconds, calls_at_once=settings.max_concurrency)
+    bounds = CallBounds(timeout_seconds=settings.timeout_seconds, calls_at_once=REQUESTS_AT_ONCE)
     weights_dir = Path(settings.weights_dir).expanduser()
     headers = {"authorization": f"Bearer {made_key(weights_dir)}"}
     return VllmServers(

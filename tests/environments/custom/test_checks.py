@@ -56,10 +56,7 @@ def test_what_is_documented_passes() -> None:
 @pytest.mark.parametrize(
     ("tasks", "problem"),
     [
-        (
-            [TASK, replace(TASK, answer="x")],
-            "holds two rows of id 'train/0'; give every row of a split a separate id",
-        ),
+        ([TASK, replace(TASK, answer="x")], "holds two rows of id 'train/0'; give every row of a split a separate id"),
         ([TASK, "row"], "holds 'row' (of type str); return a list of fovea.types.Task"),
         (
             [replace(TASK, answer=3)],

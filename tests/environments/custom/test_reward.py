@@ -160,10 +160,7 @@ def test_marks_are_kept_beside_the_parts() -> None:
         ({str(n): 0.0 for n in range(101)}, "101 parts, and each is a separate metric; return at most 100"),
         ({"overlong": 0.0, "found": 1.0}, "a part overlong: the metric reward/overlong is the penalty of algorithm"),
         ({"caf\udce9": 0.0}, r"a part 'caf\udce9', which holds half of a UTF-16 pair, which no plot shows; rename it"),
-        (
-            {"reward": 1, "image_parts": [{str(n): 0.0 for n in range(101)}]},
-            "101 parts, and each is a separate metric",
-        ),
+        ({"reward": 1, "image_parts": [{str(n): 0.0 for n in range(101)}]}, "101 parts, and each is a separate metric"),
         ({"answer": float("inf")}, "inf as answer, which is not finite"),
         ({"answer": 1, "format": None}, "None as format, which is not a number"),
         (np.ones(2), "which is not one number"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,9 +16,11 @@ import torch
 from PIL import Image
 
 from fovea.config.loading import load_config
+from fovea.environments.custom.grader import UserGrader
 from fovea.environments.custom.loading import checked_reward
 from fovea.environments.graders.grading import Grading
-from fovea.errors import ConfigError, ScoreError
+from fovea.environments.graders.limited_calls import CallLimits, CallThreads, LimitedCalls
+from fovea.errors import ConfigError, ScoreError, UnscoredError
 from fovea.types import ImageRef, Mark, Score, Task
 from fovea.wiring.environment import make_environment
 from tests.fakes import BanditEnvironment
@@ -191,3 +194,19 @@ def test_a_function_has_not_the_name_of_the_penalty() -> None:
     """Its metric would be that of algorithm.overlong."""
     with pytest.raises(ConfigError, match=r"the metric reward/overlong is the penalty of algorithm\.overlong; rename"):
         load_config([], ["model.tiny={}", "reward=[mine.py:one,mine.py:overlong]"])
+
+
+ROW = Task(id="first", question="what?", answer="a")
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), SystemExit(3), KeyboardInterrupt(), ValueError("no")])
+def test_what_ends_a_loop_is_a_call_without_a_score(error: BaseException) -> None:
+    async def reward(_task: object, _turns: object) -> float:
+        raise error
+
+    limits = CallLimits(name="mine.py:f", timeout_seconds=30, on_failure="drop")
+    grading = Grading(graders=(UserGrader(reward, CallThreads("mine.py:f")),), calls=LimitedCalls(limits))
+    for _ in range(2):  # and the next call has a loop
+        with pytest.raises(UnscoredError, match=rf"mine\.py:f raised {type(error).__name__}\b"):
+            score_in_run(grading, ROW, "an answer")
+    grading.close()

@@ -19,7 +19,7 @@ from urllib.request import urlopen
 import pytest
 from PIL import Image
 
-from fovea.config.environments import Judge
+from fovea.config.rewards import Judge
 from fovea.environments.graders import judge as judge_module
 from fovea.environments.graders import limited_calls
 from fovea.environments.graders.base import TryAgainError
@@ -119,7 +119,7 @@ def test_a_failed_call_is_tried_again_and_then_named(
         ask(client(endpoint.url))
     assert len(endpoint.requests) == 1 + RETRIES
     assert str(raised.value).startswith(f"t: the judge at {endpoint.url} gave no score: {reason}")
-    assert "in the last of 4 tries; fix it, or set environment.judge.on_failure=drop" in str(raised.value)
+    assert "in the last of 4 tries; fix it, or set judge.on_failure=drop" in str(raised.value)
     assert "\n" not in str(raised.value)
     with pytest.raises(UnscoredError, match=f"gave no score: {re.escape(reason)}"):
         ask(client(endpoint.url, on_failure="drop"))
@@ -145,7 +145,7 @@ def test_a_slow_judge_is_given_up_in_time(serve: Callable[..., Endpoint]) -> Non
     endpoint = serve(says("Score: 4"))
     endpoint.delay_seconds = 30
     started = time.perf_counter()
-    with pytest.raises(ScoreError, match=r"took more than environment\.judge\.timeout_seconds=0\.3"):
+    with pytest.raises(ScoreError, match=r"took more than judge\.timeout_seconds=0\.3"):
         ask(client(endpoint.url, timeout_seconds=0.3))
     assert time.perf_counter() - started < 20
 

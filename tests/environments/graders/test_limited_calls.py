@@ -1,4 +1,4 @@
-"""Whose timeout it is, of the limits or of a connection that the grader holds; and errors that come together."""
+"""Limits of graders: whose timeout it is, errors that come together, and rewards that would drown all others."""
 
 from __future__ import annotations
 
@@ -6,16 +6,24 @@ import asyncio
 import gc
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from threading import Event
 
 import pytest
+from PIL import Image
 
+from fovea.config.environments import CaptionEnvironment
+from fovea.config.run import Config
+from fovea.environments.caption import CaptionGrader
+from fovea.environments.custom.grader import UserGrader, score_function
 from fovea.environments.graders.base import NoScoreError
 from fovea.environments.graders.grading import Grading
-from fovea.environments.graders.limited_calls import CallLimits, LimitedCalls
-from fovea.errors import ScoreError
-from fovea.types import Score, Task, Turn
+from fovea.environments.graders.limited_calls import CallLimits, CallThreads, LimitedCalls
+from fovea.errors import DataError, ScoreError
+from fovea.types import ImageRef, Score, Task, Turn
 from fovea.utils.event_loop import gather_or_cancel, wait_for
+from fovea.wiring.environment import make_environment
+from tests.fakes import BanditEnvironment
 from tests.grading import score_in_run
 
 TASK = Task(id="t", question="What colour?", answer="red", kind="colour")
@@ -78,3 +86,51 @@ def test_of_two_rewards_that_raise_the_second_prints_no_traceback(caplog: pytest
     gc.collect()
     assert caplog.messages == []
     grading.close()
+
+
+ROW = BanditEnvironment().tasks("train")[0]
+TOO_LARGE = r"^train/0: the reward of 'an answer' is -?\d.*, beyond 1e\+06; scale it down$"
+
+
+def unopened(ref: ImageRef) -> Image.Image:
+    raise AssertionError(f"{ref} was opened")
+
+
+def returning(returned: object) -> Grading:
+    grader = UserGrader(score_function(lambda task, text, images: returned, unopened), CallThreads("mine.py:f"))
+    return Grading(graders=(grader,), calls=LimitedCalls(CallLimits(name="mine.py:f")))
+
+
+@pytest.mark.parametrize(
+    "returned", [1e30, -1e308, {"answer": 2e6}, {"answer": 9e5, "format": 9e5}, Score(reward=1e7, accuracy=1)]
+)
+def test_a_reward_and_a_sum_of_parts_beyond_the_limit(returned: object) -> None:
+    with pytest.raises(DataError, match=TOO_LARGE):
+        score_in_run(returning(returned), ROW, "an answer")
+
+
+def test_a_reward_at_the_limit_is_a_reward() -> None:
+    assert score_in_run(returning(-1e6), ROW, "an answer").reward == -1e6
+
+
+def test_the_limit_holds_for_every_grader(tmp_path: Path) -> None:
+    def grading(**settings: object) -> Grading:
+        return make_environment(Config.model_validate({"model": {"tiny": {}}, **settings})).grading
+
+    (tmp_path / "mine.py").write_text("def f(task, text, images):\n    return 1e30\n", encoding="utf-8")
+    reward = f"{tmp_path / 'mine.py'}:f"
+    with pytest.raises(DataError, match=TOO_LARGE):
+        score_in_run(grading(reward=reward), ROW, "an answer")
+
+
+def test_the_score_of_a_reward_model_is_bounded_too() -> None:
+    class Loud:
+        def score(self, question: str, answer: str, images: object) -> float:
+            return 1e30
+
+    settings = CaptionEnvironment.model_validate(
+        {"train_files": ["a.jsonl"], "test_files": ["a.jsonl"], "metric_weights": {"reward_model": 1}}
+    )
+    grading = Grading(graders=(CaptionGrader(settings, lambda split: [], Loud()),))
+    with pytest.raises(DataError, match=TOO_LARGE):
+        score_in_run(grading, ROW, "an answer")

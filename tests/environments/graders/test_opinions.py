@@ -14,8 +14,7 @@ from PIL import Image
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
-from fovea.config.environments import RewardModel
-from fovea.config.loading import load_config
+from fovea.config.rewards import RewardModel
 from fovea.config.run import Config
 from fovea.environments.graders.judge import JudgeClient
 from fovea.environments.graders.reward_model import RewardScorer
@@ -41,7 +40,7 @@ def serve() -> Iterator[Callable[..., Endpoint]]:
 
 
 def judge(endpoint: Endpoint, **more: object) -> dict[str, object]:
-    return {"url": endpoint.url, "model": "m", **more}
+    return {"judge": {"url": endpoint.url, "model": "m", **more}}
 
 
 def made(folder: Path, environment: dict[str, object] | str, **settings: object) -> GradedEnvironment:
@@ -57,8 +56,8 @@ def graded(environment: GradedEnvironment, text: str, index: int = 0) -> Any:
 
 def test_a_judge_is_a_part_of_any_reward(tmp_path: Path, serve: Callable[..., Endpoint]) -> None:
     endpoint = serve(says("Fair.\nScore: 5"))
-    reward = {"weight": 0.25, "judge": judge(endpoint)}
-    vqa = made(tmp_path, "vqa", model_reward=reward)
+    reward = {"model_reward": {"judge": 0.25}, **judge(endpoint)}
+    vqa = made(tmp_path, "vqa", **reward)
     score = graded(vqa, r"\boxed{3}")
     assert (score.reward, score.accuracy) == (0.75 * 1 + 0.25 * 0.5, 1.0)
     assert score.parts == {"answer": 1.0, "judge": 0.5}
@@ -69,10 +68,10 @@ def test_a_judge_is_a_part_of_any_reward(tmp_path: Path, serve: Callable[..., En
     assert "<truth>\n3\n</truth>" in text["text"]
     assert "<answer>\n\\boxed{3}\n</answer>" in text["text"]
 
-    shapes = made(tmp_path, {"name": "shapes", "train_size": 4, "dev_size": 2, "test_size": 2}, model_reward=reward)
+    shapes = made(tmp_path, {"name": "shapes", "train_size": 4, "dev_size": 2, "test_size": 2}, **reward)
     target = shapes.environment.target(shapes.environment.tasks("test")[0])
     assert graded(shapes, target).parts["judge"] == 0.5
-    geo3k = made(tmp_path, "geo3k", model_reward=reward)
+    geo3k = made(tmp_path, "geo3k", **reward)
     assert graded(geo3k, "no idea").reward == pytest.approx(0.25 * 0.5)
     for each in (vqa, shapes, geo3k):
         each.grading.close()
@@ -81,9 +80,7 @@ def test_a_judge_is_a_part_of_any_reward(tmp_path: Path, serve: Callable[..., En
 def test_it_is_a_part_of_the_users_own_reward_too(tmp_path: Path, serve: Callable[..., Endpoint]) -> None:
     (tmp_path / "mine.py").write_text("def score(task, text, images): return {'words': len(text.split())}")
     endpoint = serve(says("Score: 10"))
-    own = made(
-        tmp_path, "vqa", reward=f"{tmp_path / 'mine.py'}:score", model_reward={"weight": 0.5, "judge": judge(endpoint)}
-    )
+    own = made(tmp_path, "vqa", reward=f"{tmp_path / 'mine.py'}:score", model_reward={"judge": 0.5}, **judge(endpoint))
     score = graded(own, "one two three")
     assert (score.reward, score.parts) == (2.0, {"words": 3.0, "judge": 1.0})
     own.grading.close()
@@ -93,8 +90,8 @@ def test_it_is_a_part_of_the_reward_of_every_part_of_a_mixture(tmp_path: Path, s
     (tmp_path / "mine.py").write_text("def score(task, text, images): return {'words': len(text.split())}")
     own = {"environment": {"name": "vqa", **files(tmp_path, ROWS)}, "reward": f"{tmp_path / 'mine.py'}:score"}
     scenes = {"environment": {"name": "shapes", "train_size": 4, "dev_size": 2, "test_size": 2}}
-    reward = {"weight": 0.5, "judge": judge(serve(says("Score: 10")))}
-    mixed = made(tmp_path, {"name": "mixture", "parts": {"own": own, "scenes": scenes}}, model_reward=reward)
+    reward = {"model_reward": {"judge": 0.5}, **judge(serve(says("Score: 10")))}
+    mixed = made(tmp_path, {"name": "mixture", "parts": {"own": own, "scenes": scenes}}, **reward)
     parts = {
         task.id.partition("/")[0]: graded(mixed, "one two three", index).parts
         for index, task in enumerate(mixed.environment.tasks("test"))
@@ -106,11 +103,11 @@ def test_it_is_a_part_of_the_reward_of_every_part_of_a_mixture(tmp_path: Path, s
 
 def test_a_judge_that_fails_leaves_the_group_out(tmp_path: Path, serve: Callable[..., Endpoint]) -> None:
     endpoint = serve((400, b"no"))
-    dropped = made(tmp_path, "vqa", model_reward={"judge": judge(endpoint, on_failure="drop")})
+    dropped = made(tmp_path, "vqa", model_reward={"judge": 0.5}, **judge(endpoint, on_failure="drop"))
     with pytest.raises(UnscoredError, match=r"^test/0: the judge at .* gave no score: status 400"):
         graded(dropped, "3")
-    stopped = made(tmp_path, "vqa", model_reward={"judge": judge(endpoint)})
-    with pytest.raises(Exception, match=r"set model_reward\.judge\.on_failure=drop to leave such groups out"):
+    stopped = made(tmp_path, "vqa", model_reward={"judge": 0.5}, **judge(endpoint))
+    with pytest.raises(Exception, match=r"set judge\.on_failure=drop to leave such groups out"):
         graded(stopped, "3")
     dropped.grading.close()
     stopped.grading.close()
@@ -121,7 +118,7 @@ def test_a_second_opinion_is_asked_where_the_rule_says_wrong(
     name: str, tmp_path: Path, serve: Callable[..., Endpoint]
 ) -> None:
     endpoint = serve(says("The same number.\nScore: 9"), says("Another.\nScore: 3"))
-    both = made(tmp_path, name, second_opinion={"judge": judge(endpoint)})
+    both = made(tmp_path, name, second_opinion="wrong", **judge(endpoint))
     right = graded(both, r"\boxed{3}")
     assert (right.accuracy, right.parts["overruled"], endpoint.requests) == (1.0, 0.0, [])
     overruled = graded(both, r"\boxed{a triple of circles}")
@@ -134,7 +131,7 @@ def test_a_second_opinion_is_asked_where_the_rule_says_wrong(
 
 
 def test_a_format_that_is_missing_stays_missing(tmp_path: Path, serve: Callable[..., Endpoint]) -> None:
-    geo3k = made(tmp_path, "geo3k", second_opinion={"judge": judge(serve(says("Score: 10")))})
+    geo3k = made(tmp_path, "geo3k", second_opinion="wrong", **judge(serve(says("Score: 10"))))
     score = graded(geo3k, "three circles")
     assert (score.reward, score.accuracy, score.parts["format"]) == (pytest.approx(0.9), 1.0, 0.0)
     geo3k.grading.close()
@@ -142,33 +139,67 @@ def test_a_format_that_is_missing_stays_missing(tmp_path: Path, serve: Callable[
 
 def test_all_answers_may_be_asked_about(tmp_path: Path, serve: Callable[..., Endpoint]) -> None:
     endpoint = serve(says("Score: 2"))
-    vqa = made(tmp_path, "vqa", second_opinion={"judge": judge(endpoint), "ask": "always"})
+    vqa = made(tmp_path, "vqa", second_opinion="always", **judge(endpoint))
     score = graded(vqa, r"\boxed{3}")
     assert (score.reward, score.accuracy, score.parts["overruled"]) == (0.0, 0.0, 1.0)
     assert graded(vqa, r"\boxed{4}").parts["overruled"] == 0.0
     vqa.grading.close()
 
 
-def test_settings_that_do_not_go_together(tmp_path: Path) -> None:
-    endpoint = {"url": "http://127.0.0.1:1/v1", "model": "m"}
-    with pytest.raises(ValidationError, match=r"set exactly one of model_reward\.judge and model_reward\.reward_model"):
-        made(tmp_path, "vqa", model_reward={"weight": 0.5})
-    with pytest.raises(ValidationError, match=r"second_opinion overrules the rule of environment\.name=vqa or geo3k"):
-        made(tmp_path, {"name": "shapes"}, second_opinion={"judge": endpoint})
-    with pytest.raises(ConfigError, match=r"second_opinion\.judge\.api_key_env=NO_KEY, but there is no such"):
-        made(tmp_path, "vqa", second_opinion={"judge": {**endpoint, "api_key_env": "NO_KEY"}})
+JUDGE = {"judge": {"url": "http://127.0.0.1:1/v1", "model": "m"}}
+SCENES: dict[str, object] = {"name": "shapes"}
 
 
-def test_the_connections_are_closed_at_the_end(tmp_path: Path, serve: Callable[..., Endpoint]) -> None:
+@pytest.mark.parametrize(
+    ("environment", "settings", "message"),
+    [
+        (SCENES, {"second_opinion": "wrong", **JUDGE}, r"second_opinion overrules the rule of environment\.name=vqa"),
+        (SCENES, JUDGE, r"judge is set, and nothing asks it; set model_reward=\{judge: 0.5\}, or judge=null"),
+        ("vqa", {"second_opinion": "always"}, "second_opinion asks the model of `judge`, which is not set; set judge"),
+        ("vqa", {"model_reward": {"reward_model": 0.5}, **JUDGE}, "model_reward asks the model of `reward_model`"),
+        ("vqa", {"reward_model": {"path": "a"}}, "reward_model is set, and nothing asks it"),
+        ("vqa", {"model_reward": {"judge": 0.6, "reward_model": 0.6}, **JUDGE}, "with a sum of at most 1"),
+        ("vqa", {"model_reward": {}}, "with a sum of at most 1"),
+        ("vqa", {"judge": {**JUDGE["judge"], "prompt": "?"}}, r"judge.prompt has no \{answer\}"),
+    ],
+)
+def test_settings_that_do_not_go_together(
+    environment: Any, settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValidationError, match=message):
+        made(tmp_path, environment, **settings)
+
+
+def test_a_key_that_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"judge\.api_key_env=NO_KEY, but there is no such"):
+        made(tmp_path, "vqa", second_opinion="wrong", judge={**JUDGE["judge"], "api_key_env": "NO_KEY"})
+
+
+def test_a_judge_and_a_reward_model_share_a_reward(tmp_path: Path, serve: Callable[..., Endpoint]) -> None:
+    (tmp_path / "text").mkdir()
+    save_reward_model(tmp_path / "text")
+    models = {"reward_model": {"path": str(tmp_path / "text")}, **judge(serve(says("Score: 5")))}
+    vqa = made(tmp_path, "vqa", model_reward={"judge": 0.25, "reward_model": 0.25}, **models)
+    score = graded(vqa, r"\boxed{3}")
+    assert score.reward == pytest.approx(0.5 + 0.25 * 0.5 + 0.25 * score.parts["reward_model"])
+    vqa.grading.close()
+
+
+def test_captions_have_their_prompt_and_connections_are_closed_at_the_end(
+    tmp_path: Path, serve: Callable[..., Endpoint]
+) -> None:
     endpoint = serve(says("Score: 1"))
-    caption = {"name": "caption", "metric_weights": {"judge": 1}, "judge": judge(endpoint), **files(tmp_path, ROWS)}
-    for each in (made(tmp_path, caption), made(tmp_path, "vqa", model_reward={"judge": judge(endpoint)})):
+    caption = {"name": "caption", "metric_weights": {"judge": 1}, **files(tmp_path, ROWS)}
+    vqa = made(tmp_path, "vqa", model_reward={"judge": 1}, **judge(endpoint))
+    for each in (made(tmp_path, caption, **judge(endpoint)), vqa):
         graded(each, "x")
         (client,) = each.grading.clients
         each.grading.close()
         assert isinstance(client, JudgeClient)
         with pytest.raises(RuntimeError, match="client has been closed"):
             wait_for(client.score([], "How many?", "x", ["3"]))
+    sent = [request["messages"][0]["content"][-1]["text"] for request in endpoint.requests]  # type: ignore[index]
+    assert [("<description>" in text, "<truth>" in text) for text in sent] == [(True, False), (False, True)]
 
 
 def vision_reward_model(folder: Path, family: str = "qwen2_5_vl", head: str = "score") -> tuple[Any, torch.Tensor]:
@@ -215,7 +246,7 @@ def test_the_folder_says_what_the_reward_model_reads(tmp_path: Path) -> None:
     vision_reward_model(tmp_path / "vision")
     assert isinstance(reward_scorer(RewardModel(path=str(tmp_path / "text"))), RewardScorer)
     assert isinstance(reward_scorer(RewardModel(path=str(tmp_path / "vision"))), VisionRewardScorer)
-    vqa = made(tmp_path, "vqa", model_reward={"reward_model": {"path": str(tmp_path / "vision")}})
+    vqa = made(tmp_path, "vqa", model_reward={"reward_model": 0.5}, reward_model={"path": str(tmp_path / "vision")})
     score = graded(vqa, r"\boxed{3}")
     assert score.reward == pytest.approx(0.5 + 0.5 * score.parts["reward_model"])
     vqa.grading.close()
@@ -225,16 +256,8 @@ def test_the_folder_says_what_the_reward_model_reads(tmp_path: Path) -> None:
 def test_a_reward_model_that_cannot_be_loaded_is_named_by_its_own_setting(family: str | None, tmp_path: Path) -> None:
     if family is not None:
         (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
-    with pytest.raises(ModelError, match=r"^model_reward\.reward_model\.path\b"):
+    with pytest.raises(ModelError, match=r"^reward_model\.path\b"):
         reward_scorer(RewardModel(path=str(tmp_path)))
-
-
-@pytest.mark.parametrize("section", ["model_reward", "second_opinion"])
-def test_a_prompt_without_the_answer_is_named_by_its_own_setting(section: str) -> None:
-    judge = {"url": "http://a/v1", "model": "m", "prompt": "?"}
-    with pytest.raises(ConfigError) as caught:
-        load_config([], [{"model": {"tiny": {}}}, {section: {"judge": judge}}])
-    assert str(caught.value).startswith("arguments: judge.prompt has no {answer}")
 
 
 def test_a_folder_without_a_head_is_named(tmp_path: Path) -> None:

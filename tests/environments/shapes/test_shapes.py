@@ -107,11 +107,7 @@ def test_answers_are_balanced(split: Split) -> None:
 def test_what_is_asked_for_varies(level: int) -> None:
     questions = Counter(task.question for task in shapes(level).tasks("train")[:600])
     for shape in SHAPES:
-        for question in (
-            f"How many {shape}s are there?",
-            f"What colour is the {shape}?",
-            f"Is there a {shape}?",
-        ):
+        for question in (f"How many {shape}s are there?", f"What colour is the {shape}?", f"Is there a {shape}?"):
             assert 25 < questions[question] < 80
     named = {f"Which shape is {colour}?" for colour in COLOURS} if level > 1 else {"Which shape is shown?"}
     assert {question for question in questions if question.startswith("Which")} == named

@@ -185,7 +185,7 @@ def test_without_a_download_the_command_for_it_is_named(tmp_path: Path, monkeypa
 
 def test_a_judge_overrules_the_rule(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     endpoint = Endpoint(says("Score: 10"))
-    judge = [f"second_opinion.judge.url={endpoint.url}", "second_opinion.judge.model=tiny"]
+    judge = [f"judge.url={endpoint.url}", "judge.model=tiny", "second_opinion=wrong"]
     words = ["constant:It is 55 degrees", "bench=mathverse", "--quiet", "--json", "judged.json"]
     evaluated(*words, *judge)
     scores = json.loads((folders / "judged.json").read_text(encoding="utf-8"))["benchmarks"]["mathverse"]["scores"]

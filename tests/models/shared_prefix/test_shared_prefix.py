@@ -164,21 +164,16 @@ def test_no_real_token_sees_the_padding(vlm: VLM, parts: TinyParts) -> None:
     assert torch.equal(first, second)
 
 
-def test_grouped_heads_with_more_than_one_key_head() -> None:
-    parts = tiny("qwen3_vl", num_heads=4, num_kv_heads=2)
-    prompts, completions = mixed_prompts(parts), random_completions(UNEQUAL)
-    expected = torch.cat(
-        [reference_logprobs(parts, p, c) for p, group in zip(prompts, completions, strict=True) for c in group]
-    )
-    scores = VLM(parts.network, parts.processor.banned_ids)(
-        pack_row(parts.processor.family, prompts, completions, CPU), temperature=1.0, chunk_tokens=100
-    )
-    torch.testing.assert_close(scores.logprobs_A, expected, atol=LOGPROB_TOLERANCE, rtol=0)
-
-
-def test_deepstack_that_reaches_the_last_layer() -> None:
-    """Its features are added behind all layers: no token may be left out of the last one."""
-    parts = tiny("qwen3_vl", num_layers=1)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"num_heads": 4, "num_kv_heads": 2},
+        # deepstack's features are added behind all layers: no token may be left out of the last one
+        {"num_layers": 1},
+    ],
+)
+def test_shapes_of_a_decoder(shape: dict[str, int]) -> None:
+    parts = tiny("qwen3_vl", **shape)
     prompts, completions = mixed_prompts(parts), random_completions(UNEQUAL)
     expected = torch.cat(
         [reference_logprobs(parts, p, c) for p, group in zip(prompts, completions, strict=True) for c in group]

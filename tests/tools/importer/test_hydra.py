@@ -1,7 +1,9 @@
-"""Files that a `defaults` list names are composed as Hydra itself composes them."""
+"""`defaults` lists, references of OmegaConf and scripts are read as Hydra, OmegaConf and bash read them."""
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,9 @@ from omegaconf import OmegaConf
 from fovea.config.base import leaves
 from fovea.errors import ConfigError
 from fovea.tools.importer.hydra import composed
-from fovea.tools.importer.interpolation import Given
+from fovea.tools.importer.interpolation import Given, resolve
 from fovea.tools.importer.reading import read
+from fovea.tools.importer.shell import words_of
 
 FILES = {
     "top.yaml": """
@@ -157,3 +160,123 @@ def test_a_circle_is_refused(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("defaults: x\n")
     with pytest.raises(ConfigError, match=r'c\.yaml: defaults="x": Hydra takes a list of files'):
         composed(tmp_path / "c.yaml")
+
+
+VALUES = {
+    "runner.seq_length": 8192,
+    "data.max_prompt_length": 4096,
+    "a.flag": True,
+    "a.name": "x",
+    "a.both": "${a.name}y",
+}
+
+
+@pytest.mark.parametrize(
+    ("value", "resolved"),
+    [
+        ("${runner.seq_length}", 8192),
+        ("${subtract:${runner.seq_length}, ${data.max_prompt_length}}", 4096),
+        ("${int_div:${multiply:8, 64}, 4}", 128),
+        ("${not:${a.flag}}", False),
+        ("${oc.select:a.name,other}", "x"),
+        ("${oc.select:a.missing,512}", 512),
+        ("${.name}", "x"),
+        ("${..a.name}/${a.name}", "x/x"),
+        ("../results/${a.both}", "../results/xy"),
+        ("no reference", "no reference"),
+        (7, 7),
+    ],
+)
+def test_a_reference_becomes_its_value(value: object, resolved: object) -> None:
+    assert resolve(value, "a.key", VALUES.get) == resolved
+
+
+def test_the_environment_gives_folders_and_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ann")
+    monkeypatch.setenv("A_KEY", "hunter2")
+    values = ("${oc.env:HOME}/data", "${oc.env:A_KEY,none}", "${oc.env:NOT_SET_ANYWHERE}", "${oc.env:NOT_SET,3}")
+    assert [resolve(value, "a.key", VALUES.get) for value in values] == ["/home/ann/data", "none", None, 3]
+    assert resolve("${oc.env:A_KEY}", "a.key", VALUES.get, variables=None) == "hunter2", "where it is not shown"
+    problem = r"^a.key: \$\{oc.env:A_KEY\} is set in the environment, which a recipe does not show; add a.key=VALUE"
+    with pytest.raises(ConfigError, match=problem):
+        resolve("${oc.env:A_KEY}", "a.key", VALUES.get)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("${multiplied:2, 3}", "a.key: .* is a function that is not known here; write its value"),
+        ("${multiply:2}", "a.key: .* has no value"),
+        ("${int_div:2, 0}", "a.key: .* has no value"),
+        ("${a.circle}", "a.key: its references lead in a circle"),
+    ],
+)
+def test_a_reference_without_a_value_is_refused(value: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve(value, "a.key", {"a.circle": "${a.circle}"}.get)
+
+
+SCRIPTS = {
+    "quotes": """a.b='x "y" $Z' a.c="q 'r'" a.d=[\\'console\\',\\'wandb\\']""",
+    "line breaks": "a.b=1 \\\n  a.c=2 \\\n  a.d=3",
+    "variables": 'ENGINE=vllm\nROOT="/data"; a.b=$ENGINE a.c=${ROOT}/x a.d="$ROOT"/y',
+    "defaults": 'a.b=${1:-vllm} a.c=${NOT_SET_HERE:-"${ALSO_NOT:-deep}/model"} a.d=${NOT_SET-}',
+    "sums": "LONGEST=$((1024 * 4))\na.b=$LONGEST a.c=$((LONGEST + 2048)) a.d=$(( ($LONGEST - 96) / 2 ))",
+    "regular expressions": "a.b='.*visual.*' a.c=\\$name",
+    "all arguments": "a.b=1 $@",
+}
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash to compare with")
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS.keys())
+def test_words_are_those_of_bash(script: str) -> None:
+    """The settings of a script, which bash prints one a line in the place of running a command with them."""
+    lines = script.replace("\\\n", " ").splitlines()
+    shown = [f"printf '%s\\n' {line}" if line.lstrip().startswith("a.b") else line for line in lines]
+    shown = [line.replace("; a.b", "; printf '%s\\n' a.b") for line in shown]
+    done = subprocess.run(["bash", "-c", "\n".join(shown)], capture_output=True, text=True, check=True)
+    assert [word.text for word in words_of(script) if word.text.startswith("a.")] == done.stdout.splitlines()
+
+
+def test_words_know_their_lines() -> None:
+    script = "set -x\n# a.b=0 is a remark\npython3 -m main \\\n  a.b=1 \\\n  a.c=2  # the last\n"
+    found = {word.text: word.line for word in words_of(script)}
+    assert (found["a.b=1"], found["a.c=2"]) == (4, 5)
+    assert "a.b=0" not in found
+
+
+def test_settings_of_an_array_are_read_where_it_is_written() -> None:
+    script = 'DATA=(\n  data.train_batch_size=8\n)\npython3 -m main "${DATA[@]}" trainer.nnodes=1\n'
+    settings = [word.text for word in words_of(script) if "." in word.text.partition("=")[0] and "=" in word.text]
+    assert settings == ["data.train_batch_size=8", "trainer.nnodes=1"]
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("a.b=$NOT_SET_ANYWHERE", "$NOT_SET_ANYWHERE is set nowhere"),
+        ("a.b=$A_KEY", "$A_KEY is set only in the environment, which a recipe does not show"),
+        ("a.b=$(nproc)", "$(nproc) is a command, and none is run"),
+        ("a.b=`nproc`", "`nproc` is a command, and none is run"),
+        ("if true; then N=1; else N=2; fi; a.b=$N", "$N is set to different values"),
+        ("N=$(nproc)\na.b=$N", "$(nproc) is a command, and none is run"),
+        ("a.b=$((2 ** 9))", "$((2 ** 9)) is not a sum of known numbers"),
+        ("a.b=${NAME//x/y}", "${NAME//x/y} is unread"),
+    ],
+)
+def test_what_only_running_it_would_tell_is_unread(script: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_KEY", "hunter2")
+    (word,) = [word for word in words_of(script) if word.text.startswith("a.b=")]
+    assert word.unread == reason
+    assert "hunter2" not in word.text
+
+
+def test_variables_of_a_script_give_folders_and_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ann")
+    monkeypatch.setenv("A_KEY", "hunter2")
+    assert [word.text for word in words_of("a.b=$HOME/data a.c=${A_KEY:-none}")] == ["a.b=/home/ann/data", "a.c=none"]
+
+
+@pytest.mark.parametrize("script", ["a.b='x", 'a.b="x', "a.b=${x", "a.b=$((1", "a.b=$(x", "a.b=\\", "a.b=$", "a.b=`x"])
+def test_a_script_that_breaks_off_is_read_to_its_end(script: str) -> None:
+    assert words_of(script)

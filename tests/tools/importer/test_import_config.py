@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fovea.config.base import Tree, leaves
+from fovea.config.elsewhere import BELOW, System, systems
 from fovea.config.loading import load_config
+from fovea.errors import FoveaError
+from fovea.tools.importer.docs import page
+from fovea.tools.importer.interpolation import Given
+from fovea.tools.importer.reading import IMPORTED, read
+from fovea.tools.importer.translate import recipe_text, translate
 from tests.tables import table
 from tests.tools.importer.imports import GEO3K, error_of, imported, resolved
 from tests.tools.importer.runs_of_others import (
@@ -241,3 +251,124 @@ def test_a_script_of_trl_is_told_its_page(tmp_path: Path, monkeypatch: pytest.Mo
     assert error_of("trl.sh").startswith("error: 2 of 3 settings are those of TRL, whose files are not read, only verl")
     Path("other.sh").write_text("python train.py --config_file zero3.yaml\n")
     assert error_of("other.sh") == "error: no settings found; write fovea import-config FILE [KEY=VALUE]..."
+
+
+ACTOR = "actor_rollout_ref.actor"
+VALUES = [None, 0, -1, "abc", [1, 2], [[1]], {"a": 1}, True]
+OTHER_BRANCHES = {
+    "verl": {"reward_model.overlong_buffer.enable": True, "reward_model.overlong_buffer.len": 512},
+    "rlinf": {"algorithm.adv_type": "gae", "runner.max_steps": 750},
+}
+
+
+@pytest.fixture(autouse=True)
+def in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.sh").write_text(VERL, encoding="utf-8")
+    Path("geo3k.yaml").write_text(RLINF, encoding="utf-8")
+
+
+def given(settings: dict[str, Any]) -> dict[str, Given]:
+    return {key: Given(key=key, value=value, where="here") for key, value in settings.items()}
+
+
+def error_or_none(name: str, settings: dict[str, Given], *, written: bool) -> FoveaError | None:
+    try:
+        translation = translate(systems()[name], settings, "geo3k")
+        if written:
+            recipe_text(translation, [])
+    except FoveaError as error:
+        return error
+    return None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", IMPORTED)
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_no_value_of_any_key_is_a_traceback(name: str, is_alone: bool) -> None:
+    """Every known key with every kind of value, alone and over settings that lead into other branches of the rules."""
+    run = {} if is_alone else read(["run.sh" if name == "verl" else "geo3k.yaml"]) | given(OTHER_BRANCHES[name])
+    for key in (each.theirs.replace(BELOW, ".any") for each in systems()[name].settings):
+        for value in VALUES:
+            # writing takes twenty times as long, and reads the values by one check of the settings, whatever the key
+            error = error_or_none(name, run | given({key: value}), written=value == {"a": 1})
+            assert error is None or "\n" not in str(error), f"{key}={value}"
+
+
+@pytest.mark.parametrize(
+    ("words", "left"),
+    [
+        (["data.train_batch_size=null"], "data.train_batch_size: null is not a positive integer"),
+        (["data.train_batch_size=null"], f"{ACTOR}.ppo_mini_batch_size: read together with data.train_batch_size, wh"),
+        ([f"{ACTOR}.ppo_mini_batch_size=0"], f"{ACTOR}.ppo_mini_batch_size: 0 is not a positive integer"),
+        ([f"{ACTOR}.use_kl_loss=abc"], f'{ACTOR}.use_kl_loss: "abc" is not a boolean or null'),
+        ([f"{ACTOR}.optim.lr_scheduler_type=[1]"], f"{ACTOR}.optim.lr_scheduler_type: only "),
+        (["trainer.logger=0"], "trainer.logger: 0 is not a text or list of texts or null"),
+        (["custom_reward_function.path=[1]"], "custom_reward_function.path: [1] is not a file"),
+    ],
+)
+def test_a_value_of_a_wrong_type_is_left_out(words: list[str], left: str) -> None:
+    recipe = imported("run.sh", *words, *GEO3K)
+    head, _, _ = recipe.partition("# These need no setting here:")
+    assert f"#   {left}" in head
+    assert head.count(f"#   {words[0].partition('=')[0]}:") == 1, "told once, whoever reads it"
+    assert resolved(recipe)["environment.name"] == "geo3k"
+
+
+def test_what_is_read_together_with_it_is_not_guessed() -> None:
+    """A default in its place would make another run."""
+    recipe = imported("run.sh", "data.train_batch_size=abc", *GEO3K)
+    assert "minibatches" not in recipe
+    assert "prompts_per_step" not in recipe
+
+
+def test_a_run_has_no_recipe_without_its_advantage() -> None:
+    told = "algorithm.adv_estimator=[1, 2]: there is no such advantage here; set it to grpo, "
+    assert told in error_of("run.sh", "algorithm.adv_estimator=[1,2]", *GEO3K)
+
+
+@pytest.mark.parametrize(
+    ("words", "circle"),
+    [
+        (["runner.max_steps=${runner.max_steps}"], "runner.max_steps -> runner.max_steps"),
+        (
+            ["runner.max_steps=${runner.x}", "runner.x=${runner.max_steps}"],
+            "runner.max_steps -> runner.x -> runner.max_steps",
+        ),
+    ],
+)
+def test_settings_in_a_circle_are_named(words: list[str], circle: str) -> None:
+    told = f"error: {circle}: these settings refer to each other in a circle; write the value of one"
+    assert error_of("geo3k.yaml", *words) == told
+
+
+ROOT = Path(__file__).parents[3]
+SYSTEMS = [pytest.param(system, id=system.name) for system in systems().values()]
+
+
+def test_the_command_prints_a_page() -> None:
+    command = [sys.executable, "-m", "fovea.tools.importer.docs", "mixtrain"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == page(systems()["mixtrain"])
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_rows_are_whole_and_every_setting_is_on_the_page(system: System) -> None:
+    text = page(system)
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    assert {len(re.split(r"(?<!\\)\|", row)) for row in rows} == {5}
+    assert [setting.theirs for setting in system.settings if f"`{setting.theirs}`" not in text] == []
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_files_that_a_page_names_are_there(system: System) -> None:
+    named = set(re.findall(r"\b((?:docs|recipes)/[\w./-]+\.(?:md|yaml))\b", page(system)))
+    assert named
+    assert sorted(file for file in named if not (ROOT / file).is_file()) == []
+
+
+def test_the_readme_has_the_command_that_prints_the_pages() -> None:
+    (row,) = [
+        line for line in (ROOT / "README.md").read_text("utf-8").splitlines() if "fovea.tools.importer.docs" in line
+    ]
+    assert [system.name for system in systems().values() if system.name not in row.lower()] == []

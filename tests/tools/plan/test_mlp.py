@@ -1,18 +1,23 @@
-"""What a plan counts for a model with experts against what autograd keeps of a packed row."""
+"""What a plan counts for experts and for outputs of a rollout, against what autograd keeps and a rollout leaves."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
 from fovea.config.loading import load_config
+from fovea.config.run import Config
 from fovea.models.recompute import Recompute, kept_bytes, recompute_activations
 from fovea.models.vlm import VLM
 from fovea.tools.plan.activations import Numerics, decoder_stages, embedding_stage, expert_weights, head_stage
 from fovea.tools.plan.model_sizes import model_sizes
+from fovea.tools.plan.plan import make_plan
 from fovea.tools.plan.workload import RowShape
 from fovea.train.packing import pack_row
 from fovea.train.update_metrics import ActivationMeter
-from tests.tiny_models import CPU, random_completions, renderer, tiny, user
+from tests.tiny_models import CPU, random_completions, renderer, save, tiny, user
+from tests.tools.plan.published import wide
 
 MID = {"hidden_size": 128, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
 COMPLETIONS, LENGTH = 8, 40
@@ -62,3 +67,74 @@ def test_experts_are_counted_as_weights() -> None:
     for family, experts in (("qwen3_vl", 0), ("qwen3_vl_moe", 3 * 4 * 3 * 64 * 128)):
         config = load_config([], [f"model.tiny.family={family}"])
         assert expert_weights(model_sizes(config)) == experts
+
+
+PROMPTS, SAMPLES, LIMIT, DRAWN, PROMPT_TOKENS = 6, 4, 12, 10, 20
+
+
+@pytest.mark.parametrize(("missing", "kept"), [(0, True), (1, False)])
+def test_outputs_are_counted_where_they_fit(missing: int, kept: bool, tmp_path: Path) -> None:
+    """Reserved for the longest completions, and counted for the expected lengths."""
+    parts = tiny("qwen3_vl", **wide("qwen3_vl"))
+    text = parts.network.config.text_config
+    folder = save(parts, tmp_path)
+    heads = (text.num_attention_heads + 2 * text.num_key_value_heads) * text.head_dim
+    outputs = 4 * text.num_hidden_layers * (heads + 2 * text.hidden_size + 2 * text.intermediate_size)
+    tokens = PROMPTS * (PROMPT_TOKENS + SAMPLES * LIMIT)
+    limit = tokens * outputs - missing
+    config = Config.model_validate(
+        {
+            "model": {"path": str(folder), "freeze_vision_tower": True},
+            "rollout": {
+                "prompts_per_step": PROMPTS,
+                "samples_per_prompt": SAMPLES,
+                "max_new_tokens": LIMIT,
+                "engine": {"reuse_gib": limit / 2**30},
+            },
+            "plan": {
+                "gpu": "cpu",
+                "gpus": 1,
+                "prompt_tokens": PROMPT_TOKENS,
+                "image_tokens": 9,
+                "completion_tokens": DRAWN,
+            },
+        }
+    )
+    for phase in make_plan(config).phases:
+        expected = PROMPTS * (PROMPT_TOKENS + SAMPLES * (DRAWN - 1)) * outputs
+        assert phase.parts.get("recorded outputs") == (expected if kept else None)
+
+
+@pytest.mark.parametrize(
+    ("how", "reuse_gib", "kept"),
+    [("full", 2.0, True), ("none", 2.0, False), ("none", 300.0, True), ("selective", 300.0, False)],
+)
+def test_on_a_gpu_the_vision_graph_alone_is_counted(how: str, reuse_gib: float, kept: bool, tmp_path: Path) -> None:
+    """Of blocks that are computed again it has the inputs, which fit where the rest would not."""
+    folder = save(tiny("qwen3_vl", **wide("qwen3_vl"), vision_depth=24, vision_hidden_size=256), tmp_path)
+    config = Config.model_validate(
+        {
+            "model": {"path": str(folder), "dtype": "bfloat16"},
+            "rollout": {
+                "prompts_per_step": 64,
+                "samples_per_prompt": SAMPLES,
+                "max_new_tokens": LIMIT,
+                "engine": {"reuse_gib": reuse_gib},
+            },
+            "train": {"gradient_checkpointing": how},
+            "plan": {
+                "gpu": "h100",
+                "gpus": 1,
+                "prompt_tokens": 300,
+                "image_tokens": 256,
+                "completion_tokens": DRAWN,
+            },
+        }
+    )
+    phases = make_plan(config).phases
+    patches = 64 * 256 * 4
+    for phase in phases:
+        assert "recorded outputs" not in phase.parts
+    rollout, update = (phase.parts.get("vision", 0) for phase in phases[:2])
+    inputs = patches * 24 * 256 * 2
+    assert (min(rollout, update) > inputs) is kept

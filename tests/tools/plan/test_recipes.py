@@ -168,14 +168,7 @@ def test_it_takes_two_steps_on_two_ranks(recipe: str, family: str, tmp_path: Pat
     )
     files = [f"environment.{split}_files=[{data}]" for split in ("train", "dev", "test")]
     model = save(tiny(family), tmp_path / "model")
-    train_on_two(
-        f"recipes/{recipe}",
-        f"run_dir={run_dir}",
-        f"model.path={model}",
-        HASH_REWARD,
-        *files,
-        *SMALL,
-    )
+    train_on_two(f"recipes/{recipe}", f"run_dir={run_dir}", f"model.path={model}", HASH_REWARD, *files, *SMALL)
     steps = read_metrics(run_dir)
     assert [step["step"] for step in steps] == [1, 2]
     assert all(step["actions_trained"] > 0 and step["grad_norm"] > 0 for step in steps)

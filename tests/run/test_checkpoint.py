@@ -1,9 +1,9 @@
-"""`resume=PATH`: from a named checkpoint, in its own run folder or in a new one."""
+"""Checkpoints: what they keep of a run, which outlive newer ones, and `resume=PATH` from a named one."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,20 @@ from fovea import loop
 from fovea.api.runs import load_run
 from fovea.config.run import Config
 from fovea.errors import ConfigError, DataError
+from fovea.evaluation.controls import Searched, SharedImages
+from fovea.evaluation.evaluator import Evaluator
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
+from fovea.metrics.progress import Progress
 from fovea.report.samples import sample_steps
 from fovea.report.viewed_run import ViewedRun
+from fovea.run.checkpoint import RetainedCheckpoints
 from fovea.run.context import Run
+from fovea.run.microbatches import MicrobatchTokens
 from fovea.run.state import TrainState
-from fovea.types import Group, Metrics
+from fovea.types import Batch, Evaluation, Group, Metrics
 from fovea.wiring.run import build
+from tests.fakes import BanditPolicy, bandit_run
 from tests.runs import untimed
 from tests.saved import saved_bytes
 
@@ -147,3 +153,81 @@ def test_a_resumed_run_tells_of_lost_metrics_and_passes_an_empty_folder(
     (run / "checkpoints" / "step-4").mkdir()
     run_in(run, resume="auto")
     assert (run / "checkpoints" / "step-4" / "manifest.json").is_file()
+
+
+def saved_steps(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("stop_after", [30, 14], ids=["in one go", "resumed"])
+def test_the_checkpoint_of_the_best_dev_reading_is_kept(
+    stop_after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read at steps 6, 12, ..., of which 12 is the best; checkpoints come every 10 steps."""
+    readings = iter([0.0, 0.3, 0.9, *([0.5] * 20)])
+    if stop_after < 30:
+        readings = iter([0.0, 0.3, 0.9, 0.5, *([0.5] * 20)])
+
+    async def evaluate(self: Evaluator, *_: object, **__: object) -> Evaluation:
+        value = next(readings)
+        return Evaluation(accuracies={"all": (value,)}, rewards=(value,))
+
+    monkeypatch.setattr(Evaluator, "evaluate", evaluate)
+    settings: Mapping[str, object] = {
+        "checkpoint": {"every_steps": 10, "keep_best": True},
+        "evaluate": {"every_steps": 6, "image_controls": False, "shared_images": "ignore"},
+    }
+    train(bandit_run(tmp_path, max_steps=stop_after, **settings))
+    if stop_after < 30:
+        train(bandit_run(tmp_path, resume=True, max_steps=30, **settings))
+    assert saved_steps(tmp_path) == [12, 20, 30]
+
+
+def test_the_last_checkpoint_before_updates_fail_is_kept_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update = BanditPolicy.update
+
+    async def failing_from_16_on(self: BanditPolicy, batch: Batch) -> Metrics:
+        metrics = await update(self, batch)
+        return metrics | {"updates_skipped": float(self.updates >= 16)}
+
+    said: list[str] = []
+    monkeypatch.setattr(BanditPolicy, "update", failing_from_16_on)
+    monkeypatch.setattr(Progress, "print", lambda _, text: said.append(str(text)))
+    train(bandit_run(tmp_path, checkpoint={"every_steps": 3}))
+    assert saved_steps(tmp_path) == [15, 27, 30]
+    assert f"the checkpoint before it, {tmp_path / 'checkpoints' / 'step-15'}, is kept" in "".join(said)
+
+
+def test_once_updates_are_taken_again_nothing_is_kept_beyond() -> None:
+    kept = RetainedCheckpoints().after_step(5, {"updates_skipped": 1.0}, keep_best=False)
+    assert kept.after_step(6, {"updates_skipped": 1.0}, keep_best=False).steps([2, 4, 6]) == {4}
+    assert kept.after_step(6, {"updates_skipped": 0.0}, keep_best=False).steps([2, 4, 6]) == set()
+
+
+def test_without_dev_readings_there_is_no_best() -> None:
+    with pytest.raises(ValueError, match=r"keep_best=true .* evaluate\.every_steps=0 takes none; set evaluate\.every"):
+        Config.model_validate({"model": {"tiny": {}}, "checkpoint": {"keep_best": True}})
+
+
+def test_progress_survives_its_json_form() -> None:
+    before = Evaluation(accuracies={"count": (1.0, 0.0, 0.5), "colour": ()}, num_unscored=2)
+    state = TrainState(
+        step=7,
+        kl_coef=0.02,
+        before=before,
+        after_warmup=None,
+        warmup_seconds=3.0,
+        rl_seconds=5.0,
+        microbatches=MicrobatchTokens(setting=1000, limit=250),
+        shared_images=SharedImages(shared=4, test=Searched(rows=5, of=5), train=Searched(rows=6, of=60)),
+        started=0.0,
+    )
+    saved = json.loads(json.dumps(state.to_json()))
+    loaded = TrainState.from_json(7, saved, started=0.0)
+    assert loaded.before == before
+    assert loaded.after_warmup is None
+    assert loaded.microbatches == state.microbatches
+    assert loaded.to_json() | {"total_seconds": 0.0} == state.to_json() | {"total_seconds": 0.0}
+    assert loaded.earlier_seconds == saved["total_seconds"] > 0
