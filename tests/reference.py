@@ -35,8 +35,9 @@ def reference_logprobs(parts: TinyParts, prompt: Prompt, completion: np.ndarray,
 
 def reference_entropy(parts: TinyParts, prompt: Prompt, completion: np.ndarray, temperature: float = 1.0) -> Tensor:
     """Entropies [T] by transformers' sdpa attention and torch's own distribution."""
-    logits = _predictions(parts, prompt, completion, temperature)
-    return torch.distributions.Categorical(logits=logits).entropy()
+    logprobs = _predictions(parts, prompt, completion, temperature)
+    # of the drawn ids only: the gradients at a log-prob of -inf are NaN
+    return torch.distributions.Categorical(logits=logprobs[:, ~logprobs[0].isinf()]).entropy()
 
 
 def _predictions(parts: TinyParts, prompt: Prompt, completion: np.ndarray, temperature: float) -> Tensor:

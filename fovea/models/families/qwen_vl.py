@@ -52,7 +52,7 @@ class QwenVL(ABC):
     """Number of patches along each side of a visual token."""
     model_type: ClassVar[str]
     video_processor: ClassVar[str]
-    fast_path: ClassVar[FastPath]
+    fast_path: ClassVar[FastPath | None]
     image_token: ClassVar[str] = IMAGE_PAD
     vision_paths: ClassVar[tuple[str, ...]] = (VISION,)
     projector_paths: ClassVar[tuple[str, ...]] = (f"{VISION}.merger",)
@@ -282,7 +282,7 @@ class Qwen3VL(QwenVL):
     __slots__ = ()
     model_type: ClassVar[str] = "qwen3_vl"
     video_processor: ClassVar[str] = "Qwen3VLVideoProcessor"
-    fast_path: ClassVar[FastPath] = QwenFastPath(normed_heads=True, deepstack=True)
+    fast_path: ClassVar[FastPath | None] = QwenFastPath(normed_heads=True, deepstack=True)
     projector_paths: ClassVar[tuple[str, ...]] = (f"{VISION}.merger", f"{VISION}.deepstack_merger_list")
 
     def vision_work(self, vision: Any) -> VisionWork:
@@ -291,7 +291,7 @@ class Qwen3VL(QwenVL):
             width=vision.hidden_size,
             mlp_weights=2 * vision.hidden_size * vision.intermediate_size,
             out_width=vision.out_hidden_size,
-            mergers=1 + len(vision.deepstack_visual_indexes),
+            mergers=1 + len(getattr(vision, "deepstack_visual_indexes", ())),
         )
 
 

@@ -1,0 +1,113 @@
+"""Qwen3.5 against transformers' own forward: gated delta nets and gated attention, behind prompts with images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from fovea.models.heads import ValueHead
+from fovea.models.plain import PlainVLM
+from fovea.models.policy_network import PolicyNetwork
+from fovea.models.tiny import TinyParts
+from fovea.train.packing import pack_row
+from fovea.types import Prompt
+from tests.reference import (
+    gradients,
+    largest_relative_difference,
+    reference_entropy,
+    reference_logprobs,
+    reference_states,
+)
+from tests.tiny_models import CPU, image, random_completions, renderer, tiny, user
+
+LAYERS = 6
+"""Four delta nets before attention, one more between, and attention in the last layer."""
+COUNTS = ((5, 1, 70), (3, 9), (4,), (2, 130))
+"""Tokens of completions: fewer than the convolution's window, and more than one chunk of the delta rule."""
+TEMPERATURE = 0.8
+OF_DECAY = ("A_log", "dt_bias", "in_proj_a.weight")
+paths = pytest.mark.parametrize("path", [PlainVLM])
+
+
+def prompts_of(parts: TinyParts) -> list[Prompt]:
+    """One image, three images of odd sizes among text, none, and a single token."""
+    render = renderer(parts)
+    odd = [image(3, 64, 97), image(4, 33, 50), image(5, 80, 40)]
+    longest = [
+        render.prompt(user(image(1), "How many circles?")),
+        render.prompt(user("Compare ", odd[0], " with ", odd[1], " and ", odd[2], ": how many circles are there?")),
+        render.prompt(user("What colour is the square?")),
+    ]
+    short = Prompt(token_ids_L=longest[2].token_ids_L[:2], unexpanded_ids_U=longest[2].token_ids_L[:2], images=())
+    return [*longest, short]
+
+
+def with_values(path: Callable[..., PolicyNetwork], parts: TinyParts) -> PolicyNetwork:
+    head = ValueHead(64, detach_trunk=False)
+    with torch.no_grad():
+        head.linear.weight.copy_(torch.linspace(-0.1, 0.1, 64)[None])
+    return path(parts.network, parts.processor.banned_ids, value_head=head)
+
+
+@pytest.fixture(params=["float32", "float64"])
+def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
+    """Float64 also where the code asks for float32, as transformers' delta rule does."""
+    if request.param == "float64":
+        monkeypatch.setattr(torch, "float32", torch.float64)
+        monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    return torch.float32
+
+
+@paths
+def test_scores_and_gradients_equal_transformers(path: Callable[..., PolicyNetwork], dtype: torch.dtype) -> None:
+    """Of every parameter; the decay's in float64 only: its gradients are sums of far larger numbers of both signs."""
+    parts, twin = tiny("qwen3_5", num_layers=LAYERS), tiny("qwen3_5", num_layers=LAYERS)
+    prompts, completions = prompts_of(parts), random_completions(COUNTS)
+    vlm = with_values(path, parts).to(dtype)
+    twin.network.to(dtype)
+    assert vlm.value_head is not None
+    found = vlm(pack_row(vlm.family, prompts, completions, CPU), temperature=TEMPERATURE, chunk_tokens=50)
+    pairs = [(prompt, each) for prompt, group in zip(prompts, completions, strict=True) for each in group]
+    expected = [
+        torch.cat([reference_logprobs(twin, *pair, TEMPERATURE) for pair in pairs]),
+        torch.cat([reference_entropy(twin, *pair, TEMPERATURE) for pair in pairs]),
+        torch.cat([reference_states(twin, *pair) @ vlm.value_head.linear.weight[0].detach() for pair in pairs]),
+    ]
+    assert found.values_A is not None
+    scores, is_double = [found.logprobs_A, found.entropies_A, found.values_A], dtype == torch.double
+    for mine, other in zip(scores, expected, strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-9 if is_double else 2e-5, rtol=0)
+    weight_A = torch.from_numpy(np.random.default_rng(0).normal(size=found.logprobs_A.shape)).to(dtype)
+    sum(((weight_A * each).sum() for each in scores), torch.zeros(())).backward()
+    sum(((weight_A * each).sum() for each in expected), torch.zeros(())).backward()
+    mine, other = gradients(vlm.network), gradients(twin.network)
+    compared = [name for name in other if is_double or not name.endswith(OF_DECAY)]
+    assert any(name.endswith(OF_DECAY) for name in mine)
+    assert mine.keys() == other.keys()
+    differences = largest_relative_difference(*({name: each[name] for name in compared} for each in (mine, other)))
+    assert differences < (1e-8 if is_double else 1e-5)
+
+
+@paths
+def test_a_row_changes_nothing_of_another(path: Callable[..., PolicyNetwork]) -> None:
+    """Other tokens in one completion, and in one prompt: all log-probs but theirs stay as they are, to the last bit."""
+    parts = tiny("qwen3_5", num_layers=LAYERS)
+    vlm = path(parts.network, parts.processor.banned_ids)
+    prompts, completions = prompts_of(parts), random_completions(COUNTS)
+
+    def logprobs() -> list[np.ndarray]:
+        with torch.no_grad():
+            row = pack_row(vlm.family, prompts, completions, CPU)
+            flat = vlm(row, temperature=1.0, chunk_tokens=100).logprobs_A.numpy()
+        return np.split(flat, np.cumsum([length for group in COUNTS for length in group])[:-1])
+
+    before = logprobs()
+    completions[0][2] = completions[0][2][::-1].copy()
+    prompts[2] = Prompt(
+        token_ids_L=prompts[2].token_ids_L[::-1].copy(), unexpanded_ids_U=prompts[2].unexpanded_ids_U, images=()
+    )
+    same = [np.array_equal(first, second) for first, second in zip(before, logprobs(), strict=True)]
+    assert same == [True, True, False, True, True, False, True, True]
