@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fovea.data.images import Size
 from fovea.models.experts import Experts
-from fovea.models.families.base import FastPath, LayerModules, MlpModules
+from fovea.models.families.base import AttentionModules, DeltaModules, FastPath, LayerModules, MlpModules
 from fovea.models.flops import VisionWork, Work, text_work, vision_work
 from fovea.models.transfer import to_device
 from fovea.models.transformers_versions import (
@@ -52,7 +52,7 @@ class QwenVL(ABC):
     """Number of patches along each side of a visual token."""
     model_type: ClassVar[str]
     video_processor: ClassVar[str]
-    fast_path: ClassVar[FastPath | None]
+    fast_path: ClassVar[FastPath]
     image_token: ClassVar[str] = IMAGE_PAD
     vision_paths: ClassVar[tuple[str, ...]] = (VISION,)
     projector_paths: ClassVar[tuple[str, ...]] = (f"{VISION}.merger",)
@@ -149,17 +149,23 @@ class QwenFastPath:
     """True if the vision tower also returns features for the first decoder layers."""
 
     def layer(self, module: Any) -> LayerModules:
-        attention = module.self_attn
         return LayerModules(
             input_norm=module.input_layernorm,
+            mixer=self.mixer(module),
+            post_norm=module.post_attention_layernorm,
+            mlp=_mlp(module.mlp),
+        )
+
+    def mixer(self, module: Any) -> AttentionModules | DeltaModules:
+        """Attention of a decoder layer, or what a layer has in its place."""
+        attention = module.self_attn
+        return AttentionModules(
             query=attention.q_proj,
             key=attention.k_proj,
             value=attention.v_proj,
             query_norm=attention.q_norm if self.normed_heads else None,
             key_norm=attention.k_norm if self.normed_heads else None,
             output=attention.o_proj,
-            post_norm=module.post_attention_layernorm,
-            mlp=_mlp(module.mlp),
         )
 
     def encode(
@@ -282,7 +288,7 @@ class Qwen3VL(QwenVL):
     __slots__ = ()
     model_type: ClassVar[str] = "qwen3_vl"
     video_processor: ClassVar[str] = "Qwen3VLVideoProcessor"
-    fast_path: ClassVar[FastPath | None] = QwenFastPath(normed_heads=True, deepstack=True)
+    fast_path: ClassVar[FastPath] = QwenFastPath(normed_heads=True, deepstack=True)
     projector_paths: ClassVar[tuple[str, ...]] = (f"{VISION}.merger", f"{VISION}.deepstack_merger_list")
 
     def vision_work(self, vision: Any) -> VisionWork:
