@@ -151,11 +151,10 @@ def decoder_shape(text_config: Any) -> DecoderShape:
 
 
 def _delta_shape(text_config: Any) -> DeltaShape | None:
-    kinds = getattr(text_config, "layer_types", None) or ()
-    if "linear_attention" not in kinds:
+    if not hasattr(text_config, "linear_num_key_heads"):
         return None
     return DeltaShape(
-        is_delta=tuple(kind == "linear_attention" for kind in kinds),
+        is_delta=tuple(kind == "linear_attention" for kind in text_config.layer_types),
         key_heads=text_config.linear_num_key_heads,
         value_heads=text_config.linear_num_value_heads,
         key_dim=text_config.linear_key_head_dim,

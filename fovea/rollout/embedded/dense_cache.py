@@ -191,7 +191,7 @@ class DenseCache:
 
     def __init__(self, shape: DecoderShape, like: Tensor, *, num_tokens: int) -> None:
         self._shape, self._like, self._num_tokens = shape, like.new_empty(0), num_tokens
-        self.states = None if shape.delta is None else DeltaStates(shape.delta, like)
+        self.states = None if shape.delta is None or not any(shape.is_delta) else DeltaStates(shape.delta, like)
         self.clear()
 
     def clear(self) -> None:

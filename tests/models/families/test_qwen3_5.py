@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForImageTextToText
 
+from fovea.commands.exporting.export import export
+from fovea.commands.targets import find_checkpoint, open_checkpoint
 from fovea.models.heads import ValueHead
 from fovea.models.plain import PlainVLM
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.tiny import TinyParts
+from fovea.models.trainable import merged_weights
 from fovea.models.vlm import VLM
 from fovea.train.packing import pack_row
 from fovea.types import Prompt
@@ -23,6 +29,7 @@ from tests.reference import (
     reference_logprobs,
     reference_states,
 )
+from tests.runs import SMALL, train_here
 from tests.tiny_models import CPU, image, random_completions, renderer, tiny, user
 
 LAYERS = 6
@@ -89,6 +96,18 @@ def test_scores_and_gradients_equal_transformers(path: Callable[..., PolicyNetwo
     assert largest_relative_difference(mine, other) < (1e-8 if is_double else 1e-5)
 
 
+def test_a_model_without_delta_nets_equals_transformers() -> None:
+    """Its attention still has gates, and its norms weights that are stored minus 1."""
+    parts = tiny("qwen3_5", num_layers=1)
+    prompts, completions = prompts_of(parts), random_completions(COUNTS)
+    with torch.no_grad():
+        vlm = VLM(tiny("qwen3_5", num_layers=1).network, parts.processor.banned_ids)
+        found = vlm(pack_row(vlm.family, prompts, completions, CPU), temperature=1.0, chunk_tokens=50).logprobs_A
+        pairs = [(prompt, each) for prompt, group in zip(prompts, completions, strict=True) for each in group]
+        expected = torch.cat([reference_logprobs(parts, *pair) for pair in pairs])
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
+
+
 @paths
 def test_a_row_changes_nothing_of_another(path: Callable[..., PolicyNetwork]) -> None:
     """Other tokens in one completion, and in one prompt: all log-probs but theirs stay as they are, to the last bit."""
@@ -109,3 +128,23 @@ def test_a_row_changes_nothing_of_another(path: Callable[..., PolicyNetwork]) ->
     )
     same = [np.array_equal(first, second) for first, second in zip(before, logprobs(), strict=True)]
     assert same == [True, True, False, True, True, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings"),
+    [
+        ("shapes", ["algorithm.kl={name: loss, coef: 0.01}", "model.freeze_vision_tower=true"]),
+        ("shapes_zoom", ["model.lora={rank: 4, parts: [language_model, vision_tower]}"]),
+        ("shapes_ppo", ["train.gradient_checkpointing=selective"]),
+    ],
+    ids=["KL, frozen tower", "LoRA, two turns", "PPO, checkpointing"],
+)
+def test_it_trains_passes_the_parity_gate_and_is_exported(recipe: str, settings: list[str], tmp_path: Path) -> None:
+    run, out = tmp_path / "run", tmp_path / "out"
+    rows = train_here(recipe, run, *SMALL, "model.tiny.family=qwen3_5", "max_steps=3", *settings)
+    assert all(row["grad_norm"] > 0 for row in rows)
+    assert json.loads((run / "parity.json").read_text())["passed"]
+    assert export(run, out).max_logprob_difference < 1e-4
+    exported = dict(AutoModelForImageTextToText.from_pretrained(out).named_parameters())
+    trained = merged_weights(open_checkpoint(find_checkpoint(run)).vlm.network)
+    assert all(torch.equal(exported[name], tensor) for name, tensor in trained)
