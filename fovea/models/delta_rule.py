@@ -12,12 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from fovea.models.shared_prefix.layout import SharedPrefixLayout
 from fovea.models.transformers_versions import DeltaFunctions, delta_functions
+
+KERNELS = {"flash-linear-attention": "fla", "causal-conv1d": "causal_conv1d"}
+"""Packages whose kernels transformers runs on CUDA, with the module of each; not tested with Fovea yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +158,15 @@ def row_scan(layout: SharedPrefixLayout, shape: DeltaShape) -> Scan:
         return torch.cat(blocks)[layout.return_index_N]
 
     return scan
+
+
+def slow_delta_note(device: torch.device) -> str | None:
+    """Note for the start of a run on a GPU without the kernels of delta nets, else None."""
+    missing = [package for package, module in KERNELS.items() if find_spec(module) is None]
+    if device.type == "cpu" or not missing:
+        return None
+    names = " ".join(missing)
+    return f"delta nets: plain torch functions run, many times slower than their kernels; pip install {names}"
 
 
 def _gather(x_NX: Tensor, index_RT: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from fovea.errors import ModelError
 from fovea.models.activation_tape import LinearGroup
 from fovea.models.decoder import TORCH_KERNELS, Kernels, LayerCall, VisualResidual, decoder_shape, kernels_for
-from fovea.models.delta_rule import row_scan
+from fovea.models.delta_rule import row_scan, slow_delta_note
 from fovea.models.heads import ValueHead
 from fovea.models.kernels import use_fused_layers
 from fovea.models.modules import vision_tower
@@ -179,6 +179,7 @@ class VLM(PolicyNetwork):
         notes = [
             slow_attention_note(text) if self._attention == "auto" else None,
             slow_vision_note(tower_heads(vision_tower(self.network), self.device, self.dtype)),
+            None if self._shape.delta is None else slow_delta_note(self.device),
         ]
         return [note for note in notes if note is not None]
 

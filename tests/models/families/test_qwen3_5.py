@@ -13,6 +13,7 @@ from transformers import AutoModelForImageTextToText
 
 from fovea.commands.exporting.export import export
 from fovea.commands.targets import find_checkpoint, open_checkpoint
+from fovea.models import delta_rule
 from fovea.models.heads import ValueHead
 from fovea.models.plain import PlainVLM
 from fovea.models.policy_network import PolicyNetwork
@@ -148,3 +149,17 @@ def test_it_trains_passes_the_parity_gate_and_is_exported(recipe: str, settings:
     exported = dict(AutoModelForImageTextToText.from_pretrained(out).named_parameters())
     trained = merged_weights(open_checkpoint(find_checkpoint(run)).vlm.network)
     assert all(torch.equal(exported[name], tensor) for name, tensor in trained)
+
+
+def test_kernels_that_are_not_installed_are_named_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [lambda name: None, lambda name: None if name == "fla" else name, lambda name: name]
+    notes = []
+    for each in found:
+        monkeypatch.setattr(delta_rule, "find_spec", each)
+        notes.append(delta_rule.slow_delta_note(torch.device("cuda")))
+        assert delta_rule.slow_delta_note(CPU) is None
+    assert notes[2] is None
+    assert [str(note).rpartition("pip install ")[2] for note in notes[:2]] == [
+        "flash-linear-attention causal-conv1d",
+        "flash-linear-attention",
+    ]
