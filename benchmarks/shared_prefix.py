@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from benchmarks.printing import as_table, show
-from benchmarks.process import restart_with_tuned_malloc
 from fovea.config.algorithm import Algorithm
 from fovea.config.model import TinyModel
 from fovea.config.sections import Train
@@ -30,7 +29,6 @@ from fovea.models.vlm import VLM
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch, ImageRef, Message, Prompt, Sample, SampleGroup
 
-MODULE = "benchmarks.shared_prefix"
 SIZES = {
     "hidden_size": 256,
     "num_layers": 8,
@@ -61,7 +59,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", default="qwen3_5")
     family = parser.parse_args().family
-    restart_with_tuned_malloc(MODULE)
     torch.set_num_threads(1)
     rows = []
     for shape in SHAPES:
