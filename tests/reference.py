@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -11,6 +13,8 @@ from fovea.models.families.qwen_vl import IMAGE_PAD
 from fovea.models.tiny import TinyParts
 from fovea.models.vision.attention import use_segment_attention
 from fovea.types import Prompt
+
+OF_DECAY = re.compile(r"linear_attn\.(A_log|dt_bias|in_proj_a)")
 
 
 def model_inputs(parts: TinyParts, prompt: Prompt, completion: np.ndarray) -> dict[str, Tensor]:
@@ -35,8 +39,9 @@ def reference_logprobs(parts: TinyParts, prompt: Prompt, completion: np.ndarray,
 
 def reference_entropy(parts: TinyParts, prompt: Prompt, completion: np.ndarray, temperature: float = 1.0) -> Tensor:
     """Entropies [T] by transformers' sdpa attention and torch's own distribution."""
-    logits = _predictions(parts, prompt, completion, temperature)
-    return torch.distributions.Categorical(logits=logits).entropy()
+    logprobs = _predictions(parts, prompt, completion, temperature)
+    # of the drawn ids only: the gradients at a log-prob of -inf are NaN
+    return torch.distributions.Categorical(logits=logprobs[:, ~logprobs[0].isinf()]).entropy()
 
 
 def _predictions(parts: TinyParts, prompt: Prompt, completion: np.ndarray, temperature: float) -> Tensor:
@@ -71,6 +76,11 @@ def gradients(network: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def largest_relative_difference(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
-    """Largest |a - b| / |a| over all parameters; both must have the same names."""
+    """Largest |a - b| / |a| over all parameters; both must have the same names.
+
+    In float32 without those of the decay of delta nets, whose gradients are sums of far larger numbers of both signs:
+    `tests/models/families/test_qwen3_5.py` compares them in float64.
+    """
     assert first.keys() == second.keys(), sorted(first.keys() ^ second.keys())
-    return max(float((first[name] - second[name]).norm() / (first[name].norm() + 1e-12)) for name in first)
+    compared = [name for name, x in first.items() if x.dtype == torch.double or not OF_DECAY.search(name)]
+    return max(float((first[name] - second[name]).norm() / (first[name].norm() + 1e-12)) for name in compared)

@@ -81,6 +81,7 @@ RUNS = {
         geometry,
         [*GROUPS, "train.enable_dynamic_batch_size=false", "train.groups_per_microbatch=2"],
     ),
+    "Qwen3.5": ("geo3k_qwen3_5", geometry, [*GROUPS, "model.tiny.family=qwen3_5", "model.tiny.num_layers=3"]),
     "pokemon": ("pokemon", pokemon, GROUPS),
     "mixtrain, GeoSpot": ("vlm_gym_geospot", photos, ["reward=null", "curriculum.starts=[1, 2, 3, 4]"]),
     "mixtrain, visual QA": ("vlm_gym_vqa", visual_qa, ["curriculum.starts=[1, 2]"]),

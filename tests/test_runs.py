@@ -177,7 +177,11 @@ def test_every_algorithm_runs_from_the_demo_recipe(name: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("family", "trunk"),
-    [*((family, trunk) for family in DENSE_FAMILIES for trunk in ("shared", "separate")), ("qwen3_vl_moe", "shared")],
+    [
+        *((family, trunk) for family in DENSE_FAMILIES for trunk in ("shared", "separate")),
+        ("qwen3_vl_moe", "shared"),
+        ("qwen3_5", "shared"),
+    ],
 )
 def test_the_ppo_recipe_runs_for_every_family(family: str, trunk: str, tmp_path: Path) -> None:
     settings = [

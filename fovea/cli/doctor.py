@@ -61,6 +61,9 @@ EXTRAS = {
     "sglang": Extra(("sglang",), "rollout.engine=sglang", known_good="0.5.23"),
 }
 
+DELTA_KERNELS = ("flash-linear-attention", "causal-conv1d")
+"""Packages whose kernels transformers runs on CUDA in the delta nets of Qwen3.5; untested with Fovea."""
+
 TRACKERS = ("wandb_project", "mlflow_experiment", "swanlab_project")
 
 PROBE = """
@@ -102,7 +105,8 @@ def findings(found: Found) -> dict[str, str]:
     lines["cores"] = f"{_usable_cores()} of {os.cpu_count()} usable by this process"
     for name, extra in EXTRAS.items():
         lines |= {package: _state_of_extra(name, extra, package) for package in extra.packages}
-    return lines
+    slow = "not installed; on CUDA a Qwen3.5 then runs plain torch functions, which are many times slower: pip install "
+    return lines | {package: installed_version(package) or f"{slow}{package}" for package in DELTA_KERNELS}
 
 
 def _state_of_extra(name: str, extra: Extra, package: str) -> str:

@@ -1,6 +1,7 @@
 """Decoder layers of Qwen2 and Qwen3 (RMSNorm, grouped-query attention, SwiGLU) for prefill, decoding and training.
 
-A layer's MLP is one for all tokens, or a mixture of experts (`models.experts`).
+A layer's MLP is one for all tokens, or a mixture of experts (`models.experts`). In Qwen3.5, most layers have a gated
+delta net (`models.delta_net`) in place of attention.
 
 Equal to transformers' modules, with which tests compare it. The three uses pass in their own linear layers
 (`models.trained_layer` in training) and their own attention over the KV cache or the packed row.
@@ -11,15 +12,17 @@ Axes: `N` tokens, `H` query heads, `J` key heads, `D` width of a head, `E` width
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fovea.models.heads import HeadNorm, Heads, heads
-from fovea.models.kernels import Gate, ReadSaved, RmsNormFunction, rms_norm, silu_times
+from fovea.models.delta_rule import DeltaShape, Scan
+from fovea.models.heads import HeadNorm, Heads, Triple, heads, unfused_heads
+from fovea.models.kernels import Gate, ReadSaved, RmsNormFunction, centred_norm, rms_norm, silu_times
 from fovea.models.rope import Rope
 from fovea.utils.host_waits import awaited
 
@@ -34,6 +37,25 @@ class Kernels:
 
 
 TORCH_KERNELS = Kernels(norm=rms_norm, heads=heads, gate=silu_times)
+
+
+def kernels_for(shape: DecoderShape, kernels: Kernels = TORCH_KERNELS) -> Kernels:
+    """These kernels for a decoder of this shape: Qwen3.5 stores weights of norms minus 1."""
+    if shape.delta is None:
+        return kernels
+    centred = partial(centred_norm, kernels.norm)
+
+    def centred_heads(
+        projections: Triple,
+        width: int,
+        norm: HeadNorm | None,
+        rope: Rope,
+        saved: Sequence[ReadSaved] | None = None,
+    ) -> Triple:
+        assert saved is None, "an activation tape of a decoder with delta nets"
+        return unfused_heads(projections, width, norm, rope, norm_kernel=centred)
+
+    return replace(kernels, norm=centred, heads=centred_heads)
 
 
 class ExpertLoad:
@@ -91,6 +113,22 @@ class DecoderShape:
     norm_eps: float
     experts_per_token: int = 0
     """Number of experts that a token runs through; 0 in a model without experts."""
+    delta: DeltaShape | None = None
+    """Sizes of the delta nets of Qwen3.5, whose attention has output gates; None where all layers have attention."""
+
+    @property
+    def is_delta(self) -> tuple[bool, ...]:
+        """True for each layer that is a delta net."""
+        return (False,) * self.num_layers if self.delta is None else self.delta.is_delta
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Layers that a KV cache holds."""
+        return self.num_layers - sum(self.is_delta)
+
+    def cached_as(self, layer: int) -> int:
+        """Index of a layer among the layers of its kind, by which caches hold it."""
+        return sum(kind == self.is_delta[layer] for kind in self.is_delta[:layer])
 
     @property
     def scale(self) -> float:
@@ -108,6 +146,20 @@ def decoder_shape(text_config: Any) -> DecoderShape:
         head_dim=getattr(text_config, "head_dim", None) or text_config.hidden_size // heads,
         norm_eps=text_config.rms_norm_eps,
         experts_per_token=getattr(text_config, "num_experts_per_tok", 0),
+        delta=_delta_shape(text_config),
+    )
+
+
+def _delta_shape(text_config: Any) -> DeltaShape | None:
+    if not hasattr(text_config, "linear_num_key_heads"):
+        return None
+    return DeltaShape(
+        is_delta=tuple(kind == "linear_attention" for kind in text_config.layer_types),
+        key_heads=text_config.linear_num_key_heads,
+        value_heads=text_config.linear_num_value_heads,
+        key_dim=text_config.linear_key_head_dim,
+        value_dim=text_config.linear_value_head_dim,
+        window=text_config.linear_conv_kernel_dim,
     )
 
 
@@ -139,8 +191,12 @@ class LayerCall:
     """Indices of the tokens whose hidden states are used after this layer; None for all tokens."""
     expert_load: ExpertLoad | None = None
     """Counts the tokens of each expert of this pass, if given."""
+    scan: Scan | None = None
+    """The delta rule of this pass, in a decoder with delta nets; may continue and keep states."""
 
 
+Mixer = Callable[[Tensor, LayerCall], Tensor]
+"""(x [N, E], call of its layer) -> [N, E], only of the wanted tokens if the call names some."""
 Mlp = Callable[[Tensor, LayerCall], Tensor]
 """(x [N, E], call of its layer) -> [N, E]"""
 
@@ -161,32 +217,53 @@ class GatedMlp:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderLayer:
-    """Norms, linear layers and MLP of one pre-norm decoder layer, as functions."""
+class SelfAttention:
+    """Projections and norms of an attention layer."""
 
-    input_norm: Norm
     query_key_value: Linears
     head_norm: HeadNorm | None
     """Qwen3 normalises queries and keys per head; Qwen2 does not."""
     output: Linears
-    post_norm: Norm
-    mlp: Mlp
     saved_qkv: Sequence[ReadSaved] | None = None
     """Reads the outputs of `query_key_value` once more, where they are on the activation tape."""
+
+    def __call__(self, x_NE: Tensor, call: LayerCall) -> Tensor:
+        query, key, value = self.query_key_value(x_NE)
+        gate_NHD = None
+        if call.shape.delta is not None:
+            # side by side in each head
+            query_NHD, gate_NHD = query.unflatten(-1, (-1, 2 * call.shape.head_dim)).chunk(2, -1)
+            query = query_NHD.flatten(1)
+        query_NHD, key_NJD, value_NJD = call.kernels.heads(
+            (query, key, value), call.shape.head_dim, self.head_norm, call.rope, self.saved_qkv
+        )
+        out_NHD = call.attend(call.index, query_NHD, key_NJD, value_NJD)
+        # the other tokens had to give keys and values; their output projection and MLP would be read by nothing
+        if call.wanted is not None:
+            out_NHD = out_NHD.index_select(0, call.wanted)
+            gate_NHD = None if gate_NHD is None else gate_NHD.index_select(0, call.wanted)
+        if gate_NHD is not None:
+            out_NHD = out_NHD * gate_NHD.sigmoid()
+        (out_NE,) = self.output(out_NHD.flatten(1))
+        return out_NE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderLayer:
+    """Norms, attention or delta net, and MLP of one pre-norm decoder layer, as functions."""
+
+    input_norm: Norm
+    mixer: Mixer
+    post_norm: Norm
+    mlp: Mlp
 
 
 def run_layer(layer: DecoderLayer, hidden_NE: Tensor, call: LayerCall) -> Tensor:
     """Hidden states [N, E] after one layer."""
-    query, key, value = layer.query_key_value(layer.input_norm(hidden_NE))
-    query_NHD, key_NJD, value_NJD = call.kernels.heads(
-        (query, key, value), call.shape.head_dim, layer.head_norm, call.rope, layer.saved_qkv
-    )
-    out_NHD = call.attend(call.index, query_NHD, key_NJD, value_NJD)
-    # the other tokens had to give keys and values; their output projection and MLP would be read by nothing
+    mixed_NE = layer.mixer(layer.input_norm(hidden_NE), call)
     if call.wanted is not None:
-        out_NHD, hidden_NE = out_NHD.index_select(0, call.wanted), hidden_NE.index_select(0, call.wanted)
-    (attended_NE,) = layer.output(out_NHD.flatten(1))
-    hidden_NE = hidden_NE + attended_NE
+        hidden_NE = hidden_NE.index_select(0, call.wanted)
+    hidden_NE = hidden_NE + mixed_NE
     return hidden_NE + layer.mlp(layer.post_norm(hidden_NE), call)
 
 
@@ -205,10 +282,13 @@ def decode(
     rope: Rope,
     attend: Attend,
     visual: VisualResidual | None = None,
+    scan: Scan | None = None,
 ) -> Tensor:
     """Hidden states [N, E] after the final norm."""
+    kernels = kernels_for(shape)
     for index, layer in enumerate(decoder.layers):
-        hidden_NE = run_layer(layer, hidden_NE, LayerCall(index, shape, rope, attend))
+        call = LayerCall(shape.cached_as(index), shape, rope, attend, kernels, scan=scan)
+        hidden_NE = run_layer(layer, hidden_NE, call)
         if visual is not None:
             hidden_NE = visual.add_to(hidden_NE, index)
     return decoder.norm(hidden_NE)

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fovea.models.decoder import decoder_shape
+from fovea.models.delta_rule import DeltaShape
 from fovea.types import PromptImage
 
 
@@ -104,20 +106,30 @@ class VisionWork:
 def text_work(text: Any, vision: VisionWork) -> Work:
     """Work of a decoder with gated MLPs, from its transformers config, behind a vision tower.
 
-    In a layer with experts, a token's work is the router's and that of the experts that it runs through.
+    In a layer with experts, a token's work is the router's and that of the experts that it runs through. In a delta net
+    it includes the convolution and the rule on the state, which is read, written and read again.
     """
-    head_width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    query_width, key_width = (head_width * n for n in (text.num_attention_heads, text.num_key_value_heads))
-    attention = text.num_hidden_layers * text.hidden_size * (2 * query_width + 2 * key_width)
+    shape = decoder_shape(text)
+    query_width, key_width = (shape.head_dim * n for n in (shape.num_heads, shape.num_kv_heads))
+    gate_width = 0 if shape.delta is None else query_width
+    attention = text.hidden_size * (2 * query_width + gate_width + 2 * key_width)
+    nets = 0 if shape.delta is None else sum(shape.is_delta) * _net_work(shape.delta, text.hidden_size)
     return Work(
-        token=2.0 * (attention + _mlp_weights(text)),
-        pair=4.0 * query_width * text.num_hidden_layers,
+        token=2.0 * (shape.num_attention_layers * attention + nets + _mlp_weights(text)),
+        pair=4.0 * query_width * shape.num_attention_layers,
         action=2.0 * text.hidden_size * text.vocab_size,
         patch=vision.patch,
         image_pair=vision.image_pair,
         window_pair=vision.window_pair,
         window_side=vision.window_side,
     )
+
+
+def _net_work(shape: DeltaShape, width: int) -> int:
+    """Multiply-adds of a token in a delta net."""
+    channels, values = sum(shape.widths), shape.widths[2]
+    linear = width * (channels + 2 * shape.value_heads) + 2 * width * values
+    return linear + shape.window * channels + 3 * values * shape.key_dim
 
 
 def _mlp_weights(text: Any) -> int:

@@ -44,7 +44,18 @@ def _replace_forward(module: nn.Module, forward: Callable[[Any, Tensor], Tensor]
 
 
 def _norm(norm: RmsNormFunction, module: Any, x: Tensor) -> Tensor:
-    return norm(x, module.weight, module.variance_epsilon)
+    return norm(x, module.weight, norm_epsilon(module))
+
+
+def norm_epsilon(module: Any) -> float:
+    """Epsilon of one of transformers' RMS norms, which Qwen3.5 names otherwise."""
+    epsilon: float = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+    return epsilon
+
+
+def centred_norm(norm: RmsNormFunction, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """RMSNorm with a weight that is stored minus 1, as Qwen3.5 has it; the product is in float32."""
+    return norm(x.float(), 1 + weight.float(), epsilon).to(x.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

@@ -16,7 +16,8 @@ from torch import Tensor
 class Rope:
     """Rotary position embedding (Su et al., arXiv 2104.09864) of N tokens, in the half-rotated layout of Qwen.
 
-    [a, b] -> [a cos - b sin, b cos + a sin], or x cos + swapped(x) sin' where sin' is -sin in the first half.
+    [a, b] -> [a cos - b sin, b cos + a sin], or x cos + swapped(x) sin' where sin' is -sin in the first half. Tables
+    narrower than a head rotate its beginning only.
     """
 
     cos_ND: Tensor
@@ -70,6 +71,10 @@ def gradient_of_rotated(gradient_NXD: Tensor, cos_ND: Tensor, signed_sin_ND: Ten
 
 
 def _rotated_halves(x_NXD: Tensor, cos_ND: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    width = cos_ND.shape[-1]
+    if width < x_NXD.shape[-1]:
+        turned = _rotated_halves(x_NXD[..., :width], cos_ND, first, second)
+        return torch.cat([turned, x_NXD[..., width:]], dim=-1)
     out_NXD = x_NXD * cos_ND[:, None]
     # halves as views: an exchanged copy would be one more pass over memory
     (out_1, out_2), (x_1, x_2) = out_NXD.chunk(2, -1), x_NXD.chunk(2, -1)

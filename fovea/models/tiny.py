@@ -17,6 +17,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from fovea.config.model import TinyModel
+from fovea.errors import ModelError
 from fovea.models.families.qwen_vl import IMAGE_PAD, ImageProcessor
 from fovea.models.load import save_in_hub_layout
 from fovea.models.model_files import no_progress_bar, save_tokenizer
@@ -55,12 +56,16 @@ MAX_TEXT_CHARS = 2_000
 MAX_CORPUS_CHARS = 2_000_000
 """Characters of all texts together that a tokenizer is trained on."""
 MERGE = 2
-MODEL_CLASS = {
-    "qwen2_vl": (transformers.Qwen2VLConfig, transformers.Qwen2VLForConditionalGeneration),
-    "qwen2_5_vl": (transformers.Qwen2_5_VLConfig, transformers.Qwen2_5_VLForConditionalGeneration),
-    "qwen3_vl": (transformers.Qwen3VLConfig, transformers.Qwen3VLForConditionalGeneration),
-    "qwen3_vl_moe": (transformers.Qwen3VLMoeConfig, transformers.Qwen3VLMoeForConditionalGeneration),
+CLASS_NAME = {
+    "qwen2_vl": "Qwen2VL",
+    "qwen2_5_vl": "Qwen2_5_VL",
+    "qwen3_vl": "Qwen3VL",
+    "qwen3_vl_moe": "Qwen3VLMoe",
+    "qwen3_5": "Qwen3_5",
 }
+"""Beginning of the names of transformers' classes."""
+FULL_ATTENTION_EVERY = 4
+"""Of so many layers of qwen3_5, one has attention, and so has the last layer; the others are gated delta nets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +183,7 @@ def _build_network(
     settings: TinyModel, fixed: FixedSizes, tokenizer: PreTrainedTokenizerFast, seed: int
 ) -> PreTrainedModel:
     """Network with random weights from `seed`, without changing the state of torch's global generator."""
-    _, model_class = MODEL_CLASS[settings.family]
+    model_class = _transformers_class(settings.family, "ForConditionalGeneration")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         network: PreTrainedModel = model_class(_network_config(settings, fixed, tokenizer))
@@ -198,7 +203,7 @@ def tiny_config(settings: TinyModel) -> Any:
 
 
 def _network_config(settings: TinyModel, fixed: FixedSizes, tokenizer: PreTrainedTokenizerFast) -> Any:
-    config_class, _ = MODEL_CLASS[settings.family]
+    config_class = _transformers_class(settings.family, "Config")
     token_ids: dict[str, Any] = _token_ids(tokenizer)
     return config_class(
         text_config=_text_config(settings, fixed, tokenizer),
@@ -206,6 +211,16 @@ def _network_config(settings: TinyModel, fixed: FixedSizes, tokenizer: PreTraine
         tie_word_embeddings=True,
         **token_ids,
     )
+
+
+def _transformers_class(family: str, end: str) -> Any:
+    name = f"{CLASS_NAME[family]}{end}"
+    if not hasattr(transformers, name):
+        raise ModelError(
+            f"model.tiny.family={family}: transformers {transformers.__version__} has no {name}; install a newer "
+            "transformers, or choose another family"
+        )
+    return getattr(transformers, name)
 
 
 def _token_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
@@ -219,9 +234,10 @@ def _token_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
 
 
 def _text_config(settings: TinyModel, fixed: FixedSizes, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    half = settings.head_dim // 2
+    is_hybrid = settings.family == "qwen3_5"
+    half = settings.head_dim // (8 if is_hybrid else 2)
     # the shares of time, height and width are those of the full-size families: 24/20/20 and 16/24/24 of 64
-    interleaved = settings.family in ("qwen3_vl", "qwen3_vl_moe")
+    interleaved = settings.family in ("qwen3_vl", "qwen3_vl_moe", "qwen3_5")
     side = half * (20 if interleaved else 24) // 64
     rope: dict[str, Any] = {
         "rope_type": "default",
@@ -230,16 +246,18 @@ def _text_config(settings: TinyModel, fixed: FixedSizes, tokenizer: PreTrainedTo
     }
     if interleaved:
         rope["mrope_interleaved"] = True
-    experts: dict[str, Any] = {}
+    if is_hybrid:
+        rope["partial_rotary_factor"] = 0.25
+    parts: dict[str, Any] = _delta_nets(settings) if is_hybrid else {}
     if settings.family == "qwen3_vl_moe":
-        experts = {
+        parts = {
             "moe_intermediate_size": settings.intermediate_size,
             "num_experts": fixed.num_experts,
             "num_experts_per_tok": fixed.experts_per_token,
             # as the hub's configs: transformers always scales to 1, and vLLM does where this says so
             "norm_topk_prob": True,
         }
-    return experts | {
+    return parts | {
         "vocab_size": len(tokenizer),
         "hidden_size": settings.hidden_size,
         "intermediate_size": settings.intermediate_size,
@@ -249,11 +267,25 @@ def _text_config(settings: TinyModel, fixed: FixedSizes, tokenizer: PreTrainedTo
         "head_dim": settings.head_dim,
         "max_position_embeddings": 4096,
         **rope_fields(rope),
-        "initializer_range": fixed.init_std,
+        # the delta rule solves triangular systems, which amplify rounding the more, the more alike its keys are
+        "initializer_range": fixed.init_std / 2 if is_hybrid else fixed.init_std,
         "bos_token_id": None,
         "pad_token_id": tokenizer.pad_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "tie_word_embeddings": True,
+    }
+
+
+def _delta_nets(settings: TinyModel) -> dict[str, Any]:
+    """Fields of a text config for layers of two kinds: all heads of a delta net have half the width of attention's."""
+    last = settings.num_layers - 1
+    has_attention = [(index + 1) % FULL_ATTENTION_EVERY == 0 or index == last for index in range(last + 1)]
+    return {
+        "layer_types": ["full_attention" if each else "linear_attention" for each in has_attention],
+        "linear_num_key_heads": settings.num_heads,
+        "linear_num_value_heads": 2 * settings.num_heads,
+        "linear_key_head_dim": settings.head_dim // 2,
+        "linear_value_head_dim": settings.head_dim // 2,
     }
 
 
@@ -275,4 +307,5 @@ def _vision_config(settings: TinyModel, fixed: FixedSizes) -> dict[str, Any]:
         window = 4 * fixed.patch_size_px
         return shared | {"window_size": window, "fullatt_block_indexes": [fixed.vision_depth - 1]}
     side = settings.image_side_px // fixed.patch_size_px
-    return shared | {"num_position_embeddings": side * side, "deepstack_visual_indexes": [0]}
+    deepstack = {} if settings.family == "qwen3_5" else {"deepstack_visual_indexes": [0]}
+    return shared | {"num_position_embeddings": side * side} | deepstack

@@ -16,11 +16,12 @@ from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
 from fovea.models.activation_tape import LinearGroup
-from fovea.models.decoder import DecoderLayer, GatedMlp, LayerCall, run_layer
+from fovea.models.decoder import DecoderLayer, GatedMlp, LayerCall, SelfAttention, run_layer
+from fovea.models.delta_net import DeltaNet
 from fovea.models.experts import Experts
-from fovea.models.families.base import LayerModules, MlpModules
+from fovea.models.families.base import AttentionModules, DeltaModules, LayerModules, MlpModules
 from fovea.models.heads import HeadNorm
-from fovea.models.kernels import ReadSaved
+from fovea.models.kernels import ReadSaved, norm_epsilon
 from fovea.models.linear_factors import Factors, add_adapter, factors_of
 from fovea.models.trainable import ADAPTER
 
@@ -67,23 +68,41 @@ def drops_inputs(module: Any) -> bool:
 
 def trained_layer(modules: LayerModules, recorded: LinearOutputs | None = None) -> DecoderLayer:
     """The decoder layer with these modules' norms and parameters."""
-    query_key_value = TrainedLinears((modules.query, modules.key, modules.value), LinearGroup.QKV, recorded)
+    mixer = modules.mixer
     return DecoderLayer(
         input_norm=modules.input_norm,
-        query_key_value=query_key_value,
-        saved_qkv=query_key_value.saved,
-        head_norm=_head_norm(modules),
-        output=TrainedLinears((modules.output,), LinearGroup.OUTPUT, recorded),
+        mixer=_trained_net(mixer) if isinstance(mixer, DeltaModules) else _trained_attention(mixer, recorded),
         post_norm=modules.post_norm,
         mlp=modules.mlp if isinstance(modules.mlp, Experts) else _trained_mlp(modules.mlp, recorded),
     )
 
 
-def _head_norm(modules: LayerModules) -> HeadNorm | None:
+def _trained_attention(modules: AttentionModules, recorded: LinearOutputs | None) -> SelfAttention:
+    query_key_value = TrainedLinears((modules.query, modules.key, modules.value), LinearGroup.QKV, recorded)
+    return SelfAttention(
+        query_key_value=query_key_value,
+        saved_qkv=query_key_value.saved,
+        head_norm=_head_norm(modules),
+        output=TrainedLinears((modules.output,), LinearGroup.OUTPUT, recorded),
+    )
+
+
+def _trained_net(modules: DeltaModules) -> DeltaNet:
+    return DeltaNet(
+        inputs=TrainedLinears(modules.inputs, LinearGroup.QKV),
+        output=TrainedLinears((modules.output,), LinearGroup.OUTPUT),
+        conv_C1K=modules.conv_C1K,
+        log_rate_V=modules.log_rate_V,
+        decay_bias_V=modules.decay_bias_V,
+        norm_F=modules.norm_F,
+    )
+
+
+def _head_norm(modules: AttentionModules) -> HeadNorm | None:
     query: Any = modules.query_norm
     key: Any = modules.key_norm
     assert (query is None) == (key is None), "a norm of only queries or only keys"
-    return None if query is None else HeadNorm(query.weight, key.weight, query.variance_epsilon)
+    return None if query is None else HeadNorm(query.weight, key.weight, norm_epsilon(query))
 
 
 def _trained_mlp(modules: MlpModules, recorded: LinearOutputs | None) -> GatedMlp:

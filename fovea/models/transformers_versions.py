@@ -10,8 +10,10 @@ Axes: `N` tokens, `D` width of a head, 3 = time, height, width.
 from __future__ import annotations
 
 import importlib
+import inspect
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +28,9 @@ OLD = int(transformers.__version__.split(".")[0]) < 5
 
 vision_utils: Any = None if OLD else importlib.import_module("transformers.vision_utils")
 """Functions by which a vision tower's inputs are derived from the sizes of images; None where the tower calls none."""
+
+qwen3_5: Any = None if OLD else importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
+"""Module of Qwen3.5, with the functions of its delta nets; version 4.57 has none."""
 
 SPECIAL_TOKENS_KEY = "additional_special_tokens" if OLD else "extra_special_tokens"
 """Argument of a tokenizer that lists its special tokens besides those with a role."""
@@ -112,6 +117,30 @@ def rotary_tables(rotary: Any, text_config: Any, like: Tensor, positions_3N: Ten
         for table in (cos, sin)
     ]
     return picked[0], picked[1]
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaFunctions:
+    """Functions of transformers' gated delta nets, with the arguments of the packages that they stand for."""
+
+    convolve: Callable[..., Tensor]
+    chunks: Callable[..., tuple[Tensor, Tensor]]
+    """The delta rule over chunks of tokens."""
+    step: Callable[..., tuple[Tensor, Tensor]]
+    """The delta rule token by token."""
+
+
+def delta_functions() -> DeltaFunctions:
+    """The functions that transformers has picked for this machine."""
+    return DeltaFunctions(
+        qwen3_5.causal_conv1d_fn, qwen3_5.torch_chunk_gated_delta_rule, qwen3_5.torch_recurrent_gated_delta_rule
+    )
+
+
+def plain_delta_functions() -> DeltaFunctions:
+    """The same functions in plain torch, also where kernels are installed."""
+    picked = delta_functions()
+    return DeltaFunctions(*map(inspect.unwrap, (picked.convolve, picked.chunks, picked.step)))
 
 
 def experts_tensor(stored: Tensor) -> Tensor:

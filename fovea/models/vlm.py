@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 
 from fovea.errors import ModelError
 from fovea.models.activation_tape import LinearGroup
-from fovea.models.decoder import TORCH_KERNELS, Kernels, LayerCall, VisualResidual, decoder_shape
+from fovea.models.decoder import TORCH_KERNELS, Kernels, LayerCall, VisualResidual, decoder_shape, kernels_for
+from fovea.models.delta_rule import row_scan, slow_delta_note
 from fovea.models.heads import ValueHead
 from fovea.models.kernels import use_fused_layers
 from fovea.models.modules import vision_tower
@@ -55,10 +56,10 @@ class VLM(PolicyNetwork):
                 "set model.fast_path=off, or name a model without it in model.path"
             )
         self._attention = attention
-        self._kernels = kernels
         self._shape = decoder_shape(self.text_config)
+        self._kernels = kernels_for(self._shape, kernels)
         use_segment_attention(network, eager=attention == "eager")
-        use_fused_layers(network, kernels.norm)
+        use_fused_layers(network, self._kernels.norm)
         use_layer_calls(self._language_model, self._fast.layer)
 
     def action_states(self, row: PackedRow) -> Tensor:
@@ -72,12 +73,13 @@ class VLM(PolicyNetwork):
             visual = VisualResidual(tokens=row.visual_index_V, layers=features.deepstack_VD)
         rope = self.rope(row.positions_3N, hidden_NE)
         attend = row_attention(self._attention, row.layout, self._shape, hidden_NE)
+        scan = None if self._shape.delta is None else row_scan(row.layout, self._shape.delta)
         wanted, place_U = self._last_layer_tokens(row, visual)
         load = self.expert_load if self.training else None
         for index, layer in enumerate(language.layers):
             kept = wanted if index == self._shape.num_layers - 1 else None
             recorded = None if row.recorded is None else partial(row.recorded.outputs, index, kept)
-            call = LayerCall(index, self._shape, rope, attend, self._kernels, kept, load)
+            call = LayerCall(index, self._shape, rope, attend, self._kernels, kept, load, scan)
             # through the module's own call, into which FSDP2 and gradient checkpointing hook
             hidden_NE = layer(hidden_NE, fovea=TrainedCall(call, recorded))
             if visual is not None and kept is None:
@@ -99,10 +101,11 @@ class VLM(PolicyNetwork):
     def linear_widths(self) -> list[list[int]]:
         """Output widths of the groups of linear layers of each decoder layer, for the activation tape.
 
-        Empty with experts, whose outputs belong to pairs of a token and an expert and not to tokens.
+        Empty with experts, whose outputs belong to pairs of a token and an expert and not to tokens, and
+        with delta nets.
         """
         text, shape = self.text_config, self._shape
-        if shape.experts_per_token:
+        if shape.experts_per_token or shape.delta is not None:
             return []
         heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
         widths = {
@@ -176,6 +179,7 @@ class VLM(PolicyNetwork):
         notes = [
             slow_attention_note(text) if self._attention == "auto" else None,
             slow_vision_note(tower_heads(vision_tower(self.network), self.device, self.dtype)),
+            None if self._shape.delta is None else slow_delta_note(self.device),
         ]
         return [note for note in notes if note is not None]
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from fovea.config.model import Lora, Model, TinyModel
 from fovea.models.families.registry import family_of
@@ -45,9 +48,13 @@ def pictures(parts: TinyParts) -> Prompt:
 
 
 def counted(parts: TinyParts, prompt: Prompt, *, backward: bool = False) -> int:
-    """What torch counts of prompt + completion, without the positions."""
+    """What torch counts of prompt + completion, without the positions and the rule of delta nets."""
     inputs = model_inputs(parts, prompt, COMPLETION)
-    with FlopCounterMode(display=False) as counter:
+    with (
+        patch.object(modeling_qwen3_5, "torch_chunk_gated_delta_rule", no_rule),
+        patch.object(modeling_qwen3_5, "causal_conv1d_fn", lambda x, weight, *_, **__: x * weight.sum(-1)[:, None]),
+        FlopCounterMode(display=False) as counter,
+    ):
         logits = parts.network(**inputs, use_cache=False).logits
         if backward:
             logits.sum().backward()
@@ -59,14 +66,33 @@ def counted(parts: TinyParts, prompt: Prompt, *, backward: bool = False) -> int:
     return counter.get_total_flops() - positions
 
 
+def no_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **_: object) -> tuple[Tensor, None]:
+    """A stand-in for the delta rule that reads all inputs, without a matrix product."""
+    return value * (g + beta + query.sum((2, 3))[..., None] + key.sum((2, 3))[..., None])[..., None], None
+
+
+def rule(parts: TinyParts) -> int:
+    """FLOPs of a token in the convolutions and states of delta nets, which transformers computes by chunks."""
+    text = parts.network.config.text_config
+    kinds = getattr(text, "layer_types", None) or []
+    if "linear_attention" not in kinds:
+        return 0
+    keys, values = text.linear_num_key_heads, text.linear_num_value_heads
+    widths = 2 * keys * text.linear_key_head_dim + values * text.linear_value_head_dim
+    state = values * text.linear_key_head_dim * text.linear_value_head_dim
+    nets: int = kinds.count("linear_attention")
+    return nets * 2 * (text.linear_conv_kernel_dim * widths + 3 * state)
+
+
 def weights(parts: TinyParts, name: str) -> int:
     return dict(parts.network.named_parameters())[name].numel()
 
 
-def expected(work: Work, prompt: Prompt, passes: Passes) -> float:
+def expected(parts: TinyParts, prompt: Prompt, passes: Passes) -> float:
     """All N^2 pairs of tokens: eager attention computes the masked ones too."""
+    work = family_of(parts.network.config, "").work
     tokens = prompt.num_tokens + len(COMPLETION)
-    linear = tokens * (work.token + work.action)
+    linear = tokens * (work.token - rule(parts) + work.action)
     return passes.linear * linear + passes.attention * tokens**2 * work.pair + work.images(prompt.images, passes)
 
 
@@ -74,10 +100,9 @@ def expected(work: Work, prompt: Prompt, passes: Passes) -> float:
 def test_the_forward_pass_is_what_torch_counts(family: str) -> None:
     parts = eager(odd_model(family))
     prompt = pictures(parts)
-    work = family_of(parts.network.config, "").work
     with torch.no_grad():
         assert counted(parts, prompt) == expected(
-            work, prompt, Passes(linear=1, attention=1, vision=1, vision_attention=1)
+            parts, prompt, Passes(linear=1, attention=1, vision=1, vision_attention=1)
         )
 
 
@@ -93,7 +118,7 @@ def test_a_training_pass_is_three_forward_passes(family: str) -> None:
         * sum(len(picture.tensors["pixel_values"]) for picture in prompt.images)
     )
     found = counted(parts, prompt, backward=True)
-    assert found == expected(family_of(parts.network.config, "").work, prompt, passes) - of_pixels
+    assert found == expected(parts, prompt, passes) - of_pixels
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -103,31 +128,31 @@ def test_a_frozen_tower_runs_forward_once(family: str) -> None:
     prompt = pictures(parts)
     passes = training_passes(lora=False, trains_vision=False, features_cached=False)
     assert passes.vision == 1
-    assert counted(parts, prompt, backward=True) == expected(family_of(parts.network.config, "").work, prompt, passes)
+    assert counted(parts, prompt, backward=True) == expected(parts, prompt, passes)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_lora_saves_the_weight_gradients(family: str) -> None:
     """Torch counts the adapters on top, and leaves out input gradients that end at the frozen embeddings."""
     parts = eager(odd_model(family))
-    work = family_of(parts.network.config, "").work
     choose_trainable(parts.network, Model(tiny=TinyModel(), lora=Lora(rank=2)), seed=0)
     prompt = pictures(parts)
     passes = training_passes(lora=True, trains_vision=False, features_cached=False)
     tokens = prompt.num_tokens + len(COMPLETION)
     adapters = sum(p.numel() for name, p in parts.network.named_parameters() if ".lora_" in name)
-    first = [f"model.language_model.layers.0.self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj")]
+    names = ["linear_attn.in_proj_" + name for name in ("qkv", "z", "b", "a")]
+    names = names if family == "qwen3_5" else [f"self_attn.{name}_proj" for name in ("q", "k", "v")]
+    first = [f"model.language_model.layers.0.{name}" for name in names]
     base = sum(weights(parts, f"{name}.base_layer.weight") for name in first)
     down = sum(weights(parts, f"{name}.lora_A.default.weight") for name in first)
     found = counted(parts, prompt, backward=True)
-    assert found == expected(work, prompt, passes) + 2 * tokens * (3 * adapters - down - base)
+    assert found == expected(parts, prompt, passes) + 2 * tokens * (3 * adapters - down - base)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_lora_saves_the_weight_gradients_of_the_vision_tower_too(family: str) -> None:
     """Torch counts the adapters on top, and leaves out input gradients that end at the frozen patch embedding."""
     parts = eager(odd_model(family))
-    work = family_of(parts.network.config, "").work
     lora = Lora(rank=2, parts=("language_model", "vision_tower", "projector"))
     choose_trainable(parts.network, Model(tiny=TinyModel(), lora=lora), seed=0)
     prompt = pictures(parts)
@@ -144,7 +169,7 @@ def test_lora_saves_the_weight_gradients_of_the_vision_tower_too(family: str) ->
     frozen = ("model.visual.patch_embed.proj.weight", f"{first}.base_layer.weight", f"{first}.lora_A.default.weight")
     no_gradient = patches * sum(weights(parts, name) for name in frozen)
     found = counted(parts, prompt, backward=True)
-    assert found == expected(work, prompt, passes) + 2 * (3 * adapters - no_gradient)
+    assert found == expected(parts, prompt, passes) + 2 * (3 * adapters - no_gradient)
 
 
 @pytest.mark.parametrize("lengths", [[7], [1, 1], [4, 9, 1, 6]])

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers.models.qwen3_vl.modeling_qwen3_vl import apply_rotary_pos_emb
 
+from fovea.models.decoder import decoder_shape, kernels_for
 from fovea.models.heads import HeadNorm, Triple, heads, unfused_heads
-from fovea.models.kernels import ReadSaved, RmsNorm, rms_norm, silu_times, use_fused_layers
+from fovea.models.kernels import ReadSaved, RmsNorm, silu_times, use_fused_layers
 from fovea.models.rope import Rope, rotate
 from fovea.models.tiny import TinyParts
 
@@ -29,7 +30,7 @@ def test_each_layer_equals_its_original(parts: TinyParts, dtype: torch.dtype) ->
     parts.network.to(dtype)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2  # one rounding of bfloat16 is 8e-3
     original, fused = parts.network, copy.deepcopy(parts.network)
-    use_fused_layers(fused, rms_norm)
+    use_fused_layers(fused, kernels_for(decoder_shape(fused.config.text_config)).norm)
     compared = set()
     for (name, module), (_, other) in zip(original.named_modules(), fused.named_modules(), strict=True):
         kind = type(module).__name__

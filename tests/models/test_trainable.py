@@ -32,9 +32,8 @@ from tests.idefics3 import make_network, make_tokenizer
 from tests.reference import gradients, largest_relative_difference, reference_logprobs
 from tests.tiny_models import CORPUS, CPU, mixed_prompts, packed_logprobs, random_completions, tiny
 
-
-def has_experts(parts: TinyParts) -> bool:
-    return bool(parts.network.config.model_type == "qwen3_vl_moe")
+LINEARS = {"qwen3_vl_moe": 3 * 4, "qwen3_5": 2 * 8 + 7}
+"""Linear layers of three decoder layers, where they are not 7 each: experts are none, nor is a convolution."""
 
 
 on_parts = pytest.mark.parametrize(
@@ -60,8 +59,7 @@ def test_only_adapters_on_language_layers_are_trained(exclude: dict[str, object]
     names = trainable_parameters(parts.network)
     assert names
     assert all(".language_model." in name and ".lora_" in name for name in names)
-    linears = 4 if has_experts(parts) else 7
-    assert len(lora_layers(parts.network)) == 3 * linears, "all linear layers of three decoder layers; experts are none"
+    assert len(lora_layers(parts.network)) == LINEARS.get(parts.network.config.model_type, 3 * 7)
 
 
 def test_targets_and_exclude_are_obeyed(parts: TinyParts) -> None:

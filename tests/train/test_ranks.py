@@ -76,6 +76,12 @@ def experts_lora(ranks: Ranks, folder: Path) -> Found:
     return {"metrics": [step(policy, batch_of(seed)) for seed in range(2)], "weights": checksum(policy)}
 
 
+def delta_nets(ranks: Ranks, folder: Path) -> Found:
+    """Layers of two kinds, whose decay and convolution are sharded with them; recomputed in the backward pass."""
+    policy = policy_of(ranks, GRPO, family="qwen3_5", train={"gradient_checkpointing": "full"})
+    return {"metrics": [step(policy, batch_of(seed)) for seed in range(2)], "weights": checksum(policy)}
+
+
 def text_on_one(ranks: Ranks, folder: Path) -> Found:
     policy = policy_of(ranks, {})
     micros = policy._batcher.micro_batches(two_groups().groups)
@@ -290,6 +296,7 @@ SCENARIOS: Sequence[Scenario] = (
     experts,
     experts_ppo,
     experts_lora,
+    delta_nets,
     text_on_one,
     one_group,
     ppo_shared,

@@ -32,10 +32,9 @@ class MlpModules:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerModules:
-    """Modules of a pre-norm decoder layer."""
+class AttentionModules:
+    """Modules of an attention layer."""
 
-    input_norm: nn.Module
     query: nn.Module
     key: nn.Module
     value: nn.Module
@@ -43,6 +42,27 @@ class LayerModules:
     """Norm of each query head; None in families that do not normalise queries and keys."""
     key_norm: nn.Module | None
     output: nn.Module
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaModules:
+    """Modules and parameters of a gated delta net."""
+
+    inputs: Sequence[nn.Module]
+    """Linear layers to queries, keys and values together, to the output gate, to beta, and to the decay."""
+    output: nn.Module
+    conv_C1K: Tensor
+    log_rate_V: Tensor
+    decay_bias_V: Tensor
+    norm_F: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerModules:
+    """Modules of a pre-norm decoder layer."""
+
+    input_norm: nn.Module
+    mixer: AttentionModules | DeltaModules
     post_norm: nn.Module
     mlp: MlpModules | Experts
     """Experts as the tensors that their modules hold now, which FSDP2 exchanges around every pass."""

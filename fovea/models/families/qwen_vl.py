@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fovea.data.images import Size
 from fovea.models.experts import Experts
-from fovea.models.families.base import FastPath, LayerModules, MlpModules
+from fovea.models.families.base import AttentionModules, DeltaModules, FastPath, LayerModules, MlpModules
 from fovea.models.flops import VisionWork, Work, text_work, vision_work
 from fovea.models.transfer import to_device
 from fovea.models.transformers_versions import (
@@ -149,17 +149,23 @@ class QwenFastPath:
     """True if the vision tower also returns features for the first decoder layers."""
 
     def layer(self, module: Any) -> LayerModules:
-        attention = module.self_attn
         return LayerModules(
             input_norm=module.input_layernorm,
+            mixer=self.mixer(module),
+            post_norm=module.post_attention_layernorm,
+            mlp=_mlp(module.mlp),
+        )
+
+    def mixer(self, module: Any) -> AttentionModules | DeltaModules:
+        """Attention of a decoder layer, or what a layer has in its place."""
+        attention = module.self_attn
+        return AttentionModules(
             query=attention.q_proj,
             key=attention.k_proj,
             value=attention.v_proj,
             query_norm=attention.q_norm if self.normed_heads else None,
             key_norm=attention.k_norm if self.normed_heads else None,
             output=attention.o_proj,
-            post_norm=module.post_attention_layernorm,
-            mlp=_mlp(module.mlp),
         )
 
     def encode(
@@ -291,7 +297,7 @@ class Qwen3VL(QwenVL):
             width=vision.hidden_size,
             mlp_weights=2 * vision.hidden_size * vision.intermediate_size,
             out_width=vision.out_hidden_size,
-            mergers=1 + len(vision.deepstack_visual_indexes),
+            mergers=1 + len(getattr(vision, "deepstack_visual_indexes", ())),
         )
 
 

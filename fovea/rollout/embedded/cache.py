@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from torch import Tensor
 from fovea.models.decoder import Attend
 from fovea.models.transfer import to_device
 from fovea.rollout.embedded.requests import QueuedRequest
+
+if TYPE_CHECKING:
+    from fovea.rollout.embedded.states import DeltaStates
 
 Entry = TypeVar("Entry")
 
@@ -75,6 +78,11 @@ class TokenSpan:
 
 class Cache(Protocol):
     """Keys and values of prompts and rows, in the order of `add`; `remove` compacts them (`fill_holes`)."""
+
+    @property
+    def states(self) -> DeltaStates | None:
+        """The states of the same rows, of a decoder with delta nets."""
+        ...
 
     def cost(self, request: QueuedRequest) -> int:
         """Most tokens that this request can take if the cache holds nothing else."""

@@ -19,6 +19,7 @@ from fovea.models.decoder import Attend, DecoderShape
 from fovea.models.transfer import to_device
 from fovea.rollout.embedded.cache import Moves, Store, TokenSpan, fill_holes, grown_capacity
 from fovea.rollout.embedded.requests import QueuedRequest
+from fovea.rollout.embedded.states import DeltaStates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +142,7 @@ class KeyValues:
 
     def __init__(self, shape: DecoderShape, like: Tensor) -> None:
         empty = like.new_zeros(2, 0, shape.num_kv_heads, 0, shape.head_dim)
-        self.layers = [empty] * shape.num_layers
+        self.layers = [empty] * shape.num_attention_layers
 
     @property
     def rows(self) -> int:
@@ -190,6 +191,7 @@ class DenseCache:
 
     def __init__(self, shape: DecoderShape, like: Tensor, *, num_tokens: int) -> None:
         self._shape, self._like, self._num_tokens = shape, like.new_empty(0), num_tokens
+        self.states = None if shape.delta is None or not any(shape.is_delta) else DeltaStates(shape.delta, like)
         self.clear()
 
     def clear(self) -> None:
@@ -197,6 +199,8 @@ class DenseCache:
         shape, like = self._shape, self._like
         self._prompts = KeyValues(shape, like)
         self._own = KeyValues(shape, like)
+        if self.states is not None:
+            self.states.clear()
         self._prompt_lengths: list[int] = []
         self._prompt_of_row: list[int] = []
         self._limits: list[int] = []
@@ -259,6 +263,8 @@ class DenseCache:
     def remove(self, finished: Sequence[int]) -> None:
         moves = fill_holes(len(self._prompt_of_row), finished)
         self._own.move(moves, self._used_tokens)
+        if self.states is not None:
+            self.states.remove(moves)
         moves.in_list(self._prompt_of_row)
         moves.in_list(self._limits)
         alive = set(self._prompt_of_row)

@@ -337,7 +337,8 @@ class EmbeddedEngine:
         """Run the decode steps until the next sync, then remove finished rows."""
         if not batch.rows:
             return
-        steps = self._tuning.decode_steps_on(self._device)
+        # a finished row runs until the sync: that changes no keys that are read, but it would advance its states
+        steps = 1 if cache.states is not None else self._tuning.decode_steps_on(self._device)
         self._make_room(batch, cache, steps)
         stepper = self._ready_stepper(len(batch), cache)
         for _ in range(steps):
@@ -364,26 +365,29 @@ class EmbeddedEngine:
                     request.done.set_result([completion for completion in completions if completion is not None])
         self._full = False
 
-    def _copy_kept(self, batch: DecodeBatch, cache: Cache, finished: Sequence[int]) -> dict[int, list[Tensor]]:
+    def _copy_kept(self, batch: DecodeBatch, cache: Cache, finished: Sequence[int]) -> dict[int, KeptKeys]:
         """KV cache of finished rows that another turn may continue, by the id of the row object."""
         kept = [index for index in finished if batch.rows[index].request.request.keep]
         stored = batch.num_stored(kept) if kept else []
-        copies: dict[int, list[Tensor]] = {}
+        copies: dict[int, KeptKeys] = {}
         room = self._memory.kept_tokens
         for index, tokens in zip(kept, stored, strict=True):
-            room -= batch.rows[index].request.request.prompt.num_tokens + tokens
+            prompt = batch.rows[index].request.request.prompt
+            room -= prompt.num_tokens + tokens
             if room < 0:  # the next turn of the others is prefilled from its beginning
                 break
-            copies[id(batch.rows[index])] = cache.copy_row(index, tokens)
+            copies[id(batch.rows[index])] = KeptKeys(
+                layers=cache.copy_row(index, tokens),
+                num_tokens=prompt.num_tokens + tokens,
+                num_images=len(prompt.images),
+                states=() if cache.states is None else cache.states.copy_row(index),
+            )
         return copies
 
-    def _keep(self, finished: RemovedRow, layers: Sequence[Tensor] | None) -> None:
+    def _keep(self, finished: RemovedRow, kept: KeptKeys | None) -> None:
         """Keep the KV cache of a row for the next turn; the least recently used are evicted beyond the token budget."""
-        if layers is None:
-            return
-        request = finished.row.request
-        kept = KeptKeys(layers=layers, num_tokens=layers[0].shape[2], num_images=len(request.prompt.images))
-        self._kept.put(finished.completion_id, kept, kept.num_tokens)
+        if kept is not None:
+            self._kept.put(finished.completion_id, kept, kept.num_tokens)
 
     def _completion(self, finished: RemovedRow) -> Completion:
         completion = completion_of(finished, self._text, self._version)
@@ -398,7 +402,7 @@ class EmbeddedEngine:
     def _ready_cache(self) -> Cache:
         if self._cache is None:
             like, shape = self._loaded_weights().embed, self._shape
-            token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * like.element_size()
+            token_bytes = 2 * shape.num_attention_layers * shape.num_kv_heads * shape.head_dim * like.element_size()
             self._memory.size(token_bytes)
             self._cache = make_cache(self._tuning, shape, like, num_tokens=self._memory.tokens)
             self._forget_turns()

@@ -13,18 +13,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fovea.models.activation_tape import LinearGroup, Tape, TapeColumn
-from fovea.models.decoder import Decoder, DecoderLayer, DecoderShape, GatedMlp, Linears, Norm
+from fovea.models.decoder import (
+    Decoder,
+    DecoderLayer,
+    DecoderShape,
+    GatedMlp,
+    Linears,
+    Mixer,
+    Norm,
+    SelfAttention,
+    kernels_for,
+)
+from fovea.models.delta_net import DeltaNet
 from fovea.models.experts import Experts
 from fovea.models.families.qwen_vl import LANGUAGE
 from fovea.models.heads import HeadNorm
-from fovea.models.kernels import rms_norm
 from fovea.models.linear_factors import Factors, add_adapter, merged_weight
 from fovea.models.trainable import adapter_names
 from fovea.models.transformers_versions import experts_tensor
@@ -38,6 +47,8 @@ INT8_MAX = 127
 
 TEXT = f"{LANGUAGE}."
 HEAD = "lm_head.weight"
+OF_NET = ("conv1d.weight", "A_log", "dt_bias", "norm.weight")
+"""Weights of a delta net that are not linear layers."""
 NO_COLUMNS = (None,) * len(LinearGroup)
 
 
@@ -119,11 +130,28 @@ def _layer(
     def linears(*names: str, group: LinearGroup) -> Linears:
         return make([named.factors(f"{prefix}{name}") for name in names], columns[group])
 
+    def mixer() -> Mixer:
+        if f"{prefix}linear_attn.A_log" in named.tensors:
+            net = {name: named.tensors[f"{prefix}linear_attn.{name}"] for name in OF_NET}
+            return DeltaNet(
+                inputs=linears(
+                    *(f"linear_attn.in_proj_{name}" for name in ("qkv", "z", "b", "a")), group=LinearGroup.QKV
+                ),
+                output=linears("linear_attn.out_proj", group=LinearGroup.OUTPUT),
+                conv_C1K=net["conv1d.weight"],
+                log_rate_V=net["A_log"],
+                decay_bias_V=net["dt_bias"],
+                norm_F=net["norm.weight"],
+            )
+        return SelfAttention(
+            query_key_value=linears("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", group=LinearGroup.QKV),
+            head_norm=_head_norm(named, prefix, shape),
+            output=linears("self_attn.o_proj", group=LinearGroup.OUTPUT),
+        )
+
     return DecoderLayer(
         input_norm=_norm(named.tensors[f"{prefix}input_layernorm.weight"], shape),
-        query_key_value=linears("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", group=LinearGroup.QKV),
-        head_norm=_head_norm(named, prefix, shape),
-        output=linears("self_attn.o_proj", group=LinearGroup.OUTPUT),
+        mixer=mixer(),
         post_norm=_norm(named.tensors[f"{prefix}post_attention_layernorm.weight"], shape),
         mlp=_experts(named, prefix, shape)
         or GatedMlp(
@@ -155,7 +183,8 @@ def _experts(named: NamedWeights, prefix: str, shape: DecoderShape) -> Experts |
 
 
 def _norm(weight: Tensor, shape: DecoderShape) -> Norm:
-    return partial(rms_norm, weight=weight, epsilon=shape.norm_eps)
+    kernel = kernels_for(shape).norm
+    return lambda x_NE: kernel(x_NE, weight, shape.norm_eps)
 
 
 class Int8Linears:

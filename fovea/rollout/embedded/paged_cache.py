@@ -61,6 +61,9 @@ class PagedRow:
 class PagedCache:
     """KV cache in pages of a preallocated pool."""
 
+    states = None
+    """A decoder with delta nets decodes over the dense cache."""
+
     def __init__(
         self, shape: DecoderShape, like: Tensor, kernel: PagedKernel, *, num_tokens: int, page_tokens: int
     ) -> None:

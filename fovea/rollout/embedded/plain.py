@@ -73,7 +73,8 @@ class PlainEngine:
         inputs = self._family.forward_inputs(ids_1L, prompt.images)
         out = self._network(input_ids=ids_1L, attention_mask=torch.ones_like(ids_1L), use_cache=True, **inputs)
         cache, axes = out.past_key_values, len(queued.positions_3L)
-        cache.batch_repeat_interleave(queued.n)
+        # not `batch_repeat_interleave`, which caches of recurrent states lack
+        cache.reorder_cache(ids_1L.new_zeros(queued.n))
 
         def forward(step: DecodeStep) -> tuple[Tensor, Tensor]:
             # [B, 1] for positions with one axis, [3, B, 1] for M-RoPE

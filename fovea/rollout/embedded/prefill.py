@@ -68,15 +68,20 @@ def prefill(
     # before any pass: chunks attend to the kept tokens
     for prompt, request in enumerate(requests, start=first):
         restore(cache, prompt, request.kept)
+    if cache.states is not None:
+        cache.states.begin([request.kept for request in requests])
     for spans in prompt_passes(lengths, first, pass_tokens, starts):
         part = row.part(start, start + sum(span.end - span.start for span in spans))
         # the spans of a pass are whole prompts, or one chunk of one prompt
         whole = spans[0].end - spans[0].start == lengths[spans[0].prompt - first]
         attend = prompt_attention(spans, whole, cache, shape.scale, part.hidden_NE.device)
+        scan = None if cache.states is None else cache.states.prefill(spans, first)
         with recorder.recording(len(part.hidden_NE)) as place:
-            outs.append(decode(weights.decoder, shape, part.hidden_NE, part.rope, attend, part.visual))
+            outs.append(decode(weights.decoder, shape, part.hidden_NE, part.rope, attend, part.visual, scan))
         places.append(place)
         start += len(part.hidden_NE)
+    if cache.states is not None:
+        cache.states.branch([request.n for request in requests])
     # recorded prompts are consecutive on the tape, over all passes
     recorder.prefilled(requests, places[0])
     # rows of the last tokens of the prompts in what all passes gave

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fovea.models.delta_rule import DeltaState
 from fovea.types import Completion, Prompt, PromptImage, Request, Sampling
 
 
@@ -24,10 +25,13 @@ class KeptKeys:
     """Keys and values [2, J, tokens, D] of each layer."""
     num_tokens: int
     num_images: int
+    states: Sequence[DeltaState] = ()
+    """States after these tokens, of each layer that is a delta net."""
 
     @property
     def num_bytes(self) -> int:
-        return sum(layer.numel() * layer.element_size() for layer in self.layers)
+        states = [x for each in self.states for x in (each.tail_RKC, each.memory_RVDF)]
+        return sum(x.numel() * x.element_size() for x in (*self.layers, *states))
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

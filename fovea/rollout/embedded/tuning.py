@@ -82,7 +82,12 @@ class Tuning:
 
 
 def uses_pages(tuning: Tuning, shape: DecoderShape, device: torch.device, dtype: torch.dtype) -> bool:
-    """True if the KV cache is a pool of pages: where it is asked for, else where the kernel passes its trial."""
+    """True if the KV cache is a pool of pages: where it is asked for, else where the kernel passes its trial.
+
+    False for a decoder with delta nets, whose states are beside the dense cache only.
+    """
+    if shape.delta is not None:
+        return False
     if tuning.cache is not None:
         return tuning.cache == "paged"
     return _paged_refusal(shape, device, dtype, tuning.page_tokens) is None
@@ -113,6 +118,8 @@ def decoding_note(text_config: Any, device: torch.device, dtype: torch.dtype) ->
 def _paged_refusal(shape: DecoderShape, device: torch.device, dtype: torch.dtype, page_tokens: int) -> str | None:
     if device.type == "cpu":
         return "there is no kernel for CPUs"
+    if shape.delta is not None:
+        return "delta nets have their states beside the dense cache only"
     return paged_refusal(heads_of(shape, device, dtype), page_tokens)
 
 

@@ -12,7 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fovea.config.run import Config
+from fovea.models.delta_rule import DeltaShape
 from fovea.models.recompute import Recompute
+from fovea.tools.plan.delta_nets import saved_by_net
 from fovea.tools.plan.model_sizes import ModelSizes
 from fovea.tools.plan.walk import PassStage
 from fovea.tools.plan.workload import RowShape
@@ -105,9 +107,15 @@ def decoder_stages(config: Config, sizes: ModelSizes, row: RowShape, numerics: N
     units = sizes.of("language")
     outputs = [row.tokens] * (len(units) - 1) + [row.predictors]
     how = config.train.gradient_checkpointing
+    layers = [
+        _net_bytes(sizes, sizes.decoder.delta, row, numerics, number)
+        if is_delta and sizes.decoder.delta is not None
+        else _layer_bytes(sizes, row, numerics, number)
+        for is_delta, number in zip(sizes.decoder.is_delta, outputs, strict=True)
+    ]
     return [
-        stage_of(how, ACTIVATIONS, _layer_bytes(sizes, row, numerics, number), gradient=FLOAT * unit.trainable)
-        for unit, number in zip(units, outputs, strict=True)
+        stage_of(how, ACTIVATIONS, layer, gradient=FLOAT * unit.trainable)
+        for unit, layer in zip(units, layers, strict=True)
     ]
 
 
@@ -152,6 +160,9 @@ def _layer_bytes(sizes: ModelSizes, row: RowShape, numerics: Numerics, outputs: 
     before = row.tokens * (norm + sizes.width * width)
     if norms_heads(sizes):
         before += row.tokens * ((queries + keys) * numerics.norm_saves + FLOAT * (shape.num_heads + shape.num_kv_heads))
+    if shape.delta is not None:
+        # the gate, activated, and its product with the output
+        before += 2 * row.tokens * queries * width
     # the output projection's input, the second norm and its output, and the MLP
     after = outputs * (queries * width + norm + (sizes.width + mlp.saved) * width)
     # at the backward pass of the activation, with the gradient of the residual stream and of one weight
@@ -163,6 +174,25 @@ def _layer_bytes(sizes: ModelSizes, row: RowShape, numerics: Numerics, outputs: 
         backward=max(in_mlp, _attention_backward(sizes, row, numerics) - after),
         kept=row.tokens * (queries + 2 * keys) * width + attended + outputs * (sizes.width + mlp.kept) * width,
         kept_in_saved=outputs * mlp.kept_in_saved * width + row.tokens * queries * width,
+    )
+
+
+def _net_bytes(sizes: ModelSizes, net: DeltaShape, row: RowShape, numerics: Numerics, outputs: int) -> ModuleBytes:
+    """Bytes of a layer with a gated delta net in place of attention."""
+    width, mlp = numerics.width, mlp_numbers(sizes)
+    norm = sizes.width * numerics.norm_saves + FLOAT
+    inside = saved_by_net(net, row.block_tokens, width)
+    after = outputs * (norm + (sizes.width + mlp.saved) * width)
+    in_mlp = outputs * (mlp.backward + sizes.width) * width + mlp.weight * width
+    # the rule's backward pass holds gradients of its inputs in float32, before and after their convolution
+    in_net = 4 * FLOAT * row.block_tokens * sum(net.widths)
+    projected = sum(net.widths) + net.widths[2] + 2 * net.value_heads
+    return ModuleBytes(
+        entry=row.tokens * sizes.width * width,
+        saved=row.tokens * (norm + sizes.width * width) + inside + after,
+        backward=max(in_mlp, in_net - after),
+        kept=row.tokens * projected * width + outputs * (sizes.width + mlp.kept) * width,
+        kept_in_saved=outputs * mlp.kept_in_saved * width + row.tokens * net.widths[2] * width,
     )
 
 

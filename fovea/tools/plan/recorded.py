@@ -70,7 +70,7 @@ def _graph_estimate(config: Config, sizes: ModelSizes, patches: int, numerics: N
 def _tape_bytes(sizes: ModelSizes, numerics: Numerics) -> int:
     """Bytes on the tape of one token: outputs of all linear layers (`models.vlm.VLM.linear_widths`); 0 with experts."""
     shape = sizes.decoder
-    if shape.experts_per_token:
+    if shape.experts_per_token or shape.delta is not None:
         return 0
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     return shape.num_layers * (heads + 2 * sizes.width + 2 * int(sizes.text.intermediate_size)) * numerics.width

@@ -12,6 +12,7 @@ from fovea.rollout.embedded.paged_cache import GROWTH_TOKENS, MAX_ROWS
 from fovea.rollout.embedded.prefill import PASS_TOKENS
 from fovea.rollout.embedded.tuning import ONEDNN_LIMITS
 from fovea.tools.plan.activations import FLOAT, Numerics, expert_weights, mlp_numbers
+from fovea.tools.plan.delta_nets import state_bytes
 from fovea.tools.plan.engine import CACHE, batch_tokens, token_bytes
 from fovea.tools.plan.model_sizes import ModelSizes
 from fovea.tools.plan.recorded import Recorded
@@ -19,7 +20,7 @@ from fovea.tools.plan.vision import VISION, encoding_bytes, feature_bytes
 from fovea.tools.plan.walk import Bytes
 from fovea.tools.plan.workload import Lengths, Workload
 
-PASSES, COPIES = "prefill and decoding", "decode copies"
+PASSES, COPIES, STATES = "prefill and decoding", "decode copies", "states of delta nets"
 SAMPLING_COPIES = 3
 """Float32 tensors [rows, vocabulary] while a token is sampled: logits, log-probs and probabilities."""
 
@@ -30,6 +31,9 @@ def rollout_peak(config: Config, sizes: ModelSizes, work: Workload, numerics: Nu
     rows = prompts * config.rollout.samples_per_prompt
     held = recorded.bytes.copy()
     held[CACHE] = cache_bytes(config, sizes, work, numerics)
+    if sizes.decoder.delta is not None:
+        # a step's new states beside the old ones of its layer are the smaller part
+        held[STATES] = rows * state_bytes(sizes.decoder.delta, numerics.width)
     held[COPIES] = decode_copies(sizes, rows, numerics)
     held[PASSES] = max(_prefill_bytes(sizes, work, prompts, numerics), _sampling_bytes(sizes, prompts, rows, numerics))
     images = prompts * work.lengths.images

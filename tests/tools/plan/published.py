@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import Qwen2_5_VLConfig, Qwen2VLConfig, Qwen3VLConfig
+from transformers import Qwen2_5_VLConfig, Qwen2VLConfig, Qwen3_5Config, Qwen3VLConfig
 
 from fovea.config.loading import load_config
 from fovea.config.run import Config
@@ -92,6 +92,24 @@ QWEN3_VL_8B = _untied(
 """Qwen/Qwen3-VL-8B-Instruct: 8,767,123,696 parameters in its safetensors index (17,534,247,392 bytes of bfloat16)."""
 
 
+def qwen3_5(hidden: int, mlp: int, *, tied: bool, **vision: object) -> dict[str, Any]:
+    """transformers' defaults are the other sizes of the 9B."""
+    return {
+        "text_config": {
+            "hidden_size": hidden,
+            "intermediate_size": mlp,
+            "linear_num_key_heads": 16,
+            "tie_word_embeddings": tied,
+        },
+        "vision_config": {"out_hidden_size": hidden, **vision},
+        "tie_word_embeddings": tied,
+    }
+
+
+QWEN3_5_4B = qwen3_5(2560, 9216, tied=True, depth=24, hidden_size=1024, intermediate_size=4096)
+QWEN3_5_9B = qwen3_5(4096, 12288, tied=False)
+
+
 SMOLVL: dict[str, Any] = {
     "text_config": {
         "hidden_size": 576,
@@ -112,7 +130,11 @@ SMOLVL: dict[str, Any] = {
 def folder_of(folder: Path, sizes: dict[str, Any]) -> Path:
     """A folder with the config.json of these sizes, and no weights."""
     vision = sizes["vision_config"]
-    family = Qwen2VLConfig if "embed_dim" in vision else Qwen2_5_VLConfig if "window_size" in vision else Qwen3VLConfig
+    family: Any = Qwen3VLConfig
+    if "linear_num_key_heads" in sizes["text_config"]:
+        family = Qwen3_5Config
+    elif "embed_dim" in vision or "window_size" in vision:
+        family = Qwen2VLConfig if "embed_dim" in vision else Qwen2_5_VLConfig
     family(**sizes).save_pretrained(folder)
     return folder
 

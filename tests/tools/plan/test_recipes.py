@@ -29,6 +29,8 @@ from tests.tiny_models import save, tiny
 from tests.tools.plan.published import (
     QWEN2_5_VL_7B,
     QWEN2_VL_7B,
+    QWEN3_5_4B,
+    QWEN3_5_9B,
     QWEN3_VL_2B,
     QWEN3_VL_4B,
     QWEN3_VL_8B,
@@ -58,6 +60,7 @@ MODELS = {
     "Qwen/Qwen2.5-VL-7B-Instruct": QWEN2_5_VL_7B,
     "Qwen/Qwen3-VL-2B-Instruct": QWEN3_VL_2B,
     "Qwen/Qwen3-VL-8B-Instruct": QWEN3_VL_8B,
+    "Qwen/Qwen3.5-4B": QWEN3_5_4B,
     "models/smolvl": SMOLVL,
 }
 
@@ -94,13 +97,14 @@ def test_every_recipe_fits_the_machine_that_its_head_names(name: str, tmp_path: 
         ("geo3k.yaml", QWEN3_VL_2B, []),
         ("geo3k.yaml", QWEN3_VL_4B, []),
         ("geo3k.yaml", QWEN3_VL_8B, []),
+        ("geo3k_qwen3_5.yaml", QWEN3_5_9B, []),
         (VERL, QWEN2_5_VL_7B, []),
         (VERL, QWEN2_5_VL_7B, [FROZEN]),
         (VERL, QWEN2_5_VL_7B, [LORA]),
         (VERL, QWEN3_VL_8B, ["rollout.engine.max_batch_tokens=262144"]),
         (VERL, QWEN2_5_VL_7B, ["plan.gpu=a100-40", "rollout.engine.max_batch_tokens=65536"]),
     ],
-    ids=["2B", "4B", "8B", "7B", "7B frozen tower", "7B LoRA", "8B of verl's", "7B on 40 GB"],
+    ids=["2B", "4B", "8B", "Qwen3.5-9B", "7B", "7B frozen tower", "7B LoRA", "8B of verl's", "7B on 40 GB"],
 )
 def test_it_fits_8_gpus(recipe: str, sizes: dict[str, Any], overrides: list[str], tmp_path: Path) -> None:
     path = f"model.path={folder_of(tmp_path / 'model', sizes)}"
