@@ -76,7 +76,8 @@ async def read_parity(run: Run, version: int) -> ParityReading:
         say=run.progress.stage,
     )
     groups = await _draw(run, prompts, version, as_for_update=True)
-    packed = run.config.model.fast_path == "auto" and run.config.train.backend.name == "torch"
+    model = run.config.model
+    packed = model.fast_path == "auto" and model.family == "named" and run.config.train.backend.name == "torch"
     faults = list(faulty_groups(groups, run.image_token_id, packed=packed))
     scored = await _score(run, [*groups, *(group for _, _, group in faults)])
     sound, faulty = scored[: len(groups)], scored[len(groups) :]

@@ -16,7 +16,7 @@ from transformers import (
     SuppressTokensLogitsProcessor,
 )
 
-from fovea.commands.exporting.export import export
+from fovea.commands.exporting.export import VIDEO_PROCESSOR_FILE, export
 from fovea.commands.targets import find_checkpoint, open_checkpoint
 from fovea.config.loading import load_config
 from fovea.config.model import Model
@@ -24,6 +24,7 @@ from fovea.config.run import Config
 from fovea.errors import ConfigError
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
+from fovea.models.families.idefics3 import Idefics3
 from fovea.models.load import load_network
 from fovea.models.plain import PlainVLM
 from fovea.models.processor import load_processor
@@ -167,6 +168,17 @@ def test_it_trains_passes_the_parity_gate_and_is_exported(settings: dict[str, ob
     image_processor = image_processor_class("Idefics3ImageProcessor").from_pretrained(tmp_path / "out")
     assert image_processor.max_image_size == {"longest_edge": 48}
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
+
+
+def test_a_video_processor_needs_no_key_of_qwens_image_processor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The export has what the image processor has of the keys that both share."""
+    train(build(run_settings(tmp_path / "run", save_idefics3(tmp_path / "model"), max_steps=1)))
+    monkeypatch.setattr(Idefics3, "video_processor", "SmolVLMVideoProcessor")
+    export(tmp_path / "run", tmp_path / "out")
+    written = json.loads((tmp_path / "out" / VIDEO_PROCESSOR_FILE).read_text())
+    assert written.keys() == {"video_processor_type", "image_mean", "image_std"}
 
 
 @pytest.mark.parametrize(
