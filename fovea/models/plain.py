@@ -75,6 +75,9 @@ def plain_rows(row: PackedRow, family: ModelFamily) -> Iterator[PlainRow]:
         of_prompt = _images_of(prompt_L, images, family)
         start += prompt_tokens
         last_of_prompt = start - 1
+        if not completions:
+            # a filler of one of several ranks, which has to run every module
+            yield PlainRow(token_ids_L=prompt_L, images=of_prompt, hidden_index_A=[])
         for tokens in completions:
             own_L = row.token_ids_N[start : start + tokens]
             # the first token after a prompt is always an action: an environment replies to the policy's first answer

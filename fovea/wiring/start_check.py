@@ -10,11 +10,13 @@ from fovea.data.images import ImageOpener
 from fovea.environments.base import Environment
 from fovea.errors import DataError, ModelError
 from fovea.metrics.progress import Progress
+from fovea.models.families.auto import layout_of
+from fovea.models.modules import config_of
 from fovea.models.plain import PlainVLM
 from fovea.models.processor import Processor
 from fovea.models.render import Renderer, images_of
 from fovea.run.parity_faults import without_images
-from fovea.train.start_check import Row, StartCheck
+from fovea.train.start_check import Reference, Row, StartCheck
 from fovea.types import Task
 from fovea.wiring.model import open_vlm
 
@@ -41,7 +43,10 @@ def compare_with_transformers(
         )
     vlm = open_vlm(config, model, processor.banned_ids)
     assert isinstance(vlm, PlainVLM), "a model without a family has no fast path"
-    largest = StartCheck(vlm.eval(), processor, renderer, opener).run(rows)
+    reference = Reference(
+        network=vlm.network, processor=processor.image_processor, arguments=layout_of(config_of(vlm.network)).arguments
+    )
+    largest = StartCheck(vlm.eval(), processor, renderer, opener, reference).run(rows)
     progress.print(
         f"model.family=auto: ids, tensors and log-probs of {len(rows)} rows equal those of transformers' processor and "
         f"forward (largest difference of a log-prob {largest:.1g})"

@@ -26,7 +26,7 @@ from fovea.data.images import Size
 from fovea.errors import ConfigError, ModelError
 from fovea.models.families.base import FastPath
 from fovea.models.families.hub_processor import PER_TOKEN, ROW, TEXT, HubProcessor, load_hub_processor
-from fovea.models.flops import VisionWork, Work, text_work
+from fovea.models.flops import Work
 from fovea.types import PromptImage
 
 IMAGE_IDS = ("image_token_id", "image_token_index")
@@ -44,6 +44,8 @@ class Layout:
     """Names of the arguments of the forward."""
     vision_weights: int
     """Number of weights of the tower and the projector."""
+    layer_weights: int
+    """Number of weights of the decoder's layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +64,7 @@ class AutoFamily:
     @cached_property
     def layout(self) -> Layout:
         """Layout of the model class; ModelError where its parts are not found."""
-        return _layout(json.dumps(self.config.to_dict(), default=str, sort_keys=True))
+        return layout_of(self.config)
 
     @property
     def model_type(self) -> str:
@@ -87,9 +89,17 @@ class AutoFamily:
 
     @property
     def work(self) -> Work:
-        """FLOPs of the decoder; the tower's are an estimate, two per weight and visual token."""
-        vision = VisionWork(patch=2.0 * self.layout.vision_weights, image_pair=0.0)
-        return text_work(self.config.get_text_config(), vision)
+        """An estimate for any kind of layer: two FLOPs per weight and token, all experts of a mixture counted."""
+        text = self.config.get_text_config()
+        return Work(
+            token=2.0 * self.layout.layer_weights,
+            pair=4.0 * text.hidden_size * text.num_hidden_layers,
+            action=2.0 * text.hidden_size * text.vocab_size,
+            patch=2.0 * self.layout.vision_weights,
+            image_pair=0.0,
+            window_pair=0.0,
+            window_side=0,
+        )
 
     def load_image_processor(self, path: str, revision: str) -> HubProcessor:
         return load_hub_processor(self.config, path, revision)
@@ -150,6 +160,11 @@ def _joined(tensors: Sequence[NDArray[Any]], axis: int) -> NDArray[Any]:
     return np.concatenate([np.pad(x, width) for x, width in zip(tensors, widths, strict=True)], axis=axis)
 
 
+def layout_of(config: Any) -> Layout:
+    """Layout of the model class of a config; ModelError where its parts are not found."""
+    return _layout(json.dumps(config.to_dict(), default=str, sort_keys=True))
+
+
 @lru_cache(maxsize=8)
 def _layout(config_json: str) -> Layout:
     """Layout of the model class of a config, from the network on the meta device."""
@@ -172,6 +187,7 @@ def _layout(config_json: str) -> Layout:
         language=paths[decoder],
         arguments=frozenset(inspect.signature(network.forward).parameters),
         vision_weights=sum(x.numel() for module in (tower, *between) for x in module.parameters()),
+        layer_weights=sum(x.numel() for x in decoder.layers.parameters()),
     )
 
 

@@ -142,6 +142,20 @@ KINDS: dict[str, Kind] = {
         text={"model_type": "gemma3_text", "sliding_window": 64},
         config={"mm_tokens_per_image": 9},
     ),
+    "idefics3": Kind(
+        image_processor="Idefics3ImageProcessor",
+        image={"size": {"longest_edge": 2 * SIDE_PX}, "max_image_size": {"longest_edge": SIDE_PX}},
+        processor={"image_seq_len": PATCHES // 4},
+        marks={
+            "image_token": "<image>",
+            "fake_image_token": "<fake_token_around_image>",
+            "global_image_token": "<global-img>",
+            "end_of_utterance_token": "<end_of_utterance>",
+        },
+        others=tuple(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)),
+        vision={"model_type": "idefics3_vision"},
+        config={"scale_factor": 2},
+    ),
     "glm4v": Kind(
         image_processor="Glm4vImageProcessor",
         image={"patch_size": PATCH_PX, "size": {"shortest_edge": 32 * 32, "longest_edge": 2 * 128 * 128}},
@@ -203,7 +217,7 @@ KINDS: dict[str, Kind] = {
         config={"spatial_merge_size": 2, "vision_feature_layer": -1},
     ),
 }
-"""Recipes of tiny models that Fovea has no file for, by model type."""
+"""Recipes of tiny models beside the Qwen-VLs of `model.tiny`, by model type."""
 
 
 def save_tiny_kind(model_type: str, folder: Path, corpus: Iterable[str] = (), seed: int = 0) -> Path:
