@@ -30,7 +30,7 @@ from fovea.train.packing import pack_row
 from fovea.train.start_check import Reference, StartCheck
 from fovea.types import Message, PromptImage, Sampling
 from fovea.wiring.run import build
-from tests.models.families.test_idefics3 import run_settings
+from tests.plain_runs import run_settings
 from tests.reference import gradients, largest_relative_difference
 from tests.rollout.drawing import generate
 from tests.tiny_models import CORPUS, CPU, from_array, image, random_completions, user

@@ -18,9 +18,7 @@ from transformers import (
 
 from fovea.commands.exporting.export import VIDEO_PROCESSOR_FILE, export
 from fovea.commands.targets import find_checkpoint, open_checkpoint
-from fovea.config.loading import load_config
 from fovea.config.model import Model
-from fovea.config.run import Config
 from fovea.errors import ConfigError
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
@@ -36,6 +34,7 @@ from fovea.train.packing import pack_row
 from fovea.types import ImageRef, Message, Sampling
 from fovea.wiring.run import build
 from tests.idefics3 import TILE_TOKENS, save_idefics3
+from tests.plain_runs import run_settings
 from tests.rollout.drawing import generate
 from tests.tiny_models import CPU, from_array, image, random_completions, user
 
@@ -106,29 +105,6 @@ def test_logprobs_and_draws_equal_transformers(splits: bool, tmp_path: Path) -> 
         scored = vlm(drawn, temperature=1.0, chunk_tokens=100).logprobs_A
     engines = np.concatenate([each.logprobs_T for group in groups for each in group])
     np.testing.assert_allclose(scored.numpy(), engines, atol=1e-5)
-
-
-def run_settings(folder: Path, model: Path, **settings: object) -> Config:
-    overrides = {
-        "run_dir": str(folder),
-        "max_steps": 3,
-        "model.tiny": None,
-        "model.path": str(model),
-        "environment.train_size": 64,
-        "environment.dev_size": 8,
-        "environment.test_size": 8,
-        "warmup.max_steps": 2,
-        "warmup.check_every_steps": 2,
-        "rollout.prompts_per_step": 4,
-        "rollout.samples_per_prompt": 4,
-        "algorithm.max_groups_without_signal": 4,
-        "checkpoint.every_steps": 3,
-        "log.tensorboard": False,
-        "log.progress": False,
-        **settings,
-    }
-    recipe = Path(__file__).parents[3] / "recipes" / "shapes.yaml"
-    return load_config([recipe], [f"{key}={json.dumps(value)}" for key, value in overrides.items()])
 
 
 @pytest.mark.parametrize(
