@@ -55,7 +55,7 @@ LATE_IMPORTS = {
     "fovea/cli/published.py": {"reproduce"},
     "fovea/cli/tools.py": {"_count_gpus", "plan", "vlm_rl_training", "vlm_rl_eval"},
     "fovea/cli/view.py": {"view"},
-    "fovea/cli/doctor.py": {"check_parity", "probe_gpu"},
+    "fovea/cli/doctor.py": {"check_parity", "print_families", "probe_gpu"},
     "fovea/data/rows.py": {"_hub"},
     "fovea/environments/graders/by_name.py": {"grader_of"},
     "fovea/rollout/embedded/paged_attention.py": {"paged_attention"},

@@ -154,6 +154,18 @@ def probe_gpu(words: tuple[Sequence[Path], Sequence[str]] | None, *, on_cpu: boo
     return check_gpu(config, lambda line: print(line, flush=True), on_cpu=on_cpu)
 
 
+def print_families(types: Sequence[str] | None) -> None:
+    """Check tiny models of these types, by default of all, and print docs/models.md; ConfigError for an unknown one."""
+    from fovea.tools.families.table import as_page, check_types, model_types
+
+    if unknown := set(types or ()) - set(model_types()):
+        raise ConfigError(
+            f"--families {min(unknown)}: not a tested model type; name some of {', '.join(model_types())}"
+        )
+    rows = list(check_types(types or model_types(), lambda line: print(line, file=sys.stderr, flush=True)))
+    print(as_page(rows), end="")
+
+
 def _without_side_effects(recipes: Sequence[Path], overrides: Sequence[str], folder: str) -> Config:
     """The settings of a recipe with `folder` as run folder, and without resume, profiler and trackers."""
     # after the user's overrides, so that ours win

@@ -17,7 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 from fovea import __version__
 from fovea.cli.cluster import app as cluster_app
 from fovea.cli.data import app as data_app
-from fovea.cli.doctor import check_parity, findings, probe, probe_gpu
+from fovea.cli.doctor import check_parity, findings, print_families, probe, probe_gpu
 from fovea.cli.evaluate import evaluate, export, grade, serve
 from fovea.cli.published import reproduce
 from fovea.cli.texts import Debug, Quiet, after_training, one_line_errors
@@ -260,17 +260,22 @@ def doctor(
     words: Words = None,
     gpu: Annotated[bool, typer.Option("--gpu", help="Check kernels, rates and links of the GPUs.")] = False,
     cpu: Annotated[bool, typer.Option("--cpu", help="With --gpu: try its checks on the CPU.")] = False,
+    families: Annotated[bool, typer.Option("--families", help="Check and list the tested model types.")] = False,
     debug: Debug = False,
 ) -> None:
     """Show versions, devices and what is missing.
 
     The parity gate samples completions with the recipe's engine and compares their log-probs with the trainer's: exit
     code 1 when they differ by more than parity.max_abs_logprob_diff. Nothing is written to the run folder.
-    With --gpu, the GPU is checked instead, and a recipe's speed on it estimated (docs/gpu.md).
+    With --gpu, the GPU is checked instead, and a recipe's speed on it estimated (docs/gpu.md). With --families, tiny
+    models of all tested types, or of those named, are checked instead (docs/models.md).
     """
     with one_line_errors(debug=debug):
         if cpu and not gpu:
             raise ConfigError("--cpu says where the checks of --gpu are tried; add --gpu")
+        if families:
+            print_families(words)
+            return
         sorted_words = sort_words(words, command="doctor") if words else None
         typer.echo("checking (this imports torch) ...", err=True)
         found = probe()

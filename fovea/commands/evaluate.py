@@ -284,7 +284,7 @@ async def _model_of(target: ServerTarget, config: Config) -> AsyncIterator[ChatM
     """The model of a server, with a connection that ends with the block."""
     server = JsonServer(target.url, server_bounds(config), bearer(target.api_key_env, "api_key_env"))
     try:
-        yield await ChatModel.of(server, target.model)
+        yield await ChatModel.of(server, target.model, config.model.chat_template_kwargs)
     finally:
         await server.close()
 

@@ -113,11 +113,18 @@ class Model(Section):
     """Which model is trained: `model.path` (a folder or hub id) or `model.tiny`."""
 
     path: str | None = None
-    """Folder or hub id of a Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3-VL-MoE, Qwen3.5 or Idefics 3."""
+    """Folder or hub id of a Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3-VL-MoE, Qwen3.5 or Idefics 3; of others with
+    family=auto."""
     revision: Annotated[str, Field(min_length=1)] | None = None
     """Commit, tag or branch of a hub id; a commit pins the model for good. Default: the main branch as it is today."""
+    family: Literal["named", "auto"] = "named"
+    """named: a model of a family that Fovea knows; auto: any other image-text-to-text model of transformers, by its own
+    processor, positions and forward, after a check at the start of the run."""
     tiny: TinyModel | None = None
     """Make a tiny model with random weights instead of loading one."""
+    chat_template_kwargs: dict[str, str | bool | int | float | None] = Field(default_factory=dict)
+    """Arguments of the model's chat template, such as `{enable_thinking: false}`: in every prompt and later turn, in
+    requests to servers that `fovea eval` asks, and as defaults in the template of an export."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of weights and activations; log-probs, losses and the optimizer's copy of the weights are always
     float32."""

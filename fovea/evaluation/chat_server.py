@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -42,13 +43,19 @@ class Reply:
 class ChatModel:
     """One model of a server."""
 
-    def __init__(self, server: JsonServer, name: str) -> None:
+    def __init__(self, server: JsonServer, name: str, template_kwargs: Mapping[str, object]) -> None:
         self._server = server
+        self._template = {"chat_template_kwargs": dict(template_kwargs)} if template_kwargs else {}
         self.name = name
 
     @staticmethod
-    async def of(server: JsonServer, name: str | None) -> ChatModel:
-        """The model of this name, or the only one; ConfigError where no server answers, or not for such a model."""
+    async def of(
+        server: JsonServer, name: str | None, template_kwargs: Mapping[str, object] = MappingProxyType({})
+    ) -> ChatModel:
+        """The model of this name, or the only one; ConfigError where no server answers, or not for such a model.
+
+        `template_kwargs` are arguments of the server's chat template, under the name of vLLM and SGLang.
+        """
         try:
             listed = await server.get("/v1/models")
             names = [str(each["id"]) for each in listed["data"]]
@@ -58,16 +65,22 @@ class ChatModel:
                 "correct the address, or the key (api_key_env=VARIABLE)"
             ) from error
         if name is None and len(names) == 1:
-            return ChatModel(server, names[0])
+            return ChatModel(server, names[0], template_kwargs)
         if not names:
             raise ConfigError(f"{server.url} serves no model; start it on one (fovea serve)")
         if name not in names:
             raise ConfigError(f"{server.url} serves {', '.join(names)}; name one of them: {server.url}#{names[0]}")
-        return ChatModel(server, name)
+        return ChatModel(server, name, template_kwargs)
 
     async def answer(self, chat: Chat, sampling: Sampling, *, n: int, seed: int) -> list[Reply]:
         """n answers; BadRowError for a request that the server refuses, EngineError where it gives no answer."""
-        body = {"model": self.name, "messages": chat, "n": n, "seed": seed % SEEDS, **_sampled(sampling)}
+        body = {
+            "model": self.name,
+            "messages": chat,
+            "n": n,
+            "seed": seed % SEEDS,
+            **_sampled(sampling),
+        } | self._template
         try:
             answered = await self._server.post("/v1/chat/completions", body)
         except CallError as error:

@@ -14,12 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fovea.errors import ModelError
 from fovea.models.decoder import LayerCall
 from fovea.models.kernels import Gate
 
 SYNC_FREE_MAJORS = (9, 10)
 """Compute capabilities of GPUs on which torch's grouped product in bfloat16 needs no sync with the host
 (`_grouped_mm_cuda` in torch's aten/src/ATen/native/cuda/GroupedBlas.cpp, up to 2.10 at least)."""
+
+ROW_BYTES = 16
+"""Rows of both factors of a grouped product begin at a multiple of this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +35,14 @@ class Experts:
     down_XEF: Tensor
     per_token: int
     """Number K of experts that each token runs through."""
+
+    def __post_init__(self) -> None:
+        _, width, expert_width = self.down_XEF.shape
+        if any(size * self.down_XEF.element_size() % ROW_BYTES for size in (width, expert_width)):
+            raise ModelError(
+                f"experts with hidden_size={width} and moe_intermediate_size={expert_width} in {self.down_XEF.dtype}: "
+                f"torch's grouped product takes rows of a multiple of {ROW_BYTES} bytes only; give another model"
+            )
 
     def __call__(self, x_NE: Tensor, call: LayerCall) -> Tensor:
         """Outputs [N, E], the sum of each token's experts by their weights."""

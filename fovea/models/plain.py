@@ -41,18 +41,30 @@ class PlainVLM(PolicyNetwork):
     def action_states(self, row: PackedRow) -> Tensor:
         """Last hidden states [U, E], after the final norm, from which the actions are predicted."""
         rows = list(plain_rows(row, self.family))
-        hidden_RLE = plain_states(self.network, self.family, rows)
+        hidden_RLE = plain_states(self.network, self.family, rows, self.dtype)
         return torch.cat([hidden_LE[each.hidden_index_A] for hidden_LE, each in zip(hidden_RLE, rows, strict=True)])
 
 
-def plain_states(network: Any, family: ModelFamily, rows: Sequence[PlainRow]) -> Tensor:
-    """Last hidden states [R, L, E] of rows padded on the right, with positions and masks made by transformers."""
+def plain_states(network: Any, family: ModelFamily, rows: Sequence[PlainRow], dtype: torch.dtype) -> Tensor:
+    """Last hidden states [R, L, E] of rows padded on the right, with positions and masks made by transformers.
+
+    `dtype` is that of the pass; sharded weights have another between passes.
+    """
     ids_RL = pad_sequence([row.token_ids_L for row in rows], batch_first=True)
     mask_RL = pad_sequence([torch.ones_like(row.token_ids_L) for row in rows], batch_first=True)
-    inputs = family.forward_inputs(ids_RL, [image for row in rows for image in row.images])
+    inputs = plain_inputs(family, ids_RL, [image for row in rows for image in row.images], dtype)
     out = network.base_model(input_ids=ids_RL, attention_mask=mask_RL, use_cache=False, **inputs)
     hidden_RLE: Tensor = out.last_hidden_state
     return hidden_RLE
+
+
+def plain_inputs(
+    family: ModelFamily, ids_RL: Tensor, images: Sequence[PromptImage], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Arguments of transformers' forward besides ids and mask, pixels in the type of the pass."""
+    inputs = family.forward_inputs(ids_RL, images)
+    # not every vision tower converts its input itself
+    return {name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs.items()}
 
 
 def plain_rows(row: PackedRow, family: ModelFamily) -> Iterator[PlainRow]:
@@ -63,6 +75,9 @@ def plain_rows(row: PackedRow, family: ModelFamily) -> Iterator[PlainRow]:
         of_prompt = _images_of(prompt_L, images, family)
         start += prompt_tokens
         last_of_prompt = start - 1
+        if not completions:
+            # a filler of one of several ranks, which has to run every module
+            yield PlainRow(token_ids_L=prompt_L, images=of_prompt, hidden_index_A=[])
         for tokens in completions:
             own_L = row.token_ids_N[start : start + tokens]
             # the first token after a prompt is always an action: an environment replies to the policy's first answer
@@ -97,7 +112,7 @@ def plain_logprobs(
 ) -> Tensor:
     """Log-probs [T] of an answer at temperature 1, from the logits of transformers' forward."""
     ids_L = torch.cat([prompt_ids_L, answer_ids_T])[None]
-    inputs = family.forward_inputs(ids_L, images)
+    inputs = plain_inputs(family, ids_L, images, network.dtype)
     logits = network(input_ids=ids_L, attention_mask=torch.ones_like(ids_L), use_cache=False, **inputs).logits[0]
     banned_K = torch.tensor(banned_ids, dtype=torch.long, device=logits.device)
     logprobs_TW = drawn_logprobs_(logits[len(prompt_ids_L) - 1 : -1].float(), 1.0, banned_K)

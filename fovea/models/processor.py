@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from typing import Any
 
 from jinja2 import TemplateError
@@ -11,12 +14,16 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from fovea.config.model import Model
 from fovea.errors import ModelError
+from fovea.models.families.auto import AutoFamily
 from fovea.models.families.base import ModelFamily
-from fovea.models.families.registry import family_of
+from fovea.models.families.registry import family_of, known
 from fovea.models.model_files import CONFIG as TOKENIZER_CONFIG
 from fovea.models.model_files import check_folder, damaged_model, hub_options
 from fovea.models.transformers_versions import load_config, load_tokenizer
 from fovea.utils.config_keys import check_config_keys, optional_file, optional_json
+
+SET_BY_RENDERER = frozenset({"messages", "tools", "documents", "tokenize", "chat_template", "add_generation_prompt"})
+"""Names that no argument of a chat template may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +46,8 @@ class Processor:
     """Most tokens of a prompt with its completion (`max_position_embeddings`)."""
     name: str
     """Folder or hub id, for messages."""
+    template_kwargs: Mapping[str, object] = field(default_factory=dict)
+    """Arguments of the chat template (`model.chat_template_kwargs`)."""
 
 
 def load_processor(settings: Model) -> Processor:
@@ -51,19 +60,58 @@ def load_processor(settings: Model) -> Processor:
         check_config_keys(path, options["revision"])
         config = load_config(path, **options)
         family = family_of(config, path)
+        _check_family(settings, family)
         written = optional_json(path, TOKENIZER_CONFIG, options["revision"])
         tokenizer = load_tokenizer(path, written, **options)
         image_processor = family.load_image_processor(path, options["revision"])
-        if family.image_token not in tokenizer.get_vocab():
+        mark = family.image_mark(image_processor)
+        if mark not in tokenizer.get_vocab():
             raise ModelError(
-                f"model.path={path}: its tokenizer has no {family.image_token}; "
+                f"model.path={path}: its tokenizer has no {mark}; "
                 "download the whole model again, or give another folder"
             )
         template = _chat_template(path, options["revision"], tokenizer.chat_template)
         # a template that jinja cannot parse must fail here, and not at the first row
         tokenizer.apply_chat_template([{"role": "user", "content": "x"}], chat_template=template, tokenize=False)
         generation = _generation_config(path, options["revision"], config)
-    return make_processor(config, generation, tokenizer, image_processor, template, path)
+    _check_template_kwargs(template, settings.chat_template_kwargs, path)
+    processor = make_processor(config, generation, tokenizer, image_processor, template, path)
+    return replace(processor, template_kwargs=settings.chat_template_kwargs)
+
+
+def _check_family(settings: Model, family: ModelFamily) -> None:
+    """ModelError unless the settings ask for transformers' classes exactly where Fovea has no family."""
+    if isinstance(family, AutoFamily) and settings.family != "auto":
+        raise ModelError(
+            f"model.path={settings.path}: its model_type is {family.model_type}, and Fovea has families for "
+            f"{', '.join(known())}; set model.family=auto to train it by transformers' own processor and forward, or "
+            "add the family (docs/extending.md)"
+        )
+    if settings.family == "auto" and not isinstance(family, AutoFamily):
+        raise ModelError(
+            f"model.family=auto, but Fovea has a family for {settings.path}, a {family.model_type}; leave it out"
+        )
+
+
+def template_with_defaults(processor: Processor) -> str:
+    """The chat template with the processor's arguments as defaults, for programs that call it without them."""
+    defaults = "".join(
+        f"{{% if {name} is not defined %}}{{% set {name} = {value!r} %}}{{% endif %}}"
+        for name, value in processor.template_kwargs.items()
+    )
+    # transformers drops the newline after a block: this one, and not one with which the template begins
+    return f"{defaults}\n{processor.chat_template}" if defaults else processor.chat_template
+
+
+def _check_template_kwargs(template: str, given: Mapping[str, object], path: str) -> None:
+    """ModelError for an argument that the template does not read, or that Fovea sets itself."""
+    names = set(re.findall(r"[A-Za-z_]\w*", template)) - SET_BY_RENDERER
+    for name in given.keys() - names:
+        near = get_close_matches(name, names, n=1)
+        raise ModelError(
+            f"model.chat_template_kwargs.{name} is set, but the chat template of {path} does not read it, or Fovea "
+            f"sets it; {f'did you mean {near[0]}?' if near else 'leave it out'}"
+        )
 
 
 def make_processor(
@@ -75,14 +123,16 @@ def make_processor(
     name: str,
 ) -> Processor:
     """A processor with stop and banned ids derived from transformers' configs."""
-    stop_ids = _stop_ids(generation, tokenizer)
+    stop_ids, family = _stop_ids(generation, tokenizer), family_of(config, name)
+    banned_ids = _banned_ids(tokenizer, config.get_text_config().vocab_size, generation, stop_ids)
     return Processor(
         tokenizer=tokenizer,
         image_processor=image_processor,
         chat_template=chat_template,
-        family=family_of(config, name),
+        family=family,
         stop_ids=stop_ids,
-        banned_ids=_banned_ids(tokenizer, config.get_text_config().vocab_size, generation, stop_ids),
+        # also where a tokenizer does not call it special
+        banned_ids=tuple(sorted({*banned_ids, family.image_token_id})),
         max_positions=config.get_text_config().max_position_embeddings,
         name=name,
     )

@@ -11,11 +11,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fovea.data.images import ImageOpener
 from fovea.errors import BadRowError, DataError
-from fovea.models.processor import Processor, token_id
+from fovea.models.processor import Processor
 from fovea.types import ImageRef, Message, Prompt, PromptImage
 from fovea.utils.shown_text import special_marks
 
@@ -37,13 +36,14 @@ class Renderer:
     ) -> None:
         self._tokenizer = processor.tokenizer
         self._template = processor.chat_template
+        self._template_kwargs: dict[str, Any] = dict(processor.template_kwargs)
         self._image_processor = processor.image_processor
         self._family = processor.family
         self._marks = special_marks(processor.tokenizer)
         self._banned_ids = frozenset(processor.banned_ids)
         self._open_image = open_image
         self._image_options = processor.family.image_options(processor.image_processor, min_pixels, max_pixels)
-        self._mark_id = token_id(processor.tokenizer, processor.family.image_token)
+        self._image_mark = processor.family.image_mark(processor.image_processor)
         self.most_tokens: int | None = processor.max_positions - max_new_tokens
 
     def fewest_tokens(self, messages: Sequence[Message]) -> int:
@@ -51,7 +51,7 @@ class Renderer:
 
         No image is decoded or processed, and no text is tokenized. BadRowError for an image that cannot be processed.
         """
-        return sum(map(self._fewest_visual_tokens, _images(messages)))
+        return sum(map(self._fewest_visual_tokens, images_of(messages)))
 
     def prompt(self, messages: Sequence[Message], where: str = "the prompt") -> Prompt:
         """The prompt of a task, up to where the assistant's answer begins; BadRowError if it cannot be rendered.
@@ -74,15 +74,17 @@ class Renderer:
 
     def _tokenized(self, text: str, messages: Sequence[Message]) -> Prompt:
         """Token ids of a text that the chat template made of the messages, with their images."""
-        images = [self._process(ref) for ref in _images(messages)]
+        images = [self._process(ref) for ref in images_of(messages)]
         ids_U = np.asarray(self._ids(text), dtype=np.int64)
-        return Prompt(token_ids_L=self._expand(ids_U, images), unexpanded_ids_U=ids_U, images=tuple(images))
+        # tokenised with the text of the images: spaces and line breaks around a mark may merge with it into one token
+        ids_L = np.asarray(self._ids(self._expand(text, images)), dtype=np.int64) if images else ids_U
+        return Prompt(token_ids_L=ids_L, unexpanded_ids_U=ids_U, images=tuple(images))
 
     def text(self, messages: Sequence[Message]) -> str:
         """The messages as written by the chat template, with one image token per image."""
         chat: Any = [{"role": message.role, "content": [_part(part) for part in message.parts]} for message in messages]
         text = self._tokenizer.apply_chat_template(
-            chat, chat_template=self._template, tokenize=False, add_generation_prompt=True
+            chat, chat_template=self._template, tokenize=False, add_generation_prompt=True, **self._template_kwargs
         )
         assert isinstance(text, str)
         return text
@@ -118,23 +120,12 @@ class Renderer:
             out = self._image_processor(images=[image], return_tensors="np", **self._image_options)
         return self._family.prompt_image(out)
 
-    def _expand(self, ids_U: NDArray[np.int64], images: Sequence[PromptImage]) -> NDArray[np.int64]:
-        """Token ids with each image token replaced by the visual tokens of its image."""
-        if not images:
-            return ids_U
-        first, *others = np.split(ids_U, np.flatnonzero(ids_U == self._mark_id))
+    def _expand(self, text: str, images: Sequence[PromptImage]) -> str:
+        """The text with each image's mark replaced by the text of its visual tokens."""
+        first, *others = text.split(self._image_mark)
         assert len(others) == len(images), f"{len(others)} image marks for {len(images)} images"
         pairs = zip(images, others, strict=True)
-        return np.concatenate(
-            [
-                first,
-                *(
-                    part
-                    for image, after in pairs
-                    for part in (self._family.image_ids(image, self._tokenizer), after[1:])
-                ),
-            ]
-        )
+        return first + "".join(self._family.image_text(image) + after for image, after in pairs)
 
     def _check_no_marks(self, messages: Sequence[Message], where: str) -> None:
         """Raise BadRowError if the messages contain the text of a special token."""
@@ -161,7 +152,8 @@ def _refusals_named(where: str) -> Iterator[None]:
         ) from error
 
 
-def _images(messages: Sequence[Message]) -> list[ImageRef]:
+def images_of(messages: Sequence[Message]) -> list[ImageRef]:
+    """The images of messages, in order."""
     return [part for message in messages for part in message.parts if isinstance(part, ImageRef)]
 
 

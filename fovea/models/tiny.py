@@ -127,7 +127,12 @@ def save_tiny(parts: TinyParts, folder: Path) -> None:
 
 
 def build_tokenizer(corpus: Iterable[str], vocabulary_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE tokenizer, trained on the starts of the texts of `corpus`; any text can be encoded."""
+    """Byte-level BPE tokenizer with Qwen's special tokens, trained on the starts of the texts of `corpus`."""
+    return with_chat_tokens(byte_level_bpe(corpus, vocabulary_size - len(SPECIAL_TOKENS)))
+
+
+def byte_level_bpe(corpus: Iterable[str], vocabulary_size: int) -> Tokenizer:
+    """Byte-level BPE, trained on the starts of the texts of `corpus`; any text can be encoded."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -137,12 +142,12 @@ def build_tokenizer(corpus: Iterable[str], vocabulary_size: int) -> PreTrainedTo
     )
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary_size - len(SPECIAL_TOKENS),
+        vocab_size=vocabulary_size,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     bpe.train_from_iterator(["user\n", "assistant\n", "system\n", *_bounded(corpus)], trainer)
-    return with_chat_tokens(bpe)
+    return bpe
 
 
 def _bounded(corpus: Iterable[str]) -> Iterator[str]:

@@ -64,7 +64,7 @@ class VisionRewardScorer:
         ids_L = torch.cat([torch.from_numpy(prompt.token_ids_L).long(), answer_ids]).to(device)
         row = PlainRow(token_ids_L=ids_L, images=prompt.images, hidden_index_A=[])
         with self._lock, torch.inference_mode():
-            last_E = plain_states(self._network, self._processor.family, [row])[0, -1].float()
+            last_E = plain_states(self._network, self._processor.family, [row], self._network.dtype)[0, -1].float()
             return float(torch.sigmoid(self._weight @ last_E + self._bias))
 
 

@@ -19,6 +19,10 @@ from fovea.types import Shape
 QWEN2_VL_MERGE = 2
 """Patches on each side of a visual token, of which the Qwen2-VL of vLLM and SGLang has no setting."""
 
+_QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+TESTED_FAMILIES = {"vLLM": _QWEN, "SGLang": _QWEN}
+"""The `model_type`s that each engine's log-probs and pushes have been compared with the trainer's for."""
+
 
 def check_family(family: str, known: Collection[str], *, model: str, setting: str, engine: str) -> None:
     """Raise ConfigError for a model of a family that is not `known`; `setting` is the name in `rollout.engine`."""

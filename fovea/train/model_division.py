@@ -9,6 +9,8 @@ from fovea.errors import ConfigError
 
 MIXTURE = "qwen3_vl_moe"
 """The `model_type` with experts."""
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", MIXTURE)
+"""The `model_type`s that Megatron's bridge and Fovea's passes have been compared with transformers for."""
 
 
 def check_processes(settings: MegatronBackend, size: int) -> None:

@@ -125,7 +125,7 @@ def make_value_head(config: Config, network: PreTrainedModel) -> ValueHead | Non
     critic = config.algorithm.critic
     if critic is None or critic.trunk == "separate":
         return None
-    return ValueHead(config_of(network).text_config.hidden_size, detach_trunk=critic.trunk == "detached")
+    return ValueHead(config_of(network).get_text_config().hidden_size, detach_trunk=critic.trunk == "detached")
 
 
 def _check_attention(settings: Model, device: torch.device) -> None:

@@ -37,6 +37,7 @@ from fovea.wiring.images import make_opener
 from fovea.wiring.model import locate_model
 from fovea.wiring.outputs import chosen_trackers, make_profile, make_trackers, model_table, peak_tflops
 from fovea.wiring.policy import make_warmup
+from fovea.wiring.start_check import compare_with_transformers
 from fovea.wiring.trial_score import remarks_on_answers, remarks_on_images, remarks_on_shares, try_reward
 
 
@@ -104,6 +105,8 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
     trackers = make_trackers(config, folder, start_step, progress.warn)
     profile = make_profile(config, folder, start_step, progress)
     note_unscored = partial(record_unscored_answer, folder, progress.warn)
+    if config.model.family == "auto":
+        compare_with_transformers(config, model, processor, renderer, opener, environment, progress)
     progress.stage("loading the model")
     backends = open_backends(config, model, processor)
     progress.print(model_table(config.model.name, facts := backends.policy.describe()))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -52,6 +53,7 @@ def ask(
     bounds: CallBounds = BOUNDS,
     headers: dict[str, str] | None = None,
     model: str | None = None,
+    template: Mapping[str, object] = MappingProxyType({}),
     **asked: object,
 ) -> list[AnsweredRow]:
     """The answers of an endpoint to the first rows of an environment."""
@@ -60,7 +62,7 @@ def ask(
         server = JsonServer(endpoint.url.removesuffix("/v1"), bounds, headers)
         try:
             evaluator = ServerEvaluator(
-                await ChatModel.of(server, model),
+                await ChatModel.of(server, model, template),
                 environment,
                 graded(BanditEnvironment()),
                 from_array,
@@ -92,7 +94,9 @@ def test_rows_come_back_in_order_with_their_scores_and_calls_are_bounded(started
     sent = endpoint.requests[0]
     assert (sent["path"], sent["model"], sent["temperature"]) == ("/v1/chat/completions", "tiny", 0.0)
     assert (sent["max_tokens"], sent["stop"], sent["n"]) == (4, ["END"], 1)
-    assert "top_k" not in sent, "OpenAI's own interface lacks it"
+    assert not {"top_k", "chat_template_kwargs"} & sent.keys(), "OpenAI's own interface lacks them"
+    ask(endpoint, BanditEnvironment(), size=1, template={"enable_thinking": False})
+    assert endpoint.requests[-1]["chat_template_kwargs"] == {"enable_thinking": False}
 
 
 def test_a_busy_server_is_asked_again_and_a_row_counts_once(started: Callable[..., Endpoint]) -> None:

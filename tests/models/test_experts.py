@@ -12,7 +12,7 @@ from transformers import Qwen3VLMoeTextConfig
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextSparseMoeBlock
 
 from fovea.config.model import Lora, Model, TinyModel
-from fovea.errors import ConfigError
+from fovea.errors import ConfigError, ModelError
 from fovea.models.decoder import ExpertLoad, LayerCall, imbalance
 from fovea.models.experts import Experts, route
 from fovea.models.kernels import silu_times
@@ -50,6 +50,14 @@ def experts_of(module: Any) -> Experts:
         down_XEF=module.experts.down_proj,
         per_token=PER_TOKEN,
     )
+
+
+def test_sizes_that_the_grouped_product_refuses_are_named() -> None:
+    parts = tiny("qwen3_vl_moe", intermediate_size=90)
+    row = pack_row(parts.processor.family, [renderer(parts).prompt(user("x"))], random_completions([(3,)]), CPU)
+    message = r"hidden_size=64 and moe_intermediate_size=90 in torch\.float32: .* a multiple of 16 bytes only; give"
+    with pytest.raises(ModelError, match=message):
+        VLM(parts.network, parts.processor.banned_ids)(row, temperature=1.0, chunk_tokens=100)
 
 
 def grouped(experts: Experts, x_NE: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from fovea.errors import ConfigError, DataError, ModelError, broken_checkpoint
 from fovea.models.adapter_files import ADAPTER_WEIGHTS, PARTS, tensor_name
 from fovea.models.load import load_network, save_network
 from fovea.models.model_files import save_tokenizer
-from fovea.models.processor import load_processor
+from fovea.models.processor import load_processor, template_with_defaults
 from fovea.models.trainable import ADAPTER, lora_layers
 from fovea.report.about import SUMMARY_FILE
 from fovea.report.summary import read_summary
@@ -127,14 +127,17 @@ def write_model(folder: Path, model: OpenedModel) -> None:
     """Write weights with adapters merged, config, tokenizer with the chat template, and image processor."""
     save_network(model.vlm, folder)
     processor, settings = model.processor, model.config.model
-    processor.tokenizer.chat_template = processor.chat_template
+    processor.tokenizer.chat_template = template_with_defaults(processor)
     save_tokenizer(processor.tokenizer, folder)
     # the pixel limits of training, so that inference elsewhere sees images of the same size
-    options = processor.family.image_options(processor.image_processor, settings.min_pixels, settings.max_pixels)
-    own = {key: x for key, x in processor.image_processor.to_dict().items() if key not in ("min_pixels", "max_pixels")}
-    type(processor.image_processor).from_dict(own | dict(options)).save_pretrained(folder)
+    image_processor = processor.image_processor
+    options = processor.family.image_options(image_processor, settings.min_pixels, settings.max_pixels)
+    if options:
+        own = {key: x for key, x in image_processor.to_dict().items() if key not in ("min_pixels", "max_pixels")}
+        image_processor = type(image_processor).from_dict(own | dict(options))
+    image_processor.save_pretrained(folder)
     if model.vlm.family.video_processor is not None:
-        _write_video_processor(folder, model, own)
+        _write_video_processor(folder, model, image_processor.to_dict())
 
 
 def _write_video_processor(folder: Path, model: OpenedModel, image_processor: Mapping[str, Any]) -> None:
@@ -148,7 +151,7 @@ def _write_video_processor(folder: Path, model: OpenedModel, image_processor: Ma
         root = snapshot.parents[1] if snapshot.parent.name == "snapshots" else snapshot
         (folder / VIDEO_PROCESSOR_FILE).write_bytes(read_file(base, within=root))
         return
-    shared = {key: image_processor[key] for key in _SHARED_PROCESSOR_KEYS}
+    shared = {key: image_processor[key] for key in _SHARED_PROCESSOR_KEYS if key in image_processor}
     written = json.dumps({"video_processor_type": model.vlm.family.video_processor, **shared}, indent=2)
     (folder / VIDEO_PROCESSOR_FILE).write_text(written + "\n", encoding="utf-8")
 
@@ -179,7 +182,7 @@ def write_adapter(folder: Path, model: OpenedModel) -> None:
 
 def reload_model(folder: Path, model: OpenedModel) -> Reloaded:
     """The exported folder loaded by transformers' Auto classes."""
-    settings = Model(path=str(folder), dtype=model.config.model.dtype)
+    settings = Model(path=str(folder), dtype=model.config.model.dtype, family=model.config.model.family)
     return Reloaded(network=load_network(settings), processor=load_processor(settings))
 
 

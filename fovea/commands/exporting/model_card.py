@@ -81,6 +81,10 @@ def _description(card: Card) -> str:
             f"The checkpoint also holds a value function ({', '.join(card.left_out)}), which only PPO training "
             "needs: it is not exported."
         )
+    if kwargs := config.model.chat_template_kwargs:
+        given = ", ".join(f"{name}={value!r}" for name, value in kwargs.items())
+        where = "pass it to apply_chat_template" if card.adapter_only else "they are defaults of this folder's template"
+        lines.append(f"Prompts were written by the chat template with `{given}`: {where}.")
     if not card.adapter_only:
         lines.append(
             f"Training gave {len(card.banned_ids)} token ids, special tokens above all, probability 0: they are the "

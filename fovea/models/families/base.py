@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
 
 from fovea.data.images import Size
 from fovea.models.experts import Experts
@@ -113,11 +112,6 @@ class ModelFamily(Protocol):
         ...
 
     @property
-    def image_token(self) -> str:
-        """Text of the token that the chat template writes once per image."""
-        ...
-
-    @property
     def image_token_id(self) -> int:
         """Id of the visual tokens, whose embeddings are replaced by image features."""
         ...
@@ -160,8 +154,12 @@ class ModelFamily(Protocol):
         """Width and height in which this family gives coordinates on the image; None for one that gives none."""
         ...
 
-    def image_ids(self, image: PromptImage, tokenizer: PreTrainedTokenizerBase) -> NDArray[np.int64]:
-        """Token ids that replace an image's token of the chat template."""
+    def image_mark(self, image_processor: Any) -> str:
+        """Text of the token that the chat template writes once per image."""
+        ...
+
+    def image_text(self, image: PromptImage) -> str:
+        """Text that replaces an image's mark before a prompt is tokenised, with one token for each visual token."""
         ...
 
     def positions(

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from fovea.data.images import Size
 from fovea.errors import ConfigError
@@ -23,6 +22,7 @@ from fovea.models.flops import VisionWork, Work, text_work
 from fovea.models.transformers_versions import image_processor_class
 from fovea.types import PromptImage
 
+IMAGE = "<image>"
 PIXELS, MASK = "pixel_values", "pixel_attention_mask"
 """Names of an image's tensors float32 [S, 3, P, P] and int64 [S, P, P], which are inputs of transformers' forward."""
 SPLIT = "rows_and_columns"
@@ -39,7 +39,6 @@ class Idefics3:
     vision_paths: ClassVar[tuple[str, ...]] = ("model.vision_model", "model.connector")
     projector_paths: ClassVar[tuple[str, ...]] = ("model.connector",)
     language_path: ClassVar[str] = "model.text_model"
-    image_token: ClassVar[str] = "<image>"
     video_processor: ClassVar[None] = None
     fast_path: ClassVar[FastPath | None] = None
 
@@ -107,17 +106,18 @@ class Idefics3:
         """Nothing: the family was not taught to give coordinates."""
         return None
 
-    def image_ids(self, image: PromptImage, tokenizer: PreTrainedTokenizerBase) -> NDArray[np.int64]:
-        # the text begins and ends with special tokens, so that tokenising it by itself gives the ids it has in a prompt
+    def image_mark(self, _image_processor: Any) -> str:
+        return IMAGE
+
+    def image_text(self, image: PromptImage) -> str:
         rows, columns = image.tensors[SPLIT].tolist()
-        tile = self.image_token * self.tile_tokens
+        tile = IMAGE * self.tile_tokens
         around = "<fake_token_around_image>"
         tiles = [
             "".join(f"{around}<row_{row + 1}_col_{column + 1}>{tile}" for column in range(columns)) + "\n"
             for row in range(rows)
         ]
-        text = "".join(tiles) + ("\n" if tiles else "") + f"{around}<global-img>{tile}{around}"
-        return np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int64)
+        return "".join(tiles) + ("\n" if tiles else "") + f"{around}<global-img>{tile}{around}"
 
     def positions(
         self, token_ids_L: NDArray[np.int64], _images: Sequence[PromptImage], start: int

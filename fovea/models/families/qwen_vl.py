@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from fovea.data.images import Size
 from fovea.models.experts import Experts
@@ -53,7 +52,6 @@ class QwenVL(ABC):
     model_type: ClassVar[str]
     video_processor: ClassVar[str]
     fast_path: ClassVar[FastPath]
-    image_token: ClassVar[str] = IMAGE_PAD
     vision_paths: ClassVar[tuple[str, ...]] = (VISION,)
     projector_paths: ClassVar[tuple[str, ...]] = (f"{VISION}.merger",)
     language_path: ClassVar[str] = LANGUAGE
@@ -100,8 +98,11 @@ class QwenVL(ABC):
         """Thousandths of the image's sides (Qwen2-VL, arXiv 2409.12191, section 2.2; Qwen3-VL likewise)."""
         return 1000, 1000
 
-    def image_ids(self, image: PromptImage, _tokenizer: PreTrainedTokenizerBase) -> NDArray[np.int64]:
-        return np.full(image.num_tokens, self.image_token_id)
+    def image_mark(self, _image_processor: Any) -> str:
+        return IMAGE_PAD
+
+    def image_text(self, image: PromptImage) -> str:
+        return IMAGE_PAD * image.num_tokens
 
     def positions(
         self, token_ids_L: NDArray[np.int64], images: Sequence[PromptImage], start: int

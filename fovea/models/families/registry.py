@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as HUB_TYPES
+
 from fovea.errors import ModelError
+from fovea.models.families.auto import AutoFamily
 from fovea.models.families.base import ModelFamily
 from fovea.models.families.idefics3 import Idefics3
 from fovea.models.families.qwen3_5 import Qwen35
@@ -34,6 +37,8 @@ def known() -> list[str]:
 def family_of(config: Any, path: str) -> ModelFamily:
     """Model family of a transformers config; ModelError for an unsupported `model_type`. `path` is for the message."""
     make: Any = load(GROUP, config.model_type, FAMILIES) or FAMILIES.get(config.model_type)
+    if make is None and config.model_type in HUB_TYPES:
+        make = AutoFamily.of
     if make is None:
         raise ModelError(
             f"model.path={path}: its model_type is {config.model_type}, and Fovea trains {', '.join(known())}; give "

@@ -2,7 +2,7 @@
 
 It samples from the same random numbers, so that both give the same completions up to rounding.
 
-Axes: `B` completions of a request, `L` tokens of its prompt, `X` axes of a position, `W` vocabulary.
+Axes: `B` completions of a request, `L` tokens of its prompt, `W` vocabulary.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fovea.config.backends import DEFAULT_BATCH_TOKENS
 from fovea.errors import EngineError
+from fovea.models.plain import plain_inputs
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.processor import Processor
 from fovea.models.trainable import factored_weights
@@ -24,7 +25,7 @@ from fovea.rollout.embedded.batch import DecodeBatch, DecodeStep, completion_of
 from fovea.rollout.embedded.requests import QueuedRequest
 from fovea.rollout.embedded.sampler import sample_tokens
 from fovea.rollout.outputs import CompletionText
-from fovea.types import Completion, Request, Weights
+from fovea.types import Completion, Prompt, Request, Weights
 
 
 class PlainEngine:
@@ -32,7 +33,7 @@ class PlainEngine:
 
     def __init__(self, vlm: PolicyNetwork, processor: Processor, *, max_batch_tokens: int | None) -> None:
         self._network: Any = vlm.network
-        self._family = vlm.family
+        self._family, self._dtype = vlm.family, vlm.dtype
         self._max_batch_tokens = max_batch_tokens or DEFAULT_BATCH_TOKENS
         self._text = CompletionText(processor.tokenizer, processor.stop_ids)
         self._device = vlm.device
@@ -68,29 +69,33 @@ class PlainEngine:
     @torch.no_grad()
     def _draw(self, queued: QueuedRequest) -> list[Completion]:
         """Prefill once, copy the keys for every completion, and decode until the last row has finished."""
-        prompt = queued.prompt
-        ids_1L = torch.from_numpy(prompt.token_ids_L)[None].to(self._device)
-        inputs = self._family.forward_inputs(ids_1L, prompt.images)
-        out = self._network(input_ids=ids_1L, attention_mask=torch.ones_like(ids_1L), use_cache=True, **inputs)
-        cache, axes = out.past_key_values, len(queued.positions_3L)
-        # not `batch_repeat_interleave`, which caches of recurrent states lack
-        cache.reorder_cache(ids_1L.new_zeros(queued.n))
+        logits_1W, cache = self._prefill(queued.prompt, queued.n)
 
         def forward(step: DecodeStep) -> tuple[Tensor, Tensor]:
-            # [B, 1] for positions with one axis, [3, B, 1] for M-RoPE
-            positions_XB1 = step.position_B[:, None].expand(axes, -1, -1).squeeze(0)
-            following = self._network(
-                input_ids=step.token_B[:, None], past_key_values=cache, position_ids=positions_XB1, use_cache=True
-            )
+            following = self._network(input_ids=step.token_B[:, None], past_key_values=cache, use_cache=True)
             return sample_tokens(following.logits[:, -1].float(), step.draw)
 
         batch = DecodeBatch(self._device, self._stop_ids, self._banned_K, self._text)
-        batch.add([queued], out.logits[:, -1].float())
+        batch.add([queued], logits_1W)
         # no compaction here: the batch is removed when all of its rows have finished
         while len(finished := batch.sync_finished()) < len(batch):
             batch.step(forward)
         assert self._version is not None
         return [completion_of(each, self._text, self._version) for each in batch.remove(finished)]
+
+    def _prefill(self, prompt: Prompt, n: int) -> tuple[Tensor, Any]:
+        """Logits [1, W] of the token after the prompt, and a cache of n copies of its keys or states."""
+        for module in self._network.modules():
+            if getattr(module, "rope_deltas", None) is not None:
+                # from the prompt before; a prompt without images would not replace it
+                module.rope_deltas = None
+        ids_1L = torch.from_numpy(prompt.token_ids_L)[None].to(self._device)
+        inputs = plain_inputs(self._family, ids_1L, prompt.images, self._dtype)
+        out = self._network(input_ids=ids_1L, attention_mask=torch.ones_like(ids_1L), use_cache=True, **inputs)
+        cache = out.past_key_values
+        # not `batch_repeat_interleave`, which caches of recurrent states lack
+        cache.reorder_cache(ids_1L.new_zeros(n))
+        return out.logits[:, -1].float(), cache
 
     @property
     def name(self) -> str:

@@ -17,14 +17,21 @@ from fovea.models.load import pick_device
 from fovea.models.model_files import hub_options
 from fovea.models.processor import Processor
 from fovea.processes.engine_process import EngineProcess, Limits
-from fovea.rollout.checks import check_arguments, check_family, check_merge, fitting_length, gpus_of_engine
+from fovea.rollout.checks import (
+    TESTED_FAMILIES,
+    check_arguments,
+    check_family,
+    check_merge,
+    fitting_length,
+    gpus_of_engine,
+)
 from fovea.rollout.outputs import CompletionText
 from fovea.rollout.sglang.engine import SglangEngine
 from fovea.rollout.sglang.inputs import Translator
 from fovea.rollout.sglang.weights import SglangWeights
 from fovea.utils.launch import module_command
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+FAMILIES = TESTED_FAMILIES["SGLang"]
 """Families whose processed tensors and fused weights are those of `rollout.sglang.inputs` and `.scheduler`."""
 
 PATCH_VALUES = 1176

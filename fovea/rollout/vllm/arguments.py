@@ -20,7 +20,15 @@ from fovea.config.model import Model
 from fovea.errors import ConfigError, first_line, named
 from fovea.models.model_files import hub_options
 from fovea.models.processor import Processor
-from fovea.rollout.checks import check_arguments, check_family, check_merge, fitting_length, gpus_of_engine, keeping_gpu
+from fovea.rollout.checks import (
+    TESTED_FAMILIES,
+    check_arguments,
+    check_family,
+    check_merge,
+    fitting_length,
+    gpus_of_engine,
+    keeping_gpu,
+)
 from fovea.rollout.outputs import CompletionText
 from fovea.rollout.vllm.engine import VllmEngine
 from fovea.rollout.vllm.inputs import Translator
@@ -29,7 +37,7 @@ from fovea.rollout.vllm.worker import VllmAdapter, room_for
 
 RECEIVER = "fovea.rollout.vllm.worker.WeightReceiver"
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+FAMILIES = TESTED_FAMILIES["vLLM"]
 """Families whose processed tensors vLLM takes by the names of `rollout.outputs`."""
 
 

@@ -49,7 +49,7 @@ from fovea.models.trainable import (
 from fovea.models.transformers_versions import load_config
 from fovea.train.megatron.packed_rows import PackedRows, attending_to_own_row, pack_rows
 from fovea.train.megatron.parallel import ParallelRank
-from fovea.train.model_division import MIXTURE, check_division
+from fovea.train.model_division import FAMILIES, MIXTURE, check_division
 from fovea.utils.config_keys import check_config_keys
 
 TARGETS = {
@@ -129,8 +129,6 @@ def _projection(path: str) -> str:
     return ".".join(path.split(".")[-2:])
 
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-"""The `model_type`s that Megatron's bridge and these passes have been compared with transformers for."""
 NOT_ON_A_CPU = (
     "gradient_accumulation_fusion",
     "masked_softmax_fusion",

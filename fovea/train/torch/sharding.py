@@ -15,28 +15,20 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fovea.errors import TrainError
 from fovea.models.heads import ValueHead
 from fovea.models.modules import language_model, vision_modules
 from fovea.models.policy_network import PolicyNetwork
-from fovea.models.vlm import VLM
 from fovea.train.ranks import Ranks
 
 
 def shard(model: nn.Module, ranks: Ranks, *, cpu_offload: bool = False) -> None:
-    """Shard the weights of a VLM, or of a model with a VLM inside, in place; with `cpu_offload` into the host's memory.
+    """Shard a PolicyNetwork, or a model with one inside, in place; with `cpu_offload` into the host's memory.
 
     Must be called before an optimizer is made of the parameters, whose shards are float32 where they are trained.
-    TrainError for a model without a fast path.
     """
     if ranks.mesh is None:
         return
-    vlm = next((module for module in model.modules() if isinstance(module, VLM)), None)
-    if vlm is None:
-        raise TrainError(
-            "model.fast_path=off, or a family without a fast path, trains in one process only, but there are "
-            f"{ranks.size}; set model.fast_path=auto, or start one process"
-        )
+    vlm = next(module for module in model.modules() if isinstance(module, PolicyNetwork))
     vision = vision_modules(vlm.network)
     # a frozen tower is not sharded: each rank encodes images that its cache lacks, at its own times, and a sharded
     # module would wait for the other ranks

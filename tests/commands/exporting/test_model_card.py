@@ -57,6 +57,12 @@ def test_the_front_matter_is_what_the_hub_reads() -> None:
     assert "had not finished when this step was exported" in rest
 
 
+def test_arguments_of_the_chat_template_are_named() -> None:
+    config = Config.model_validate({"model": {"path": "a/b", "chat_template_kwargs": {"enable_thinking": False}}})
+    assert "with `enable_thinking=False`: they are defaults of this folder's template" in card(config=config)
+    assert "`enable_thinking=False`: pass it to apply_chat_template" in card(config=config, adapter_only=True)
+
+
 def test_figures_of_the_run() -> None:
     text = card(summary=summary("counting"))
     assert "| counting | not evaluated | 50.0 [15, 85] | 4 |" in text

@@ -16,14 +16,13 @@ from transformers import (
     SuppressTokensLogitsProcessor,
 )
 
-from fovea.commands.exporting.export import export
+from fovea.commands.exporting.export import VIDEO_PROCESSOR_FILE, export
 from fovea.commands.targets import find_checkpoint, open_checkpoint
-from fovea.config.loading import load_config
 from fovea.config.model import Model
-from fovea.config.run import Config
 from fovea.errors import ConfigError
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
+from fovea.models.families.idefics3 import Idefics3
 from fovea.models.load import load_network
 from fovea.models.plain import PlainVLM
 from fovea.models.processor import load_processor
@@ -35,6 +34,7 @@ from fovea.train.packing import pack_row
 from fovea.types import ImageRef, Message, Sampling
 from fovea.wiring.run import build
 from tests.idefics3 import TILE_TOKENS, save_idefics3
+from tests.plain_runs import run_settings
 from tests.rollout.drawing import generate
 from tests.tiny_models import CPU, from_array, image, random_completions, user
 
@@ -107,29 +107,6 @@ def test_logprobs_and_draws_equal_transformers(splits: bool, tmp_path: Path) -> 
     np.testing.assert_allclose(scored.numpy(), engines, atol=1e-5)
 
 
-def run_settings(folder: Path, model: Path, **settings: object) -> Config:
-    overrides = {
-        "run_dir": str(folder),
-        "max_steps": 3,
-        "model.tiny": None,
-        "model.path": str(model),
-        "environment.train_size": 64,
-        "environment.dev_size": 8,
-        "environment.test_size": 8,
-        "warmup.max_steps": 2,
-        "warmup.check_every_steps": 2,
-        "rollout.prompts_per_step": 4,
-        "rollout.samples_per_prompt": 4,
-        "algorithm.max_groups_without_signal": 4,
-        "checkpoint.every_steps": 3,
-        "log.tensorboard": False,
-        "log.progress": False,
-        **settings,
-    }
-    recipe = Path(__file__).parents[3] / "recipes" / "shapes.yaml"
-    return load_config([recipe], [f"{key}={json.dumps(value)}" for key, value in overrides.items()])
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -167,6 +144,17 @@ def test_it_trains_passes_the_parity_gate_and_is_exported(settings: dict[str, ob
     image_processor = image_processor_class("Idefics3ImageProcessor").from_pretrained(tmp_path / "out")
     assert image_processor.max_image_size == {"longest_edge": 48}
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
+
+
+def test_a_video_processor_needs_no_key_of_qwens_image_processor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The export has what the image processor has of the keys that both share."""
+    train(build(run_settings(tmp_path / "run", save_idefics3(tmp_path / "model"), max_steps=1)))
+    monkeypatch.setattr(Idefics3, "video_processor", "SmolVLMVideoProcessor")
+    export(tmp_path / "run", tmp_path / "out")
+    written = json.loads((tmp_path / "out" / VIDEO_PROCESSOR_FILE).read_text())
+    assert written.keys() == {"video_processor_type", "image_mean", "image_std"}
 
 
 @pytest.mark.parametrize(

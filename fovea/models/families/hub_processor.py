@@ -1,0 +1,98 @@
+"""transformers' own processor of a model, without its video processor: text and tensors of one image at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+from transformers import AutoImageProcessor, AutoTokenizer
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+from fovea.errors import ModelError
+from fovea.utils.bounded import read_file
+from fovea.utils.config_keys import optional_file
+
+FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+TEXT = "image_text"
+"""Name of an image's tensor uint8 [bytes]: the text that the processor writes for it, in UTF-8."""
+ROW = "row."
+"""Begins the name of a tensor that the processor makes with an axis of rows before the images of a row."""
+PER_TOKEN = ("token_type_ids", "mm_token_type_ids")
+"""Inputs of a forward that mark the visual tokens."""
+NO_INPUTS = ("input_ids", "attention_mask", "text_replacement_offsets", *PER_TOKEN)
+
+Tensors = Mapping[str, NDArray[Any]]
+
+
+class HubProcessor:
+    """Processes single images as transformers' processor does in a prompt; stands in for an image processor."""
+
+    def __init__(self, processor: Any, path: str, revision: str) -> None:
+        self._processor, self._path, self._revision = processor, path, revision
+        self.image_token: str = processor.image_token
+        pictures = [Image.new("RGB", size) for size in ((64, 64), (96, 64))]
+        two = self.inputs(2 * self.image_token, pictures, return_text_replacement_offsets=True)
+        if "text_replacement_offsets" not in two:
+            raise ModelError(
+                f"model.path={path}: {type(processor).__name__} of transformers does not return the text by which it "
+                "replaces an image's mark, which model.family=auto needs; add a family for it (docs/extending.md)"
+            )
+        # with two images in one row, an axis of length 1 before them is that of rows
+        self._nested = {name for name, x in two.items() if name not in NO_INPUTS and len(x) == 1}
+
+    def __call__(self, images: Sequence[Image.Image], **_options: object) -> dict[str, NDArray[Any]]:
+        """Tensors of an image by their names in the forward, `input_ids` of the text for its mark, and that text."""
+        out = self.inputs(self.image_token, images, return_text_replacement_offsets=True)
+        (replaced,) = out["text_replacement_offsets"][0]
+        tensors = {(ROW if name in self._nested else "") + name: x for name, x in out.items() if name not in NO_INPUTS}
+        text = np.frombuffer(replaced["replacement"].encode(), dtype=np.uint8)
+        return {**tensors, TEXT: text, "input_ids": np.asarray(out["input_ids"])}
+
+    def inputs(self, text: str, images: Sequence[Image.Image], **options: object) -> dict[str, Any]:
+        """Outputs of the processor for a text of a chat template with its images."""
+        given: Any = {"images": list(images)} if images else {}
+        out = self._processor(text=[text], add_special_tokens=False, return_tensors="np", **given, **options)
+        return dict(out)
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Copy the processor's files of the model."""
+        for name in FILES:
+            if (file := optional_file(self._path, name, self._revision)) is not None:
+                (folder / name).write_bytes(read_file(file))
+
+
+def load_hub_processor(config: Any, path: str, revision: str) -> HubProcessor:
+    """The processor of a model folder or hub id; ModelError for a model that has none which takes images."""
+    mapping: Mapping[type, Any] = PROCESSOR_MAPPING
+    kind: Any = mapping.get(type(config), None)
+    if kind is None:
+        raise ModelError(f"model.path={path}: transformers has no processor for {config.model_type}")
+    try:
+        processor = _processor(kind, path, revision)
+    except ImportError as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ModelError(f"model.path={path}: {reason}; install that package, or give another model") from error
+    if not getattr(processor, "image_token", None):
+        raise ModelError(f"model.path={path}: {kind.__name__} of transformers has no mark for an image in a text")
+    return HubProcessor(processor, path, revision)
+
+
+def _processor(kind: Any, path: str, revision: str) -> Any:
+    """A processor of this class without its video processor, which needs torchvision."""
+    options = {"revision": revision, "trust_remote_code": False}
+    parts: dict[str, Callable[[], Any]] = {
+        "tokenizer": lambda: AutoTokenizer.from_pretrained(path, **options),
+        "image_processor": lambda: AutoImageProcessor.from_pretrained(path, backend="pil", **options),
+    }
+    made = [parts.get(name, lambda: None)() for name in kind.get_attributes()]
+    settings, _ = kind.get_processor_dict(path, **options)
+    without_videos: Any = type(kind.__name__, (kind,), {"check_argument_for_proper_class": _accept})
+    return without_videos.from_args_and_dict(made, settings)
+
+
+def _accept(_processor: object, _name: str, _part: object) -> None:
+    """Accept None for a video processor."""
