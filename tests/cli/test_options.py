@@ -71,7 +71,7 @@ def test_a_shell_completes_settings_recipes_and_runs(tmp_path: Path) -> None:
     (tmp_path / "runs" / "first" / "config.yaml").touch()
     assert completed("fovea view ru", tmp_path) == ["runs/first"]
     assert completed("fovea eval runs/first --recipe geo3k_", tmp_path) == [
-        *("geo3k_qwen2_5_vl_7b", "geo3k_sglang", "geo3k_vllm")
+        *("geo3k_qwen2_5_vl_7b", "geo3k_qwen3_5", "geo3k_sglang", "geo3k_vllm")
     ]
 
 

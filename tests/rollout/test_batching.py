@@ -69,9 +69,9 @@ def rows_run(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     real = forward.decode
 
-    def spy(weights: Any, shape: Any, hidden: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def spy(weights: Any, shape: Any, hidden: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
         seen.append(len(hidden))
-        return real(weights, shape, hidden, *rest)
+        return real(weights, shape, hidden, *rest, **named)
 
     monkeypatch.setattr(forward, "decode", spy)
     return seen
