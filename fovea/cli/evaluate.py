@@ -24,7 +24,7 @@ TARGETS_HELP = (
     "frequent training answer, by question type), gold (the gold answer), constant:TEXT."
 )
 SETTING = re.compile(r"[A-Za-z_][\w.]*=")
-BENCHMARK = re.compile(r"bench(\.[\w.]*)?=")
+BENCHMARK = re.compile(r"bench\w*(\.[\w.]*)?=")
 
 
 def evaluate(

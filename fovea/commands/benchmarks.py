@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import shlex
 from collections.abc import Sequence
 from contextlib import closing
@@ -52,6 +53,10 @@ OTHER_ROWS: Sequence[Tree] = (
 def chosen(words: Sequence[str]) -> dict[str, str | None]:
     """The names of the benchmarks in `bench=a,b`, each with its `bench.a=PATH`, if there is one."""
     given = dict(word.split("=", 1) for word in words)
+    if len(given) < len(words):
+        raise ConfigError("bench or one of its paths is given twice; write one list: bench=mathvista,mmmu")
+    if unknown := [key for key in given if key.partition(".")[0] != "bench"]:
+        raise ConfigError(f"{unknown[0]}: no such setting; benchmarks are named by bench=mathvista,mmmu")
     names = [name.strip() for name in given.pop("bench", "").split(",") if name.strip()]
     paths = {key.removeprefix("bench."): path for key, path in given.items()}
     for name in (*names, *paths):
@@ -59,6 +64,8 @@ def chosen(words: Sequence[str]) -> dict[str, str | None]:
             near = difflib.get_close_matches(name.lower(), BENCHMARKS, n=1)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(BENCHMARKS)}"
             raise ConfigError(f"bench: there is no benchmark {name!r}; {hint}")
+        if paths.get(name) == "":
+            raise ConfigError(f"bench.{name}= names no place; leave it out for data/{name}, or give a folder or file")
         if name not in names:
             raise ConfigError(f"bench.{name} says where {name} is, and bench does not name it; add bench={name}")
     if not names:
@@ -79,6 +86,8 @@ def evaluate_benchmarks(  # noqa: PLR0913 (each is an option of the command)
 ) -> list[BenchmarkResult]:
     """Evaluate all targets on all benchmarks, print the table and write the output files."""
     targets = parse_targets(words, api_key_env)
+    if ignored := [word for word in overrides if re.match(r"environment\b", word)]:
+        raise ConfigError(f"{ignored[0]}: a benchmark has its own rows, prompts and verdicts; leave it out")
     config = _settings(targets, recipe, overrides, trust=trust)
     access = make_access(config.data)
     opened = [open_benchmark(BENCHMARKS[name], path, access) for name, path in benchmarks.items()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +39,8 @@ class PublishedJson(TypedDict):
     """File of the authors that has the figure."""
     rows: str
     same_rows: bool
+    bench: str
+    """Name of the benchmark that the figure, or another one beside it, is on; empty for none."""
     before: float | None
     after: float | None
     curve: str
@@ -61,7 +64,7 @@ def with_published(shown: RunSummary, summary: SummaryJson | None, run_dir: Path
         stage: accuracy_at(summary, stage) if summary else None for stage in ("before", "final")
     }
     tables = (_figures(published, ours), *shown.tables, _settings(published))
-    return replace(shown, tables=tables, notes=(*_notes(published, ours["final"]), *shown.notes))
+    return replace(shown, tables=tables, notes=(*_notes(published, ours["final"], run_dir), *shown.notes))
 
 
 def _figures(published: PublishedJson, ours: Mapping[Stage, Estimate | None]) -> FigureTable:
@@ -85,10 +88,13 @@ def _settings(published: PublishedJson) -> FigureTable:
     return FigureTable(title="Settings that differ", first="authors", columns=columns, rows=tuple(rows))
 
 
-def _notes(published: PublishedJson, ours: Estimate | None) -> tuple[str, ...]:
+def _notes(published: PublishedJson, ours: Estimate | None, run_dir: Path) -> tuple[str, ...]:
     named = {"Settings": "source", "Figure": "where", "Curve": "curve"}
     sources = [f"{label}: {published[key]}." for label, key in named.items()]  # type: ignore[literal-required]
-    return " ".join([f"{published['title']}.", *sources]), _verdict(published, ours)
+    verdict, bench = _verdict(published, ours), published["bench"]
+    if bench:
+        verdict += f" On {bench}: `{shlex.join(['fovea', 'eval', str(run_dir), f'bench={bench}'])}`."
+    return " ".join([f"{published['title']}.", *sources]), verdict
 
 
 def _verdict(published: PublishedJson, ours: Estimate | None) -> str:

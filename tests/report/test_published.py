@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from fovea.commands.benchmarks import BENCHMARKS
 from fovea.config.recipes import shipped_recipes
 from fovea.errors import DataError
 from fovea.evaluation.statistics import Estimate, percent_text
 from fovea.report.figures import RunSummary
 from fovea.report.published import PUBLISHED_FILE, PublishedJson, with_published, write_published
 from fovea.report.summary import EstimateJson, SummaryJson
-from fovea.tools.published.catalogue import find_result
+from fovea.tools.published.catalogue import find_result, published_results
 from fovea.tools.published.comparison import published_json
 
 RESULT = find_result("r1v_clevr_2b")
@@ -48,6 +49,30 @@ def test_the_verdict(
     assert figures.rows[-1].texts[0] == ("" if "after" in changed else "82.5")
     assert figures.rows[-1].texts[1] == percent_text(mine)
     assert {row.name for row in settings.rows} >= {'lr_scheduler_type="linear"'}
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("thinklite_7b", "On mathvista: `fovea eval 'runs/my run' bench=mathvista`."),
+        ("mm_eureka_7b", "On mathvista: `fovea eval 'runs/my run' bench=mathvista`."),
+        ("r1v_clevr_2b", ""),
+    ],
+)
+def test_a_figure_on_a_benchmark_names_the_command_that_measures_it(
+    name: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder, result = Path("runs/my run"), find_result(name)
+    folder.mkdir(parents=True)
+    write_published(folder, published_json(result, [shipped_recipes()[each] for each in result.recipes], []))
+    verdict = with_published(RunSummary(), summary(0.8, 0.75, 0.85), folder).notes[1]
+    assert verdict.endswith(command)
+    assert ("bench=" in verdict) == bool(command)
+
+
+def test_the_benchmarks_of_figures_are_known() -> None:
+    assert {result.figure.bench for result in published_results().values()} <= {"", *BENCHMARKS}
 
 
 def test_other_test_rows_are_not_compared() -> None:

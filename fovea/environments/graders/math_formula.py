@@ -260,8 +260,11 @@ class _Parser:
                 num_tokens = 3
             case _:
                 return Rounded(0.0)
+        if not all(part.isascii() and part.isdigit() for part in (whole, over, under)):
+            return Rounded(0.0)
+        numerator, denominator = _number(over), _number(under)
         # an improper fraction is a factor, as in `3 \frac{7}{2}`
-        if not (whole.isdigit() and over.isdigit() and under.isdigit()) or int(over) >= int(under):
+        if numerator.value >= denominator.value:
             return Rounded(0.0)
         self._at += num_tokens
-        return _number(over) / _number(under)
+        return numerator / denominator

@@ -79,8 +79,8 @@ def extracted(response: str) -> str:
 def _plain(answer: str) -> str:
     """The content of the box, else the whole text, in lower case without units and LaTeX's spacing."""
     answer = answer.lower().replace("{}", "")
-    boxes = re.findall(r"oxed{(.*)}", answer, re.DOTALL)
-    answer = boxes[-1] if boxes else answer
+    box, end, _ = answer.partition("oxed{")[2].rpartition("}")
+    answer = box if end else answer
     if "}" in answer and "{" not in answer.partition("}")[0]:
         answer = answer.partition("}")[0]
     answer = answer.split("=")[-1].split("\\approx")[-1].replace(" ", "").replace("∞", "\\infty")

@@ -21,7 +21,6 @@ _HINTS = {
     "float1": f"{_FLOAT} one decimal place and provide the final value, e.g., 1.2, 1.3, 1.4",
     "float2": f"{_FLOAT} two decimal places and provide the final value, e.g., 1.23, 1.34, 1.45",
 }
-_QUOTED = re.compile(r'The answer is "(.*)"\.')
 _NUMBER = re.compile(r"-?\d[\d,]*\.?\d*|-?\.\d+")
 
 
@@ -61,8 +60,11 @@ def quick_extraction(row: Row, response: str) -> str | None:
             return str(int(response))
         if row["answer_type"] == "float":
             return str(float(response))
-    quoted = _QUOTED.search(response)
-    return quoted[1] if quoted else None
+    for line in response.split("\n"):  # the script's pattern 'The answer is "(.*)"\.', in linear time
+        quoted, end, _ = line.partition('The answer is "')[2].rpartition('".')
+        if end:
+            return quoted
+    return None
 
 
 def verdict(row: Row, extraction: str) -> bool:

@@ -16,9 +16,11 @@ from fovea.evaluation.benchmarks.base import Benchmark, Row, lettered, letters, 
 _KEY_PHRASES = ("could be ", "so ", "is ", "thus ", "therefore ", "final ", "answer ", "result ")
 _NUMBERS = (
     re.compile(r"-?\b\d{1,3}(?:,\d{3})+\b"),
-    re.compile(r"-?\d+(?:\.\d+)?[eE][+-]?\d+"),
-    re.compile(r"-?(?:\d+\.\d+|\.\d+|\d+\b)(?![eE][+-]?\d+)(?![,\d])"),
+    re.compile(r"-?(?<!\d)\d+(?:\.\d+)?[eE][+-]?\d+"),
+    re.compile(r"-?(?:(?<!\d)\d+\.\d+|\.\d+|(?<!\d)\d+\b)(?![eE][+-]?\d+)(?![,\d])"),
 )
+"""The script's patterns; `(?<!\\d)` leaves out starts inside a number, which never match, so that time is linear."""
+_MAX_LIST_CHARS = 10_000
 _IMAGE = re.compile(r"<image (\d+)>")
 
 
@@ -55,7 +57,7 @@ def truths(row: Row) -> list[str]:
     """The true answers of a row; a list of several is stored as text."""
     answer = str(row["answer"])
     is_list = row["question_type"] != "multiple-choice" and answer.startswith("[") and answer.endswith("]")
-    return texts(ast.literal_eval(answer)) if is_list else [answer]
+    return _listed(answer) if is_list else [answer]
 
 
 def picked_letter(options: list[str], response: str) -> str | None:
@@ -118,4 +120,14 @@ def _question(row: Row) -> str:
 
 
 def options_of(row: Row) -> list[str]:
-    return texts(ast.literal_eval(str(row["options"])))
+    return _listed(str(row["options"]))
+
+
+def _listed(text: str) -> list[str]:
+    """The list that a cell holds as a Python literal; ValueError for one that is too long or nested too deeply."""
+    if len(text) > _MAX_LIST_CHARS:
+        raise ValueError(f"a list of {len(text)} characters")
+    try:
+        return texts(ast.literal_eval(text))
+    except (RecursionError, MemoryError) as error:
+        raise ValueError("a list that is nested too deeply") from error

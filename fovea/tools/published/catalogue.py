@@ -26,6 +26,8 @@ class Figure:
     same_rows: bool
     """True if the recipe's test rows are the same."""
     where: str
+    bench: str = ""
+    """Benchmark of `fovea eval` that it, or another figure beside it, was measured on; empty for none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +81,7 @@ def find_result(name: str) -> PublishedResult:
     """The result of a name; ConfigError with the nearest names for an unknown one."""
     results = published_results()
     if name not in results:
-        near = get_close_matches(name, results, n=3, cutoff=0.4)
+        near = get_close_matches(name.lower(), results, n=3, cutoff=0.4)
         there_are = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(results)};"
         raise ConfigError(f"{name}: no published result; {there_are} `fovea reproduce --list` describes all")
     return results[name]

@@ -29,6 +29,7 @@ def published_json(result: PublishedResult, recipes: Sequence[Path], overrides: 
         "where": figure.where,
         "rows": figure.rows,
         "same_rows": figure.same_rows and not any(key.startswith(OTHER_ROWS) for key in changed),
+        "bench": figure.bench,
         "before": figure.before,
         "after": figure.after,
         "curve": result.curve,

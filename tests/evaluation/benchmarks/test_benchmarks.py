@@ -25,6 +25,7 @@ from fovea.types import ImageRef, Message
 from fovea.wiring.images import make_opener
 from tests.chat_server import Endpoint, says
 from tests.evaluation.benchmarks.made import ROWS, Row, parquet, png, write
+from tests.grading import within_a_second
 from tests.report.pages import Page
 from tests.tiny_models import processor_of, tiny
 
@@ -71,6 +72,20 @@ def test_verdicts_are_those_of_the_official_scripts(name: str) -> None:
     assert name == "hallusionbench" or min(Counter(str(case["verdict"]) for case in cases).values()) > 100
     wrong = [case for case in cases if ours(case) != case["verdict"]]
     assert not wrong, wrong[:3]
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+@pytest.mark.parametrize(
+    "response",
+    [
+        *('The answer is "' * 8_000, "OXED{" * 16_000, "1" * 15_000 + ",", "\\frac{" * 7_000, "(" * 40_000),
+        *(r"\boxed{1²/3}", "no, " * 10_000),
+    ],
+    ids=lambda response: response[:15],
+)
+def test_every_answer_gets_its_verdict_in_time(name: str, response: str) -> None:
+    for row in ROWS[name]():
+        assert within_a_second(lambda row=row: BENCHMARKS[name].is_right(row, response)) in (True, False)
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
@@ -165,6 +180,12 @@ def test_parquet_of_the_hub_and_files_of_the_authors_are_the_same_rows(tmp_path:
             ["bench=mathvision", "bench.mathvision=bad.jsonl"],
             "bad.jsonl line 1: not a row of mathvision (KeyError: 'B'); download MathLLMs/MathVision again",
         ),
+        (["bench=mmmu", "bench=mathvista"], "given twice; write one list: bench=mathvista,mmmu"),
+        (["benchmark=mmmu"], "benchmark: no such setting; benchmarks are named by bench="),
+        (["bench=mmmu", "bench.mmmu="], "bench.mmmu= names no place; leave it out for data/mmmu"),
+        (["bench=mmmu", "environment.prompt_key=text"], "environment.prompt_key=text: a benchmark has its own rows"),
+        (["bench=mmmu", "bench.mmmu=deep.jsonl"], "not a row of mmmu (ValueError: a list that is nested too deeply)"),
+        (["bench=mmmu", "bench.mmmu=long.jsonl"], "not a row of mmmu (ValueError: a list of 200001 characters)"),
         (["bench=mmmu", "--split", "dev"], "--split dev: benchmarks have test rows only; leave --split out"),
         (["bench=mmmu", "majority"], "mmmu has no train rows to count answers of; compare with gold or constant:TEXT"),
     ],
@@ -173,6 +194,10 @@ def test_mistakes_are_one_line_with_the_fix(folders: Path, words: list[str], mes
     (folders / "empty").mkdir()
     bad = ROWS["mathvision"]()[1] | {"options": ["only A"]}
     (folders / "bad.jsonl").write_text(json.dumps(bad) + "\n", encoding="utf-8")
+    for name, options in (("deep", "-" * 9_000 + "1"), ("long", "-" * 200_000 + "1")):
+        row = {key: value for key, value in ROWS["mmmu"]()[0].items() if not key.startswith("image_")}
+        row |= {"image_1": None, "options": options}
+        (folders / f"{name}.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
     result = evaluated("gold", *words, "--quiet")
     assert (result.exit_code, message in " ".join(result.output.split())) == (2, True), result.output
 

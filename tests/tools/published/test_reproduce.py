@@ -117,6 +117,7 @@ def summary_of(page: Path) -> dict[str, Any]:
     [
         ([], "no result named; write fovea reproduce NAME"),
         (["easyr1_geo_7b"], "no published result; did you mean easyr1_geo3k_7b or "),
+        (["EASYR1_GEO3K_7B"], "no published result; did you mean easyr1_geo3k_7b or "),
         (["zzz"], "zzz: no published result; there are easyr1_geo3k_7b, "),
         (["easyr1_geo3k_7b", "rollout.n=3"], "verl's actor_rollout_ref.rollout.n is rollout.samples_per_prompt here"),
         (["easyr1_geo3k_7b", "--quiet"], "no such option; there are --list, --debug and --help"),
