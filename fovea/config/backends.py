@@ -75,9 +75,10 @@ class EmbeddedEngine(EngineSettings):
 
     name: Literal["embedded"] = "embedded"
     max_batch_tokens: MayChange[PositiveInt | None] = None
-    """Tokens of the KV cache: prompts once per group, and what running completions have drawn (on CPUs: may draw).
-    Default: on a GPU four fifths of the memory that is free when a rollout starts, or less, so that it can stay during
-    updates; 65,536 on CPUs."""
+    """Tokens of the KV cache: prompts once per group, and what running completions have drawn (on CPUs and for Qwen3.5:
+    may draw); the states of a completion of Qwen3.5 count as the tokens that take as much memory. Default: on a GPU
+    four fifths of the memory that is free when a rollout starts, or less, so that it can stay during updates; 65,536 on
+    CPUs and for Qwen3.5."""
     decode_weights: Literal["exact", "int8"] = "exact"
     """Weights of decoding. int8 (CPU): faster, and completions are sampled from slightly other probabilities, so that
     it needs algorithm.importance_sampling_fix."""

@@ -130,6 +130,14 @@ class DecoderShape:
         """Index of a layer among the layers of its kind, by which caches hold it."""
         return sum(kind == self.is_delta[layer] for kind in self.is_delta[:layer])
 
+    def token_bytes(self, width: int) -> int:
+        """Bytes of the keys and values of a token in all layers; `width` is the bytes of an activation."""
+        return 2 * self.num_attention_layers * self.num_kv_heads * self.head_dim * width
+
+    def state_tokens(self, width: int) -> int:
+        """Tokens whose keys and values take as much memory as the states of a row; 0 without delta nets."""
+        return 0 if self.delta is None else -(-self.delta.state_bytes(width) // self.token_bytes(width))
+
     @property
     def scale(self) -> float:
         """Factor on attention scores, 1 / sqrt(head_dim)."""

@@ -42,6 +42,11 @@ class DeltaShape:
         keys = self.key_heads * self.key_dim
         return keys, keys, self.value_heads * self.value_dim
 
+    def state_bytes(self, width: int) -> int:
+        """Bytes of the states of a row in all layers; `width` is the bytes of an activation."""
+        memory = self.value_heads * self.key_dim * self.value_dim * torch.float32.itemsize
+        return sum(self.is_delta) * (memory + (self.window - 1) * sum(self.widths) * width)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaInputs:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fovea.config.backends import EmbeddedEngine as EmbeddedSettings
 from fovea.config.loading import load_config
-from fovea.models.decoder import DecoderShape
+from fovea.models.decoder import DecoderShape, decoder_shape
 from fovea.rollout.embedded.cache import Cache, TokenSpan, fill_holes, grown_capacity
 from fovea.rollout.embedded.dense_cache import FIRST_TOKENS, DenseCache, KeyValues
 from fovea.rollout.embedded.paged_cache import GROWTH_TOKENS, MAX_ROWS, PagedCache, gathered_attention
@@ -165,6 +165,25 @@ def test_slots_are_admitted_by_their_worst_case() -> None:
     cache.add([request(10, 2, 7)])
     assert cache.fits([request(6, 3, 5)])
     assert not cache.fits([request(6, 4, 5)])
+
+
+def test_states_of_rows_are_admitted_as_the_tokens_that_take_as_much_memory() -> None:
+    parts = tiny("qwen3_5")
+    shape, width = decoder_shape(parts.network.config.text_config), 4
+    cache = DenseCache(shape, torch.empty(0), num_tokens=10_000)
+    cache.add([request(10, 2, 7)])
+    assert cache.states is not None
+    cache.states.begin([None])
+    cache.states.branch([2])
+    held = [x for each in cache.states.copy_row(0) for x in (each.tail_RKC, each.memory_RVDF)]
+    tokens = -(
+        -sum(x.nbytes for x in held) // (2 * shape.num_attention_layers * shape.num_kv_heads * shape.head_dim * width)
+    )
+    assert tokens > 7
+    assert cache.cost(request(10, 2, 7)) == 10 + 2 * (7 + tokens)
+    tight = DenseCache(shape, torch.empty(0), num_tokens=10 + 2 * (7 + tokens))
+    assert tight.fits([request(10, 2, 7)])
+    assert not tight.fits([request(11, 2, 7)])
 
 
 def test_pages_are_admitted_by_use_and_room_to_grow() -> None:

@@ -1,7 +1,7 @@
 """Any image-text-to-text model of transformers, by its own processor, its own positions and its own forward.
 
 Everything is derived from transformers' classes, and a check at the start of a run compares the result with them
-(`models.families.start_check`). Nothing here knows of a family.
+(`train.start_check`). Nothing here knows of a family.
 
 Axes: `L` token ids.
 """
@@ -84,8 +84,13 @@ class AutoFamily:
 
     @property
     def image_token_id(self) -> int:
-        ids = (getattr(self.config, name, None) for name in IMAGE_IDS)
-        return next(int(index) for index in ids if index is not None)
+        for name in IMAGE_IDS:
+            if (index := getattr(self.config, name, None)) is not None:
+                return int(index)
+        raise ModelError(
+            f"model.family=auto: the config of a {self.model_type} has no {' or '.join(IMAGE_IDS)}, the id that its "
+            "images have in a prompt; add a family for it (docs/extending.md)"
+        )
 
     @property
     def work(self) -> Work:

@@ -192,6 +192,7 @@ class DenseCache:
     def __init__(self, shape: DecoderShape, like: Tensor, *, num_tokens: int) -> None:
         self._shape, self._like, self._num_tokens = shape, like.new_empty(0), num_tokens
         self.states = None if shape.delta is None or not any(shape.is_delta) else DeltaStates(shape.delta, like)
+        self._state_tokens = shape.state_tokens(like.element_size())
         self.clear()
 
     def clear(self) -> None:
@@ -209,13 +210,13 @@ class DenseCache:
         self._sharing: Sharing | None = None
 
     def cost(self, request: QueuedRequest) -> int:
-        return request.prompt.num_tokens + request.n * request.limit_tokens
+        return request.prompt.num_tokens + request.n * (request.limit_tokens + self._state_tokens)
 
     def fits(self, requests: Sequence[QueuedRequest]) -> bool:
         prompts = [*self._prompt_lengths, *(request.prompt.num_tokens for request in requests)]
         limits = [*self._limits, *(request.limit_tokens for request in requests for _ in range(request.n))]
         # padded to the longest of each, as the buffers are
-        return len(prompts) * max(prompts) + len(limits) * max(limits) <= self._num_tokens
+        return len(prompts) * max(prompts) + len(limits) * (max(limits) + self._state_tokens) <= self._num_tokens
 
     def reserve(self, tokens_B: Sequence[int]) -> bool:
         return True

@@ -371,14 +371,16 @@ class EmbeddedEngine:
         stored = batch.num_stored(kept) if kept else []
         copies: dict[int, KeptKeys] = {}
         room = self._memory.kept_tokens
+        state_tokens = self._shape.state_tokens(self._loaded_weights().embed.element_size())
         for index, tokens in zip(kept, stored, strict=True):
             prompt = batch.rows[index].request.request.prompt
-            room -= prompt.num_tokens + tokens
+            room -= prompt.num_tokens + tokens + state_tokens
             if room < 0:  # the next turn of the others is prefilled from its beginning
                 break
             copies[id(batch.rows[index])] = KeptKeys(
                 layers=cache.copy_row(index, tokens),
                 num_tokens=prompt.num_tokens + tokens,
+                cost_tokens=prompt.num_tokens + tokens + state_tokens,
                 num_images=len(prompt.images),
                 states=() if cache.states is None else cache.states.copy_row(index),
             )
@@ -387,7 +389,7 @@ class EmbeddedEngine:
     def _keep(self, finished: RemovedRow, kept: KeptKeys | None) -> None:
         """Keep the KV cache of a row for the next turn; the least recently used are evicted beyond the token budget."""
         if kept is not None:
-            self._kept.put(finished.completion_id, kept, kept.num_tokens)
+            self._kept.put(finished.completion_id, kept, kept.cost_tokens)
 
     def _completion(self, finished: RemovedRow) -> Completion:
         completion = completion_of(finished, self._text, self._version)
@@ -401,10 +403,9 @@ class EmbeddedEngine:
 
     def _ready_cache(self) -> Cache:
         if self._cache is None:
-            like, shape = self._loaded_weights().embed, self._shape
-            token_bytes = 2 * shape.num_attention_layers * shape.num_kv_heads * shape.head_dim * like.element_size()
-            self._memory.size(token_bytes)
-            self._cache = make_cache(self._tuning, shape, like, num_tokens=self._memory.tokens)
+            like = self._loaded_weights().embed
+            self._memory.size(self._shape.token_bytes(like.element_size()))
+            self._cache = make_cache(self._tuning, self._shape, like, num_tokens=self._memory.tokens)
             self._forget_turns()
         return self._cache
 

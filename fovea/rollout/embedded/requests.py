@@ -27,11 +27,8 @@ class KeptKeys:
     num_images: int
     states: Sequence[DeltaState] = ()
     """States after these tokens, of each layer that is a delta net."""
-
-    @property
-    def num_bytes(self) -> int:
-        states = [x for each in self.states for x in (each.tail_RKC, each.memory_RVDF)]
-        return sum(x.numel() * x.element_size() for x in (*self.layers, *states))
+    cost_tokens: int
+    """Tokens of the KV cache that take as much memory as this."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

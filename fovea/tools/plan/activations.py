@@ -17,7 +17,7 @@ from fovea.models.recompute import Recompute
 from fovea.tools.plan.delta_nets import saved_by_net
 from fovea.tools.plan.model_sizes import ModelSizes
 from fovea.tools.plan.walk import PassStage
-from fovea.tools.plan.workload import RowShape
+from fovea.tools.plan.workload import BYTES_OF, RowShape
 from fovea.train.objective import can_precompute_gradients
 
 
@@ -76,7 +76,6 @@ def _expert_weights(sizes: ModelSizes) -> int:
 
 ACTIVATIONS, LOGITS = "activations", "logits and loss"
 FLOAT = 4
-BYTES_OF = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Memory of gated delta nets: what autograd keeps of a layer in an update, and the states of a rollout.
+"""Memory that autograd keeps of a gated delta net in an update.
 
 The rule's tensors are counted in a pass over tensors without memory, by the plain torch functions of transformers: an
 upper bound where the kernels of flash-linear-attention run.
@@ -50,9 +50,3 @@ def saved_by_rule(shape: DeltaShape, tokens: int, width: int) -> int:
     with saved_tensors_hooks(count, lambda tensor: tensor):
         delta_rule(inputs, DeltaState.zeros(1, shape, inputs.mixed), shape, plain_delta_functions())
     return sum(storage.nbytes() for storage in kept.values())
-
-
-def state_bytes(shape: DeltaShape, width: int) -> int:
-    """Bytes of the states of a row of the decode batch, in all layers."""
-    memory = shape.value_heads * shape.key_dim * shape.value_dim * FLOAT
-    return sum(shape.is_delta) * (memory + (shape.window - 1) * sum(shape.widths) * width)

@@ -124,5 +124,4 @@ def _chosen_cache(engine: ServingEngine, token: int, longest: int, numerics: Num
 
 def token_bytes(sizes: ModelSizes, numerics: Numerics) -> int:
     """Keys and values of a token in all layers."""
-    shape = sizes.decoder
-    return 2 * shape.num_attention_layers * shape.num_kv_heads * shape.head_dim * numerics.width
+    return sizes.decoder.token_bytes(numerics.width)

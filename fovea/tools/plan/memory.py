@@ -222,7 +222,7 @@ def sized_by_memory(
     engine = config.rollout.engine
     if not isinstance(engine, EmbeddedEngine) or engine.max_batch_tokens is not None:
         return config
-    if not numerics.cuda:
+    if not numerics.cuda or sizes.decoder.delta is not None:
         return with_batch_tokens(config, DEFAULT_BATCH_TOKENS)
     around = _around_pool(config, sizes, work, roles, numerics)
     beside_update = 0 if roles.apart else usable_bytes - around.while_asleep - around.copied

@@ -12,7 +12,6 @@ from fovea.rollout.embedded.paged_cache import GROWTH_TOKENS, MAX_ROWS
 from fovea.rollout.embedded.prefill import PASS_TOKENS
 from fovea.rollout.embedded.tuning import ONEDNN_LIMITS
 from fovea.tools.plan.activations import FLOAT, Numerics, expert_weights, mlp_numbers
-from fovea.tools.plan.delta_nets import state_bytes
 from fovea.tools.plan.engine import CACHE, batch_tokens, token_bytes
 from fovea.tools.plan.model_sizes import ModelSizes
 from fovea.tools.plan.recorded import Recorded
@@ -33,7 +32,7 @@ def rollout_peak(config: Config, sizes: ModelSizes, work: Workload, numerics: Nu
     held[CACHE] = cache_bytes(config, sizes, work, numerics)
     if sizes.decoder.delta is not None:
         # a step's new states beside the old ones of its layer are the smaller part
-        held[STATES] = rows * state_bytes(sizes.decoder.delta, numerics.width)
+        held[STATES] = rows * sizes.decoder.delta.state_bytes(numerics.width)
     held[COPIES] = decode_copies(sizes, rows, numerics)
     held[PASSES] = max(_prefill_bytes(sizes, work, prompts, numerics), _sampling_bytes(sizes, prompts, rows, numerics))
     images = prompts * work.lengths.images
@@ -52,7 +51,7 @@ def rollout_peak(config: Config, sizes: ModelSizes, work: Workload, numerics: Nu
 def admitted_prompts(config: Config, work: Workload, numerics: Numerics) -> int:
     """Most prompts whose completions run at the same time on one engine: those that are admitted at the start."""
     rollout = config.rollout
-    if not numerics.cuda:
+    if not numerics.cuda or work.lengths.state_tokens:  # over a dense cache, by the worst case
         return _that_fit(config, work, prompt_demand(config, work.lengths))
     room = min(GROWTH_TOKENS, rollout.max_new_tokens)
     fitting = _that_fit(config, work, work.lengths.prompt_tokens + rollout.samples_per_prompt * room)
@@ -61,7 +60,7 @@ def admitted_prompts(config: Config, work: Workload, numerics: Numerics) -> int:
 
 def running_prompts(config: Config, work: Workload, numerics: Numerics) -> int:
     """Prompts whose completions run at the same time on average; on CUDA half of each completion is there by then."""
-    if not numerics.cuda:
+    if not numerics.cuda or work.lengths.state_tokens:
         return admitted_prompts(config, work, numerics)
     lengths = work.lengths
     drawn = config.rollout.samples_per_prompt * lengths.completion_tokens // 2
@@ -76,13 +75,15 @@ def _that_fit(config: Config, work: Workload, prompt_tokens: int) -> int:
 
 def prompt_demand(config: Config, lengths: Lengths) -> int:
     """Cache tokens of a prompt with its completions: an engine refuses it where max_batch_tokens are fewer."""
-    return lengths.prompt_tokens + config.rollout.samples_per_prompt * config.rollout.max_new_tokens
+    return lengths.prompt_tokens + config.rollout.samples_per_prompt * (
+        config.rollout.max_new_tokens + lengths.state_tokens
+    )
 
 
 def cache_bytes(config: Config, sizes: ModelSizes, work: Workload, numerics: Numerics) -> int:
-    """Bytes of the key-value cache: on CUDA a pool, on a CPU buffers that grow by doubling."""
-    if numerics.cuda:
-        return pool_bytes(config, sizes, numerics)
+    """Bytes of the key-value cache: a pool, or buffers that grow by doubling."""
+    if pool := pool_bytes(config, sizes, numerics):
+        return pool
     lengths, rollout = work.lengths, config.rollout
     prompts = admitted_prompts(config, work, numerics)
     room = min(FIRST_TOKENS, rollout.max_new_tokens)
@@ -93,8 +94,9 @@ def cache_bytes(config: Config, sizes: ModelSizes, work: Workload, numerics: Num
 
 
 def pool_bytes(config: Config, sizes: ModelSizes, numerics: Numerics) -> int:
-    """Bytes of the pool of pages, which is there for a whole rollout; 0 on a CPU."""
-    return batch_tokens(config) * token_bytes(sizes, numerics) if numerics.cuda else 0
+    """Bytes of the pool of pages, which is there for a whole rollout; 0 on a CPU, and with delta nets."""
+    has_pool = numerics.cuda and sizes.decoder.delta is None
+    return batch_tokens(config) * token_bytes(sizes, numerics) if has_pool else 0
 
 
 def decode_copies(sizes: ModelSizes, rows: int, numerics: Numerics) -> int:

@@ -23,6 +23,8 @@ from fovea.train.ranks import check_replicas
 from fovea.train.row_assignment import Cost, RowSlices, rows_by_cost, rows_by_count, slice_groups
 from fovea.types import Prompt, PromptImage, Sample, SampleGroup
 
+BYTES_OF = {"float32": 4, "bfloat16": 2}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roles:
@@ -78,6 +80,8 @@ class Lengths:
     image_tokens: int
     patches: int
     """Patches of an image."""
+    state_tokens: int = 0
+    """Tokens of the cache that take as much memory as a completion's states of delta nets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +144,7 @@ def lengths_of(config: Config, sizes: ModelSizes) -> Lengths:
         images=images,
         image_tokens=image_tokens if images else 0,
         patches=math.prod(_grid(image_tokens, merge)) if images else 0,
+        state_tokens=sizes.decoder.state_tokens(BYTES_OF[config.model.dtype]),
     )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import SuppressTokensLogitsProcessor
+from transformers import Pix2StructConfig, SuppressTokensLogitsProcessor
 
 from fovea.commands.exporting.export import export
 from fovea.config.model import Model
@@ -183,6 +183,11 @@ def test_a_tower_that_was_not_loaded_is_stopped(glm: Path) -> None:
 def test_the_setting_and_the_model_must_agree(glm: Path) -> None:
     with pytest.raises(ModelError, match=r"model_type is glm4v, and Fovea has families .*; set model\.family=auto"):
         load_processor(Model(path=str(glm)))
+
+
+def test_a_config_without_a_visual_token_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"config of a pix2struct has no image_token_id or image_token_index"):
+        _ = AutoFamily.of(Pix2StructConfig()).image_token_id
 
 
 @pytest.mark.parametrize(

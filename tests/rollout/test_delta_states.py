@@ -1,0 +1,95 @@
+"""States of delta nets in the embedded engine: no way of running rows changes a completion, and they are counted."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from fovea.models.decoder import decoder_shape
+from fovea.rollout.embedded.engine import EmbeddedEngine
+from fovea.rollout.embedded.requests import KeptKeys, RemovedRow
+from fovea.types import Completion, Prompt, Sampling
+from tests.rollout.drawing import generate, make_engine, same
+from tests.rollout.two_turns import drawn
+from tests.tiny_models import mixed_prompts, tiny
+
+PARTS = tiny("qwen3_5", num_layers=4)
+COUNTS = [2, 5, 1, 4, 3, 2]
+
+
+def mixed_requests() -> tuple[list[Prompt], list[Sampling]]:
+    """Every kind of end, so that rows leave at different steps and others take their places."""
+    samplings = [
+        Sampling(max_new_tokens=30, seed=1, temperature=2.0),
+        Sampling(max_new_tokens=5, seed=2, temperature=0.5, top_k=9),
+        Sampling(max_new_tokens=23, seed=3, stop=("e", "un")),
+        Sampling(max_new_tokens=1, seed=4),
+        Sampling(max_new_tokens=17, seed=5, temperature=0),
+        Sampling(max_new_tokens=40, seed=6, temperature=3.0, stop=("t",)),
+    ]
+    return mixed_prompts(PARTS) * 2, samplings
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[list[Completion]]:
+    requests = zip(*mixed_requests(), COUNTS, strict=True)
+    return [list(generate(make_engine(PARTS), [p], [s], n)[0]) for p, s, n in requests]
+
+
+def running(engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each decode step, to which requests are added while others run."""
+    rows: list[int] = []
+    decode = engine._decode
+
+    def counted(batch: object, cache: object) -> None:
+        rows.append(len(batch))  # type: ignore[arg-type]
+        decode(batch, cache)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(engine, "_decode", counted)
+    return rows
+
+
+@pytest.mark.parametrize(("tight", "pass_tokens"), [(True, 11), (False, 16_384)])
+def test_no_way_of_running_changes_a_completion(
+    alone: list[list[Completion]], tight: bool, pass_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests that wait, chunks of prompts, rows that move, and more steps between syncs than states allow."""
+    states = decoder_shape(PARTS.network.config.text_config).state_tokens(4)
+    requests = zip(*mixed_requests(), COUNTS, strict=True)
+    longest = max(p.num_tokens + n * (s.max_new_tokens + states) for p, s, n in requests)
+    budget = longest + 100 if tight else 200_000
+    engine = make_engine(PARTS, budget, pass_tokens=pass_tokens, decode_steps_per_sync=7)
+    rows = running(engine, monkeypatch)
+    together = generate(engine, *mixed_requests(), COUNTS)
+    assert all(same(a, b) for a, b in zip(alone, together, strict=True))
+    joined_while_others_ran = any(before < after for before, after in pairwise(rows))
+    assert joined_while_others_ran == tight
+
+
+def test_turns_are_kept_by_the_memory_of_keys_and_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A budget of fewer tokens than a turn takes keeps none, and the same is drawn."""
+    shape = decoder_shape(PARTS.network.config.text_config)
+    engine = make_engine(PARTS)
+    kept: list[KeptKeys] = []
+    keep = engine._keep
+
+    def noted(finished: RemovedRow, keys: KeptKeys | None) -> None:
+        kept.extend([] if keys is None else [keys])
+        keep(finished, keys)
+
+    monkeypatch.setattr(engine, "_keep", noted)
+    groups = drawn(PARTS, engine)
+    for each in kept:
+        states = [x for state in each.states for x in (state.tail_RKC, state.memory_RVDF)]
+        held = sum(x.nbytes for x in (*each.layers, *states))
+        assert held <= each.cost_tokens * shape.token_bytes(4) < held + shape.token_bytes(4)
+    few = make_engine(PARTS)
+    few._ready_cache()
+    few._memory.kept_tokens = min(each.cost_tokens for each in kept) - 1
+    few._forget_turns()
+    again = drawn(PARTS, few)
+    assert not few._kept
+    for one, other in zip(groups, again, strict=True):
+        for first, second in zip(one.episodes, other.episodes, strict=True):
+            assert same([x.completion for x in first.tokens], [x.completion for x in second.tokens])
