@@ -45,7 +45,7 @@ OTHER_ROWS: Sequence[Tree] = (
     {"environment": {"name": "shapes"}},
     {"environment": {"name": "vqa", "train_files": [], "test_files": ["bench"]}},
     {"reward": None, "model_reward": None, "second_opinion": None, "judge": None, "reward_model": None},
-    {"warmup": None, "evaluate": {"test_size": None}},
+    {"warmup": None, "evaluate": {"test_size": None}, "rollout": {"stop_after_answer": False}},
 )
 """Settings that a benchmark brings in place of the run's; those of the command line win over them."""
 

@@ -8,7 +8,7 @@ Axes: `N` steps with a value.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -153,18 +153,24 @@ def _values_of(keys: Sequence[str], settings: Mapping[str, Any]) -> Iterator[tup
 
 
 class FindingsWatch:
-    """The metrics of a process's steps so far, and the causes that were found in them."""
+    """The metrics of a run's steps so far, and the causes that this process has found in them."""
 
-    def __init__(self) -> None:
+    def __init__(self, earlier: Iterable[Metrics] = ()) -> None:
+        """`earlier`: the rows of metrics.jsonl, of a run that is resumed."""
         self._columns: dict[str, tuple[list[float], list[float]]] = {}
         self._known: set[str] = set()
+        for metrics in earlier:
+            self._add(metrics["step"], metrics)
 
     def new(self, step: int, metrics: Metrics, settings: Mapping[str, Any]) -> list[Finding]:
         """Add a step; returns the findings whose causes were not found before."""
+        self._add(step, metrics)
+        found = [finding for finding in find(self._columns, settings) if finding.cause not in self._known]
+        self._known |= {finding.cause for finding in found}
+        return found
+
+    def _add(self, step: float, metrics: Metrics) -> None:
         for name in METRICS & metrics.keys():
             steps, values = self._columns.setdefault(name, ([], []))
             steps.append(step)
             values.append(metrics[name])
-        found = [finding for finding in find(self._columns, settings) if finding.cause not in self._known]
-        self._known |= {finding.cause for finding in found}
-        return found

@@ -24,7 +24,7 @@ from fovea.rollout.collect import Interaction
 from fovea.run.callbacks import Callbacks
 from fovea.run.checkpoint import Checkpoints, SavedCheckpoint
 from fovea.run.fingerprint import Fingerprint
-from fovea.run.parity_faults import TakenPush
+from fovea.run.parity_faults import RolloutGap, TakenPush
 from fovea.run.warmup import WarmupStage
 from fovea.train.base import Policy
 from fovea.types import PromptImage, Task
@@ -112,6 +112,7 @@ class Run:
     """Width and height in which the model gives coordinates on an image (`ModelFamily.box_frame`)."""
     findings_watch: FindingsWatch = field(default_factory=FindingsWatch)
     taken_push: TakenPush = field(default_factory=TakenPush)
+    rollout_gap: RolloutGap = field(default_factory=RolloutGap)
     callbacks: Callbacks = field(default_factory=Callbacks)
     """Functions that Python code has given, called after steps and evaluations."""
     profile: Callable[[int], AbstractContextManager[object]] = nullcontext

@@ -68,6 +68,10 @@ MAX_NEW_TOKENS = 32
 """Longest completion of the check, in tokens: a fault shows within a few, and the start of a run waits for all."""
 PUSH_PROMPTS = 4
 """Prompts that are compared after a push: two rows, with and without their images."""
+GROSS_FACTOR = 5
+"""Multiple of the limit that two sound computations by the same weights do not reach."""
+MIN_SAMPLES = 16
+"""Completions of a step that are compared under faults: with a token each, enough for the sign test."""
 
 
 def write_parity(folder: Path, reading: ParityReading, version: int) -> None:
@@ -337,20 +341,42 @@ async def _read_features(run: Run, version: int) -> FaultReading | None:
 
 
 async def check_rollout(run: Run, step: int, batch: Batch, metrics: Metrics) -> None:
-    """Stop if the log-probs of a step's completions are far from the trainer's before its update; ParityError.
+    """Look for a known fault in a step whose completions are far from the trainer before its update; ParityError.
 
-    Each step of staleness may move them as far as the limit of the gate.
+    Older weights, int8 decoding and chance move log-probs too: the run stops where a fault is found, or where the
+    weights were the same and the difference is far beyond the limit of the gate. Else it warns and goes on.
     """
     settings = run.config.parity
     oldest = min((version for sample in batch.samples for version in sample.versions), default=step)
-    allowed = settings.max_abs_logprob_diff * (1 + step - oldest)
+    allowed = run.rollout_gap.allowed(settings.max_abs_logprob_diff, staleness=step - oldest)
     found = metrics.get("rollout_train_abs/trained", 0.0)
-    if settings.prompts == 0 or found <= allowed:
+    # not at NaN: such an update is skipped
+    if settings.prompts == 0 or not found > allowed:
         return
-    reading, _ = await _beside_faults(run, [_recomputed(group) for group in batch.groups[: settings.prompts]])
-    raise ParityError(
+    with run.phases("parity"):
+        reading, _ = await _beside_faults(run, _to_compare(batch.groups, settings.prompts))
+    differ = (
         f"step {step + 1}: log-probs of the {run.engine.name} engine and of the trainer differ by {found:.3g} on "
-        f"average, and {allowed:g} is allowed (parity.max_abs_logprob_diff for each version of the weights); before "
-        f"the first step they agreed. {nearest_fault(reading)}Look at what rollouts do otherwise than the parity "
-        "gate, then set resume=auto to go on from the last checkpoint"
+        f"average, and {allowed:g} is allowed (parity.max_abs_logprob_diff for each version of the weights)"
     )
+    likely = next((fault for fault in reading.doubtful if fault.likely), None)
+    is_gross = step == oldest and found > GROSS_FACTOR * settings.max_abs_logprob_diff
+    if likely or is_gross:
+        cause = f"The engine seems to have this fault: {likely.text}. " if likely else nearest_fault(reading)
+        raise ParityError(
+            f"{differ}; before the first step they agreed. {cause}Look at what rollouts do otherwise than the parity "
+            "gate, then set resume=auto to go on from the last checkpoint"
+        )
+    run.rollout_gap.explained(found, staleness=step - oldest)
+    run.progress.warn(
+        f"{differ}. {nearest_fault(reading) or 'No known fault explains it. '}The run goes on, and looks again where "
+        "the difference has doubled; a lower train.learning_rate or rollout.max_staleness_steps makes it smaller"
+    )
+
+
+def _to_compare(groups: Sequence[SampleGroup], num_prompts: int) -> list[SampleGroup]:
+    """A few groups of a step, those with images first; more where each has too few samples for a sign test."""
+    with_images_first = sorted(groups, key=lambda group: kind_of(group) == "without images")
+    num_samples = np.cumsum([len(group.samples) for group in with_images_first])
+    enough = int(np.searchsorted(num_samples, MIN_SAMPLES)) + 1
+    return [_recomputed(group) for group in with_images_first[: max(num_prompts, enough)]]

@@ -25,6 +25,8 @@ FLOOR_FRAC = {"float32": 1e-3, "bfloat16": 0.1}
 """Share of parity.max_abs_logprob_diff that is taken for rounding in a model of this dtype."""
 MEAN_FACTOR, K3_FACTOR = 3.0, 10.0
 """A distance is clearly smaller than another by either of these; k3 grows with the square of a difference."""
+STALE_FACTOR = 2.0
+"""A fault is likely if the distance to it is smaller by this: both also hold what steps of training have moved."""
 FOUND_SIGMAS, RULED_OUT_SIGMAS = 4.0, 2.0
 """A sign test over tokens has to agree with the mean, which may rest on one token."""
 
@@ -115,6 +117,17 @@ class FaultReading:
     def found(self) -> bool:
         """The engine is clearly nearer to the trainer with the fault: in the mean, and on many tokens."""
         return self.faulty.clearly_below(self.sound) and not self.ruled_out and self._sigmas >= FOUND_SIGMAS
+
+    @property
+    def likely(self) -> bool:
+        """The engine, perhaps of older weights, is nearer to the trainer with it: half as far, on many tokens."""
+        return STALE_FACTOR * self.faulty.mean_abs < self.sound.mean_abs and self._sigmas >= FOUND_SIGMAS
+
+    @property
+    def text(self) -> str:
+        """Its name and both mean distances."""
+        with_it = f"{self.faulty.mean_abs:.2g} from a trainer with it"
+        return f"{self.name} ({with_it}, {self.sound.mean_abs:.2g} from the trainer as it is)"
 
     @property
     def _sigmas(self) -> float:
@@ -237,10 +250,7 @@ def nearest_fault(reading: ParityReading) -> str:
     if nearest is None or not nearest.faulty.mean_abs < nearest.sound.mean_abs:
         return ""
     verdict = "The engine seems to have this fault" if nearest.found else "No known fault explains it; the nearest is"
-    gaps = (
-        f"{nearest.faulty.mean_abs:.2g} from a trainer with it, {nearest.sound.mean_abs:.2g} from the trainer as it is"
-    )
-    return f"{verdict}: {nearest.name} ({gaps}). "
+    return f"{verdict}: {nearest.text}. "
 
 
 def _likely_fix(reading: ParityReading, broken: Violation) -> str:

@@ -16,8 +16,9 @@ from fovea.environments.answer_end import answer_end_of
 from fovea.environments.base import Environment
 from fovea.environments.curriculum import CurriculumProgress
 from fovea.environments.custom.trl import RewardFunction
+from fovea.metrics.findings import FindingsWatch
 from fovea.metrics.jsonl import METRICS_FILE
-from fovea.metrics.log import JsonlSink, MetricsLog, Phases, Sink
+from fovea.metrics.log import JsonlSink, MetricsLog, Phases, Sink, read_metrics
 from fovea.metrics.progress import CONSOLE_FILE, Progress
 from fovea.models.processor import load_processor
 from fovea.report.about import HINTS_FILE, add_hint
@@ -130,6 +131,7 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
         resumed=resumed,
         fingerprint=fingerprint,
         metrics=MetricsLog([*sinks, profile] if profile else sinks, trackers),
+        findings_watch=FindingsWatch(read_metrics(folder)),
         phases=Phases(),
         progress=progress,
         started=started,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -19,7 +20,10 @@ from fovea.metrics.log import read_metrics
 from fovea.models.modules import vision_tower
 from fovea.models.vision.feature_cache import ImageFeatures
 from fovea.models.vlm import VLM
+from fovea.rollout.base import Engine
 from fovea.rollout.outputs import Drawn, Sampled, completions
+from fovea.run.context import Run
+from fovea.run.parity_faults import RolloutGap
 from fovea.types import Completion, Prompt, PromptImage, Request
 from tests.run.test_parity_pushes import SETTINGS, copying_run
 from tests.wiring.small import run_of
@@ -136,11 +140,17 @@ def test_an_engine_that_reports_another_prompt_stops_the_run_at_its_first_reques
     assert not read_metrics(tmp_path)
 
 
-def test_images_that_only_rollouts_ahead_lose_stop_the_run_at_that_step(tmp_path: Path) -> None:
-    algorithm = {"entropy_coef": 0.01, "max_groups_without_signal": 2, "old_logprobs": "engine"}
-    run = copying_run(tmp_path, algorithm=algorithm)
-    # past the check that it has processes of its own, which its copies stand for
+def one_step_behind(run: Run) -> Run:
+    """The run with rollouts ahead, past the check that its engine has a process, which its copies stand for."""
     rollout = run.config.rollout.model_copy(update={"max_staleness_steps": 1})
+    return replace(run, config=run.config.model_copy(update={"rollout": rollout}))
+
+
+OF_THE_ENGINE = {"entropy_coef": 0.01, "max_groups_without_signal": 2, "old_logprobs": "engine"}
+
+
+def test_images_that_only_rollouts_ahead_lose_stop_the_run_at_that_step(tmp_path: Path) -> None:
+    run = one_step_behind(copying_run(tmp_path, algorithm=OF_THE_ENGINE))
     engine, lose = run.engine, CHANGES["the last image missing"](run.image_token_id)
 
     class Forgetful(BrokenEngine):
@@ -148,11 +158,10 @@ def test_images_that_only_rollouts_ahead_lose_stop_the_run_at_that_step(tmp_path
             is_late = request.for_update and request.id.split("/")[1] not in ("parity", "0")
             return await (super() if is_late else engine).generate(request)
 
-    late = replace(run, engine=Forgetful(engine, lose), config=run.config.model_copy(update={"rollout": rollout}))
     with pytest.raises(
         ParityError, match=r"step 2: .*by 0\.\d+ on average, and 0.2 is allowed .*the last image missing"
     ):
-        loop_async.train(late)
+        loop_async.train(replace(run, engine=Forgetful(engine, lose)))
     assert [row["step"] for row in read_metrics(tmp_path)] == [1]
 
 
@@ -170,3 +179,54 @@ def test_features_kept_over_a_push_stop_the_run_at_that_step(tmp_path: Path, mon
     ):
         loop.train(copying_run(tmp_path))
     assert not read_metrics(tmp_path)
+
+
+def test_log_probs_that_training_has_moved_are_no_fault(tmp_path: Path) -> None:
+    """Weights one step old, at a high learning rate: the run warns and goes on."""
+    run = copying_run(tmp_path, algorithm=OF_THE_ENGINE, train={"learning_rate": 2e-2})
+    loop_async.train(one_step_behind(run))
+    gaps = [row["rollout_train_abs/trained"] for row in read_metrics(tmp_path)]
+    assert max(gaps) > 0.2, "beyond the limit of two versions"
+    assert "No known fault explains it" in (tmp_path / "console.txt").read_text()
+    assert len(gaps) == 3
+
+
+def test_a_difference_that_no_fault_explains_is_looked_at_again_when_it_has_doubled() -> None:
+    gap = RolloutGap()
+    assert [gap.allowed(0.1, staleness=staleness) for staleness in (0, 1)] == pytest.approx([0.1, 0.2])
+    gap.explained(0.3, staleness=1)
+    assert [gap.allowed(0.1, staleness=staleness) for staleness in (0, 1)] == pytest.approx([0.3, 0.6])
+    gap.explained(0.1, staleness=0)
+    assert gap.allowed(0.1, staleness=0) == pytest.approx(0.3)
+
+
+@dataclass
+class Noisy:
+    """An engine whose log-probs are off by so much after the first step, this way and that."""
+
+    run: Run
+    gap: float
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.run.engine, name)
+
+    async def generate(self, request: Request) -> Sequence[Completion]:
+        drawn = await self.run.engine.generate(request)
+        if request.id.split("/")[1] in ("parity", "0"):
+            return drawn
+        signs = [np.resize(np.float32([-1, 1]), len(each.logprobs_T)) for each in drawn]
+        return [
+            replace(each, logprobs_T=each.logprobs_T + self.gap * sign) for each, sign in zip(drawn, signs, strict=True)
+        ]
+
+
+@pytest.mark.parametrize(("gap", "is_stopped"), [(0.15, False), (0.6, True)])
+def test_inexact_log_probs_of_the_same_weights_stop_a_run_only_far_beyond_the_limit(
+    gap: float, is_stopped: bool, tmp_path: Path
+) -> None:
+    run = run_of(tmp_path, **SETTINGS)
+    noisy = replace(run, engine=cast("Engine", Noisy(run, gap)))
+    with pytest.raises(ParityError, match=r"step 2: .*by 0\.6") if is_stopped else nullcontext():
+        loop.train(noisy)
+    assert len(read_metrics(tmp_path)) == (1 if is_stopped else 3)
+    assert ("The run goes on" in (tmp_path / "console.txt").read_text()) != is_stopped

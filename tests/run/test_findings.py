@@ -11,7 +11,7 @@ import torch
 
 from fovea.config.sections import Rollout
 from fovea.loop import train
-from fovea.metrics.findings import RULES
+from fovea.metrics.findings import RULES, find
 from fovea.metrics.names import definition_of
 from fovea.report.viewed_run import ViewedRun
 from fovea.run import rollout_step
@@ -76,6 +76,22 @@ def test_an_engine_that_draws_at_another_temperature_is_found(tmp_path: Path, mo
     words = [*QUICK, "rollout.max_new_tokens=4", "max_steps=2", "train.plain_update_every_steps=1"]
     train_here("shapes", tmp_path / "run", *words)
     assert found(tmp_path / "run") == ["Engine and trainer differ"]
+
+
+def test_log_probs_of_older_weights_are_no_finding() -> None:
+    steps, differing = (1.0, 2.0), (0.3, 0.4)
+    columns = {"rollout_train_abs": (steps, differing)}
+    causes = [
+        [each.cause for each in find(columns | {"staleness/max": (steps, (0.0, newest))}, {})] for newest in (0.0, 1.0)
+    ]
+    assert causes == [["Engine and trainer differ"], []]
+
+
+def test_a_resumed_run_has_its_earlier_steps(tmp_path: Path) -> None:
+    words = [*QUICK, "rollout.max_new_tokens=2", "checkpoint.every_steps=12"]
+    train_here("shapes", tmp_path, *words, "max_steps=12")
+    train_here("shapes", tmp_path, *words, "max_steps=20", "resume=auto")
+    assert "step 20: No answer earns anything" in (tmp_path / "console.txt").read_text()
 
 
 class Constant(BanditEnvironment):

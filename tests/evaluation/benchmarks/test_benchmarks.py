@@ -27,6 +27,7 @@ from tests.chat_server import Endpoint, says
 from tests.evaluation.benchmarks.made import ROWS, Row, parquet, png, write
 from tests.grading import within_a_second
 from tests.report.pages import Page
+from tests.runs import QUICK, train_here
 from tests.tiny_models import processor_of, tiny
 
 HERE = Path(__file__).parent
@@ -217,6 +218,13 @@ def test_a_judge_overrules_the_rule(folders: Path, monkeypatch: pytest.MonkeyPat
     assert scores["constant:It is 55 degrees"]["accuracy"]["mean"] == 1
     assert len(endpoint.requests) == 2
     endpoint.server.shutdown()
+
+
+def test_a_run_that_stopped_after_its_answers_writes_whole_ones_here(folders: Path) -> None:
+    """No benchmark says where an answer ends."""
+    settings = [*QUICK, "max_steps=1", "rollout.stop_after_answer=true", "rollout.max_new_tokens=2"]
+    train_here("shapes", folders / "run", *settings)
+    assert evaluated("run", "bench=mathvista", "--quiet").exit_code == 0
 
 
 @pytest.mark.parametrize(
