@@ -14,6 +14,7 @@ import inspect
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,9 +29,6 @@ OLD = int(transformers.__version__.split(".")[0]) < 5
 
 vision_utils: Any = None if OLD else importlib.import_module("transformers.vision_utils")
 """Functions by which a vision tower's inputs are derived from the sizes of images; None where the tower calls none."""
-
-qwen3_5: Any = None if OLD else importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
-"""Module of Qwen3.5, with the functions of its delta nets; version 4.57 has none."""
 
 SPECIAL_TOKENS_KEY = "additional_special_tokens" if OLD else "extra_special_tokens"
 """Argument of a tokenizer that lists its special tokens besides those with a role."""
@@ -106,7 +104,14 @@ def load_tokenizer(path: str, written: Mapping[str, Any], **options: Any) -> Pre
 
 
 def rotary_tables(rotary: Any, text_config: Any, like: Tensor, positions_3N: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [N, D] of M-RoPE positions, in the type and on the device of `like`."""
+    """Cosines and sines [N, D] of positions [3, N] of M-RoPE or [1, N], in the type and on the device of `like`."""
+    if len(positions_3N) == 1:
+        # "dynamic" frequencies change beyond `max_position_embeddings` only, which no row reaches, and transformers'
+        # look for the longest position waits for a GPU, which ends the capture of a CUDA graph
+        dynamic = rotary.rope_type == "dynamic"
+        forward = partial(inspect.unwrap(type(rotary).forward), rotary) if dynamic else rotary
+        cos, sin = forward(like, positions_3N)
+        return cos[0], sin[0]
     cos, sin = rotary(like, positions_3N[:, None])
     if cos.dim() == 3:
         return cos[0], sin[0]
@@ -132,6 +137,8 @@ class DeltaFunctions:
 
 def delta_functions() -> DeltaFunctions:
     """The functions that transformers has picked for this machine."""
+    # here, so that what renders prompts only loads no network class
+    qwen3_5: Any = importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
     return DeltaFunctions(
         qwen3_5.causal_conv1d_fn, qwen3_5.torch_chunk_gated_delta_rule, qwen3_5.torch_recurrent_gated_delta_rule
     )

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -28,7 +29,7 @@ from fovea.models.trained_layer import TrainedCall, use_layer_calls
 from fovea.models.transformers_versions import rotary_tables
 from fovea.models.vision.attention import slow_vision_note, use_segment_attention
 from fovea.models.vision.feature_cache import Encode, FeatureCache, ImageFeatures, concatenate
-from fovea.models.vision.tower_inputs import PASS_PATCHES, image_passes, tower_heads
+from fovea.models.vision.tower_inputs import PASS_PATCHES, image_passes
 from fovea.types import PromptImage
 
 
@@ -58,6 +59,8 @@ class VLM(PolicyNetwork):
         self._attention = attention
         self._shape = decoder_shape(self.text_config)
         self._kernels = kernels_for(self._shape, kernels)
+        positions_X0, _ = self.family.positions(np.empty(0, dtype=np.int64), (), 0)
+        self._num_axes = len(positions_X0)
         use_segment_attention(network, eager=attention == "eager")
         use_fused_layers(network, self._kernels.norm)
         use_layer_calls(self._language_model, self._fast.layer)
@@ -117,8 +120,12 @@ class VLM(PolicyNetwork):
         return [[widths[group] for group in LinearGroup]] * shape.num_layers
 
     def rope(self, positions_3N: Tensor, like: Tensor) -> Rope:
-        """Rotary embedding of M-RoPE positions, in the type and on the device of `like`."""
+        """Rotary embedding of positions [3, N] of M-RoPE or [1, N], in the type and on the device of `like`."""
         return Rope.of(*rotary_tables(self._language_model.rotary_emb, self.text_config, like, positions_3N))
+
+    def text_rope(self, position_N: Tensor, like: Tensor) -> Rope:
+        """Rotary embedding of text tokens, which have one position on all axes."""
+        return self.rope(position_N.expand(self._num_axes, -1), like)
 
     def image_features(self, images: Sequence[PromptImage]) -> list[ImageFeatures]:
         """Features of each image; equal images are encoded once, and cached features are reused."""
@@ -155,7 +162,7 @@ class VLM(PolicyNetwork):
     def graph_bytes(self, images: Sequence[PromptImage]) -> int:
         """Estimated bytes of activations that `image_graph` keeps for the backward pass."""
         distinct = {image.key: image for image in images}
-        return self._fast.activation_bytes(vision_tower(self.network), list(distinct.values()))
+        return self._fast.activation_bytes(self.network, list(distinct.values()))
 
     def _encode_frozen(self, images: Sequence[PromptImage]) -> list[ImageFeatures]:
         """Features to be cached: on a CPU, of each image from a separate forward pass."""
@@ -171,14 +178,15 @@ class VLM(PolicyNetwork):
 
     def encode(self, images: Sequence[PromptImage]) -> list[ImageFeatures]:
         """Features of each image from one forward pass of the vision tower over all of them."""
-        return self._fast.encode(vision_tower(self.network), images, self.device, self.dtype)
+        return self._fast.encode(self.network, images, self.device, self.dtype)
 
     def slow_kernels(self) -> list[str]:
         """Notes on kernels of the fast path that the GPU refuses, and what runs instead."""
         text = heads_of(self._shape, self.device, self.dtype)
+        vision = self._fast.segment_heads(self.network, self.device, self.dtype)
         notes = [
             slow_attention_note(text) if self._attention == "auto" else None,
-            slow_vision_note(tower_heads(vision_tower(self.network), self.device, self.dtype)),
+            None if vision is None else slow_vision_note(vision),
             None if self._shape.delta is None else slow_delta_note(self.device),
         ]
         return [note for note in notes if note is not None]

@@ -11,6 +11,7 @@ import pytest
 
 from fovea.config.model import Model
 from fovea.config.run import Config
+from fovea.models.families.registry import FAMILIES
 from fovea.models.load import load_network
 from fovea.models.processor import load_processor
 from fovea.models.tiny import TinyParts
@@ -32,13 +33,14 @@ CASES: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
     "ppo": ("llava", SEPARATE, {}),
     "frozen": ("llava", GRPO, {"freeze_vision_tower": True}),
     "lora": ("gemma3", GRPO, {"lora": {"rank": 4}}),
+    "tiles on the fast path": ("internvl", GRPO, {"fast_path": "auto"}),
 }
 
 
 def parts_of(kind: str, folder: Path) -> TinyParts:
     if kind == "qwen3_vl":
         return tiny(kind)
-    settings = Model(path=str(folder / kind), family="auto")
+    settings = Model(path=str(folder / kind), family="named" if kind in FAMILIES else "auto")
     return TinyParts(network=load_network(settings), processor=load_processor(settings))
 
 

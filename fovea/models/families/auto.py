@@ -8,7 +8,6 @@ Axes: `L` token ids.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import json
 from collections.abc import Mapping, Sequence
@@ -25,7 +24,14 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from fovea.data.images import Size
 from fovea.errors import ConfigError, ModelError
 from fovea.models.families.base import FastPath
-from fovea.models.families.hub_processor import PER_TOKEN, ROW, TEXT, HubProcessor, load_hub_processor
+from fovea.models.families.hub_processor import (
+    PER_TOKEN,
+    ROW,
+    HubProcessor,
+    image_text,
+    load_hub_processor,
+    prompt_image,
+)
 from fovea.models.flops import Work
 from fovea.types import PromptImage
 
@@ -121,12 +127,7 @@ class AutoFamily:
         return 1
 
     def prompt_image(self, processed: Mapping[str, Any]) -> PromptImage:
-        tensors = {name: np.ascontiguousarray(x) for name, x in processed.items() if name != "input_ids"}
-        key = hashlib.blake2b(digest_size=16)
-        for name, x in tensors.items():
-            key.update(f"{name}{x.shape}".encode() + x.tobytes())
-        num_tokens = int((processed["input_ids"] == self.image_token_id).sum())
-        return PromptImage(key=key.hexdigest(), tensors=tensors, num_tokens=num_tokens, grid=(1, 1, num_tokens))
+        return prompt_image(processed, self.image_token_id)
 
     def box_frame(self, _image: PromptImage) -> None:
         """Nothing: in which frame a model gives coordinates is in no file of it."""
@@ -136,7 +137,7 @@ class AutoFamily:
         return image_processor.image_token
 
     def image_text(self, image: PromptImage) -> str:
-        return image.tensors[TEXT].tobytes().decode()
+        return image_text(image)
 
     def positions(
         self, token_ids_L: NDArray[np.int64], _images: Sequence[PromptImage], start: int

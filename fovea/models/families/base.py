@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fovea.data.images import Size
 from fovea.models.experts import Experts
 from fovea.models.flops import Work
+from fovea.models.varlen import HeadShape
 from fovea.models.vision.feature_cache import ImageFeatures
 from fovea.types import PromptImage
 
@@ -75,7 +76,7 @@ class FastPath(Protocol):
         ...
 
     def encode(
-        self, tower: nn.Module, images: Sequence[PromptImage], device: torch.device, dtype: torch.dtype
+        self, network: nn.Module, images: Sequence[PromptImage], device: torch.device, dtype: torch.dtype
     ) -> list[ImageFeatures]:
         """Features of each image, from one forward pass of the vision tower over all of them.
 
@@ -83,8 +84,12 @@ class FastPath(Protocol):
         """
         ...
 
-    def activation_bytes(self, tower: nn.Module, images: Sequence[PromptImage]) -> int:
+    def activation_bytes(self, network: nn.Module, images: Sequence[PromptImage]) -> int:
         """Estimated bytes of activations that `encode` keeps for the backward pass, in training mode."""
+        ...
+
+    def segment_heads(self, network: nn.Module, device: torch.device, dtype: torch.dtype) -> HeadShape | None:
+        """Heads of a tower that runs images as segments of one row; None for one to which tiles are a batch."""
         ...
 
 

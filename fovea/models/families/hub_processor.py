@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoTokenizer
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
+from fovea.data.images import Size
 from fovea.errors import ModelError
+from fovea.types import PromptImage
 from fovea.utils.bounded import read_file
 from fovea.utils.config_keys import optional_file
 
@@ -58,11 +61,33 @@ class HubProcessor:
         out = self._processor(text=[text], add_special_tokens=False, return_tensors="np", **given, **options)
         return dict(out)
 
+    def num_tiles(self, size: Size) -> int:
+        """Number of tiles that an image of this size in pixels is cut into, with its thumbnail."""
+        width, height = size
+        return int(self._processor._get_num_multimodal_tokens(image_sizes=[(height, width)])["num_image_patches"][0])
+
     def save_pretrained(self, folder: Path) -> None:
         """Copy the processor's files of the model."""
         for name in FILES:
             if (file := optional_file(self._path, name, self._revision)) is not None:
                 (folder / name).write_bytes(read_file(file))
+
+
+def prompt_image(
+    processed: Mapping[str, Any], image_token_id: int, grid: tuple[int, int, int] | None = None
+) -> PromptImage:
+    """Record of one image, from the output of a `HubProcessor`; without a grid, one row of its visual tokens."""
+    tensors = {name: np.ascontiguousarray(x) for name, x in processed.items() if name != "input_ids"}
+    key = hashlib.blake2b(digest_size=16)
+    for name, x in tensors.items():
+        key.update(f"{name}{x.shape}".encode() + x.tobytes())
+    num_tokens = int((processed["input_ids"] == image_token_id).sum())
+    return PromptImage(key=key.hexdigest(), tensors=tensors, num_tokens=num_tokens, grid=grid or (1, 1, num_tokens))
+
+
+def image_text(image: PromptImage) -> str:
+    """Text that the processor writes for an image."""
+    return image.tensors[TEXT].tobytes().decode()
 
 
 def load_hub_processor(config: Any, path: str, revision: str) -> HubProcessor:

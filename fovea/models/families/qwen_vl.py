@@ -29,8 +29,9 @@ from fovea.models.transformers_versions import (
     tower_features,
     tower_options,
 )
+from fovea.models.varlen import HeadShape
 from fovea.models.vision.feature_cache import ImageFeatures
-from fovea.models.vision.tower_inputs import graph_bytes, tower_heads, tower_inputs
+from fovea.models.vision.tower_inputs import BlockCounts, graph_bytes, tower_heads, tower_inputs
 from fovea.types import PositionRule, PromptImage
 
 IMAGE_PAD = "<|image_pad|>"
@@ -170,8 +171,9 @@ class QwenFastPath:
         )
 
     def encode(
-        self, tower: Any, images: Sequence[PromptImage], device: torch.device, dtype: torch.dtype
+        self, network: Any, images: Sequence[PromptImage], device: torch.device, dtype: torch.dtype
     ) -> list[ImageFeatures]:
+        tower = network.get_submodule(VISION)
         tensors = image_tensors(images)
         # rounded on the host: half the bytes to copy
         pixels = to_device(tensors[PIXELS].to(dtype), device)
@@ -184,21 +186,23 @@ class QwenFastPath:
             for embeds, *deepstack in zip(*layers, strict=True)
         ]
 
-    def activation_bytes(self, tower: Any, images: Sequence[PromptImage]) -> int:
+    def activation_bytes(self, network: Any, images: Sequence[PromptImage]) -> int:
+        tower = network.get_submodule(VISION)
         pixels = [image.tensors[PIXELS] for image in images]
-        # a frozen block keeps nothing, and is not checkpointed either
-        trained = [block for block in tower.blocks if any(x.requires_grad for x in block.parameters())]
-        recomputed = sum(getattr(block, "gradient_checkpointing", False) for block in trained)
+        blocks = BlockCounts.of(tower.blocks)
         return graph_bytes(
             patches=sum(map(len, pixels)),
             # all three towers have `attn.qkv`, and no other common name of the width
             width=tower.blocks[0].attn.qkv.in_features,
             itemsize=next(tower.parameters()).element_size(),
-            trained_blocks=len(trained) - recomputed,
-            recomputed_blocks=recomputed,
+            trained_blocks=blocks.trained,
+            recomputed_blocks=blocks.recomputed,
             mergers=1 + len(getattr(tower, "deepstack_merger_list", ())),
-            pixels=max((x.shape[1] for x in pixels), default=0) if trained else 0,
+            pixels=max((x.shape[1] for x in pixels), default=0) if blocks.total else 0,
         )
+
+    def segment_heads(self, network: Any, device: torch.device, dtype: torch.dtype) -> HeadShape | None:
+        return tower_heads(network.get_submodule(VISION), device, dtype)
 
 
 def _mlp(mlp: Any) -> MlpModules | Experts:

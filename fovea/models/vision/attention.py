@@ -52,6 +52,7 @@ def segment_attention(
     query_1HND: Tensor,
     key_1HND: Tensor,
     value_1HND: Tensor,
+    _mask: None = None,
     *,
     scaling: float,
     cu_seq_lens_q: Tensor | None = None,
@@ -60,9 +61,8 @@ def segment_attention(
 ) -> tuple[Tensor, None]:
     """Full attention within each segment (an image, a frame or a window); returns [1, N, H, D] and no weights."""
     if cu_seq_lens_q is None:
-        # transformers 4 makes one call for each segment
-        max_length_q = query_1HND.shape[2]
-        cu_seq_lens_q = torch.tensor([0, max_length_q], dtype=torch.int32, device=query_1HND.device)
+        # a batch of tiles of one size; transformers 4 makes one call for each segment
+        return attend(query_1HND, key_1HND, value_1HND, scale=scaling).transpose(1, 2), None
     query_NHD, key_NHD, value_NHD = (x[0].transpose(0, 1) for x in (query_1HND, key_1HND, value_1HND))
     if attend is not eager_attention and takes_varlen(HeadShape.of(query_NHD, key_NHD)):
         offsets, longest = cu_seq_lens_q, max_length_q

@@ -9,11 +9,12 @@ Axes: `I` images.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fovea.models.transfer import to_device
 from fovea.models.transformers_versions import OLD, vision_utils
@@ -43,6 +44,26 @@ def image_passes(images: Sequence[PromptImage], max_patches: int) -> Iterator[li
 OF_BLOCK, OF_RECOMPUTED_BLOCK, OF_MERGER, OF_EMBEDDING = 20, 1, 5, 2
 """Numbers per patch and unit of the tower's width: of a trained block, of one that computes all but its input again, of
 a merger (its input, norm, and both sides of its activation, and some) and of the patch embedding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCounts:
+    """Numbers of the blocks of a tower whose graph a backward pass needs; a frozen block keeps nothing."""
+
+    trained: int
+    """Blocks that keep their activations."""
+    recomputed: int
+    """Blocks that keep their input and compute the rest again."""
+
+    @classmethod
+    def of(cls, blocks: Iterable[nn.Module]) -> BlockCounts:
+        trained = [block for block in blocks if any(x.requires_grad for x in block.parameters())]
+        recomputed = sum(bool(getattr(block, "gradient_checkpointing", False)) for block in trained)
+        return cls(trained=len(trained) - recomputed, recomputed=recomputed)
+
+    @property
+    def total(self) -> int:
+        return self.trained + self.recomputed
 
 
 def graph_bytes(

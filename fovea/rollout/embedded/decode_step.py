@@ -48,8 +48,7 @@ class Stepper:
         """Compute logits [B, W] in float32."""
         hidden_BE = self._weights.embed[token_B]
         scan = None if self._cache.states is None else self._cache.states.step
-        # text tokens have one position on all M-RoPE axes
-        rope = self._vlm.rope(position_B.expand(3, -1), hidden_BE)
+        rope = self._vlm.text_rope(position_B, hidden_BE)
         return self._weights.logits(decode(self._weights.decoder, self._shape, hidden_BE, rope, attend, scan=scan))
 
 

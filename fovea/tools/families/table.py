@@ -94,7 +94,8 @@ def as_page(rows: Sequence[TestedType]) -> str:
 
 def _cells(model_type: str, folder: Path) -> Iterator[str]:
     settings = _save(model_type, folder / "model")
-    yield "auto" if settings.family == "auto" else "fast" if model_type in CLASS_NAME else "plain"
+    has_fast_path = load_processor(settings).family.fast_path is not None
+    yield "auto" if settings.family == "auto" else "fast" if has_fast_path else "plain"
     yield _outcome(lambda: _logprobs(settings))
     yield _outcome(lambda: _gradients(settings))
     yield _outcome(lambda: _reward(settings, folder / "run"))

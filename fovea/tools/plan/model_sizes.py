@@ -19,6 +19,7 @@ from fovea.config.run import Config
 from fovea.errors import ConfigError, ModelError
 from fovea.models.decoder import DecoderShape, decoder_shape
 from fovea.models.families.base import ModelFamily
+from fovea.models.families.qwen_vl import QwenVL
 from fovea.models.families.registry import family_of
 from fovea.models.model_files import check_place, damaged_model, hub_options
 from fovea.models.modules import language_model, vision_modules
@@ -86,6 +87,11 @@ def model_sizes(config: Config) -> ModelSizes:
         raise ConfigError(
             f"{config.model.name} with model.fast_path={config.model.fast_path} runs transformers' own forward, whose "
             "memory `fovea plan` does not know; set model.fast_path=auto, or name a Qwen-VL in model.path"
+        )
+    if not isinstance(family, QwenVL):
+        raise ConfigError(
+            f"{config.model.name} is a {family.model_type}, and `fovea plan` knows the memory of Qwen-VL's vision "
+            "towers only; name a Qwen-VL in model.path"
         )
     network = _on_meta(loaded, config.model)
     head, embedding = network.get_output_embeddings(), network.get_input_embeddings()
