@@ -21,7 +21,7 @@ from fovea.train.packing import pack_row
 from fovea.types import ImageRef, Message, Prompt
 
 DENSE_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-FAMILIES = (*DENSE_FAMILIES, "qwen3_vl_moe", "qwen3_5")
+FAMILIES = (*DENSE_FAMILIES, "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 CORPUS = ["How many circles are there?", "What colour is the square?", "\\boxed{3}", "\\boxed{red}"] * 20
 CPU = torch.device("cpu")
 

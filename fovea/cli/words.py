@@ -135,7 +135,7 @@ WORDS_HELP = (
 OPTIONS: Mapping[str, str] = {
     "train": "--dry-run[=full], --quiet, --debug and --help",
     "plan": "--json, --debug and --help",
-    "doctor": "--gpu, --cpu, --debug and --help",
+    "doctor": "--gpu, --cpu, --families, --debug and --help",
     "reproduce": "--list, --debug and --help",
 }
 """Options of the commands that take what begins with a dash for a word."""

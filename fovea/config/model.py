@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from fovea.config.base import MayChange, NonNegativeFloat, PositiveInt, Section, Tree
 
-Family: TypeAlias = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"]
+Family: TypeAlias = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
 LoraPart: TypeAlias = Literal["language_model", "vision_tower", "projector"]
 ALL_LINEAR = "all-linear"
 
@@ -28,10 +28,10 @@ class TinyModel(Section):
     num_kv_heads: PositiveInt = 1
     """Key and value heads."""
     head_dim: Annotated[int, Field(ge=8, multiple_of=2)] = 32
-    """Width of one head; qwen2_vl and qwen2_5_vl need hidden_size / num_heads, qwen3_5 a
-    multiple of 8."""
+    """Width of one head; qwen2_vl and qwen2_5_vl need hidden_size / num_heads, qwen3_5 and
+    qwen3_5_moe a multiple of 8."""
     intermediate_size: PositiveInt = 128
-    """Width of the MLP, and of every expert of qwen3_vl_moe."""
+    """Width of the MLP, and of every expert of qwen3_vl_moe and qwen3_5_moe."""
     image_side_px: Annotated[int, Field(ge=16)] = 48
     """Side of the image for which the learned position grid of all but qwen2_vl and qwen2_5_vl is made;
     others are interpolated."""
@@ -46,10 +46,10 @@ class TinyModel(Section):
                 f"{self.head_dim} * {self.num_heads} != {self.hidden_size}; set head_dim="
                 f"{self.hidden_size // self.num_heads}"
             )
-        if self.family == "qwen3_5" and self.head_dim % 8:
+        if self.family in ("qwen3_5", "qwen3_5_moe") and self.head_dim % 8:
             raise ValueError(
-                f"model.tiny: qwen3_5 rotates pairs of a quarter of each head: head_dim={self.head_dim} must be a "
-                f"multiple of 8; set head_dim={self.head_dim // 8 * 8 + 8}"
+                f"model.tiny: {self.family} rotates pairs of a quarter of each head: head_dim={self.head_dim} must be "
+                f"a multiple of 8; set head_dim={self.head_dim // 8 * 8 + 8}"
             )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
@@ -113,8 +113,8 @@ class Model(Section):
     """Which model is trained: `model.path` (a folder or hub id) or `model.tiny`."""
 
     path: str | None = None
-    """Folder or hub id of a Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3-VL-MoE, Qwen3.5 or Idefics 3; of others with
-    family=auto."""
+    """Folder or hub id of a Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3-VL-MoE, Qwen3.5, Qwen3.5-MoE or Idefics 3; of
+    others with family=auto."""
     revision: Annotated[str, Field(min_length=1)] | None = None
     """Commit, tag or branch of a hub id; a commit pins the model for good. Default: the main branch as it is today."""
     family: Literal["named", "auto"] = "named"
@@ -145,7 +145,7 @@ class Model(Section):
     feature_spill_gib: MayChange[NonNegativeFloat] = 0.0
     """Disk, in run_dir/features during the run, for features evicted from memory; 0: encode them again."""
     freeze_router: bool = False
-    """Keep the weights by which Qwen3-VL-MoE chooses the experts of a token; the experts themselves are trained."""
+    """Keep the weights by which a mixture chooses the experts of a token; the experts themselves are trained."""
     lora: Lora | None = None
     """Train adapters instead of the weights, which are then frozen."""
     min_pixels: PositiveInt | None = None

@@ -1,6 +1,7 @@
-"""Mixture-of-experts MLP of Qwen3-VL-MoE: a router sends each token to the best k of the experts, which are gated MLPs.
+"""Mixture-of-experts MLP: a router sends each token to the best k of the experts, which are gated MLPs.
 
-Equal to transformers' Qwen3VLMoeTextSparseMoeBlock, with which tests compare it.
+Equal to transformers' Qwen3VLMoeTextSparseMoeBlock, and with a shared expert to its Qwen3_5MoeSparseMoeBlock, with
+which tests compare it.
 
 Axes: `N` tokens, `E` width of the model, `X` experts, `K` experts of a token, `S` = N K pairs of a token and an expert
 in order of the expert, `F` width of an expert, `G` = 2 F.
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fovea.errors import ModelError
-from fovea.models.decoder import LayerCall
+from fovea.models.decoder import LayerCall, Linears
 from fovea.models.kernels import Gate
 
 SYNC_FREE_MAJORS = (9, 10)
@@ -27,6 +28,20 @@ ROW_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SharedExpert:
+    """A gated MLP that all tokens run through beside their experts, weighed by a sigmoid of the token."""
+
+    inputs: Linears
+    """To the gate, the other half and the weight before its sigmoid [N, 1]."""
+    down: Linears
+
+    def __call__(self, x_NE: Tensor, call: LayerCall) -> Tensor:
+        gate_NF, up_NF, logit_N1 = self.inputs(x_NE)
+        (out_NE,) = self.down(call.kernels.gate(gate_NF, up_NF, None))
+        return logit_N1.sigmoid() * out_NE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
     """Weights of a router and its experts, and the layer that they make."""
 
@@ -35,6 +50,7 @@ class Experts:
     down_XEF: Tensor
     per_token: int
     """Number K of experts that each token runs through."""
+    shared: SharedExpert | None = None
 
     def __post_init__(self) -> None:
         _, width, expert_width = self.down_XEF.shape
@@ -45,12 +61,13 @@ class Experts:
             )
 
     def __call__(self, x_NE: Tensor, call: LayerCall) -> Tensor:
-        """Outputs [N, E], the sum of each token's experts by their weights."""
+        """Outputs [N, E], the sum of each token's experts by their weights, the shared one among them."""
         weight_NK, expert_NK = route(x_NE, self.router_XE, self.per_token)
         if call.expert_load is not None:
             call.expert_load.add(call.index, expert_NK, len(self.router_XE))
         run = self.run_all if _needs_fixed_shapes(x_NE) else self.run_grouped
-        return run(x_NE, weight_NK, expert_NK, call.kernels.gate)
+        out_NE = run(x_NE, weight_NK, expert_NK, call.kernels.gate)
+        return out_NE if self.shared is None else out_NE + self.shared(x_NE, call)
 
     def run_grouped(self, x_NE: Tensor, weight_NK: Tensor, expert_NK: Tensor, gate: Gate) -> Tensor:
         """Run each expert on its own tokens only, side by side in order of the expert."""

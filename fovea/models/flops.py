@@ -106,8 +106,9 @@ class VisionWork:
 def text_work(text: Any, vision: VisionWork) -> Work:
     """Work of a decoder with gated MLPs, from its transformers config, behind a vision tower.
 
-    In a layer with experts, a token's work is the router's and that of the experts that it runs through. In a delta net
-    it includes the convolution and the rule on the state, which is read, written and read again.
+    In a layer with experts, a token's work is the router's and that of the experts that it runs through, with the
+    shared one and its weight. In a delta net it includes the convolution and the rule on the state, which is read,
+    written and read again.
     """
     shape = decoder_shape(text)
     query_width, key_width = (shape.head_dim * n for n in (shape.num_heads, shape.num_kv_heads))
@@ -134,16 +135,23 @@ def _net_work(shape: DeltaShape, width: int) -> int:
 
 def _mlp_weights(text: Any) -> int:
     """Number of MLP weights that a token runs through, in all decoder layers together."""
-    dense = 3 * text.hidden_size * text.intermediate_size
     if not hasattr(text, "num_experts_per_tok"):
-        return int(text.num_hidden_layers * dense)
+        return int(text.num_hidden_layers * _dense_weights(text))
     sparse = text.hidden_size * (text.num_experts + 3 * text.num_experts_per_tok * text.moe_intermediate_size)
+    if hasattr(text, "shared_expert_intermediate_size"):
+        # Qwen3_5MoeDecoderLayer has experts in every layer
+        shared = text.hidden_size * (3 * text.shared_expert_intermediate_size + 1)
+        return int(text.num_hidden_layers * (sparse + shared))
     # the rule of transformers' Qwen3VLMoeTextDecoderLayer
     has_experts = [
         layer not in text.mlp_only_layers and (layer + 1) % text.decoder_sparse_step == 0
         for layer in range(text.num_hidden_layers)
     ]
-    return sum(sparse if sparsely else dense for sparsely in has_experts)
+    return sum(sparse if sparsely else _dense_weights(text) for sparsely in has_experts)
+
+
+def _dense_weights(text: Any) -> int:
+    return int(3 * text.hidden_size * text.intermediate_size)
 
 
 def vision_work(

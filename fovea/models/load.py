@@ -73,13 +73,14 @@ def load_network(settings: Model) -> PreTrainedModel:
 
 
 EXPERTS = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
-"""Ends of the names of Qwen3-VL-MoE's experts, which files hold as [experts, inputs, outputs]. transformers 5 holds
-[experts, outputs, inputs], reads both and writes its own; vLLM, SGLang and LMDeploy read that of the files only."""
+"""Ends of the names of experts. Files hold Qwen3-VL-MoE's as [experts, inputs, outputs] and Qwen3.5-MoE's as [experts,
+outputs, inputs]. transformers 5 holds the latter of both, reads what it meets and writes its own: of Qwen3.5-MoE a
+tensor for each expert. vLLM, SGLang and LMDeploy read the layout of the files only."""
 
 
-def is_turned(name: str) -> bool:
-    """True if files of the hub hold a weight in another layout than this transformers does."""
-    return name.endswith(EXPERTS) and not OLD
+def is_turned(name: str, model_type: str) -> bool:
+    """True if files of the hub hold a weight of such a model in another layout than this transformers does."""
+    return model_type == "qwen3_vl_moe" and name.endswith(EXPERTS) and not OLD
 
 
 def in_hub_layout(experts: Tensor) -> Tensor:
@@ -122,10 +123,15 @@ def save_network(vlm: PolicyNetwork, folder: Path, weights: Weights | None = Non
 def save_in_hub_layout(network: PreTrainedModel, folder: Path) -> None:
     """Write config and weights of an unmodified transformers model as the hub's files hold them."""
     tensors = network.state_dict()
-    experts = {name: in_hub_layout(x).contiguous() for name, x in tensors.items() if is_turned(name)}
+    kind = config_of(network).model_type
+    experts = {
+        name: in_hub_layout(x).contiguous() if is_turned(name, kind) else x
+        for name, x in tensors.items()
+        if name.endswith(EXPERTS)
+    }
     with no_progress_bar():
-        if experts:
-            # transformers would turn them back again
+        if experts and not OLD:
+            # transformers would turn them back again, or write every expert as a tensor
             network.save_pretrained(folder, state_dict=tensors | experts, save_original_format=False)
         else:
             network.save_pretrained(folder)

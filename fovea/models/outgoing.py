@@ -9,6 +9,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from fovea.models.load import in_hub_layout, is_turned
+from fovea.models.modules import config_of
 from fovea.models.trainable import adapted_weights, factored_weights, merged
 from fovea.types import Shape
 
@@ -22,6 +23,8 @@ class OutgoingWeight:
     """A DTensor where it is sharded."""
     adapter: LoraLayer | None = None
     """The adapter that is merged into it."""
+    is_turned: bool = False
+    """True if files of the hub hold its axes in another order."""
 
     @property
     def is_trained(self) -> bool:
@@ -39,20 +42,25 @@ class OutgoingWeight:
 
 def outgoing(network: nn.Module) -> Iterator[OutgoingWeight]:
     """Every parameter as it is, adapters beside the weights that they add to (`trainable.factored_weights`)."""
-    return (OutgoingWeight(name=name, parameter=parameter) for name, parameter in factored_weights(network))
+    kind = config_of(network).model_type
+    return (
+        OutgoingWeight(name=name, parameter=parameter, is_turned=is_turned(name, kind))
+        for name, parameter in factored_weights(network)
+    )
 
 
 def outgoing_merged(network: nn.Module) -> Iterator[OutgoingWeight]:
     """Every weight of the model without adapters, each with its adapter merged (`trainable.merged_weights`)."""
+    kind = config_of(network).model_type
     return (
-        OutgoingWeight(name=name, parameter=parameter, adapter=adapter)
+        OutgoingWeight(name=name, parameter=parameter, adapter=adapter, is_turned=is_turned(name, kind))
         for name, parameter, adapter in adapted_weights(network)
     )
 
 
 def in_layout_of_files(weights: Iterable[OutgoingWeight]) -> Iterator[OutgoingWeight]:
     """The same weights as files of the hub hold them, for engines of other packages, which load those."""
-    return (_turned(weight) if is_turned(weight.name) else weight for weight in weights)
+    return (_turned(weight) if weight.is_turned else weight for weight in weights)
 
 
 def _turned(weight: OutgoingWeight) -> OutgoingWeight:

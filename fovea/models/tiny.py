@@ -62,10 +62,13 @@ CLASS_NAME = {
     "qwen3_vl": "Qwen3VL",
     "qwen3_vl_moe": "Qwen3VLMoe",
     "qwen3_5": "Qwen3_5",
+    "qwen3_5_moe": "Qwen3_5Moe",
 }
 """Beginning of the names of transformers' classes."""
+HYBRID = ("qwen3_5", "qwen3_5_moe")
+"""Families whose decoders have gated delta nets."""
 FULL_ATTENTION_EVERY = 4
-"""Of so many layers of qwen3_5, one has attention, and so has the last layer; the others are gated delta nets."""
+"""Of so many layers of these, one has attention, and so has the last layer; the others are gated delta nets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,9 +76,11 @@ class FixedSizes:
     """Sizes of a tiny model that no setting changes: as small as every path of the families' code allows."""
 
     num_experts: int = 4
-    """Experts of a decoder layer of qwen3_vl_moe."""
+    """Experts of a decoder layer of qwen3_vl_moe and qwen3_5_moe."""
     experts_per_token: int = 2
     """Experts of a layer that a token runs through: more than one, so that their outputs are weighed."""
+    shared_expert_size: int = 48
+    """Width of the expert of qwen3_5_moe that all tokens run through."""
     vision_hidden_size: int = 64
     """Width of the vision tower, a multiple of 4 * vision_heads as rotary positions of height and width need."""
     vision_depth: int = 2
@@ -239,10 +244,10 @@ def _token_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
 
 
 def _text_config(settings: TinyModel, fixed: FixedSizes, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    is_hybrid = settings.family == "qwen3_5"
+    is_hybrid = settings.family in HYBRID
     half = settings.head_dim // (8 if is_hybrid else 2)
     # the shares of time, height and width are those of the full-size families: 24/20/20 and 16/24/24 of 64
-    interleaved = settings.family in ("qwen3_vl", "qwen3_vl_moe", "qwen3_5")
+    interleaved = settings.family in ("qwen3_vl", "qwen3_vl_moe", *HYBRID)
     side = half * (20 if interleaved else 24) // 64
     rope: dict[str, Any] = {
         "rope_type": "default",
@@ -254,18 +259,21 @@ def _text_config(settings: TinyModel, fixed: FixedSizes, tokenizer: PreTrainedTo
     if is_hybrid:
         rope["partial_rotary_factor"] = 0.25
     parts: dict[str, Any] = _delta_nets(settings) if is_hybrid else {}
-    if settings.family == "qwen3_vl_moe":
-        parts = {
+    if settings.family.endswith("_moe"):
+        parts |= {
             "moe_intermediate_size": settings.intermediate_size,
             "num_experts": fixed.num_experts,
             "num_experts_per_tok": fixed.experts_per_token,
-            # as the hub's configs: transformers always scales to 1, and vLLM does where this says so
-            "norm_topk_prob": True,
         }
+    if settings.family == "qwen3_vl_moe":
+        # as the hub's configs: transformers always scales to 1, and vLLM does where this says so
+        parts |= {"norm_topk_prob": True}
+    # transformers' Qwen3.5-MoE has no MLPs besides its experts
+    size = "shared_expert_intermediate_size" if settings.family == "qwen3_5_moe" else "intermediate_size"
+    parts |= {size: fixed.shared_expert_size if settings.family == "qwen3_5_moe" else settings.intermediate_size}
     return parts | {
         "vocab_size": len(tokenizer),
         "hidden_size": settings.hidden_size,
-        "intermediate_size": settings.intermediate_size,
         "num_hidden_layers": settings.num_layers,
         "num_attention_heads": settings.num_heads,
         "num_key_value_heads": settings.num_kv_heads,
@@ -312,5 +320,5 @@ def _vision_config(settings: TinyModel, fixed: FixedSizes) -> dict[str, Any]:
         window = 4 * fixed.patch_size_px
         return shared | {"window_size": window, "fullatt_block_indexes": [fixed.vision_depth - 1]}
     side = settings.image_side_px // fixed.patch_size_px
-    deepstack = {} if settings.family == "qwen3_5" else {"deepstack_visual_indexes": [0]}
+    deepstack = {} if settings.family in HYBRID else {"deepstack_visual_indexes": [0]}
     return shared | {"num_position_embeddings": side * side} | deepstack

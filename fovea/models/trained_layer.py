@@ -6,7 +6,7 @@ Axes: `N` tokens, `E` input width.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from fovea.models.activation_tape import LinearGroup
 from fovea.models.decoder import DecoderLayer, GatedMlp, LayerCall, SelfAttention, run_layer
 from fovea.models.delta_net import DeltaNet
-from fovea.models.experts import Experts
-from fovea.models.families.base import AttentionModules, DeltaModules, LayerModules, MlpModules
+from fovea.models.experts import Experts, SharedExpert
+from fovea.models.families.base import AttentionModules, DeltaModules, LayerModules, MlpModules, SharedExpertModules
 from fovea.models.heads import HeadNorm
 from fovea.models.kernels import ReadSaved, norm_epsilon
 from fovea.models.linear_factors import Factors, add_adapter, factors_of
@@ -68,12 +68,12 @@ def drops_inputs(module: Any) -> bool:
 
 def trained_layer(modules: LayerModules, recorded: LinearOutputs | None = None) -> DecoderLayer:
     """The decoder layer with these modules' norms and parameters."""
-    mixer = modules.mixer
+    mixer, mlp = modules.mixer, modules.mlp
     return DecoderLayer(
         input_norm=modules.input_norm,
         mixer=_trained_net(mixer) if isinstance(mixer, DeltaModules) else _trained_attention(mixer, recorded),
         post_norm=modules.post_norm,
-        mlp=modules.mlp if isinstance(modules.mlp, Experts) else _trained_mlp(modules.mlp, recorded),
+        mlp=_trained_experts(mlp, modules.shared_expert) if isinstance(mlp, Experts) else _trained_mlp(mlp, recorded),
     )
 
 
@@ -109,6 +109,15 @@ def _trained_mlp(modules: MlpModules, recorded: LinearOutputs | None) -> GatedMl
     gate_up = TrainedLinears((modules.gate, modules.up), LinearGroup.GATE_UP, recorded)
     down = TrainedLinears((modules.down,), LinearGroup.DOWN, recorded)
     return GatedMlp(gate_up=gate_up, saved_gate_up=gate_up.saved, down=down)
+
+
+def _trained_experts(experts: Experts, shared: SharedExpertModules | None) -> Experts:
+    if shared is None:
+        return experts
+    inputs = TrainedLinears((shared.mlp.gate, shared.mlp.up, shared.weight), LinearGroup.GATE_UP)
+    return replace(
+        experts, shared=SharedExpert(inputs=inputs, down=TrainedLinears((shared.mlp.down,), LinearGroup.DOWN))
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 
 from fovea.config.model import Lora, Model, TinyModel
 from fovea.models.families.registry import family_of
@@ -50,9 +51,11 @@ def pictures(parts: TinyParts) -> Prompt:
 def counted(parts: TinyParts, prompt: Prompt, *, backward: bool = False) -> int:
     """What torch counts of prompt + completion, without the positions and the rule of delta nets."""
     inputs = model_inputs(parts, prompt, COMPLETION)
+    kind = parts.network.config.model_type
+    module = modeling_qwen3_5_moe if kind == "qwen3_5_moe" else modeling_qwen3_5
     with (
-        patch.object(modeling_qwen3_5, "torch_chunk_gated_delta_rule", no_rule),
-        patch.object(modeling_qwen3_5, "causal_conv1d_fn", lambda x, weight, *_, **__: x * weight.sum(-1)[:, None]),
+        patch.object(module, "torch_chunk_gated_delta_rule", no_rule),
+        patch.object(module, "causal_conv1d_fn", lambda x, weight, *_, **__: x * weight.sum(-1)[:, None]),
         FlopCounterMode(display=False) as counter,
     ):
         logits = parts.network(**inputs, use_cache=False).logits
@@ -60,8 +63,8 @@ def counted(parts: TinyParts, prompt: Prompt, *, backward: bool = False) -> int:
             logits.sum().backward()
     positions = sum(
         sum(operations.values())
-        for module, operations in counter.get_flop_counts().items()
-        if module.rsplit(".", 1)[-1] in NOT_COUNTED
+        for name, operations in counter.get_flop_counts().items()
+        if name.rsplit(".", 1)[-1] in NOT_COUNTED
     )
     return counter.get_total_flops() - positions
 
@@ -141,7 +144,7 @@ def test_lora_saves_the_weight_gradients(family: str) -> None:
     tokens = prompt.num_tokens + len(COMPLETION)
     adapters = sum(p.numel() for name, p in parts.network.named_parameters() if ".lora_" in name)
     names = ["linear_attn.in_proj_" + name for name in ("qkv", "z", "b", "a")]
-    names = names if family == "qwen3_5" else [f"self_attn.{name}_proj" for name in ("q", "k", "v")]
+    names = names if family in ("qwen3_5", "qwen3_5_moe") else [f"self_attn.{name}_proj" for name in ("q", "k", "v")]
     first = [f"model.language_model.layers.0.{name}" for name in names]
     base = sum(weights(parts, f"{name}.base_layer.weight") for name in first)
     down = sum(weights(parts, f"{name}.lora_A.default.weight") for name in first)

@@ -14,8 +14,9 @@ from fovea.config.model import Model
 from fovea.errors import ModelError
 from fovea.models.load import load_network, pick_device, save_network
 from fovea.models.model_files import damaged_model
+from fovea.models.outgoing import in_layout_of_files, outgoing_merged
 from fovea.models.processor import load_processor
-from fovea.models.tiny import TinyParts
+from fovea.models.tiny import TinyParts, save_tiny
 from fovea.models.vlm import VLM
 from tests.tiny_models import packed_logprobs, save, tiny
 
@@ -224,6 +225,39 @@ def test_experts_in_the_layout_of_the_hub(tmp_path: Path) -> None:
     assert all(torch.equal(ours[name], x) for name, x in theirs.items())
     again = dict(load_network(Model(path=str(tmp_path / "saved"))).named_parameters())
     assert all(torch.equal(again[name], x) for name, x in parts.network.named_parameters())
+
+
+def test_experts_of_qwen3_5_in_the_layout_of_the_hub(tmp_path: Path) -> None:
+    """As vLLM and SGLang read Qwen/Qwen3.5-35B-A3B: experts in one tensor, as [experts, outputs, inputs]."""
+    parts = tiny("qwen3_5_moe")
+    layer = "model.language_model.layers.0.mlp."
+    save_tiny(parts, tmp_path / "hub")
+    hub = load_file(tmp_path / "hub" / "model.safetensors")
+    assert {name.removeprefix(layer): list(x.shape) for name, x in hub.items() if name.startswith(layer)} == {
+        "experts.down_proj": [4, 64, 128],
+        "experts.gate_up_proj": [4, 256, 64],
+        "gate.weight": [4, 64],
+        "shared_expert.down_proj.weight": [64, 48],
+        "shared_expert.gate_proj.weight": [48, 64],
+        "shared_expert.up_proj.weight": [48, 64],
+        "shared_expert_gate.weight": [1, 64],
+    }
+    loaded = load_both(Model(path=str(tmp_path / "hub")))
+    assert torch.equal(packed_logprobs(loaded), packed_logprobs(parts))
+    save_network(VLM(loaded.network, loaded.processor.banned_ids), tmp_path / "saved")
+    ours = load_file(tmp_path / "saved" / "model.safetensors")
+    assert ours.keys() == hub.keys()
+    assert all(torch.equal(ours[name], x) for name, x in hub.items())
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", "qwen3_5_moe"])
+def test_a_push_to_an_engine_has_the_layout_of_the_files(family: str, tmp_path: Path) -> None:
+    parts = tiny(family)
+    save_tiny(parts, tmp_path / "model")
+    held = load_file(tmp_path / "model" / "model.safetensors")
+    pushed = {each.name: each.tensor() for each in in_layout_of_files(outgoing_merged(parts.network))}
+    assert held.keys() <= pushed.keys()
+    assert all(torch.equal(pushed[name], x) for name, x in held.items())
 
 
 def set_in(file: Path, keys: str, value: object) -> None:

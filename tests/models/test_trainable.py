@@ -32,7 +32,7 @@ from tests.idefics3 import make_network, make_tokenizer
 from tests.reference import gradients, largest_relative_difference, reference_logprobs
 from tests.tiny_models import CORPUS, CPU, mixed_prompts, packed_logprobs, random_completions, tiny
 
-LINEARS = {"qwen3_vl_moe": 3 * 4, "qwen3_5": 2 * 8 + 7}
+LINEARS = {"qwen3_vl_moe": 3 * 4, "qwen3_5": 2 * 8 + 7, "qwen3_5_moe": 2 * 9 + 8}
 """Linear layers of three decoder layers, where they are not 7 each: experts are none, nor is a convolution."""
 
 

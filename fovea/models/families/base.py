@@ -32,6 +32,15 @@ class MlpModules:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SharedExpertModules:
+    """Modules of an expert that all tokens run through."""
+
+    mlp: MlpModules
+    weight: nn.Module
+    """Linear layer to the weight of its output, before a sigmoid."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionModules:
     """Modules of an attention layer."""
 
@@ -66,6 +75,7 @@ class LayerModules:
     post_norm: nn.Module
     mlp: MlpModules | Experts
     """Experts as the tensors that their modules hold now, which FSDP2 exchanges around every pass."""
+    shared_expert: SharedExpertModules | None = None
 
 
 class FastPath(Protocol):

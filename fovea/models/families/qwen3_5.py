@@ -34,3 +34,10 @@ class Qwen35(Qwen3VL):
     model_type: ClassVar[str] = "qwen3_5"
     fast_path: ClassVar[FastPath] = HybridFastPath(normed_heads=True, deepstack=False)
     projector_paths: ClassVar[tuple[str, ...]] = (f"{VISION}.merger",)
+
+
+class Qwen35Moe(Qwen35):
+    """ModelFamily of Qwen3.5-MoE: Qwen3.5 with experts, one of them shared, in place of the decoder's MLPs."""
+
+    __slots__ = ()
+    model_type: ClassVar[str] = "qwen3_5_moe"

@@ -19,7 +19,14 @@ from torch import Tensor
 
 from fovea.data.images import Size
 from fovea.models.experts import Experts
-from fovea.models.families.base import AttentionModules, DeltaModules, FastPath, LayerModules, MlpModules
+from fovea.models.families.base import (
+    AttentionModules,
+    DeltaModules,
+    FastPath,
+    LayerModules,
+    MlpModules,
+    SharedExpertModules,
+)
 from fovea.models.flops import VisionWork, Work, text_work, vision_work
 from fovea.models.transfer import to_device
 from fovea.models.transformers_versions import (
@@ -156,6 +163,7 @@ class QwenFastPath:
             mixer=self.mixer(module),
             post_norm=module.post_attention_layernorm,
             mlp=_mlp(module.mlp),
+            shared_expert=_shared_expert(module.mlp),
         )
 
     def mixer(self, module: Any) -> AttentionModules | DeltaModules:
@@ -208,13 +216,23 @@ class QwenFastPath:
 def _mlp(mlp: Any) -> MlpModules | Experts:
     """The MLP of a decoder layer; in a model with experts, some layers may have one for all tokens."""
     if not hasattr(mlp, "experts"):
-        return MlpModules(gate=mlp.gate_proj, up=mlp.up_proj, down=mlp.down_proj)
+        return _gated(mlp)
     return Experts(
         router_XE=mlp.gate.weight,
         gate_up_XGE=experts_tensor(mlp.experts.gate_up_proj),
         down_XEF=experts_tensor(mlp.experts.down_proj),
         per_token=experts_per_token(mlp),
     )
+
+
+def _shared_expert(mlp: Any) -> SharedExpertModules | None:
+    if not hasattr(mlp, "shared_expert"):
+        return None
+    return SharedExpertModules(mlp=_gated(mlp.shared_expert), weight=mlp.shared_expert_gate)
+
+
+def _gated(mlp: Any) -> MlpModules:
+    return MlpModules(gate=mlp.gate_proj, up=mlp.up_proj, down=mlp.down_proj)
 
 
 def image_tensors(images: Sequence[PromptImage]) -> dict[str, Tensor]:

@@ -31,7 +31,7 @@ from fovea.models.decoder import (
     kernels_for,
 )
 from fovea.models.delta_net import DeltaNet
-from fovea.models.experts import Experts
+from fovea.models.experts import Experts, SharedExpert
 from fovea.models.families.qwen_vl import LANGUAGE
 from fovea.models.heads import HeadNorm
 from fovea.models.linear_factors import Factors, add_adapter, merged_weight
@@ -149,11 +149,22 @@ def _layer(
             output=linears("self_attn.o_proj", group=LinearGroup.OUTPUT),
         )
 
+    def shared_expert() -> SharedExpert | None:
+        if f"{prefix}mlp.shared_expert_gate.weight" not in named.tensors:
+            return None
+        return SharedExpert(
+            inputs=linears(
+                *(f"mlp.{name}" for name in ("shared_expert.gate_proj", "shared_expert.up_proj", "shared_expert_gate")),
+                group=LinearGroup.GATE_UP,
+            ),
+            down=linears("mlp.shared_expert.down_proj", group=LinearGroup.DOWN),
+        )
+
     return DecoderLayer(
         input_norm=_norm(named.tensors[f"{prefix}input_layernorm.weight"], shape),
         mixer=mixer(),
         post_norm=_norm(named.tensors[f"{prefix}post_attention_layernorm.weight"], shape),
-        mlp=_experts(named, prefix, shape)
+        mlp=_experts(named, prefix, shape, shared_expert())
         or GatedMlp(
             gate_up=linears("mlp.gate_proj", "mlp.up_proj", group=LinearGroup.GATE_UP),
             down=linears("mlp.down_proj", group=LinearGroup.DOWN),
@@ -169,7 +180,7 @@ def _head_norm(named: NamedWeights, prefix: str, shape: DecoderShape) -> HeadNor
     return HeadNorm(query, key, shape.norm_eps)
 
 
-def _experts(named: NamedWeights, prefix: str, shape: DecoderShape) -> Experts | None:
+def _experts(named: NamedWeights, prefix: str, shape: DecoderShape, shared: SharedExpert | None) -> Experts | None:
     """Router and experts of a layer, the trainer's tensors in every implementation; None in a layer without."""
     router_XE = named.tensors.get(f"{prefix}mlp.gate.weight")
     if router_XE is None:
@@ -179,6 +190,7 @@ def _experts(named: NamedWeights, prefix: str, shape: DecoderShape) -> Experts |
         gate_up_XGE=experts_tensor(named.tensors[f"{prefix}mlp.experts.gate_up_proj"]),
         down_XEF=experts_tensor(named.tensors[f"{prefix}mlp.experts.down_proj"]),
         per_token=shape.experts_per_token,
+        shared=shared,
     )
 
 

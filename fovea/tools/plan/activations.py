@@ -54,11 +54,14 @@ def mlp_numbers(sizes: ModelSizes) -> MlpNumbers:
             weight=width * inner,
         )
     inner, copies = active * int(text.moe_intermediate_size), active * width
-    # a token's state is copied for each of its experts, and the product is kept before and after it is weighted
+    shared = int(getattr(text, "shared_expert_intermediate_size", 0))
+    out = width + 1 if shared else 0
+    # a token's state is copied for each of its experts, and the product is kept before and after it is weighted; of the
+    # shared expert's output and its weight, the gradients need both
     return MlpNumbers(
-        saved=copies + 5 * inner,
-        kept=int(text.num_experts) + copies + 2 * inner,
-        kept_in_saved=2 * inner,
+        saved=copies + 5 * inner + 4 * shared + out,
+        kept=int(text.num_experts) + copies + 2 * inner + 2 * shared + out,
+        kept_in_saved=2 * inner + 2 * shared + out,
         forward=2 * copies + 3 * inner,
         backward=2 * inner + copies,
         weight=_expert_weights(sizes) * 2 // 3,

@@ -1,4 +1,4 @@
-"""Qwen3.5 against transformers' own forward: gated delta nets and gated attention, behind prompts with images."""
+"""Qwen3.5, dense and with experts, against transformers' own forward: delta nets and attention, prompts with images."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import AutoModelForImageTextToText
 
 from fovea.commands.exporting.export import export
 from fovea.commands.targets import find_checkpoint, open_checkpoint
-from fovea.models import delta_rule
+from fovea.models import delta_rule, experts
 from fovea.models.heads import ValueHead
 from fovea.models.plain import PlainVLM
 from fovea.models.policy_network import PolicyNetwork
@@ -39,6 +39,7 @@ COUNTS = ((5, 1, 70), (3, 9), (4,), (2, 130))
 """Tokens of completions: fewer than the convolution's window, and more than one chunk of the delta rule."""
 TEMPERATURE = 0.8
 paths = pytest.mark.parametrize("path", [VLM, PlainVLM])
+families = pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
 
 
 def prompts_of(parts: TinyParts) -> list[Prompt]:
@@ -63,20 +64,28 @@ def with_values(path: Callable[..., PolicyNetwork], parts: TinyParts) -> PolicyN
 
 @pytest.fixture(params=["float32", "float64"])
 def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
-    """Float64 also where the code asks for float32, as transformers' delta rule does."""
+    """Float64 also where the code asks for float32, as transformers' delta rule does; grouped products have none."""
     if request.param == "float64":
-        monkeypatch.setattr(torch, "float32", torch.float64)
+        for name in ("float", "float32"):
+            monkeypatch.setattr(torch, name, torch.float64)
         monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        monkeypatch.setattr(experts, "_needs_fixed_shapes", lambda x: True)
     return torch.float32
 
 
+@families
 @paths
-def test_scores_and_gradients_equal_transformers(path: Callable[..., PolicyNetwork], dtype: torch.dtype) -> None:
+def test_scores_and_gradients_equal_transformers(
+    path: Callable[..., PolicyNetwork], family: str, dtype: torch.dtype
+) -> None:
     """Of every parameter; the decay's in float64 only: its gradients are sums of far larger numbers of both signs."""
-    parts, twin = tiny("qwen3_5", num_layers=LAYERS), tiny("qwen3_5", num_layers=LAYERS)
+    parts, twin = tiny(family, num_layers=LAYERS), tiny(family, num_layers=LAYERS)
     prompts, completions = prompts_of(parts), random_completions(COUNTS)
     vlm = with_values(path, parts).to(dtype)
     twin.network.to(dtype)
+    if dtype == torch.double:
+        for network in (parts.network, twin.network):
+            network.set_experts_implementation("eager")
     assert vlm.value_head is not None
     found = vlm(pack_row(vlm.family, prompts, completions, CPU), temperature=TEMPERATURE, chunk_tokens=50)
     pairs = [(prompt, each) for prompt, group in zip(prompts, completions, strict=True) for each in group]
@@ -97,22 +106,24 @@ def test_scores_and_gradients_equal_transformers(path: Callable[..., PolicyNetwo
     assert largest_relative_difference(mine, other) < (1e-8 if is_double else 1e-5)
 
 
-def test_a_model_without_delta_nets_equals_transformers() -> None:
+@families
+def test_a_model_without_delta_nets_equals_transformers(family: str) -> None:
     """Its attention still has gates, and its norms weights that are stored minus 1."""
-    parts = tiny("qwen3_5", num_layers=1)
+    parts = tiny(family, num_layers=1)
     prompts, completions = prompts_of(parts), random_completions(COUNTS)
     with torch.no_grad():
-        vlm = VLM(tiny("qwen3_5", num_layers=1).network, parts.processor.banned_ids)
+        vlm = VLM(tiny(family, num_layers=1).network, parts.processor.banned_ids)
         found = vlm(pack_row(vlm.family, prompts, completions, CPU), temperature=1.0, chunk_tokens=50).logprobs_A
         pairs = [(prompt, each) for prompt, group in zip(prompts, completions, strict=True) for each in group]
         expected = torch.cat([reference_logprobs(parts, *pair) for pair in pairs])
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
 
 
+@families
 @paths
-def test_a_row_changes_nothing_of_another(path: Callable[..., PolicyNetwork]) -> None:
+def test_a_row_changes_nothing_of_another(path: Callable[..., PolicyNetwork], family: str) -> None:
     """Other tokens in one completion, and in one prompt: all log-probs but theirs stay as they are, to the last bit."""
-    parts = tiny("qwen3_5", num_layers=LAYERS)
+    parts = tiny(family, num_layers=LAYERS)
     vlm = path(parts.network, parts.processor.banned_ids)
     prompts, completions = prompts_of(parts), random_completions(COUNTS)
 
@@ -131,6 +142,7 @@ def test_a_row_changes_nothing_of_another(path: Callable[..., PolicyNetwork]) ->
     assert same == [True, True, False, True, True, False, True, True]
 
 
+@families
 @pytest.mark.parametrize(
     ("recipe", "settings"),
     [
@@ -140,9 +152,11 @@ def test_a_row_changes_nothing_of_another(path: Callable[..., PolicyNetwork]) ->
     ],
     ids=["KL, frozen tower", "LoRA, two turns", "PPO, checkpointing"],
 )
-def test_it_trains_passes_the_parity_gate_and_is_exported(recipe: str, settings: list[str], tmp_path: Path) -> None:
+def test_it_trains_passes_the_parity_gate_and_is_exported(
+    recipe: str, settings: list[str], family: str, tmp_path: Path
+) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
-    rows = train_here(recipe, run, *SMALL, "model.tiny.family=qwen3_5", "max_steps=3", *settings)
+    rows = train_here(recipe, run, *SMALL, f"model.tiny.family={family}", "max_steps=3", *settings)
     assert all(row["grad_norm"] > 0 for row in rows)
     assert json.loads((run / "parity.json").read_text())["passed"]
     assert export(run, out).max_logprob_difference < 1e-4

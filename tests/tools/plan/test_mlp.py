@@ -30,11 +30,12 @@ COMPLETIONS, LENGTH = 8, 40
         {"family": "qwen3_vl", "intermediate_size": 384},
         {"family": "qwen3_vl_moe", "intermediate_size": 96},
         {"family": "qwen3_vl_moe", "intermediate_size": 256},
+        {"family": "qwen3_5_moe", "intermediate_size": 256, "num_layers": 1},
     ],
-    ids=["dense", "experts", "wide experts"],
+    ids=["dense", "experts", "wide experts", "with a shared one"],
 )
 def test_the_activations_of_a_row_are_those_that_autograd_keeps(mlp: dict[str, object], how: Recompute) -> None:
-    parts = tiny(**MID, **mlp)  # type: ignore[arg-type]
+    parts = tiny(**MID | mlp)  # type: ignore[arg-type]
     prompt = renderer(parts).prompt(user("What colour is the square? " * 10))
     row = pack_row(parts.processor.family, [prompt], random_completions([(LENGTH,) * COMPLETIONS]), CPU)
     recompute_activations(parts.network, how)
@@ -64,7 +65,11 @@ def test_the_activations_of_a_row_are_those_that_autograd_keeps(mlp: dict[str, o
 
 
 def test_experts_are_counted_as_weights() -> None:
-    for family, experts in (("qwen3_vl", 0), ("qwen3_vl_moe", 3 * 4 * 3 * 64 * 128)):
+    for family, experts in (
+        ("qwen3_vl", 0),
+        ("qwen3_vl_moe", 3 * 4 * 3 * 64 * 128),
+        ("qwen3_5_moe", 3 * 4 * 3 * 64 * 128),
+    ):
         config = load_config([], [f"model.tiny.family={family}"])
         assert expert_weights(model_sizes(config)) == experts
 

@@ -69,7 +69,7 @@ def test_saved_activations_are_those_that_autograd_keeps(family: str, how: Recom
     vlm = VLM(parts.network.train(), parts.processor.banned_ids)
     prompts = [renderer(parts).prompt(user(image(seed, 64, 64), "How many circles?")) for seed in range(GROUPS)]
     tokens = TOKENS
-    if family == "qwen3_5":  # whole chunks of its delta rule
+    if family in ("qwen3_5", "qwen3_5_moe"):  # whole chunks of its delta rule
         filling = np.full(CHUNK - prompts[0].num_tokens, 5)
         prompts = [replace(each, token_ids_L=np.concatenate([each.token_ids_L, filling])) for each in prompts]
         tokens = CHUNK + 1
