@@ -29,9 +29,6 @@ OLD = int(transformers.__version__.split(".")[0]) < 5
 vision_utils: Any = None if OLD else importlib.import_module("transformers.vision_utils")
 """Functions by which a vision tower's inputs are derived from the sizes of images; None where the tower calls none."""
 
-qwen3_5: Any = None if OLD else importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
-"""Module of Qwen3.5, with the functions of its delta nets; version 4.57 has none."""
-
 SPECIAL_TOKENS_KEY = "additional_special_tokens" if OLD else "extra_special_tokens"
 """Argument of a tokenizer that lists its special tokens besides those with a role."""
 
@@ -132,6 +129,8 @@ class DeltaFunctions:
 
 def delta_functions() -> DeltaFunctions:
     """The functions that transformers has picked for this machine."""
+    # here, so that what renders prompts only loads no network class
+    qwen3_5: Any = importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
     return DeltaFunctions(
         qwen3_5.causal_conv1d_fn, qwen3_5.torch_chunk_gated_delta_rule, qwen3_5.torch_recurrent_gated_delta_rule
     )
