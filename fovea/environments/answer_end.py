@@ -1,29 +1,10 @@
-"""The end of an answer, at which completions stop with `rollout.stop_after_answer`."""
+"""The end of an answer in a response, at which completions may stop."""
 
 from __future__ import annotations
 
-from fovea.config.run import Config
 from fovea.environments.base import Environment
 from fovea.environments.graders.math_answer import box_end
-from fovea.errors import ConfigError
 from fovea.types import AnswerEnd
-
-
-def answer_end_of(config: Config, environment: Environment) -> AnswerEnd | None:
-    """The end at which completions stop; None without `rollout.stop_after_answer`.
-
-    ConfigError where the environment does not say where its answers end.
-    """
-    if not config.rollout.stop_after_answer:
-        return None
-    end = declared_end(environment)
-    if end is None:
-        raise ConfigError(
-            f"rollout.stop_after_answer=true, but environment={config.environment.name} does not say where an answer "
-            "ends, or the parts of a mixture say different ends; set rollout.stop_after_answer=false, or give an "
-            "environment of your own answer_end = AnswerEnd(), of fovea.types"
-        )
-    return end
 
 
 def declared_end(environment: Environment) -> AnswerEnd | None:

@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fovea.config.run import Config
-from fovea.environments.answer_end import answer_end_of
+from fovea.environments.answer_end import declared_end
 from fovea.environments.base import Environment
-from fovea.errors import TrainError
+from fovea.errors import ConfigError, TrainError
 from fovea.metrics.log import Phases
 from fovea.rollout.base import Engine
 from fovea.rollout.collect import collect
 from fovea.run.context import Run, TaskStream
-from fovea.types import Group, Metrics, Sampling
+from fovea.types import AnswerEnd, Group, Metrics, Sampling
 from fovea.utils.bounded import append_to, read_lines
 
 SAME_ACCURACY = 1e-6
@@ -213,3 +213,20 @@ def rollout_sampling(config: Config, environment: Environment) -> Sampling:
         stop=rollout.stop,
         answer_end=answer_end_of(config, environment),
     )
+
+
+def answer_end_of(config: Config, environment: Environment) -> AnswerEnd | None:
+    """The end at which completions stop; None without `rollout.stop_after_answer`.
+
+    ConfigError where the environment does not say where its answers end.
+    """
+    if not config.rollout.stop_after_answer:
+        return None
+    end = declared_end(environment)
+    if end is None:
+        raise ConfigError(
+            f"rollout.stop_after_answer=true, but environment={config.environment.name} does not say where an answer "
+            "ends, or the parts of a mixture say different ends; set rollout.stop_after_answer=false, or give an "
+            "environment of your own answer_end = AnswerEnd(), of fovea.types"
+        )
+    return end

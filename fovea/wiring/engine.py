@@ -13,7 +13,6 @@ from fovea.config.backends import VllmServersEngine
 from fovea.config.model import Model
 from fovea.config.run import Config
 from fovea.data.images import OpenImage
-from fovea.environments.answer_end import answer_end_of
 from fovea.environments.base import Environment
 from fovea.environments.graders.grading import Grading
 from fovea.errors import ConfigError
@@ -27,6 +26,7 @@ from fovea.rollout.base import Engine
 from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.rollout.embedded.plain import PlainEngine
 from fovea.rollout.embedded.tuning import Tuning
+from fovea.run.rollout_step import answer_end_of
 from fovea.types import Sampling
 from fovea.utils.http_json import CallBounds
 from fovea.weights.base import WeightSink

@@ -12,7 +12,6 @@ from time import perf_counter
 from fovea.config.run import Config
 from fovea.data.bad_rows import BadRows
 from fovea.data.images import ImageOpener
-from fovea.environments.answer_end import answer_end_of
 from fovea.environments.base import Environment
 from fovea.environments.curriculum import CurriculumProgress
 from fovea.environments.custom.trl import RewardFunction
@@ -27,7 +26,7 @@ from fovea.run.checkpoint import Checkpoints, SavedCheckpoint
 from fovea.run.context import Run, TaskStream
 from fovea.run.fingerprint import GivenCode, check_unchanged, take_fingerprint
 from fovea.run.folder import open_run_folder
-from fovea.run.rollout_step import record_unscored_answer
+from fovea.run.rollout_step import answer_end_of, record_unscored_answer
 from fovea.run.signals import Stop, ending_signals
 from fovea.wiring.backends import open_backends
 from fovea.wiring.data import make_order, make_renderer, make_sources, within_epochs
