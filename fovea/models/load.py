@@ -16,7 +16,7 @@ from fovea.models.model_files import WHOLE_MODEL, check_folder, damaged_model, h
 from fovea.models.modules import config_of
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.trainable import merged_weights
-from fovea.models.transformers_versions import OLD, load_config
+from fovea.models.transformers_versions import EXPERTS, OLD, is_turned, load_config
 from fovea.types import Weights
 from fovea.utils.config_keys import check_config_keys, check_unquantized
 
@@ -70,17 +70,6 @@ def load_network(settings: Model) -> PreTrainedModel:
         )
     network.eval()
     return network
-
-
-EXPERTS = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
-"""Ends of the names of experts. Files hold Qwen3-VL-MoE's as [experts, inputs, outputs] and Qwen3.5-MoE's as [experts,
-outputs, inputs]. transformers 5 holds the latter of both, reads what it meets and writes its own: of Qwen3.5-MoE a
-tensor for each expert. vLLM, SGLang and LMDeploy read the layout of the files only."""
-
-
-def is_turned(name: str, model_type: str) -> bool:
-    """True if files of the hub hold a weight of such a model in another layout than this transformers does."""
-    return model_type == "qwen3_vl_moe" and name.endswith(EXPERTS) and not OLD
 
 
 def in_hub_layout(experts: Tensor) -> Tensor:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from fovea.models.load import in_hub_layout, is_turned
+from fovea.models.load import in_hub_layout
 from fovea.models.modules import config_of
 from fovea.models.trainable import adapted_weights, factored_weights, merged
+from fovea.models.transformers_versions import is_turned
 from fovea.types import Shape
 
 

@@ -138,7 +138,7 @@ class DeltaFunctions:
 def delta_functions() -> DeltaFunctions:
     """The functions that transformers has picked for this machine."""
     # here, so that what renders prompts only loads no network class
-    qwen3_5: Any = importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
+    qwen3_5: Any = pkgutil.resolve_name("transformers.models.qwen3_5.modeling_qwen3_5")
     return DeltaFunctions(
         qwen3_5.causal_conv1d_fn, qwen3_5.torch_chunk_gated_delta_rule, qwen3_5.torch_recurrent_gated_delta_rule
     )
@@ -148,6 +148,17 @@ def plain_delta_functions() -> DeltaFunctions:
     """The same functions in plain torch, also where kernels are installed."""
     picked = delta_functions()
     return DeltaFunctions(*map(inspect.unwrap, (picked.convolve, picked.chunks, picked.step)))
+
+
+EXPERTS = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
+"""Ends of the names of experts. Files hold Qwen3-VL-MoE's as [experts, inputs, outputs] and Qwen3.5-MoE's as [experts,
+outputs, inputs]. transformers 5 holds the latter of both, reads what it meets and writes its own: of Qwen3.5-MoE a
+tensor for each expert. vLLM, SGLang and LMDeploy read the layout of the files only."""
+
+
+def is_turned(name: str, model_type: str) -> bool:
+    """True if files of the hub hold a weight of such a model in another layout than this transformers does."""
+    return model_type == "qwen3_vl_moe" and name.endswith(EXPERTS) and not OLD
 
 
 def experts_tensor(stored: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from fovea.rollout.collect import Interaction
 from fovea.run.callbacks import Callbacks
 from fovea.run.checkpoint import Checkpoints, SavedCheckpoint
 from fovea.run.fingerprint import Fingerprint
-from fovea.run.parity_faults import RolloutGap, TakenPush
+from fovea.run.parity_faults import TakenPush
 from fovea.run.warmup import WarmupStage
 from fovea.train.base import Policy
 from fovea.types import PromptImage, Task
@@ -75,6 +75,22 @@ class TaskStream:
 def no_frame(_image: PromptImage) -> None:
     """The frame of a model that gives no coordinates."""
     return None
+
+
+@dataclass(slots=True)
+class RolloutGap:
+    """Mean difference of a step's completions from the trainer, beyond which a known fault is looked for."""
+
+    _explained: float = 0.0
+    """Largest difference for each version of the weights in which no fault was found."""
+
+    def allowed(self, limit: float, *, staleness: int) -> float:
+        """Each step of staleness may move log-probs as far as the limit, and twice as far as they were found to."""
+        return max(limit, 2 * self._explained) * (1 + staleness)
+
+    def explained(self, gap: float, *, staleness: int) -> None:
+        """Remember a difference in which no fault was found."""
+        self._explained = max(self._explained, gap / (1 + staleness))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

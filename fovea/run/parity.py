@@ -348,7 +348,8 @@ async def check_rollout(run: Run, step: int, batch: Batch, metrics: Metrics) -> 
     """
     settings = run.config.parity
     oldest = min((version for sample in batch.samples for version in sample.versions), default=step)
-    allowed = run.rollout_gap.allowed(settings.max_abs_logprob_diff, staleness=step - oldest)
+    staleness = max(step - oldest, 0)
+    allowed = run.rollout_gap.allowed(settings.max_abs_logprob_diff, staleness=staleness)
     found = metrics.get("rollout_train_abs/trained", 0.0)
     # not at NaN: such an update is skipped
     if settings.prompts == 0 or not found > allowed:
@@ -360,14 +361,14 @@ async def check_rollout(run: Run, step: int, batch: Batch, metrics: Metrics) -> 
         f"average, and {allowed:g} is allowed (parity.max_abs_logprob_diff for each version of the weights)"
     )
     likely = next((fault for fault in reading.doubtful if fault.likely), None)
-    is_gross = step == oldest and found > GROSS_FACTOR * settings.max_abs_logprob_diff
+    is_gross = staleness == 0 and found > GROSS_FACTOR * settings.max_abs_logprob_diff
     if likely or is_gross:
         cause = f"The engine seems to have this fault: {likely.text}. " if likely else nearest_fault(reading)
         raise ParityError(
             f"{differ}; before the first step they agreed. {cause}Look at what rollouts do otherwise than the parity "
             "gate, then set resume=auto to go on from the last checkpoint"
         )
-    run.rollout_gap.explained(found, staleness=step - oldest)
+    run.rollout_gap.explained(found, staleness=staleness)
     run.progress.warn(
         f"{differ}. {nearest_fault(reading) or 'No known fault explains it. '}The run goes on, and looks again where "
         "the difference has doubled; a lower train.learning_rate or rollout.max_staleness_steps makes it smaller"

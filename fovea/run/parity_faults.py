@@ -220,22 +220,6 @@ Columns: TypeAlias = tuple[Array, Array, Array]
 
 
 @dataclass(slots=True)
-class RolloutGap:
-    """Mean difference of a step's completions from the trainer, beyond which a known fault is looked for."""
-
-    _explained: float = 0.0
-    """Largest difference for each version of the weights in which no fault was found."""
-
-    def allowed(self, limit: float, *, staleness: int) -> float:
-        """Each step of staleness may move log-probs as far as the limit, and twice as far as they were found to."""
-        return max(limit, 2 * self._explained) * (1 + staleness)
-
-    def explained(self, gap: float, *, staleness: int) -> None:
-        """Remember a difference in which no fault was found."""
-        self._explained = max(self._explained, gap / (1 + staleness))
-
-
-@dataclass(slots=True)
 class TakenPush:
     """Completions drawn after that push, with the policy's log-probs of their tokens."""
 

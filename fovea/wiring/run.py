@@ -28,7 +28,7 @@ from fovea.run.fingerprint import GivenCode, check_unchanged, take_fingerprint
 from fovea.run.folder import open_run_folder
 from fovea.run.rollout_step import answer_end_of, record_unscored_answer
 from fovea.run.signals import Stop, ending_signals
-from fovea.wiring.backends import open_backends
+from fovea.wiring.backends import Backends, open_backends
 from fovea.wiring.data import make_order, make_renderer, make_sources, within_epochs
 from fovea.wiring.engine import make_evaluator
 from fovea.wiring.environment import GradedEnvironment, make_environment
@@ -110,10 +110,7 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
     progress.stage("loading the model")
     backends = open_backends(config, model, processor)
     progress.print(model_table(config.model.name, facts := backends.policy.describe()))
-    for line in backends.kernel_notes:
-        progress.print(line)
-    if isinstance(backends.engine, PlainEngine):
-        progress.print("model.fast_path: none is used; trainer and engine run transformers' own forward, which is slow")
+    _print_kernels(backends, progress)
     return Run(
         config=config,
         folder=folder,
@@ -140,6 +137,13 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
         box_frame=processor.family.box_frame,
         profile=profile or nullcontext,
     )
+
+
+def _print_kernels(backends: Backends, progress: Progress) -> None:
+    for line in backends.kernel_notes:
+        progress.print(line)
+    if isinstance(backends.engine, PlainEngine):
+        progress.print("model.fast_path: none is used; trainer and engine run transformers' own forward, which is slow")
 
 
 def _metrics_file(folder: Path, resumed: SavedCheckpoint | None, progress: Progress) -> JsonlSink:

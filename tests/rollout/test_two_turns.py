@@ -18,7 +18,7 @@ from fovea.rollout.collect import extended
 from fovea.rollout.embedded.batch import DecodeBatch
 from fovea.rollout.embedded.cache import Cache
 from fovea.rollout.embedded.prefill import PrefillRow
-from fovea.rollout.embedded.requests import RemovedRow
+from fovea.rollout.embedded.requests import KeptKeys, RemovedRow
 from fovea.train.base import Needs
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Group, Message, Turn
@@ -113,9 +113,9 @@ def test_requests_that_wait_or_run_hold_no_keys_beyond_the_budget(monkeypatch: p
     held: list[int] = []
     keep, decode = engine._keep, engine._decode
 
-    def noted(finished: RemovedRow, layers: Sequence[torch.Tensor] | None) -> None:
-        kept.extend(weakref.ref(layer) for layer in layers[:1]) if layers else None
-        keep(finished, layers)
+    def noted(finished: RemovedRow, keys: KeptKeys | None) -> None:
+        kept.extend(weakref.ref(layer) for layer in keys.layers[:1]) if keys else None
+        keep(finished, keys)
 
     def decoded(batch: DecodeBatch, cache: Cache) -> None:
         held.append(sum(layer.shape[2] for ref in kept if (layer := ref()) is not None))

@@ -22,8 +22,7 @@ from fovea.models.vision.feature_cache import ImageFeatures
 from fovea.models.vlm import VLM
 from fovea.rollout.base import Engine
 from fovea.rollout.outputs import Drawn, Sampled, completions
-from fovea.run.context import Run
-from fovea.run.parity_faults import RolloutGap
+from fovea.run.context import RolloutGap, Run
 from fovea.types import Completion, Prompt, PromptImage, Request
 from tests.run.test_parity_pushes import SETTINGS, copying_run
 from tests.wiring.small import run_of

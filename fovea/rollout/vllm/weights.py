@@ -17,7 +17,7 @@ from vllm.model_executor.model_loader.utils import get_model_architecture
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from fovea.errors import EngineError
-from fovea.models.load import EXPERTS
+from fovea.models.transformers_versions import EXPERTS
 from fovea.rollout.checks import check_shapes, checkpoint_shapes
 from fovea.rollout.vllm.worker import Slices
 from fovea.types import Shape

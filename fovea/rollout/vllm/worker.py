@@ -22,7 +22,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from fovea.config.model import Lora
 from fovea.errors import EngineError
-from fovea.models.load import EXPERTS
+from fovea.models.transformers_versions import EXPERTS
 from fovea.types import Shape
 from fovea.utils.checksum import read_hashes, value_hash
 
