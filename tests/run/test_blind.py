@@ -24,7 +24,7 @@ from fovea.rollout.base import Engine
 from fovea.rollout.outputs import Drawn, Sampled, completions
 from fovea.run.context import RolloutGap, Run
 from fovea.types import Completion, Prompt, PromptImage, Request
-from tests.run.test_parity_pushes import SETTINGS, copying_run
+from tests.run.copying import SETTINGS, copying_run
 from tests.wiring.small import run_of
 
 Change = Callable[[Prompt, bool], Prompt]

@@ -2,61 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from torch import Tensor
 
 from fovea.errors import ParityError
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
-from fovea.rollout.embedded.engine import EmbeddedEngine
-from fovea.run.context import Run
 from fovea.run.parity_faults import TakenPush
-from fovea.train.local import LocalPolicy
-from fovea.types import Prompt, Sample, SampleGroup, Shape
-from fovea.weights.push import WeightPusher
+from fovea.types import Prompt, Sample, SampleGroup
+from tests.run.copying import SETTINGS, copying_run
 from tests.runs import untimed
 from tests.wiring.small import run_of
-
-SETTINGS: dict[str, object] = {
-    "max_steps": 3,
-    "rollout": {"prompts_per_step": 2, "samples_per_prompt": 4, "max_new_tokens": 12, "engine": {"reuse_gib": 0}},
-    # with a bonus for entropy every group trains
-    "algorithm": {"entropy_coef": 0.01, "max_groups_without_signal": 2},
-    "train": {"learning_rate": 3e-3},
-    "evaluate": {"image_controls": False, "test_size": 2, "dev_size": 2},
-}
-
-
-@dataclass
-class Copying:
-    """A sink that copies all weights, and says so of pushes that it loses too."""
-
-    engine: EmbeddedEngine
-    lost_from: int
-    has_weights = False
-
-    def begin_push(self, shapes: Mapping[str, Shape]) -> None:
-        self.copies: dict[str, Tensor] = {}
-
-    def take_weights(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
-        self.copies |= {name: weight.clone() for name, weight in bucket}
-
-    def finish_push(self, version: int) -> None:
-        if version < self.lost_from:
-            self.engine.load_weights(self.copies, version)
-
-
-def copying_run(folder: Path, *, lost_from: int = 99, **settings: object) -> Run:
-    run = run_of(folder, **SETTINGS | settings)
-    assert isinstance(run.engine, EmbeddedEngine)
-    assert isinstance(run.policy, LocalPolicy)
-    sink = Copying(run.engine, lost_from)
-    return replace(run, weight_sync=WeightPusher(run.policy.worker.outgoing, [sink]))
 
 
 def test_a_run_with_copies_is_checked_at_each_push_and_left_as_it_is(tmp_path: Path) -> None:
