@@ -468,9 +468,7 @@ def test_a_family_that_nobody_has_is_named_with_those_of_packages(plus: Path) ->
     save_idefics3(Path("model"))
     written = json.loads(Path("model/config.json").read_text()) | {"model_type": "idefics2"}
     Path("model/config.json").write_text(json.dumps(written))
-    with pytest.raises(
-        ModelError, match=r"model_type is idefics2, and Fovea has .*internvl, smolvlm; set model"
-    ):
+    with pytest.raises(ModelError, match=r"model_type is idefics2, and Fovea has .*internvl, smolvlm; set model"):
         load_processor(Model(path="model"))
 
 
