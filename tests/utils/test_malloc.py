@@ -15,7 +15,7 @@ FAULTS_OF_BLOCKS = """
 import resource, torch
 from fovea.utils.malloc import keep_freed_memory
 def faults():
-    torch.ones(16 * 2**20)  # small blocks settle between the large ones first
+    for _ in range(20): torch.ones(16 * 2**20)  # small blocks settle between the large ones first
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(10): torch.ones(16 * 2**20)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before

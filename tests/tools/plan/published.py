@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import Qwen2_5_VLConfig, Qwen2VLConfig, Qwen3_5Config, Qwen3VLConfig
+import transformers
 
 from fovea.config.loading import load_config
 from fovea.config.run import Config
@@ -130,12 +130,12 @@ SMOLVL: dict[str, Any] = {
 def folder_of(folder: Path, sizes: dict[str, Any]) -> Path:
     """A folder with the config.json of these sizes, and no weights."""
     vision = sizes["vision_config"]
-    family: Any = Qwen3VLConfig
+    family = "Qwen3VL"
     if "linear_num_key_heads" in sizes["text_config"]:
-        family = Qwen3_5Config
+        family = "Qwen3_5"  # which transformers 4.57, that of Megatron's tests, does not have
     elif "embed_dim" in vision or "window_size" in vision:
-        family = Qwen2VLConfig if "embed_dim" in vision else Qwen2_5_VLConfig
-    family(**sizes).save_pretrained(folder)
+        family = "Qwen2VL" if "embed_dim" in vision else "Qwen2_5_VL"
+    getattr(transformers, f"{family}Config")(**sizes).save_pretrained(folder)
     return folder
 
 

@@ -115,7 +115,7 @@ def rows_of(parts: TinyParts) -> list[PlainRow]:
 
 @torch.no_grad()
 def test_its_logits_are_those_of_transformers(both: Both) -> None:
-    theirs_RLE = plain_states(both.by_transformers, both.shape.family, both.rows)
+    theirs_RLE = plain_states(both.by_transformers, both.shape.family, both.rows, torch.float32)
     for row, ours_LE, theirs_LE in zip(both.rows, states_of_rows(both.by_megatron, both.rows), theirs_RLE, strict=True):
         ours = ours_LE @ both.by_megatron.head.t()
         theirs = theirs_LE[: len(row.token_ids_L)] @ both.by_transformers.lm_head.weight.t()
