@@ -44,6 +44,10 @@ def chromium() -> str:
     return program
 
 
+class NavigatedError(Exception):
+    """The page was left before it answered."""
+
+
 class Browser:
     """One browser with one page."""
 
@@ -69,6 +73,8 @@ class Browser:
         while True:
             answer = self._message()
             if answer.get("id") == self._number:
+                if "navigated" in str(answer.get("error")):
+                    raise NavigatedError
                 assert "error" not in answer, answer["error"]
                 result: dict[str, Any] = answer["result"]
                 return result
@@ -109,9 +115,15 @@ class Browser:
     def wait_for(self, script: str) -> None:
         """Wait until an expression is true."""
         until = time.monotonic() + TIMEOUT_S
-        while not self.evaluate(f"Boolean({script})"):
+        while not self._is_true(script):
             assert time.monotonic() < until, f"never true: {script}\n{self.evaluate('document.body.innerText')}"
             time.sleep(0.05)
+
+    def _is_true(self, script: str) -> bool:
+        try:
+            return bool(self.evaluate(f"Boolean({script})"))
+        except NavigatedError:  # to the page for which the caller waits
+            return False
 
     def press(self, key: str) -> None:
         text = {"text": key} if len(key) == 1 else {}
