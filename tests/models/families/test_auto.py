@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import Pix2StructConfig, SuppressTokensLogitsProcessor
+from transformers import AutoImageProcessor, Pix2StructConfig, SuppressTokensLogitsProcessor
 
 from fovea.commands.exporting.export import export
 from fovea.config.model import Model
@@ -34,6 +34,10 @@ from tests.plain_runs import run_settings
 from tests.reference import gradients, largest_relative_difference
 from tests.rollout.drawing import generate
 from tests.tiny_models import CORPUS, CPU, from_array, image, random_completions, user
+
+pytestmark = pytest.mark.skipif(
+    hasattr(AutoImageProcessor, "_backends"), reason="AutoImageProcessor of this transformers asks for torchvision"
+)
 
 CHATS = [
     user("How many circles are there?"),

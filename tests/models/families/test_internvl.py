@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, SuppressTokensLogitsProcessor
+from transformers import AutoConfig, AutoImageProcessor, SuppressTokensLogitsProcessor
 
 from fovea.commands.exporting.export import export
 from fovea.config.algorithm import Algorithm
@@ -44,6 +44,10 @@ from tests.reference import gradients, largest_relative_difference
 from tests.rollout.drawing import generate, make_engine, plain_engine, same, seeded
 from tests.rollout.two_turns import batch_of, drawn
 from tests.tiny_models import CORPUS, CPU, from_array, image, random_completions, user
+
+pytestmark = pytest.mark.skipif(
+    hasattr(AutoImageProcessor, "_backends"), reason="AutoImageProcessor of this transformers asks for torchvision"
+)
 
 CHATS = [
     user("How many circles are there?"),
