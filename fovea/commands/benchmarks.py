@@ -41,13 +41,13 @@ BENCHMARKS: dict[str, Benchmark] = {
     each.name: each for each in (MathVista(), MathVerse(), MathVision(), Mmmu(), HallusionBench())
 }
 OTHER_ROWS: Sequence[Tree] = (
-    # another environment than that of the run first, so that nothing of it is left
+    # first another environment than the run's, so that none of its settings is left
     {"environment": {"name": "shapes"}},
     {"environment": {"name": "vqa", "train_files": [], "test_files": ["bench"]}},
     {"reward": None, "model_reward": None, "second_opinion": None, "judge": None, "reward_model": None},
     {"warmup": None, "evaluate": {"test_size": None}, "rollout": {"stop_after_answer": False}},
 )
-"""Settings that a benchmark brings in place of the run's; those of the command line win over them."""
+"""Settings that a benchmark brings in place of the run's; settings on the command line override them."""
 
 
 def chosen(words: Sequence[str]) -> dict[str, str | None]:
@@ -63,7 +63,7 @@ def chosen(words: Sequence[str]) -> dict[str, str | None]:
         if name not in BENCHMARKS:
             near = difflib.get_close_matches(name.lower(), BENCHMARKS, n=1)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(BENCHMARKS)}"
-            raise ConfigError(f"bench: there is no benchmark {name!r}; {hint}")
+            raise ConfigError(f"bench={name}: no such benchmark; {hint}")
         if paths.get(name) == "":
             raise ConfigError(f"bench.{name}= names no place; leave it out for data/{name}, or give a folder or file")
         if name not in names:

@@ -226,7 +226,7 @@ def answer_end_of(config: Config, environment: Environment) -> AnswerEnd | None:
     if end is None:
         raise ConfigError(
             f"rollout.stop_after_answer=true, but environment={config.environment.name} does not say where an answer "
-            "ends, or the parts of a mixture say different ends; set rollout.stop_after_answer=false, or give an "
-            "environment of your own answer_end = AnswerEnd(), of fovea.types"
+            "ends, or the parts of a mixture say different ends; set rollout.stop_after_answer=false, or give your "
+            "environment answer_end = AnswerEnd(), of fovea.types"
         )
     return end

@@ -25,7 +25,7 @@ class Published:
     model: str
     source: str
     score: str = ACCURACY
-    """Name of the score, one of those of `Benchmark.scores`."""
+    """Name of the score, as in `Benchmark.scores`."""
 
 
 def of_qwen(percent: float, source: str = "hf.co/Qwen/Qwen2.5-VL-7B-Instruct") -> Published:
@@ -40,7 +40,7 @@ class Benchmark(Protocol):
     hub: str
     """Name of its data set on the Hugging Face hub."""
     files: tuple[str, ...]
-    """Patterns of its files in a downloaded folder; those of the first pattern that matches any are read."""
+    """Patterns of its files in a downloaded folder; the files of the first pattern that matches are read."""
     columns: tuple[str, ...]
     """Columns that every row has."""
     published: tuple[Published, ...]

@@ -28,7 +28,7 @@ from fovea.models.families.hub_processor import (
     PER_TOKEN,
     ROW,
     HubProcessor,
-    image_text,
+    HubPrompts,
     load_hub_processor,
     prompt_image,
 )
@@ -55,8 +55,11 @@ class Layout:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AutoFamily:
-    """ModelFamily of a model that no other family names."""
+class AutoFamily(HubPrompts):
+    """ModelFamily of a model that no other family names.
+
+    Its positions are bookkeeping: every pass leaves positions to the model.
+    """
 
     config: Any
     video_processor: ClassVar[None] = None
@@ -133,19 +136,6 @@ class AutoFamily:
         """Nothing: in which frame a model gives coordinates is in no file of it."""
         return None
 
-    def image_mark(self, image_processor: HubProcessor) -> str:
-        return image_processor.image_token
-
-    def image_text(self, image: PromptImage) -> str:
-        return image_text(image)
-
-    def positions(
-        self, token_ids_L: NDArray[np.int64], _images: Sequence[PromptImage], start: int
-    ) -> tuple[NDArray[np.int64], int]:
-        """Positions [1, L] by order, for bookkeeping: every pass leaves positions to the model."""
-        end = start + len(token_ids_L)
-        return np.arange(start, end)[None], end
-
     def forward_inputs(self, token_ids: Tensor, images: Sequence[PromptImage]) -> dict[str, Tensor]:
         is_image = (token_ids == self.image_token_id).long()
         kinds = dict.fromkeys(self.layout.arguments.intersection(PER_TOKEN), is_image)
@@ -183,7 +173,7 @@ def _layout(config_json: str) -> Layout:
     if network in (decoder, tower) or base in (decoder, tower) or not hasattr(decoder, "layers"):
         raise ModelError(
             f"model.family=auto: transformers names no vision tower and decoder of a {config.model_type} "
-            "(get_encoder, get_decoder); such a model needs a family of its own (docs/extending.md)"
+            "(get_encoder, get_decoder); add a family for it (docs/extending.md)"
         )
     between = [x for x in base.children() if x not in (decoder, tower) and any(True for _ in x.parameters())]
     between = [x for x in between if decoder not in x.modules() and tower not in x.modules()]

@@ -85,9 +85,24 @@ def prompt_image(
     return PromptImage(key=key.hexdigest(), tensors=tensors, num_tokens=num_tokens, grid=grid or (1, 1, num_tokens))
 
 
-def image_text(image: PromptImage) -> str:
-    """Text that the processor writes for an image."""
-    return image.tensors[TEXT].tobytes().decode()
+class HubPrompts:
+    """The part of a ModelFamily that is the same for all whose prompts transformers' processor makes."""
+
+    __slots__ = ()
+
+    def image_mark(self, image_processor: HubProcessor) -> str:
+        return image_processor.image_token
+
+    def image_text(self, image: PromptImage) -> str:
+        """Text that the processor writes for an image."""
+        return image.tensors[TEXT].tobytes().decode()
+
+    def positions(
+        self, token_ids_L: NDArray[np.int64], _images: Sequence[PromptImage], start: int
+    ) -> tuple[NDArray[np.int64], int]:
+        """Positions [1, L] that rise by one for every token, images included."""
+        end = start + len(token_ids_L)
+        return np.arange(start, end)[None], end
 
 
 def load_hub_processor(config: Any, path: str, revision: str) -> HubProcessor:

@@ -11,14 +11,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fovea.data.images import Size
 from fovea.errors import ConfigError
 from fovea.models.families.auto import AutoFamily
 from fovea.models.families.base import ModelFamily
-from fovea.models.families.hub_processor import HubProcessor, image_text, load_hub_processor, prompt_image
+from fovea.models.families.hub_processor import HubProcessor, HubPrompts, load_hub_processor, prompt_image
 from fovea.models.families.qwen_vl import PIXELS, QwenFastPath
 from fovea.models.flops import VisionWork, Work, text_work
 from fovea.models.transfer import to_device
@@ -32,7 +31,7 @@ HAS_HEAD_NORMS = {"qwen2": False, "qwen3": True}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InternVL:
+class InternVL(HubPrompts):
     """ModelFamily of InternVL."""
 
     config: Any
@@ -89,19 +88,6 @@ class InternVL:
     def box_frame(self, _image: PromptImage) -> tuple[int, int]:
         """Thousandths of the image's sides."""
         return 1000, 1000
-
-    def image_mark(self, image_processor: HubProcessor) -> str:
-        return image_processor.image_token
-
-    def image_text(self, image: PromptImage) -> str:
-        return image_text(image)
-
-    def positions(
-        self, token_ids_L: NDArray[np.int64], _images: Sequence[PromptImage], start: int
-    ) -> tuple[NDArray[np.int64], int]:
-        """Positions [1, L] that rise by one for every token, images included."""
-        end = start + len(token_ids_L)
-        return np.arange(start, end)[None], end
 
     def forward_inputs(self, token_ids: Tensor, images: Sequence[PromptImage]) -> dict[str, Tensor]:
         return {PIXELS: tiles(images).to(token_ids.device)} if images else {}

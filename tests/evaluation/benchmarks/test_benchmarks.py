@@ -167,8 +167,8 @@ def test_parquet_of_the_hub_and_files_of_the_authors_are_the_same_rows(tmp_path:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["bench=mathvist"], "bench: there is no benchmark 'mathvist'; did you mean mathvista?"),
-        (["bench=xyz"], "there is no benchmark 'xyz'; there are mathvista, mathverse, mathvision, mmmu, hallusion"),
+        (["bench=mathvist"], "bench=mathvist: no such benchmark; did you mean mathvista?"),
+        (["bench=xyz"], "bench=xyz: no such benchmark; there are mathvista, mathverse, mathvision, mmmu, hallusion"),
         (["bench="], "bench= names no benchmark; there are mathvista"),
         (["bench.mmmu=data/mmmu"], "bench.mmmu says where mmmu is, and bench does not name it; add bench=mmmu"),
         (["bench=mmmu", "bench.mmmu=nowhere"], "bench.mmmu: no such file nowhere; correct the path (the folder holds"),
