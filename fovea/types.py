@@ -23,8 +23,10 @@ Shape: TypeAlias = tuple[int, ...]
 Weights: TypeAlias = "Iterable[tuple[str, Tensor]]"
 """Hugging Face parameter names and full tensors, produced one by one."""
 
-Role: TypeAlias = Literal["system", "user", "assistant"]
+Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 FinishReason: TypeAlias = Literal["stop", "length"]
+EpisodeEnd: TypeAlias = Literal["done", "max_turns", "max_tokens"]
+"""The end of an episode: by the environment, or at the limit of turns or of tokens while it would have gone on."""
 PositionRule: TypeAlias = Literal["grid", "time", "sequence"]
 """Positions of visual tokens: by their place in the grid, by its first axis only, or one after the other."""
 Metrics: TypeAlias = dict[str, float]
@@ -63,6 +65,10 @@ class Message:
 
     role: Role
     parts: tuple[str | ImageRef, ...]
+    tool: str = ""
+    """Name of the tool whose result a message of the role `tool` is."""
+    failed: bool = False
+    """True if the message says that a tool call was malformed or has failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -215,6 +221,8 @@ class Score:
     """Parts of the reward for each image of the task, in order; empty unless the reward distinguishes images."""
     marks: tuple[Mark, ...] = ()
     """Boxes and points to be drawn on the images of the task; no part of the reward."""
+    turns: tuple[float, ...] = ()
+    """Rewards of the turns, one for each; empty: the reward is that of the whole episode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,6 +232,7 @@ class Episode:
     task: Task
     turns: tuple[Turn, ...]
     score: Score
+    end: EpisodeEnd = "done"
 
     @property
     def tokens(self) -> tuple[TurnTokens, ...]:

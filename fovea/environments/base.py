@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 from fovea.data.rows import RowAccess
-from fovea.types import AnswerEnd, Message, Task, Turn
+from fovea.types import AnswerEnd, Message, Score, Task, Turn
 
 Split: TypeAlias = Literal["train", "dev", "test"]
 
@@ -20,8 +20,44 @@ class MakesEnvironment(Protocol):
         ...
 
 
+class Session(Protocol):
+    """The model's counterpart in one episode, with state: a game, a page of a browser, a connection to a server.
+
+    One that scores its episode itself is a `ScoresEpisode`.
+    """
+
+    async def reply(self, turns: Sequence[Turn]) -> Sequence[Message] | None:
+        """The messages that answer the last of these turns; None ends the episode."""
+        ...
+
+    async def close(self) -> None:
+        """Free what the session holds. Called once, however the episode ends."""
+        ...
+
+
+@runtime_checkable
+class ScoresEpisode(Protocol):
+    """A session that scores its episode, instead of the environment's graders."""
+
+    async def score(self, turns: Sequence[Turn]) -> Score:
+        """The score of the episode; called once, after the last turn and before `close`."""
+        ...
+
+
+@runtime_checkable
+class OpensSessions(Protocol):
+    """An environment whose episodes have state; its `reply` is not called."""
+
+    async def open(self, task: Task, seed: int) -> Session:
+        """Begin an episode. `seed` is different for each episode of a run, and the same in a resumed run."""
+        ...
+
+
 class Environment(Protocol):
-    """A task family. Stateless: everything that a method needs is in its arguments. Graders score it."""
+    """A task family. Stateless: everything that a method needs is in its arguments. Graders score it.
+
+    An environment that is also an `OpensSessions` has state for each episode.
+    """
 
     max_turns: int = 1
     """The most turns of an episode; `reply` is asked while there are fewer."""
