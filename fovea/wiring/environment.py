@@ -56,6 +56,7 @@ from fovea.models.vision_reward import VisionRewardScorer
 from fovea.utils.bounded import read_file
 from fovea.wiring import reward_host
 from fovea.wiring.images import make_access, make_opener
+from fovea.wiring.standards import standard_environment
 
 
 def with_opinions(config: Config, grading: Grading) -> Grading:
@@ -169,7 +170,10 @@ def named_environment(config: Config) -> GradedEnvironment:
 
 
 def package_environment(config: Config, settings: EnvironmentSettings) -> GradedEnvironment:
-    """Make the environment of another package."""
+    """Make the environment of another package: by Fovea's adapter of a standard, or by the package's own settings."""
+    adapted = standard_environment(config, settings)
+    if adapted is not None:
+        return own_environment(adapted)
     assert isinstance(settings, MakesEnvironment), settings.name
     return object_environment(config, settings.make_environment(make_access(config.data), config.seed), settings.name)
 
