@@ -70,6 +70,7 @@ DISTRIBUTIONS = {
     "easy_vqa": "easy-vqa",
     "liger_kernel": "liger-kernel",
     "megatron": "megatron-core",
+    "mcp_types": "mcp",
     "mlflow": "mlflow-skinny",
     "typing_extensions": "typing-extensions",
     "huggingface_hub": "huggingface-hub",
@@ -179,6 +180,7 @@ def test_backends_do_not_know_each_other() -> None:
         ("easy_vqa", "fovea/tools/data_sets/easy_vqa.py"),
         ("mixtrain", "fovea/tools/workflows/mixtrain.py"),
         ("gymnasium", "fovea/environments/adapters/gymnasium.py"),
+        ("mcp", "fovea/environments/adapters/mcp.py"),
         ("triton", "fovea/rollout/embedded/paged_triton.py"),
     ],
 )

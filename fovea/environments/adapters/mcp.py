@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import logging
 import os
 import shutil
@@ -35,10 +34,17 @@ from fovea.utils.http_json import bearer
 from fovea.utils.installing import pip_install
 
 try:
-    from mcp import Client
+    from mcp import Client, MCPError
     from mcp.client.stdio import StdioServerParameters
     from mcp.client.streamable_http import streamable_http_client
-    from mcp_types import CallToolResult, EmbeddedResource, ImageContent, TextContent, TextResourceContents
+    from mcp_types import (
+        CONNECTION_CLOSED,
+        CallToolResult,
+        EmbeddedResource,
+        ImageContent,
+        TextContent,
+        TextResourceContents,
+    )
 except ImportError as error:
     raise MissingExtraError(f"environment.mcp needs the package mcp; {pip_install('mcp')}") from error
 
@@ -126,7 +132,12 @@ class McpConnection:
     async def _called(self, tool: str, arguments: Mapping[str, object]) -> CallToolResult:
         async with asyncio.timeout(self._settings.timeout_seconds):
             client = await self._connected()
-            return await client.call_tool(tool, dict(arguments))
+            try:
+                return await client.call_tool(tool, dict(arguments))
+            except MCPError as error:
+                if error.error.code == CONNECTION_CLOSED:
+                    await self._end()  # the next call connects again
+                raise
 
     async def _connected(self) -> Client:
         if self._client is None or self._serving is None or self._serving.done():
@@ -214,7 +225,7 @@ def _bounded(text: str) -> str:
 def _picture(block: ImageContent, tool: str) -> ImageRef:
     try:
         return ImageRef(source=base64.b64decode(block.data, validate=True), where=f"the result of {tool}")
-    except binascii.Error as error:
+    except ValueError as error:
         raise ToolError(f"{tool} returned a picture that is not base64") from error
 
 

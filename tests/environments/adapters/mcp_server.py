@@ -28,13 +28,6 @@ def add(a: int, b: int) -> str:
 
 
 @server.tool()
-def noisy() -> str:
-    """Print to stdout."""
-    print("hello from the tool", flush=True)
-    return "done"
-
-
-@server.tool()
 def long() -> str:
     """Return a long text."""
     return "x" * 30_000
@@ -66,9 +59,9 @@ def pid() -> str:
 
 
 @server.tool()
-def key() -> str:
+def variable(name: str) -> str:
     """Return an environment variable."""
-    return os.environ.get("SQUARES_KEY", "none")
+    return os.environ.get(name, "none")
 
 
 if __name__ == "__main__":
