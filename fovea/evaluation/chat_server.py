@@ -21,7 +21,7 @@ from fovea.environments.prompt_source import PromptSource
 from fovea.errors import BadRowError, ConfigError, EngineError, UnscoredError, first_line, named
 from fovea.evaluation.evaluator import AnsweredRow, answered_rows
 from fovea.rollout.collect import request_seed
-from fovea.types import AnswerEnd, Episode, FinishReason, ImageRef, Message, Prompt, Sampling, Task, Turn
+from fovea.types import AnswerEnd, Episode, FinishReason, ImageRef, Message, Prompt, Sampling, Task, ToolSpec, Turn
 from fovea.utils.event_loop import gather_or_cancel
 from fovea.utils.http_json import CallError, JsonServer
 
@@ -189,7 +189,7 @@ class EmptyPrompts:
     def fewest_tokens(self, _messages: Sequence[Message]) -> int:
         return 0
 
-    def prompt(self, _messages: Sequence[Message], where: str = "") -> Prompt:
+    def prompt(self, _messages: Sequence[Message], where: str = "", tools: Sequence[ToolSpec] = ()) -> Prompt:
         none = np.zeros(0, dtype=np.int64)
         return Prompt(token_ids_L=none, unexpanded_ids_U=none)
 

@@ -6,8 +6,7 @@ import re
 
 from fovea.errors import ModelError
 from fovea.utils.tool_calls.base import CallFormat
-from fovea.utils.tool_calls.gemma_calls import OPENING as GEMMA
-from fovea.utils.tool_calls.gemma_calls import GemmaCalls
+from fovea.utils.tool_calls.gemma_calls import GemmaCalls, is_written_by
 from fovea.utils.tool_calls.json_calls import OPENING, JsonCalls
 from fovea.utils.tool_calls.xml_calls import XmlCalls
 
@@ -22,7 +21,7 @@ def format_of(template: str, name: str) -> CallFormat:
 
     ModelError for a template with tools in a format that is not known; `name` is the model's.
     """
-    if f"{GEMMA}call:" in template:
+    if is_written_by(template):
         return GemmaCalls()
     if "<function=" in template and "<parameter=" in template:
         return XmlCalls()

@@ -11,6 +11,8 @@ from fovea.types import ToolCall, ToolSpec
 from fovea.utils.tool_calls.base import BadCall, blocks
 
 OPENING, CLOSING, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
+RESULT = "<|tool_response>"
+"""Special token by which a model ends its calls, and with which the result begins."""
 MARKS = (OPENING, CLOSING, QUOTE)
 """Special tokens that a model draws to write a call."""
 FORM = f"{OPENING}call:NAME{{argument:{QUOTE}text{QUOTE},number:3}}{CLOSING}"
@@ -30,6 +32,27 @@ class GemmaCalls:
 
     def written(self, text: str, calls: Sequence[ToolCall]) -> str:
         return text + "".join(f"{OPENING}call:{call.name}{_written(call.arguments)}{CLOSING}" for call in calls)
+
+
+def is_written_by(template: str) -> bool:
+    """True if a chat template writes calls in this format."""
+    return f"{OPENING}call:" in template
+
+
+def awaits_result(end: str) -> bool:
+    """True if an answer that ends with this token goes on after the results of its calls."""
+    return end in (RESULT, CLOSING)
+
+
+def calling(name: str) -> dict[str, Any]:
+    """Message of the chat template with a call of this name."""
+    # without an id the template would name all results after it
+    return {"role": "assistant", "tool_calls": [{"id": name, "function": {"name": name, "arguments": {}}}]}
+
+
+def call_of(name: str) -> str:
+    """A call without arguments, as written."""
+    return GemmaCalls().written("", [ToolCall(name=name, arguments={})])
 
 
 def _call(block: str) -> ToolCall | BadCall:

@@ -81,27 +81,22 @@ def _value(rng: random.Random, schema: dict[str, Any]) -> object:
     return {"k": rng.randint(0, 9), "nested": {"s": rng.choice(WORDS), "l": [1, [2.5, "x"]]}, "on": True, "none": None}
 
 
-def listed(tools: Sequence[ToolSpec]) -> list[dict[str, Any]]:
-    """Tools as chat templates take them."""
-    return [
-        {
-            "type": "function",
-            "function": {"name": tool.name, "description": tool.description, "parameters": tool.parameters},
-        }
-        for tool in tools
-    ]
+ASKED = [{"role": "user", "content": "Where is it?"}]
 
 
-def answer_by_template(name: str, tools: Sequence[ToolSpec], text: str, calls: Sequence[ToolCall]) -> str:
+def answer_by_template(name: str, text: str, calls: Sequence[ToolCall]) -> str:
     """An answer with calls as transformers writes it by the chat template, from the generation prompt to its end."""
-    asked = [{"role": "user", "content": "Where is it?"}]
     made = [{"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in calls]
-    answered = [*asked, {"role": "assistant", "content": text, "tool_calls": made}]
-    (prompt,), (whole,) = (
-        render_jinja_template(
-            [chat], chat_template=template(name), tools=listed(tools), add_generation_prompt=begins, bos_token=""
-        )[0]
-        for chat, begins in ((asked, True), (answered, False))
-    )
-    assert whole.startswith(prompt), name
-    return str(whole.removeprefix(prompt))
+    whole = _rendered(name, [*ASKED, {"role": "assistant", "content": text, "tool_calls": made}], False)
+    assert whole.startswith(_prompt(name)), name
+    return whole.removeprefix(_prompt(name))
+
+
+@cache
+def _prompt(name: str) -> str:
+    return _rendered(name, ASKED, True)
+
+
+def _rendered(name: str, chat: list[dict[str, Any]], add_generation_prompt: bool) -> str:
+    settings: Any = {"chat_template": template(name), "add_generation_prompt": add_generation_prompt, "bos_token": ""}
+    return str(render_jinja_template([chat], **settings)[0][0])

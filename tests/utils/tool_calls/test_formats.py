@@ -9,11 +9,12 @@ from transformers.utils.chat_parsing import parse_response
 from trl.chat_template_utils import gemma4_template, qwen3_5_template, qwen3_template
 
 from fovea.errors import ModelError
+from fovea.models.tool_messages import as_listed
 from fovea.types import ToolCall, ToolSpec
 from fovea.utils.tool_calls.base import BadCall
 from fovea.utils.tool_calls.detect import format_of, reads_tools
 from tests.tables import table
-from tests.utils.tool_calls.fuzzed import TEMPLATES, answer_by_template, fuzzed, listed, template
+from tests.utils.tool_calls.fuzzed import TEMPLATES, answer_by_template, fuzzed, template
 
 NUM_FUZZED = 500
 RESPONSES: dict[str, Any] = {"json": qwen3_template, "xml": qwen3_5_template, "gemma": gemma4_template}
@@ -43,9 +44,11 @@ def test_fuzzed_calls_are_written_as_by_the_template_and_read_as_by_transformers
         if name == "gemma":
             text = ""  # this template writes the text after the calls
         written = calls_of.written(text, calls)
-        assert written + ENDS[name] == answer_by_template(TEMPLATES[name], tools, text, calls), seed
+        assert written + ENDS[name] == answer_by_template(TEMPLATES[name], text, calls), seed
         assert list(calls_of.parse(written, tools)) == calls, seed
-        read: Any = parse_response(written, RESPONSES[name], prefix=PREFIXES[name], tools=listed(tools))
+        read: Any = parse_response(
+            written, RESPONSES[name], prefix=PREFIXES[name], tools=[as_listed(tool) for tool in tools]
+        )
         theirs = [(each["function"]["name"], each["function"]["arguments"]) for each in read["tool_calls"]]
         assert theirs == [(call.name, call.arguments) for call in calls], seed
 
@@ -57,7 +60,7 @@ def test_fuzzed_calls_are_written_as_by_the_template_and_read_as_by_transformers
         ("json", '<tool_call>{"name": "area"}</tool_call>', {}),
         ("json", 'a <tool_call>\n{"arguments": {"unit": "<b>"}, "name": "area"}\n</tool_call> b', {"unit": "<b>"}),
         ("xml", "<tool_call><function=area><parameter=side>2</parameter></function></tool_call>", {"side": 2}),
-        ("xml", "<tool_call>\n<function=area>\n<parameter=unit>\n2\n</parameter></function></tool_call>", {"unit": "2"}),
+        ("xml", "<tool_call>\n<function=area><parameter=unit>\n2\n</parameter></function></tool_call>", {"unit": "2"}),
         ("xml", "<tool_call><function=area><parameter=exact>True</parameter></function></tool_call>", {"exact": True}),
         ("xml", "<tool_call><function=area><parameter=box>None</parameter></function></tool_call>", {"box": None}),
         ("xml", "<tool_call><function=area><parameter=box>[1, 2]</parameter></function></tool_call>", {"box": [1, 2]}),
