@@ -195,6 +195,8 @@ class Turn:
     finish: FinishReason = "stop"
     tokens: TurnTokens | None = None
     """None for an answer that no engine generated, such as one graded from a file."""
+    seconds: float = 0.0
+    """Seconds that the environment took for the messages; 0 in the first turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
