@@ -72,9 +72,10 @@ class Grading:
             score = await (self.calls.score(grader, task, turns) if self.calls else grader.score(task, turns))
         except ScoreError as error:
             raise type(error)(f"{task.id}: {error}") from error
-        problem = self._problem(score.reward)
-        if problem is not None:
-            raise DataError(f"{task.id}: the reward of {turns[-1].text[:80]!r} is {score.reward:g}{problem}")
+        for reward in (score.reward, *score.turns):
+            problem = self._problem(reward)
+            if problem is not None:
+                raise DataError(f"{task.id}: the reward of {turns[-1].text[:80]!r} is {reward:g}{problem}")
         return score
 
     def _problem(self, reward: float) -> str | None:
