@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from fovea.algorithms.advantage import has_signal, overlong_penalty
 from fovea.algorithms.aggregation import sample_weights
 from fovea.config.algorithm import Algorithm
+from fovea.metrics.turns import turn_metrics
 from fovea.types import Batch, Episode, Group, Metrics, Sample, SampleGroup, Score, TurnTokens
 
 Value = TypeVar("Value", bound=np.generic)
@@ -198,7 +199,7 @@ def replace_samples(batch: Batch, change: Callable[[Sample], Sample]) -> Batch:
 
 
 def episode_metrics(groups: Sequence[Group]) -> Metrics:
-    """Mean rewards, accuracies and lengths over the episodes of a step; by question type where there are several."""
+    """Mean rewards, accuracies and lengths over the episodes of a step; by question type and turn where several."""
     episodes = [episode for group in groups for episode in group.episodes]
     lengths = [episode.num_action_tokens for episode in episodes]
     metrics = {
@@ -214,7 +215,7 @@ def episode_metrics(groups: Sequence[Group]) -> Metrics:
         metrics[f"reward/{name}"] = _mean(
             [episode.score.parts[name] for episode in episodes if name in episode.score.parts]
         )
-    metrics |= _image_metrics(episodes, "")
+    metrics |= _image_metrics(episodes, "") | turn_metrics(episodes)
     kinds = sorted({episode.task.kind for episode in episodes})
     for kind in kinds if len(kinds) > 1 else []:
         of_kind = [episode for episode in episodes if episode.task.kind == kind]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import re
 import subprocess
 import threading
@@ -23,9 +22,8 @@ from fovea.config.loading import load_config
 from fovea.config.run import Config
 from fovea.environments.curriculum import CurriculumProgress, Stage, Stages
 from fovea.environments.custom.environment import UserEnvironment
-from fovea.environments.custom.grader import OpenedImages, UserGrader, checked_score, score_function, score_of
+from fovea.environments.custom.grader import OpenedImages, UserGrader, score_function, score_of
 from fovea.environments.custom.loading import checked_reward, load_reward
-from fovea.environments.graders.base import NoScoreError
 from fovea.environments.graders.grading import Grading
 from fovea.environments.graders.limited_calls import MAX_LATE_CALLS, CallLimits, CallThreads, LimitedCalls
 from fovea.errors import ConfigError, DataError, ScoreError, UnscoredError
@@ -133,33 +131,6 @@ def test_names_and_places_of_a_score_are_plain() -> None:
     score = score_of(Score(reward=1.0, accuracy=1.0, parts=parts, marks=marks), num_images=1)
     assert score.parts == {"1": 2.0, "a": 3.0}
     assert json.dumps([score.marks[0].image, score.marks[0].xy]) == "[1, [0.5, 1.0]]"
-
-
-def test_rewards_of_turns_sum_to_the_reward() -> None:
-    expected = Score(reward=0.75, accuracy=0.75, turns=(1.0, -0.25))
-    turns = (Turn(messages=(), text="a"), Turn(messages=(), text="b"))
-    for returned in ({"turns": [1, np.float32(-0.25)]}, {"turns": [1, -0.25], "reward": 0.75}, expected):
-        assert checked_score(returned, TASK, turns) == expected
-    named = score_of({"turns": [1.0], "answer": 0.5, "accuracy": 0}, num_images=1)
-    assert named == Score(reward=1.0, accuracy=0.0, parts={"answer": 0.5, "accuracy": 0.0}, turns=(1.0,))
-    with pytest.raises(NoScoreError, match="returned 2 rewards as turns of an episode of 1; give one each"):
-        checked_score(expected, TASK, turns[:1])
-
-
-@pytest.mark.parametrize(
-    ("turns", "problem"),
-    [
-        (None, "None as turns, which is not a list with the reward of every turn"),
-        ("12", "'12' as turns, which is not a list"),
-        ([1, None], "None as the reward of turn 2, which is not a number"),
-        ([math.nan, 1], "nan as the reward of turn 1, which is not finite"),
-        ([1, 1], "a reward of 1, but turns that sum to 2; give turns without a reward"),
-    ],
-)
-def test_rewards_of_turns_that_are_none(turns: Any, problem: str) -> None:
-    for returned in (Score(reward=1.0, accuracy=1.0, turns=turns), {"reward": 1.0, "turns": turns}):
-        with pytest.raises(ValueError, match=problem):
-            score_of(returned, num_images=1)
 
 
 def test_marks_are_kept_beside_the_parts() -> None:
