@@ -143,8 +143,12 @@ def _checked(score: Score, num_images: int) -> Score:
         raise ValueError(f"{IMAGE_PARTS} for {len(score.image_parts)} images, but the task has {num_images}")
     if len(score.marks) > MAX_MARKS:
         raise ValueError(f"{len(score.marks)} {MARKS}; return at most {MAX_MARKS}")
+    turns: object = score.turns
+    if not isinstance(turns, Sequence):
+        raise ValueError(f"{turns!r:.60} as turns, which is not a list of rewards, one for each turn")
     return Score(
         reward=_number(score.reward, REWARD),
+        turns=tuple(_number(value, f"turn {place}") for place, value in enumerate(turns, start=1)),
         accuracy=_held(score.accuracy),
         parts={str(name): _number(value, str(name)) for name, value in score.parts.items()},
         image_parts=tuple(
