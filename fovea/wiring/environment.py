@@ -243,7 +243,8 @@ def user_environment(config: Config, user: Any, name: str) -> GradedEnvironment:
 
 def _with_replies(user: Any, name: str, limits: SessionLimits) -> Environment:
     """A user's environment; what replies in its episodes has limits."""
-    if not hasattr(user, "reply") and not hasattr(user, "open"):
+    replies = hasattr(user, "reply") and getattr(user, "max_turns", 1) > 1
+    if not replies and not hasattr(user, "open"):
         return UserEnvironment(user, name)
     threads = CallThreads(
         name, setting=f"{SETTINGS}deadline_seconds", max_late_calls=max(MAX_LATE_CALLS, limits.max_concurrent)
