@@ -443,7 +443,7 @@ def test_only_a_live_page_can_follow_the_newest_step(browser: Browser, tmp_path:
         for place, offered in ((address, True), (page.as_uri(), False)):
             open_page(browser, f"{place}#samples?step=4&group=0", GROUP)
             assert ("follow the newest" in text_of(browser, ".samples")) == offered
-            assert text_of(browser, ".toolbar").endswith("follow the newest" if offered else "gap"), "and nothing else"
+            assert text_of(browser, ".toolbar").endswith("follow the newest" if offered else "rows of run"), "no more"
 
 
 @pytest.mark.parametrize("dark", [False, True])
