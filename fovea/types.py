@@ -71,6 +71,24 @@ class Message:
     """True if the message says that a tool call was malformed or has failed."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolSpec:
+    """The description of a tool that the model reads."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, object]
+    """JSON schema of an object; its properties are the arguments."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A call of a tool, as the model wrote it."""
+
+    name: str
+    arguments: Mapping[str, object]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PromptImage:
     """One image as the model sees it."""

@@ -25,11 +25,15 @@ class Grader(Protocol):
 
 
 class NoScoreError(ScoreError):
-    """A grader's call that gave no score. Its text goes on from the grader's name: "raised KeyError: 'a'"."""
+    """A call of a grader or a session without a result. Its text goes on from a name: "raised KeyError: 'a'"."""
 
 
 class TryAgainError(NoScoreError):
-    """A grader's call that gave no score this time, such as one to a server that is busy."""
+    """A call without a result this time, such as one to a server that is busy; it has changed nothing."""
+
+
+class LateError(NoScoreError):
+    """A call that took longer than its time limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
