@@ -87,6 +87,7 @@ class EvenTokens:
 """Every turn is paid by its share of even token ids, half of which a model draws that has not learned."""
 
 
+@pytest.mark.slow
 def test_ppo_over_turns_learns_what_every_turn_is_paid_for(tmp_path: Path) -> None:
     (tmp_path / "even.py").write_text(ENVIRONMENT)
     run = run_of(
@@ -111,7 +112,7 @@ def test_ppo_over_turns_learns_what_every_turn_is_paid_for(tmp_path: Path) -> No
         assert np.mean(rewards[-4:]) > np.mean(rewards[:4]) + 0.1, rewards
     for step in steps:
         assert step["reward"] == pytest.approx(step["turns/1/reward"] + step["turns/2/reward"])
-        assert step["turns/1/tokens"] == 4
+        assert 1 <= step["turns/1/tokens"] <= 4
         assert step["tools/calls/echo"] == 1
     (answer, *_) = read_step(tmp_path / "run", 1)[0].answers
     assert sum(turn.reward or 0.0 for turn in answer.turns) == pytest.approx(answer.score.reward)
