@@ -63,6 +63,8 @@ def _cut(text: str) -> str:
     return text if len(text) <= MAX_TEXT_CHARS else f"{text[:MAX_TEXT_CHARS]}..."
 
 
+MAX_MESSAGE_CHARS, MAX_TOOL_CHARS = 50_000, 80
+"""Of a text in a message and of the name of a tool, both of which a tool or a model may have written."""
 DECIMALS = 4
 """Of log-probs and advantages in a record: a gap between engine and trainer that matters is far larger than 1e-4."""
 Samples = Mapping[str, Sample]
@@ -141,10 +143,13 @@ def _answer(run: Run, episode: Episode, samples: Samples) -> RecordedAnswer:
                 finish=turn.finish,
                 tokens=None if sample is None else _trace(run, sample, place),
                 version=None if turn.tokens is None else turn.tokens.completion.version,
+                reward=episode.score.turns[number] if episode.score.turns else None,
+                seconds=round(turn.seconds, DECIMALS),
             )
             for number, (turn, place) in enumerate(zip(_generated(episode), places, strict=True))
         ),
         marks=episode.score.marks,
+        end=episode.end,
     )
 
 
@@ -189,13 +194,20 @@ def _messages(run: Run, messages: Sequence[Message], seen: Sequence[PromptImage]
         RecordedMessage(
             role=message.role,
             parts=tuple(
-                part
+                _bounded(part)
                 if isinstance(part, str)
                 else RecordedImage(
                     name=write_image(run.folder, png_bytes(run.open_image(part))), frame=next(frames, None)
                 )
                 for part in message.parts
             ),
+            tool=message.tool[:MAX_TOOL_CHARS],
+            failed=message.failed,
         )
         for message in messages
     )
+
+
+def _bounded(text: str) -> str:
+    rest = len(text) - MAX_MESSAGE_CHARS
+    return text if rest <= 0 else f"{text[:MAX_MESSAGE_CHARS]}... ({rest:,} more characters)"

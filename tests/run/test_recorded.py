@@ -5,7 +5,8 @@ import pytest
 
 from fovea.loop import train
 from fovea.report.samples import read_step, sample_steps
-from tests.fakes import bandit_run
+from fovea.types import Message
+from tests.fakes import BanditEnvironment, bandit_run
 
 PER_STEP = {"prompts_per_step": 3, "samples_per_prompt": 4, "max_new_tokens": 1}
 
@@ -49,6 +50,19 @@ def test_what_its_length_took_from_the_reward_of_an_answer_is_a_part(tmp_path: P
     parts = [answer.score.parts for record in read_step(tmp_path / "run", 1) for answer in record.answers]
     assert {each["algorithm.overlong"] for each in parts} == {-0.5}, "one token of one"
     assert "algorithm.overlong" not in read_step(tmp_path / "none", 1)[0].answers[0].score.parts
+
+
+def test_texts_and_names_of_tools_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tool may return a whole file, and a model may make up a name of any length."""
+    long = Message(role="tool", tool="t" * 200, parts=("x" * 60_000,), failed=True)
+    monkeypatch.setattr(
+        BanditEnvironment, "prompt", lambda _, task: [Message(role="user", parts=(task.question,)), long]
+    )
+    train(bandit_run(tmp_path / "run", max_steps=1, rollout=PER_STEP))
+    asked, kept = read_step(tmp_path / "run", 1)[0].messages
+    assert (asked.role, asked.tool, asked.failed) == ("user", "", False)
+    assert (kept.role, kept.tool, kept.failed) == ("tool", "t" * 80, True)
+    assert kept.parts == ("x" * 50_000 + "... (10,000 more characters)",)
 
 
 def test_recording_changes_nothing_of_the_update(tmp_path: Path) -> None:
