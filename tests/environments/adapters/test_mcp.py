@@ -32,8 +32,8 @@ SERVER = Path(__file__).parent / "mcp_server.py"
 COMMAND = (sys.executable, str(SERVER))
 
 
-def call(tools: dict[str, McpTool], name: str, **arguments: object) -> tuple[str | ImageRef, ...]:
-    return tuple(asyncio.run(tools[name].call(arguments, ())))
+def call(tools: dict[str, McpTool], tool: str, /, **arguments: object) -> tuple[str | ImageRef, ...]:
+    return tuple(asyncio.run(tools[tool].call(arguments, ())))
 
 
 def opened(connection: McpConnection) -> dict[str, McpTool]:
