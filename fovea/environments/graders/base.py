@@ -48,6 +48,17 @@ class Grade:
     """One line: the answer that was read, and why it scores so."""
 
 
+def weighted_turns(scores: Sequence[tuple[float, Score]], num_turns: int) -> tuple[float, ...]:
+    """Rewards of the turns of the weighted sum of some scores; () where none of them has any.
+
+    A score without rewards of turns counts with the last turn.
+    """
+    if not any(score.turns for _, score in scores):
+        return ()
+    given = [(weight, score.turns or (*[0.0] * (num_turns - 1), score.reward)) for weight, score in scores]
+    return tuple(sum(weight * turns[place] for weight, turns in given) for place in range(num_turns))
+
+
 def shown(text: str, limit: int = 60) -> str:
     """A model's text in one short line."""
     return repr(text if len(text) <= limit else f"{text[:limit]}...")
