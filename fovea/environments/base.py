@@ -67,6 +67,22 @@ class UsesTools(Protocol):
         ...
 
 
+@runtime_checkable
+class LimitsSessions(Protocol):
+    """An environment of whose sessions only so many may be open at once."""
+
+    max_open: int
+
+
+@runtime_checkable
+class LimitsTurns(Protocol):
+    """An environment whose tasks differ in their most turns; `max_turns` is the largest."""
+
+    def turns_of(self, task: Task) -> int:
+        """The most turns of an episode of this task."""
+        ...
+
+
 class Environment(Protocol):
     """A task family. Stateless: everything that a method needs is in its arguments. Graders score it.
 
