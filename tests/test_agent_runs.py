@@ -13,7 +13,6 @@ from fovea.environments.adapters.mcp import McpConnection
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.types import ImageRef
-from fovea.utils.event_loop import wait_for
 from fovea.wiring.run import build
 
 PAGE = (Path(__file__).parents[1] / "docs" / "agents.md").read_text(encoding="utf-8")
@@ -31,13 +30,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.slow
 def test_a_run_plays_the_environment_of_gymnasium(folder: Path) -> None:
     run = build(load_config([folder / "strip.yaml"], QUIET))
-    wait_for(train(run))
+    summary = train(run)
     steps = read_metrics(folder / "runs" / "strip")
-    assert [each["step"] for each in steps][-1] == 2
-    assert all(each["episodes/failed"] == 0 for each in steps if "episodes/failed" in each)
+    assert summary.steps == steps[-1]["step"] == 2
+    assert {each["episodes/failed"] for each in steps if "episodes/failed" in each} == {0}
     # a tiny model with random weights names no action, so that its episodes are as long as they may be
-    (samples,) = {each["reward/invalid_actions"] for each in steps if each.get("step") == 1}
-    assert samples == 3
+    assert summary.final is not None
+    assert summary.final.parts == {"invalid_actions": (3.0,) * 8}
 
 
 def test_the_server_of_the_page_gives_its_tool(folder: Path) -> None:

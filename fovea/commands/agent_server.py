@@ -121,8 +121,10 @@ class AgentServer:
             asked = ChatRequest.model_validate_json(bytes(body))
             messages = [_message(each) for each in asked.messages]
             spoken = await self._conversations.answer(messages, self._sampling(asked))
-        except (ValidationError, BadRowError) as error:
+        except ValidationError as error:
             return _error(400, first_line(error))
+        except BadRowError as error:
+            return _error(400, str(error))
         except FoveaError as error:
             return _error(500, str(error))
         answered = _completion(spoken, self.name, with_logprobs=asked.logprobs)
