@@ -52,7 +52,7 @@ LATE_IMPORTS = {
         *("geospot", "geospot_europe", "geo3k", "readable"),
         *("vqa", "caption", "shapes", "easy_vqa", "visual_qa"),
     },
-    "fovea/cli/evaluate.py": {"evaluate", "export", "grade", "serve"},
+    "fovea/cli/evaluate.py": {"evaluate", "export", "grade", "serve", "_serve_agents"},
     "fovea/cli/published.py": {"reproduce"},
     "fovea/cli/tools.py": {"_count_gpus", "plan", "vlm_rl_training", "vlm_rl_eval"},
     "fovea/cli/view.py": {"view"},
@@ -181,6 +181,7 @@ def test_backends_do_not_know_each_other() -> None:
         ("mixtrain", "fovea/tools/workflows/mixtrain.py"),
         ("gymnasium", "fovea/environments/adapters/gymnasium.py"),
         ("mcp", "fovea/environments/adapters/mcp.py"),
+        ("websockets", "fovea/environments/adapters/openenv.py"),
         ("triton", "fovea/rollout/embedded/paged_triton.py"),
     ],
 )
