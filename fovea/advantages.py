@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fovea.algorithms.advantage import dr_grpo, grpo, reinforce_plus_plus, reinforce_plus_plus_baseline, rloo
-from fovea.algorithms.gae import gae, whiten
+from fovea.algorithms.gae import gae, turn_gae, whiten
 from fovea.algorithms.kl import ESTIMATORS
 from fovea.algorithms.value_loss import explained_variance
 from fovea.config.algorithm import (
@@ -40,21 +41,22 @@ def with_advantages(batch: Batch, settings: Algorithm, kl_coef: float) -> tuple[
     """The batch with advantages (and returns, for GAE), and metrics of advantages, values and KL penalty.
 
     `kl_coef` is the current KL coefficient. With `kl=reward`, gae and reinforce++ subtract the penalty per token;
-    the group estimators, which rate whole completions, subtract its sum over the completion.
+    the group estimators, which rate whole completions, subtract its sum over the completion. Rewards by turn are summed
+    for the group estimators (`Sample.reward`); with gae and reinforce++ each arrives on the last action of its turn.
     """
     if not batch.groups:
         return batch, {}
     penalties = _kl_penalties(batch, settings, kl_coef)
     match settings.advantage:
         case Gae() as advantage:
-            batch, metrics = _by_values(batch, penalties, advantage)
+            batch, metrics = _by_values(batch, penalties, advantage, settings.turn_discount)
         case ReinforcePlusPlusBaseline():
             lengths_PG = torch.tensor([int(sample.mask_T.sum()) for sample in batch.samples]).view(
                 len(batch.groups), -1
             )
             batch, metrics = _by_groups(batch, penalties, lambda x: reinforce_plus_plus_baseline(x, lengths_PG)), {}
         case ReinforcePlusPlus():
-            batch, metrics = _by_actions(batch, penalties), {}
+            batch, metrics = _by_actions(batch, penalties, settings.turn_discount), {}
         case Grpo() | DrGrpo() | Rloo() as advantage:
             batch, metrics = _by_groups(batch, penalties, GROUP_ESTIMATORS[advantage.name]), {}
     return batch, metrics | _statistics(batch) | _kl_metrics(batch, penalties, settings, kl_coef)
@@ -91,22 +93,40 @@ def _by_groups(
     return replace_samples(batch, change)
 
 
-def _by_actions(batch: Batch, penalties: Sequence[NDArray[np.float32]]) -> Batch:
+def _by_actions(batch: Batch, penalties: Sequence[NDArray[np.float32]], turn_discount: float) -> Batch:
     """REINFORCE++ advantages: per token, with a batch-wide baseline."""
     rewards = [_token_rewards(sample, kl_T) for sample, kl_T in zip(batch.samples, penalties, strict=True)]
-    # reversed cumulative sum: the return of a token is its reward plus all later ones, undiscounted
-    returns_BT, mask_BT = _padded([np.cumsum(x_T[::-1])[::-1].copy() for x_T in rewards]), _mask(batch)
-    advantages = iter(_unpadded(reinforce_plus_plus(returns_BT, mask_BT), rewards))
+    returns = [
+        _returns(rewards_T, sample.turn_ends, turn_discount)
+        for rewards_T, sample in zip(rewards, batch.samples, strict=True)
+    ]
+    advantages = iter(_unpadded(reinforce_plus_plus(_padded(returns), _mask(batch)), rewards))
     return replace_samples(batch, lambda sample: replace(sample, advantages_T=next(advantages)))
 
 
-def _by_values(batch: Batch, penalties: Sequence[NDArray[np.float32]], settings: Gae) -> tuple[Batch, Metrics]:
-    """GAE advantages per token, whitened over the batch, and returns as value targets."""
+def _returns(rewards_T: NDArray[np.float32], turn_ends: NDArray[np.intp], turn_discount: float) -> NDArray[np.float32]:
+    """Return of each token, [T]: its reward and all later ones, those of the next turn times `turn_discount`."""
+    of_turns: list[NDArray[np.float32]] = []
+    later = np.float32(0)
+    for turn_T in reversed(np.split(rewards_T, turn_ends[:-1] + 1)):
+        # reversed cumulative sum, which begins with the return of the turn after
+        of_turns.append(np.cumsum(np.append(turn_discount * later, turn_T[::-1]))[:0:-1])
+        later = of_turns[-1][0]
+    return np.concatenate(of_turns[::-1])
+
+
+def _by_values(
+    batch: Batch, penalties: Sequence[NDArray[np.float32]], settings: Gae, turn_discount: float
+) -> tuple[Batch, Metrics]:
+    """GAE advantages per token, over tokens or turns, whitened over the batch, and returns as value targets."""
     samples = batch.samples
     values = [_values(sample) for sample in samples]
     rewards = [_token_rewards(sample, kl_T) for sample, kl_T in zip(samples, penalties, strict=True)]
     mask_BT, values_BT = _mask(batch), _padded(values)
-    advantages_BT, returns_BT = gae(
+    estimator = gae
+    if settings.turn_lambda is not None:
+        estimator = partial(turn_gae, turn_gamma=turn_discount, turn_lambda=settings.turn_lambda)
+    advantages_BT, returns_BT = estimator(
         _padded(rewards), values_BT, mask_BT, gamma=settings.gamma, gae_lambda=settings.gae_lambda
     )
     # only the advantages are whitened: the returns are regression targets, in units of the reward
@@ -132,9 +152,15 @@ def _values(sample: Sample) -> NDArray[np.float32]:
 
 
 def _token_rewards(sample: Sample, kl_T: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Per-token rewards [T]: minus the KL penalty everywhere, plus the episode's reward on the last token."""
+    """Per-token rewards [T]: minus the KL penalty everywhere, plus each turn's reward on its last token.
+
+    A reward of the whole episode is on the last token.
+    """
     rewards_T = -kl_T
-    rewards_T[-1] += sample.reward
+    if sample.turn_rewards:
+        rewards_T[sample.turn_ends] += np.array(sample.turn_rewards, dtype=np.float32)
+    else:
+        rewards_T[-1] += sample.reward
     return rewards_T
 
 

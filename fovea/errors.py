@@ -124,6 +124,26 @@ class UnscoredError(ScoreError):
     """A ScoreError that the settings tolerate: the completion's group is left out and counted."""
 
 
+class SessionError(FoveaError, RuntimeError):
+    """A session of an environment that failed, where the settings say that the run stops then."""
+
+
+class FailedEpisodeError(UnscoredError):
+    """A session that failed, which the settings tolerate: its episode is left out, or has a fixed reward, and counted.
+
+    `reason` is the name that it is counted under: `open`, `reply`, `picture`, `score` or `deadline`.
+    """
+
+    def __init__(self, message: str, reason: str, reward: float | None = None) -> None:
+        """`reward` is that of the episode; None leaves it out."""
+        super().__init__(message)
+        self.reason = reason
+        self.reward = reward
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.reason, self.reward)
+
+
 class TrackerError(FoveaError, RuntimeError):
     """An experiment tracker that cannot be reached, or refuses what it is sent."""
 

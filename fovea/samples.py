@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from fovea.algorithms.advantage import has_signal, overlong_penalty
 from fovea.algorithms.aggregation import sample_weights
 from fovea.config.algorithm import Algorithm
-from fovea.types import Batch, Episode, Group, Metrics, Sample, SampleGroup, TurnTokens
+from fovea.metrics.turns import turn_metrics
+from fovea.types import Batch, Episode, Group, Metrics, Sample, SampleGroup, Score, TurnTokens
 
 Value = TypeVar("Value", bound=np.generic)
 WHITENED = ("reinforce++", "reinforce++_baseline", "gae")
@@ -35,31 +36,34 @@ def make_batch(
     `dropped` are the groups that dynamic sampling rejected: they take no part in the loss, and are kept in
     `Batch.left_out` for the log-prob comparison of engine and trainer only.
     """
-    no_weights = [sample_group(group, *([[0.0] * len(group.episodes)] * 2)) for group in dropped]
+    zeros = [[0.0] * len(group.episodes) for group in dropped]
+    no_weights = [sample_group(group, zero_G, zero_G) for group, zero_G in zip(dropped, zeros, strict=True)]
     if not groups:
         return Batch(groups=(), left_out=tuple(no_weights)), dict.fromkeys(COUNTS, 0.0)
     penalties = [[length_penalty(episode, settings, max_new_tokens) for episode in group.episodes] for group in groups]
-    rewards = [
-        [episode.score.reward + penalty for episode, penalty in zip(group.episodes, row, strict=True)]
-        for group, row in zip(groups, penalties, strict=True)
-    ]
     # weights count ALL completions: those of a group without signal have zero advantage, so that leaving the group out
     # saves its forward and backward pass without changing the gradient
     weights = _weights(groups, settings, max_new_tokens)
-    signal_P = has_signal(torch.tensor(rewards))
-    kept = _kept(torch.tensor(rewards), signal_P, settings)
-    samples = [sample_group(*group) for group in zip(groups, rewards, weights, strict=True)]
+    samples = [
+        sample_group(group, penalty_G, weight_G, settings.turn_discount)
+        for group, penalty_G, weight_G in zip(groups, penalties, weights, strict=True)
+    ]
+    rewards_PG = torch.tensor([[sample.reward for sample in group.samples] for group in samples])
+    signal_P = has_signal(rewards_PG)
+    kept = _kept(rewards_PG, signal_P, settings)
     left_out = [samples[index] for index in sorted(set(range(len(groups))) - set(kept))]
     batch = Batch(groups=tuple(samples[index] for index in kept), left_out=(*left_out, *no_weights))
     if settings.old_logprobs == "engine":
         batch = with_old_logprobs(batch, [sample.rollout_logprobs_T for sample in batch.samples])
     with_signal = float(signal_P.sum())
     counts = dict(zip(COUNTS, (with_signal, len(groups) - with_signal, len(groups) - len(kept)), strict=True))
-    if len(rewards[0]) == 1:
+    if rewards_PG.shape[1] == 1:
         # "signal" compares episodes of one group; there is none in groups of one
         counts = {}
     if settings.overlong is not None:
         counts["reward/overlong"] = float(np.mean(np.concatenate(penalties)))
+    if settings.mask_truncated:
+        counts["episodes_masked"] = float(sum(episode.was_truncated for group in groups for episode in group.episodes))
     return batch, counts
 
 
@@ -99,13 +103,32 @@ def _kept(rewards_PG: torch.Tensor, signal_P: torch.Tensor, settings: Algorithm)
     return sorted([*signal_P.nonzero()[:, 0].tolist(), *worst_first[: settings.max_groups_without_signal]])
 
 
-def sample_group(group: Group, rewards: Sequence[float], weights: Sequence[float]) -> SampleGroup:
-    """The samples of a scored group, with these rewards and loss weights."""
-    samples = map(_sample, group.episodes, rewards, weights)
+def sample_group(
+    group: Group, penalties: Sequence[float], weights: Sequence[float], turn_discount: float = 1.0
+) -> SampleGroup:
+    """The samples of a scored group, with these terms of their rewards (0 or less) and loss weights."""
+    samples = [
+        _sample(_penalised(episode, penalty), weight, turn_discount)
+        for episode, penalty, weight in zip(group.episodes, penalties, weights, strict=True)
+    ]
     return SampleGroup(prompt=group.prompt, samples=tuple(samples), task_id=group.episodes[0].task.id)
 
 
-def _sample(episode: Episode, reward: float, weight: float) -> Sample:
+def _penalised(episode: Episode, penalty: float) -> Episode:
+    """The episode with a penalty as part of its reward, where that is given by turn of the last turn's."""
+    score = episode.score
+    turns = (*score.turns[:-1], score.turns[-1] + penalty) if score.turns else ()
+    return replace(episode, score=replace(score, reward=score.reward + penalty, turns=turns))
+
+
+def episode_return(score: Score, turn_discount: float) -> float:
+    """Reward of an episode; where it is given by turn, the sum over turns k = 0, 1, ... of turn_discount^k r_k."""
+    if not score.turns:
+        return score.reward
+    return sum(turn_discount**turn * reward for turn, reward in enumerate(score.turns))
+
+
+def _sample(episode: Episode, weight: float, turn_discount: float) -> Sample:
     turns = episode.tokens
     return Sample(
         token_ids_T=_joined(turns, lambda turn: turn.observation.token_ids_L, lambda turn: turn.completion.token_ids_T),
@@ -119,7 +142,8 @@ def _sample(episode: Episode, reward: float, weight: float) -> Sample:
             lambda turn: np.zeros(turn.observation.num_tokens, dtype=np.float32),
             lambda turn: turn.completion.logprobs_T,
         ),
-        reward=reward,
+        reward=episode_return(episode.score, turn_discount),
+        turn_rewards=episode.score.turns,
         weight=weight,
         images=tuple(image for turn in turns[1:] for image in turn.observation.images),
         completion_ids=tuple(turn.completion.id for turn in turns),
@@ -175,7 +199,7 @@ def replace_samples(batch: Batch, change: Callable[[Sample], Sample]) -> Batch:
 
 
 def episode_metrics(groups: Sequence[Group]) -> Metrics:
-    """Mean rewards, accuracies and lengths over the episodes of a step; by question type where there are several."""
+    """Mean rewards, accuracies and lengths over the episodes of a step; by question type and turn where several."""
     episodes = [episode for group in groups for episode in group.episodes]
     lengths = [episode.num_action_tokens for episode in episodes]
     metrics = {
@@ -191,7 +215,7 @@ def episode_metrics(groups: Sequence[Group]) -> Metrics:
         metrics[f"reward/{name}"] = _mean(
             [episode.score.parts[name] for episode in episodes if name in episode.score.parts]
         )
-    metrics |= _image_metrics(episodes, "")
+    metrics |= _image_metrics(episodes, "") | turn_metrics(episodes)
     kinds = sorted({episode.task.kind for episode in episodes})
     for kind in kinds if len(kinds) > 1 else []:
         of_kind = [episode for episode in episodes if episode.task.kind == kind]

@@ -71,6 +71,24 @@ class Message:
     """True if the message says that a tool call was malformed or has failed."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolSpec:
+    """The description of a tool that the model reads."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, object]
+    """JSON schema of an object; its properties are the arguments."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A call of a tool, as the model wrote it."""
+
+    name: str
+    arguments: Mapping[str, object]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PromptImage:
     """One image as the model sees it."""
@@ -195,6 +213,8 @@ class Turn:
     finish: FinishReason = "stop"
     tokens: TurnTokens | None = None
     """None for an answer that no engine generated, such as one graded from a file."""
+    seconds: float = 0.0
+    """Seconds that the environment took for the messages; 0 in the first turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,7 +242,7 @@ class Score:
     marks: tuple[Mark, ...] = ()
     """Boxes and points to be drawn on the images of the task; no part of the reward."""
     turns: tuple[float, ...] = ()
-    """Rewards of the turns, one for each; empty: the reward is that of the whole episode."""
+    """Rewards of the turns, one for each, whose sum is `reward`; empty: the reward is that of the whole episode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,8 +271,8 @@ class Episode:
 
     @property
     def was_truncated(self) -> bool:
-        """True if the last turn ended at the limit of tokens, and not by itself."""
-        return self.last.finish == "length"
+        """True if a limit ended it: the last turn's of tokens, or the episode's of turns or of tokens."""
+        return self.last.finish == "length" or self.end != "done"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,7 +297,10 @@ class Sample:
     """True at action tokens, which the policy generated; the last token is one."""
     rollout_logprobs_T: NDArray[np.float32]
     reward: float
-    """Reward of the environment, minus penalties that need no model, such as those of length."""
+    """Reward of the environment, minus penalties that need no model, such as those of length: where it is given by
+    turn, the sum of `turn_rewards`, discounted by `algorithm.turn_discount`."""
+    turn_rewards: tuple[float, ...] = ()
+    """Rewards of its turns, undiscounted, penalties on the last; empty: the reward is that of the whole episode."""
     weight: float
     """Loss weight of each of its action tokens in the step's loss (`algorithms.aggregation`)."""
     old_logprobs_T: NDArray[np.float32] | None = None
@@ -309,10 +332,17 @@ class Sample:
         )
         lengths = {len(array) for array in arrays if array is not None} | {len(self.token_ids_T)}
         assert len(lengths) == 1, f"per-token fields of a sample differ in length: {sorted(lengths)}"
+        num_turns = len(self.turn_ends)
+        assert len(self.turn_rewards) in (0, num_turns), f"{len(self.turn_rewards)} rewards for {num_turns} turns"
 
     @property
     def num_actions(self) -> int:
         return int(self.mask_T.sum())
+
+    @property
+    def turn_ends(self) -> NDArray[np.intp]:
+        """Place of the last action token of each turn among the `T` tokens."""
+        return np.flatnonzero(self.mask_T & ~np.append(self.mask_T[1:], False))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,20 @@ from fovea.run.checkpoint import Checkpoints
 from fovea.run.context import Run, Sources, TaskStream
 from fovea.samples import with_old_logprobs, with_reference_logprobs, with_values
 from fovea.train.base import ModelFacts, Needs, SftExample
-from fovea.types import Batch, Completion, ImageRef, Message, Metrics, Prompt, Request, Sampling, Score, Task, Turn
+from fovea.types import (
+    Batch,
+    Completion,
+    ImageRef,
+    Message,
+    Metrics,
+    Prompt,
+    Request,
+    Sampling,
+    Score,
+    Task,
+    ToolSpec,
+    Turn,
+)
 from fovea.weights.base import SyncReport
 
 ANSWERS = ("a", "b", "c", "d")
@@ -75,7 +88,7 @@ class BanditRenderer:
     def fewest_tokens(self, _messages: Sequence[Message]) -> int:
         return 1
 
-    def prompt(self, messages: Sequence[Message], where: str = "") -> Prompt:
+    def prompt(self, messages: Sequence[Message], where: str = "", tools: Sequence[ToolSpec] = ()) -> Prompt:
         token = ANSWERS.index(str(messages[0].parts[0]))
         return Prompt(token_ids_L=np.array([token]), unexpanded_ids_U=np.array([token]))
 

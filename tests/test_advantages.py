@@ -144,6 +144,64 @@ def test_an_empty_step_has_none() -> None:
     assert with_advantages(Batch(groups=()), Algorithm(), 0.0) == (Batch(groups=()), {})
 
 
+def two_turns(*turn_rewards: float, **fields: object) -> Sample:
+    """An episode of turns of 2 tokens and 1, with 2 tokens of an observation between them."""
+    mask = np.array([True, True, False, False, True])
+    zero = floats(0, 0, 0, 0, 0)
+    whole = {"token_ids_T": np.arange(5), "rollout_logprobs_T": zero, "weight": 1.0, "reward": sum(turn_rewards)}
+    return Sample(mask_T=mask, turn_rewards=turn_rewards, **whole | fields)  # type: ignore[arg-type]
+
+
+def test_rewards_by_turn_give_every_turn_its_return() -> None:
+    """reinforce++: rewards 1 and 2 with a discount of .5: returns 1 + .5 * 2 = 2 in the first turn, 2 in the second;
+    -1 and 0 in the other episode: -1, -1 and 0. Mean .5 of six, squares 4 * 1.5^2 ... over 5."""
+    returns = np.array([2, 2, 2, -1, -1, 0])
+    expected = (returns - returns.mean()) / returns.std(ddof=1)
+    found = advantages(batch((two_turns(1, 2), two_turns(-1, 0))), advantage="reinforce++", turn_discount=0.5, kl=None)
+    assert found[0] == pytest.approx([*expected[:2], 0, 0, expected[2]], abs=1e-5)
+    assert found[1] == pytest.approx([*expected[3:5], 0, 0, expected[5]], abs=1e-5)
+
+
+def test_returns_are_those_of_a_plain_loop_over_tokens() -> None:
+    """With a KL penalty on every token: the return of a token is its reward plus that of the next action, discounted
+    where a turn ends."""
+    rng = np.random.default_rng(0)
+    logprobs = {name: rng.normal(size=5).astype(np.float32) for name in ("old_logprobs_T", "reference_logprobs_T")}
+    group = (two_turns(0.3, 0.7, **logprobs), two_turns(0, 0, **logprobs))
+    kl = {"name": "reward", "estimator": "k1", "coef": 0.1}
+    found = advantages(batch(group), 0.1, advantage="reinforce++", turn_discount=0.8, kl=kl)
+    penalty = 0.1 * (logprobs["old_logprobs_T"] - logprobs["reference_logprobs_T"])
+    all_returns: list[float] = []
+    for rewards in ((0, 0.3, 0.7), (0, 0, 0)):
+        first, second, last = (reward - penalty[place] for reward, place in zip(rewards, (0, 1, 4), strict=True))
+        all_returns += [first + second + 0.8 * last, second + 0.8 * last, last]
+    expected = (np.array(all_returns) - np.mean(all_returns)) / np.std(all_returns, ddof=1)
+    assert [each[place] for each in found for place in (0, 1, 4)] == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_gae_over_turns_by_hand() -> None:
+    """As in tests/algorithms/test_turn_gae.py: returns of .6425, 2.17 and 2; the discount is the algorithm's."""
+    values = floats(0.2, 0.4, 9, 9, 0.6)
+    gae = {"name": "gae", "gamma": 0.5, "gae_lambda": 0.5, "turn_lambda": 0.5}
+    settings = Algorithm.model_validate({"advantage": gae, "turn_discount": 0.9})
+    result, _ = with_advantages(batch((two_turns(1, 2, values_T=values),)), settings, 0.0)
+    np.testing.assert_allclose(result.samples[0].returns_T, [0.6425, 2.17, 0, 0, 2], atol=1e-6)  # type: ignore[arg-type]
+    raw = np.array([0.4425, 1.77, 1.4])
+    white = (raw - raw.mean()) / raw.std(ddof=1)
+    found = result.samples[0].advantages_T
+    np.testing.assert_allclose(found, [*white[:2], 0, 0, white[2]], atol=1e-5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("advantage", ["reinforce++", {"name": "gae", "gamma": 0.9, "gae_lambda": 0.8}])
+def test_all_of_the_reward_in_the_last_turn_is_a_reward_of_the_episode(advantage: object) -> None:
+    """Bit for bit."""
+    values = floats(0.2, 0.4, 9, 9, 0.6)
+    by_turn = [two_turns(0, reward, values_T=values) for reward in (0.3, 0.7)]
+    whole = [replace(each, turn_rewards=()) for each in by_turn]
+    found = [advantages(batch(tuple(each)), advantage=advantage, kl=None) for each in (by_turn, whole)]
+    assert found[0] == found[1]
+
+
 def test_values_are_needed() -> None:
     with pytest.raises(AssertionError, match="GAE needs the values"):
         with_advantages(batch((replace(sample(1.0)),)), Algorithm(name="ppo"), 0.0)

@@ -45,6 +45,7 @@ LATE_IMPORTS = {
     "fovea/wiring/environment.py": {"named_environment"},
     "fovea/wiring/model.py": {"liger_kernels"},
     "fovea/wiring/megatron.py": {"make_megatron_policy", "saved_by_megatron"},
+    "fovea/wiring/standards.py": {"standard_environment"},
     "fovea/wiring/outputs.py": {"chosen_trackers"},
     "fovea/cli/main.py": {"train", "_train", "report"},
     "fovea/cli/data.py": {
@@ -69,6 +70,7 @@ DISTRIBUTIONS = {
     "easy_vqa": "easy-vqa",
     "liger_kernel": "liger-kernel",
     "megatron": "megatron-core",
+    "mcp_types": "mcp",
     "mlflow": "mlflow-skinny",
     "typing_extensions": "typing-extensions",
     "huggingface_hub": "huggingface-hub",
@@ -177,6 +179,8 @@ def test_backends_do_not_know_each_other() -> None:
         ("ray", "fovea/cluster/ray.py"),
         ("easy_vqa", "fovea/tools/data_sets/easy_vqa.py"),
         ("mixtrain", "fovea/tools/workflows/mixtrain.py"),
+        ("gymnasium", "fovea/environments/adapters/gymnasium.py"),
+        ("mcp", "fovea/environments/adapters/mcp.py"),
         ("triton", "fovea/rollout/embedded/paged_triton.py"),
     ],
 )

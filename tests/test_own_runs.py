@@ -169,7 +169,7 @@ def test_a_reward_that_fails_is_counted_and_listed() -> None:
     assert shown.count(f"not scored and left out: {listed[0]['reason']}") == 1, "printed at the first one only"
     for text in (report, shown):
         assert f"Rows not scored and left out: {missing} before RL" in text
-        assert f"not scored and left out: {len(listed)} groups and held-out answers" in text
+        assert f"not scored and left out: {len(listed)} groups, episodes and held-out answers" in text
 
 
 def test_a_reward_that_fails_ends_the_run_by_name() -> None:

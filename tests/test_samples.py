@@ -10,7 +10,7 @@ import pytest
 from fovea.config.algorithm import Algorithm
 from fovea.metrics.names import definition_of
 from fovea.samples import episode_metrics, make_batch
-from fovea.types import Batch, Completion, Episode, Group, Metrics, Prompt, Score, Task
+from fovea.types import Batch, Completion, Episode, EpisodeEnd, Group, Metrics, Prompt, Sample, Score, Task
 from tests.records import one_turn
 
 PROMPT = Prompt(token_ids_L=np.arange(3), unexpanded_ids_U=np.arange(3))
@@ -104,3 +104,64 @@ def test_the_share_without_signal_is_of_all_that_was_drawn_and_needs_two_answers
     single = [group(1), group(0)]
     assert "groups/without_signal_frac" not in episode_metrics(single)
     assert make_batch(single, Algorithm(), max_new_tokens=10)[1] == {}, "one answer differs from nothing"
+
+
+def in_turns(*rewards: float, penalised_tokens: int = 2, end: EpisodeEnd = "done") -> Episode:
+    """An episode with a turn for each reward; every turn but the first answers an observation of 3 tokens."""
+    one = episode(sum(rewards), penalised_tokens, "all")
+    more = replace(one.turns[0].tokens, observation=PROMPT)  # type: ignore[type-var]
+    turns = [one.turns[0], *(replace(one.turns[0], tokens=more) for _ in rewards[1:])]
+    return replace(one, turns=tuple(turns), score=replace(one.score, turns=rewards), end=end)
+
+
+def samples_of(*episodes: Episode, **settings: object) -> tuple[tuple[Sample, ...], Metrics]:
+    group_ = Group(prompt=PROMPT, episodes=episodes)
+    batch, counts = make_batch([group_], Algorithm.model_validate(settings), max_new_tokens=10)
+    return batch.samples, counts
+
+
+def test_rewards_by_turn_are_summed_and_discounted() -> None:
+    """1 + .5 * 2 + .25 * 4 = 3, and 1 + .5 * 1 = 1.5; the samples keep the rewards of their turns."""
+    (first, second), _ = samples_of(in_turns(1, 2, 4), in_turns(1, 1), turn_discount=0.5)
+    assert (first.reward, second.reward) == (3, 1.5)
+    assert (first.turn_rewards, second.turn_rewards) == ((1, 2, 4), (1, 1))
+    assert first.turn_ends.tolist() == [1, 6, 11]
+    (first, second), _ = samples_of(in_turns(1, 2, 4), in_turns(1, 1))
+    assert (first.reward, second.reward) == (7, 2)
+
+
+def test_a_discount_leaves_the_reward_of_a_whole_episode() -> None:
+    one = in_turns(1, 2)
+    whole = replace(one, score=replace(one.score, turns=()))
+    (sample, _), _ = samples_of(whole, in_turns(0, 0), turn_discount=0.5)
+    assert (sample.reward, sample.turn_rewards) == (3, ())
+
+
+def test_a_penalty_of_length_is_part_of_the_last_turns_reward() -> None:
+    """9 of 10 tokens, of which the last 5 are penalised: -4/5; discounted by .5 as its turn is."""
+    overlong = {"buffer_frac": 0.5}
+    (sample, _), counts = samples_of(
+        in_turns(1, 2, penalised_tokens=9), in_turns(0, 0), overlong=overlong, turn_discount=0.5
+    )
+    assert sample.turn_rewards == pytest.approx((1, 2 - 0.8))
+    assert sample.reward == pytest.approx(1 + 0.5 * 1.2)
+    assert counts["reward/overlong"] == pytest.approx(-0.4)
+
+
+@pytest.mark.parametrize("end", ["max_turns", "max_tokens"])
+def test_episodes_that_a_limit_ended_are_masked_or_scored(end: EpisodeEnd) -> None:
+    """Masked they have no weight, give no tokens to the mean, and stay in the baseline of their group."""
+    episodes = (in_turns(1, 0), in_turns(0, 0, end=end), in_turns(0, 0))
+    masked, counts = samples_of(*episodes, mask_truncated=True)
+    assert [sample.weight for sample in masked] == pytest.approx([1 / 8, 0, 1 / 8])
+    assert [sample.reward for sample in masked] == [1, 0, 0]
+    assert counts["episodes_masked"] == 1
+    scored, counts = samples_of(*episodes)
+    assert [sample.weight for sample in scored] == pytest.approx([1 / 12] * 3)
+    assert "episodes_masked" not in counts
+    assert episode_metrics([Group(prompt=PROMPT, episodes=episodes)])["truncated_frac"] == pytest.approx(1 / 3)
+
+
+def test_a_reward_for_each_turn() -> None:
+    with pytest.raises(AssertionError, match="1 rewards for 2 turns"):
+        samples_of(replace(in_turns(1, 2), score=Score(reward=1, accuracy=1, turns=(1,))), in_turns(0, 0))

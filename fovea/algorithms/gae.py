@@ -1,4 +1,4 @@
-"""Generalised advantage estimation (GAE): PPO's per-token advantages from a critic's values.
+"""Generalised advantage estimation (GAE): PPO's per-token advantages from a critic's values, over tokens or turns.
 
 Axes: `B` completions, `T` tokens. The mask is True at action tokens. Masked-out tokens (padding, tool output) are
 skipped: their contents, NaN included, do not affect the result, and their advantages and returns are 0.
@@ -13,7 +13,13 @@ WHITEN_EPSILON = 1e-8
 
 
 def gae(
-    rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, *, gamma: float, gae_lambda: float
+    rewards_BT: Tensor,
+    values_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    gamma: float,
+    gae_lambda: float,
+    ends_BT: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Advantages and value targets (returns), both [B, T], by a backward recursion:
 
@@ -21,15 +27,16 @@ def gae(
         A_t     = delta_t + gamma lambda A_next
         return  = A_t + V_t, before any whitening
 
-    `next` is the next action token. The episode ends with the last one, where V_next = A_next = 0; rewards arrive per
-    token, the episode's on its last action. Schulman et al., arXiv 1506.02438.
+    `next` is the next action token. The episode ends with the last one, where V_next = A_next = 0, and where `ends_BT`
+    is True; rewards arrive per token, the episode's on its last action. Schulman et al., arXiv 1506.02438.
     """
     mask_BT = mask_BT.bool()
+    ends_BT = torch.zeros_like(mask_BT) if ends_BT is None else ends_BT
     next_value_B = next_advantage_B = values_BT.new_zeros(len(values_BT))
     backwards: list[Tensor] = []
-    for rewards_B, values_B, mask_B in zip(
-        reversed(rewards_BT.unbind(1)), reversed(values_BT.unbind(1)), reversed(mask_BT.unbind(1)), strict=True
-    ):
+    columns = (x_BT.unbind(1)[::-1] for x_BT in (rewards_BT, values_BT, mask_BT, ends_BT))
+    for rewards_B, values_B, mask_B, ends_B in zip(*columns, strict=True):
+        next_value_B, next_advantage_B = (torch.where(ends_B, 0.0, x_B) for x_B in (next_value_B, next_advantage_B))
         delta_B = rewards_B + gamma * next_value_B - values_B
         advantage_B = delta_B + gamma * gae_lambda * next_advantage_B
         # masked-out tokens pass V_next and A_next through unchanged and are not time step: no factor gamma for them
@@ -38,6 +45,46 @@ def gae(
         backwards.append(next_advantage_B)
     advantages_BT = torch.stack(backwards[::-1], 1) if backwards else torch.zeros_like(values_BT)
     return torch.where(mask_BT, advantages_BT, 0.0), torch.where(mask_BT, advantages_BT + values_BT, 0.0)
+
+
+def turn_ends(mask_BT: Tensor) -> Tensor:
+    """True at the last action token of each turn, [B, T]: the one before a masked-out token, or in the last place."""
+    mask_BT = mask_BT.bool()
+    return mask_BT & ~torch.nn.functional.pad(mask_BT[:, 1:], (0, 1))
+
+
+def turn_gae(
+    rewards_BT: Tensor,
+    values_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    gamma: float,
+    gae_lambda: float,
+    turn_gamma: float,
+    turn_lambda: float,
+) -> tuple[Tensor, Tensor]:
+    """Bi-level advantages and value targets, both [B, T]: GAE over the turns, then within each turn over its tokens.
+
+        turn k          delta_k = r_k + turn_gamma v_{k+1} - v_k
+                        A_k     = delta_k + turn_gamma turn_lambda A_{k+1}
+        its last token  A_t     = A_k
+        its others      A_t     = r_t + gamma V_{t+1} - V_t + gamma gae_lambda A_{t+1}
+        return          A_t + V_t, before any whitening
+
+    r_k and v_k are reward and value of the last token of turn k. Rewards of other tokens, such as a KL penalty, count
+    within their turn only. With one turn this is `gae`. Wang et al., VAGEN, arXiv 2510.16907, Bi-Level GAE.
+    """
+    ends_BT = turn_ends(mask_BT)
+    _, targets_BT = gae(rewards_BT, values_BT, ends_BT, gamma=turn_gamma, gae_lambda=turn_lambda)
+    # a turn is then an episode whose last reward is the return that the turns make of it
+    return gae(
+        torch.where(ends_BT, targets_BT, rewards_BT),
+        values_BT,
+        mask_BT,
+        gamma=gamma,
+        gae_lambda=gae_lambda,
+        ends_BT=ends_BT,
+    )
 
 
 def whiten(x_BT: Tensor, mask_BT: Tensor) -> Tensor:

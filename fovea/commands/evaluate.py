@@ -47,7 +47,7 @@ from fovea.report.evaluation import write_evaluation
 from fovea.report.tables import tables
 from fovea.run.fingerprint import GivenCode
 from fovea.run.rollout_step import evaluation_sampling
-from fovea.types import Message, Prompt, Task
+from fovea.types import Message, Prompt, Task, ToolSpec
 from fovea.utils.event_loop import wait_for
 from fovea.utils.http_json import JsonServer, bearer
 from fovea.utils.shown_text import printable, without_secrets
@@ -388,7 +388,7 @@ class _NoRenderer:
             f"baselines render no prompts, but {where} asked for the length of {len(messages)} messages"
         )
 
-    def prompt(self, messages: Sequence[Message], where: str = "") -> Prompt:
+    def prompt(self, messages: Sequence[Message], where: str = "", tools: Sequence[ToolSpec] = ()) -> Prompt:
         raise AssertionError(f"baselines render no prompts, but {where} asked for one of {len(messages)} messages")
 
     def observation(self, messages: Sequence[Message], *, after: int, where: str = "") -> Prompt:

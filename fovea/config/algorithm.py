@@ -156,6 +156,9 @@ class Gae(Section):
     """Discount factor per token."""
     gae_lambda: Fraction = 1.0
     """GAE lambda: bias-variance trade-off (1 = Monte Carlo returns)."""
+    turn_lambda: Fraction | None = None
+    """Bi-level GAE (VAGEN): lambda of GAE over the turns of an episode, whose gamma is algorithm.turn_discount; gamma
+    and gae_lambda then hold within a turn. null: over the tokens of all turns alike."""
     critic: Critic = Field(default_factory=Critic)
 
 
@@ -294,8 +297,11 @@ class Algorithm(Section):
     dynamic_sampling: DynamicSampling | None = None
     overlong: Overlong | None = None
     mask_truncated: bool = False
-    """Overlong filtering: leave completions that were cut at rollout.max_new_tokens out of the loss; their rewards stay
-    in the baseline of their group."""
+    """Overlong filtering (DAPO) and over-turn masking (Mini-o3): leave completions that were cut at
+    rollout.max_new_tokens, and episodes that ended at a limit of turns or tokens, out of the loss; their rewards stay
+    in the baseline of their group. false: they train by their score."""
+    turn_discount: Fraction = 1.0
+    """Discount factor per turn of rewards that are given by turn (docs/turns.md); 1: their sum."""
     ppo_epochs: PositiveInt = 1
     """Passes over the completions of a step."""
     minibatches: PositiveInt = 1
@@ -352,6 +358,12 @@ def _contradictions(settings: Algorithm) -> Iterator[str]:
                 f"algorithm.{key}={getattr(settings, key)} shapes weights that importance_sampling_fix=false leaves "
                 f"out; set algorithm.importance_sampling_fix=true, or algorithm.{key}={defaults[key].default}"
             )
+    if isinstance(settings.advantage, Gae) and settings.advantage.turn_lambda is None and settings.turn_discount != 1:
+        yield (
+            f"algorithm.turn_discount={settings.turn_discount} discounts from turn to turn, but advantage=gae without "
+            "turn_lambda discounts from token to token only; set algorithm.advantage.turn_lambda=0.95, or "
+            "algorithm.turn_discount=1"
+        )
     one_step = settings.ppo_epochs * settings.minibatches == 1
     if one_step and settings.max_policy_kl not in (None, settings.bundles[settings.name].get("max_policy_kl")):
         yield (

@@ -332,14 +332,53 @@ class CaptionEnvironment(FileEnvironment):
         return self
 
 
+Value: TypeAlias = str | bool | int | float | None
+
+
 class OwnEnvironment(EnvironmentSettings):
     """A class of yours (docs/own.md); `environment=path/to/file.py:Class` is short for this section."""
 
     name: Literal["own"] = "own"
     file: Annotated[str, Field(min_length=1)]
     """`path/to/file.py:Class`; relative paths start at the working directory."""
-    settings: dict[str, str | bool | int | float | None] = Field(default_factory=dict)
+    settings: dict[str, Value] = Field(default_factory=dict)
     """Argument `settings` of its constructor."""
+
+
+RowCount: TypeAlias = Annotated[int, Field(ge=1, le=1 << 24)]
+
+
+class GymnasiumEnvironment(EnvironmentSettings):
+    """An environment of gymnasium with discrete actions, seen as pictures (docs/agents.md); rows are seeds."""
+
+    name: Literal["gymnasium"] = "gymnasium"
+    id: Annotated[str, Field(min_length=1)]
+    """Its id in gymnasium's registry (`FrozenLake-v1`, `module:Name-v0`), or `path/to/file.py:Class`."""
+    kwargs: dict[str, Value] = Field(default_factory=dict)
+    """Arguments of its constructor."""
+    prompt: str = "Choose the next action."
+    """Text below the first picture; how to answer, with the names of the actions, follows it."""
+    actions: tuple[Annotated[str, Field(pattern=r"^\S(.*\S)?$")], ...] = ()
+    """Names of the actions, in the order of their numbers; default: the numbers."""
+    max_turns: PositiveInt = 10
+    """Most actions of an episode."""
+    success_key: str | None = None
+    """Key of the last step's `info` that is true after success; default: terminated with a positive reward."""
+    train_size: RowCount = 1000
+    """Training rows; each is a seed of `reset`, and no seed is in two splits."""
+    dev_size: RowCount = 100
+    """Dev rows."""
+    test_size: RowCount = 200
+    """Test rows."""
+
+    @model_validator(mode="after")
+    def _actions_differ(self) -> GymnasiumEnvironment:
+        if len({action.casefold() for action in self.actions}) < len(self.actions):
+            raise ValueError(
+                f"environment.actions={list(self.actions)} names an action twice, in any case of letters; give every "
+                "action a separate name"
+            )
+        return self
 
 
 PartEnvironment: TypeAlias = Annotated[
@@ -354,6 +393,7 @@ PartEnvironment: TypeAlias = Annotated[
     | CaptionEnvironment
     | RowsEnvironment
     | GeoSpotEnvironment
+    | GymnasiumEnvironment
     | OwnEnvironment
     | EnvironmentSettings,
     OpenUnion("fovea.environments", "make_environment"),

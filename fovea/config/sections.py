@@ -87,6 +87,9 @@ class Rollout(Section):
     stop_after_answer: bool = False
     """End a completion with the token that closes its answer, such as the last brace of the boxed one. Nothing that is
     not graded is then trained on; the model is not taught to end by itself."""
+    max_episode_tokens: PositiveInt | None = None
+    """Longest episode of several turns: tokens of prompt, answers and replies. One whose next turn might not fit ends
+    before it; default: as many as the model has positions for."""
     max_staleness_steps: NonNegativeInt = 0
     """Steps that the policy may have taken since the weights that draw a completion. 0: rollout and update in turn; 1:
     the next step is drawn during the update; more: so are the steps after it."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from fovea.config.base import Member
+from fovea.config.base import MayChange, Member, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 ROWS_FOLDER = "rows"
 """Folder of a run with the rows that Python code has given."""
@@ -17,8 +17,27 @@ RUN_DIR = "{run_dir}"
 _GIVEN = re.compile(rf".+/({ROWS_FOLDER}/(?:test_|dev_)?rows-[0-9a-f]+\.parquet)")
 
 
+class SessionLimits(Section):
+    """Limits of an environment that replies in an episode, by your own code or from another process."""
+
+    max_concurrent: MayChange[PositiveInt] = 512
+    """Most episodes with an open session at once; the others wait after their first answer."""
+    deadline_seconds: MayChange[PositiveFloat] = 60.0
+    """Longest open, reply, score or close of a session."""
+    retries: MayChange[NonNegativeInt] = 0
+    """Further tries of a failed open, and of a failed reply of an environment without state; a session is never given
+    an action twice."""
+    on_failure: MayChange[Literal["drop", "reward", "stop"]] = "drop"
+    """Treatment of an episode whose session fails. drop: leave it out of its group; reward: end it with failure_reward;
+    stop: stop the run."""
+    failure_reward: MayChange[float] = 0.0
+    """Reward of an episode whose session fails (on_failure=reward)."""
+
+
 class EnvironmentSettings(Member):
     """Settings of an environment."""
+
+    session: SessionLimits = Field(default_factory=SessionLimits)
 
 
 class SplitFiles(EnvironmentSettings):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 from fovea.data.rows import RowAccess
+from fovea.environments.tools.base import Tool
 from fovea.types import AnswerEnd, Message, Score, Task, Turn
 
 Split: TypeAlias = Literal["train", "dev", "test"]
@@ -50,6 +51,35 @@ class OpensSessions(Protocol):
 
     async def open(self, task: Task, seed: int) -> Session:
         """Begin an episode. `seed` is different for each episode of a run, and the same in a resumed run."""
+        ...
+
+
+@runtime_checkable
+class UsesTools(Protocol):
+    """An environment whose model may call tools.
+
+    Fovea adds them to the prompt, calls them and returns their results; the environment is asked to reply only to turns
+    without a call. Turns with calls count among its `max_turns`.
+    """
+
+    def tools(self, task: Task) -> Sequence[Tool]:
+        """The tools of an episode, the same for every call with one task."""
+        ...
+
+
+@runtime_checkable
+class LimitsSessions(Protocol):
+    """An environment of whose sessions only so many may be open at once."""
+
+    max_open: int
+
+
+@runtime_checkable
+class LimitsTurns(Protocol):
+    """An environment whose tasks differ in their most turns; `max_turns` is the largest."""
+
+    def turns_of(self, task: Task) -> int:
+        """The most turns of an episode of this task."""
         ...
 
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 
 from fovea.data.order import LazyTasks, RowPlace, kinds_of, place_of
 from fovea.environments.answer_end import declared_end
-from fovea.environments.base import Environment, Split
+from fovea.environments.base import Environment, LimitsSessions, OpensSessions, Session, Split
 from fovea.environments.graders.grading import Grading
+from fovea.environments.sessions import open_session
 from fovea.errors import ConfigError, DataError
 from fovea.types import Message, Score, Task, Turn
 
@@ -54,9 +55,14 @@ class Mixture(Environment):
         part, own = dealt(task, self._parts)
         return part.environment.prompt(own)
 
+    def turns_of(self, task: Task) -> int:
+        """The most turns of an episode of the part that a task belongs to."""
+        part, _ = dealt(task, self._parts)
+        return part.environment.max_turns
+
     def reply(self, task: Task, turns: Sequence[Turn]) -> Sequence[Message] | None:
         part, own = dealt(task, self._parts)
-        return None if len(turns) >= part.environment.max_turns else part.environment.reply(own, turns)
+        return part.environment.reply(own, turns)
 
     def target(self, task: Task) -> str:
         part, own = dealt(task, self._parts)
@@ -65,6 +71,25 @@ class Mixture(Environment):
     def demonstration(self, task: Task) -> Sequence[str]:
         part, own = dealt(task, self._parts)
         return part.environment.demonstration(own)
+
+
+class MixtureWithSessions(Mixture):
+    """A mixture of which some parts have sessions; the smallest limit of open sessions among them holds for all."""
+
+    def __init__(self, parts: Mapping[str, Part]) -> None:
+        super().__init__(parts)
+        limited = [part.environment for part in parts.values()]
+        self.max_open = min(each.max_open for each in limited if isinstance(each, LimitsSessions))
+
+    async def open(self, task: Task, seed: int) -> Session:
+        part, own = dealt(task, self._parts)
+        return await open_session(part.environment, own, seed)
+
+
+def mixture_of(parts: Mapping[str, Part]) -> Mixture:
+    """The mixture of these parts."""
+    has_sessions = any(isinstance(part.environment, OpensSessions) for part in parts.values())
+    return MixtureWithSessions(parts) if has_sessions else Mixture(parts)
 
 
 class MixedTasks(LazyTasks):

@@ -10,9 +10,9 @@ from typing import Literal, Protocol, TypeVar
 
 from fovea.data.bad_rows import BadRows
 from fovea.data.order import RowOrder, RowPlace, place_of
-from fovea.environments.base import Environment
+from fovea.environments.base import Environment, UsesTools
 from fovea.errors import BadRowError, DataError
-from fovea.types import Message, Prompt, Task
+from fovea.types import Message, Prompt, Task, ToolSpec
 from fovea.utils.event_loop import Prefetch
 from fovea.utils.lru_cache import LRUCache
 
@@ -28,7 +28,7 @@ class RendersPrompts(Protocol):
 
     def fewest_tokens(self, messages: Sequence[Message]) -> int: ...
 
-    def prompt(self, messages: Sequence[Message], where: str = ...) -> Prompt: ...
+    def prompt(self, messages: Sequence[Message], where: str = ..., tools: Sequence[ToolSpec] = ...) -> Prompt: ...
 
     def observation(self, messages: Sequence[Message], *, after: int, where: str = ...) -> Prompt: ...
 
@@ -156,7 +156,8 @@ class PromptSource:
         asked = self._environment.prompt(task) if messages is None else messages
         # a processed image takes thousands of times the memory of its file: a row too long is refused before
         self._check_length(self.renderer.fewest_tokens(asked), where, "at least ")
-        prompt = self.renderer.prompt(asked, where=where)
+        tools = self._environment.tools(task) if isinstance(self._environment, UsesTools) else ()
+        prompt = self.renderer.prompt(asked, where=where, tools=[tool.spec for tool in tools])
         self._check_length(prompt.num_tokens, where)
         return PromptedTask(task=task, prompt=prompt)
 

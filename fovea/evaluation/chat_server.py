@@ -15,13 +15,15 @@ import numpy as np
 
 from fovea.data.images import OpenImage, png_url
 from fovea.environments.answer_end import find_answer_end
-from fovea.environments.base import Environment
+from fovea.environments.base import Environment, Session
 from fovea.environments.graders.grading import Grading
 from fovea.environments.prompt_source import PromptSource
+from fovea.environments.sessions import unreadable
 from fovea.errors import BadRowError, ConfigError, EngineError, UnscoredError, first_line, named
 from fovea.evaluation.evaluator import AnsweredRow, answered_rows
-from fovea.rollout.collect import request_seed
-from fovea.types import AnswerEnd, Episode, FinishReason, ImageRef, Message, Prompt, Sampling, Task, Turn
+from fovea.rollout.conversation import Conversations, scored
+from fovea.rollout.engine_turns import request_seed
+from fovea.types import AnswerEnd, Episode, FinishReason, ImageRef, Message, Prompt, Sampling, Task, ToolSpec, Turn
 from fovea.utils.event_loop import gather_or_cancel
 from fovea.utils.http_json import CallError, JsonServer
 
@@ -136,49 +138,64 @@ class ServerEvaluator:
         for start in range(0, size, self._batch_size):
             indices = range(start, min(start + self._batch_size, size))
             rows = {index: row.task for index in indices if (row := source.get(index)) is not None}
+            places = [(index, number) for index in rows for number in range(n)]
+            talks = Conversations.of(self._environment, places)
             answered = await gather_or_cancel(
-                self._episodes(task, sampling or self._greedy, n, request_seed(seed, index))
+                self._episodes(task, index, sampling or self._greedy, n, request_seed(seed, index), talks)
                 for index, task in rows.items()
             )
             found += answered_rows(source, rows, answered, unscored=unscored, image_type_key=self._image_type_key)
         return found
 
     async def _episodes(
-        self, task: Task, sampling: Sampling, n: int, seed: int
+        self, task: Task, index: int, sampling: Sampling, n: int, seed: int, talks: Conversations
     ) -> list[Episode] | BadRowError | UnscoredError:
         """The n scored episodes of a task, or why there are none."""
         try:
             asked = tuple(self._environment.prompt(task))
-            chat = await self._chat(asked)
+            chat = await as_chat_in_thread(asked, self._open_image)
             replies = await self._model.answer(chat, sampling, n=n, seed=seed)
-            firsts = [Turn(messages=asked, text=reply.text, finish=reply.finish) for reply in replies]
-            turns = await gather_or_cancel(
-                self._later_turns(task, chat, (first,), sampling, request_seed(seed, number))
-                for number, first in enumerate(firsts)
-            )
-            scores = await self._grading.scores(task, turns)
+
+            async def episode(number: int, reply: Reply) -> Episode:
+                own_seed = request_seed(seed, number)
+                speaker = ServerSpeaker(self._model, self._open_image, chat, sampling, own_seed)
+                first = Turn(messages=asked, text=reply.text, finish=reply.finish)
+                conversation = await talks.go_on(task, own_seed, first, speaker, (index, number))
+                return await scored(self._grading, task, conversation)
+
+            return await gather_or_cancel(episode(*each) for each in enumerate(replies))
         except BadRowError as error:
             return BadRowError(f"{task.id}: {error}", error.reason)
         except UnscoredError as error:
             return error
-        return [Episode(task=task, turns=each, score=score) for each, score in zip(turns, scores, strict=True)]
 
-    async def _later_turns(
-        self, task: Task, chat: Chat, turns: tuple[Turn, ...], sampling: Sampling, seed: int
-    ) -> tuple[Turn, ...]:
-        """Continue an episode to its end and return all turns."""
-        while len(turns) < self._environment.max_turns:
-            messages = self._environment.reply(task, turns)
-            if messages is None:
-                break
-            chat = [*chat, {"role": "assistant", "content": turns[-1].text}, *await self._chat(messages)]
-            (reply,) = await self._model.answer(chat, sampling, n=1, seed=request_seed(seed, len(turns)))
-            turns = (*turns, Turn(messages=tuple(messages), text=reply.text, finish=reply.finish))
-        return turns
 
-    async def _chat(self, messages: Sequence[Message]) -> Chat:
-        # on a thread: decoding and encoding pictures must not hold up the server's answers
-        return await asyncio.to_thread(as_chat, messages, self._open_image)
+class ServerSpeaker:
+    """The model of a server in one episode."""
+
+    def __init__(self, model: ChatModel, open_image: OpenImage, chat: Chat, sampling: Sampling, seed: int) -> None:
+        """`chat` is the conversation without the first answer."""
+        self._model = model
+        self._open_image = open_image
+        self._chat = chat
+        self._sampling = sampling
+        self._seed = seed
+
+    async def answer(self, session: Session, turns: Sequence[Turn], messages: Sequence[Message]) -> Turn:
+        """The server's answer to these messages."""
+        try:
+            asked = await as_chat_in_thread(messages, self._open_image)
+        except BadRowError as error:
+            raise unreadable(session, error) from error
+        self._chat = [*self._chat, {"role": "assistant", "content": turns[-1].text}, *asked]
+        seed = request_seed(self._seed, len(turns))
+        (reply,) = await self._model.answer(self._chat, self._sampling, n=1, seed=seed)
+        return Turn(messages=tuple(messages), text=reply.text, finish=reply.finish)
+
+
+async def as_chat_in_thread(messages: Sequence[Message], open_image: OpenImage) -> Chat:
+    """As `as_chat`; meanwhile the answers of the server are read."""
+    return await asyncio.to_thread(as_chat, messages, open_image)
 
 
 class EmptyPrompts:
@@ -189,7 +206,7 @@ class EmptyPrompts:
     def fewest_tokens(self, _messages: Sequence[Message]) -> int:
         return 0
 
-    def prompt(self, _messages: Sequence[Message], where: str = "") -> Prompt:
+    def prompt(self, _messages: Sequence[Message], where: str = "", tools: Sequence[ToolSpec] = ()) -> Prompt:
         none = np.zeros(0, dtype=np.int64)
         return Prompt(token_ids_L=none, unexpanded_ids_U=none)
 

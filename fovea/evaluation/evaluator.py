@@ -14,7 +14,8 @@ from fovea.errors import BadRowError, ConfigError, ScoreError, UnscoredError
 from fovea.evaluation.answer import SampledAnswer, sampled_answer
 from fovea.evaluation.statistics import parts_of
 from fovea.rollout.base import Engine, HoldsImages
-from fovea.rollout.collect import Interaction, collect
+from fovea.rollout.collect import collect
+from fovea.rollout.engine_turns import Interaction
 from fovea.types import Episode, Evaluation, Sampling, Task
 
 

@@ -21,6 +21,7 @@ from fovea.models.model_files import CONFIG as TOKENIZER_CONFIG
 from fovea.models.model_files import check_folder, damaged_model, hub_options
 from fovea.models.transformers_versions import load_config, load_tokenizer
 from fovea.utils.config_keys import check_config_keys, optional_file, optional_json
+from fovea.utils.tool_calls import gemma_calls
 
 SET_BY_RENDERER = frozenset({"messages", "tools", "documents", "tokenize", "chat_template", "add_generation_prompt"})
 """Names that no argument of a chat template may have."""
@@ -39,7 +40,8 @@ class Processor:
     """Ids that end a completion: those of the generation config, and the tokenizer's end token."""
     banned_ids: tuple[int, ...]
     """Ids that are never sampled, ascending: special tokens (an image pad in a completion breaks the next forward
-    pass), entries of the embedding beyond the tokenizer's vocabulary, and `suppress_tokens` of the generation config.
+    pass) but for those by which a model calls tools, entries of the embedding beyond the tokenizer's vocabulary, and
+    `suppress_tokens` of the generation config.
 
     They have probability 0 in every engine and in the trainer (`models.drawn_distribution`)."""
     max_positions: int
@@ -124,7 +126,9 @@ def make_processor(
 ) -> Processor:
     """A processor with stop and banned ids derived from transformers' configs."""
     stop_ids, family = _stop_ids(generation, tokenizer), family_of(config, name)
-    banned_ids = _banned_ids(tokenizer, config.get_text_config().vocab_size, generation, stop_ids)
+    marks = gemma_calls.MARKS if gemma_calls.is_written_by(chat_template) else ()
+    drawn_ids = (*stop_ids, *(token_id(tokenizer, mark) for mark in marks))
+    banned_ids = _banned_ids(tokenizer, config.get_text_config().vocab_size, generation, drawn_ids)
     return Processor(
         tokenizer=tokenizer,
         image_processor=image_processor,
@@ -175,11 +179,11 @@ def _stop_ids(generation: GenerationConfig, tokenizer: PreTrainedTokenizerBase) 
 
 
 def _banned_ids(
-    tokenizer: PreTrainedTokenizerBase, vocab_size: int, generation: GenerationConfig, stop_ids: tuple[int, ...]
+    tokenizer: PreTrainedTokenizerBase, vocab_size: int, generation: GenerationConfig, drawn_ids: tuple[int, ...]
 ) -> tuple[int, ...]:
     special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     beyond, suppressed = range(len(tokenizer), vocab_size), generation.suppress_tokens or ()
-    banned = special.union(beyond, suppressed).difference(stop_ids)
+    banned = special.union(beyond, suppressed).difference(drawn_ids)
     # a tokenizer may have more tokens than the network: what has no logit needs no ban
     return tuple(sorted(index for index in banned if index < vocab_size))
 

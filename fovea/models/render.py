@@ -15,8 +15,17 @@ import numpy as np
 from fovea.data.images import ImageOpener
 from fovea.errors import BadRowError, DataError
 from fovea.models.processor import Processor
-from fovea.types import ImageRef, Message, Prompt, PromptImage
+from fovea.models.tool_messages import (
+    as_chat,
+    as_listed,
+    with_results_of_user,
+    with_tool_list,
+    without_special_tokens,
+)
+from fovea.types import ImageRef, Message, Prompt, PromptImage, ToolSpec
 from fovea.utils.shown_text import special_marks
+from fovea.utils.tool_calls import gemma_calls
+from fovea.utils.tool_calls.detect import reads_tools
 
 ANSWER = "the-answer-of-the-model"
 """Placeholder of an answer in the chat template, by which the text after an answer is found."""
@@ -36,6 +45,9 @@ class Renderer:
     ) -> None:
         self._tokenizer = processor.tokenizer
         self._template = processor.chat_template
+        self._reads_tools = reads_tools(processor.chat_template)
+        # Gemma's writes results behind a call only; after any other answer they are the user's
+        self._has_results = self._reads_tools and not gemma_calls.is_written_by(processor.chat_template)
         self._template_kwargs: dict[str, Any] = dict(processor.template_kwargs)
         self._image_processor = processor.image_processor
         self._family = processor.family
@@ -53,24 +65,41 @@ class Renderer:
         """
         return sum(map(self._fewest_visual_tokens, images_of(messages)))
 
-    def prompt(self, messages: Sequence[Message], where: str = "the prompt") -> Prompt:
+    def prompt(self, messages: Sequence[Message], where: str = "the prompt", tools: Sequence[ToolSpec] = ()) -> Prompt:
         """The prompt of a task, up to where the assistant's answer begins; BadRowError if it cannot be rendered.
 
-        `where` names the row in errors.
+        `where` names the row in errors; `tools` are those that the model may call.
         """
         self._check_no_marks(messages, where)
-        return self._tokenized(self.text(messages), messages)
+        return self._tokenized(self.text(messages, tools), messages)
 
     def observation(self, messages: Sequence[Message], *, after: int, where: str = "the reply") -> Prompt:
         """Tokens of the chat template between two answers: end of turn, these messages, start of the next turn.
 
         `after` is the last token id of the answer. If it is the end-of-turn token, that is not repeated.
         """
+        messages = without_special_tokens(messages, self._marks)
         self._check_no_marks(messages, where)
-        answered = Message(role="assistant", parts=(ANSWER,))
+        end = self.token_text(after)
         # the text between two answers is rendered by itself: the answers' sampled ids are never tokenised again
-        _, _, text = self.text([Message(role="user", parts=("",)), answered, *messages]).rpartition(ANSWER)
-        return self._tokenized(text.removeprefix(self.token_text(after)), messages)
+        is_result = messages[0].role == "tool" and gemma_calls.awaits_result(end)
+        text = self._text_after_call(messages, where) if is_result else self._text_after_answer(messages)
+        return self._tokenized(text.removeprefix(end), messages)
+
+    def _text_after_answer(self, messages: Sequence[Message]) -> str:
+        chat = self._chat([Message(role="user", parts=("",)), Message(role="assistant", parts=(ANSWER,)), *messages])
+        return self._templated(chat).rpartition(ANSWER)[2]
+
+    def _text_after_call(self, messages: Sequence[Message], where: str) -> str:
+        """As `_text_after_answer`, for a template that writes results into the turn of the model that has called."""
+        chat = [as_chat(Message(role="user", parts=("",))), gemma_calls.calling(ANSWER), *map(as_chat, messages)]
+        text = self._templated(chat).rpartition(gemma_calls.call_of(ANSWER))[2]
+        if text.count(self._image_mark) < len(images_of(messages)):
+            raise DataError(
+                f"{where}: the model's chat template leaves out pictures that tools return; put that of a newer "
+                "revision of the model into its folder, as chat_template.jinja"
+            )
+        return text
 
     def _tokenized(self, text: str, messages: Sequence[Message]) -> Prompt:
         """Token ids of a text that the chat template made of the messages, with their images."""
@@ -80,11 +109,23 @@ class Renderer:
         ids_L = np.asarray(self._ids(self._expand(text, images)), dtype=np.int64) if images else ids_U
         return Prompt(token_ids_L=ids_L, unexpanded_ids_U=ids_U, images=tuple(images))
 
-    def text(self, messages: Sequence[Message]) -> str:
+    def text(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> str:
         """The messages as written by the chat template, with one image token per image."""
-        chat: Any = [{"role": message.role, "content": [_part(part) for part in message.parts]} for message in messages]
+        if tools and not self._reads_tools:
+            return self._templated(self._chat(with_tool_list(messages, tools)))
+        return self._templated(self._chat(messages), **({"tools": list(map(as_listed, tools))} if tools else {}))
+
+    def _chat(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        return [as_chat(each) for each in (messages if self._has_results else with_results_of_user(messages))]
+
+    def _templated(self, chat: Any, **tools: Any) -> str:
         text = self._tokenizer.apply_chat_template(
-            chat, chat_template=self._template, tokenize=False, add_generation_prompt=True, **self._template_kwargs
+            chat,
+            chat_template=self._template,
+            tokenize=False,
+            add_generation_prompt=True,
+            **tools,
+            **self._template_kwargs,
         )
         assert isinstance(text, str)
         return text
@@ -155,7 +196,3 @@ def _refusals_named(where: str) -> Iterator[None]:
 def images_of(messages: Sequence[Message]) -> list[ImageRef]:
     """The images of messages, in order."""
     return [part for message in messages for part in message.parts if isinstance(part, ImageRef)]
-
-
-def _part(part: str | ImageRef) -> dict[str, Any]:
-    return {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}

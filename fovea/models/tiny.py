@@ -22,6 +22,7 @@ from fovea.models.families.qwen_vl import IMAGE_PAD, ImageProcessor
 from fovea.models.load import save_in_hub_layout
 from fovea.models.model_files import no_progress_bar, save_tokenizer
 from fovea.models.processor import Processor, make_processor, token_id
+from fovea.models.tiny_templates import CHAT_TEMPLATE, chat_template
 from fovea.models.transformers_versions import SPECIAL_TOKENS_KEY, rope_fields
 from fovea.utils.files import atomic_folder
 
@@ -37,20 +38,6 @@ SPECIAL_TOKENS = (
 )
 # Qwen splits digits one by one and keeps a leading space with its word
 PIECES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-CHAT_TEMPLATE = """\
-{%- for message in messages -%}
-{{ '<|im_start|>' + message.role + '\\n' }}
-{%- if message.content is string -%}{{ message.content }}
-{%- else -%}
-{%- for part in message.content -%}
-{%- if part.type == 'image' -%}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}
-{%- else -%}{{ part.text }}{%- endif -%}
-{%- endfor -%}
-{%- endif -%}
-{{ '<|im_end|>\\n' }}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
-"""
 MAX_TEXT_CHARS = 2_000
 """Start of each text that a tokenizer is trained on: the time of a merge grows with the square of a word's length."""
 MAX_CORPUS_CHARS = 2_000_000
@@ -107,6 +94,7 @@ class TinyParts:
 def make_tiny(settings: TinyModel, corpus: Iterable[str], seed: int, fixed: FixedSizes = FIXED) -> TinyParts:
     """A tiny Qwen-VL with random weights; equal for equal arguments."""
     tokenizer = build_tokenizer(corpus, settings.vocabulary_size)
+    tokenizer.chat_template = chat_template(settings.family)
     network = _build_network(settings, fixed, tokenizer, seed)
     return with_processor(network, tokenizer, build_image_processor(fixed.patch_size_px), f"tiny {settings.family}")
 
@@ -116,9 +104,9 @@ def with_processor(
 ) -> TinyParts:
     """The network with a processor whose special ids are derived from the network's present configs."""
     assert network.generation_config is not None
-    processor = make_processor(
-        network.config, network.generation_config, tokenizer, image_processor, CHAT_TEMPLATE, name
-    )
+    template = tokenizer.chat_template
+    assert isinstance(template, str), f"{name} has no chat template"
+    processor = make_processor(network.config, network.generation_config, tokenizer, image_processor, template, name)
     return TinyParts(network=network, processor=processor)
 
 

@@ -19,6 +19,7 @@ from fovea.environments.answer_end import find_answer_end
 from fovea.environments.graders.math_answer import BOX
 from fovea.errors import EngineError
 from fovea.types import AnswerEnd, Completion, FinishReason, Prompt, PromptImage, Request, Sampling
+from fovea.utils.tool_calls import gemma_calls
 
 FINISHES: Mapping[str | None, FinishReason] = {"stop": "stop", "length": "length"}
 
@@ -148,9 +149,11 @@ class CompletionText:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._stop_ids = frozenset(stop_ids)
+        special = {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._hidden_ids = frozenset(special.values()).difference(special.get(mark) for mark in gemma_calls.MARKS)
 
     def decode(self, token_ids: Sequence[int], stop: Sequence[str]) -> str:
-        """Text without special tokens, cut before the first stop string."""
+        """Text without special tokens but for those of tool calls, cut before the first stop string."""
         text = self._plain(token_ids)
         ends = [index for string in stop if (index := text.find(string)) >= 0]
         return text[: min(ends)] if ends else text
@@ -184,7 +187,7 @@ class CompletionText:
     def _plain(self, token_ids: Sequence[int]) -> str:
         if token_ids and token_ids[-1] in self._stop_ids:
             token_ids = token_ids[:-1]
-        text = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        text = self._tokenizer.decode([index for index in token_ids if index not in self._hidden_ids])
         assert isinstance(text, str)
         return text
 

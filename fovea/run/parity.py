@@ -23,7 +23,8 @@ from rich.text import Text
 
 from fovea.environments.prompt_source import PromptedTask
 from fovea.errors import ParityError
-from fovea.rollout.collect import conversations, request_seed
+from fovea.rollout.conversation import Conversations
+from fovea.rollout.engine_turns import EngineSpeaker, first_turns, request_seed, session_seed
 from fovea.run.context import Run
 from fovea.run.parity_faults import (
     Array,
@@ -49,7 +50,7 @@ from fovea.run.parity_reading import (
 from fovea.run.rollout_step import training_sampling
 from fovea.samples import sample_group
 from fovea.train.base import Needs
-from fovea.types import Batch, Episode, Group, Metrics, Request, SampleGroup, Sampling, Score
+from fovea.types import Batch, Episode, Group, Metrics, Request, SampleGroup, Sampling, Score, Turn
 from fovea.utils.event_loop import gather_or_cancel
 from fovea.utils.files import json_number, write_atomically
 from fovea.weights.base import SyncReport
@@ -133,6 +134,9 @@ async def _draw(
     `as_for_update`: on the engine's path for completions to train on, whose recorded activations a push frees.
     """
     several_turns = run.environment.max_turns > 1
+    talking = [index for index, (kind, _) in enumerate(prompts) if kind == "with images"]
+    places = [(index, number) for index in talking for number in range(SAMPLES_PER_PROMPT)]
+    talks = Conversations.of(run.environment, places, engine=run.engine)
 
     async def one(index: int, kind: PromptKind, prompted: PromptedTask) -> SampleGroup:
         request = Request(
@@ -143,7 +147,16 @@ async def _draw(
             for_update=as_for_update and not several_turns,
             keep=several_turns and kind == "with images",
         )
-        turns = await conversations(run.engine, run.environment, run.sources.train.renderer, prompted, request)
+        firsts = await first_turns(run.engine, run.environment, prompted, request)
+        turns: Sequence[tuple[Turn, ...]] = [(first,) for first in firsts]
+        if request.keep:
+            speakers = [EngineSpeaker(run.engine, run.stream.interaction, prompted, request) for _ in firsts]
+            found = await gather_or_cancel(
+                talks.go_on(prompted.task, session_seed(request, number), firsts[number], speaker, (index, number))
+                for number, speaker in enumerate(speakers)
+            )
+            # of an episode whose session failed, the turns before that
+            turns = [each.turns for each in found]
         episodes = tuple(Episode(task=prompted.task, turns=each, score=_UNSCORED) for each in turns)
         return _recomputed(sample_group(Group(prompt=prompted.prompt, episodes=episodes), _ZEROS, _ZEROS))
 

@@ -10,11 +10,12 @@ from pathlib import Path
 
 from fovea.config.run import Config
 from fovea.environments.answer_end import declared_end
-from fovea.environments.base import Environment
+from fovea.environments.base import Environment, OpensSessions
 from fovea.errors import ConfigError, TrainError
 from fovea.metrics.log import Phases
 from fovea.rollout.base import Engine
 from fovea.rollout.collect import collect
+from fovea.rollout.conversation import SessionLog
 from fovea.run.context import Run, TaskStream
 from fovea.types import AnswerEnd, Group, Metrics, Sampling
 from fovea.utils.bounded import append_to, read_lines
@@ -36,6 +37,8 @@ class StepRollout:
     """Groups left out by dynamic sampling."""
     unscored: Sequence[str] = ()
     """The reason for each group that was left out because it has no score."""
+    failed: Sequence[str] = ()
+    """The reason for each episode that was left out because its session failed."""
     metrics: Metrics
 
     @property
@@ -72,63 +75,76 @@ async def roll_out(engine: Engine, stream: TaskStream, config: Config, *, step: 
 
     Yu et al., DAPO, arXiv 2503.14476, section 3.2, by accuracy instead of reward.
     """
-    wanted = config.rollout.prompts_per_step
-    first = await _roll_out_batch(engine, stream, config, step=step, num_before=0, phases=phases)
-    dynamic = config.algorithm.dynamic_sampling
+    sessions = SessionLog()
+    rollout = await _roll_out(_Batches(engine=engine, stream=stream, config=config, sessions=sessions), step, phases)
+    unscored, metrics = rollout.unscored, dict(rollout.metrics)
+    has_sessions = isinstance(stream.environment, OpensSessions)
+    if stream.grading.waits or has_sessions:
+        metrics["groups/unscored"] = float(len(unscored))
+    if has_sessions:
+        metrics |= sessions.metrics()
+    failed = tuple(str(failure) for failure in sessions.failures if failure.reward is None)
+    return replace(rollout, failed=failed, metrics=metrics)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Batches:
+    """The batches of groups that a step may draw."""
+
+    engine: Engine
+    stream: TaskStream
+    config: Config
+    sessions: SessionLog
+
+    async def draw(self, step: int, num_before: int, phases: Phases) -> tuple[list[Group], list[str]]:
+        """The scored groups of one batch, and the reasons of those that were left out."""
+        rollout, unscored = self.config.rollout, list[str]()
+        with phases("data"):
+            prompted = self.stream.source.take(self.stream.order, rollout.prompts_per_step)
+        with phases("rollout"):
+            groups = await collect(
+                self.engine,
+                replace(self.stream.interaction, max_tokens=rollout.max_episode_tokens),
+                prompted,
+                sampling=training_sampling(self.config, self.stream.environment),
+                n=rollout.samples_per_prompt,
+                seed=(self.config.seed, step),
+                num_before=num_before,
+                unscored=unscored,
+                sessions=self.sessions,
+                for_update=True,
+            )
+        return groups, unscored
+
+
+async def _roll_out(batches: _Batches, step: int, phases: Phases) -> StepRollout:
+    stream, wanted = batches.stream, batches.config.rollout.prompts_per_step
+    groups, unscored = await batches.draw(step, 0, phases)
+    dynamic = batches.config.algorithm.dynamic_sampling
     if dynamic is None:
-        return first
-    batches, groups, unscored = 1, list(first.groups), list(first.unscored)
+        return StepRollout(groups=groups, to_train=groups, dropped=(), unscored=unscored, metrics={})
+    num_batches = 1
     # by accuracy: a group whose rewards differ by a small part for the format only has nothing to teach
     mixed, alike = _split_by_signal(groups)
-    while len(mixed) < wanted and batches < dynamic.max_gen_batches and stream.has_more:
-        more = await _roll_out_batch(engine, stream, config, step=step, num_before=batches * wanted, phases=phases)
-        more_mixed, more_alike = _split_by_signal(more.groups)
-        groups, unscored = [*groups, *more.groups], [*unscored, *more.unscored]
+    while len(mixed) < wanted and num_batches < dynamic.max_gen_batches and stream.has_more:
+        more, more_unscored = await batches.draw(step, num_batches * wanted, phases)
+        more_mixed, more_alike = _split_by_signal(more)
+        groups, unscored = [*groups, *more], [*unscored, *more_unscored]
         mixed, alike = mixed + more_mixed, alike + more_alike
-        batches += 1
+        num_batches += 1
     to_train = mixed[:wanted]
     return StepRollout(
         groups=groups,
         to_train=to_train,
         dropped=alike + mixed[wanted:],
         unscored=unscored,
-        metrics=_unscored_metrics(stream, unscored)
-        | {
-            "dynamic_sampling/batches": float(batches),
+        metrics={
+            "dynamic_sampling/batches": float(num_batches),
             "dynamic_sampling/groups_dropped": float(len(alike)),
             "dynamic_sampling/groups_left_over": float(len(mixed) - len(to_train)),
             "dynamic_sampling/groups_missing": float(wanted - len(to_train)),
         },
     )
-
-
-async def _roll_out_batch(
-    engine: Engine, stream: TaskStream, config: Config, *, step: int, num_before: int, phases: Phases
-) -> StepRollout:
-    """Roll out one batch of groups, all of them to be trained on."""
-    rollout, unscored = config.rollout, list[str]()
-    with phases("data"):
-        prompted = stream.source.take(stream.order, rollout.prompts_per_step)
-    with phases("rollout"):
-        groups = await collect(
-            engine,
-            stream.interaction,
-            prompted,
-            sampling=training_sampling(config, stream.environment),
-            n=rollout.samples_per_prompt,
-            seed=(config.seed, step),
-            num_before=num_before,
-            unscored=unscored,
-            for_update=True,
-        )
-    return StepRollout(
-        groups=groups, to_train=groups, dropped=(), unscored=unscored, metrics=_unscored_metrics(stream, unscored)
-    )
-
-
-def _unscored_metrics(stream: TaskStream, unscored: Sequence[str]) -> Metrics:
-    """Number of groups without a score, as a metric, for graders that may give none."""
-    return {"groups/unscored": float(len(unscored))} if stream.grading.waits else {}
 
 
 def _split_by_signal(groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
@@ -142,8 +158,8 @@ def _differs(group: Group) -> bool:
 
 
 def record_unscored(folder: Path, warn: Callable[[str], None], step: int, rollout: StepRollout) -> None:
-    """Append groups without a score to unscored.jsonl; TrainError when no group of the step has a score."""
-    _write_unscored(folder, warn, step, rollout.unscored)
+    """Append episodes and groups without a score to unscored.jsonl; TrainError when no group of the step has one."""
+    _write_unscored(folder, warn, step, [*rollout.failed, *rollout.unscored])
     if not rollout.groups:
         raise TrainError(
             f"none of the {len(rollout.unscored)} groups of step {step} could be scored; the last: "
@@ -158,12 +174,12 @@ def record_unscored_answer(folder: Path, warn: Callable[[str], None], reason: st
 
 
 def unscored_hint(folder: Path) -> str | None:
-    """A line with the number of groups and held-out answers of a run without a score; None where all have one."""
+    """A line with the number of episodes, groups and held-out answers without a score; None where all have one."""
     file = folder / UNSCORED_FILE
     count = sum(1 for _ in read_lines(file, within=folder)) if file.exists() else 0
     if not count:
         return None
-    return f"not scored and left out: {count:,} groups and held-out answers; {UNSCORED_FILE} has the reasons"
+    return f"not scored and left out: {count:,} groups, episodes and held-out answers; {UNSCORED_FILE} has the reasons"
 
 
 def unscored_bytes(folder: Path) -> int:

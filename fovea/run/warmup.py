@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from fovea.config import sections as config
 from fovea.data.order import Order
-from fovea.environments.base import Environment
+from fovea.environments.base import Environment, Session
 from fovea.environments.prompt_source import PromptedTask, PromptSource
-from fovea.rollout.collect import extended
+from fovea.environments.sessions import open_session, turn_limit
+from fovea.rollout.engine_turns import extended
 from fovea.train.base import Policy, SftExample
-from fovea.types import Evaluation, Turn
+from fovea.types import Evaluation, Prompt, Turn
+
+SESSION_SEED = 0
+"""Seed of the sessions in which demonstrations are played."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +38,7 @@ async def warm_up(
     """Train until the stop rule holds, or for `max_steps`; returns the steps taken."""
     settings = stage.settings
     for step in range(1, settings.max_steps + 1):
-        metrics = await policy.sft(_next_pairs(stage))
+        metrics = await policy.sft(await _next_pairs(stage))
         if step % settings.check_every_steps == 0:
             dev = await read_dev()
             report(f"warm-up {step}/{settings.max_steps}  loss {metrics['loss']:.2f}  dev accuracy {dev.accuracy:.2f}")
@@ -51,22 +55,43 @@ def enough(dev: Evaluation, settings: config.Warmup) -> bool:
     )
 
 
-def _next_pairs(stage: WarmupStage) -> list[SftExample]:
+async def _next_pairs(stage: WarmupStage) -> list[SftExample]:
     rows = stage.source.take(stage.order, stage.settings.batch_size)
-    return [pair for row in rows for pair in _pairs_of(stage, row)]
+    return [pair for row in rows for pair in await _pairs_of(stage, row)]
 
 
-def _pairs_of(stage: WarmupStage, row: PromptedTask) -> Iterator[SftExample]:
+async def _pairs_of(stage: WarmupStage, row: PromptedTask) -> list[SftExample]:
     """Pairs of prompt and answer, one per turn of the demonstration; the prompt is the conversation so far."""
-    environment, renderer, prompt = stage.environment, stage.source.renderer, row.prompt
+    answers = stage.environment.demonstration(row.task)
+    if len(answers) == 1:
+        return [_pair(stage, row, row.prompt, answers[0])]
+    session = await open_session(stage.environment, row.task, SESSION_SEED)
+    try:
+        return [pair async for pair in _demonstrated(stage, row, answers, session)]
+    finally:
+        await session.close()
+
+
+async def _demonstrated(
+    stage: WarmupStage, row: PromptedTask, answers: Sequence[str], session: Session
+) -> AsyncIterator[SftExample]:
+    environment, prompt = stage.environment, row.prompt
     asked, turns = tuple(environment.prompt(row.task)), list[Turn]()
-    for text in environment.demonstration(row.task):
-        answer_ids = stage.answer_ids(text, f"a demonstration of {row.task.id}")
-        yield SftExample(prompt=prompt, answer_ids=answer_ids)
+    for text in answers:
+        pair = _pair(stage, row, prompt, text)
+        yield pair
         turns.append(Turn(messages=asked, text=text))
-        messages = environment.reply(row.task, turns) if len(turns) < environment.max_turns else None
+        messages = await session.reply(turns) if len(turns) < turn_limit(environment, row.task) else None
         if messages is None:
             return
         asked = tuple(messages)
-        observation = renderer.observation(asked, after=answer_ids[-1], where=f"a demonstration of {row.task.id}")
-        prompt = extended(prompt, np.asarray(answer_ids, dtype=np.int64), observation)
+        observation = stage.source.renderer.observation(asked, after=pair.answer_ids[-1], where=_where(row))
+        prompt = extended(prompt, np.asarray(pair.answer_ids, dtype=np.int64), observation)
+
+
+def _pair(stage: WarmupStage, row: PromptedTask, prompt: Prompt, text: str) -> SftExample:
+    return SftExample(prompt=prompt, answer_ids=stage.answer_ids(text, _where(row)))
+
+
+def _where(row: PromptedTask) -> str:
+    return f"a demonstration of {row.task.id}"

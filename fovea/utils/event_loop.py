@@ -97,6 +97,25 @@ class BackgroundLoop:
         ended = asyncio.run_coroutine_threadsafe(_outcome(coroutine), self._started())
         return (await asyncio.wrap_future(ended)).result()
 
+    async def run_to_end(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        """As `run`, but a cancellation of the caller neither ends the coroutine nor the wait for it.
+
+        It is raised afterwards.
+        """
+        ended = asyncio.run_coroutine_threadsafe(_outcome(coroutine), self._started())
+        cancelled: asyncio.CancelledError | None = None
+        while not ended.done():
+            # a future for each wait: a cancellation of the one that `asyncio.wrap_future` makes would end the coroutine
+            waiting = _Wakening(asyncio.get_running_loop())
+            ended.add_done_callback(waiting.wake)
+            try:
+                await waiting.future
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
+        return ended.result().result()
+
     def wait(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """The result of a coroutine on that loop; blocks the calling thread until then."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._started()).result()
@@ -120,6 +139,22 @@ class BackgroundLoop:
             self._loop = asyncio.new_event_loop()
             Thread(target=_run_until_stopped, args=(self._loop,), name=self._name, daemon=True).start()
         return self._loop
+
+
+class _Wakening:
+    """A future of a loop that another thread completes."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self.future = loop.create_future()
+
+    def wake(self, _: object) -> None:
+        with suppress(RuntimeError):  # the loop was closed meanwhile
+            self._loop.call_soon_threadsafe(self._complete)
+
+    def _complete(self) -> None:
+        if not self.future.done():
+            self.future.set_result(None)
 
 
 async def _outcome(coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:

@@ -24,13 +24,14 @@ from fovea.config.environments import (
 from fovea.config.games import FrozenLakeEnvironment, PagesEnvironment, SokobanEnvironment
 from fovea.config.rewards import RewardModel, reward_tuple
 from fovea.config.run import Config
-from fovea.config.splits import EnvironmentSettings
-from fovea.environments.base import Environment, MakesEnvironment
+from fovea.config.splits import EnvironmentSettings, SessionLimits
+from fovea.environments.base import Environment, MakesEnvironment, OpensSessions
 from fovea.environments.caption import Caption, CaptionGrader, JudgedCaptionGrader
 from fovea.environments.curriculum import Stages
 from fovea.environments.custom.environment import UserEnvironment, user_graders
 from fovea.environments.custom.loading import checked_environment, checked_reward, load_environment, load_reward
 from fovea.environments.custom.processes import RewardProcesses
+from fovea.environments.custom.sessions import UserSessions
 from fovea.environments.custom.several import reward_grader
 from fovea.environments.custom.trl import RewardFunction
 from fovea.environments.dataset_tasks import OwnRows
@@ -39,7 +40,13 @@ from fovea.environments.geo3k import Geo3k, Geo3kGrader
 from fovea.environments.graders.base import Grader
 from fovea.environments.graders.grading import Closes, Grading
 from fovea.environments.graders.judge import CAPTION_PROMPT, JudgeClient, limits_of
-from fovea.environments.graders.limited_calls import CallLimits, CallThreads, LimitedCalls, UnlimitedCalls
+from fovea.environments.graders.limited_calls import (
+    MAX_LATE_CALLS,
+    CallLimits,
+    CallThreads,
+    LimitedCalls,
+    UnlimitedCalls,
+)
 from fovea.environments.graders.opinions import (
     LimitedGrader,
     OpinionOfJudge,
@@ -49,8 +56,9 @@ from fovea.environments.graders.opinions import (
     WithSecondOpinion,
 )
 from fovea.environments.graders.reward_model import RewardScorer
-from fovea.environments.mixture import Mixture, Part, errors_of_part
+from fovea.environments.mixture import Part, errors_of_part, mixture_of
 from fovea.environments.pages.environment import Pages
+from fovea.environments.sessions import SETTINGS, LimitedSessions
 from fovea.environments.shapes.environment import Shapes, ShapesZoom
 from fovea.environments.shapes.small import SmallShapes
 from fovea.environments.vqa import Vqa, VqaGrader
@@ -61,6 +69,7 @@ from fovea.models.vision_reward import VisionRewardScorer
 from fovea.utils.bounded import read_file
 from fovea.wiring import reward_host
 from fovea.wiring.images import make_access, make_opener
+from fovea.wiring.standards import standard_environment
 
 
 def with_opinions(config: Config, grading: Grading) -> Grading:
@@ -179,11 +188,14 @@ def named_environment(config: Config) -> GradedEnvironment:
             made = DRAWN[type(settings)](settings, config.seed)
         case settings:
             return package_environment(config, settings)
-    return own_environment(made)
+    return own_environment(config, made)
 
 
 def package_environment(config: Config, settings: EnvironmentSettings) -> GradedEnvironment:
-    """Make the environment of another package."""
+    """Make the environment of another package: by Fovea's adapter of a standard, or by the package's own settings."""
+    adapted = standard_environment(config, settings)
+    if adapted is not None:
+        return own_environment(config, adapted)
     assert isinstance(settings, MakesEnvironment), settings.name
     return object_environment(config, settings.make_environment(make_access(config.data), config.seed), settings.name)
 
@@ -191,7 +203,7 @@ def package_environment(config: Config, settings: EnvironmentSettings) -> Graded
 def make_mixture(config: Config, settings: MixtureEnvironment) -> GradedEnvironment:
     """Make the environments of all parts, each as in a separate run, and the one that deals tasks to them."""
     made = {name: _make_part(config, name, part) for name, part in settings.parts.by_name.items()}
-    mixture = Mixture(
+    mixture = mixture_of(
         {
             name: Part(environment=each.environment, grading=each.grading, share=settings.parts.by_name[name].share)
             for name, each in made.items()
@@ -217,14 +229,19 @@ def _make_part(config: Config, name: str, part: MixturePart) -> GradedEnvironmen
 def object_environment(config: Config, given: Any, name: str) -> GradedEnvironment:
     """An object with `graders` is an environment like Fovea's; any other is treated like a user's class from a file."""
     if hasattr(given, "graders"):
-        return own_environment(given)
+        return own_environment(config, given)
     return user_environment(config, checked_environment(given, name), name)
 
 
-def own_environment(environment: Any) -> GradedEnvironment:
-    """An environment of Fovea with its graders, which never wait."""
+def own_environment(config: Config, environment: Any) -> GradedEnvironment:
+    """An environment of Fovea with its graders, which never wait; its sessions may."""
+    given: object = environment
+    if isinstance(given, OpensSessions):
+        limited: Environment = LimitedSessions(environment, config.environment.session, type(given).__name__)
+    else:
+        limited = environment
     return GradedEnvironment(
-        environment=environment, grading=Grading(graders=environment.graders), stages=stages_of(environment)
+        environment=limited, grading=Grading(graders=environment.graders), stages=stages_of(environment)
     )
 
 
@@ -232,10 +249,20 @@ def user_environment(config: Config, user: Any, name: str) -> GradedEnvironment:
     """A user's environment, whose `score` is called like a reward function."""
     stages, limits = stages_of(user), reward_limits(config, f"{name}.score")
     return GradedEnvironment(
-        environment=UserEnvironment(user, name),
+        environment=_with_replies(user, name, config.environment.session),
         grading=Grading(graders=user_graders(user, stages, limits.name), calls=LimitedCalls(limits)),
         stages=stages,
     )
+
+
+def _with_replies(user: Any, name: str, limits: SessionLimits) -> Environment:
+    """A user's environment; what replies in its episodes has limits."""
+    if not hasattr(user, "reply") and not hasattr(user, "open"):
+        return UserEnvironment(user, name)
+    threads = CallThreads(
+        name, setting=f"{SETTINGS}deadline_seconds", max_late_calls=max(MAX_LATE_CALLS, limits.max_concurrent)
+    )
+    return LimitedSessions(UserSessions(user, name, threads), limits, name)
 
 
 def stages_of(environment: Any) -> Stages:

@@ -146,6 +146,7 @@ def test_clip_epsilon_is_listed_like_any_setting() -> None:
         ),
         ({"importance_sampling_clip": 5.0}, "importance_sampling_fix=true, or algorithm.importance_sampling_clip=2.0"),
         ({"max_policy_kl": 0.1}, "of which there is one; set algorithm.ppo_epochs or"),
+        ({"name": "ppo", "turn_discount": 0.9}, "from token to token only; set algorithm.advantage.turn_lambda=0.95"),
     ],
 )
 def test_contradictions_are_refused_with_a_way_out(given: dict[str, object], message: str) -> None:

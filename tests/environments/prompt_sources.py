@@ -14,7 +14,7 @@ from fovea.data.bad_rows import BadRows
 from fovea.environments.prompt_source import PromptSource, RendersPrompts
 from fovea.environments.shapes.environment import Shapes
 from fovea.errors import DataError
-from fovea.types import ImageRef, Message, Prompt, PromptImage, Task
+from fovea.types import ImageRef, Message, Prompt, PromptImage, Task, ToolSpec
 from tests.fakes import BanditEnvironment, BanditRenderer
 
 
@@ -28,7 +28,7 @@ class PixelRenderer:
     def fewest_tokens(self, _messages: Sequence[Message]) -> int:
         return 0
 
-    def prompt(self, messages: Sequence[Message], where: str = "") -> Prompt:
+    def prompt(self, messages: Sequence[Message], where: str = "", tools: Sequence[ToolSpec] = ()) -> Prompt:
         question = str(messages[0].parts[0])
         if question == "bad":
             raise DataError("rows.parquet row 3: no image; drop the row")

@@ -22,13 +22,15 @@ from fovea.environments.graders.limited_calls import BlockingCalls
 from fovea.errors import describe_error, named
 from fovea.types import ImageRef, Mark, Score, Task, Turn
 
-REWARD, ACCURACY, IMAGE_PARTS, MARKS = "reward", "accuracy", "image_parts", "marks"
+REWARD, ACCURACY, IMAGE_PARTS, MARKS, TURNS = "reward", "accuracy", "image_parts", "marks", "turns"
 MAX_PARTS = 100
 """The most parts of a score, and of each of its images: every part is a line of every step's metrics."""
 MAX_MARKS = 100
 """The most boxes and points of a score, all of which are kept with it and drawn."""
-BESIDE_PARTS = (IMAGE_PARTS, MARKS)
+BESIDE_PARTS = (IMAGE_PARTS, MARKS, TURNS)
 """Keys of a mapping that are not parts of the reward."""
+SAME_SUM = 1e-4
+"""Difference from their sum, relative to sizes above 1, at which a reward contradicts those of its turns."""
 ScoreFunction: TypeAlias = Callable[[Task, Sequence[Turn]], object]
 """The user's `score(task, turns)`, plain or async: a `Score`, a number or a mapping of named parts."""
 
@@ -44,7 +46,7 @@ class UserGrader:
 
     async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
         """NoScoreError where the function raises, or returns what is not a score."""
-        return checked_score(await self.call(task, turns), task)
+        return checked_score(await self.call(task, turns), task, turns)
 
     async def _in_a_thread(self, task: Task, turns: Sequence[Turn]) -> object:
         return await self._threads.run(lambda: self._function(task, turns))
@@ -63,12 +65,17 @@ class UserGrader:
                 raise NoScoreError(describe_error(error)) from error
 
 
-def checked_score(returned: object, task: Task) -> Score:
+def checked_score(returned: object, task: Task, turns: Sequence[Turn]) -> Score:
     """The score that the user's code returned for an answer to a task; NoScoreError where it is none."""
     try:
-        return score_of(returned, num_images=len(task.images))
+        score = score_of(returned, num_images=len(task.images))
     except ValueError as error:
         raise NoScoreError(f"returned {error}") from error
+    if len(score.turns) not in (0, len(turns)):
+        raise NoScoreError(
+            f"returned {len(score.turns)} rewards as {TURNS} of an episode of {len(turns)}; give one each"
+        )
+    return score
 
 
 def score_function(reward: RewardFunction, open_image: OpenImage) -> ScoreFunction:
@@ -114,7 +121,7 @@ def score_of(returned: object, *, num_images: int) -> Score:
 
     A number is the reward. Of named parts it is the part `reward`, else their sum. The accuracy is the part
     `accuracy`, else the reward, held to 0..1. `image_parts` is a list with a mapping of parts for every image, `marks`
-    a list of `types.Mark`s.
+    a list of `types.Mark`s, `turns` a list with the reward of every turn, which then sum to the reward.
     """
     if isinstance(returned, Score):
         _number(returned.accuracy, "accuracy")
@@ -123,18 +130,20 @@ def score_of(returned: object, *, num_images: int) -> Score:
         reward = _number(returned, "")
         return Score(reward=reward, accuracy=_held(reward))
     parts = {str(name): _number(value, str(name)) for name, value in returned.items() if name not in BESIDE_PARTS}
-    if not parts:
+    images, marks, turns = (returned.get(key, ()) for key in BESIDE_PARTS)
+    _check_turns(turns)
+    if not parts and not turns:
         raise ValueError(f"{returned!r:.60}, which names no part and no reward")
-    reward = parts[REWARD] if REWARD in parts else sum(parts.values())
+    reward = parts.pop(REWARD, sum(turns or parts.values()))
     accuracy = _held(parts.get(ACCURACY, reward))
-    parts.pop(REWARD, None)
-    images, marks = returned.get(IMAGE_PARTS, ()), returned.get(MARKS, ())
-    return _checked(Score(reward=reward, accuracy=accuracy, parts=parts, image_parts=images, marks=marks), num_images)
+    score = Score(reward=reward, accuracy=accuracy, parts=parts, image_parts=images, marks=marks, turns=turns)
+    return _checked(score, num_images)
 
 
 def _checked(score: Score, num_images: int) -> Score:
     """The score with plain numbers throughout."""
     _check_forms(score.parts, score.image_parts, score.marks)
+    _check_turns(score.turns)
     num_parts = max(map(len, (score.parts, *score.image_parts)))
     if num_parts > MAX_PARTS:
         raise ValueError(f"{num_parts} parts, and each is a separate metric; return at most {MAX_PARTS}")
@@ -143,8 +152,11 @@ def _checked(score: Score, num_images: int) -> Score:
         raise ValueError(f"{IMAGE_PARTS} for {len(score.image_parts)} images, but the task has {num_images}")
     if len(score.marks) > MAX_MARKS:
         raise ValueError(f"{len(score.marks)} {MARKS}; return at most {MAX_MARKS}")
+    reward, by_turn = _number(score.reward, REWARD), sum(score.turns)
+    if len(score.turns) and abs(reward - by_turn) > SAME_SUM * max(1.0, abs(reward), abs(by_turn)):
+        raise ValueError(f"a reward of {reward:g}, but {TURNS} that sum to {by_turn:g}; give turns without a reward")
     return Score(
-        reward=_number(score.reward, REWARD),
+        reward=reward,
         accuracy=_held(score.accuracy),
         parts={str(name): _number(value, str(name)) for name, value in score.parts.items()},
         image_parts=tuple(
@@ -152,6 +164,7 @@ def _checked(score: Score, num_images: int) -> Score:
             for place, parts in enumerate(score.image_parts, start=1)
         ),
         marks=tuple(_checked_mark(mark, num_images) for mark in score.marks),
+        turns=tuple(map(float, score.turns)),
     )
 
 
@@ -163,6 +176,14 @@ def _check_forms(parts: object, images: object, marks: object) -> None:
         raise ValueError(f"{images!r:.60} as {IMAGE_PARTS}, which is not a list of mappings, one for each image")
     if not isinstance(marks, Sequence) or not all(isinstance(mark, Mark) for mark in marks):
         raise ValueError(f"{marks!r:.60} as {MARKS}, which is not a list of fovea.types.Mark")
+
+
+def _check_turns(turns: object) -> None:
+    """ValueError for rewards of turns that are not a list of finite numbers."""
+    if not isinstance(turns, Sequence) or isinstance(turns, str | bytes):
+        raise ValueError(f"{turns!r:.60} as {TURNS}, which is not a list with the reward of every turn")
+    for place, value in enumerate(turns, start=1):
+        _number(value, f"the reward of turn {place}")
 
 
 def _check_names(parts: Mapping[str, object]) -> None:

@@ -29,10 +29,11 @@ METHODS: Mapping[str, tuple[str, ...]] = {
 """The methods of an environment, with the arguments that each is called with."""
 MORE_METHODS: Mapping[str, tuple[str, ...]] = {
     "reply": ("task", "turns"),
+    "open": ("task", "seed"),
     "demonstration": ("task",),
     "at": ("stage",),
 }
-"""The methods of environments of several turns, and of several stages."""
+"""The methods of environments of several turns, with or without sessions, and of several stages."""
 
 
 def load_reward(spec: str) -> RewardFunction:
@@ -61,7 +62,9 @@ def load_environment(settings: OwnEnvironment) -> Any:
 
 def checked_environment(user: Any, name: str) -> Any:
     """An object of the user's that has the methods of an environment; ConfigError where it lacks one."""
-    optional = {"reply", "demonstration"} | (set() if hasattr(user, "stages") else {"at"})
+    optional = {"reply", "open", "demonstration"} | (set() if hasattr(user, "stages") else {"at"})
+    # its sessions may score
+    optional |= {"score"} if hasattr(user, "open") else set()
     for method, parameters in {**METHODS, **MORE_METHODS}.items():
         bound = getattr(user, method, None)
         if bound is None and method in optional:
@@ -86,9 +89,14 @@ def checked_environment(user: Any, name: str) -> Any:
 def _check_turns(user: Any, name: str) -> None:
     """An environment that replies says how often, and the reverse."""
     max_turns = getattr(user, "max_turns", None)
-    if hasattr(user, "reply") and max_turns is None:
+    for method in ("reply", "open"):
+        if hasattr(user, method) and max_turns is None:
+            raise ConfigError(
+                f"environment={name} has a method {method}, but no max_turns; add max_turns = 4, or another bound"
+            )
+    if hasattr(user, "reply") and hasattr(user, "open"):
         raise ConfigError(
-            f"environment={name} has a method reply, but no max_turns; add max_turns = 4, or another bound"
+            f"environment={name} has the methods reply and open, but its sessions reply; remove one of the two"
         )
     if max_turns is not None and (not isinstance(max_turns, int) or max_turns < 1):
         raise ConfigError(f"environment={name} has max_turns={max_turns!r}; set a whole number from 1 on")

@@ -8,7 +8,7 @@ from fovea.config.rewards import part_name
 from fovea.data.images import OpenImage
 from fovea.environments.custom.grader import UserGrader, checked_score, score_function
 from fovea.environments.custom.trl import RewardFunction
-from fovea.environments.graders.base import Grader, NoScoreError
+from fovea.environments.graders.base import Grader, NoScoreError, weighted_turns
 from fovea.environments.graders.limited_calls import BlockingCalls
 from fovea.types import Score, Task, Turn
 
@@ -50,12 +50,13 @@ class SeveralRewards:
             parts={key: value for name, score in found.items() for key, value in _parts(name, score).items()},
             image_parts=_image_parts(found),
             marks=tuple(mark for score in found.values() for mark in score.marks),
+            turns=weighted_turns([(self._weights[name], score) for name, score in found.items()], len(turns)),
         )
 
     async def _score(self, name: str, task: Task, turns: Sequence[Turn]) -> Score | None:
         try:
             returned = await self._graders[name].call(task, turns)
-            return None if returned is None else checked_score(returned, task)
+            return None if returned is None else checked_score(returned, task, turns)
         except NoScoreError as error:
             raise NoScoreError(f"(in {name}) {error}") from error
 

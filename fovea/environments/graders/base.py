@@ -25,11 +25,15 @@ class Grader(Protocol):
 
 
 class NoScoreError(ScoreError):
-    """A grader's call that gave no score. Its text goes on from the grader's name: "raised KeyError: 'a'"."""
+    """A call of a grader or a session without a result. Its text goes on from a name: "raised KeyError: 'a'"."""
 
 
 class TryAgainError(NoScoreError):
-    """A grader's call that gave no score this time, such as one to a server that is busy."""
+    """A call without a result this time, such as one to a server that is busy; it has changed nothing."""
+
+
+class LateError(NoScoreError):
+    """A call that took longer than its time limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +46,17 @@ class Grade:
     """The components of the score, by name."""
     reason: str = ""
     """One line: the answer that was read, and why it scores so."""
+
+
+def weighted_turns(scores: Sequence[tuple[float, Score]], num_turns: int) -> tuple[float, ...]:
+    """Rewards of the turns of the weighted sum of some scores; () where none of them has any.
+
+    A score without rewards of turns counts with the last turn.
+    """
+    if not any(score.turns for _, score in scores):
+        return ()
+    given = [(weight, score.turns or (*[0.0] * (num_turns - 1), score.reward)) for weight, score in scores]
+    return tuple(sum(weight * turns[place] for weight, turns in given) for place in range(num_turns))
 
 
 def shown(text: str, limit: int = 60) -> str:

@@ -72,14 +72,24 @@ class Grading:
             score = await (self.calls.score(grader, task, turns) if self.calls else grader.score(task, turns))
         except ScoreError as error:
             raise type(error)(f"{task.id}: {error}") from error
-        problem = self._problem(score.reward)
-        if problem is not None:
-            raise DataError(f"{task.id}: the reward of {turns[-1].text[:80]!r} is {score.reward:g}{problem}")
+        return self.checked(task, turns, score)
+
+    def checked(self, task: Task, turns: Sequence[Turn], score: Score) -> Score:
+        """A score that a grader or a session gave; DataError for a reward that is not finite or beyond the limit."""
+        if score.turns and len(score.turns) != len(turns):
+            raise DataError(
+                f"{task.id}: {len(score.turns)} rewards of turns for an episode of {len(turns)}; give one for each turn"
+            )
+        for reward in (score.reward, *score.turns):
+            problem = _problem(reward)
+            if problem is not None:
+                raise DataError(f"{task.id}: the reward of {turns[-1].text[:80]!r} is {reward:g}{problem}")
         return score
 
-    def _problem(self, reward: float) -> str | None:
-        if not math.isfinite(reward):
-            return "; return a finite number"
-        if abs(reward) > REWARD_LIMIT:
-            return f", beyond {REWARD_LIMIT:g}; scale it down"
-        return None
+
+def _problem(reward: float) -> str | None:
+    if not math.isfinite(reward):
+        return "; return a finite number"
+    if abs(reward) > REWARD_LIMIT:
+        return f", beyond {REWARD_LIMIT:g}; scale it down"
+    return None

@@ -1,23 +1,24 @@
-"""Calls of graders that wait, for a server or for the user's code: a number of them at once, each with a timeout and
-retries."""
+"""Calls that wait for a server or for the user's code, of graders and sessions: so many at once, each with a timeout
+and retries."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass
 from threading import Thread
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
-from fovea.environments.graders.base import Grader, NoScoreError, TryAgainError
+from fovea.environments.graders.base import Grader, LateError, NoScoreError, TryAgainError
 from fovea.errors import ScoreError, UnscoredError, describe_error, first_line, result_or_error
 from fovea.types import Score, Task, Turn
 from fovea.utils.event_loop import BackgroundLoop
 from fovea.utils.loop_watch import LoopWatch
 
 MAX_LATE_CALLS = 8
+Result = TypeVar("Result")
 
 
 class BlockingCalls(Protocol):
@@ -31,8 +32,13 @@ class BlockingCalls(Protocol):
 class CallThreads:
     """Threads for calls of one piece of code, each call in a separate thread; to be used from one event loop."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(
+        self, name: str, *, setting: str = "reward_timeout_seconds", max_late_calls: int = MAX_LATE_CALLS
+    ) -> None:
+        """`setting` is the time limit after which the caller gives a call up."""
         self._name = name
+        self._setting = setting
+        self._max_late_calls = max_late_calls
         self._late: list[Thread] = []
 
     async def run(self, call: Callable[[], object]) -> object:
@@ -51,20 +57,23 @@ class CallThreads:
 
     def _note_late(self, thread: Thread) -> None:
         self._late = [each for each in self._late if each.is_alive()] + [thread]
-        if len(self._late) >= MAX_LATE_CALLS:
+        if len(self._late) >= self._max_late_calls:
             raise ScoreError(
-                f"{len(self._late)} calls of {self._name} still run after reward_timeout_seconds each, and a thread "
-                "cannot be ended; make it end, or raise reward_timeout_seconds"
+                f"{len(self._late)} calls of {self._name} still run after {self._setting} each, and a thread cannot be "
+                f"ended; make it end, or raise {self._setting}"
             )
 
 
 def result_of(result: object, error: BaseException | None) -> object:
     """The result of a call; NoScoreError where it has raised."""
+    if isinstance(error, TryAgainError):
+        raise error
     if error is not None:
         raise NoScoreError(describe_error(error)) from error
     return result
 
 
+LATE_OR_BUSY = (LateError, TryAgainError)
 FIRST_PAUSE_SECONDS = 0.5
 MAX_PAUSE_SECONDS = 30.0
 HELD_SECONDS = 60.0
@@ -74,12 +83,14 @@ process may hold the interpreter lock for seconds."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallLimits:
-    """The limits of a grader's calls, and the words for them in messages."""
+    """The limits of the calls of a grader or of sessions, and the words for them in messages."""
 
     name: str
     """The grader: `mine.py:score`, `the judge at http://localhost:8000/v1`."""
     settings: str = "reward_"
-    """The settings that hold these limits, up to `timeout_seconds` and `on_failure`."""
+    """The settings that hold these limits, up to their last words."""
+    time_limit: str = "timeout_seconds"
+    """Last words of the setting of the time limit."""
     calls_at_once: int = 1
     timeout_seconds: float | None = 10.0
     """For one try; None for graders with a separate limit."""
@@ -88,6 +99,13 @@ class CallLimits:
     on_failure: Literal["error", "drop"] = "error"
     may_hold_lock: bool = False
     """True if the calls run code of the user's, which can keep the time limit from acting."""
+    way_out: str = ", or set reward_in=process, where such a call can be ended"
+    """Another remedy for code that keeps the time limit from acting, beside its correction."""
+
+    @property
+    def time_setting(self) -> str:
+        """The setting of the time limit."""
+        return f"{self.settings}{self.time_limit}"
 
 
 class UnlimitedCalls:
@@ -116,36 +134,45 @@ class LimitedCalls:
 
         Raises ScoreError where none does, UnscoredError with `on_failure: drop`.
         """
-        limits = self.limits
-        for num_failed in range(1, limits.max_retries + 2):
+        try:
+            return await self.call(lambda: grader.score(task, turns), self.limits.max_retries, LATE_OR_BUSY)
+        except NoScoreError as error:
+            raise self._failure(error) from error
+
+    async def call(
+        self, make: Callable[[], Awaitable[Result]], max_retries: int, again: tuple[type[NoScoreError], ...]
+    ) -> Result:
+        """The result of the first try that gives one; to be awaited on `loop`.
+
+        There are more tries after errors that are `again`. Raises the NoScoreError of the last one, LateError where it
+        took too long.
+        """
+        for num_failed in range(1, max_retries + 2):
             try:
-                return await self._try(grader, task, turns)
-            except TryAgainError as error:
-                if num_failed > limits.max_retries:
-                    raise self._failure(error, num_failed) from error
+                return await self._try(make)
             except NoScoreError as error:
-                raise self._failure(error, num_failed) from error
+                if num_failed > max_retries or not isinstance(error, again):
+                    tries = f" in the last of {num_failed} tries" if num_failed > 1 else ""
+                    raise type(error)(f"{error}{tries}") from error
             await asyncio.sleep(min(FIRST_PAUSE_SECONDS * 2 ** (num_failed - 1), MAX_PAUSE_SECONDS))
         raise AssertionError("the last try returns or raises")
 
-    async def _try(self, grader: Grader, task: Task, turns: Sequence[Turn]) -> Score:
+    async def _try(self, make: Callable[[], Awaitable[Result]]) -> Result:
         timeout_seconds = self.limits.timeout_seconds
         try:
             async with self._slots, asyncio.timeout(timeout_seconds) as limit:
                 with self._calling():
-                    return await grader.score(task, turns)
+                    return await make()
         except TimeoutError as error:
-            if not limit.expired():  # the grader's own error, of a socket for instance
+            if not limit.expired():  # the code's own error, of a socket for instance
                 raise NoScoreError(f"raised {first_line(error)}") from error
-            text = f"took more than {self.limits.settings}timeout_seconds={timeout_seconds or 0:g}"
-            raise TryAgainError(text) from error
+            raise LateError(f"took more than {self.limits.time_setting}={timeout_seconds or 0:g}") from error
 
-    def _failure(self, error: NoScoreError, num_tries: int) -> ScoreError:
-        limits = self.limits
-        text = f"{limits.name} {error}" + (f" in the last of {num_tries} tries" if num_tries > 1 else "")
-        if limits.on_failure == "drop":
+    def _failure(self, error: NoScoreError) -> ScoreError:
+        text = f"{self.limits.name} {error}"
+        if self.limits.on_failure == "drop":
             return UnscoredError(text)
-        return ScoreError(f"{text}; fix it, or set {limits.settings}on_failure=drop to leave such groups out")
+        return ScoreError(f"{text}; fix it, or set {self.limits.settings}on_failure=drop to leave such groups out")
 
 
 def _watch(limits: CallLimits) -> LoopWatch:
@@ -153,8 +180,8 @@ def _watch(limits: CallLimits) -> LoopWatch:
     seconds = limits.timeout_seconds + HELD_SECONDS
     return LoopWatch(
         seconds,
-        f"error: {limits.name} has blocked this process for {seconds:g} s, and {limits.settings}timeout_seconds="
+        f"error: {limits.name} has blocked this process for {seconds:g} s, and {limits.time_setting}="
         f"{limits.timeout_seconds:g} cannot end it: it holds Python's interpreter lock, as a regular expression with "
-        "nested repeats does, or is async and does not await; correct it at its line below, or set reward_in=process, "
-        "where such a call can be ended, then set resume=auto",
+        f"nested repeats does, or is async and does not await; correct it at its line below{limits.way_out}, then set "
+        "resume=auto",
     )

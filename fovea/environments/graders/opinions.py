@@ -11,7 +11,7 @@ from PIL.Image import Image
 
 from fovea.data.images import OpenImage
 from fovea.environments.dataset_prompts import question_of
-from fovea.environments.graders.base import Grader
+from fovea.environments.graders.base import Grader, weighted_turns
 from fovea.environments.graders.limited_calls import LimitedCalls
 from fovea.types import Score, Task, Turn
 from fovea.utils.event_loop import gather_or_cancel
@@ -96,11 +96,14 @@ class WithModelReward:
     async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
         graders = [self.own, *(model for _, model, _ in self.models)]
         own, *scores = await gather_or_cancel([grader.score(task, turns) for grader in graders])
-        reward, parts = (1 - sum(share for *_, share in self.models)) * own.reward, dict(own.parts)
+        own_share, parts = 1 - sum(share for *_, share in self.models), dict(own.parts)
+        reward = own_share * own.reward
         for (name, _, share), score in zip(self.models, scores, strict=True):
             reward += share * score.reward
             parts[name] = score.reward
-        return replace(own, reward=reward, parts=parts)
+        shares = [own_share, *(share for *_, share in self.models)]
+        by_turn = weighted_turns(list(zip(shares, [own, *scores], strict=True)), len(turns))
+        return replace(own, reward=reward, parts=parts, turns=by_turn)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

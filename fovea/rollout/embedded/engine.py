@@ -201,6 +201,11 @@ class EmbeddedEngine:
     def _busy(self) -> bool:
         return self._worker is not None and not self._worker.done()
 
+    @property
+    def repeats_in_rounds(self) -> bool:
+        """True on a CPU (`schedule.RoundsByLoad`): the number of rows decides how a product of matrices is rounded."""
+        return self._device.type == "cpu"
+
     def own_weights(self) -> Weights:
         """The tensors of the network, named by `models.trainable.factored_weights`."""
         return ((name, weight.detach()) for name, weight in factored_weights(self._vlm.network))

@@ -1,0 +1,142 @@
+"""Conversations between a model and an environment, turn by turn, and the scores of their episodes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Protocol
+
+from fovea.environments.base import Environment, LimitsSessions, Session
+from fovea.environments.graders.grading import Grading
+from fovea.environments.sessions import goes_on, open_session, score_of, turn_limit
+from fovea.errors import FailedEpisodeError
+from fovea.rollout.schedule import Place, Schedule, schedule_of
+from fovea.types import Episode, EpisodeEnd, Message, Metrics, Score, Task, Turn
+
+
+class Speaker(Protocol):
+    """The model in one episode."""
+
+    async def answer(self, session: Session, turns: Sequence[Turn], messages: Sequence[Message]) -> Turn | None:
+        """The turn after these ones, which answers these messages; None where the episode has no room for it."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class SessionLog:
+    """Failed sessions of a rollout, and the time for which its episodes waited for their environment."""
+
+    failures: list[FailedEpisodeError] = field(default_factory=list)
+    waited_seconds: float = 0.0
+    num_episodes: int = 0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """A block in which an episode waits for its environment."""
+        begun = perf_counter()
+        try:
+            yield
+        finally:
+            self.waited_seconds += perf_counter() - begun
+
+    def metrics(self) -> Metrics:
+        """Numbers of failed episodes, by reason too, and the mean wait of an episode."""
+        reasons = Counter(failure.reason for failure in self.failures)
+        return {
+            "episodes/failed": float(len(self.failures)),
+            **{f"episodes/failed_{reason}": float(count) for reason, count in sorted(reasons.items())},
+            "seconds/replies": self.waited_seconds / max(self.num_episodes, 1),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """All turns of an episode."""
+
+    turns: tuple[Turn, ...]
+    end: EpisodeEnd = "done"
+    score: Score | None = None
+    """The score that the session gave; None: graders score it."""
+    failure: FailedEpisodeError | None = None
+    """The failure of the session, which ended it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversations:
+    """The conversations of one rollout with an environment."""
+
+    environment: Environment
+    schedule: Schedule
+    log: SessionLog
+
+    @staticmethod
+    def of(
+        environment: Environment, places: Collection[Place], *, engine: object = None, log: SessionLog | None = None
+    ) -> Conversations:
+        """The conversations of episodes with these places, in the order that suits the engine."""
+        max_open = environment.max_open if isinstance(environment, LimitsSessions) else None
+        schedule = schedule_of(engine, places, max_open)
+        return Conversations(environment=environment, schedule=schedule, log=SessionLog() if log is None else log)
+
+    async def go_on(self, task: Task, seed: int, first: Turn, speaker: Speaker, place: Place) -> Conversation:
+        """Continue an episode to its end; `seed` is that of its session."""
+        self.log.num_episodes += 1
+        try:
+            await self.schedule.begin(place)
+            conversation = await self._in_session(task, seed, first, speaker, place)
+        finally:
+            self.schedule.end(place)
+        if conversation.failure is not None:
+            self.log.failures.append(conversation.failure)
+        return conversation
+
+    async def _in_session(self, task: Task, seed: int, first: Turn, speaker: Speaker, place: Place) -> Conversation:
+        try:
+            with self.log.waiting():
+                session = await open_session(self.environment, task, seed)
+        except FailedEpisodeError as error:
+            return Conversation(turns=(first,), failure=error)
+        turns = [first]
+        try:
+            end = await self._until_end(session, turns, speaker, turn_limit(self.environment, task), place)
+            return Conversation(turns=tuple(turns), end=end, score=await score_of(session, turns))
+        except FailedEpisodeError as error:
+            return Conversation(turns=tuple(turns), failure=error)
+        finally:
+            await session.close()
+
+    async def _until_end(
+        self, session: Session, turns: list[Turn], speaker: Speaker, most_turns: int, place: Place
+    ) -> EpisodeEnd:
+        """Append the later turns; returns how the episode ended."""
+        while len(turns) < most_turns:
+            with self.log.waiting():
+                messages = await session.reply(tuple(turns))
+            if messages is None:
+                return "done"
+            await self.schedule.turn(place)
+            turn = await speaker.answer(session, turns, messages)
+            if turn is None:
+                return "max_tokens"
+            turns.append(turn)
+        return "max_turns" if most_turns > 1 and await goes_on(session, tuple(turns)) else "done"
+
+
+async def scored(grading: Grading, task: Task, conversation: Conversation) -> Episode:
+    """The scored episode of a conversation; FailedEpisodeError where the settings leave it out."""
+    score = await _score(grading, task, conversation)
+    return Episode(task=task, turns=conversation.turns, score=score, end=conversation.end)
+
+
+async def _score(grading: Grading, task: Task, conversation: Conversation) -> Score:
+    if (failure := conversation.failure) is not None:
+        if failure.reward is None:
+            raise failure
+        return Score(reward=failure.reward, accuracy=0.0)
+    if conversation.score is not None:
+        return grading.checked(task, conversation.turns, conversation.score)
+    (score,) = await grading.scores(task, [conversation.turns])
+    return score

@@ -1,0 +1,115 @@
+"""Order in which the later turns of a rollout go to the engine, and how many episodes have a session at once.
+
+The embedded engine on a CPU repeats bit for bit only if the same requests meet in its batch: a product of matrices is
+rounded by the number of its rows. There, turns wait for each other (decision 061). Servers and GPUs round by their load
+anyway, and get every turn as soon as its reply is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+from typing import Protocol, TypeAlias, runtime_checkable
+
+Place: TypeAlias = tuple[int, int]
+"""Index of an episode's group in the rollout, and its number in the group."""
+
+
+@runtime_checkable
+class RoundsByLoad(Protocol):
+    """An engine whose log-probs repeat bit for bit only if the same requests come at the same points."""
+
+    @property
+    def repeats_in_rounds(self) -> bool:
+        """True if they do repeat then."""
+        ...
+
+
+class Schedule(Protocol):
+    """Lets episodes go on."""
+
+    async def begin(self, place: Place) -> None:
+        """Wait until the episode may open its session."""
+        ...
+
+    async def turn(self, place: Place) -> None:
+        """Wait until the episode may ask for its next turn."""
+        ...
+
+    def end(self, place: Place) -> None:
+        """Leave; to be called once for every episode, also for one that has not begun."""
+        ...
+
+
+class AsTheyCome:
+    """Turns go to the engine as soon as their replies are there."""
+
+    def __init__(self, max_open: int) -> None:
+        self._free = asyncio.Semaphore(max_open)
+        self._open: set[Place] = set()
+
+    async def begin(self, place: Place) -> None:
+        await self._free.acquire()
+        self._open.add(place)
+
+    async def turn(self, place: Place) -> None:
+        """Never waits."""
+
+    def end(self, place: Place) -> None:
+        if place in self._open:
+            self._open.discard(place)
+            self._free.release()
+
+
+class InRounds:
+    """Turns go to the engine together, in the order of their episodes, once all replies of a round are there.
+
+    Beginners wait for the end of a round, too, so that neither depends on which reply came first.
+    """
+
+    def __init__(self, places: Collection[Place], max_open: int) -> None:
+        """`places` are those of all episodes; they are running until they wait or end."""
+        self._running = set(places)
+        self._turns: dict[Place, asyncio.Future[None]] = {}
+        self._beginners: dict[Place, asyncio.Future[None]] = {}
+        self._open: set[Place] = set()
+        self._max_open = max_open
+
+    async def begin(self, place: Place) -> None:
+        await self._wait(place, self._beginners)
+
+    async def turn(self, place: Place) -> None:
+        await self._wait(place, self._turns)
+
+    def end(self, place: Place) -> None:
+        self._open.discard(place)
+        self._turns.pop(place, None)
+        self._beginners.pop(place, None)
+        self._stop_running(place)
+
+    async def _wait(self, place: Place, waiting: dict[Place, asyncio.Future[None]]) -> None:
+        waiting[place] = future = asyncio.get_running_loop().create_future()
+        self._stop_running(place)
+        await future
+
+    def _stop_running(self, place: Place) -> None:
+        self._running.discard(place)
+        if self._running:
+            return
+        beginners = sorted(self._beginners)[: self._max_open - len(self._open)]
+        self._open.update(beginners)
+        released = [(place, self._turns.pop(place)) for place in sorted(self._turns)]
+        released += [(place, self._beginners.pop(place)) for place in beginners]
+        self._running.update(place for place, _ in released)
+        for _, future in released:
+            # one that is cancelled leaves by `end`
+            if not future.done():
+                future.set_result(None)
+
+
+def schedule_of(engine: object, places: Collection[Place], max_open: int | None) -> Schedule:
+    """The schedule of a rollout of these episodes on an engine."""
+    limit = max(len(places), 1) if max_open is None else max_open
+    if isinstance(engine, RoundsByLoad) and engine.repeats_in_rounds:
+        return InRounds(places, limit)
+    return AsTheyCome(limit)

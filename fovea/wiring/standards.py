@@ -1,0 +1,28 @@
+"""Builder of the environments that come in a standard of other packages."""
+
+from __future__ import annotations
+
+from fovea.config.environments import GymnasiumEnvironment
+from fovea.config.run import Config
+from fovea.config.splits import EnvironmentSettings
+from fovea.environments.base import Environment
+from fovea.errors import ConfigError
+
+
+def standard_environment(config: Config, settings: EnvironmentSettings) -> Environment | None:
+    """Make the environment of a standard; None for settings of another kind.
+
+    Each adapter needs an optional extra, and its module reports the absence.
+    """
+    match settings:
+        case GymnasiumEnvironment():
+            from fovea.environments.adapters.gymnasium import Gymnasium
+
+            made: Environment = Gymnasium(settings)
+        case _:
+            return None
+    if config.warmup is not None:
+        raise ConfigError(
+            f"warmup imitates demonstrations, which environment.name={settings.name} does not have; set warmup=null"
+        )
+    return made
