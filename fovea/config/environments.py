@@ -10,6 +10,7 @@ from pydantic import ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
 from fovea.config.base import Fraction, HttpUrl, NonNegativeFloat, OpenUnion, PositiveFloat, PositiveInt, Section, Tree
+from fovea.config.games import FrozenLakeEnvironment, PagesEnvironment, SokobanEnvironment
 from fovea.config.splits import EnvironmentSettings, SplitFiles
 
 GeoPart: TypeAlias = Literal["country", "region", "city", "coordinates"]
@@ -166,6 +167,26 @@ class ShapesZoomEnvironment(ShapesEnvironment):
     """Rendered scenes of which the model may see a quarter enlarged, in a second turn, before it answers."""
 
     name: Literal["shapes_zoom"] = "shapes_zoom"  # type: ignore[assignment]
+
+
+class SmallShapesEnvironment(EnvironmentSettings):
+    """Scenes whose objects are too small for the picture that the model sees; a box of them may be seen enlarged."""
+
+    name: Literal["shapes_small"] = "shapes_small"
+    zoom: bool = True
+    """Let the model ask for a box of the scene, enlarged, in a turn before its answer."""
+    scale: Annotated[int, Field(ge=10, le=10_000)] = 1000
+    """Coordinates of the right and the lower edge of the scene; Qwen3-VL gives places from 0 to 1000."""
+    seen_side_px: Annotated[int, Field(ge=32)] = 48
+    """Width and height of the pictures that the model sees."""
+    scene_side_px: Annotated[int, Field(ge=64)] = 192
+    """Width and height of the scene, from which boxes are cut."""
+    train_size: PositiveInt = 24_000
+    """Distinct training scenes, rendered when first used."""
+    dev_size: PositiveInt = 200
+    """Dev scenes, for early stopping of the warm-up and evaluation while training."""
+    test_size: PositiveInt = 600
+    """Held-out scenes of the final table."""
 
 
 class FileEnvironment(SplitFiles):
@@ -395,6 +416,10 @@ class OpenEnvEnvironment(SeedRows):
 PartEnvironment: TypeAlias = Annotated[
     ShapesEnvironment
     | ShapesZoomEnvironment
+    | SmallShapesEnvironment
+    | FrozenLakeEnvironment
+    | SokobanEnvironment
+    | PagesEnvironment
     | Geo3kEnvironment
     | VqaEnvironment
     | CaptionEnvironment
