@@ -32,8 +32,10 @@ from fovea.utils.http_json import CallBounds
 from fovea.weights.base import WeightSink
 from fovea.wiring.megatron import PushedPolicy
 
-SERVER_RETRIES = 5
-"""Further tries with growing pauses, where a server that `fovea eval` asks is unreachable, busy or slow."""
+SERVER_BOUNDS = CallBounds(timeout_seconds=300.0, calls_at_once=32, max_retries=5)
+"""Limits of the calls of a server that `fovea eval` asks."""
+EVALUATED_AT_ONCE = 200
+"""Rows of an evaluation that are generated at once."""
 MIN_RECORDED_WIDTH = 128
 """Smallest width that is recorded: narrower layers are recomputed faster than their outputs are read from memory."""
 
@@ -163,7 +165,6 @@ def records_linears(config: Config, hidden_size: int) -> bool:
     narrow = hidden_size < MIN_RECORDED_WIDTH
     engine = config.rollout.engine
     inexact = not isinstance(engine, EmbeddedSettings) or engine.decode_weights != "exact"
-    padded = not config.train.variable_seq_lengths
     # in 16 bits, recorded outputs round differently from those that later passes over the same samples compute, and the
     # importance ratios would contain that difference
     algorithm = config.algorithm
@@ -171,7 +172,7 @@ def records_linears(config: Config, hidden_size: int) -> bool:
     scored = algorithm.needs_old_logprobs or (critic is not None and critic.trunk != "separate")
     again = algorithm.ppo_epochs * algorithm.minibatches > 1 or scored
     mixed = config.model.dtype != "float32" and again
-    return not (recomputes or narrow or inexact or padded or mixed)
+    return not (recomputes or narrow or inexact or mixed)
 
 
 def make_evaluator(
@@ -187,7 +188,7 @@ def make_evaluator(
         environment,
         grading,
         greedy=_greedy(config, environment),
-        batch_size=config.evaluate.batch_size,
+        batch_size=EVALUATED_AT_ONCE,
         image_type_key=config.evaluate.image_type_key,
         note_unscored=note_unscored,
     )
@@ -203,16 +204,8 @@ def make_server_evaluator(
         grading,
         open_image,
         greedy=_greedy(config, environment),
-        batch_size=config.evaluate.batch_size,
+        batch_size=EVALUATED_AT_ONCE,
         image_type_key=config.evaluate.image_type_key,
-    )
-
-
-def server_bounds(config: Config) -> CallBounds:
-    """The limits of the calls of a server that `fovea eval` asks."""
-    server = config.evaluate.server
-    return CallBounds(
-        timeout_seconds=server.timeout_seconds, calls_at_once=server.max_concurrency, max_retries=SERVER_RETRIES
     )
 
 

@@ -26,13 +26,12 @@ from fovea.models.policy_network import PolicyNetwork
 from fovea.models.recompute import recompute_activations, recompute_plainly
 from fovea.models.tiny import make_tiny, save_tiny
 from fovea.models.trainable import choose_trainable
-from fovea.models.vision.feature_cache import FeatureCache, SpillFolder
+from fovea.models.vision.feature_cache import FeatureCache
 from fovea.models.vlm import VLM
 from fovea.rollout.embedded.tuning import decoding_note
 from fovea.run.run_dir import has_checkpoint
 from fovea.train.ranks import ALONE, Ranks
 from fovea.utils.installing import pip_install
-from fovea.utils.launch import num_processes, rank
 
 CORPUS_ROWS = 2000
 """Training rows whose texts a tiny model's tokenizer is trained on."""
@@ -93,7 +92,7 @@ def _fast_vlm(config: Config, network: PreTrainedModel, banned_ids: Sequence[int
         network,
         banned_ids,
         attention=settings.attention,
-        feature_cache=None if settings.trains_vision else make_feature_cache(config),
+        feature_cache=None if settings.trains_vision else FeatureCache(config.model.feature_cache_gib * 2**30),
         kernels=kernels,
         value_head=make_value_head(config, network),
     )
@@ -111,7 +110,6 @@ def _check_plain(config: Config) -> None:
     unread = {
         "train.backend.liger_kernels": config.train.backend.liger_kernels is True,
         "model.attention": settings.attention != "auto",
-        "model.feature_spill_gib": settings.feature_spill_gib > 0,
     }
     for name in (name for name, is_set in unread.items() if is_set):
         raise ConfigError(
@@ -182,17 +180,6 @@ def liger_note(runs: bool) -> list[str]:
         f"slow: train.backend.liger_kernels=auto: {LIGER} is not installed, and torch's operators make more passes "
         f"over memory for RMS norm, SwiGLU and rotary positions; {pip_install('liger')}"
     ]
-
-
-def make_feature_cache(config: Config) -> FeatureCache:
-    """Make the cache of a frozen vision tower's features, in memory and, if set, in files of the run folder."""
-    settings = config.model
-    files = None
-    if settings.feature_spill_gib:
-        # a folder belongs to one process
-        name = f"features-{rank()}" if num_processes() > 1 else "features"
-        files = SpillFolder(Path(config.run_dir) / name, settings.feature_spill_gib * 2**30)
-    return FeatureCache(settings.feature_cache_gib * 2**30, files)
 
 
 def tokenizer_corpus(environment: Environment, on_bad_row: Literal["error", "skip"]) -> list[str]:

@@ -34,7 +34,6 @@ SENT = (
     "min_tokens",
     "stop",
     "stop_token_ids",
-    "ignore_eos",
     "logit_bias",
     "logprobs",
     "detokenize",

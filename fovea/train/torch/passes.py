@@ -130,11 +130,7 @@ def recorded_outputs(micro: MicroBatch, tape: Tape) -> RecordedOutputs | None:
         return None
     # group[0]: the samples of a group share one prompt, which is once on the tape and once in the row
     places = [x for group in known for x in (group[0].prompt_places_L, *(trace.places_T for trace in group))]
-    joined = torch.from_numpy(np.concatenate(places))
-    # a row padded to a fixed length has tokens that no rollout computed
-    if len(joined) != micro.row.num_tokens:
-        return None
-    return RecordedOutputs(tape=tape, places_N=joined)
+    return RecordedOutputs(tape=tape, places_N=torch.from_numpy(np.concatenate(places)))
 
 
 def _trace(sample: Sample, tape: Tape) -> Trace | None:

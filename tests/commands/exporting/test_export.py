@@ -91,7 +91,7 @@ def train_tiny(folder: Path, model: dict[str, Any], base: Path) -> Trained:
         run.environment,
         run.stream.grading,
         greedy=Sampling(max_new_tokens=config.rollout.max_new_tokens, temperature=0.0),
-        batch_size=config.evaluate.batch_size,
+        batch_size=200,
     )
     train(replace(run, evaluator=evaluator))
     return Trained(folder=folder, base=base, run=run, readings=evaluator.kept)
