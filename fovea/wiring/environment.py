@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -58,7 +59,7 @@ from fovea.environments.graders.opinions import (
 from fovea.environments.graders.reward_model import RewardScorer
 from fovea.environments.mixture import Part, errors_of_part, mixture_of
 from fovea.environments.pages.environment import Pages
-from fovea.environments.sessions import SETTINGS, LimitedSessions
+from fovea.environments.sessions import SETTINGS, EnvironmentWithSessions, LimitedSessions
 from fovea.environments.shapes.environment import Shapes, ShapesZoom
 from fovea.environments.shapes.small import SmallShapes
 from fovea.environments.vqa import Vqa, VqaGrader
@@ -66,10 +67,13 @@ from fovea.errors import ConfigError
 from fovea.evaluation.benchmarks.environment import BenchmarkGrader
 from fovea.models.families.registry import known
 from fovea.models.vision_reward import VisionRewardScorer
+from fovea.processes.session_processes import end_left_processes
 from fovea.utils.bounded import read_file
 from fovea.wiring import reward_host
 from fovea.wiring.images import make_access, make_opener
 from fovea.wiring.standards import standard_environment
+
+LOG = logging.getLogger(__name__)
 
 
 def with_opinions(config: Config, grading: Grading) -> Grading:
@@ -237,7 +241,7 @@ def own_environment(config: Config, environment: Any) -> GradedEnvironment:
     """An environment of Fovea with its graders, which never wait; its sessions may."""
     given: object = environment
     if isinstance(given, OpensSessions):
-        limited: Environment = LimitedSessions(environment, config.environment.session, type(given).__name__)
+        limited = _limited(environment, config.environment.session, type(given).__name__)
     else:
         limited = environment
     return GradedEnvironment(
@@ -263,7 +267,14 @@ def _with_replies(user: Any, name: str, limits: SessionLimits) -> Environment:
     threads = CallThreads(
         name, setting=f"{SETTINGS}deadline_seconds", max_late_calls=max(MAX_LATE_CALLS, limits.max_concurrent)
     )
-    return LimitedSessions(UserSessions(user, name, threads), limits, name)
+    return _limited(UserSessions(user, name, threads), limits, name)
+
+
+def _limited(environment: EnvironmentWithSessions, limits: SessionLimits, name: str) -> Environment:
+    """An environment with sessions under these limits; ends what the sessions of killed runs have left."""
+    if num_ended := end_left_processes():
+        LOG.warning("ended %d processes that the sessions of a killed run had left", num_ended)
+    return LimitedSessions(environment, limits, name)
 
 
 def stages_of(environment: Any) -> Stages:
