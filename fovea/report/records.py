@@ -1,6 +1,6 @@
 """Sample records: what a run keeps of one group of a step, for the report and for `fovea view`.
 
-Axes: `T` tokens of an answer, of which the first `log.samples_tokens` are kept.
+Axes: `T` tokens of an answer, of which the first `RECORDED_TOKENS` (`run.recorded`) are kept.
 """
 
 from __future__ import annotations

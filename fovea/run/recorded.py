@@ -67,6 +67,10 @@ MAX_MESSAGE_CHARS, MAX_TOOL_CHARS = 50_000, 80
 """Of a text in a message and of the name of a tool, both of which a tool or a model may have written."""
 DECIMALS = 4
 """Of log-probs and advantages in a record: a gap between engine and trainer that matters is far larger than 1e-4."""
+RECORDED_GROUPS = 4
+"""Groups of a recorded step, each with all of its answers."""
+RECORDED_TOKENS = 1024
+"""Tokens of an answer that are recorded with log-probs and advantages, about 30 bytes each."""
 Samples = Mapping[str, Sample]
 """The samples of some groups, by the id of their first completion."""
 
@@ -80,8 +84,8 @@ async def record_samples(run: Run, step: int, groups: Sequence[Group], batch: Ba
     if step > 1 and step % settings.samples_every_steps:
         return
     with run.phases("record"):
-        kept = groups[: settings.samples_groups]
-        samples = await _scored(run, kept, batch) if settings.samples_tokens else {}
+        kept = groups[:RECORDED_GROUPS]
+        samples = await _scored(run, kept, batch)
         records = [_record(run, group, samples) for group in kept]
         write_samples(run.folder, step, records)
         if run.metrics.has_trackers:
@@ -174,7 +178,7 @@ def _places(turns: Sequence[TurnTokens]) -> Iterator[slice]:
 
 
 def _trace(run: Run, sample: Sample, place: slice) -> TokenTrace:
-    place = slice(place.start, min(place.stop, place.start + run.config.log.samples_tokens))
+    place = slice(place.start, min(place.stop, place.start + RECORDED_TOKENS))
     return TokenTrace(
         pieces=tuple(run.token_text(int(index)) for index in sample.token_ids_T[place]),
         engine_logprobs=_rounded(sample.rollout_logprobs_T[place]),

@@ -16,6 +16,10 @@ class ToolError(Exception):
     """A call that a tool cannot serve. Its text is the answer to the model: one line with the cause and the fix."""
 
 
+class BadResultError(ToolError):
+    """A result that no message can hold: a fault of the tool, of which its author should know."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
     """A picture of the conversation, opened when a tool asks for it."""

@@ -52,7 +52,7 @@ function turnText(turn, heat, scale, onToken) {
   return words(turn.text || "(nothing)");
 }
 
-/** The text after the recorded tokens, of an answer longer than `log.samples_tokens`. */
+/** The text after the recorded tokens, of an answer longer than the recorded ones. */
 function textAfter(turn) {
   const recorded = turn.tokens.pieces.join("");
   return turn.text.startsWith(recorded) ? turn.text.slice(recorded.length) : "";
