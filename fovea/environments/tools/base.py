@@ -66,7 +66,7 @@ THOUSANDTHS = Frame(
 
 
 @runtime_checkable
-class TakesCoordinates(Protocol):
+class TakesCoordinates(Tool, Protocol):
     """A tool with coordinates among its arguments."""
 
     def in_frame(self, frame: Frame) -> Tool:
