@@ -182,7 +182,7 @@ def _make_run(case: Case, steps: int, shared: Shared, clock: Clock) -> Run:
         on_bad_row=config.data.on_bad_row,
         cache_gib=0.0,
     )
-    source.render_ahead(prefetch_threads(config.data, shared.vlm.device))
+    source.render_ahead(prefetch_threads(shared.vlm.device))
     folder = Path(tempfile.mkdtemp())
     return Run(
         config=config,

@@ -10,8 +10,7 @@ from typing import Any, TypeAlias, get_args
 
 import torch
 
-from fovea.api.recipes import Recipe, recipe_files
-from fovea.api.runs import TrainedRun
+from fovea.api.runs import Recipe, TrainedRun, recipe_files
 from fovea.api.settings import ASKED, RewardArgument, ToolsArgument, code_settings, given_code, overrides_of
 from fovea.commands.evaluate import OutputFiles, evaluate_targets
 from fovea.commands.exporting.export import Exported

@@ -11,8 +11,7 @@ from typing import Any, ClassVar, Never
 from typing_extensions import Unpack
 
 from fovea import loop, loop_async
-from fovea.api.recipes import Recipe, recipe_files
-from fovea.api.runs import TrainedRun, load_run
+from fovea.api.runs import Recipe, TrainedRun, load_run, recipe_files
 from fovea.api.settings import (
     RewardArgument,
     RowsArgument,

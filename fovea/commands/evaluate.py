@@ -52,8 +52,8 @@ from fovea.types import Message, Prompt, Task, ToolSpec
 from fovea.utils.event_loop import wait_for
 from fovea.utils.http_json import JsonServer, bearer
 from fovea.utils.shown_text import printable, without_secrets
-from fovea.wiring.data import make_renderer
-from fovea.wiring.engine import make_embedded, make_evaluator, make_server_evaluator, server_bounds
+from fovea.wiring.data import PROMPT_CACHE_GIB, make_renderer
+from fovea.wiring.engine import SERVER_BOUNDS, make_embedded, make_evaluator, make_server_evaluator
 from fovea.wiring.environment import make_environment
 from fovea.wiring.given import rows_as_files
 from fovea.wiring.images import make_opener
@@ -287,7 +287,7 @@ def _source(eval_set: EvalSet, renderer: RendersPrompts) -> PromptSource:
         renderer,
         max_prompt_tokens=data.max_prompt_tokens,
         on_bad_row=data.on_bad_row,
-        cache_gib=data.prompt_cache_gib,
+        cache_gib=PROMPT_CACHE_GIB,
     )
 
 
@@ -302,7 +302,7 @@ async def check_servers(targets: Sequence[Target], config: Config) -> None:
 @asynccontextmanager
 async def _model_of(target: ServerTarget, config: Config) -> AsyncIterator[ChatModel]:
     """The model of a server, with a connection that ends with the block."""
-    server = JsonServer(target.url, server_bounds(config), bearer(target.api_key_env, "api_key_env"))
+    server = JsonServer(target.url, SERVER_BOUNDS, bearer(target.api_key_env, "api_key_env"))
     try:
         yield await ChatModel.of(server, target.model, config.model.chat_template_kwargs)
     finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,8 +18,10 @@ from fovea.config.environments import (
     RowsEnvironment,
     ShapesEnvironment,
     ShapesZoomEnvironment,
+    SmallShapesEnvironment,
     VqaEnvironment,
 )
+from fovea.config.games import FrozenLakeEnvironment, PagesEnvironment, SokobanEnvironment
 from fovea.config.rewards import RewardModel, reward_tuple
 from fovea.config.run import Config
 from fovea.config.splits import EnvironmentSettings, SessionLimits
@@ -33,6 +35,7 @@ from fovea.environments.custom.sessions import UserSessions
 from fovea.environments.custom.several import reward_grader
 from fovea.environments.custom.trl import RewardFunction
 from fovea.environments.dataset_tasks import OwnRows
+from fovea.environments.games.environment import BoardGame
 from fovea.environments.geo3k import Geo3k, Geo3kGrader
 from fovea.environments.graders.base import Grader
 from fovea.environments.graders.grading import Closes, Grading
@@ -54,8 +57,10 @@ from fovea.environments.graders.opinions import (
 )
 from fovea.environments.graders.reward_model import RewardScorer
 from fovea.environments.mixture import Part, errors_of_part, mixture_of
+from fovea.environments.pages.environment import Pages
 from fovea.environments.sessions import SETTINGS, LimitedSessions
 from fovea.environments.shapes.environment import Shapes, ShapesZoom
+from fovea.environments.shapes.small import SmallShapes
 from fovea.environments.tools.base import Tool
 from fovea.environments.vqa import Vqa, VqaGrader
 from fovea.errors import ConfigError
@@ -153,6 +158,17 @@ def make_environment(
     return replace(made, grading=with_opinions(config, made.grading), tools=made.tools or make_tools(config, tools))
 
 
+DRAWN: Mapping[type[EnvironmentSettings], Callable[[Any, int], Environment]] = {
+    ShapesEnvironment: Shapes,
+    ShapesZoomEnvironment: ShapesZoom,
+    SmallShapesEnvironment: SmallShapes,
+    FrozenLakeEnvironment: BoardGame,
+    SokobanEnvironment: BoardGame,
+    PagesEnvironment: Pages,
+}
+"""Environments that draw their rows from the run's seed."""
+
+
 def named_environment(config: Config) -> GradedEnvironment:
     """Make the environment of `environment.name`."""
     match config.environment:
@@ -174,10 +190,8 @@ def named_environment(config: Config) -> GradedEnvironment:
             made = Vqa(settings, make_access(config.data))
         case RowsEnvironment() as settings:
             made = OwnRows(settings, make_access(config.data), imitated=config.warmup is not None)
-        case ShapesZoomEnvironment() as settings:
-            made = ShapesZoom(settings, config.seed)
-        case ShapesEnvironment() as settings:
-            made = Shapes(settings, config.seed)
+        case settings if type(settings) in DRAWN:
+            made = DRAWN[type(settings)](settings, config.seed)
         case settings:
             return package_environment(config, settings)
     return own_environment(config, made)
@@ -254,7 +268,8 @@ def user_environment(config: Config, user: Any, name: str) -> GradedEnvironment:
 
 def _with_replies(user: Any, name: str, limits: SessionLimits) -> Environment:
     """A user's environment; what replies in its episodes has limits."""
-    if not hasattr(user, "reply") and not hasattr(user, "open"):
+    replies = hasattr(user, "reply") and getattr(user, "max_turns", 1) > 1
+    if not replies and not hasattr(user, "open"):
         return UserEnvironment(user, name)
     threads = CallThreads(
         name, setting=f"{SETTINGS}deadline_seconds", max_late_calls=max(MAX_LATE_CALLS, limits.max_concurrent)

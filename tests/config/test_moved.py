@@ -118,7 +118,7 @@ def test_two_judges_of_an_older_run_are_one_too_many() -> None:
     ("words", "message"),
     [
         (("parity.max_abs_logprob_diff=0.2", "parity.max_k3=0.02"), "parity.max_k3 is no longer set: it follows from "),
-        (("log={samples_groups: 2, tracker_images: 4}",), "log.tracker_images is no longer set: a tracker gets "),
+        (("model.tiny={num_heads: 4, head_dim: 32}",), "model.tiny.head_dim is no longer set: heads divide "),
         (
             ("environment=geospot", "environment.columns.lat=latitude", "environment.lat_key=lat"),
             "environment.lat_key is now environment.columns.lat",

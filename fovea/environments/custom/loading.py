@@ -95,10 +95,6 @@ def _check_turns(user: Any, name: str) -> None:
             raise ConfigError(
                 f"environment={name} has a method {method}, but no max_turns; add max_turns = 4, or another bound"
             )
-    if hasattr(user, "reply") and hasattr(user, "open"):
-        raise ConfigError(
-            f"environment={name} has the methods reply and open, but its sessions reply; remove one of the two"
-        )
     if max_turns is not None and (not isinstance(max_turns, int) or max_turns < 1):
         raise ConfigError(f"environment={name} has max_turns={max_turns!r}; set a whole number from 1 on")
 

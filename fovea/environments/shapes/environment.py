@@ -8,7 +8,6 @@ every prefix is balanced: of rows with one image, row i is of kind `KINDS[i % 4]
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Sequence
 from fractions import Fraction
@@ -22,14 +21,13 @@ from fovea.data.order import LazyTasks
 from fovea.environments.base import Environment, Split
 from fovea.environments.graders.base import Grade, shown
 from fovea.environments.graders.math_answer import last_boxed
+from fovea.environments.hash_splits import row_generator, split_of
 from fovea.environments.shapes.questions import KINDS, Scene, SceneKind, comparison, in_words, scene
 from fovea.environments.shapes.scenes import Thing, draw, with_noise
 from fovea.types import AnswerEnd, ImageRef, Message, Score, Task, Turn
 
 Kind: TypeAlias = SceneKind | Literal["comparison", "text"]
 
-_STREAMS: dict[Split, int] = {"train": 0, "dev": 1, "test": 2}
-_HELD_OUT_SEED = 2024
 _BOX = re.compile(r"\\boxed\{[^{}]*\}")
 
 
@@ -83,7 +81,7 @@ class Shapes(Environment):
         return (Message(role="user", parts=(*task.images, task.question)),)
 
     def target(self, task: Task) -> str:
-        return _boxed(task.answer)
+        return in_box(task.answer)
 
     def _slot(self, index: int) -> Slot:
         """The slot of a row; text rows and comparisons are spread evenly among those with one image."""
@@ -103,8 +101,7 @@ class Shapes(Environment):
         return Slot(kind or KINDS[scene_kind], KINDS[scene_kind], self._levels[level], turn)
 
     def _task(self, split: Split, index: int) -> Task:
-        seed = self._seed if split == "train" else _HELD_OUT_SEED
-        rng = np.random.default_rng([seed, _STREAMS[split], index])
+        rng = row_generator(self._seed, split, index)
         slot, task_id = self._slot(index), f"{split}/{index}"
         if slot.kind == "comparison":
             pair = comparison(slot.turn, slot.level, rng)
@@ -124,7 +121,7 @@ class Shapes(Environment):
     ) -> ImageRef:
         canvas_YXC = draw(things, self._config.image_side_px, rng, free=level == 3)
         pixels_YXC = with_noise(canvas_YXC, rng)
-        while _split_of(pixels_YXC.tobytes()) != split:
+        while split_of(pixels_YXC.tobytes()) != split:
             pixels_YXC = with_noise(canvas_YXC, rng)
         return ImageRef(source=pixels_YXC, where=where)
 
@@ -133,19 +130,20 @@ def grade(prediction: str, truth: str) -> Grade:
     """A response against the true answer: right is the boxed answer and nothing beside it."""
     # whatever else earned reward would become the policy's format
     text, boxed = prediction.strip(), last_boxed(prediction)
-    is_right = text == _boxed(truth)
+    is_right = text == in_box(truth)
     parts = {"answer": float(boxed == truth), "format": float(_BOX.fullmatch(text) is not None)}
-    reason = f"{shown(text)} {'is' if is_right else 'is not'} {shown(_boxed(truth))}"
+    reason = f"{shown(text)} {'is' if is_right else 'is not'} {shown(in_box(truth))}"
     return Grade(score=float(is_right), parts=parts, reason=reason)
 
 
-def _boxed(answer: str) -> str:
+def in_box(answer: str) -> str:
+    """The answer as it is graded."""
     return rf"\boxed{{{answer}}}"
 
 
 def _told(seen: Scene, split: Split, rng: np.random.Generator) -> str:
     question = in_words(seen, rng)
-    while _split_of(question.encode()) != split:
+    while split_of(question.encode()) != split:
         question = in_words(seen, rng)
     return question
 
@@ -154,11 +152,6 @@ def _spread(index: int, share: Fraction) -> tuple[int, bool]:
     """The number of the first `index` rows that belong to an evenly spread share, and whether row `index` does."""
     before = index * share.numerator // share.denominator
     return before, (index + 1) * share.numerator // share.denominator > before
-
-
-def _split_of(content: bytes) -> Split:
-    bucket = hashlib.md5(content, usedforsecurity=False).digest()[0] % 10
-    return "test" if bucket == 0 else "dev" if bucket == 1 else "train"
 
 
 _CROP = re.compile(r"\\crop\{([1-4])\}")

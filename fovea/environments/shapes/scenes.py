@@ -19,7 +19,7 @@ SHAPES: tuple[Shape, ...] = get_args(Shape)
 COLOURS: tuple[Colour, ...] = get_args(Colour)
 
 _RGB = {"red": (220, 45, 40), "green": (40, 175, 65), "blue": (45, 80, 225), "yellow": (235, 210, 45)}
-_UNIT_SIDE = 48
+UNIT_SIDE = 48
 _CELL = 16.0
 _GRID_RADII = (5.8, 7.4)
 _FREE_RADII = (4.5, 10.5)
@@ -38,7 +38,9 @@ class Thing:
 
 
 @dataclass(frozen=True, slots=True)
-class _Spot:
+class Spot:
+    """Centre and radius of a placed object."""
+
     x: float
     y: float
     radius: float
@@ -46,11 +48,17 @@ class _Spot:
 
 def draw(things: Sequence[Thing], side_px: int, rng: np.random.Generator, *, free: bool) -> NDArray[np.float32]:
     """The pixels of a scene without noise, on a dark background; `free` places objects anywhere, else on a 3x3 grid."""
-    spots = (free_spots if free else grid_spots)(len(things), rng)
-    scale = side_px / _UNIT_SIDE
+    return paint(things, (free_spots if free else grid_spots)(len(things), rng), side_px, rng)
+
+
+def paint(
+    things: Sequence[Thing], spots: Sequence[Spot], side_px: int, rng: np.random.Generator
+) -> NDArray[np.float32]:
+    """The pixels of things at these spots, without noise, on a dark background."""
+    scale = side_px / UNIT_SIDE
     canvas_YXC = _background(side_px, rng)
     for thing, spot in zip(things, spots, strict=True):
-        placed = _Spot(spot.x * scale, spot.y * scale, spot.radius * scale)
+        placed = Spot(spot.x * scale, spot.y * scale, spot.radius * scale)
         _paint(canvas_YXC, thing.shape, _shade(thing.colour, rng), placed)
     return canvas_YXC
 
@@ -61,22 +69,22 @@ def with_noise(canvas_YXC: NDArray[np.float32], rng: np.random.Generator) -> NDA
     return np.clip(canvas_YXC + noise_YXC, 0, 255).astype(np.uint8)
 
 
-def grid_spots(n: int, rng: np.random.Generator) -> list[_Spot]:
-    cells_per_side = int(_UNIT_SIDE // _CELL)
+def grid_spots(n: int, rng: np.random.Generator) -> list[Spot]:
+    cells_per_side = int(UNIT_SIDE // _CELL)
     spots = []
     for cell in rng.permutation(cells_per_side**2)[:n]:
         row, column = divmod(int(cell), cells_per_side)
         radius = rng.uniform(*_GRID_RADII)
         reach = _CELL / 2 - radius + _SLACK
         dx, dy = rng.uniform(-reach, reach, 2)
-        spots.append(_Spot((column + 0.5) * _CELL + dx, (row + 0.5) * _CELL + dy, radius))
+        spots.append(Spot((column + 0.5) * _CELL + dx, (row + 0.5) * _CELL + dy, radius))
     return spots
 
 
-def free_spots(n: int, rng: np.random.Generator) -> list[_Spot]:
+def free_spots(n: int, rng: np.random.Generator) -> list[Spot]:
     smallest, largest = _FREE_RADII
     while True:
-        spots: list[_Spot] = []
+        spots: list[Spot] = []
         for _ in range(n * _TRIES_PER_OBJECT):
             spot = _random_spot(rng, smallest, largest)
             if all(_apart(spot, other) for other in spots):
@@ -87,13 +95,13 @@ def free_spots(n: int, rng: np.random.Generator) -> list[_Spot]:
         largest = max(smallest + 0.2, largest - 0.5)
 
 
-def _random_spot(rng: np.random.Generator, smallest: float, largest: float) -> _Spot:
+def _random_spot(rng: np.random.Generator, smallest: float, largest: float) -> Spot:
     radius = rng.uniform(smallest, largest)
-    x, y = rng.uniform(radius + _SLACK, _UNIT_SIDE - radius - _SLACK, 2)
-    return _Spot(x, y, radius)
+    x, y = rng.uniform(radius + _SLACK, UNIT_SIDE - radius - _SLACK, 2)
+    return Spot(x, y, radius)
 
 
-def _apart(one: _Spot, other: _Spot) -> bool:
+def _apart(one: Spot, other: Spot) -> bool:
     return max(abs(one.x - other.x), abs(one.y - other.y)) > one.radius + other.radius + 1
 
 
@@ -111,7 +119,7 @@ def _shade(colour: Colour, rng: np.random.Generator) -> NDArray[np.float32]:
     return np.clip(shade_C, 0, 255).astype(np.float32)
 
 
-def _paint(canvas_YXC: NDArray[np.float32], shape: Shape, colour_C: NDArray[np.float32], spot: _Spot) -> None:
+def _paint(canvas_YXC: NDArray[np.float32], shape: Shape, colour_C: NDArray[np.float32], spot: Spot) -> None:
     rows, columns = (_window(centre, spot.radius, len(canvas_YXC)) for centre in (spot.y, spot.x))
     dy = np.arange(rows.start, rows.stop, dtype=np.float32)[:, None] + np.float32(0.5 - spot.y)
     dx = np.arange(columns.start, columns.stop, dtype=np.float32)[None, :] + np.float32(0.5 - spot.x)

@@ -1,0 +1,91 @@
+"""Settings of the games that are played on pictures of a board, a move or several per turn."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field, model_validator
+
+from fovea.config.base import Fraction, NonNegativeFloat, PositiveInt
+from fovea.config.splits import EnvironmentSettings
+
+Moves: TypeAlias = tuple[PositiveInt, PositiveInt]
+
+
+class GameEnvironment(EnvironmentSettings):
+    """Settings that all games have. The rewards are VAGEN's: one for success, a small one for every valid turn."""
+
+    moves: Moves = (1, 5)
+    """Fewest and most moves of a shortest solution."""
+    max_turns: PositiveInt = 10
+    """Most turns of an episode; the board is then left unsolved."""
+    max_actions_per_turn: PositiveInt = 1
+    """Most moves of a turn, separated by commas; what follows them is not played."""
+    think: bool = False
+    """Ask for `<think>...</think><answer>...</answer>` around the moves; false: the answer is the moves only."""
+    success_reward: NonNegativeFloat = 1.0
+    """Reward of the turn that solves the board."""
+    format_reward: NonNegativeFloat = 0.02
+    """Reward of every turn whose answer is in the format and plays a move."""
+    train_size: PositiveInt = 24_000
+    """Training boards, made when first used."""
+    dev_size: PositiveInt = 200
+    """Dev boards, for early stopping of the warm-up and evaluation while training."""
+    test_size: PositiveInt = 500
+    """Held-out boards of the final table."""
+    cell_px: Annotated[int, Field(ge=8)] = 16
+    """Width and height of a cell of the picture; 16 is one visual token of the tiny models."""
+
+    @model_validator(mode="after")
+    def _moves_fit(self) -> GameEnvironment:
+        low, high = self.moves
+        if low > high:
+            raise ValueError(
+                f"environment.moves={list(self.moves)} has no number of moves in it; write the smaller first"
+            )
+        if high > self.max_turns * self.max_actions_per_turn:
+            raise ValueError(
+                f"environment.moves={list(self.moves)} has boards of {high} moves, but max_turns={self.max_turns} and "
+                f"max_actions_per_turn={self.max_actions_per_turn} allow fewer; lower the second number of moves"
+            )
+        return self
+
+
+class FrozenLakeEnvironment(GameEnvironment):
+    """FrozenLake in pictures: walk over the ice to the goal, around the holes; start and goal are anywhere."""
+
+    name: Literal["frozen_lake"] = "frozen_lake"
+    moves: Moves = (1, 10)
+    """Fewest and most moves of a shortest solution."""
+    side: Annotated[int, Field(ge=2, le=12)] = 4
+    """Cells on a side of the lake."""
+    frozen_share: Annotated[Fraction, Field(gt=0)] = 0.8
+    """Probability of a cell to be ice, not a hole."""
+
+
+class SokobanEnvironment(GameEnvironment):
+    """Sokoban in pictures: push every box onto a target, in a room with walls."""
+
+    name: Literal["sokoban"] = "sokoban"
+    side: Annotated[int, Field(ge=5, le=12)] = 6
+    """Cells on a side of the room, its outer walls included."""
+    num_boxes: Annotated[int, Field(ge=1, le=3)] = 1
+    """Boxes, and targets."""
+
+
+class PagesEnvironment(EnvironmentSettings):
+    """A small web page in pictures: click the named control by coordinates, in half the tasks behind a menu."""
+
+    name: Literal["pages"] = "pages"
+    menus: bool = True
+    """Hide the controls of every other page behind a menu, which takes a click first."""
+    scale: Annotated[int, Field(ge=10, le=10_000)] = 1000
+    """Coordinates of the right and the lower edge of the page; Qwen3-VL gives places from 0 to 1000."""
+    side_px: Annotated[int, Field(ge=32)] = 48
+    """Width and height of the picture of a page."""
+    train_size: PositiveInt = 24_000
+    """Training pages, made when first used."""
+    dev_size: PositiveInt = 200
+    """Dev pages, for early stopping of the warm-up and evaluation while training."""
+    test_size: PositiveInt = 500
+    """Held-out pages of the final table."""

@@ -1,0 +1,187 @@
+"""Games on pictures of a board: the model moves, sees the new picture, and is rewarded for every turn.
+
+The rules have no chance in them, so that the board after some turns follows from the task and the answers: an episode
+has no state to hold, and `reply` and the grader play it again. The rewards are those of VAGEN's FrozenLake and Sokoban
+(github.com/mll-lab-nu/VAGEN): `success_reward` for the turn that solves the board, and `format_reward` for every turn
+that is in the format and plays a move.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+import numpy as np
+
+from fovea.config.games import FrozenLakeEnvironment, GameEnvironment, SokobanEnvironment
+from fovea.data.order import LazyTasks
+from fovea.environments.base import Environment, Split
+from fovea.environments.games import frozen_lake, sokoban
+from fovea.environments.games.board import ACTIONS, Action, Board, solution
+from fovea.environments.games.drawing import draw
+from fovea.environments.games.frozen_lake import FrozenLake
+from fovea.environments.games.sokoban import Sokoban
+from fovea.environments.hash_splits import row_generator, split_of
+from fovea.types import AnswerEnd, ImageRef, Message, Score, Task, Turn
+
+_THOUGHT = re.compile(r"<think>.*?</think>\s*<answer>(.*?)</answer>", re.DOTALL)
+_ACTION_OF = {action.lower(): action for action in ACTIONS}
+_MAP = "map"
+"""Key of the task's row that holds the board at the start, its lines joined by line feeds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Game:
+    """A kind of board: its task in words, how one is drawn by chance, and how one is read."""
+
+    task: str
+    random_lines: Callable[[np.random.Generator], tuple[str, ...]]
+    read: Callable[[Sequence[str]], Board]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlayedTurn:
+    """The board after a turn, and the moves that were played in it."""
+
+    board: Board
+    actions: tuple[Action, ...]
+    """Empty where the answer was not in the format, or named no move."""
+
+
+def game_of(settings: FrozenLakeEnvironment | SokobanEnvironment) -> Game:
+    """The game that these settings are of."""
+    if isinstance(settings, FrozenLakeEnvironment):
+        return Game(
+            task=frozen_lake.TASK,
+            random_lines=lambda rng: frozen_lake.random_lake(settings.side, settings.frozen_share, rng),
+            read=FrozenLake.read,
+        )
+    return Game(
+        task=sokoban.TASK,
+        random_lines=lambda rng: sokoban.random_level(settings.side, settings.num_boxes, rng),
+        read=Sokoban.read,
+    )
+
+
+class BoardGame(Environment):
+    """The environments `frozen_lake` and `sokoban`; see `config.games`."""
+
+    def __init__(self, settings: FrozenLakeEnvironment | SokobanEnvironment, seed: int) -> None:
+        self.settings = settings
+        self._game = game_of(settings)
+        self._seed = seed
+        self.max_turns = settings.max_turns
+        self.answer_end = AnswerEnd(closing="</answer>") if settings.think else None
+        self.graders = (GameGrader(settings, self._game),)
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        settings = self.settings
+        sizes = {"train": settings.train_size, "dev": settings.dev_size, "test": settings.test_size}
+        return LazyTasks(lambda index: self._task(split, index), range(sizes[split]), kind_of=lambda _: "all")
+
+    def prompt(self, task: Task) -> Sequence[Message]:
+        return (Message(role="user", parts=(*task.images, task.question)),)
+
+    def reply(self, task: Task, turns: Sequence[Turn]) -> Sequence[Message] | None:
+        """The picture of the new board, and what was wrong with an answer that played nothing."""
+        last = _played(self.settings, self._start(task), turns)[-1]
+        if last.board.is_solved or last.board.is_lost:
+            return None
+        picture = ImageRef(
+            source=draw(last.board.lines, self.settings.cell_px), where=f"{task.id} after {len(turns)} turns"
+        )
+        if last.actions:
+            return (Message(role="user", parts=(picture,)),)
+        return (Message(role="user", parts=(picture, f"Nothing moved. {_how(self.settings)}"), failed=True),)
+
+    def target(self, task: Task) -> str:
+        return self.demonstration(task)[0]
+
+    def demonstration(self, task: Task) -> Sequence[str]:
+        """A shortest solution, as many moves per turn as are allowed."""
+        moves, size = task.answer.split(","), self.settings.max_actions_per_turn
+        turns = [",".join(moves[start : start + size]) for start in range(0, len(moves), size)]
+        return [f"<think></think><answer>{turn}</answer>" if self.settings.think else turn for turn in turns]
+
+    def _start(self, task: Task) -> Board:
+        return start_of(self._game, task)
+
+    def _task(self, split: Split, index: int) -> Task:
+        rng, (fewest, most) = row_generator(self._seed, split, index), self.settings.moves
+        while True:
+            lines = self._game.random_lines(rng)
+            if split_of("\n".join(lines).encode()) != split:
+                continue
+            board = self._game.read(lines)
+            moves = solution(board, most)
+            if moves is not None and len(moves) >= fewest:
+                return self._task_of(f"{split}/{index}", lines, board, moves)
+
+    def _task_of(self, task_id: str, lines: Sequence[str], board: Board, moves: Sequence[Action]) -> Task:
+        picture = ImageRef(source=draw(board.lines, self.settings.cell_px), where=task_id)
+        return Task(
+            id=task_id,
+            question=f"{self._game.task} {_how(self.settings)}",
+            answer=",".join(moves),
+            images=(picture,),
+            row={_MAP: "\n".join(lines)},
+        )
+
+
+class GameGrader:
+    """The grader of games: accuracy 1 for a solved board, and the rewards of all turns."""
+
+    def __init__(self, settings: GameEnvironment, game: Game) -> None:
+        self._settings = settings
+        self._game = game
+
+    async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+        played = _played(self._settings, start_of(self._game, task), turns)
+        valid = [bool(turn.actions) for turn in played]
+        rewards = [self._settings.format_reward * is_valid for is_valid in valid]
+        is_solved = played[-1].board.is_solved
+        rewards[-1] += self._settings.success_reward * is_solved
+        return Score(
+            reward=sum(rewards),
+            accuracy=float(is_solved),
+            parts={"format": sum(valid) / len(valid), "solved": float(is_solved), "turns": float(len(turns))},
+            turns=tuple(rewards),
+        )
+
+
+def start_of(game: Game, task: Task) -> Board:
+    """The board that a task begins with."""
+    return game.read(str(task.row[_MAP]).split("\n"))
+
+
+def actions_in(text: str, settings: GameEnvironment) -> tuple[Action, ...]:
+    """The moves that an answer plays: those before the first word that is none, as many as a turn may have."""
+    answer = _THOUGHT.fullmatch(text.strip()) if settings.think else None
+    if settings.think and answer is None:
+        return ()
+    words = (text if answer is None else answer[1]).split(",")[: settings.max_actions_per_turn]
+    known = takewhile(lambda action: action is not None, (_ACTION_OF.get(word.strip().lower()) for word in words))
+    return tuple(action for action in known if action is not None)
+
+
+def _played(settings: GameEnvironment, board: Board, turns: Sequence[Turn]) -> list[PlayedTurn]:
+    """The turns of an episode, played from its first board."""
+    played = []
+    for turn in turns:
+        actions = actions_in(turn.text, settings)
+        for action in actions:
+            # what follows the move that solves it is not played
+            board = board if board.is_solved else board.after(action)
+        played.append(PlayedTurn(board=board, actions=actions))
+    return played
+
+
+def _how(settings: GameEnvironment) -> str:
+    moves = f"{', '.join(ACTIONS[:-1])} or {ACTIONS[-1]}"
+    if settings.max_actions_per_turn > 1:
+        moves += f", up to {settings.max_actions_per_turn} with commas between them"
+    if settings.think:
+        return f"Think in <think>...</think>, then move in <answer>...</answer>: {moves}."
+    return f"{moves}?"

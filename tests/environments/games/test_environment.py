@@ -1,0 +1,141 @@
+"""Games on pictures: demonstrations win, rewards are VAGEN's, replies show the board, and no board is in two splits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from fovea.config.games import FrozenLakeEnvironment, SokobanEnvironment
+from fovea.environments.base import Split
+from fovea.environments.games.drawing import draw
+from fovea.environments.games.environment import BoardGame, actions_in, game_of, start_of
+from fovea.types import Message, Score, Task, Turn
+from fovea.utils.event_loop import wait_for
+
+SPLITS: tuple[Split, ...] = ("train", "dev", "test")
+
+
+def lake(**settings: Any) -> BoardGame:
+    return BoardGame(FrozenLakeEnvironment(**settings), seed=0)
+
+
+def sokoban(**settings: Any) -> BoardGame:
+    return BoardGame(SokobanEnvironment(**settings), seed=0)
+
+
+def played(environment: BoardGame, task: Task, texts: Sequence[str]) -> tuple[list[Message], Score]:
+    """The replies to these answers, up to the end of the episode, and its score."""
+    turns: list[Turn] = []
+    replies: list[Message] = []
+    for text in texts:
+        turns.append(Turn(messages=(), text=text))
+        messages = environment.reply(task, turns) if len(turns) < environment.max_turns else None
+        if messages is None:
+            break
+        replies += messages
+    return replies, wait_for(environment.graders[-1].score(task, turns))
+
+
+def pixels(message: Message) -> np.ndarray:
+    source = message.parts[0].source  # type: ignore[union-attr]
+    assert isinstance(source, np.ndarray)
+    return source
+
+
+def task_of(lines: Sequence[str]) -> Task:
+    return Task(id="test/0", question="", answer="", row={"map": "\n".join(lines)})
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [lake(), lake(side=3, moves=(2, 4), max_turns=6), sokoban(), sokoban(max_actions_per_turn=3, think=True)],
+    ids=["lake", "small lake", "sokoban", "sokoban as VAGEN's"],
+)
+def test_demonstrations_solve_every_board_in_as_few_moves_as_the_settings_say(environment: BoardGame) -> None:
+    fewest, most = environment.settings.moves
+    for split in SPLITS:
+        for task in environment.tasks(split)[:20]:
+            texts = environment.demonstration(task)
+            replies, score = played(environment, task, texts)
+            assert fewest <= len(task.answer.split(",")) <= most
+            assert (len(replies), score.accuracy) == (len(texts) - 1, 1.0)
+            assert score.turns == pytest.approx([0.02] * (len(texts) - 1) + [1.02])
+            assert score.reward == pytest.approx(sum(score.turns))
+            assert score.parts == {"format": 1.0, "solved": 1.0, "turns": len(texts)}
+
+
+def test_no_board_is_in_two_splits_and_held_out_boards_do_not_depend_on_the_seed() -> None:
+    settings = FrozenLakeEnvironment(side=3, moves=(2, 4))
+    one, other = (BoardGame(settings, seed) for seed in (0, 1))
+    boards = {split: {str(task.row["map"]) for task in one.tasks(split)[:150]} for split in SPLITS}
+    assert boards["train"].isdisjoint(boards["dev"] | boards["test"])
+    assert boards["dev"].isdisjoint(boards["test"])
+    for split, is_equal in (("train", False), ("dev", True), ("test", True)):
+        rows = [[task.row["map"] for task in each.tasks(split)[:20]] for each in (one, other)]  # type: ignore[index]
+        assert (rows[0] == rows[1]) == is_equal
+
+
+def test_the_picture_after_a_move_is_that_of_the_new_board() -> None:
+    environment, task = lake(), task_of(("SFH", "FFF", "HFG"))
+    replies, score = played(environment, task, ["Right", "down", "Left", "Up", "Up", "Nonsense", "Right", "Right"])
+    boards = [("FPH", "FFF", "HFG"), ("FFH", "FPF", "HFG"), ("FFH", "PFF", "HFG"), *[("PFH", "FFF", "HFG")] * 3]
+    boards.append(("FPH", "FFF", "HFG"))
+    assert [pixels(reply).tolist() for reply in replies] == [draw(board, 16).tolist() for board in boards]
+    # the last move falls into a hole, which ends the episode
+    assert score.turns == pytest.approx([0.02] * 5 + [0.0] + [0.02] * 2)
+    assert (score.accuracy, score.parts["format"]) == (0.0, 7 / 8)
+
+
+def test_an_answer_without_a_move_is_told_so_and_earns_nothing() -> None:
+    replies, score = played(lake(), task_of(("SFG",)), ["Jump", "Right", "Right", "Right"])
+    assert [reply.failed for reply in replies] == [True, False]
+    assert replies[0].parts[1] == "Nothing moved. Left, Down, Right or Up?"
+    assert score.turns == pytest.approx([0, 0.02, 1.02])
+
+
+def test_an_episode_ends_unsolved_at_the_limit_of_turns() -> None:
+    replies, score = played(lake(max_turns=4, moves=(1, 4)), task_of(("SFG",)), ["Left"] * 9)
+    assert (len(replies), score.accuracy, len(score.turns)) == (3, 0.0, 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "think", "expected"),
+    [
+        (" left ", False, ("Left",)),
+        ("Up,Down,Left,Right", False, ("Up", "Down", "Left")),
+        ("Up, jump, Left", False, ("Up",)),
+        ("", False, ()),
+        ("Left", True, ()),
+        ("<think>a wall\n</think>\n<answer>Up, Right</answer>", True, ("Up", "Right")),
+        ("<think></think><answer>Up</answer> or so", True, ()),
+        ("<answer>Up</answer>", True, ()),
+    ],
+)
+def test_moves_of_an_answer(text: str, think: bool, expected: tuple[str, ...]) -> None:
+    assert actions_in(text, SokobanEnvironment(max_actions_per_turn=3, think=think)) == expected
+
+
+def test_several_moves_of_a_turn_stop_mattering_once_the_board_is_solved() -> None:
+    environment = sokoban(max_actions_per_turn=3)
+    task = task_of(("######", "#@$.-#", "######"))
+    replies, score = played(environment, task, ["Right,Left,Left"])
+    assert (replies, score.accuracy, score.turns) == ([], 1.0, pytest.approx((1.02,)))
+    assert start_of(game_of(SokobanEnvironment()), task).lines == ("######", "#@$.-#", "######")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"moves": (5, 2)}, "environment.moves=[5, 2] has no number of moves"),
+        ({"moves": (1, 7), "max_turns": 3, "max_actions_per_turn": 2}, "boards of 7 moves"),
+        ({"side": 40}, "less than or equal to 12"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError) as error:
+        FrozenLakeEnvironment(**settings)
+    assert words in str(error.value)
