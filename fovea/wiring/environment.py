@@ -62,6 +62,7 @@ from fovea.environments.pages.environment import Pages
 from fovea.environments.sessions import SETTINGS, EnvironmentWithSessions, LimitedSessions
 from fovea.environments.shapes.environment import Shapes, ShapesZoom
 from fovea.environments.shapes.small import SmallShapes
+from fovea.environments.tools.base import Tool
 from fovea.environments.vqa import Vqa, VqaGrader
 from fovea.errors import ConfigError
 from fovea.evaluation.benchmarks.environment import BenchmarkGrader
@@ -72,6 +73,7 @@ from fovea.utils.bounded import read_file
 from fovea.wiring import reward_host
 from fovea.wiring.images import make_access, make_opener
 from fovea.wiring.standards import standard_environment
+from fovea.wiring.tools import make_tools, uses_tools
 
 LOG = logging.getLogger(__name__)
 
@@ -135,14 +137,18 @@ class GradedEnvironment:
     """Stages of the curriculum, one per grader."""
     parts: Mapping[str, GradedEnvironment] = field(default_factory=dict)
     """Environments of a mixture by name; each grades its own answers."""
+    tools: Sequence[Tool] = ()
+    """Tools that the model may call beside those of the environment (`wiring.tools.with_tools`)."""
 
 
-def make_environment(config: Config, given: Any = None, rewards: Sequence[RewardFunction] = ()) -> GradedEnvironment:
+def make_environment(
+    config: Config, given: Any = None, rewards: Sequence[RewardFunction] = (), tools: Sequence[object] = ()
+) -> GradedEnvironment:
     """Make the environment of the settings, or wrap a `given` object; the setting `reward` replaces its graders.
 
     A GradedEnvironment is taken as it is from here, an object with `graders` is an environment of Fovea, and
-    any other is treated like a user's class from a file. `rewards` are the functions that the setting describes, where
-    Python code has given them.
+    any other is treated like a user's class from a file. `rewards` and `tools` are the objects that these settings
+    describe, where Python code has given them.
     """
     if given is None:
         made = named_environment(config.with_own_files)
@@ -153,7 +159,7 @@ def make_environment(config: Config, given: Any = None, rewards: Sequence[Reward
     if config.reward is not None:
         # an environment's stages belong to its own graders
         made = replace(made, grading=reward_grading(config, config.reward, rewards), stages=Stages(), parts={})
-    return replace(made, grading=with_opinions(config, made.grading))
+    return replace(made, grading=with_opinions(config, made.grading), tools=made.tools or make_tools(config, tools))
 
 
 DRAWN: Mapping[type[EnvironmentSettings], Callable[[Any, int], Environment]] = {
@@ -222,6 +228,11 @@ def _make_part(config: Config, name: str, part: MixturePart) -> GradedEnvironmen
     own = {"environment": part.environment, "reward": part.reward, "model_reward": None}
     with errors_of_part(name):
         made = make_environment(config.model_copy(update=own))
+    if uses_tools(made.environment, made.tools):
+        raise ConfigError(
+            f"environment.parts.{name} has tools, which episodes of a mixture do not have for single parts; name tools "
+            "for all of them in environment.tools"
+        )
     if made.stages.stages and config.curriculum.enabled:
         raise ConfigError(
             f"environment.parts.{name} has {len(made.stages.stages)} stages, which a mixture does not go through; set "
