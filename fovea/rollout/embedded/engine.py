@@ -27,6 +27,7 @@ from fovea.rollout.embedded.batch import DecodeBatch, Forward, completion_of
 from fovea.rollout.embedded.cache import Cache
 from fovea.rollout.embedded.decode_step import GraphStepper
 from fovea.rollout.embedded.linears import (
+    HEAD,
     Int8Linears,
     Make,
     NamedWeights,
@@ -209,14 +210,17 @@ class EmbeddedEngine:
         """Take references to the language model's tensors; copy those of the vision tower unless they are shared."""
         if self._busy:
             raise EngineError("new weights while the engine is generating completions; await them first")
-        named = dict(weights)
+        # nothing trains a buffer, and no push has one
+        named = dict(self._vlm.network.named_buffers()) | dict(weights)
         own = dict(factored_weights(self._vlm.network))
-        vision = tuple(f"{path}." for path in self._vlm.family.vision_paths)
+        language = self._vlm.family.language_path
         with torch.no_grad():
             for name, tensor in weights.items():
-                if name.startswith(vision) and own[name].data_ptr() != tensor.data_ptr():
+                if not name.startswith((f"{language}.", HEAD)) and own[name].data_ptr() != tensor.data_ptr():
                     named[name] = own[name].copy_(tensor)
-        self._named = NamedWeights(tensors=named, adapter_scale=adapter_scale(self._vlm.network))
+        self._named = NamedWeights(
+            tensors=named, adapter_scale=adapter_scale(self._vlm.network), language_path=language
+        )
         self._weights = text_weights(self._named, self._shape, self._tape)
         self._free_decode_copies()
         self._version = version
