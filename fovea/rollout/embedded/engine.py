@@ -37,11 +37,12 @@ from fovea.rollout.embedded.linears import (
 )
 from fovea.rollout.embedded.pool_memory import PoolMemory
 from fovea.rollout.embedded.prefill import prefill, prefill_row
+from fovea.rollout.embedded.prefill_work import PrefillWork
 from fovea.rollout.embedded.recorder import Recorder
 from fovea.rollout.embedded.requests import KeptKeys, QueuedRequest, RemovedRow, resumption
 from fovea.rollout.embedded.tuning import INT8, Tuning, make_cache, make_stepper, uses_pages
 from fovea.rollout.outputs import CompletionText
-from fovea.types import Completion, Request, Weights
+from fovea.types import Completion, Metrics, Request, Weights
 from fovea.utils.lru_cache import LRUCache
 
 DEFAULT_TUNING = Tuning()
@@ -91,6 +92,7 @@ class EmbeddedEngine:
         self._stop_ids = torch.tensor(processor.stop_ids, dtype=torch.long, device=self._device)
         self._weights: TextWeights | None = None
         self._named = NamedWeights(tensors={})
+        self._prefill_work = PrefillWork(vlm.family.work)
         self._may_approximate = True
         """True if all running requests accept approximate weights."""
         self._asleep = False
@@ -318,12 +320,17 @@ class EmbeddedEngine:
                 fitting.append(self._queue.popleft())
         return fitting
 
+    def prefill_metrics(self) -> Metrics:
+        """Metrics of the prefill since the last call."""
+        return self._prefill_work.take()
+
     def _prefill(self, requests: Sequence[QueuedRequest], cache: Cache, recorder: Recorder, *, alone: bool) -> Tensor:
         """Run these prompts; returns the logits [P, W] of the tokens that follow them."""
         weights = self._loaded_weights()
         row = prefill_row(self._vlm, weights, requests, recorder.features(requests, alone=alone))
         hidden_PE = prefill(row, weights, self._shape, requests, cache, recorder, self._tuning.pass_tokens)
         for request in requests:
+            self._prefill_work.add(request)
             request.kept = None
         return weights.logits(hidden_PE)
 
