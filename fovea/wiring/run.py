@@ -200,6 +200,7 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
         peak_tflops=peak_tflops(config.log, facts, progress),
         token_text=renderer.token_text,
         image_token_id=processor.family.image_token_id,
+        has_fast_path=processor.family.fast_path is not None,
         box_frame=processor.family.box_frame,
         profile=profile or nullcontext,
     )
