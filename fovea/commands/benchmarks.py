@@ -1,4 +1,4 @@
-"""`fovea eval bench=...`: targets answer published benchmarks; the table and page of scores beside published figures."""
+"""`fovea eval bench=...`: targets answer published benchmarks; table and page of scores beside published ones."""
 
 from __future__ import annotations
 

@@ -45,8 +45,8 @@ _DIGITS = 12
 class GivenRows:
     """Rows in memory, with the argument that gave them and the columns of their images.
 
-    Images stay as they are where they are encoded, or at a path or URL; Pillow's pictures and arrays are written without
-    loss. Paths become absolute ones, from the working directory on.
+    Images stay as they are where they are encoded, or at a path or URL; Pillow's pictures and arrays are written
+    without loss. Paths become absolute ones, from the working directory on.
     """
 
     rows: Rows

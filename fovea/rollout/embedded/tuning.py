@@ -50,10 +50,10 @@ class PoolMemory:
     """Sizes the pool of one engine, and decides whether it stays.
 
     A pool that stays keeps its address, and with it the captured graphs; so do the engine's own copies of trained
-    weights, whose addresses are in the graphs too, so that both stay or neither. What an update needs is measured: when
-    the engine wakes, the driver's free memory is what the update had no use for even at its peak, since torch's allocator
-    holds on to what it has taken. Where an update that runs out of memory can free the pool and go on, one of a set size
-    stays from the first update on (decision 051).
+    weights, whose addresses are in the graphs too, so that both stay or neither. What an update needs is measured:
+    when the engine wakes, the driver's free memory is what the update had no use for even at its peak, since torch's
+    allocator holds on to what it has taken. Where an update that runs out of memory can free the pool and go on, one
+    of a set size stays from the first update on (decision 051).
     """
 
     def __init__(
