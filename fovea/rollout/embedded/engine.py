@@ -35,12 +35,11 @@ from fovea.rollout.embedded.linears import (
     TextWeights,
     text_weights,
 )
-from fovea.rollout.embedded.pool_memory import PoolMemory
 from fovea.rollout.embedded.prefill import prefill, prefill_row
 from fovea.rollout.embedded.prefill_work import PrefillWork
 from fovea.rollout.embedded.recorder import Recorder
 from fovea.rollout.embedded.requests import KeptKeys, QueuedRequest, RemovedRow, resumption
-from fovea.rollout.embedded.tuning import INT8, Tuning, make_cache, make_stepper, uses_pages
+from fovea.rollout.embedded.tuning import INT8, PoolMemory, Tuning, make_cache, make_stepper, uses_pages
 from fovea.rollout.outputs import CompletionText
 from fovea.types import Completion, Metrics, Request, Weights
 from fovea.utils.lru_cache import LRUCache
