@@ -9,6 +9,7 @@ import numpy as np
 
 from fovea.config.algorithm import Algorithm
 from fovea.config.environments import ShapesZoomEnvironment
+from fovea.environments.base import Environment
 from fovea.environments.graders.grading import Grading
 from fovea.environments.prompt_source import PromptedTask
 from fovea.environments.shapes.environment import ShapesGrader, ShapesZoom
@@ -35,17 +36,25 @@ class LooksTwice(ShapesZoom):
         return super().reply(task, [asked])
 
 
-def environment() -> LooksTwice:
-    return LooksTwice(ShapesZoomEnvironment(train_size=8), seed=0)
+def environment(kind: type[LooksTwice] = LooksTwice) -> LooksTwice:
+    return kind(ShapesZoomEnvironment(train_size=8), seed=0)
 
 
-def drawn(parts: TinyParts, engine: EmbeddedEngine, *, rows: int = 2, n: int = 3) -> list[Group]:
-    asked = environment()
+def drawn(
+    parts: TinyParts,
+    engine: EmbeddedEngine,
+    *,
+    rows: int = 2,
+    n: int = 3,
+    asked: Environment | None = None,
+    max_new_tokens: int = 7,
+) -> list[Group]:
+    asked, sampling = asked or environment(), replace(SAMPLING, max_new_tokens=max_new_tokens)
     render = renderer(parts)
     tasks = asked.tasks("train")[:rows]
     prompted = [PromptedTask(task=task, prompt=render.prompt(asked.prompt(task))) for task in tasks]
     interaction = Interaction(environment=asked, grading=Grading(graders=(ShapesGrader(),)), renderer=render)
-    return wait_for(collect(engine, interaction, prompted, sampling=SAMPLING, n=n, seed=(1,)))
+    return wait_for(collect(engine, interaction, prompted, sampling=sampling, n=n, seed=(1,)))
 
 
 def batch_of(groups: Sequence[Group]) -> Batch:
