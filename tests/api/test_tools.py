@@ -1,8 +1,7 @@
-"""Runs with tools from Python: the model learns to call one, and its results reach what it reads next."""
+"""Runs with tools from Python: functions are called in the episodes of a run, first in those of its warm-up."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -53,21 +52,21 @@ class Riddle(Environment):
         return [demonstrated_call("hint", {"place": 1}), "red"]
 
 
-def test_a_model_calls_the_function_that_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_is_called_as_demonstrations_ask_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     CALLS.clear()
     settings = {
         **SETTINGS,
-        "rollout": {"prompts_per_step": 2, "samples_per_prompt": 2, "max_new_tokens": 120},
-        "warmup": {"max_steps": 60, "check_every_steps": 60, "batch_size": 4},
+        "max_steps": 1,
+        "warmup": {"max_steps": 1, "check_every_steps": 1, "batch_size": 2},
         "environment.max_tool_turns": 1,
     }
     trainer = fovea.GRPO(environment=Riddle(), tools=[hint], run_dir="run", settings=settings)
     assert trainer.config.environment.tools == ("python:tests.api.test_tools.hint",)
     trainer.train()
-    assert set(CALLS) == {"call 1"}
-    metrics = read_metrics(Path("run"))
-    print(json.dumps(metrics[-1], indent=1))
+    assert CALLS == ["call 1", "call 1"]
+    (step,) = read_metrics(Path("run"))
+    assert step["step"] == 1
 
 
 def test_a_string_in_place_of_a_list_is_refused() -> None:
