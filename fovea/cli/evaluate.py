@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
@@ -205,7 +206,9 @@ def serve(
     host: Annotated[
         str, typer.Option(help="Address to listen at; other than this machine's own, it needs a key.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen at.")] = 8000,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen at; 0: any that is free (--for-agents).")
+    ] = 8000,
     name: Annotated[
         str | None, typer.Option(metavar="NAME", help="Name of the model in requests; default: its folder's.")
     ] = None,
@@ -217,9 +220,9 @@ def serve(
         typer.Option(metavar="DIR", help="Serve a trainer, which brings its weights through this folder of both."),
     ] = None,
     for_agents: Annotated[
-        bool, typer.Option("--for-agents", help="Serve a run's own engine to agents here, and record what it draws.")
-    ] = False,
-    record: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the episodes of --for-agents.")] = None,
+        Path | None,
+        typer.Option(metavar="DIR", help="Serve a run's engine to agents on this machine; record episodes here."),
+    ] = None,
     engine: Annotated[Literal["vllm", "sglang"], typer.Option(help="Engine whose server is started.")] = "vllm",
     allow_urls: Annotated[
         bool, typer.Option("--allow-urls", help="Read images of requests at http(s) URLs, public ones only.")
@@ -241,10 +244,9 @@ def serve(
             arguments = over(arguments, parse_override(word))
         if allow_private_addresses and not allow_urls:
             raise ConfigError("--allow-private-addresses says which images are read at URLs; add --allow-urls")
-        if for_agents != (record is not None):
-            raise ConfigError("--for-agents serves agents and --record DIR says where their episodes go; give both")
-        if record is not None:
-            return _serve_agents(source, record, host, port, api_key_env, trust=trust)
+        if for_agents is not None:
+            _refuse_beside_agents({"KEY=VALUE": words, "--name": name, "--for-training": for_training})
+            return _serve_agents(source, for_agents, host, port, api_key_env, trust=trust)
         from fovea.commands.serve import Served, ServerAddress
         from fovea.commands.serve import serve as serve_model
         from fovea.data.fetch import UrlLimits
@@ -266,6 +268,12 @@ def serve(
         except KeyboardInterrupt:
             _say("stopped")
             raise typer.Exit(130) from None
+
+
+def _refuse_beside_agents(options: Mapping[str, object]) -> None:
+    given = [option for option, value in options.items() if value]
+    if given:
+        raise ConfigError(f"{given[0]} is about the server of another engine than --for-agents starts; leave it out")
 
 
 def _serve_agents(source: str, folder: Path, host: str, port: int, api_key_env: str | None, *, trust: bool) -> None:
