@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -43,7 +44,10 @@ def test_a_run_plays_the_environment_of_gymnasium_and_is_served_to_agents(folder
     assert summary.final is not None
     assert summary.final.parts == {"invalid_actions": (3.0,) * 8}
 
-    command = [sys.executable, "-m", "fovea", "serve", "runs/strip", "--for-agents", "episodes", "--port", "0"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, "-m", "fovea", "serve", "runs/strip", "--for-agents", "episodes", "--port", port]
     serving = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert serving.stdout is not None
     said = ""

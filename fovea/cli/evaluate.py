@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
+from functools import reduce
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -206,9 +208,7 @@ def serve(
     host: Annotated[
         str, typer.Option(help="Address to listen at; other than this machine's own, it needs a key.")
     ] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port to listen at; 0: any that is free (--for-agents).")
-    ] = 8000,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen at.")] = 8000,
     name: Annotated[
         str | None, typer.Option(metavar="NAME", help="Name of the model in requests; default: its folder's.")
     ] = None,
@@ -239,9 +239,8 @@ def serve(
     Examples: fovea serve runs/geo3k; fovea serve exported/geo3k --port 8001 max_model_len=8192.
     """
     with one_line_errors(debug=debug):
-        arguments: Tree = {}
-        for word in words or []:
-            arguments = over(arguments, parse_override(word))
+        no_arguments: Tree = {}
+        arguments = reduce(over, map(parse_override, words or []), no_arguments)
         if allow_private_addresses and not allow_urls:
             raise ConfigError("--allow-private-addresses says which images are read at URLs; add --allow-urls")
         if for_agents is not None:
@@ -263,11 +262,17 @@ def serve(
             source=source, name=name, arguments=arguments, weights_dir=for_training, url_limits=limits, trust=trust
         )
         address = ServerAddress(host=host, port=port, api_key_env=api_key_env)
-        try:
+        with _stopped_by_ctrl_c():
             serve_model(served, address, launch, _say, start_seconds=start_seconds)
-        except KeyboardInterrupt:
-            _say("stopped")
-            raise typer.Exit(130) from None
+
+
+@contextmanager
+def _stopped_by_ctrl_c() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        _say("stopped")
+        raise typer.Exit(130) from None
 
 
 def _refuse_beside_agents(options: Mapping[str, object]) -> None:
