@@ -1,4 +1,4 @@
-"""`fovea eval bench=...`: several targets answer published benchmarks, one benchmark after the other."""
+"""`fovea eval bench=...`: targets answer published benchmarks; table and page of scores beside published ones."""
 
 from __future__ import annotations
 

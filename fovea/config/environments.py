@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 
 from fovea.config.base import Fraction, HttpUrl, NonNegativeFloat, OpenUnion, PositiveFloat, PositiveInt, Section, Tree
 from fovea.config.games import FrozenLakeEnvironment, PagesEnvironment, SokobanEnvironment
-from fovea.config.splits import EnvironmentSettings, SplitFiles
+from fovea.config.splits import EnvironmentSettings, SessionLimits, SplitFiles
 
 GeoPart: TypeAlias = Literal["country", "region", "city", "coordinates"]
 GeoColumn: TypeAlias = Literal["country", "region", "city", "lat", "lon"]
@@ -475,6 +475,15 @@ class MixtureEnvironment(EnvironmentSettings):
     name: Literal["mixture"] = "mixture"
     parts: MixtureParts
     """The data sets, by name."""
+
+    @model_validator(mode="after")
+    def _parts_have_the_limits(self) -> MixtureEnvironment:
+        if self.session != SessionLimits():
+            raise ValueError(
+                "environment.session is set, but the episodes of a mixture are those of its parts; set "
+                "environment.parts.NAME.environment.session"
+            )
+        return self
 
 
 EnvironmentConfig: TypeAlias = Annotated[

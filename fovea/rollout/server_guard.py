@@ -75,6 +75,8 @@ async def replace_addresses(messages: Any, limits: UrlLimits | None) -> None:
     """Put images in the places of their addresses, as data: URLs; ImageRefusedError for what is not read.
 
     No address at all is read without `limits`.
+
+    The engines themselves fetch from this machine and its network, and SGLang opens files.
     """
     found = list(addresses(messages))
     if found and limits is None:

@@ -1,4 +1,4 @@
-"""Builders of the rollout engine, its activation tape, and the evaluator."""
+"""Builders of the rollout engine, here or in another Python environment, its activation tape, and the evaluator."""
 
 from __future__ import annotations
 

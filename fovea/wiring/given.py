@@ -1,4 +1,4 @@
-"""Objects that Python code gives in place of settings: rows in memory, a reward function, an environment."""
+"""Objects that Python code gives in place of settings: rows, written to Parquet files of the run, and rewards."""
 
 from __future__ import annotations
 
@@ -43,7 +43,11 @@ _DIGITS = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenRows:
-    """Rows in memory, with the argument that gave them and the columns of their images."""
+    """Rows in memory, with the argument that gave them and the columns of their images.
+
+    Images stay as they are where they are encoded, or at a path or URL; Pillow's pictures and arrays are written
+    without loss. Paths become absolute ones, from the working directory on.
+    """
 
     rows: Rows
     argument: str

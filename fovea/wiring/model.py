@@ -1,4 +1,4 @@
-"""Builders of the model: its folder, its network on its device, and the choice of its kernels."""
+"""Builders of the model: its folder, its network on its device, read by the first process only, and its kernels."""
 
 from __future__ import annotations
 

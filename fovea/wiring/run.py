@@ -46,6 +46,7 @@ from fovea.wiring.images import make_opener
 from fovea.wiring.model import locate_model, open_vlm
 from fovea.wiring.outputs import chosen_trackers, make_profile, make_trackers, model_table, peak_tflops
 from fovea.wiring.policy import make_warmup
+from fovea.wiring.tools import with_tools
 from fovea.wiring.trial_score import remarks_on_answers, remarks_on_images, remarks_on_shares, try_reward
 
 ROWS_TRIED = 64
@@ -101,12 +102,13 @@ def build(
     environment: Environment | GradedEnvironment | None = None,
     frames: Frames | None = None,
     rewards: Sequence[RewardFunction] = (),
+    tools: Sequence[object] = (),
 ) -> Run:
     """Make all services of a run, without training; each error says which setting to change.
 
     `frames` replaces the data files of the settings with rows in memory, such as `{"train": frame, "test": frame}`, and
     writes them into the run folder; `environment` replaces the environment of the settings, for tasks that exist as
-    Python objects (docs/own.md); `rewards` are the functions that the setting `reward` describes.
+    Python objects (docs/own.md); `rewards` and `tools` are what the settings `reward` and `environment.tools` describe.
     """
     started = perf_counter()
     chosen_trackers(config.log)  # a package that is missing ends the command before anything is made
@@ -114,9 +116,9 @@ def build(
     with rows_as_files(config, frames) as rows, ending_signals(Stop()), ExitStack() as on_failure:
         config = on_failure.enter_context(open_run_folder(rows.config))
         rows.move_into(Path(config.run_dir))
-        graded = make_environment(config, environment, rewards)
+        graded = make_environment(config, environment, rewards, tools)
         user = environment.environment if isinstance(environment, GradedEnvironment) else environment
-        run = _make_services(config, graded, started, GivenCode(environment=user, rewards=rewards))
+        run = _make_services(config, graded, started, GivenCode(environment=user, rewards=rewards, tools=tools))
         for remark in rows.remarks:
             run.progress.warn(remark)
         # from here on it is the run that closes its folder
@@ -137,9 +139,18 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
     progress.stage("making the model" if config.model.tiny else "looking up the model")
     environment = graded.environment
     answer_end_of(config, environment)  # refuses what has none, before a model is loaded
-    model = locate_model(config, folder, lambda: environment)
+    model = locate_model(config, folder, lambda: graded.environment)
     processor = load_processor(model)
     renderer = make_renderer(config.model, processor, opener, max_new_tokens=config.rollout.max_new_tokens)
+    environment = with_tools(
+        config,
+        environment,
+        graded.tools,
+        processor=processor,
+        renderer=renderer,
+        opener=opener,
+        warn=progress.warn,
+    )
     bad_rows = BadRows(folder, resume_at=resumed.state.get("bad_rows", 0) if resumed else 0)
     sources = make_sources(config, environment, renderer, bad_rows)
     progress.stage("taking the fingerprint of rows, code and model")
@@ -189,6 +200,7 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
         peak_tflops=peak_tflops(config.log, facts, progress),
         token_text=renderer.token_text,
         image_token_id=processor.family.image_token_id,
+        has_fast_path=processor.family.fast_path is not None,
         box_frame=processor.family.box_frame,
         profile=profile or nullcontext,
     )

@@ -42,7 +42,7 @@ def test_each_moved_key_names_a_setting_that_there_is(old: str, new: str) -> Non
 def test_a_dropped_key_is_gone(old: str) -> None:
     assert not exists(old)
     with pytest.raises(ConfigError, match=f"command line: {old} is no longer set: .*; remove it"):
-        load_config([RECIPE], [f"{old}=1"])
+        load_config([RECIPE], [f"{old}=7"])
 
 
 @table(("old", "value"), OLD["fixed"].items())

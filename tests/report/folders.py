@@ -71,7 +71,6 @@ def group(image: str, place: int, text: str, trainer_logprob: float = -1.25) -> 
                     RecordedTurn(text="\\crop{1}", reward=0.25),
                     RecordedTurn(messages=(failure, closer), text=text, tokens=tokens, reward=0.75, seconds=1.5),
                 ),
-                end="max_turns",
                 marks=(Mark(image=1, xy=(0.25, 0.5), label=text),),
             ),
             RecordedAnswer(score=wrong, turns=(RecordedTurn(text=wrong.text, finish="length"),)),

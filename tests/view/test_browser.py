@@ -355,7 +355,10 @@ def test_images_after_the_prompt_have_their_own_numbers_and_marks(browser: Brows
 def test_an_episode_reads_as_a_conversation(browser: Browser, tmp_path: Path) -> None:
     """Calls and results in turn, with roles, tools, failures, rewards of turns, the time of a reply, and the end."""
     folder = write_run(tmp_path / "run", recorded=())
-    write_samples(folder, 1, [group(image_in(folder), 0, "zoom")])
+    sample = group(image_in(folder), 0, "zoom")
+    write_samples(
+        folder, 1, [replace(sample, answers=(replace(sample.answers[0], end="max_turns"), sample.answers[1]))]
+    )
     lines = "[...document.querySelectorAll('.answer[data-answer=\"0\"] :is(.score, .from, .words, img)')]"
     shown = f"{lines}.map((line) => line.alt ?? [...line.childNodes].map((part) => part.textContent).join(' '))"
     with served(folder) as address:

@@ -31,6 +31,7 @@ MORE_METHODS: Mapping[str, tuple[str, ...]] = {
     "reply": ("task", "turns"),
     "open": ("task", "seed"),
     "demonstration": ("task",),
+    "tools": ("task",),
     "at": ("stage",),
 }
 """The methods of environments of several turns, with or without sessions, and of several stages."""
@@ -62,7 +63,7 @@ def load_environment(settings: OwnEnvironment) -> Any:
 
 def checked_environment(user: Any, name: str) -> Any:
     """An object of the user's that has the methods of an environment; ConfigError where it lacks one."""
-    optional = {"reply", "open", "demonstration"} | (set() if hasattr(user, "stages") else {"at"})
+    optional = {"reply", "open", "demonstration", "tools"} | (set() if hasattr(user, "stages") else {"at"})
     # its sessions may score
     optional |= {"score"} if hasattr(user, "open") else set()
     for method, parameters in {**METHODS, **MORE_METHODS}.items():

@@ -26,6 +26,13 @@ class Picture:
 
     ref: ImageRef
     open_image: OpenImage
+    shown: ImageRef | None = None
+    """The picture that the model has seen in its place, such as a smaller one; None: the same."""
+
+    @property
+    def seen(self) -> ImageRef:
+        """The picture on which the model gives coordinates."""
+        return self.ref if self.shown is None else self.shown
 
     def opened(self) -> Image.Image:
         """The picture as RGB, in the size of its file; BadRowError where it cannot be opened."""
@@ -66,7 +73,7 @@ THOUSANDTHS = Frame(
 
 
 @runtime_checkable
-class TakesCoordinates(Protocol):
+class TakesCoordinates(Tool, Protocol):
     """A tool with coordinates among its arguments."""
 
     def in_frame(self, frame: Frame) -> Tool:

@@ -78,13 +78,13 @@ class WithTools(Environment):
 
     def demonstration(self, task: Task) -> Sequence[str]:
         """The demonstration with calls in the format of the model, and their coordinates in its frame."""
-        pictures = self._pictures(self.prompt(task))
+        pictures = pictures_of(task, self.prompt(task), (), self._use.limits)
         tools = {tool.spec.name: tool for tool in self.tools(task)}
         return [self._rewritten(text, tools, pictures) for text in self._environment.demonstration(task)]
 
     async def open(self, task: Task, seed: int) -> Session:
         inner = await self._inner(task, seed)
-        calls = ToolCalls(self.tools(task), self._use)
+        calls = ToolCalls(task, self.tools(task), self._use)
         return ScoredToolSession(inner, calls, inner) if isinstance(inner, ScoresEpisode) else ToolSession(inner, calls)
 
     async def _inner(self, task: Task, seed: int) -> Session:
@@ -99,19 +99,24 @@ class WithTools(Environment):
         framed = [ToolCall(name=each.name, arguments=_framed(each, tools, pictures)) for each in calls]
         return self._use.format.written(text.partition("<tool_call>")[0].strip(), framed)
 
-    def _pictures(self, messages: Sequence[Message]) -> list[Picture]:
-        return pictures_of(messages, self._use.limits)
-
 
 def _framed(call: ToolCall, tools: Mapping[str, Tool], pictures: Sequence[Picture]) -> Mapping[str, object]:
     tool = tools.get(call.name)
     return tool.demonstrated(call.arguments, pictures) if isinstance(tool, TakesCoordinates) else call.arguments
 
 
-def pictures_of(messages: Sequence[Message], limits: ResultLimits) -> list[Picture]:
-    """The pictures of messages, in order."""
-    refs = [part for message in messages for part in message.parts if isinstance(part, ImageRef)]
-    return [Picture(ref=ref, open_image=limits.open_image) for ref in refs]
+def pictures_of(task: Task, asked: Sequence[Message], later: Sequence[Message], limits: ResultLimits) -> list[Picture]:
+    """The pictures of an episode: those of the task, as its prompt `asked` shows them, then those of later messages."""
+    shown = images_in(asked)
+    # a prompt may show a reduced copy: tools work on the original, where it is plain which one that is
+    refs = task.images if len(task.images) == len(shown) else shown
+    pairs = [*zip(refs, shown, strict=True), *((ref, ref) for ref in images_in(later))]
+    return [Picture(ref=ref, open_image=limits.open_image, shown=seen) for ref, seen in pairs]
+
+
+def images_in(messages: Sequence[Message]) -> list[ImageRef]:
+    """The images of messages, in order."""
+    return [part for message in messages for part in message.parts if isinstance(part, ImageRef)]
 
 
 class StatelessReplies:
@@ -132,7 +137,8 @@ class StatelessReplies:
 class ToolCalls:
     """The tools of one episode, called as a run's model asks for them."""
 
-    def __init__(self, tools: Sequence[Tool], use: ToolUse) -> None:
+    def __init__(self, task: Task, tools: Sequence[Tool], use: ToolUse) -> None:
+        self._task = task
         self._tools = {tool.spec.name: tool for tool in tools}
         self._specs = [tool.spec for tool in tools]
         self._use = use
@@ -142,7 +148,8 @@ class ToolCalls:
         found = self._use.format.parse(turns[-1].text, self._specs)
         if not found:
             return []
-        pictures = pictures_of([message for turn in turns for message in turn.messages], self._use.limits)
+        later = [message for turn in turns[1:] for message in turn.messages]
+        pictures = pictures_of(self._task, turns[0].messages, later, self._use.limits)
         made = await asyncio.gather(*(self._result(call, pictures) for call in found[:MAX_CALLS]))
         return [*made, *[failed("", f"at most {MAX_CALLS} calls are made in a turn")] * (len(found) > MAX_CALLS)]
 

@@ -270,6 +270,22 @@ def test_a_demonstration_is_in_the_format_and_the_frame_of_the_model(format_: Ca
     assert not found[0].failed
 
 
+class Reduced(Scene):
+    """Shows half of the size of its picture."""
+
+    def prompt(self, task: Task) -> Sequence[Message]:
+        return [Message(role="user", parts=(ImageRef(source=quartered(40, 20)), task.question))]
+
+
+def test_tools_work_on_the_original_of_a_picture_that_the_prompt_shows_smaller() -> None:
+    frame = Frame(description="in pixels", size=lambda ref: from_array(ref).size)
+    found = replies(Use(JsonCalls(), frame), call("zoom", box=[0, 0, 40, 20]), environment=Reduced())
+    assert found is not None
+    (part,) = found[0].parts
+    assert isinstance(part, ImageRef)
+    assert from_array(part).size == (80, 40)
+
+
 class Scored:
     def __init__(self) -> None:
         self.closed = 0
