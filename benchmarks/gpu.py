@@ -31,7 +31,8 @@ from fovea.metrics.throughput import known_peak_tflops
 from fovea.models.shared_prefix.attention import Kernel
 from fovea.tools.probe.rates import Rates, measure_rates
 from fovea.utils.event_loop import wait_for
-from fovea.weights.push import SharedTensors, WeightPusher
+from fovea.weights.push import WeightPusher
+from fovea.weights.sinks import SharedTensors
 
 MODULE = "benchmarks.gpu"
 SECONDS = 540.0

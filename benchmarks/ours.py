@@ -40,7 +40,8 @@ from fovea.train.local import LocalPolicy
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch, Prompt, Sampling
 from fovea.utils.event_loop import wait_for
-from fovea.weights.push import SharedTensors, WeightPusher
+from fovea.weights.push import WeightPusher
+from fovea.weights.sinks import SharedTensors
 from fovea.wiring.data import prefetch_threads
 from fovea.wiring.engine import make_embedded, make_tape
 

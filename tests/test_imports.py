@@ -45,6 +45,7 @@ LATE_IMPORTS = {
     "fovea/wiring/environment.py": {"named_environment"},
     "fovea/wiring/model.py": {"liger_kernels"},
     "fovea/wiring/megatron.py": {"make_megatron_policy", "saved_by_megatron"},
+    "fovea/wiring/tools.py": {"_with_servers"},
     "fovea/wiring/standards.py": {"standard_environment"},
     "fovea/wiring/outputs.py": {"chosen_trackers"},
     "fovea/cli/main.py": {"train", "_train", "report"},

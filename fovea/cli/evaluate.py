@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
+from functools import reduce
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -217,9 +220,9 @@ def serve(
         typer.Option(metavar="DIR", help="Serve a trainer, which brings its weights through this folder of both."),
     ] = None,
     for_agents: Annotated[
-        bool, typer.Option("--for-agents", help="Serve a run's own engine to agents here, and record what it draws.")
-    ] = False,
-    record: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the episodes of --for-agents.")] = None,
+        Path | None,
+        typer.Option(metavar="DIR", help="Serve a run's engine to agents on this machine; record episodes here."),
+    ] = None,
     engine: Annotated[Literal["vllm", "sglang"], typer.Option(help="Engine whose server is started.")] = "vllm",
     allow_urls: Annotated[
         bool, typer.Option("--allow-urls", help="Read images of requests at http(s) URLs, public ones only.")
@@ -236,15 +239,13 @@ def serve(
     Examples: fovea serve runs/geo3k; fovea serve exported/geo3k --port 8001 max_model_len=8192.
     """
     with one_line_errors(debug=debug):
-        arguments: Tree = {}
-        for word in words or []:
-            arguments = over(arguments, parse_override(word))
+        no_arguments: Tree = {}
+        arguments = reduce(over, map(parse_override, words or []), no_arguments)
         if allow_private_addresses and not allow_urls:
             raise ConfigError("--allow-private-addresses says which images are read at URLs; add --allow-urls")
-        if for_agents != (record is not None):
-            raise ConfigError("--for-agents serves agents and --record DIR says where their episodes go; give both")
-        if record is not None:
-            return _serve_agents(source, record, host, port, api_key_env, trust=trust)
+        if for_agents is not None:
+            _refuse_beside_agents({"KEY=VALUE": words, "--name": name, "--for-training": for_training})
+            return _serve_agents(source, for_agents, host, port, api_key_env, trust=trust)
         from fovea.commands.serve import Served, ServerAddress
         from fovea.commands.serve import serve as serve_model
         from fovea.data.fetch import UrlLimits
@@ -261,11 +262,23 @@ def serve(
             source=source, name=name, arguments=arguments, weights_dir=for_training, url_limits=limits, trust=trust
         )
         address = ServerAddress(host=host, port=port, api_key_env=api_key_env)
-        try:
+        with _stopped_by_ctrl_c():
             serve_model(served, address, launch, _say, start_seconds=start_seconds)
-        except KeyboardInterrupt:
-            _say("stopped")
-            raise typer.Exit(130) from None
+
+
+@contextmanager
+def _stopped_by_ctrl_c() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        _say("stopped")
+        raise typer.Exit(130) from None
+
+
+def _refuse_beside_agents(options: Mapping[str, object]) -> None:
+    given = [option for option, value in options.items() if value]
+    if given:
+        raise ConfigError(f"{given[0]} is about the server of another engine than --for-agents starts; leave it out")
 
 
 def _serve_agents(source: str, folder: Path, host: str, port: int, api_key_env: str | None, *, trust: bool) -> None:

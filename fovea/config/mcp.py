@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
+from pydantic.fields import FieldInfo
 
 from fovea.config.base import HttpUrl, PositiveFloat, Section
 
@@ -34,3 +36,15 @@ class McpServer(Section):
         if self.url is None and self.api_key_env is not None:
             raise ValueError("api_key_env is the key for a url; give a command its keys by pass_env")
         return self
+
+
+class McpServers(Section):
+    """MCP servers by names of your choice, whose tools the model may call (docs/agents.md)."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, McpServer] = Field(init=False)
+    entry: ClassVar[FieldInfo | None] = FieldInfo.from_annotation(McpServer)
+
+    @property
+    def by_name(self) -> Mapping[str, McpServer]:
+        return self.__pydantic_extra__

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from fovea.config.base import MayChange, Member, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from fovea.config.mcp import McpServers
 
 ROWS_FOLDER = "rows"
 """Folder of a run with the rows that Python code has given."""
@@ -41,6 +42,8 @@ class EnvironmentSettings(Member):
     tools: tuple[str, ...] = ()
     """Tools that the model may call (docs/agents.md): zoom, zoom_at, crop, rotate, draw, measure, calculator, python,
     or your own as path/to/file.py:function or module:function."""
+    mcp: McpServers = Field(default_factory=McpServers)
+    """MCP servers, whose tools the model may call beside these."""
     max_tool_turns: PositiveInt = 4
     """Further turns of an episode for calls of these tools."""
     allow_python: bool = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from fovea.config.mcp import McpServers
 from fovea.config.run import Config
 from fovea.data.images import ImageOpener
 from fovea.environments.base import Environment, UsesTools
@@ -12,6 +13,7 @@ from fovea.environments.tools.base import THOUSANDTHS, Frame, Tool
 from fovea.environments.tools.loading import load_tools
 from fovea.environments.tools.results import ResultLimits
 from fovea.environments.tools.session import ToolUse, WithTools
+from fovea.errors import ConfigError
 from fovea.models.processor import Processor
 from fovea.models.render import Renderer
 from fovea.types import ImageRef, Message
@@ -21,7 +23,24 @@ from fovea.utils.tool_calls.detect import format_of
 def make_tools(config: Config, given: Sequence[object] = ()) -> tuple[Tool, ...]:
     """The tools that the settings name; `given` are those that Python code has given for these names."""
     settings = config.environment
-    return load_tools(settings.tools, allow_python=settings.allow_python, given=given)
+    loaded = load_tools(settings.tools, allow_python=settings.allow_python, given=given)
+    return loaded if not settings.mcp.by_name else _with_servers(loaded, settings.mcp)
+
+
+def _with_servers(loaded: Sequence[Tool], servers: McpServers) -> tuple[Tool, ...]:
+    """These tools and those of MCP servers; ConfigError where two have one name."""
+    from fovea.environments.adapters.mcp import McpConnection  # an optional extra; the module reports its absence
+
+    named = {tool.spec.name: tool for tool in loaded}
+    for name, server in servers.by_name.items():
+        for tool in McpConnection(name, server).tools():
+            if tool.spec.name in named:
+                raise ConfigError(
+                    f"environment.mcp.{name} has a tool {tool.spec.name}, and so has the run already; name the tools "
+                    f"that it should have in environment.mcp.{name}.tools"
+                )
+            named[tool.spec.name] = tool
+    return tuple(named.values())
 
 
 def uses_tools(environment: Environment, tools: Sequence[Tool]) -> bool:
@@ -54,7 +73,7 @@ def with_tools(
     )
     settings, inside = config.environment, _inside(environment)
     # an environment that brings tools counts turns with calls itself
-    further = settings.max_tool_turns if settings.tools else 0
+    further = settings.max_tool_turns if tools else 0
     calling = WithTools(inside, use, tools, max_turns=inside.max_turns + further)
     return LimitedSessions(calling, settings.session, type(inside).__name__)
 

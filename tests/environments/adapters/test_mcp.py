@@ -21,11 +21,13 @@ from mcp_types import AudioContent, CallToolResult, EmbeddedResource, ImageConte
 from PIL import Image
 from pydantic import ValidationError
 
+from fovea.config.loading import load_config
 from fovea.config.mcp import McpServer
 from fovea.environments.adapters.mcp import McpConnection, McpTool, parts_of
 from fovea.environments.tools.base import ToolError
 from fovea.errors import ConfigError
 from fovea.types import ImageRef
+from fovea.wiring.environment import make_environment
 from tests.tables import table
 
 SERVER = Path(__file__).parent / "mcp_server.py"
@@ -218,6 +220,17 @@ def test_content_of_every_type_is_read(content: list[Any], is_error: bool, expec
         assert str(caught.value) == expected
     else:
         assert [part.source if isinstance(part, ImageRef) else part for part in parts_of(result, "t")] == expected
+
+
+def test_settings_add_the_tools_of_servers() -> None:
+    server = f"{{command: [{sys.executable}, {SERVER}], tools: [add, square]}}"
+    settings = ["environment=shapes", "environment.tools=[calculator]", "model.path=tiny", "run_dir=runs/x"]
+    config = load_config([], [*settings, f"environment.mcp={{squares: {server}}}"])
+    made = make_environment(config)
+    assert [tool.spec.name for tool in made.tools] == ["calculator", "add", "square"]
+    twice = load_config([], [*settings, f"environment.mcp={{squares: {server}, more: {server}}}"])
+    with pytest.raises(ConfigError, match=r"environment.mcp.more has a tool add, and so has the run already; name"):
+        make_environment(twice)
 
 
 KILLED = """
