@@ -66,7 +66,7 @@ COVERS: dict[str, tuple[str, ...]] = {
     ),
     "kill": (
         *(*SHARED, "fovea/loop.py", "fovea/loop_async.py", "fovea/run", "fovea/rollout/*.py", "fovea/cli/main.py"),
-        *("fovea/wiring/backends.py", "fovea/wiring/workers.py", "fovea/wiring/reward_host.py"),
+        *("fovea/wiring/backends.py", "fovea/wiring/workers.py", "fovea/wiring/environment.py"),
         *("fovea/environments/custom/processes.py", "fovea/metrics/jsonl.py", "fovea/train/torch/checkpoint.py"),
         *("fovea/utils/launch.py", "fovea/utils/event_loop.py"),
         *("tests/warm*.py", "tests/cluster", "tests/processes", "tests/weights", "tests/rollout/fake_*.py"),

@@ -46,7 +46,6 @@ MID = TinyModel(
     num_layers=10,
     num_heads=10,
     num_kv_heads=5,
-    head_dim=64,
     intermediate_size=2048,
     image_side_px=224,
 )
@@ -56,7 +55,6 @@ IMAGE_HEAVY = TinyModel(
     num_layers=6,
     num_heads=8,
     num_kv_heads=4,
-    head_dim=64,
     intermediate_size=1536,
     image_side_px=448,
 )

@@ -31,8 +31,7 @@ from fovea.metrics.throughput import known_peak_tflops
 from fovea.models.shared_prefix.attention import Kernel
 from fovea.tools.probe.rates import Rates, measure_rates
 from fovea.utils.event_loop import wait_for
-from fovea.weights.push import WeightPusher
-from fovea.weights.sinks import SharedTensors
+from fovea.weights.push import SharedTensors, WeightPusher
 
 MODULE = "benchmarks.gpu"
 SECONDS = 540.0

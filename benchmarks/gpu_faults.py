@@ -204,10 +204,10 @@ FAULTS = (
     ),
     Fault(
         name="every process reads the model",
-        file="fovea/cluster/loading.py",
+        file="fovea/wiring/model.py",
         before="(load_network if ranks.is_first else empty_network)(settings)",
         after="load_network(settings)",
-        tests="tests/cluster/test_loading.py",
+        tests="tests/wiring/test_loading.py",
     ),
     Fault(
         name="pydantic's refusal loses its reason",

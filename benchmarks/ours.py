@@ -40,8 +40,7 @@ from fovea.train.local import LocalPolicy
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch, Prompt, Sampling
 from fovea.utils.event_loop import wait_for
-from fovea.weights.push import WeightPusher
-from fovea.weights.sinks import SharedTensors
+from fovea.weights.push import SharedTensors, WeightPusher
 from fovea.wiring.data import prefetch_threads
 from fovea.wiring.engine import make_embedded, make_tape
 
@@ -182,7 +181,7 @@ def _make_run(case: Case, steps: int, shared: Shared, clock: Clock) -> Run:
         on_bad_row=config.data.on_bad_row,
         cache_gib=0.0,
     )
-    source.render_ahead(prefetch_threads(config.data, shared.vlm.device))
+    source.render_ahead(prefetch_threads(shared.vlm.device))
     folder = Path(tempfile.mkdtemp())
     return Run(
         config=config,

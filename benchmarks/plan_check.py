@@ -57,7 +57,7 @@ COMMON = (
     "environment.test_size=8",
 )
 MID = (
-    "model.tiny={hidden_size: 512, num_layers: 6, num_heads: 8, num_kv_heads: 4, head_dim: 64, "
+    "model.tiny={hidden_size: 512, num_layers: 6, num_heads: 8, num_kv_heads: 4, "
     "intermediate_size: 1536, vocabulary_size: 4096}"
 )
 CASES: dict[str, tuple[str, ...]] = {

@@ -63,7 +63,7 @@ def make_batch(
     if settings.overlong is not None:
         counts["reward/overlong"] = float(np.mean(np.concatenate(penalties)))
     if settings.mask_truncated:
-        counts["episodes_masked"] = float(sum(episode.was_truncated for group in groups for episode in group.episodes))
+        counts["episodes/masked"] = float(sum(episode.was_truncated for group in groups for episode in group.episodes))
     return batch, counts
 
 

@@ -332,8 +332,9 @@ class Sample:
         )
         lengths = {len(array) for array in arrays if array is not None} | {len(self.token_ids_T)}
         assert len(lengths) == 1, f"per-token fields of a sample differ in length: {sorted(lengths)}"
-        num_turns = len(self.turn_ends)
-        assert len(self.turn_rewards) in (0, num_turns), f"{len(self.turn_rewards)} rewards for {num_turns} turns"
+        if self.turn_rewards:
+            num_turns = len(self.turn_ends)
+            assert len(self.turn_rewards) == num_turns, f"{len(self.turn_rewards)} rewards for {num_turns} turns"
 
     @property
     def num_actions(self) -> int:

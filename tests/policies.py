@@ -18,8 +18,7 @@ from fovea.train.base import PolicyWorker
 from fovea.train.pass_result import Objective, PassResult
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch, Sample, SampleGroup
-from fovea.weights.push import WeightPusher
-from fovea.weights.sinks import NetworkEngine, SharedTensors
+from fovea.weights.push import NetworkEngine, SharedTensors, WeightPusher
 from tests.reference import reference_logprobs
 from tests.tiny_models import mixed_prompts, random_completions, tiny
 

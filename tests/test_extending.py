@@ -12,11 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from transformers import SmolVLMConfig, SmolVLMForConditionalGeneration
-from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 from typer.testing import CliRunner
 
 from fovea.cli import main
@@ -29,16 +25,19 @@ from fovea.config.run import Config
 from fovea.errors import ConfigError, DataError, ModelError
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
-from fovea.models.load import load_network
+from fovea.models.families.named import NamedFamily
+from fovea.models.plain import PlainVLM
 from fovea.models.processor import load_processor
-from fovea.models.render import Renderer
+from fovea.models.vlm import VLM
 from fovea.run.checkpoint import write_manifest
+from fovea.tools.families.tiny import save_tiny_kind
 from fovea.wiring.run import build
-from tests.idefics3 import SIDE_PX, make_network, make_tokenizer, save_idefics3
+from tests.hub_models import TOLERANCE, Loaded, assert_inputs_equal, needs_image_processors
+from tests.idefics3 import save_idefics3
 from tests.policies import batch_of, make_policy, update_gradients
 from tests.reference import largest_relative_difference
 from tests.saved import make_checkpoint
-from tests.tiny_models import CORPUS, from_array, image, tiny, user
+from tests.tiny_models import CORPUS, tiny
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/extending.md").read_text(encoding="utf-8")
@@ -424,43 +423,19 @@ def test_a_part_without_its_method_is_refused(group: str, base: str, setting: st
         load_config([], ["model.tiny={}", f"{setting}=part"])
 
 
-def save_smolvlm(folder: Path) -> None:
-    """A tiny SmolVLM of transformers' own classes, with the tokenizer and sizes of the tests' Idefics 3."""
-    tokenizer = make_tokenizer(CORPUS)
-    sizes = make_network(tokenizer).config.to_dict()
-    sizes = {key: sizes[key] for key in ("text_config", "vision_config", "scale_factor", "image_token_id")}
-    sizes["vision_config"].pop("model_type")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        network = SmolVLMForConditionalGeneration(
-            SmolVLMConfig(**sizes, pad_token_id=tokenizer.pad_token_id, tie_word_embeddings=True)
-        )
-    network.generation_config.eos_token_id = tokenizer.eos_token_id
-    network.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    SmolVLMImageProcessorPil(
-        do_image_splitting=True, size={"longest_edge": 2 * SIDE_PX}, max_image_size={"longest_edge": SIDE_PX}
-    ).save_pretrained(folder)
-
-
+@needs_image_processors
 def test_a_family(plus: Path) -> None:
-    """Its prompts are fed to transformers' own forward, whose log-probs those of the run equal; the run is graded."""
-    save_smolvlm(Path("model"))
-    model = Model(path="model")
-    prompt = Renderer(load_processor(model), from_array).prompt(user(image(1, 90, 40), "How many circles?"))
-    (picture,) = prompt.images
-    network = load_network(model)
-    pixels = SmolVLMImageProcessorPil.from_pretrained("model")(
-        images=[[from_array(image(1, 90, 40))]], return_tensors="pt"
-    )
-    np.testing.assert_array_equal(picture.tensors["pixel_values"], pixels["pixel_values"][0].numpy())
-    ids = torch.from_numpy(prompt.token_ids_L)[None]
-    assert int((ids == network.config.image_token_id).sum()) == picture.num_tokens > 9, "several tiles"
-    assert torch.isfinite(network(input_ids=ids, **pixels).logits).all()
+    """Its prompts and log-probs are transformers' by both paths, and a run decodes by the fast one."""
+    loaded = Loaded.of(save_tiny_kind("llava", Path("model"), CORPUS))
+    assert isinstance(loaded.processor.family, NamedFamily)
+    assert loaded.processor.family.box_frame(loaded.prompts[1].images[0]) == (1, 1)
+    assert_inputs_equal(loaded)
+    for path in (VLM, PlainVLM):
+        assert loaded.check(path(loaded.network, loaded.processor.banned_ids)) < TOLERANCE
     config = settings("run_dir=run", "model.tiny=null", "model.path=model", "warmup=null", "rollout.engine=embedded")
     train(build(config))
     parity = json.loads(Path("run/parity.json").read_text())
-    assert (parity["engine"], parity["passed"]) == ("plain", True)
+    assert (parity["engine"], parity["passed"]) == ("embedded", True)
     assert len(read_metrics(Path("run"))) == 2
 
 
@@ -468,7 +443,7 @@ def test_a_family_that_nobody_has_is_named_with_those_of_packages(plus: Path) ->
     save_idefics3(Path("model"))
     written = json.loads(Path("model/config.json").read_text()) | {"model_type": "idefics2"}
     Path("model/config.json").write_text(json.dumps(written))
-    with pytest.raises(ModelError, match=r"model_type is idefics2, and Fovea has .*internvl, smolvlm; set model"):
+    with pytest.raises(ModelError, match=r"model_type is idefics2, and Fovea has .*gemma4, llava; set model"):
         load_processor(Model(path="model"))
 
 

@@ -30,7 +30,7 @@ PAGE = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", PAGE, re.DOTALL)
 FILES = {code.split("\n")[0].removeprefix("# "): code for kind, code in BLOCKS if kind != "sh" and code[0] == "#"}
 COMMANDS = [shlex.split(code) for kind, code in BLOCKS if kind == "sh"]
-TINY = "model.tiny={hidden_size: 32, num_layers: 1, head_dim: 16, vocabulary_size: 300}"
+TINY = "model.tiny={hidden_size: 32, num_layers: 1, vocabulary_size: 300}"
 SMALL = [
     *(TINY, "max_steps=2", "run_dir=run", "log.progress=false", "log.tensorboard=false", "warmup=null"),
     *("rollout.prompts_per_step=2", "rollout.samples_per_prompt=2", "rollout.max_new_tokens=4"),

@@ -19,7 +19,7 @@ from tests.runs import HASH_REWARD
 
 ROOT = Path(__file__).parents[1]
 SMALL = [
-    *("model.path=null", "model.tiny={hidden_size: 32, num_layers: 1, head_dim: 16}", "model.dtype=float32"),
+    *("model.path=null", "model.tiny={hidden_size: 32, num_layers: 1}", "model.dtype=float32"),
     *("max_steps=2", "log.progress=false", "log.tensorboard=false", "train.gradient_checkpointing=none"),
     *("rollout.prompts_per_step=4", "rollout.max_new_tokens=6", "data.max_prompt_tokens=512"),
     *("evaluate.before_training=false", "evaluate.test_size=2", "evaluate.dev_size=2", "parity.prompts=1"),

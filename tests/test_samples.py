@@ -155,10 +155,10 @@ def test_episodes_that_a_limit_ended_are_masked_or_scored(end: EpisodeEnd) -> No
     masked, counts = samples_of(*episodes, mask_truncated=True)
     assert [sample.weight for sample in masked] == pytest.approx([1 / 8, 0, 1 / 8])
     assert [sample.reward for sample in masked] == [1, 0, 0]
-    assert counts["episodes_masked"] == 1
+    assert counts["episodes/masked"] == 1
     scored, counts = samples_of(*episodes)
     assert [sample.weight for sample in scored] == pytest.approx([1 / 12] * 3)
-    assert "episodes_masked" not in counts
+    assert "episodes/masked" not in counts
     assert episode_metrics([Group(prompt=PROMPT, episodes=episodes)])["truncated_frac"] == pytest.approx(1 / 3)
 
 

@@ -18,6 +18,8 @@ from fovea.config.describe import listed, settings
 from fovea.data.rows import InMemory, given_rows
 from fovea.environments.base import Split
 from fovea.environments.custom.loading import check_named, checked_environment, checked_reward, load_reward, name_of
+from fovea.environments.tools.base import Tool
+from fovea.environments.tools.loading import load_tools
 from fovea.errors import ConfigError
 from fovea.run.fingerprint import GivenCode
 from fovea.wiring.environment import GradedEnvironment
@@ -28,7 +30,11 @@ RewardArgument: TypeAlias = str | Callable[..., object] | Sequence[str | Callabl
 file.py:function`, or a list of these."""
 
 
-def given_code(environment: object, reward: RewardArgument) -> GivenCode:
+ToolsArgument: TypeAlias = Sequence[str | Callable[..., object] | Tool]
+"""Functions, tools, or names as `environment.tools` has them (docs/agents.md)."""
+
+
+def given_code(environment: object, reward: RewardArgument, tools: ToolsArgument = ()) -> GivenCode:
     """Arguments given as Python objects; ConfigError for an unsupported type."""
     if isinstance(environment, type):
         raise ConfigError(
@@ -43,7 +49,17 @@ def given_code(environment: object, reward: RewardArgument) -> GivenCode:
     return GivenCode(
         environment=None if is_setting else environment,
         rewards=() if is_named else [load_reward(each) if isinstance(each, str) else each for each in rewards],
+        tools=() if all(isinstance(each, str) for each in _listed_tools(tools)) else tuple(tools),
     )
+
+
+def _listed_tools(tools: ToolsArgument) -> ToolsArgument:
+    """The tools; ConfigError for what is not a list of them."""
+    if isinstance(tools, str) or not isinstance(tools, Sequence):
+        raise ConfigError(f"tools={tools!r:.60} is of type {type(tools).__name__}; give a list, such as tools=[zoom]")
+    given = [each for each in tools if not isinstance(each, str)]
+    load_tools([name_of(each) for each in given], allow_python=False, given=given)
+    return tools
 
 
 def _listed(reward: RewardArgument) -> Sequence[str | Callable[..., object]]:
@@ -82,14 +98,15 @@ def _check_reward(reward: object) -> None:
     checked_reward(reward, name_of(reward))
 
 
-def code_settings(environment: object, reward: RewardArgument) -> dict[str, object]:
+def code_settings(environment: object, reward: RewardArgument, tools: ToolsArgument = ()) -> dict[str, object]:
     """The settings that describe these arguments; none for those that are None."""
-    given = given_code(environment, reward)
+    given = given_code(environment, reward, tools)
     if given.environment is not None:
         environment = {"name": "own", "file": name_of(given.environment)}
     names = [each if isinstance(each, str) else name_of(each) for each in _listed(reward)]
     described = names if isinstance(reward, list | tuple) else next(iter(names), None)
-    named = {"environment": environment, "reward": described}
+    tool_names = [each if isinstance(each, str) else name_of(each) for each in tools]
+    named = {"environment": environment, "reward": described, "environment.tools": tool_names or None}
     return {key: value for key, value in named.items() if value is not None}
 
 

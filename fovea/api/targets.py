@@ -10,9 +10,8 @@ from typing import Any, TypeAlias, get_args
 
 import torch
 
-from fovea.api.recipes import Recipe, recipe_files
-from fovea.api.runs import TrainedRun
-from fovea.api.settings import ASKED, RewardArgument, code_settings, given_code, overrides_of
+from fovea.api.runs import Recipe, TrainedRun, recipe_files
+from fovea.api.settings import ASKED, RewardArgument, ToolsArgument, code_settings, given_code, overrides_of
 from fovea.commands.evaluate import OutputFiles, evaluate_targets
 from fovea.commands.exporting.export import Exported
 from fovea.commands.exporting.export import export as export_model
@@ -41,6 +40,7 @@ def evaluate(  # noqa: PLR0913 (each is an option of the command)
     rows: InMemory | None = None,
     reward: RewardArgument = None,
     environment: Any = None,
+    tools: ToolsArgument = (),
     settings: Mapping[str, object] | None = None,
     json_file: str | os.PathLike[str] | None = None,
     html_file: str | os.PathLike[str] | None = None,
@@ -52,11 +52,11 @@ def evaluate(  # noqa: PLR0913 (each is an option of the command)
 
     A target is a run, one of its checkpoints, a model folder or hub id, the address of a server, or one of the
     baselines `majority`, `gold` and `constant:TEXT`. Rows and grader are those of the recipe, else of the first target
-    that is a run. A run that was trained with a function or an object needs the same one again, as `reward` or
-    `environment`. `rows` (a DataFrame, a Dataset, a list of mappings or a mapping of columns) are asked in place of the
-    test split; with a `reward`, or an `environment` that grades, they need neither recipe nor run. `settings` are those
-    of a recipe, such as `{"evaluate.samples_per_prompt": 8}`. `trust` lets code run that a run's own settings name as a
-    file, and their judge be asked (docs/evaluation.md). Raises FoveaError.
+    that is a run. A run that was trained with a function or an object needs the same one again, as `reward`,
+    `environment` or `tools`. `rows` (a DataFrame, a Dataset, a list of mappings or a mapping of columns) are asked in
+    place of the test split; with a `reward`, or an `environment` that grades, they need neither recipe nor run.
+    `settings` are those of a recipe, such as `{"evaluate.samples_per_prompt": 8}`. `trust` lets code run that a run's
+    own settings name as a file, and their judge be asked (docs/evaluation.md). Raises FoveaError.
     """
     if not targets:
         raise ConfigError(
@@ -66,7 +66,7 @@ def evaluate(  # noqa: PLR0913 (each is an option of the command)
         raise ConfigError(f"split={split!r} is none of the three splits; give {', '.join(map(repr, get_args(Split)))}")
     if rows is not None and split != "test":
         raise ConfigError(f"split={split!r} names rows, and rows gives others; leave either out")
-    named = (code_settings(environment, reward), settings or {})
+    named = (code_settings(environment, reward, tools), settings or {})
     made = {} if rows is None else ASKED
     with restored_threads():
         return evaluate_targets(
@@ -78,7 +78,7 @@ def evaluate(  # noqa: PLR0913 (each is an option of the command)
             trust=trust,
             api_key_env=api_key_env,
             quiet=quiet,
-            given=given_code(environment, reward),
+            given=given_code(environment, reward, tools),
             rows=rows,
         )
 

@@ -11,13 +11,13 @@ from typing import Any, ClassVar, Never
 from typing_extensions import Unpack
 
 from fovea import loop, loop_async
-from fovea.api.recipes import Recipe, recipe_files
-from fovea.api.runs import TrainedRun, load_run
+from fovea.api.runs import Recipe, TrainedRun, load_run, recipe_files
 from fovea.api.settings import (
     RewardArgument,
     RowsArgument,
     RowsArguments,
     Settings,
+    ToolsArgument,
     code_settings,
     given_code,
     is_set,
@@ -60,6 +60,7 @@ class Trainer:
         test_rows: RowsArgument = None,
         dev_rows: RowsArgument = None,
         reward: RewardArgument = None,
+        tools: ToolsArgument = (),
         on_step: OnStep | None = None,
         on_eval: OnEval | None = None,
         settings: Mapping[str, object] | None = None,
@@ -79,6 +80,8 @@ class Trainer:
         * `test_rows`, `dev_rows`: rows held out; without them, shares of `rows`, by image.
         * `reward`: a function of a task, a text and images, plain or async, one of TRL's signature, or
           `path/to/file.py:function`; or a list of these, whose sum, weighed by `reward_weights`, is the reward.
+        * `tools`: what the model may call in the turns of an episode: functions with types and a docstring, or names of
+          `environment.tools` (docs/agents.md).
         * `on_step`, `on_eval`: called with a `StepRecord` after each step, an `EvalRecord` after each evaluation.
         * `settings` and all further arguments: settings by their names in a recipe, dotted (in `settings`) or nested.
         """
@@ -89,7 +92,7 @@ class Trainer:
             )
         self._callbacks = Callbacks(on_step=on_step, on_eval=on_eval)
         self._callbacks.check()
-        described = {**model_settings(model), **code_settings(environment, reward)}
+        described = {**model_settings(model), **code_settings(environment, reward, tools)}
         further = settings or {}
         rows_given = RowsArguments(rows=rows, test_rows=test_rows, dev_rows=dev_rows)
         rows_given.check()
@@ -97,7 +100,7 @@ class Trainer:
         self._recipes = recipe_files(recipe)
         grader = _grader(rows, self._recipes, reward, others)
         self._frames = rows_given.frames
-        self._code, self._reward = given_code(environment, reward), reward
+        self._code, self._reward, self._tools = given_code(environment, reward, tools), reward, tools
         if rows is not None:
             check_takes_rows(environment_of(self._recipes, overrides_of(*others, grader)))
         made = {**rows_given.settings(*others), **grader}
@@ -125,7 +128,7 @@ class Trainer:
         if export_to is not None:
             check_empty(Path(export_to))
         with restored_threads():
-            run = build(self.config, self._code.environment, self._frames, self._code.rewards)
+            run = build(self.config, self._code.environment, self._frames, self._code.rewards, self._code.tools)
             self._folder = run.folder
             _run_steps(replace(run, callbacks=self._callbacks))
         trained = load_run(run.folder)
@@ -148,6 +151,7 @@ class Trainer:
             rows=rows,
             reward=self._reward,
             environment=self._code.environment,
+            tools=self._tools,
             settings=settings,
             html_file=html_file,
             trust=True,

@@ -216,6 +216,10 @@ def serve(
         Path | None,
         typer.Option(metavar="DIR", help="Serve a trainer, which brings its weights through this folder of both."),
     ] = None,
+    for_agents: Annotated[
+        bool, typer.Option("--for-agents", help="Serve a run's own engine to agents here, and record what it draws.")
+    ] = False,
+    record: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the episodes of --for-agents.")] = None,
     engine: Annotated[Literal["vllm", "sglang"], typer.Option(help="Engine whose server is started.")] = "vllm",
     allow_urls: Annotated[
         bool, typer.Option("--allow-urls", help="Read images of requests at http(s) URLs, public ones only.")
@@ -237,6 +241,10 @@ def serve(
             arguments = over(arguments, parse_override(word))
         if allow_private_addresses and not allow_urls:
             raise ConfigError("--allow-private-addresses says which images are read at URLs; add --allow-urls")
+        if for_agents != (record is not None):
+            raise ConfigError("--for-agents serves agents and --record DIR says where their episodes go; give both")
+        if record is not None:
+            return _serve_agents(source, record, host, port, api_key_env, trust=trust)
         from fovea.commands.serve import Served, ServerAddress
         from fovea.commands.serve import serve as serve_model
         from fovea.data.fetch import UrlLimits
@@ -258,6 +266,15 @@ def serve(
         except KeyboardInterrupt:
             _say("stopped")
             raise typer.Exit(130) from None
+
+
+def _serve_agents(source: str, folder: Path, host: str, port: int, api_key_env: str | None, *, trust: bool) -> None:
+    if host != "127.0.0.1":
+        raise ConfigError(f"--host {host}: --for-agents listens at 127.0.0.1 only; leave --host out")
+    from fovea.commands.agent_server import serve_agents
+    from fovea.commands.serve import ServerAddress
+
+    serve_agents(source, folder, ServerAddress(port=port, api_key_env=api_key_env), _say, trust=trust)
 
 
 def _say(text: str) -> None:

@@ -19,10 +19,9 @@ from fovea.cli.cluster import app as cluster_app
 from fovea.cli.data import app as data_app
 from fovea.cli.doctor import check_parity, findings, print_families, probe, probe_gpu
 from fovea.cli.evaluate import evaluate, export, grade, serve
-from fovea.cli.published import reproduce
 from fovea.cli.texts import Debug, Quiet, after_training, one_line_errors
 from fovea.cli.tools import app as workflow_app
-from fovea.cli.tools import import_config, plan
+from fovea.cli.tools import import_config, plan, reproduce
 from fovea.cli.view import view
 from fovea.cli.words import Words, bare_key, complete_run, complete_word, is_key, is_recipe, recipes, sort_words
 from fovea.config.base import MAY_CHANGE, leaves

@@ -1,9 +1,11 @@
-"""The command `fovea plan`. Imports are deferred, as in `main.py`."""
+"""The commands of `fovea/tools/`: plan, workflows and reproduce. Imports are deferred, as in `main.py`."""
 
 from __future__ import annotations
 
 import json
+import shlex
 import sys
+import textwrap
 from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
@@ -12,13 +14,64 @@ from typing import Annotated, Any, Literal, TypeAlias
 import typer
 
 from fovea.cli.texts import Debug, Trust, one_line_errors
-from fovea.cli.words import Words, sort_words
+from fovea.cli.words import WIDTH, Words, sort_words
 from fovea.config.loading import load_config
 from fovea.errors import ConfigError
 from fovea.tools.importer.reading import read, system_of, where_of
 from fovea.tools.importer.source import EnvironmentName
 from fovea.tools.importer.translate import recipe_text, translate
+from fovea.tools.published.catalogue import PublishedResult, find_result, published_results
 from fovea.tools.workflows.inputs import EvaluationInputs, TrainingInputs, read_inputs
+
+
+def complete_result(incomplete: str) -> list[str]:
+    """The published results by name that a word may become."""
+    return [name for name in published_results() if name.startswith(incomplete)]
+
+
+def reproduce(
+    name: Annotated[
+        str | None, typer.Argument(help="A result that --list names.", autocompletion=complete_result)
+    ] = None,
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="RECIPE|KEY=VALUE", help="Recipes and settings that win over theirs.")
+    ] = None,
+    show_list: Annotated[bool, typer.Option("--list", help="List the published results.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Train by the settings of a published result, and compare.
+
+    Fetches the rows or says how to get them, trains on all GPUs of this machine, evaluates, and writes one page: the
+    published figure, ours with its interval, the curves, and every setting that differs. Called again, it goes on.
+    Examples: fovea reproduce --list; fovea reproduce easyr1_geo3k_7b; fovea reproduce easyr1_geo3k_7b tiny max_steps=2,
+    to try it on a CPU.
+    """
+    with one_line_errors(debug=debug):
+        if show_list:
+            typer.echo("\n".join(map(_listed, published_results().values())))
+            return
+        if name is None:
+            raise ConfigError("no result named; write fovea reproduce NAME; `fovea reproduce --list` has the names")
+        result = find_result(name)
+        recipes, overrides = sort_words([*result.recipes, *(words or [])], command="reproduce")
+        from fovea.tools.published.reproduce import check_memory, fetch_rows, prepare, train, write_page
+
+        run = prepare(result, recipes, overrides)
+        check_memory(run)
+        fetch_rows(run, _say)
+        _say(f"{result.title}; published: {result.figure_text}\n{shlex.join(run.command)}")
+        if exit_code := train(run):
+            raise typer.Exit(exit_code)
+        typer.echo(write_page(run))
+
+
+def _say(text: str) -> None:
+    typer.echo(text, err=True)
+
+
+def _listed(result: PublishedResult) -> str:
+    lines = (f"{result.name:<24}{result.title}", f"{'':<24}{result.figure_text}; GPUs: {result.gpus}")
+    return "\n".join(textwrap.fill(line, WIDTH, subsequent_indent=" " * 24) for line in lines)
 
 
 def plan(
@@ -41,7 +94,7 @@ def plan(
         from fovea.tools.plan.machine import machine_of
         from fovea.tools.plan.plan import advice_for, make_plan
         from fovea.tools.plan.table import plan_tables
-        from fovea.tools.probe.cpu import with_cpu_rates
+        from fovea.tools.probe.rates import with_cpu_rates
 
         machine = machine_of(config.plan, config.cluster, config.model.device)
         planned = make_plan(config, machine=with_cpu_rates(machine, getattr(torch, config.model.dtype)))

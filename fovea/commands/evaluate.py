@@ -34,7 +34,8 @@ from fovea.data.rows import InMemory
 from fovea.environments.base import Environment, Split
 from fovea.environments.graders.grading import Grading
 from fovea.environments.prompt_source import PromptSource, RendersPrompts
-from fovea.errors import DataError
+from fovea.environments.tools.base import Tool
+from fovea.errors import ConfigError, DataError
 from fovea.evaluation.baselines import baseline_answers, majority_answers
 from fovea.evaluation.chat_server import ChatModel, EmptyPrompts
 from fovea.evaluation.comparison import EvalResults, EvalRow, TargetAnswers, TargetMetrics, target_metrics
@@ -51,11 +52,12 @@ from fovea.types import Message, Prompt, Task, ToolSpec
 from fovea.utils.event_loop import wait_for
 from fovea.utils.http_json import JsonServer, bearer
 from fovea.utils.shown_text import printable, without_secrets
-from fovea.wiring.data import make_renderer
-from fovea.wiring.engine import make_embedded, make_evaluator, make_server_evaluator, server_bounds
+from fovea.wiring.data import PROMPT_CACHE_GIB, make_renderer
+from fovea.wiring.engine import SERVER_BOUNDS, make_embedded, make_evaluator, make_server_evaluator
 from fovea.wiring.environment import make_environment
 from fovea.wiring.given import rows_as_files
 from fovea.wiring.images import make_opener
+from fovea.wiring.tools import uses_tools, with_tools
 
 Say = Callable[[str], None]
 ONLY_ROWS: Sequence[Override] = ({"model": {"tiny": {}}}, {"environment": {"name": "rows"}})
@@ -168,6 +170,8 @@ class EvalSet:
     tasks: Sequence[Task]
     size: int
     open_image: ImageOpener
+    tools: Sequence[Tool] = ()
+    """Tools that the model may call beside those of the environment."""
 
     @staticmethod
     def of(config: Config, split: Split, given: GivenCode | None = None) -> EvalSet:
@@ -175,7 +179,7 @@ class EvalSet:
         if TIME in config.run_dir:  # a recipe's, of no run yet: images are fetched into the cache
             config = config.model_copy(update={"run_dir": str(Path(config.data.cache_dir).expanduser())})
         given = given or GivenCode()
-        made = make_environment(config, given.environment, given.rewards)
+        made = make_environment(config, given.environment, given.rewards, given.tools)
         tasks = made.environment.tasks(split)
         size = config.evaluate.dev_size if split == "dev" else config.evaluate.test_size
         return EvalSet(
@@ -185,6 +189,7 @@ class EvalSet:
             tasks=tasks,
             size=min(size or len(tasks), len(tasks)),
             open_image=make_opener(config.data, Path(config.run_dir)),
+            tools=made.tools,
         )
 
 
@@ -236,6 +241,7 @@ async def ask_target(
         return await _ask_server(target, eval_set, say)
     say("loading the model")
     model = open_model(target, eval_set.config, overrides, trust=trust)
+    eval_set = _called_by(model, eval_set, say)
     engine = make_embedded(_engine_settings(eval_set.config), model.processor, model.vlm)
     engine.load_weights(dict(engine.own_weights()), 0)
     # closed on every way out: the next target's engine needs the memory
@@ -245,6 +251,20 @@ async def ask_target(
         return replace(answers, banned=describe_banned(model.processor))
     finally:
         await engine.close()
+
+
+def _called_by(model: OpenedModel, eval_set: EvalSet, say: Say) -> EvalSet:
+    """The rows with their tools, as this model calls them."""
+    environment = with_tools(
+        eval_set.config,
+        eval_set.environment,
+        eval_set.tools,
+        processor=model.processor,
+        renderer=_renderer(eval_set, model),
+        opener=eval_set.open_image,
+        warn=say,
+    )
+    return replace(eval_set, environment=environment)
 
 
 def _engine_settings(config: Config) -> EmbeddedEngine:
@@ -267,7 +287,7 @@ def _source(eval_set: EvalSet, renderer: RendersPrompts) -> PromptSource:
         renderer,
         max_prompt_tokens=data.max_prompt_tokens,
         on_bad_row=data.on_bad_row,
-        cache_gib=data.prompt_cache_gib,
+        cache_gib=PROMPT_CACHE_GIB,
     )
 
 
@@ -282,7 +302,7 @@ async def check_servers(targets: Sequence[Target], config: Config) -> None:
 @asynccontextmanager
 async def _model_of(target: ServerTarget, config: Config) -> AsyncIterator[ChatModel]:
     """The model of a server, with a connection that ends with the block."""
-    server = JsonServer(target.url, server_bounds(config), bearer(target.api_key_env, "api_key_env"))
+    server = JsonServer(target.url, SERVER_BOUNDS, bearer(target.api_key_env, "api_key_env"))
     try:
         yield await ChatModel.of(server, target.model, config.model.chat_template_kwargs)
     finally:
@@ -291,6 +311,10 @@ async def _model_of(target: ServerTarget, config: Config) -> AsyncIterator[ChatM
 
 async def _ask_server(target: ServerTarget, eval_set: EvalSet, say: Say) -> TargetAnswers:
     config = eval_set.config
+    if uses_tools(eval_set.environment, eval_set.tools):
+        raise ConfigError(
+            f"{target.name}: the environment has tools, and Fovea sends none to a server; evaluate the model's folder"
+        )
     async with _model_of(target, config) as model:
         evaluator = make_server_evaluator(config, model, eval_set.environment, eval_set.grading, eval_set.open_image)
         return await _ask_model(target.name, evaluator, _source(eval_set, EmptyPrompts()), eval_set, say)

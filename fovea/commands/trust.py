@@ -68,6 +68,9 @@ def _powers(config: Config) -> Iterator[tuple[str, str, str]]:
     for key, environment in config.environments.items():
         if isinstance(environment, OwnEnvironment):
             yield f"{key}.file", f"runs the code of {key}={environment.file}", f"{key}=FILE.py:CLASS of yours"
+    for tool in config.environment.tools:
+        if (":" in tool or tool == "python") and not tool.startswith(FROM_PYTHON):
+            yield "environment.tools", f"runs the code of environment.tools={tool}", "environment.tools=[]"
     if (judge := config.judge) is not None:
         sent = "rows" if judge.api_key_env is None else f"the key in {judge.api_key_env}"
         yield "judge.url", f"sends {sent} to judge.url={judge.url}", "judge.url=URL"

@@ -140,8 +140,6 @@ class ServingEngine(StreamedEngine):
     min_new_tokens: NonNegativeInt = 0
     """Shortest completion, in tokens; until then stop tokens are not drawn, which the trainer does not know of, so that
     it needs algorithm.importance_sampling_fix."""
-    ignore_eos: bool = False
-    """Continue past stop tokens up to max_new_tokens; for measurements of speed."""
     engine_args: MayChange[dict[str, Any]] = Field(default_factory=dict)
     """Further arguments of the engine, under its own names."""
 
@@ -151,10 +149,10 @@ class ServingEngine(StreamedEngine):
                 f"rollout.engine.min_new_tokens={self.min_new_tokens} draws from other probabilities than those that "
                 "are trained; set algorithm.importance_sampling_fix=true, or rollout.engine.min_new_tokens=0"
             )
-        if (self.min_new_tokens or self.ignore_eos) and use.stop_after_answer:
+        if self.min_new_tokens and use.stop_after_answer:
             yield (
-                "rollout.stop_after_answer=true ends completions that rollout.engine.min_new_tokens and ignore_eos "
-                "make go on; set rollout.engine.min_new_tokens=0 and rollout.engine.ignore_eos=false"
+                "rollout.stop_after_answer=true ends completions that rollout.engine.min_new_tokens makes go on; set "
+                "rollout.engine.min_new_tokens=0"
             )
         if self.min_new_tokens > use.max_new_tokens:
             yield (

@@ -237,12 +237,10 @@ def _megatron(train: Train, model: Model, algorithm: Algorithm, cluster: Cluster
         and "its value function is a head on the policy's states",
         f"cluster.placement={cluster.placement}": cluster.placement != "collocated"
         and "its process groups are those of all processes, of which some would not train",
-        "model.feature_spill_gib": model.feature_spill_gib > 0 and "it keeps no features of a frozen vision tower",
         "train.gradient_checkpointing=selective": train.gradient_checkpointing == "selective"
         and "it computes whole layers again (full) or none",
         "train.vision_tower_learning_rate": train.vision_tower_learning_rate is not None and _ONE_RATE,
         "train.projector_learning_rate": train.projector_learning_rate is not None and _ONE_RATE,
-        "train.variable_seq_lengths=false": not train.variable_seq_lengths and "its rows are packed without padding",
     }
     for setting, reason in refused.items():
         if reason:

@@ -9,9 +9,9 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
-from fovea.config.base import Fraction, NonNegativeFloat, OpenUnion, PositiveFloat, PositiveInt, Section, Tree
+from fovea.config.base import Fraction, HttpUrl, NonNegativeFloat, OpenUnion, PositiveFloat, PositiveInt, Section, Tree
 from fovea.config.games import FrozenLakeEnvironment, PagesEnvironment, SokobanEnvironment
-from fovea.config.splits import EnvironmentSettings, SplitFiles
+from fovea.config.splits import EnvironmentSettings, SessionLimits, SplitFiles
 
 GeoPart: TypeAlias = Literal["country", "region", "city", "coordinates"]
 GeoColumn: TypeAlias = Literal["country", "region", "city", "lat", "lon"]
@@ -348,28 +348,33 @@ class OwnEnvironment(EnvironmentSettings):
 RowCount: TypeAlias = Annotated[int, Field(ge=1, le=1 << 24)]
 
 
-class GymnasiumEnvironment(EnvironmentSettings):
-    """An environment of gymnasium with discrete actions, seen as pictures (docs/agents.md); rows are seeds."""
+class SeedRows(EnvironmentSettings):
+    """Settings of an environment whose rows are seeds; no seed is in two splits."""
+
+    prompt: str = "Choose the next action."
+    """Text below the first picture."""
+    max_turns: PositiveInt = 10
+    """Most actions of an episode."""
+    train_size: RowCount = 1000
+    """Training rows."""
+    dev_size: RowCount = 100
+    """Dev rows."""
+    test_size: RowCount = 200
+    """Test rows."""
+
+
+class GymnasiumEnvironment(SeedRows):
+    """An environment of gymnasium with discrete actions, seen as pictures (docs/agents.md)."""
 
     name: Literal["gymnasium"] = "gymnasium"
     id: Annotated[str, Field(min_length=1)]
     """Its id in gymnasium's registry (`FrozenLake-v1`, `module:Name-v0`), or `path/to/file.py:Class`."""
     kwargs: dict[str, Value] = Field(default_factory=dict)
     """Arguments of its constructor."""
-    prompt: str = "Choose the next action."
-    """Text below the first picture; how to answer, with the names of the actions, follows it."""
     actions: tuple[Annotated[str, Field(pattern=r"^\S(.*\S)?$")], ...] = ()
-    """Names of the actions, in the order of their numbers; default: the numbers."""
-    max_turns: PositiveInt = 10
-    """Most actions of an episode."""
+    """Names of the actions, in the order of their numbers, which the prompt lists; default: the numbers."""
     success_key: str | None = None
     """Key of the last step's `info` that is true after success; default: terminated with a positive reward."""
-    train_size: RowCount = 1000
-    """Training rows; each is a seed of `reset`, and no seed is in two splits."""
-    dev_size: RowCount = 100
-    """Dev rows."""
-    test_size: RowCount = 200
-    """Test rows."""
 
     @model_validator(mode="after")
     def _actions_differ(self) -> GymnasiumEnvironment:
@@ -377,6 +382,33 @@ class GymnasiumEnvironment(EnvironmentSettings):
             raise ValueError(
                 f"environment.actions={list(self.actions)} names an action twice, in any case of letters; give every "
                 "action a separate name"
+            )
+        return self
+
+
+class OpenEnvEnvironment(SeedRows):
+    """An environment on an OpenEnv server (docs/agents.md)."""
+
+    name: Literal["openenv"] = "openenv"
+    url: HttpUrl
+    """Address of the server, such as http://127.0.0.1:8000."""
+    reset: dict[str, Value] = Field(default_factory=dict)
+    """Arguments of `reset` beside the seed."""
+    action_key: str | None = None
+    """Field of the action that gets the text in the model's `<action>` tag; default: the tag holds the action as a JSON
+    object."""
+    image_keys: tuple[str, ...] = ()
+    """Fields of an observation with pictures: base64, a list of base64, or values from 0 to 255, nested or flat beside
+    FIELD_shape."""
+    text_keys: tuple[str, ...] = ()
+    """Fields of an observation that are shown as text."""
+
+    @model_validator(mode="after")
+    def _shows_something(self) -> OpenEnvEnvironment:
+        if not (self.image_keys or self.text_keys):
+            raise ValueError(
+                "environment.image_keys and environment.text_keys are empty, so that the model would see nothing; name "
+                "fields of the observation"
             )
         return self
 
@@ -394,6 +426,7 @@ PartEnvironment: TypeAlias = Annotated[
     | RowsEnvironment
     | GeoSpotEnvironment
     | GymnasiumEnvironment
+    | OpenEnvEnvironment
     | OwnEnvironment
     | EnvironmentSettings,
     OpenUnion("fovea.environments", "make_environment"),
@@ -442,6 +475,15 @@ class MixtureEnvironment(EnvironmentSettings):
     name: Literal["mixture"] = "mixture"
     parts: MixtureParts
     """The data sets, by name."""
+
+    @model_validator(mode="after")
+    def _parts_have_the_limits(self) -> MixtureEnvironment:
+        if self.session != SessionLimits():
+            raise ValueError(
+                "environment.session is set, but the episodes of a mixture are those of its parts; set "
+                "environment.parts.NAME.environment.session"
+            )
+        return self
 
 
 EnvironmentConfig: TypeAlias = Annotated[

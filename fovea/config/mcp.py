@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, ClassVar
+from typing import Annotated
 
-from pydantic import ConfigDict, Field, model_validator
-from pydantic.fields import FieldInfo
+from pydantic import Field, model_validator
 
-from fovea.config.base import HttpUrl, MayChange, PositiveFloat, Section
+from fovea.config.base import HttpUrl, PositiveFloat, Section
 
 
 class McpServer(Section):
@@ -26,7 +24,7 @@ class McpServer(Section):
     """Allow an address in a private network; loopback always is."""
     tools: tuple[str, ...] | None = None
     """Names of the tools that the model may call; default: all."""
-    timeout_seconds: MayChange[PositiveFloat] = 60.0
+    timeout_seconds: PositiveFloat = 60.0
     """Longest start, and longest call."""
 
     @model_validator(mode="after")
@@ -36,15 +34,3 @@ class McpServer(Section):
         if self.url is None and self.api_key_env is not None:
             raise ValueError("api_key_env is the key for a url; give a command its keys by pass_env")
         return self
-
-
-class McpServers(Section):
-    """MCP servers by names of your choice."""
-
-    model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[str, McpServer] = Field(init=False)
-    entry: ClassVar[FieldInfo | None] = FieldInfo.from_annotation(McpServer)
-
-    @property
-    def by_name(self) -> Mapping[str, McpServer]:
-        return self.__pydantic_extra__

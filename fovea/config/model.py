@@ -24,12 +24,9 @@ class TinyModel(Section):
     num_layers: PositiveInt = 3
     """Decoder layers."""
     num_heads: PositiveInt = 2
-    """Query heads."""
+    """Query heads, which divide hidden_size: each is a multiple of 8 wide."""
     num_kv_heads: PositiveInt = 1
     """Key and value heads."""
-    head_dim: Annotated[int, Field(ge=8, multiple_of=2)] = 32
-    """Width of one head; qwen2_vl and qwen2_5_vl need hidden_size / num_heads, qwen3_5 and
-    qwen3_5_moe a multiple of 8."""
     intermediate_size: PositiveInt = 128
     """Width of the MLP, and of every expert of qwen3_vl_moe and qwen3_5_moe."""
     image_side_px: Annotated[int, Field(ge=16)] = 48
@@ -40,16 +37,10 @@ class TinyModel(Section):
 
     @model_validator(mode="after")
     def _heads_fit(self) -> TinyModel:
-        if self.family in ("qwen2_vl", "qwen2_5_vl") and self.head_dim * self.num_heads != self.hidden_size:
+        if self.hidden_size % (8 * self.num_heads):
             raise ValueError(
-                f"model.tiny: {self.family} needs head_dim = hidden_size / num_heads, but "
-                f"{self.head_dim} * {self.num_heads} != {self.hidden_size}; set head_dim="
-                f"{self.hidden_size // self.num_heads}"
-            )
-        if self.family in ("qwen3_5", "qwen3_5_moe") and self.head_dim % 8:
-            raise ValueError(
-                f"model.tiny: {self.family} rotates pairs of a quarter of each head: head_dim={self.head_dim} must be "
-                f"a multiple of 8; set head_dim={self.head_dim // 8 * 8 + 8}"
+                f"model.tiny: hidden_size={self.hidden_size} is not a multiple of 8 * num_heads={8 * self.num_heads}; "
+                f"set hidden_size={(self.hidden_size // (8 * self.num_heads) + 1) * 8 * self.num_heads}"
             )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
@@ -57,6 +48,11 @@ class TinyModel(Section):
                 "set num_kv_heads=1"
             )
         return self
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.hidden_size // self.num_heads
 
     @model_validator(mode="after")
     def _experts_are_not_square(self) -> TinyModel:
@@ -142,8 +138,6 @@ class Model(Section):
     freeze_vision_tower; false behind a frozen tower trains them, and images are encoded in every pass."""
     feature_cache_gib: MayChange[NonNegativeFloat] = 2.0
     """Memory for the features of a frozen vision tower; the least recently used are evicted."""
-    feature_spill_gib: MayChange[NonNegativeFloat] = 0.0
-    """Disk, in run_dir/features during the run, for features evicted from memory; 0: encode them again."""
     freeze_router: bool = False
     """Keep the weights by which a mixture chooses the experts of a token; the experts themselves are trained."""
     lora: Lora | None = None
@@ -174,11 +168,6 @@ class Model(Section):
             )
         if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
             raise ValueError(f"model: min_pixels={self.min_pixels} is above max_pixels={self.max_pixels}; swap them")
-        if self.feature_spill_gib and self.trains_vision:
-            raise ValueError(
-                f"model.feature_spill_gib={self.feature_spill_gib:g}, but features of a vision tower or projector that "
-                "is trained do not last; set model.freeze_vision_tower=true, or model.feature_spill_gib=0"
-            )
         if self.lora is not None and self.freeze_projector is False and not self.trains_projector:
             raise ValueError(
                 f"model.freeze_projector=false, but with model.lora only adapters of {', '.join(self.lora.parts)} are "

@@ -49,19 +49,12 @@ class Data(Section):
     """Time for which a host that failed for three images in a row is not asked again; 0: ask it for every image."""
     allow_private_addresses: bool = False
     """Allow image URLs that resolve to this machine or its private network."""
-    url_cache_gib: MayChange[NonNegativeFloat] = 8.0
-    """Disk in run_dir/images for downloaded images; 0: download each time."""
     cache_dir: MayChange[str] = "~/.cache/fovea"
     """Folder for copies of remote data files, and of Parquet files whose row groups are too large to read singly."""
     shuffle: bool = True
     """Train on rows in random order; false: in that of the files, epoch after epoch."""
     kind_weights: dict[str, PositiveFloat] = Field(default_factory=dict)
     """Sampling weight of each question type in RL, relative to its share of the rows; default 1."""
-    prompt_cache_gib: MayChange[NonNegativeFloat] = 1.0
-    """Memory for processed prompts and images; the least recently used are evicted."""
-    prefetch_threads: MayChange[NonNegativeInt | None] = None
-    """Threads that open and process the images of the next step's prompts during this one; results are the same.
-    Default: 4 where the model is on CUDA, else 0."""
 
 
 class Rollout(Section):
@@ -128,8 +121,6 @@ class Train(Section):
     split."""
     groups_per_microbatch: MayChange[PositiveInt] = 1
     """Groups per micro-batch where enable_dynamic_batch_size is false."""
-    variable_seq_lengths: MayChange[bool] = True
-    """Allow micro-batches of different lengths; false: pad each to max_tokens_per_microbatch, for compiled kernels."""
     plain_update_every_steps: MayChange[PositiveInt] = 50
     """Interval of updates that reuse no activations of the rollout and also score groups left out of the update, so
     that rollout_train_* compares two independent computations of every completion."""
@@ -158,8 +149,6 @@ class Warmup(Section):
     """Prompt-answer pairs per step."""
     learning_rate: PositiveFloat = 1e-3
     """Peak learning rate of AdamW."""
-    lr_warmup_steps: NonNegativeInt = 20
-    """Steps of linear learning-rate warm-up."""
     kind_weights: dict[str, PositiveFloat] = Field(default_factory=dict)
     """Sampling weight of each question type, relative to its share of the rows; default 1."""
     check_every_steps: PositiveInt = 25
@@ -168,15 +157,6 @@ class Warmup(Section):
     """Early stopping at this dev accuracy ..."""
     stop_kind_accuracy: dict[str, Fraction] = Field(default_factory=dict)
     """... once these question types have reached theirs."""
-
-
-class EvaluatedServer(Section):
-    """Calls of the servers that `fovea eval` asks."""
-
-    max_concurrency: PositiveInt = 32
-    """Concurrent calls."""
-    timeout_seconds: PositiveFloat = 300.0
-    """Time limit of one try, from connecting to the last byte."""
 
 
 class Evaluate(Section):
@@ -192,8 +172,6 @@ class Evaluate(Section):
     """Evaluate on the test rows before the first step, and after a warm-up, to compare with the end."""
     after_max_hours: bool = False
     """Evaluate on the test rows and write the report also when max_hours ends the run, which takes time beyond it."""
-    batch_size: PositiveInt = 200
-    """Rows generated at once."""
     shared_images: Literal["ignore", "count", "forbid"] = "count"
     """Test images that are also in the training split: count them, or stop with an error, before any training."""
     shared_images_rows: PositiveInt | None = 10_000
@@ -210,8 +188,6 @@ class Evaluate(Section):
     """Nucleus sampling of sampled answers; default: rollout.top_p."""
     image_type_key: str | None = None
     """Column of the image type, by which accuracies are broken down."""
-    server: EvaluatedServer = Field(default_factory=EvaluatedServer)
-    """Calls of servers in `fovea eval`."""
 
 
 class Parity(Section):
@@ -249,11 +225,7 @@ class Log(Section):
     """Outputs of a run besides its metrics."""
 
     samples_every_steps: PositiveInt = 50
-    """Interval at which prompts, images and answers are kept for the report and for `fovea view`."""
-    samples_groups: PositiveInt = 4
-    """Groups kept of such a step, each with all of its answers."""
-    samples_tokens: NonNegativeInt = 1024
-    """Tokens of an answer that are kept with log-probs and advantage, about 30 bytes each; 0: none, without a pass."""
+    """Interval at which prompts, images and answers of four groups are kept for the report and for `fovea view`."""
     tensorboard: bool = True
     """Write tensorboard/ in the run folder."""
     wandb_project: str | None = None

@@ -38,6 +38,13 @@ class EnvironmentSettings(Member):
     """Settings of an environment."""
 
     session: SessionLimits = Field(default_factory=SessionLimits)
+    tools: tuple[str, ...] = ()
+    """Tools that the model may call (docs/agents.md): zoom, zoom_at, crop, rotate, draw, measure, calculator, python,
+    or your own as path/to/file.py:function or module:function."""
+    max_tool_turns: PositiveInt = 4
+    """Further turns of an episode for calls of these tools."""
+    allow_python: bool = False
+    """Consent to the tool python, which runs programs of the model in a process with limits and without network."""
 
 
 class SplitFiles(EnvironmentSettings):

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from fovea.config.splits import SessionLimits
-from fovea.environments.base import Environment, LimitsTurns, OpensSessions, ScoresEpisode, Session, Split
+from fovea.environments.base import Environment, LimitsTurns, OpensSessions, ScoresEpisode, Session, Split, UsesTools
 from fovea.environments.custom.checks import check_messages
 from fovea.environments.graders.base import LateError, NoScoreError, TryAgainError
 from fovea.environments.graders.limited_calls import CallLimits, CallThreads, LimitedCalls
@@ -126,6 +126,8 @@ class LimitedSessions(Environment):
         self.max_turns = environment.max_turns
         self.answer_end = getattr(environment, "answer_end", None)
         self.max_open = limits.max_concurrent
+        if isinstance(environment, UsesTools):
+            self.tools = environment.tools
         self._calls = LimitedCalls(
             CallLimits(
                 name=name,
@@ -138,6 +140,11 @@ class LimitedSessions(Environment):
             )
         )
         weakref.finalize(self, self._calls.loop.close)
+
+    @property
+    def inside(self) -> EnvironmentWithSessions:
+        """The environment without limits."""
+        return self._environment
 
     def tasks(self, split: Split) -> Sequence[Task]:
         return self._environment.tasks(split)

@@ -9,6 +9,16 @@ from fovea.types import Episode, FinishReason, Message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SaidMessage:
+    """A message of an episode as text, in which [image] stands for an image (other fields as in `types.Message`)."""
+
+    role: str
+    text: str
+    tool: str = ""
+    failed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SampledAnswer:
     """The text of one completion and its score by the environment (fields as in `types.Score`)."""
 
@@ -18,8 +28,8 @@ class SampledAnswer:
     parts: Mapping[str, float] = field(default_factory=dict)
     image_parts: tuple[Mapping[str, float], ...] = ()
     finish: FinishReason = "stop"
-    turns: tuple[tuple[str, str], ...] = ()
-    """Role and text of every message after the prompt, in an episode of several turns; else none."""
+    turns: tuple[SaidMessage, ...] = ()
+    """Every message after the prompt, in an episode of several turns; else none."""
 
 
 def sampled_answer(episode: Episode) -> SampledAnswer:
@@ -35,20 +45,25 @@ def sampled_answer(episode: Episode) -> SampledAnswer:
     )
 
 
-def turns_to_json(answer: SampledAnswer) -> dict[str, list[dict[str, str]]]:
+def turns_to_json(answer: SampledAnswer) -> dict[str, list[dict[str, str | bool]]]:
     """The turns of an answer as chat messages under the key `turns`; empty for an answer of one turn."""
-    return {"turns": [{"role": role, "content": text} for role, text in answer.turns]} if answer.turns else {}
+    return {"turns": list(map(_message_to_json, answer.turns))} if answer.turns else {}
 
 
-def _turns(episode: Episode) -> tuple[tuple[str, str], ...]:
+def _message_to_json(message: SaidMessage) -> dict[str, str | bool]:
+    tool: dict[str, str | bool] = {"name": message.tool} if message.tool else {}
+    return {"role": message.role, "content": message.text, **tool, **({"failed": True} if message.failed else {})}
+
+
+def _turns(episode: Episode) -> tuple[SaidMessage, ...]:
     first, *later = episode.turns
-    said = [("assistant", first.text)]
+    said = [SaidMessage(role="assistant", text=first.text)]
     for turn in later:
-        said += [(message.role, _text(message)) for message in turn.messages]
-        said.append(("assistant", turn.text))
+        said += map(_said, turn.messages)
+        said.append(SaidMessage(role="assistant", text=turn.text))
     return tuple(said)
 
 
-def _text(message: Message) -> str:
-    """The text of a message, in which [image] stands for an image."""
-    return " ".join(part if isinstance(part, str) else "[image]" for part in message.parts)
+def _said(message: Message) -> SaidMessage:
+    text = " ".join(part if isinstance(part, str) else "[image]" for part in message.parts)
+    return SaidMessage(role=message.role, text=text, tool=message.tool, failed=message.failed)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fovea.errors import DataError
-from fovea.evaluation.answer import SampledAnswer, turns_to_json
+from fovea.evaluation.answer import SaidMessage, SampledAnswer, turns_to_json
 from fovea.evaluation.comparison import EvalResults, EvalRow, TargetAnswers, TargetMetrics
 from fovea.evaluation.evaluator import AnsweredRow
 from fovea.utils.bounded import read_lines
@@ -148,6 +148,11 @@ def read_answers(run_dir: Path, name: str, max_rows: int) -> list[HeldOutAnswer]
         raise DataError(f"{path} holds no answers ({error!r}); delete that file") from error
 
 
+def _said(row: dict[str, Any]) -> SaidMessage:
+    tool, failed = str(row.get("name", "")), bool(row.get("failed", False))
+    return SaidMessage(role=str(row["role"]), text=str(row["content"]), tool=tool, failed=failed)
+
+
 def _from_json(row: dict[str, Any]) -> HeldOutAnswer:
     answer = SampledAnswer(
         text=str(row["answer"]),
@@ -155,7 +160,7 @@ def _from_json(row: dict[str, Any]) -> HeldOutAnswer:
         accuracy=_number(row["accuracy"]),
         parts={str(name): _number(value) for name, value in row.get("parts", {}).items()},
         finish="length" if row["finish"] == "length" else "stop",
-        turns=tuple((str(turn["role"]), str(turn["content"])) for turn in row.get("turns", ())),
+        turns=tuple(map(_said, row.get("turns", ()))),
     )
     return HeldOutAnswer(
         id=str(row["id"]),

@@ -22,14 +22,12 @@ def turn_metrics(episodes: Sequence[Episode]) -> Metrics:
     if max(numbers, default=0) < 2:
         return {}
     replies = [turn for episode in episodes for turn in episode.turns[1:]]
-    seconds = [turn.seconds for turn in replies]
     return {
         "turns/mean": _mean(numbers),
         "turns/max": float(max(numbers)),
         "turns/limit_frac": _mean([episode.end == "max_turns" for episode in episodes]),
         "turns/token_limit_frac": _mean([episode.end == "max_tokens" for episode in episodes]),
-        "turns/reply_seconds_mean": _mean(seconds),
-        "turns/reply_seconds_max": max(seconds),
+        "seconds/reply_max": max(turn.seconds for turn in replies),
         **_by_number(episodes),
         **_of_tools([message for turn in replies for message in turn.messages], len(episodes)),
     }

@@ -103,6 +103,19 @@ Linears = Callable[[Tensor], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertGroups:
+    """Rule by which GLM routes tokens to experts."""
+
+    count: int
+    per_token: int
+    """Groups from which a token's experts are chosen."""
+    scale: float
+    """Factor on the weights of a token's experts."""
+    normed: bool
+    """True if these weights sum to the factor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderShape:
     """Sizes of a decoder that cannot be read off its weights."""
 
@@ -113,6 +126,8 @@ class DecoderShape:
     norm_eps: float
     experts_per_token: int = 0
     """Number of experts that a token runs through; 0 in a model without experts."""
+    groups: ExpertGroups | None = None
+    """None where a softmax over all experts routes."""
     delta: DeltaShape | None = None
     """Sizes of the delta nets of Qwen3.5, whose attention has output gates; None where all layers have attention."""
 
@@ -154,7 +169,19 @@ def decoder_shape(text_config: Any) -> DecoderShape:
         head_dim=getattr(text_config, "head_dim", None) or text_config.hidden_size // heads,
         norm_eps=text_config.rms_norm_eps,
         experts_per_token=getattr(text_config, "num_experts_per_tok", 0),
+        groups=_expert_groups(text_config),
         delta=_delta_shape(text_config),
+    )
+
+
+def _expert_groups(text_config: Any) -> ExpertGroups | None:
+    if not hasattr(text_config, "topk_group"):
+        return None
+    return ExpertGroups(
+        count=text_config.n_group,
+        per_token=text_config.topk_group,
+        scale=text_config.routed_scaling_factor,
+        normed=text_config.norm_topk_prob,
     )
 
 

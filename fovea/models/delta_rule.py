@@ -23,6 +23,9 @@ from fovea.models.transformers_versions import DeltaFunctions, delta_functions
 KERNELS = {"flash-linear-attention": "fla", "causal-conv1d": "causal_conv1d"}
 """Packages whose kernels transformers runs on CUDA, with the module of each; not tested with Fovea yet."""
 
+CHUNK = 64
+"""Tokens of a chunk of longer rows, transformers' default."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaShape:
@@ -124,6 +127,8 @@ def delta_rule(
     heads = [x.unflatten(-1, (shape.key_heads, -1)).repeat_interleave(times, 2) for x in (query, key)]
     # flash-linear-attention has no backward pass for single tokens
     rule = functions.step if tokens == 1 and not torch.is_grad_enabled() else functions.chunks
+    # plain torch pads rows to whole chunks, and solves a triangular system for each; kernels have sizes of chunks
+    sizes = {} if rows.mixed.is_cuda or rule is functions.step else {"chunk_size": min(tokens, CHUNK)}
     out_RTVF, memory_RVDF = rule(
         *heads,
         value.unflatten(-1, (shape.value_heads, -1)),
@@ -132,6 +137,7 @@ def delta_rule(
         initial_state=before.memory_RVDF,
         output_final_state=True,
         use_qk_l2norm_in_kernel=True,
+        **sizes,
     )
     return out_RTVF, DeltaState(_tail(inputs_RTC, rows.lengths_R, shape.window - 1), memory_RVDF)
 

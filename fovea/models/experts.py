@@ -1,7 +1,7 @@
 """Mixture-of-experts MLP: a router sends each token to the best k of the experts, which are gated MLPs.
 
-Equal to transformers' Qwen3VLMoeTextSparseMoeBlock, and with a shared expert to its Qwen3_5MoeSparseMoeBlock, with
-which tests compare it.
+Equal to transformers' Qwen3VLMoeTextSparseMoeBlock, and with a shared expert to its Qwen3_5MoeSparseMoeBlock or
+Glm4vMoeTextMoE, with which tests compare it.
 
 Axes: `N` tokens, `E` width of the model, `X` experts, `K` experts of a token, `S` = N K pairs of a token and an expert
 in order of the expert, `F` width of an expert, `G` = 2 F.
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fovea.errors import ModelError
-from fovea.models.decoder import LayerCall, Linears
+from fovea.models.decoder import ExpertGroups, LayerCall, Linears
 from fovea.models.kernels import Gate
 
 SYNC_FREE_MAJORS = (9, 10)
@@ -29,16 +29,16 @@ ROW_BYTES = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedExpert:
-    """A gated MLP that all tokens run through beside their experts, weighed by a sigmoid of the token."""
+    """A gated MLP that all tokens run through beside their experts, in Qwen weighed by a sigmoid of the token."""
 
     inputs: Linears
-    """To the gate, the other half and the weight before its sigmoid [N, 1]."""
+    """To the gate, the other half and, if it is weighed, the weight before its sigmoid [N, 1]."""
     down: Linears
 
     def __call__(self, x_NE: Tensor, call: LayerCall) -> Tensor:
-        gate_NF, up_NF, logit_N1 = self.inputs(x_NE)
+        gate_NF, up_NF, *logit_N1 = self.inputs(x_NE)
         (out_NE,) = self.down(call.kernels.gate(gate_NF, up_NF, None))
-        return logit_N1.sigmoid() * out_NE
+        return logit_N1[0].sigmoid() * out_NE if logit_N1 else out_NE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +51,8 @@ class Experts:
     per_token: int
     """Number K of experts that each token runs through."""
     shared: SharedExpert | None = None
+    bias_X: Tensor | None = None
+    """Added to the scores by which GLM chooses experts, and not to their weights; None in Qwen."""
 
     def __post_init__(self) -> None:
         _, width, expert_width = self.down_XEF.shape
@@ -62,12 +64,17 @@ class Experts:
 
     def __call__(self, x_NE: Tensor, call: LayerCall) -> Tensor:
         """Outputs [N, E], the sum of each token's experts by their weights, the shared one among them."""
-        weight_NK, expert_NK = route(x_NE, self.router_XE, self.per_token)
+        weight_NK, expert_NK = self._route(x_NE, call.shape.groups)
         if call.expert_load is not None:
             call.expert_load.add(call.index, expert_NK, len(self.router_XE))
         run = self.run_all if _needs_fixed_shapes(x_NE) else self.run_grouped
         out_NE = run(x_NE, weight_NK, expert_NK, call.kernels.gate)
         return out_NE if self.shared is None else out_NE + self.shared(x_NE, call)
+
+    def _route(self, x_NE: Tensor, groups: ExpertGroups | None) -> tuple[Tensor, Tensor]:
+        if groups is None or self.bias_X is None:
+            return route(x_NE, self.router_XE, self.per_token)
+        return route_in_groups(x_NE, self.router_XE, self.bias_X, self.per_token, groups)
 
     def run_grouped(self, x_NE: Tensor, weight_NK: Tensor, expert_NK: Tensor, gate: Gate) -> Tensor:
         """Run each expert on its own tokens only, side by side in order of the expert."""
@@ -98,6 +105,24 @@ def route(x_NE: Tensor, router_XE: Tensor, per_token: int) -> tuple[Tensor, Tens
     probability_NX = F.linear(x_NE, router_XE).softmax(-1, dtype=torch.float32)
     weight_NK, expert_NK = probability_NX.topk(per_token)
     return (weight_NK / weight_NK.sum(-1, keepdim=True)).to(x_NE.dtype), expert_NK
+
+
+def route_in_groups(
+    x_NE: Tensor, router_XE: Tensor, bias_X: Tensor, per_token: int, groups: ExpertGroups
+) -> tuple[Tensor, Tensor]:
+    """Weights and indices [N, K] of each token's experts by sigmoids, chosen from the groups whose best two are best.
+
+    Equal to transformers' Glm4vMoeTextTopkRouter.
+    """
+    score_NX = F.linear(x_NE.float(), router_XE.float()).sigmoid()
+    choice_NGX = (score_NX + bias_X).unflatten(-1, (groups.count, -1))
+    group_NG = choice_NGX.topk(2).values.sum(-1).topk(groups.per_token).indices
+    chosen_NG = torch.zeros_like(choice_NGX[..., 0], dtype=torch.bool).scatter(1, group_NG, value=True)
+    expert_NK = choice_NGX.masked_fill(~chosen_NG[..., None], -torch.inf).flatten(1).topk(per_token).indices
+    weight_NK = score_NX.gather(1, expert_NK)
+    if groups.normed:
+        weight_NK = weight_NK / weight_NK.sum(-1, keepdim=True)
+    return (weight_NK * groups.scale).to(x_NE.dtype), expert_NK
 
 
 def _needs_fixed_shapes(x: Tensor) -> bool:

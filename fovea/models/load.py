@@ -88,6 +88,8 @@ def plain_network(network: PreTrainedModel, weights: Weights | None = None) -> P
     with torch.device("meta"):
         plain: PreTrainedModel = type(network)(config)
     merged = dict(merged_weights(network) if weights is None else weights)
+    buffers = dict(network.named_buffers())
+    merged |= {name: buffers[name] for name in plain.state_dict().keys() & buffers.keys()}
     loaded = plain.load_state_dict(merged, strict=False, assign=True)
     # a tied lm_head gets its weight from the embedding
     assert set(loaded.missing_keys) <= {"lm_head.weight"}, loaded

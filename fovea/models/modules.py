@@ -38,3 +38,10 @@ def language_model(network: nn.Module) -> Any:
 def config_of(module: nn.Module) -> Any:
     """The transformers config of a module; its fields differ by family."""
     return module.config
+
+
+def base_model(network: nn.Module) -> nn.Module:
+    """The model without its language-model head."""
+    of: Any = network
+    base: nn.Module = of.base_model
+    return base

@@ -14,7 +14,6 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from fovea.config.model import Model
 from fovea.errors import ModelError
-from fovea.models.families.auto import AutoFamily
 from fovea.models.families.base import ModelFamily
 from fovea.models.families.registry import family_of, known
 from fovea.models.model_files import CONFIG as TOKENIZER_CONFIG
@@ -83,13 +82,14 @@ def load_processor(settings: Model) -> Processor:
 
 def _check_family(settings: Model, family: ModelFamily) -> None:
     """ModelError unless the settings ask for transformers' classes exactly where Fovea has no family."""
-    if isinstance(family, AutoFamily) and settings.family != "auto":
+    is_named = family.model_type in known()
+    if not is_named and settings.family != "auto":
         raise ModelError(
             f"model.path={settings.path}: its model_type is {family.model_type}, and Fovea has families for "
             f"{', '.join(known())}; set model.family=auto to train it by transformers' own processor and forward, or "
             "add the family (docs/extending.md)"
         )
-    if settings.family == "auto" and not isinstance(family, AutoFamily):
+    if is_named and settings.family == "auto":
         raise ModelError(
             f"model.family=auto, but Fovea has a family for {settings.path}, a {family.model_type}; leave it out"
         )

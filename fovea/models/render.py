@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from fovea.data.images import ImageOpener
+from fovea.data.images import ImageOpener, Size
 from fovea.errors import BadRowError, DataError
 from fovea.models.processor import Processor
 from fovea.models.tool_messages import (
@@ -129,6 +129,15 @@ class Renderer:
         )
         assert isinstance(text, str)
         return text
+
+    def box_frame(self, ref: ImageRef) -> Size:
+        """Width and height in which the model gives coordinates on an image: 1000 each, where no others are known."""
+        return self._family.box_frame(self._process(ref)) or (1000, 1000)
+
+    @property
+    def gives_pixels(self) -> bool:
+        """True if the model gives coordinates in pixels of the processed image."""
+        return self.box_frame(ImageRef(source=np.zeros((64, 64, 3), np.uint8))) != (1000, 1000)
 
     def target(self, text: str, where: str = "the answer") -> tuple[int, ...]:
         """Token ids of an answer to imitate, with the end token; DataError if it holds a token that is never drawn."""

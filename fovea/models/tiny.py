@@ -5,6 +5,7 @@ Nothing is downloaded: the tokenizer is trained on the texts of the task.
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -56,6 +57,9 @@ HYBRID = ("qwen3_5", "qwen3_5_moe")
 """Families whose decoders have gated delta nets."""
 FULL_ATTENTION_EVERY = 4
 """Of so many layers of these, one has attention, and so has the last layer; the others are gated delta nets."""
+
+STEP_RANGE = (0.001, 0.1)
+"""Steps by which states of gated delta nets decay in a new model, drawn as Mamba's (Gu and Dao, arXiv 2312.00752)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,8 +193,24 @@ def _build_network(
     assert generation is not None
     generation.eos_token_id = tokenizer.eos_token_id
     generation.pad_token_id = tokenizer.pad_token_id
+    _lengthen_memories(network, seed)
     network.eval()
     return network
+
+
+def _lengthen_memories(network: PreTrainedModel, seed: int) -> None:
+    """Draw the decay biases of gated delta nets such that a head forgets within tens to thousands of tokens.
+
+    transformers' own, 1, forget nearly all within a token: a trained model's file replaces them, a tiny model's words
+    would not reach its last layer.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for name, bias_V in network.named_parameters():
+        if name.endswith(".dt_bias"):
+            low, high = map(math.log, STEP_RANGE)
+            step_V = torch.empty_like(bias_V).uniform_(low, high, generator=generator).exp()
+            with torch.no_grad():
+                bias_V.copy_(step_V.expm1().log())  # its softplus is the step
 
 
 def tiny_config(settings: TinyModel) -> Any:

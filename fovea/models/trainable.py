@@ -23,7 +23,7 @@ from fovea.errors import ConfigError, TrainError
 from fovea.models.adapter_files import load_adapter
 from fovea.models.experts import Experts
 from fovea.models.families.base import ModelFamily
-from fovea.models.modules import family_of_network, language_model, projector_modules, vision_modules
+from fovea.models.modules import base_model, family_of_network, language_model, projector_modules, vision_modules
 from fovea.types import ParameterCount
 from fovea.utils.checksum import bit_hash, read_hashes
 
@@ -44,6 +44,9 @@ def choose_trainable(network: nn.Module, settings: Model, seed: int) -> None:
         # after the tower, which it may be a part of
         for module in projector_modules(network):
             module.requires_grad_(settings.trains_projector)
+        for parameter in base_model(network).parameters(recurse=False):
+            # LLaVA-OneVision's feature of a line's end
+            parameter.requires_grad_(settings.trains_projector)
     if settings.freeze_router:
         _freeze_routers(network)
 

@@ -114,7 +114,8 @@ def _trained_mlp(modules: MlpModules, recorded: LinearOutputs | None) -> GatedMl
 def _trained_experts(experts: Experts, shared: SharedExpertModules | None) -> Experts:
     if shared is None:
         return experts
-    inputs = TrainedLinears((shared.mlp.gate, shared.mlp.up, shared.weight), LinearGroup.GATE_UP)
+    weight = () if shared.weight is None else (shared.weight,)
+    inputs = TrainedLinears((shared.mlp.gate, shared.mlp.up, *weight), LinearGroup.GATE_UP)
     return replace(
         experts, shared=SharedExpert(inputs=inputs, down=TrainedLinears((shared.mlp.down,), LinearGroup.DOWN))
     )

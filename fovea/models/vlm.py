@@ -61,7 +61,8 @@ class VLM(PolicyNetwork):
         self._kernels = kernels_for(self._shape, kernels)
         positions_X0, _ = self.family.positions(np.empty(0, dtype=np.int64), (), 0)
         self._num_axes = len(positions_X0)
-        use_segment_attention(network, eager=attention == "eager")
+        if self._fast.segment_heads(network, self.device, self.dtype) is not None:
+            use_segment_attention(network, eager=attention == "eager")
         use_fused_layers(network, self._kernels.norm)
         use_layer_calls(self._language_model, self._fast.layer)
 

@@ -20,7 +20,7 @@ def become(parent: int, command: Sequence[str]) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() == parent:  # else it ended before the kernel was asked
-        os.execvp(command[0], command)
+        os.execvp(command[0], list(command))
 
 
 if __name__ == "__main__":

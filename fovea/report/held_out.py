@@ -77,13 +77,15 @@ def row_json(row: ShownRow) -> dict[str, Any]:
 def _turns(answer: SampledAnswer) -> tuple[RecordedTurn, ...]:
     """The turns of an answer of several, each with the messages of the environment before it."""
     turns, messages = list[RecordedTurn](), list[RecordedMessage]()
-    for role, text in answer.turns:
-        if role == "assistant":
-            turns.append(RecordedTurn(messages=tuple(messages), text=_cut(text), finish=answer.finish))
+    for said in answer.turns:
+        if said.role == "assistant":
+            turns.append(RecordedTurn(messages=tuple(messages), text=_cut(said.text)))
             messages = []
         else:
-            messages.append(RecordedMessage(role=role, parts=(_cut(text),)))
-    return tuple(turns)
+            parts = (_cut(said.text),)
+            messages.append(RecordedMessage(role=said.role, parts=parts, tool=_cut(said.tool), failed=said.failed))
+    # the earlier ones were answered
+    return (*turns[:-1], *(replace(turn, finish=answer.finish) for turn in turns[-1:]))
 
 
 def _shown(row: HeldOutAnswer, images: Sequence[str]) -> ShownRow:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from fovea.evaluation.answer import SampledAnswer
 from fovea.report.images import image_path
@@ -17,10 +17,11 @@ from fovea.report.records import (
     SampleRecord,
     TokenTrace,
 )
-from fovea.types import FinishReason, Mark
+from fovea.types import EpisodeEnd, FinishReason, Mark
 from fovea.utils.files import from_json_number, json_number
 
 Json = Mapping[str, Any]
+_END: Mapping[object, EpisodeEnd] = {end: end for end in get_args(EpisodeEnd)}
 
 
 def record_to_json(record: SampleRecord) -> dict[str, Any]:
@@ -84,12 +85,14 @@ def _older_messages(row: Json) -> tuple[RecordedMessage, ...]:
 
 def _message_to_json(message: RecordedMessage) -> dict[str, Any]:
     parts = [part if isinstance(part, str) else {"image": part.name, "frame": part.frame} for part in message.parts]
-    return {"role": message.role, "parts": parts}
+    return {"role": message.role, "parts": parts, "tool": message.tool, "failed": message.failed}
 
 
 def _message_from_json(row: Json) -> RecordedMessage:
     parts = tuple(part if isinstance(part, str) else _image_from_json(part) for part in row["parts"])
-    return RecordedMessage(role=str(row["role"]), parts=parts)
+    # records of versions before turns had tools lack the last two
+    tool, failed = str(row.get("tool", "")), bool(row.get("failed", False))
+    return RecordedMessage(role=str(row["role"]), parts=parts, tool=tool, failed=failed)
 
 
 def _image_from_json(row: Json) -> RecordedImage:
@@ -110,6 +113,7 @@ def answer_to_json(answer: RecordedAnswer) -> dict[str, Any]:
         "finish": score.finish,
         "turns": list(map(_turn_to_json, answer.turns)),
         "marks": list(map(mark_to_json, answer.marks)),
+        "end": answer.end,
     }
 
 
@@ -126,6 +130,7 @@ def _answer_from_json(row: Json) -> RecordedAnswer:
         score=score,
         turns=tuple(map(_turn_from_json, row.get("turns", ()))),
         marks=tuple(map(_mark_from_json, row.get("marks", ()))),
+        end=_END.get(row.get("end"), "done"),
     )
 
 
@@ -136,6 +141,8 @@ def _turn_to_json(turn: RecordedTurn) -> dict[str, Any]:
         "finish": turn.finish,
         "tokens": None if turn.tokens is None else _tokens_to_json(turn.tokens),
         "version": turn.version,
+        "reward": None if turn.reward is None else json_number(turn.reward),
+        "seconds": json_number(turn.seconds),
     }
 
 
@@ -146,6 +153,8 @@ def _turn_from_json(row: Json) -> RecordedTurn:
         finish=_finish(row),
         tokens=None if row["tokens"] is None else _tokens_from_json(row["tokens"]),
         version=None if row.get("version") is None else int(row["version"]),
+        reward=None if row.get("reward") is None else float(row["reward"]),
+        seconds=float(row.get("seconds") or 0.0),
     )
 
 

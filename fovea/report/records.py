@@ -1,6 +1,6 @@
 """Sample records: what a run keeps of one group of a step, for the report and for `fovea view`.
 
-Axes: `T` tokens of an answer, of which the first `log.samples_tokens` are kept.
+Axes: `T` tokens of an answer, of which the first `RECORDED_TOKENS` (`run.recorded`) are kept.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import hashlib
 from dataclasses import dataclass, field
 
 from fovea.evaluation.answer import SampledAnswer
-from fovea.types import FinishReason, Mark
+from fovea.types import EpisodeEnd, FinishReason, Mark
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +28,10 @@ class RecordedMessage:
 
     role: str
     parts: tuple[str | RecordedImage, ...]
+    tool: str = ""
+    """Name of the tool whose result it is."""
+    failed: bool = False
+    """True if it says that a tool call was malformed or has failed."""
 
     @property
     def images(self) -> tuple[RecordedImage, ...]:
@@ -58,6 +62,10 @@ class RecordedTurn:
     tokens: TokenTrace | None = None
     version: int | None = None
     """Version of the weights that drew it, the number of their push; None in records of versions that kept none."""
+    reward: float | None = None
+    """Its part of the reward; None where the reward is that of the whole episode."""
+    seconds: float = 0.0
+    """Seconds that the environment took for the messages."""
 
     @property
     def images(self) -> tuple[RecordedImage, ...]:
@@ -74,6 +82,7 @@ class RecordedAnswer:
     """All turns; empty in records of versions that kept the last text only."""
     marks: tuple[Mark, ...] = ()
     """Boxes and points that the reward gave."""
+    end: EpisodeEnd = "done"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +123,7 @@ def summary_of(record: SampleRecord) -> GroupSummary:
         kind=record.kind,
         row=_row(record),
         rewards=tuple(score.reward for score in scores),
-        num_truncated=sum(score.finish == "length" for score in scores),
+        num_truncated=sum(answer.score.finish == "length" or answer.end != "done" for answer in record.answers),
     )
 
 

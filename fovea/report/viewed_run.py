@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from threading import Lock
 from typing import Any, get_args
 
 from fovea.config.recipes import read_yaml
-from fovea.metrics.findings import Finding
+from fovea.metrics.findings import Column, Finding, find
 from fovea.metrics.jsonl import METRICS_FILE
 from fovea.report.about import CONFIG_FILE, SUMMARY_FILE, about, read_config
 from fovea.report.about_run import console_bytes, console_text, hints, max_steps_of, settings_pairs
@@ -22,7 +23,25 @@ from fovea.report.published import with_published
 from fovea.report.records import SampleRecord
 from fovea.report.samples import read_step
 from fovea.report.summary import SummaryJson, read_summary
-from fovea.report.why import run_findings
+
+
+def run_findings(
+    columns: Mapping[str, Column], settings: Mapping[str, Any], summary: SummaryJson | None
+) -> list[Finding]:
+    """The findings of a run; `summary` is None while it goes on."""
+    return find({**columns, **(_image_ablation(summary) if summary else {})}, settings)
+
+
+def _image_ablation(summary: SummaryJson) -> dict[str, Column]:
+    """The accuracy with another question's image, and its share of the accuracy with the right one."""
+    shuffled, steps = summary["shuffled_images"], [summary["steps"]]
+    accuracy = summary.get("same_kinds", summary["accuracy"]["final"])
+    if shuffled is None or not accuracy:
+        return {}
+    return {
+        "shuffled_images/accuracy_share": (steps, [shuffled / accuracy]),
+        "shuffled_images/accuracy_with": (steps, [accuracy]),
+    }
 
 
 class ViewedRun:

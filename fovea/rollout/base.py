@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol, runtime_checkable
 
 from fovea.errors import memory_for
-from fovea.types import Completion, Request
+from fovea.types import Completion, Metrics, Request
 
 
 class Engine(Protocol):
@@ -56,6 +56,15 @@ class HasProcesses(Protocol):
 
     def check_processes(self) -> None:
         """Raise LostEngineError if one of them has ended."""
+        ...
+
+
+@runtime_checkable
+class CountsPrefill(Protocol):
+    """An engine that counts the work of its prefill."""
+
+    def prefill_metrics(self) -> Metrics:
+        """Metrics of the prefill since the last call."""
         ...
 
 

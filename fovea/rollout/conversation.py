@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Protocol
 
@@ -113,15 +113,17 @@ class Conversations:
     ) -> EpisodeEnd:
         """Append the later turns; returns how the episode ended."""
         while len(turns) < most_turns:
+            begun = perf_counter()
             with self.log.waiting():
                 messages = await session.reply(tuple(turns))
+            seconds = perf_counter() - begun
             if messages is None:
                 return "done"
             await self.schedule.turn(place)
             turn = await speaker.answer(session, turns, messages)
             if turn is None:
                 return "max_tokens"
-            turns.append(turn)
+            turns.append(replace(turn, seconds=seconds))
         return "max_turns" if most_turns > 1 and await goes_on(session, tuple(turns)) else "done"
 
 

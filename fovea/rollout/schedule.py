@@ -94,6 +94,11 @@ class InRounds:
 
     def _stop_running(self, place: Place) -> None:
         self._running.discard(place)
+        if not self._running:
+            # later: the last one to wait would find its future done, and go before the others
+            asyncio.get_running_loop().call_soon(self._next_round)
+
+    def _next_round(self) -> None:
         if self._running:
             return
         beginners = sorted(self._beginners)[: self._max_open - len(self._open)]

@@ -124,6 +124,8 @@ class Run:
     """The text of one token id, for messages."""
     image_token_id: int = -1
     """Id of the visual tokens in a prompt; -1 for a model without images."""
+    has_fast_path: bool = True
+    """True if the model's family packs rows (`ModelFamily.fast_path`)."""
     box_frame: Callable[[PromptImage], tuple[int, int] | None] = no_frame
     """Width and height in which the model gives coordinates on an image (`ModelFamily.box_frame`)."""
     findings_watch: FindingsWatch = field(default_factory=FindingsWatch)

@@ -67,6 +67,7 @@ class GivenCode:
 
     environment: Any = None
     rewards: Sequence[Callable[..., object]] = ()
+    tools: Sequence[object] = ()
 
 
 def take_fingerprint(
@@ -168,6 +169,7 @@ def _image_file(path: Path) -> bytes:
 def _code(config: Config, given: GivenCode) -> Iterator[tuple[str, str]]:
     """Checksums of the user's own reward and environment: of their files, or of the source of what was given."""
     own = [(key, each.file) for key, each in config.environments.items() if isinstance(each, OwnEnvironment)]
+    own += [("environment.tools", tool) for tool in config.environment.tools if ".py:" in tool]
     for setting, spec in [(key, spec) for key, specs in config.rewards.items() for spec in specs] + own:
         if not spec.startswith(FROM_PYTHON):
             file = Path(spec.rpartition(":")[0]).expanduser()
@@ -178,6 +180,9 @@ def _code(config: Config, given: GivenCode) -> Iterator[tuple[str, str]]:
     if given.environment is not None:
         yield f"code of the environment {type(given.environment).__name__}", _source(given.environment)
     yield from ((f"code of the reward {name_of(reward)}", _source(reward)) for reward in given.rewards)
+    yield from (
+        (f"code of the tool {name_of(each)}", _source(each)) for each in given.tools if not isinstance(each, str)
+    )
 
 
 def _source(given: object) -> str:

@@ -12,14 +12,14 @@ import fcntl
 import io
 import json
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO
 
 from fovea.errors import ConfigError
+from fovea.processes.owner import Owner
 from fovea.utils.bounded import append_to, read_file
 
 LOCK_FILE = "run.lock"
@@ -29,40 +29,6 @@ MAX_PID = 2**22
 """Of Linux (proc(5), pid_max)."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """Errors of file systems that have no locks, such as some mounts of Lustre and NFS."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Owner:
-    """The process that holds a lock."""
-
-    host: str
-    pid: int
-    started: str
-    """Start time of the process in clock ticks since boot, which tells it from a later one with its pid; "" where the
-    system has no /proc."""
-
-    @staticmethod
-    def this_process() -> Owner:
-        return Owner(host=socket.gethostname(), pid=os.getpid(), started=_start_of(os.getpid()))
-
-    @property
-    def is_here(self) -> bool:
-        """True if it runs, or ran, on this host."""
-        return self.host == socket.gethostname()
-
-    @property
-    def is_alive(self) -> bool:
-        """True if a process of this host still runs."""
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:
-            pass  # it runs, as another user's
-        return _start_of(self.pid) == self.started
-
-    def __str__(self) -> str:
-        return f"process {self.pid} on host {self.host}"
 
 
 @contextmanager
@@ -142,12 +108,3 @@ def _owner(file: TextIO) -> Owner | None:
         return Owner(**json.loads(file.read(MAX_CHARS)))
     except (ValueError, TypeError, RecursionError):
         return None
-
-
-def _start_of(pid: int) -> str:
-    """Start time of a process, field 22 of /proc/PID/stat (proc(5)); "" where there is none."""
-    try:
-        # the name before it, in parentheses, may hold spaces and parentheses itself
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19]
-    except OSError:
-        return ""

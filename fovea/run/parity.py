@@ -100,7 +100,7 @@ async def read_parity(run: Run, version: int) -> ParityReading:
 async def _beside_faults(run: Run, groups: Sequence[SampleGroup]) -> tuple[ParityReading, Sequence[Array]]:
     """The engine's log-probs beside the policy's, sound and under faults; also the sound ones [A] of each group."""
     model = run.config.model
-    packed = model.fast_path == "auto" and model.family == "named" and run.config.train.backend.name == "torch"
+    packed = run.has_fast_path and model.fast_path == "auto" and run.config.train.backend.name == "torch"
     faults = list(faulty_groups(groups, run.image_token_id, packed=packed))
     scored = await _score(run, [*groups, *(group for _, _, group in faults)])
     sound, faulty = scored[: len(groups)], scored[len(groups) :]

@@ -63,8 +63,14 @@ def _cut(text: str) -> str:
     return text if len(text) <= MAX_TEXT_CHARS else f"{text[:MAX_TEXT_CHARS]}..."
 
 
+MAX_MESSAGE_CHARS, MAX_TOOL_CHARS = 50_000, 80
+"""Of a text in a message and of the name of a tool, both of which a tool or a model may have written."""
 DECIMALS = 4
 """Of log-probs and advantages in a record: a gap between engine and trainer that matters is far larger than 1e-4."""
+RECORDED_GROUPS = 4
+"""Groups of a recorded step, each with all of its answers."""
+RECORDED_TOKENS = 1024
+"""Tokens of an answer that are recorded with log-probs and advantages, about 30 bytes each."""
 Samples = Mapping[str, Sample]
 """The samples of some groups, by the id of their first completion."""
 
@@ -78,8 +84,8 @@ async def record_samples(run: Run, step: int, groups: Sequence[Group], batch: Ba
     if step > 1 and step % settings.samples_every_steps:
         return
     with run.phases("record"):
-        kept = groups[: settings.samples_groups]
-        samples = await _scored(run, kept, batch) if settings.samples_tokens else {}
+        kept = groups[:RECORDED_GROUPS]
+        samples = await _scored(run, kept, batch)
         records = [_record(run, group, samples) for group in kept]
         write_samples(run.folder, step, records)
         if run.metrics.has_trackers:
@@ -141,10 +147,13 @@ def _answer(run: Run, episode: Episode, samples: Samples) -> RecordedAnswer:
                 finish=turn.finish,
                 tokens=None if sample is None else _trace(run, sample, place),
                 version=None if turn.tokens is None else turn.tokens.completion.version,
+                reward=episode.score.turns[number] if episode.score.turns else None,
+                seconds=round(turn.seconds, DECIMALS),
             )
             for number, (turn, place) in enumerate(zip(_generated(episode), places, strict=True))
         ),
         marks=episode.score.marks,
+        end=episode.end,
     )
 
 
@@ -169,7 +178,7 @@ def _places(turns: Sequence[TurnTokens]) -> Iterator[slice]:
 
 
 def _trace(run: Run, sample: Sample, place: slice) -> TokenTrace:
-    place = slice(place.start, min(place.stop, place.start + run.config.log.samples_tokens))
+    place = slice(place.start, min(place.stop, place.start + RECORDED_TOKENS))
     return TokenTrace(
         pieces=tuple(run.token_text(int(index)) for index in sample.token_ids_T[place]),
         engine_logprobs=_rounded(sample.rollout_logprobs_T[place]),
@@ -189,13 +198,20 @@ def _messages(run: Run, messages: Sequence[Message], seen: Sequence[PromptImage]
         RecordedMessage(
             role=message.role,
             parts=tuple(
-                part
+                _bounded(part)
                 if isinstance(part, str)
                 else RecordedImage(
                     name=write_image(run.folder, png_bytes(run.open_image(part))), frame=next(frames, None)
                 )
                 for part in message.parts
             ),
+            tool=message.tool[:MAX_TOOL_CHARS],
+            failed=message.failed,
         )
         for message in messages
     )
+
+
+def _bounded(text: str) -> str:
+    rest = len(text) - MAX_MESSAGE_CHARS
+    return text if rest <= 0 else f"{text[:MAX_MESSAGE_CHARS]}... ({rest:,} more characters)"

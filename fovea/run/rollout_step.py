@@ -13,7 +13,7 @@ from fovea.environments.answer_end import declared_end
 from fovea.environments.base import Environment, OpensSessions
 from fovea.errors import ConfigError, TrainError
 from fovea.metrics.log import Phases
-from fovea.rollout.base import Engine
+from fovea.rollout.base import CountsPrefill, Engine
 from fovea.rollout.collect import collect
 from fovea.rollout.conversation import SessionLog
 from fovea.run.context import Run, TaskStream
@@ -54,12 +54,18 @@ async def draw(run: Run, step: int, phases: Phases) -> StepRollout:
     Rollouts are drawn in the order of their steps, one after another.
     """
     _begin_stage(run, step)
+    _prefill_metrics(run.engine)  # those of an evaluation
     rollout = await roll_out(run.engine, run.stream, run.config, step=step, phases=phases)
     curriculum = run.stream.curriculum
     metrics = rollout.metrics | curriculum.metrics() | run.sources.bad_rows.metrics()
+    metrics |= _prefill_metrics(run.engine)
     if rollout.groups:
         curriculum.end_step(rollout.reward)
     return replace(rollout, metrics=metrics)
+
+
+def _prefill_metrics(engine: Engine) -> Metrics:
+    return engine.prefill_metrics() if isinstance(engine, CountsPrefill) else {}
 
 
 def _begin_stage(run: Run, step: int) -> None:

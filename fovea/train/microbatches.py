@@ -28,7 +28,7 @@ from fovea.models.policy_network import PolicyNetwork
 from fovea.models.trainable import lora_layers
 from fovea.train.packing import MicroBatch, micro_batches
 from fovea.train.ranks import Ranks
-from fovea.train.row_assignment import Cost, RowAssignment, check_padding, tokens_beside_engine, unsplittable_tokens
+from fovea.train.row_assignment import Cost, RowAssignment, tokens_beside_engine, unsplittable_tokens
 from fovea.types import Metrics, SampleGroup
 from fovea.utils.host_waits import awaited
 from fovea.utils.malloc import return_freed_memory
@@ -113,7 +113,7 @@ class MicrobatchLimit:
     @contextmanager
     def _one_group_at_a_time(self, groups: Sequence[SampleGroup]) -> Iterator[None]:
         before = self.max_tokens, self.groups_per_row
-        self.max_tokens, self.groups_per_row = tokens_beside_engine(self._train, groups, self.max_tokens), 1
+        self.max_tokens, self.groups_per_row = tokens_beside_engine(groups, self.max_tokens), 1
         try:
             yield
         finally:
@@ -204,12 +204,8 @@ class MicroBatcher:
         rows_of_ranks = self.assignment.rows_of_ranks(
             groups, self._microbatch_tokens(groups), only, groups_per_row=self._limit.groups_per_row
         )
-        padded_tokens = None if self._train.variable_seq_lengths else self._microbatch_tokens(groups)
-        if padded_tokens is not None:
-            # the rows of all ranks, so that all of them raise
-            check_padding([row for rows in rows_of_ranks for row in rows], padded_tokens)
         mine, like = rows_of_ranks[self._ranks.rank], groups[0].samples[0]
-        return micro_batches(self._vlm.family, mine, like, self._vlm.device, padded_tokens)
+        return micro_batches(self._vlm.family, mine, like, self._vlm.device)
 
     def balance(self, minibatches: Sequence[Sequence[SampleGroup]]) -> Metrics:
         """Balance of the work (`RowAssignment.balance`), mean over the minibatches."""

@@ -50,16 +50,16 @@ class MicroBatch:
 
 
 def micro_batches(
-    family: ModelFamily, rows: Sequence[RowSlices], like: Sample, device: torch.device, padded_tokens: int | None = None
+    family: ModelFamily, rows: Sequence[RowSlices], like: Sample, device: torch.device
 ) -> list[MicroBatch]:
-    """One micro-batch for each row; `padded_tokens` as in `pack_conversations`.
+    """One micro-batch for each row.
 
     `like` is any sample of the batch: it tells which optional fields a row without samples (a dummy) has.
     """
-    return [_pack(family, row, like, device, padded_tokens) for row in rows]
+    return [_pack(family, row, like, device) for row in rows]
 
 
-def _pack(family: ModelFamily, slices: RowSlices, like: Sample, device: torch.device, padded: int | None) -> MicroBatch:
+def _pack(family: ModelFamily, slices: RowSlices, like: Sample, device: torch.device) -> MicroBatch:
     groups = [each.group for each in slices]
     samples = [sample for group in groups for sample in group.samples]
     lengths = [sample.num_actions for sample in samples]
@@ -75,7 +75,6 @@ def _pack(family: ModelFamily, slices: RowSlices, like: Sample, device: torch.de
             [group.prompt for group in groups],
             [group.samples for group in groups],
             device,
-            padded,
         ),
         weights_A=_tensor(np.repeat(np.array([s.weight for s in samples], dtype=np.float32), lengths), device),
         rollout_logprobs_A=_tensor(
@@ -107,14 +106,13 @@ def pack_row(
     prompts: Sequence[Prompt],
     completions: Sequence[Sequence[NDArray[np.int64]]],
     device: torch.device,
-    padded_tokens: int | None = None,
 ) -> PackedRow:
     """Packed row of prompts and completions of one turn, in which every completion token is an action."""
     continuations = [
         [Continuation(token_ids_T=ids_T, mask_T=np.ones(len(ids_T), dtype=np.bool_)) for ids_T in of_prompt]
         for of_prompt in completions
     ]
-    return pack_conversations(family, prompts, continuations, device, padded_tokens)
+    return pack_conversations(family, prompts, continuations, device)
 
 
 def pack_conversations(
@@ -122,9 +120,8 @@ def pack_conversations(
     prompts: Sequence[Prompt],
     continuations: Sequence[Sequence[CompletionTokens]],
     device: torch.device,
-    padded_tokens: int | None = None,
 ) -> PackedRow:
-    """Packed row of prompts, each followed by its unequal continuations, padded to `padded_tokens` if given."""
+    """Packed row of prompts, each followed by its unequal continuations."""
     unequal, computed_A = _unequal(continuations)
     tokens: list[NDArray[np.int64]] = []
     positions: list[NDArray[np.int64]] = []
@@ -149,15 +146,9 @@ def pack_conversations(
             predictors_T[0] = last_of_prompt
             hidden_index.append(predictors_T)
             start += length
-    padding = 0 if padded_tokens is None else padded_tokens - start
-    assert padding >= 0, f"a row of {start} tokens is to be padded to {padded_tokens}"
-    # padding is copies of the row's first token, laid out as prompts without completions: nothing attends to them
-    tokens.append(np.repeat(tokens[0][:1], padding))
-    positions.append(np.repeat(positions[0][:, :1], padding, axis=1))
-    fillers = _padding_prompts(padding, longest=max(prompt.num_tokens for prompt in prompts))
     layout = shared_prefix_layout(
-        [*(prompt.num_tokens for prompt in prompts), *fillers],
-        [*([len(answer.token_ids_T) - 1 for answer in answers] for answers in unequal), *([] for _ in fillers)],
+        [prompt.num_tokens for prompt in prompts],
+        [[len(answer.token_ids_T) - 1 for answer in answers] for answers in unequal],
     )
     not_sent = [image.key for image in images if not image.tensors]
     assert not not_sent, f"the pixels of {len(not_sent)} of {len(images)} images of a row are with another rank"
@@ -195,12 +186,6 @@ def _unequal(
         unequal.append(firsts)
         start = int(starts[-1])
     return unequal, np.concatenate(computed)
-
-
-def _padding_prompts(total: int, longest: int) -> list[int]:
-    """Lengths of padding prompts that add up to `total`."""
-    # attention pads all prompts to the longest one: a longer filler would grow the blocks of all prompts
-    return [longest] * (total // longest) + [total % longest] * (total % longest > 0)
 
 
 _NONE, _NO_IDS, _NO_MASK = np.zeros(0, dtype=np.float32), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.bool_)

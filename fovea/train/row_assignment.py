@@ -145,21 +145,6 @@ def pack_by_count(slices: Sequence[GroupSlice], groups_per_row: int) -> list[Row
     return [slices[start : start + groups_per_row] for start in range(0, len(slices), groups_per_row)]
 
 
-def check_padding(rows: Sequence[RowSlices], max_tokens: int) -> None:
-    """Raise TrainError if a row is longer than `max_tokens`, the length to which all rows are padded."""
-    longest = max(rows, key=_num_tokens, default=())
-    if _num_tokens(longest) > max_tokens:
-        raise TrainError(
-            f"train.variable_seq_lengths=false pads every microbatch to train.max_tokens_per_microbatch={max_tokens} "
-            f"tokens, but {len(longest)} groups hold {_num_tokens(longest)}; set it to at least "
-            f"{_num_tokens(longest)}, or lower train.groups_per_microbatch"
-        )
-
-
-def _num_tokens(row: RowSlices) -> int:
-    return sum(each.num_tokens for each in row)
-
-
 def balanced_bins(costs: Sequence[float], budget: float) -> list[list[int]]:
     """Indices of costs by bin: the fewest bins with which longest-processing-time-first stays within the budget.
 
@@ -402,13 +387,8 @@ def unsplittable_tokens(groups: Sequence[SampleGroup]) -> int:
     )
 
 
-def tokens_beside_engine(train: Train, groups: Sequence[SampleGroup], limit_tokens: int) -> int:
-    """Largest micro-batch of passes beside an engine that is awake: the largest group, its prompt counted once.
-
-    Rows of a fixed length keep that length.
-    """
-    if not train.variable_seq_lengths:
-        return limit_tokens
+def tokens_beside_engine(groups: Sequence[SampleGroup], limit_tokens: int) -> int:
+    """Largest micro-batch of passes beside an engine that is awake: the largest group, its prompt counted once."""
     tokens = (group.prompt.num_tokens + sum(len(s.token_ids_T) for s in group.samples) for group in groups)
     return min(limit_tokens, max(tokens, default=0))
 

@@ -65,7 +65,7 @@ class ImagesByRank:
         assignments += [self.reference or self.policy] if reference_passes else []
         limit = self.limit_tokens
         if beside_engine:
-            limit = tokens_beside_engine(self.policy.train, batch.groups, limit)
+            limit = tokens_beside_engine(batch.groups, limit)
         return self._union(each.images_of_ranks(batch.groups, limit) for each in assignments)
 
     def to_update(self, batch: Batch) -> list[ImageKeys]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
@@ -13,16 +13,12 @@ Value = TypeVar("Value")
 class LRUCache(Generic[Key, Value]):
     """Values of at most `max_bytes` in all; the least recently used are evicted first.
 
-    `on_evict(key, value)` is called for every value that is evicted. The newest `min_values` stay whatever their size.
-    The caller locks around calls from several threads.
+    The newest `min_values` stay whatever their size. The caller locks around calls from several threads.
     """
 
-    def __init__(
-        self, max_bytes: float, *, min_values: int = 0, on_evict: Callable[[Key, Value], object] | None = None
-    ) -> None:
+    def __init__(self, max_bytes: float, *, min_values: int = 0) -> None:
         self._max_bytes = max_bytes
         self._min_values = min_values
-        self._on_evict = on_evict
         self._entries: OrderedDict[Key, tuple[Value, int]] = OrderedDict()
         self._num_bytes = 0
 
@@ -50,12 +46,10 @@ class LRUCache(Generic[Key, Value]):
         self._entries[key] = value, num_bytes
         self._num_bytes += num_bytes
         while self._num_bytes > self._max_bytes and len(self._entries) > self._min_values:
-            oldest, (evicted, size) = self._entries.popitem(last=False)
+            _, (_, size) = self._entries.popitem(last=False)
             self._num_bytes -= size
-            if self._on_evict is not None:
-                self._on_evict(oldest, evicted)
 
     def discard(self, key: Key) -> None:
-        """Remove a key, if it is there, without calling `on_evict`."""
+        """Remove a key, if it is there."""
         if key in self._entries:
             self._num_bytes -= self._entries.pop(key)[1]

@@ -29,8 +29,7 @@ from fovea.train.model_division import check_processes
 from fovea.utils.event_loop import wait_for
 from fovea.utils.launch import num_processes
 from fovea.weights.base import WeightSync
-from fovea.weights.push import WeightPusher
-from fovea.weights.sinks import SharedTensors
+from fovea.weights.push import SharedTensors, WeightPusher
 from fovea.wiring.engine import free_first, make_embedded, make_streamed, make_tape
 from fovea.wiring.interpreter import absolute, set_threads
 from fovea.wiring.megatron import trains_with_megatron

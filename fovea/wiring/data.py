@@ -9,7 +9,6 @@ import torch
 
 from fovea.config.model import Model
 from fovea.config.run import Config
-from fovea.config.sections import Data
 from fovea.data.bad_rows import BadRows
 from fovea.data.images import ImageOpener
 from fovea.data.order import EpochOrder, Order, RowOrder, kinds_of, levels_of
@@ -22,6 +21,8 @@ from fovea.models.render import Renderer
 from fovea.run.context import Sources
 from fovea.types import Task
 
+PROMPT_CACHE_GIB = 1.0
+"""Memory for processed prompts and images of a split; the least recently used are evicted."""
 CUDA_PREFETCH_THREADS = 4
 """An image of 512 px takes some 10 ms: 64 of them are ready within a second, where a step takes several."""
 
@@ -51,20 +52,18 @@ def make_sources(config: Config, environment: Environment, renderer: Renderer, b
             bad_rows=bad_rows,
         )
 
-    train = source("train", config.data.prompt_cache_gib)
-    train.render_ahead(prefetch_threads(config.data, pick_device(config.model.device)))
+    train = source("train", PROMPT_CACHE_GIB)
+    train.render_ahead(prefetch_threads(pick_device(config.model.device)))
     return Sources(
         train=train,
-        dev=source("dev", config.data.prompt_cache_gib),
+        dev=source("dev", PROMPT_CACHE_GIB),
         test=source("test"),
         bad_rows=bad_rows,
     )
 
 
-def prefetch_threads(settings: Data, device: torch.device) -> int:
+def prefetch_threads(device: torch.device) -> int:
     """Threads that render prompts ahead of a model on this device."""
-    if settings.prefetch_threads is not None:
-        return settings.prefetch_threads
     # on a CPU, threads would take the cores that train
     return CUDA_PREFETCH_THREADS if device.type == "cuda" else 0
 

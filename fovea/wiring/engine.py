@@ -1,39 +1,102 @@
-"""Builders of the rollout engine, its activation tape, and the evaluator."""
+"""Builders of the rollout engine, here or in another Python environment, its activation tape, and the evaluator."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
+import torch
+
+from fovea import __version__
+from fovea.algorithms.policy_loss import HasFormula
+from fovea.config.algorithm import ClippedLoss
 from fovea.config.backends import EmbeddedEngine as EmbeddedSettings
 from fovea.config.backends import SglangEngine as SglangSettings
 from fovea.config.backends import StreamedEngine as StreamedSettings
 from fovea.config.backends import VllmEngine as VllmSettings
 from fovea.config.backends import VllmServersEngine
+from fovea.config.base import Section
+from fovea.config.environments import ShapesEnvironment
 from fovea.config.model import Model
 from fovea.config.run import Config
 from fovea.data.images import OpenImage
-from fovea.environments.base import Environment
+from fovea.environments.base import Environment, MakesEnvironment
 from fovea.environments.graders.grading import Grading
-from fovea.errors import ConfigError
+from fovea.errors import ClusterError, ConfigError, FoveaError, OutOfMemoryError
 from fovea.evaluation.chat_server import ChatModel, ServerEvaluator
 from fovea.evaluation.evaluator import Evaluator
 from fovea.models.activation_tape import Tape
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.processor import Processor
 from fovea.models.vlm import VLM
+from fovea.processes.engine_process import EngineProcess, Limits, NotStartedError
 from fovea.rollout.base import Engine
 from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.rollout.embedded.plain import PlainEngine
 from fovea.rollout.embedded.tuning import Tuning
+from fovea.rollout.remote_engine import RemoteEngine
 from fovea.run.rollout_step import answer_end_of
 from fovea.types import Sampling
 from fovea.utils.http_json import CallBounds
+from fovea.utils.installing import pip_install
+from fovea.utils.launch import module_command
 from fovea.weights.base import WeightSink
+from fovea.wiring.interpreter import find_interpreter, variables_of
 from fovea.wiring.megatron import PushedPolicy
 
-SERVER_RETRIES = 5
-"""Further tries with growing pauses, where a server that `fovea eval` asks is unreachable, busy or slow."""
+NO_LIMITS = Limits(start_seconds=math.inf, timeout_seconds=math.inf)
+"""The engine's own limits are applied in the process that makes it."""
+
+
+def make_remote(config: Config, settings: StreamedSettings, model: Model) -> RemoteEngine:
+    """Start the engine of the settings with the interpreter that they name; ConfigError where it does not start."""
+    assert settings.python is not None
+    here = f"rollout.engine.python={settings.python}"
+    python = find_interpreter(settings.python)
+    command = module_command("fovea.wiring.other_environment", python)
+    sent = _sent(config, settings, model)
+    try:
+        process = EngineProcess(f"the engine of {settings.python}", command, sent, NO_LIMITS, variables_of(python))
+    except (NotStartedError, OSError) as error:
+        install = f"{settings.python} -m {pip_install(settings.extra)}"
+        raise ConfigError(f"{here}: {error}; where Fovea or the engine is missing there: {install}") from error
+    except (ClusterError, OutOfMemoryError):  # whose exit codes tell a supervisor to try again
+        raise
+    except FoveaError as error:
+        raise ConfigError(f"{here}: {error}") from error
+    return RemoteEngine(settings.name, process)
+
+
+def _sent(config: Config, settings: StreamedSettings, model: Model) -> dict[str, Any]:
+    """Payload for `other_environment.main` in the child: settings as JSON, with `python` unset."""
+    rollout = config.rollout.model_copy(update={"engine": settings.model_copy(update={"python": None})})
+    changed = {"rollout": rollout, **_in_place_of_packages(config)}
+    return {
+        "version": __version__,
+        # not pickled: the other environment may have another version of what settings are made of
+        "config": config.model_copy(update=changed).model_dump(mode="json"),
+        "model": model.model_dump(mode="json"),
+        "gpu": torch.cuda.current_device() if torch.cuda.is_available() else None,
+    }
+
+
+def _in_place_of_packages(config: Config) -> dict[str, Section]:
+    """Defaults for the sections of packages that the engine does not need, and which its environment may lack."""
+    changed: dict[str, Section] = {}
+    if any(isinstance(each, MakesEnvironment) for each in config.environments.values()):
+        changed["environment"] = ShapesEnvironment()
+    if isinstance(config.algorithm.loss, HasFormula):
+        changed["algorithm"] = config.algorithm.model_copy(update={"loss": ClippedLoss()})
+    if config.log.tracker is not None:
+        changed["log"] = config.log.model_copy(update={"tracker": None})
+    return changed
+
+
+SERVER_BOUNDS = CallBounds(timeout_seconds=300.0, calls_at_once=32, max_retries=5)
+"""Limits of the calls of a server that `fovea eval` asks."""
+EVALUATED_AT_ONCE = 200
+"""Rows of an evaluation that are generated at once."""
 MIN_RECORDED_WIDTH = 128
 """Smallest width that is recorded: narrower layers are recomputed faster than their outputs are read from memory."""
 
@@ -59,7 +122,7 @@ def has_own_weights(config: Config) -> bool:
 def make_streamed(config: Config, settings: StreamedSettings, model: Model, processor: Processor) -> PushedEngine:
     """Make an engine with its own weights; `model` has a path."""
     if settings.python is not None:
-        from fovea.wiring.remote import make_remote
+        from fovea.wiring.engine import make_remote
 
         return make_remote(config, settings, model)
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
@@ -163,7 +226,6 @@ def records_linears(config: Config, hidden_size: int) -> bool:
     narrow = hidden_size < MIN_RECORDED_WIDTH
     engine = config.rollout.engine
     inexact = not isinstance(engine, EmbeddedSettings) or engine.decode_weights != "exact"
-    padded = not config.train.variable_seq_lengths
     # in 16 bits, recorded outputs round differently from those that later passes over the same samples compute, and the
     # importance ratios would contain that difference
     algorithm = config.algorithm
@@ -171,7 +233,7 @@ def records_linears(config: Config, hidden_size: int) -> bool:
     scored = algorithm.needs_old_logprobs or (critic is not None and critic.trunk != "separate")
     again = algorithm.ppo_epochs * algorithm.minibatches > 1 or scored
     mixed = config.model.dtype != "float32" and again
-    return not (recomputes or narrow or inexact or padded or mixed)
+    return not (recomputes or narrow or inexact or mixed)
 
 
 def make_evaluator(
@@ -187,7 +249,7 @@ def make_evaluator(
         environment,
         grading,
         greedy=_greedy(config, environment),
-        batch_size=config.evaluate.batch_size,
+        batch_size=EVALUATED_AT_ONCE,
         image_type_key=config.evaluate.image_type_key,
         note_unscored=note_unscored,
     )
@@ -203,16 +265,8 @@ def make_server_evaluator(
         grading,
         open_image,
         greedy=_greedy(config, environment),
-        batch_size=config.evaluate.batch_size,
+        batch_size=EVALUATED_AT_ONCE,
         image_type_key=config.evaluate.image_type_key,
-    )
-
-
-def server_bounds(config: Config) -> CallBounds:
-    """The limits of the calls of a server that `fovea eval` asks."""
-    server = config.evaluate.server
-    return CallBounds(
-        timeout_seconds=server.timeout_seconds, calls_at_once=server.max_concurrency, max_retries=SERVER_RETRIES
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -58,18 +59,23 @@ from fovea.environments.graders.opinions import (
 from fovea.environments.graders.reward_model import RewardScorer
 from fovea.environments.mixture import Part, errors_of_part, mixture_of
 from fovea.environments.pages.environment import Pages
-from fovea.environments.sessions import SETTINGS, LimitedSessions
+from fovea.environments.sessions import SETTINGS, EnvironmentWithSessions, LimitedSessions
 from fovea.environments.shapes.environment import Shapes, ShapesZoom
 from fovea.environments.shapes.small import SmallShapes
+from fovea.environments.tools.base import Tool
 from fovea.environments.vqa import Vqa, VqaGrader
 from fovea.errors import ConfigError
 from fovea.evaluation.benchmarks.environment import BenchmarkGrader
 from fovea.models.families.registry import known
 from fovea.models.vision_reward import VisionRewardScorer
+from fovea.processes.session_processes import end_left_processes
 from fovea.utils.bounded import read_file
 from fovea.wiring import reward_host
 from fovea.wiring.images import make_access, make_opener
 from fovea.wiring.standards import standard_environment
+from fovea.wiring.tools import make_tools, uses_tools
+
+LOG = logging.getLogger(__name__)
 
 
 def with_opinions(config: Config, grading: Grading) -> Grading:
@@ -131,14 +137,18 @@ class GradedEnvironment:
     """Stages of the curriculum, one per grader."""
     parts: Mapping[str, GradedEnvironment] = field(default_factory=dict)
     """Environments of a mixture by name; each grades its own answers."""
+    tools: Sequence[Tool] = ()
+    """Tools that the model may call beside those of the environment (`wiring.tools.with_tools`)."""
 
 
-def make_environment(config: Config, given: Any = None, rewards: Sequence[RewardFunction] = ()) -> GradedEnvironment:
+def make_environment(
+    config: Config, given: Any = None, rewards: Sequence[RewardFunction] = (), tools: Sequence[object] = ()
+) -> GradedEnvironment:
     """Make the environment of the settings, or wrap a `given` object; the setting `reward` replaces its graders.
 
     A GradedEnvironment is taken as it is from here, an object with `graders` is an environment of Fovea, and
-    any other is treated like a user's class from a file. `rewards` are the functions that the setting describes, where
-    Python code has given them.
+    any other is treated like a user's class from a file. `rewards` and `tools` are the objects that these settings
+    describe, where Python code has given them.
     """
     if given is None:
         made = named_environment(config.with_own_files)
@@ -149,7 +159,7 @@ def make_environment(config: Config, given: Any = None, rewards: Sequence[Reward
     if config.reward is not None:
         # an environment's stages belong to its own graders
         made = replace(made, grading=reward_grading(config, config.reward, rewards), stages=Stages(), parts={})
-    return replace(made, grading=with_opinions(config, made.grading))
+    return replace(made, grading=with_opinions(config, made.grading), tools=made.tools or make_tools(config, tools))
 
 
 DRAWN: Mapping[type[EnvironmentSettings], Callable[[Any, int], Environment]] = {
@@ -218,6 +228,11 @@ def _make_part(config: Config, name: str, part: MixturePart) -> GradedEnvironmen
     own = {"environment": part.environment, "reward": part.reward, "model_reward": None}
     with errors_of_part(name):
         made = make_environment(config.model_copy(update=own))
+    if uses_tools(made.environment, made.tools):
+        raise ConfigError(
+            f"environment.parts.{name} has tools, which episodes of a mixture do not have for single parts; name tools "
+            "for all of them in environment.tools"
+        )
     if made.stages.stages and config.curriculum.enabled:
         raise ConfigError(
             f"environment.parts.{name} has {len(made.stages.stages)} stages, which a mixture does not go through; set "
@@ -237,7 +252,7 @@ def own_environment(config: Config, environment: Any) -> GradedEnvironment:
     """An environment of Fovea with its graders, which never wait; its sessions may."""
     given: object = environment
     if isinstance(given, OpensSessions):
-        limited: Environment = LimitedSessions(environment, config.environment.session, type(given).__name__)
+        limited = _limited(environment, config.environment.session, type(given).__name__)
     else:
         limited = environment
     return GradedEnvironment(
@@ -257,12 +272,20 @@ def user_environment(config: Config, user: Any, name: str) -> GradedEnvironment:
 
 def _with_replies(user: Any, name: str, limits: SessionLimits) -> Environment:
     """A user's environment; what replies in its episodes has limits."""
-    if not hasattr(user, "reply") and not hasattr(user, "open"):
+    replies = hasattr(user, "reply") and getattr(user, "max_turns", 1) > 1
+    if not replies and not hasattr(user, "open"):
         return UserEnvironment(user, name)
     threads = CallThreads(
         name, setting=f"{SETTINGS}deadline_seconds", max_late_calls=max(MAX_LATE_CALLS, limits.max_concurrent)
     )
-    return LimitedSessions(UserSessions(user, name, threads), limits, name)
+    return _limited(UserSessions(user, name, threads), limits, name)
+
+
+def _limited(environment: EnvironmentWithSessions, limits: SessionLimits, name: str) -> Environment:
+    """An environment with sessions under these limits; ends what the sessions of killed runs have left."""
+    if num_ended := end_left_processes():
+        LOG.warning("ended %d processes that the sessions of a killed run had left", num_ended)
+    return LimitedSessions(environment, limits, name)
 
 
 def stages_of(environment: Any) -> Stages:

@@ -12,6 +12,9 @@ from fovea.data.images import ImageOpener
 from fovea.data.readers.remote import remote_image
 from fovea.data.rows import RowAccess
 
+URL_CACHE_GIB = 8.0
+"""Disk for downloaded images."""
+
 
 def url_limits(settings: Data) -> UrlLimits:
     """Limits of reading from URLs."""
@@ -29,7 +32,7 @@ def make_opener(settings: Data, folder: Path, note: Callable[[str], None] = lamb
     `note` gets of a host that no longer answers.
     """
     read = FailedHosts(partial(remote_image, limits=url_limits(settings)), settings.url_host_pause_seconds, note)
-    fetch = FetchedFiles(folder / "images", settings.url_cache_gib, read)
+    fetch = FetchedFiles(folder / "images", URL_CACHE_GIB, read)
     return ImageOpener(
         max_mib=settings.max_image_mib,
         max_megapixels=settings.max_image_megapixels,

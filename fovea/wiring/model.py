@@ -1,17 +1,19 @@
-"""Builders of the model: its folder, its network on its device, and the choice of its kernels."""
+"""Builders of the model: its folder, its network on its device, read by the first process only, and its kernels."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fovea.cluster.loading import load_on_ranks
 from fovea.config.backends import EmbeddedEngine as EmbeddedSettings
 from fovea.config.model import Model
 from fovea.config.run import Config
@@ -19,20 +21,66 @@ from fovea.environments.base import Environment
 from fovea.errors import ConfigError, DataError
 from fovea.models.decoder import TORCH_KERNELS, Kernels
 from fovea.models.heads import ValueHead
-from fovea.models.load import pick_device
+from fovea.models.load import empty_network, load_network, pick_device
 from fovea.models.modules import config_of, family_of_network
 from fovea.models.plain import PlainVLM
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.recompute import recompute_activations, recompute_plainly
 from fovea.models.tiny import make_tiny, save_tiny
 from fovea.models.trainable import choose_trainable
-from fovea.models.vision.feature_cache import FeatureCache, SpillFolder
+from fovea.models.vision.feature_cache import FeatureCache
 from fovea.models.vlm import VLM
 from fovea.rollout.embedded.tuning import decoding_note
 from fovea.run.run_dir import has_checkpoint
 from fovea.train.ranks import ALONE, Ranks
 from fovea.utils.installing import pip_install
-from fovea.utils.launch import num_processes, rank
+
+
+def load_on_ranks(settings: Model, device: torch.device, ranks: Ranks) -> PreTrainedModel:
+    """Load the network of `model.path` on every rank, all of which must make this call.
+
+    The first rank has it on the CPU, as `load_network` reads it; the others have copies on `device`. An error of one of
+    them is raised on all.
+    """
+    if ranks.mesh is None:
+        return load_network(settings)
+    made: list[PreTrainedModel] = []
+    ranks.run_on_each(lambda: made.append((load_network if ranks.is_first else empty_network)(settings)))
+    if ranks.is_first:
+        _send(made[0], device, ranks)
+    else:
+        _fill(made[0], device, ranks)
+    return made[0]
+
+
+def _send(network: PreTrainedModel, device: torch.device, ranks: Ranks) -> None:
+    """Broadcast names, shapes and types of all tensors, then one after the other."""
+    tensors = {name: tensor.detach() for name, tensor in _tensors(network)}
+    ranks.gather([[name, list(x.shape), str(x.dtype).removeprefix("torch.")] for name, x in tensors.items()])
+    for tensor in tensors.values():
+        _broadcast(tensor.to(device).contiguous(), ranks)
+
+
+def _fill(network: PreTrainedModel, device: torch.device, ranks: Ranks) -> None:
+    """Replace the tensors of an empty network by those of the first rank."""
+    for name, shape, dtype in ranks.gather(None)[0]:
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+        _broadcast(tensor, ranks)
+        path, _, leaf = name.rpartition(".")
+        module: Any = network.get_submodule(path)
+        setattr(module, leaf, nn.Parameter(tensor) if isinstance(getattr(module, leaf), nn.Parameter) else tensor)
+    network.tie_weights()
+
+
+def _tensors(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All parameters, tied ones once, and all buffers, also those that no file holds, such as rotary frequencies."""
+    return chain(network.named_parameters(), network.named_buffers())
+
+
+def _broadcast(tensor: Tensor, ranks: Ranks) -> None:
+    assert ranks.mesh is not None, "a single rank has nobody to send to"
+    dist.broadcast(tensor, group_src=0, group=ranks.mesh.get_group())
+
 
 CORPUS_ROWS = 2000
 """Training rows whose texts a tiny model's tokenizer is trained on."""
@@ -93,7 +141,7 @@ def _fast_vlm(config: Config, network: PreTrainedModel, banned_ids: Sequence[int
         network,
         banned_ids,
         attention=settings.attention,
-        feature_cache=None if settings.trains_vision else make_feature_cache(config),
+        feature_cache=None if settings.trains_vision else FeatureCache(config.model.feature_cache_gib * 2**30),
         kernels=kernels,
         value_head=make_value_head(config, network),
     )
@@ -111,7 +159,6 @@ def _check_plain(config: Config) -> None:
     unread = {
         "train.backend.liger_kernels": config.train.backend.liger_kernels is True,
         "model.attention": settings.attention != "auto",
-        "model.feature_spill_gib": settings.feature_spill_gib > 0,
     }
     for name in (name for name, is_set in unread.items() if is_set):
         raise ConfigError(
@@ -182,17 +229,6 @@ def liger_note(runs: bool) -> list[str]:
         f"slow: train.backend.liger_kernels=auto: {LIGER} is not installed, and torch's operators make more passes "
         f"over memory for RMS norm, SwiGLU and rotary positions; {pip_install('liger')}"
     ]
-
-
-def make_feature_cache(config: Config) -> FeatureCache:
-    """Make the cache of a frozen vision tower's features, in memory and, if set, in files of the run folder."""
-    settings = config.model
-    files = None
-    if settings.feature_spill_gib:
-        # a folder belongs to one process
-        name = f"features-{rank()}" if num_processes() > 1 else "features"
-        files = SpillFolder(Path(config.run_dir) / name, settings.feature_spill_gib * 2**30)
-    return FeatureCache(settings.feature_cache_gib * 2**30, files)
 
 
 def tokenizer_corpus(environment: Environment, on_bad_row: Literal["error", "skip"]) -> list[str]:

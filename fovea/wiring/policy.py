@@ -18,8 +18,8 @@ from fovea.models.trainable import freeze_lm_head, trainable_parameters, value_p
 from fovea.run.warmup import WarmupStage
 from fovea.train.adamw import AdamWSettings
 from fovea.train.ranks import ALONE, Ranks
-from fovea.train.torch.critic import ValueFunction, ValueModel
 from fovea.train.torch.optimizer import Optimizer
+from fovea.train.torch.passes import ValueFunction, ValueModel
 from fovea.train.torch.policy import TorchPolicy
 from fovea.train.torch.sharding import shard
 

@@ -2,43 +2,99 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
 
+from fovea.config.model import Model
 from fovea.config.run import Config
 from fovea.data.bad_rows import BadRows
 from fovea.data.images import ImageOpener
 from fovea.environments.base import Environment
 from fovea.environments.curriculum import CurriculumProgress
 from fovea.environments.custom.trl import RewardFunction
+from fovea.errors import DataError, ModelError
 from fovea.metrics.findings import FindingsWatch
 from fovea.metrics.jsonl import METRICS_FILE
 from fovea.metrics.log import JsonlSink, MetricsLog, Phases, Sink, read_metrics
 from fovea.metrics.progress import CONSOLE_FILE, Progress
-from fovea.models.processor import load_processor
+from fovea.models.families.auto import layout_of
+from fovea.models.modules import config_of
+from fovea.models.plain import PlainVLM
+from fovea.models.processor import Processor, load_processor
+from fovea.models.render import Renderer, images_of
 from fovea.report.about import HINTS_FILE, add_hint
 from fovea.rollout.embedded.plain import PlainEngine
 from fovea.run.checkpoint import Checkpoints, SavedCheckpoint
 from fovea.run.context import Run, TaskStream
 from fovea.run.fingerprint import GivenCode, check_unchanged, take_fingerprint
 from fovea.run.folder import open_run_folder
+from fovea.run.parity_faults import without_images
 from fovea.run.rollout_step import answer_end_of, record_unscored_answer
 from fovea.run.signals import Stop, ending_signals
+from fovea.train.start_check import Reference, Row, StartCheck
+from fovea.types import Task
 from fovea.wiring.backends import Backends, open_backends
 from fovea.wiring.data import make_order, make_renderer, make_sources, within_epochs
 from fovea.wiring.engine import make_evaluator
 from fovea.wiring.environment import GradedEnvironment, make_environment
 from fovea.wiring.given import Frames, rows_as_files
 from fovea.wiring.images import make_opener
-from fovea.wiring.model import locate_model
+from fovea.wiring.model import locate_model, open_vlm
 from fovea.wiring.outputs import chosen_trackers, make_profile, make_trackers, model_table, peak_tflops
 from fovea.wiring.policy import make_warmup
-from fovea.wiring.start_check import compare_with_transformers
+from fovea.wiring.tools import with_tools
 from fovea.wiring.trial_score import remarks_on_answers, remarks_on_images, remarks_on_shares, try_reward
+
+ROWS_TRIED = 64
+"""Training rows among which rows with several images, one and none are looked for."""
+
+
+def compare_with_transformers(
+    config: Config,
+    model: Model,
+    processor: Processor,
+    renderer: Renderer,
+    opener: ImageOpener,
+    environment: Environment,
+    progress: Progress,
+) -> None:
+    """Run the check on training rows, and print its result; ModelError where the model fails it."""
+    progress.stage("comparing the model with transformers")
+    rows = list(_rows(environment.tasks("train"), environment, renderer))
+    if not any(map(images_of, rows)):
+        raise ModelError(
+            f"model.family=auto: none of the first {ROWS_TRIED} training rows has a picture that can be used, and "
+            "without one the model cannot be compared with transformers; correct the rows"
+        )
+    vlm = open_vlm(config, model, processor.banned_ids)
+    assert isinstance(vlm, PlainVLM), "a model without a family has no fast path"
+    reference = Reference(
+        network=vlm.network, processor=processor.image_processor, arguments=layout_of(config_of(vlm.network)).arguments
+    )
+    largest = StartCheck(vlm.eval(), processor, renderer, opener, reference).run(rows)
+    progress.print(
+        f"model.family=auto: ids, tensors and log-probs of {len(rows)} rows equal those of transformers' processor and "
+        f"forward (largest difference of a log-prob {largest:.1g})"
+    )
+
+
+def _rows(tasks: Sequence[Task], environment: Environment, renderer: Renderer) -> Iterator[Row]:
+    """The first usable row with each number of images up to two, and the first one also without its images."""
+    found = set[int]()
+    for index in range(min(len(tasks), ROWS_TRIED)):
+        try:
+            row = environment.prompt(tasks[index])
+            renderer.prompt(row)
+        except DataError:
+            continue  # the run reports it when its data order comes to it
+        for each in (row, *([] if found else [without_images(row)])):
+            if (count := min(len(images_of(each)), 2)) not in found:
+                found.add(count)
+                yield each
 
 
 def build(
@@ -46,12 +102,13 @@ def build(
     environment: Environment | GradedEnvironment | None = None,
     frames: Frames | None = None,
     rewards: Sequence[RewardFunction] = (),
+    tools: Sequence[object] = (),
 ) -> Run:
     """Make all services of a run, without training; each error says which setting to change.
 
     `frames` replaces the data files of the settings with rows in memory, such as `{"train": frame, "test": frame}`, and
     writes them into the run folder; `environment` replaces the environment of the settings, for tasks that exist as
-    Python objects (docs/own.md); `rewards` are the functions that the setting `reward` describes.
+    Python objects (docs/own.md); `rewards` and `tools` are what the settings `reward` and `environment.tools` describe.
     """
     started = perf_counter()
     chosen_trackers(config.log)  # a package that is missing ends the command before anything is made
@@ -59,9 +116,9 @@ def build(
     with rows_as_files(config, frames) as rows, ending_signals(Stop()), ExitStack() as on_failure:
         config = on_failure.enter_context(open_run_folder(rows.config))
         rows.move_into(Path(config.run_dir))
-        graded = make_environment(config, environment, rewards)
+        graded = make_environment(config, environment, rewards, tools)
         user = environment.environment if isinstance(environment, GradedEnvironment) else environment
-        run = _make_services(config, graded, started, GivenCode(environment=user, rewards=rewards))
+        run = _make_services(config, graded, started, GivenCode(environment=user, rewards=rewards, tools=tools))
         for remark in rows.remarks:
             run.progress.warn(remark)
         # from here on it is the run that closes its folder
@@ -82,9 +139,18 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
     progress.stage("making the model" if config.model.tiny else "looking up the model")
     environment = graded.environment
     answer_end_of(config, environment)  # refuses what has none, before a model is loaded
-    model = locate_model(config, folder, lambda: environment)
+    model = locate_model(config, folder, lambda: graded.environment)
     processor = load_processor(model)
     renderer = make_renderer(config.model, processor, opener, max_new_tokens=config.rollout.max_new_tokens)
+    environment = with_tools(
+        config,
+        environment,
+        graded.tools,
+        processor=processor,
+        renderer=renderer,
+        opener=opener,
+        warn=progress.warn,
+    )
     bad_rows = BadRows(folder, resume_at=resumed.state.get("bad_rows", 0) if resumed else 0)
     sources = make_sources(config, environment, renderer, bad_rows)
     progress.stage("taking the fingerprint of rows, code and model")
@@ -134,6 +200,7 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
         peak_tflops=peak_tflops(config.log, facts, progress),
         token_text=renderer.token_text,
         image_token_id=processor.family.image_token_id,
+        has_fast_path=processor.family.fast_path is not None,
         box_frame=processor.family.box_frame,
         profile=profile or nullcontext,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fovea.config.environments import GymnasiumEnvironment
+from fovea.config.environments import GymnasiumEnvironment, OpenEnvEnvironment
 from fovea.config.run import Config
 from fovea.config.splits import EnvironmentSettings
 from fovea.environments.base import Environment
@@ -19,6 +19,10 @@ def standard_environment(config: Config, settings: EnvironmentSettings) -> Envir
             from fovea.environments.adapters.gymnasium import Gymnasium
 
             made: Environment = Gymnasium(settings)
+        case OpenEnvEnvironment():
+            from fovea.environments.adapters.openenv import OpenEnv
+
+            made = OpenEnv(settings)
         case _:
             return None
     if config.warmup is not None:

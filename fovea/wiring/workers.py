@@ -32,8 +32,7 @@ from fovea.train.ranks import ALONE, Ranks
 from fovea.utils.event_loop import wait_for
 from fovea.weights.base import WeightSink
 from fovea.weights.broadcast import Broadcast, ReceivedWeights
-from fovea.weights.push import WeightPusher
-from fovea.weights.sinks import NetworkCopy, SharedTensors
+from fovea.weights.push import NetworkCopy, SharedTensors, WeightPusher
 from fovea.wiring.engine import free_first, has_own_weights, make_embedded, make_streamed
 from fovea.wiring.interpreter import set_threads
 from fovea.wiring.megatron import PushedPolicy, make_megatron_policy, trains_with_megatron

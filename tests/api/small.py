@@ -12,7 +12,7 @@ from PIL import Image
 import fovea
 
 SETTINGS: Mapping[str, object] = {
-    "model.tiny": {"hidden_size": 32, "num_layers": 1, "head_dim": 16, "vocabulary_size": 300},
+    "model.tiny": {"hidden_size": 32, "num_layers": 1, "vocabulary_size": 300},
     "max_steps": 2,
     "warmup": None,
     "log": {"progress": False, "tensorboard": False},

@@ -159,13 +159,13 @@ def test_the_pictures_of_a_run_are_in_tensorboard(tmp_path: Path, monkeypatch: p
     given = rows()
     for row in given[::2]:
         row["photo"] = row["photo"].resize((64, 64))
-    log = {"tensorboard": True, "progress": False, "samples_every_steps": 2, "samples_groups": 1}
+    log = {"tensorboard": True, "progress": False, "samples_every_steps": 2}
     settings = {**SETTINGS, "run_dir": "run", "log": log}
     monkeypatch.setattr(recorded, "TRACKER_MAX_PIXELS", 32 * 32)
     run = fovea.GRPO(rows=given, reward=score, environment=PHOTOS, settings=settings).train()
     events = EventAccumulator(str(run.folder / "tensorboard")).Reload()
     assert [event.value for event in events.Scalars("reward")] == pytest.approx([row["reward"] for row in run.metrics])
-    assert events.Tags()["images"] == ["samples/1"], "log.samples_groups"
+    assert events.Tags()["images"] == ["samples/1", "samples/2"]
     images, texts = events.Images("samples/1"), events.Tensors("samples/1/text_summary")
     assert [image.step for image in images] == [text.step for text in texts] == [1, 2]
     for image, text in zip(images, texts, strict=True):

@@ -25,7 +25,7 @@ from fovea.rollout.remote_engine import RemoteEngine
 from fovea.types import Completion, Request, Sampling
 from fovea.utils.event_loop import wait_for
 from fovea.weights.base import SyncReport
-from fovea.wiring.remote import NO_LIMITS
+from fovea.wiring.engine import NO_LIMITS
 from tests.rollout.drawing import make_engine, same
 from tests.tiny_models import mixed_prompts, tiny
 from tests.warm import start_rank

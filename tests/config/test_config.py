@@ -69,17 +69,10 @@ def test_the_vision_tower_trains_unless_frozen_or_behind_adapters() -> None:
     assert not Model(path="folder", lora=Lora()).trains_vision
 
 
-def test_features_of_a_trained_tower_do_not_spill() -> None:
-    with pytest.raises(ValidationError, match=r"feature_spill_gib=2, but .*; set model\.freeze_vision_tower=true, or"):
-        Model(path="folder", feature_spill_gib=2)
-    assert Model(path="folder", freeze_vision_tower=True, feature_spill_gib=2).feature_spill_gib == 2
-    assert Model(path="folder", lora=Lora(), feature_spill_gib=2).feature_spill_gib == 2
-
-
-def test_older_families_need_heads_that_fill_the_width() -> None:
-    assert TinyModel(family="qwen3_vl", head_dim=48).head_dim == 48
-    with pytest.raises(ValidationError, match="48 \\* 2 != 64; set head_dim=32"):
-        TinyModel(family="qwen2_vl", head_dim=48)
+def test_heads_fill_the_width_of_a_tiny_model() -> None:
+    assert TinyModel(num_heads=4).head_dim == 16
+    with pytest.raises(ValidationError, match=r"hidden_size=64 is not a multiple of 8 \* num_heads=24; .*=72"):
+        TinyModel(num_heads=3)
 
 
 def test_query_heads_are_a_multiple_of_key_heads() -> None:
@@ -100,7 +93,6 @@ def test_no_minibatch_is_empty() -> None:
             r"hidden_size=64 and intermediate_size=32 are square.*set intermediate_size=40",
         ),
         ({"image_side_px": 15}, "greater than or equal to 16"),
-        ({"head_dim": 9}, "multiple of 2"),
     ],
 )
 def test_a_tiny_model_that_cannot_be_built_is_refused(settings: dict[str, object], message: str) -> None:

@@ -37,8 +37,8 @@ def test_the_name_alone_chooses_it_and_the_embedded_engine_is_the_default() -> N
             r"min_new_tokens=600 is more than rollout\.max_new_tokens=512",
         ),
         (
-            ["rollout.engine.ignore_eos=true", "rollout.stop_after_answer=true"],
-            r"stop_after_answer=true ends completions that .*ignore_eos make go on; set .*ignore_eos=false",
+            ["rollout.engine.min_new_tokens=4", "rollout.stop_after_answer=true"],
+            r"stop_after_answer=true ends completions that .*min_new_tokens makes go on; set .*min_new_tokens=0",
         ),
         (["rollout.engine.repetition_penalty=1.1"], r"repetition_penalty is not a setting here: .*; remove it"),
         (

@@ -37,11 +37,9 @@ def test_sizes_are_settings_of_the_backend() -> None:
             r"cluster\.placement=disaggregated with .*process groups",
         ),
         (["cluster.placement=hybrid", "cluster.rollout_gpus=1"], r"cluster\.placement=hybrid with .*process groups"),
-        (["model.feature_spill_gib=1", "model.freeze_vision_tower=true"], r"model\.feature_spill_gib with .*features"),
         (["train.gradient_checkpointing=selective"], r"gradient_checkpointing=selective with .*\(full\) or none"),
         (["model.lora.parts=vision_tower"], r"model\.lora\.parts with .*adapters are on the language model"),
         (["train.projector_learning_rate=1e-5"], r"train\.projector_learning_rate with .*one learning rate for all"),
-        (["train.variable_seq_lengths=false"], r"variable_seq_lengths=false with .*packed"),
         (["train.backend.replicas=2"], r"train\.backend\.replicas: a setting of train\.backend\.name=torch only"),
         (
             ["train.backend.sequence_parallel=true"],

@@ -42,7 +42,7 @@ def test_each_moved_key_names_a_setting_that_there_is(old: str, new: str) -> Non
 def test_a_dropped_key_is_gone(old: str) -> None:
     assert not exists(old)
     with pytest.raises(ConfigError, match=f"command line: {old} is no longer set: .*; remove it"):
-        load_config([RECIPE], [f"{old}=1"])
+        load_config([RECIPE], [f"{old}=7"])
 
 
 @table(("old", "value"), OLD["fixed"].items())
@@ -118,7 +118,7 @@ def test_two_judges_of_an_older_run_are_one_too_many() -> None:
     ("words", "message"),
     [
         (("parity.max_abs_logprob_diff=0.2", "parity.max_k3=0.02"), "parity.max_k3 is no longer set: it follows from "),
-        (("log={samples_groups: 2, tracker_images: 4}",), "log.tracker_images is no longer set: a tracker gets "),
+        (("model.tiny={num_heads: 4, head_dim: 32}",), "model.tiny.head_dim is no longer set: heads divide "),
         (
             ("environment=geospot", "environment.columns.lat=latitude", "environment.lat_key=lat"),
             "environment.lat_key is now environment.columns.lat",

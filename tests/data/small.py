@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 SMALL = [
-    *("model.path=null", "model.tiny={hidden_size: 32, num_layers: 1, head_dim: 16}", "model.dtype=float32"),
+    *("model.path=null", "model.tiny={hidden_size: 32, num_layers: 1}", "model.dtype=float32"),
     *("model.max_pixels=2304", "max_steps=2", "log.progress=false", "log.tensorboard=false"),
     *("rollout.prompts_per_step=4", "rollout.samples_per_prompt=2", "rollout.max_new_tokens=4"),
     *("algorithm.max_groups_without_signal=4", "algorithm.entropy_coef=0.01"),

@@ -62,7 +62,7 @@ class Sums:
 
 
 def config_of(parts: dict[str, Any], **settings: object) -> Config:
-    model = {"tiny": {"hidden_size": 32, "num_layers": 1, "head_dim": 16}}
+    model = {"tiny": {"hidden_size": 32, "num_layers": 1}}
     environment = {"name": "mixture", "parts": parts}
     return Config.model_validate({"model": model, "environment": environment, "rollout": ROLLOUT, **REST, **settings})
 

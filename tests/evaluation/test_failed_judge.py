@@ -66,7 +66,7 @@ def test_a_run_leaves_the_row_out_of_its_readings(tmp_path: Path, endpoint: Endp
     settings: dict[str, Any] = {
         "run_dir": str(tmp_path / "run"),
         "max_steps": 1,
-        "model": {"tiny": {"hidden_size": 32, "num_layers": 1, "head_dim": 16, "vocabulary_size": 300}},
+        "model": {"tiny": {"hidden_size": 32, "num_layers": 1, "vocabulary_size": 300}},
         "environment": {"name": "shapes", "train_size": 8, "dev_size": 2, "test_size": 4},
         "model_reward": {"judge": 0.5},
         "judge": judge,

@@ -172,7 +172,7 @@ def test_the_arithmetic_of_an_update_by_hand(epochs: int) -> None:
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 def test_the_arithmetic_of_an_update_is_what_torch_counts(family: str) -> None:
     """Of a model whose matrices outweigh its attention: torch counts masked pairs, and the last layer drops tokens."""
-    text = {"hidden_size": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "intermediate_size": 512}
+    text = {"hidden_size": 128, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 512}
     parts = tiny(family, **text, num_layers=8, vision_hidden_size=128, vision_depth=6, vision_heads=4)
     policy = make_policy(parts)
     batch = batch_of(parts, (30, 24, 36))

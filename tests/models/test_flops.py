@@ -30,7 +30,7 @@ NOT_COUNTED = ("rotary_emb", "rotary_pos_emb")
 
 def odd_model(family: str) -> TinyParts:
     """No two sizes alike, so that none can stand in for another; several layers of windows."""
-    heads = {"hidden_size": 96, "num_heads": 4, "num_kv_heads": 2, "head_dim": 24}
+    heads = {"hidden_size": 96, "num_heads": 4, "num_kv_heads": 2}
     sizes = {"intermediate_size": 112, "num_layers": 3, "vision_hidden_size": 48, "vision_depth": 3, "vision_heads": 4}
     parts = tiny(family, **heads, **sizes, num_experts=5, experts_per_token=3)
     return with_dense_layer(parts) if family == "qwen3_vl_moe" else parts

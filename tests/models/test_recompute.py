@@ -23,7 +23,6 @@ MID = {
     "num_layers": 3,
     "num_heads": 4,
     "num_kv_heads": 2,
-    "head_dim": 32,
     "intermediate_size": 384,
     "vision_hidden_size": 96,
     "vision_depth": 2,

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
+from torch.nn.functional import softplus
 from transformers import AutoTokenizer
 
 from fovea.config.model import Model
@@ -52,6 +53,16 @@ def test_experts_are_written_as_the_hub_holds_them(tmp_path: Path) -> None:
     assert (shapes[f"{experts}.gate_up_proj"], shapes[f"{experts}.down_proj"]) == ((4, 64, 256), (4, 128, 64))
     again = load_network(Model(path=str(tmp_path / "model"), dtype="float32"))
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), parts.network.parameters(), strict=True))
+
+
+def test_most_heads_of_a_new_delta_net_remember_a_prompt() -> None:
+    """A tenth of a state is left after the 25 tokens of a prompt of the demo."""
+    named = dict(tiny("qwen3_5", num_layers=12).network.named_parameters())
+    biases = {name: bias for name, bias in named.items() if name.endswith("dt_bias")}
+    left = [
+        (-25 * named[name.replace("dt_bias", "A_log")].exp() * softplus(bias)).exp() for name, bias in biases.items()
+    ]
+    assert (torch.cat(left) > 0.1).float().mean() > 0.5
 
 
 TEXT = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>How many, Zoë?<|im_end|>\n"

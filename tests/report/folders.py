@@ -48,7 +48,8 @@ def group(image: str, place: int, text: str, trainer_logprob: float = -1.25) -> 
     """A group of a right answer in two turns, and a truncated one; the log-prob is that of the last token."""
     shown = RecordedImage(name=image, frame=(1000, 1000))
     asked = RecordedMessage(role="user", parts=(shown, f"{text} {place}?"))
-    closer = RecordedMessage(role="user", parts=("Closer:", shown, text))
+    closer = RecordedMessage(role="tool", tool=text, parts=("Closer:", shown, text))
+    failure = RecordedMessage(role="tool", tool=text, failed=True, parts=(text,))
     tokens = TokenTrace(
         pieces=(text, "<|im_end|>"),
         engine_logprobs=(-0.5, -0.25),
@@ -66,7 +67,10 @@ def group(image: str, place: int, text: str, trainer_logprob: float = -1.25) -> 
         answers=(
             RecordedAnswer(
                 score=right,
-                turns=(RecordedTurn(text="\\crop{1}"), RecordedTurn(messages=(closer,), text=text, tokens=tokens)),
+                turns=(
+                    RecordedTurn(text="\\crop{1}", reward=0.25),
+                    RecordedTurn(messages=(failure, closer), text=text, tokens=tokens, reward=0.75, seconds=1.5),
+                ),
                 marks=(Mark(image=1, xy=(0.25, 0.5), label=text),),
             ),
             RecordedAnswer(score=wrong, turns=(RecordedTurn(text=wrong.text, finish="length"),)),

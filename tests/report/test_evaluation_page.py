@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from fovea.evaluation.answer import SampledAnswer
+from fovea.evaluation.answer import SaidMessage, SampledAnswer
 from fovea.evaluation.comparison import EvalResults, EvalRow, TargetAnswers, target_metrics
 from fovea.evaluation.evaluator import AnsweredRow
 from fovea.report.evaluation import of_every_outcome, write_evaluation
@@ -22,7 +22,8 @@ RED = Image.new("RGB", (48, 48), (200, 30, 30))
 
 
 def answers_of(target: str, rights: list[float], text: str = "said", is_model: bool = True) -> TargetAnswers:
-    turns = (("assistant", "closer"), ("user", f"{text} again"), ("assistant", text))
+    said = (("assistant", "closer"), ("user", f"{text} again"), ("assistant", text))
+    turns = tuple(SaidMessage(role=role, text=words) for role, words in said)
     greedy = {
         f"test/{i}": AnsweredRow(
             id=f"test/{i}",

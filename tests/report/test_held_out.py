@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 from starlette.testclient import TestClient
 
-from fovea.evaluation.answer import SampledAnswer
+from fovea.evaluation.answer import SaidMessage, SampledAnswer
 from fovea.evaluation.evaluator import AnsweredRow
 from fovea.evaluation.json_file import write_answers
 from fovea.metrics.log import JsonlSink, MetricsLog
@@ -129,7 +129,10 @@ def test_damaged_names_of_pictures_are_named(client: TestClient, folder: Path, c
 
 
 def test_turns_of_an_answer_are_kept(client: TestClient, folder: Path) -> None:
-    turns = (("assistant", "look"), ("user", "closer"), ("assistant", "3"))
+    failure = SaidMessage(role="tool", text="no such tool", tool="loop", failed=True)
+    result = SaidMessage(role="tool", text="closer", tool="look")
+    look, last = (SaidMessage(role="assistant", text=text) for text in ("look", "3"))
+    turns = (look, failure, result, last)
     answer = SampledAnswer(text="3", reward=1.0, accuracy=1.0, parts={"form": 0.5}, finish="length", turns=turns)
     write_answers(
         folder, "test-final", [AnsweredRow(id="a", index=0, kind="count", image_type="map", answers=(answer,))]
@@ -137,7 +140,11 @@ def test_turns_of_an_answer_are_kept(client: TestClient, folder: Path) -> None:
     (row,) = client.get("/data/answers/0/0").json()["rows"]
     assert (row["image_type"], row["answer"]["parts"], row["answer"]["finish"]) == ("map", {"form": 0.5}, "length")
     assert [turn["text"] for turn in row["answer"]["turns"]] == ["look", "3"]
-    assert row["answer"]["turns"][1]["messages"] == [{"role": "user", "parts": ["closer"]}]
+    assert [turn["finish"] for turn in row["answer"]["turns"]] == ["stop", "length"]
+    assert row["answer"]["turns"][1]["messages"] == [
+        {"role": "tool", "parts": ["no such tool"], "tool": "loop", "failed": True},
+        {"role": "tool", "parts": ["closer"], "tool": "look", "failed": False},
+    ]
 
 
 def test_a_part_that_repeats_the_reward_is_named(client: TestClient, folder: Path) -> None:

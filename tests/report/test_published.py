@@ -14,7 +14,7 @@ from fovea.report.figures import RunSummary
 from fovea.report.published import PUBLISHED_FILE, PublishedJson, with_published, write_published
 from fovea.report.summary import EstimateJson, SummaryJson
 from fovea.tools.published.catalogue import find_result, published_results
-from fovea.tools.published.comparison import published_json
+from fovea.tools.published.reproduce import published_json
 
 RESULT = find_result("r1v_clevr_2b")
 RECIPES = [shipped_recipes()[name] for name in RESULT.recipes]

@@ -42,7 +42,8 @@ def record(prompt: str = "How many?", **changes: object) -> SampleRecord:
         parts={"match": 1.0, "format": 0.5},
         image_parts=({"seen": 1.0}, {}),
     )
-    closer = RecordedMessage(role="user", parts=("Look closer.", RecordedImage(name=SECOND)))
+    closer = RecordedMessage(role="tool", tool="crop", parts=("Look closer.", RecordedImage(name=SECOND)))
+    failure = RecordedMessage(role="tool", tool="corp", failed=True, parts=("There is no tool corp.",))
     tokens = TokenTrace(
         pieces=("\\boxed{", "3}"),
         engine_logprobs=(-0.5, -0.25),
@@ -51,7 +52,9 @@ def record(prompt: str = "How many?", **changes: object) -> SampleRecord:
     )
     turns = (
         RecordedTurn(text="\\crop{1}", tokens=TokenTrace(pieces=("\\crop{1}",), engine_logprobs=(-1.0,))),
-        RecordedTurn(messages=(closer,), text="\\boxed{3}", tokens=tokens, version=4),
+        RecordedTurn(
+            messages=(failure, closer), text="\\boxed{3}", tokens=tokens, version=4, reward=-0.5, seconds=1.25
+        ),
     )
     mark = Mark(image=1, xy=(0.1, 0.2, 0.5, 0.6), label="truth")
     fields = {
@@ -61,7 +64,7 @@ def record(prompt: str = "How many?", **changes: object) -> SampleRecord:
         "kind": "count",
         "messages": prompt_of(prompt, RecordedImage(name=FIRST, frame=(1000, 1000)), RecordedImage(name=SECOND)),
         "answers": (
-            RecordedAnswer(score=right, turns=turns, marks=(mark,)),
+            RecordedAnswer(score=right, turns=turns, marks=(mark,), end="max_turns"),
             RecordedAnswer(score=SampledAnswer(text="", reward=-0.5, accuracy=0.0, finish="length")),
         ),
     }
@@ -138,6 +141,25 @@ def test_an_image_name_cannot_lead_out_of_the_run_folder(tmp_path: Path) -> None
         read_step(tmp_path, 1)
 
 
+def test_turns_of_versions_before_tools_are_read(tmp_path: Path) -> None:
+    """Their messages had no tool, their turns no reward and no time, their answers no end."""
+    write_samples(tmp_path, 1, [record()])
+    path = tmp_path / "samples" / "step-000001.jsonl"
+    row = json.loads(path.read_text())
+    for answer in row["answers"]:
+        del answer["end"]
+        for turn in answer["turns"]:
+            del turn["reward"], turn["seconds"]
+            for message in turn["messages"]:
+                del message["tool"], message["failed"]
+    path.write_text(json.dumps(row) + "\n")
+    (back,) = read_step(tmp_path, 1)
+    assert (back.answers[0].end, back.answers[0].turns[1].reward, back.answers[0].turns[1].seconds) == ("done", None, 0)
+    assert [(each.role, each.tool, each.failed) for each in back.answers[0].turns[1].messages] == [
+        ("tool", "", False)
+    ] * 2
+
+
 def test_per_token_values_of_another_length_are_refused(tmp_path: Path) -> None:
     write_samples(tmp_path, 1, [record()])
     path = tmp_path / "samples" / "step-000001.jsonl"
@@ -182,7 +204,7 @@ def test_the_index_has_a_summary_of_every_group(tmp_path: Path) -> None:
     assert entry.step == 50
     assert entry.groups == (summary_of(record()), summary_of(record("Which?")))
     first, second = entry.groups
-    assert first == GroupSummary(kind="count", row=first.row, rewards=(1.0, -0.5), num_truncated=1)
+    assert first == GroupSummary(kind="count", row=first.row, rewards=(1.0, -0.5), num_truncated=2)
     assert first.row != second.row
     assert first.row == summary_of(record(answers=())).row, "the same row in another step"
 

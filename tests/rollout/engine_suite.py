@@ -303,16 +303,6 @@ class ServingSuite(EngineSuite):
             assert not np.isin(completion.token_ids_T[:59], served.parts.processor.stop_ids).any()
         assert any(completion.finish == "stop" for completion in completions), "stop tokens are drawn afterwards"
 
-    def test_ignore_eos_goes_on_to_the_limit(self, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-        request = ask("ignored", prompts_of(served.parts)[1], n=16, temperature=2.0, max_new_tokens=150)
-        assert min(lengths_of(served.generate(request)[0])) < 150
-        change_translator(served, monkeypatch, ignore_eos=True)
-        completions = served.generate(request)[0]
-        assert {(*lengths_of([each]), each.finish) for each in completions} == {(150, "length")}
-        # drawn as all others are, and counted in the log-probs
-        assert any(np.isin(each.token_ids_T, served.parts.processor.stop_ids).any() for each in completions)
-        assert served.largest_difference(request, completions) < TOLERANCE
-
 
 def lengths_of(completions: Sequence[Completion]) -> list[int]:
     return [len(completion.token_ids_T) for completion in completions]

@@ -15,7 +15,7 @@ from fovea.models.tiny import TinyParts
 from fovea.models.vlm import VLM
 from fovea.run.rollout_step import rollout_sampling
 from fovea.train.base import SftExample
-from fovea.train.torch.sft import supervised_trainer
+from fovea.train.torch.policy import supervised_trainer
 from fovea.types import AnswerEnd, Completion, Sampling
 from fovea.wiring.environment import make_environment
 from tests.fakes import BanditEnvironment

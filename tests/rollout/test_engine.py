@@ -172,7 +172,7 @@ def test_int8_linears_are_off_by_no_more_than_their_rounding(rows: int) -> None:
         assert not torch.equal(out, x @ weight.t() + bias)
 
 
-WIDE = {"hidden_size": 256, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "intermediate_size": 192}
+WIDE = {"hidden_size": 256, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 192}
 
 
 def test_packed_decoding_changes_nothing_that_is_drawn() -> None:

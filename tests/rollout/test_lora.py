@@ -82,7 +82,7 @@ def test_the_engine_draws_from_the_adapted_model(family: str, cache: str) -> Non
     assert np.abs(difference(parts, prompts, drawn)).max() < LOGPROB_TOLERANCE
 
 
-WIDE = {"hidden_size": 256, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+WIDE = {"hidden_size": 256, "num_heads": 4, "num_kv_heads": 2}
 
 
 def test_decode_copies_have_the_adapters_merged() -> None:

@@ -16,11 +16,11 @@ from fovea.errors import EngineError
 from fovea.models.trainable import merged_weights
 from fovea.models.vlm import VLM
 from fovea.rollout.embedded import engine as engine_module
-from fovea.rollout.embedded import pool_memory, tuning
+from fovea.rollout.embedded import tuning
 from fovea.rollout.embedded.decode_step import Drawn
 from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.rollout.embedded.paged_cache import PagedCache
-from fovea.rollout.embedded.pool_memory import default_bytes
+from fovea.rollout.embedded.tuning import default_bytes
 from fovea.train.base import SftExample
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Sampling
@@ -73,7 +73,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
 
     monkeypatch.setattr(engine_module, "make_cache", noted)
     monkeypatch.setattr(tuning, "rerun", capture)
-    monkeypatch.setattr(pool_memory, "device_memory", fake.memory)
+    monkeypatch.setattr(tuning, "device_memory", fake.memory)
     return fake
 
 

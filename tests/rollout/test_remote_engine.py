@@ -22,8 +22,7 @@ from fovea.processes.engine_process import EngineProcess, Limits
 from fovea.rollout.remote_engine import RemoteEngine
 from fovea.types import Completion
 from fovea.utils.event_loop import wait_for
-from fovea.wiring.engine import make_streamed
-from fovea.wiring.remote import NO_LIMITS
+from fovea.wiring.engine import NO_LIMITS, make_streamed
 from tests.process_groups import members
 from tests.rollout.engine_suite import ask, prompts_of
 from tests.rollout.fake_engine_host import AFTER, CLOSED, DEADLY, ENVIRONMENT, FOR_EVER, KEPT, STRANGE
@@ -210,7 +209,7 @@ def test_an_environment_without_the_engine_is_named(tmp_path: Path, monkeypatch:
 
 
 def test_both_environments_have_the_same_fovea(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fovea.wiring.remote.__version__", "0.0.1")
+    monkeypatch.setattr("fovea.wiring.engine.__version__", "0.0.1")
     config = load_config(
         [], [f"model.path={save(tiny('qwen3_vl'), tmp_path)}", "environment=shapes", "rollout.engine.name=vllm"]
     )

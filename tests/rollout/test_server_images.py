@@ -17,8 +17,7 @@ from PIL import Image
 from fovea.data import fetch
 from fovea.data.fetch import UrlLimits
 from fovea.rollout.server import BANNED_IDS_ENV, URL_LIMITS_ENV, ModelServer, environment
-from fovea.rollout.server_guard import Bans, Message
-from fovea.rollout.server_images import MAX_ADDRESSES, UNREADABLE
+from fovea.rollout.server_guard import MAX_ADDRESSES, UNREADABLE, Bans, Message
 from fovea.utils.event_loop import wait_for
 from tests.data.web import Site, served
 from tests.rollout.asgi_calls import everybody

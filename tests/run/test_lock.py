@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 
 from fovea.errors import ConfigError
-from fovea.run.lock import LOCK_FILE, Owner, locked
+from fovea.processes.owner import Owner
+from fovea.run.lock import LOCK_FILE, locked
 
 HOLD = "import sys; from pathlib import Path; from fovea.run.lock import locked\n"
 HOLD += "with locked(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"

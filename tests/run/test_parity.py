@@ -142,7 +142,7 @@ def test_a_resumed_run_passes_the_gate_too(tmp_path: Path, monkeypatch: pytest.M
     assert json.loads((tmp_path / "parity.json").read_text())["step"] == 2
 
 
-WIDE = {"hidden_size": 256, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+WIDE = {"hidden_size": 256, "num_heads": 4, "num_kv_heads": 2}
 
 
 @pytest.mark.parametrize(

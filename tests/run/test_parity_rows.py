@@ -16,7 +16,7 @@ from fovea.run import parity
 from fovea.run.parity_faults import usable_prompts
 from tests.fakes import bandit_run
 
-TINY = "model.tiny={hidden_size: 32, num_layers: 1, head_dim: 16, vocabulary_size: 300}"
+TINY = "model.tiny={hidden_size: 32, num_layers: 1, vocabulary_size: 300}"
 SLOW = ["data.allow_private_addresses=true", "data.url_timeout_seconds=0.1", "data.url_retries=0"]
 PLAIN: dict[str, object] = {"question": "How many are two?", "answer": "2", "image": None}
 

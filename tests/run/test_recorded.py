@@ -5,19 +5,19 @@ import pytest
 
 from fovea.loop import train
 from fovea.report.samples import read_step, sample_steps
-from tests.fakes import bandit_run
+from fovea.types import Message
+from tests.fakes import BanditEnvironment, bandit_run
 
 PER_STEP = {"prompts_per_step": 3, "samples_per_prompt": 4, "max_new_tokens": 1}
 
 
 def test_a_record_has_what_the_update_makes_of_every_token(tmp_path: Path) -> None:
-    run = bandit_run(
-        tmp_path / "run", max_steps=2, rollout=PER_STEP, log={"samples_every_steps": 1, "samples_groups": 2}
-    )
+    per_step = {**PER_STEP, "prompts_per_step": 5}
+    run = bandit_run(tmp_path / "run", max_steps=2, rollout=per_step, log={"samples_every_steps": 1})
     train(replace(run, token_text=lambda index: f"<{index}>"))
     assert sample_steps(tmp_path / "run") == [1, 2]
     records = read_step(tmp_path / "run", 2)
-    assert [len(record.answers) for record in records] == [4, 4], "all answers of the first groups"
+    assert [len(record.answers) for record in records] == [4, 4, 4, 4], "all answers of the first groups"
     assert run.policy.batches[1].groups, "a step without signal would show nothing"
     of_update = {sample.completion_ids[0]: sample for group in run.policy.batches[1].groups for sample in group.samples}
     found = 0
@@ -51,16 +51,27 @@ def test_what_its_length_took_from_the_reward_of_an_answer_is_a_part(tmp_path: P
     assert "algorithm.overlong" not in read_step(tmp_path / "none", 1)[0].answers[0].score.parts
 
 
+def test_texts_and_names_of_tools_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tool may return a whole file, and a model may make up a name of any length."""
+    long = Message(role="tool", tool="t" * 200, parts=("x" * 60_000,), failed=True)
+    monkeypatch.setattr(
+        BanditEnvironment, "prompt", lambda _, task: [Message(role="user", parts=(task.question,)), long]
+    )
+    train(bandit_run(tmp_path / "run", max_steps=1, rollout=PER_STEP))
+    asked, kept = read_step(tmp_path / "run", 1)[0].messages
+    assert (asked.role, asked.tool, asked.failed) == ("user", "", False)
+    assert (kept.role, kept.tool, kept.failed) == ("tool", "t" * 80, True)
+    assert kept.parts == ("x" * 50_000 + "... (10,000 more characters)",)
+
+
 def test_recording_changes_nothing_of_the_update(tmp_path: Path) -> None:
     tables = []
-    for name, tokens in (("kept", 8), ("none", 0)):
-        run = bandit_run(tmp_path / name, max_steps=3, log={"samples_every_steps": 1, "samples_tokens": tokens})
+    for name, interval in (("all", 1), ("first", 9)):
+        run = bandit_run(tmp_path / name, max_steps=3, log={"samples_every_steps": interval})
         train(run)
         assert all(sample.old_logprobs_T is None for batch in run.policy.batches for sample in batch.samples)
         tables.append(run.policy.table.tolist())
     assert tables[0] == tables[1]
-    (turn,) = read_step(tmp_path / "none", 1)[0].answers[0].turns
-    assert turn.tokens is None
 
 
 def test_only_the_steps_of_the_interval_are_kept(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from fovea.errors import TrainError
 from fovea.models.vlm import VLM
 from fovea.run.warmup import WarmupStage, enough, warm_up
 from fovea.train.base import SftExample
-from fovea.train.torch.sft import supervised_trainer
+from fovea.train.torch.policy import supervised_trainer
 from fovea.types import Evaluation, Metrics
 from fovea.utils.event_loop import wait_for
 from tests.environments.prompt_sources import make_source

@@ -17,8 +17,8 @@ from fovea.models.trainable import trainable_parameters, value_parameters
 from fovea.models.vlm import VLM
 from fovea.samples import replace_samples, with_old_logprobs, with_values
 from fovea.train.adamw import AdamWSettings
-from fovea.train.torch.critic import ValueFunction, ValueModel
 from fovea.train.torch.optimizer import Optimizer
+from fovea.train.torch.passes import ValueFunction, ValueModel
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch
 from tests.policies import train_settings

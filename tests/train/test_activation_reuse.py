@@ -220,7 +220,7 @@ def test_outputs_of_packed_weights_serve_as_well() -> None:
     """Wide enough for decoding with packed weights, which copies its outputs to the tape."""
     gradients = []
     for traces in (True, False):
-        pair = Pair(tiny("qwen2_5_vl", hidden_size=256, num_heads=4, num_kv_heads=2, head_dim=64))
+        pair = Pair(tiny("qwen2_5_vl", hidden_size=256, num_heads=4, num_kv_heads=2))
         gradients.append(pair.gradient(batch_of(pair.prompts, pair.rollout(), traces=traces)))
         assert pair.metrics["reused_frac"] == float(traces)
     assert largest_relative_difference(gradients[1], gradients[0]) < GRADIENT_TOLERANCE
@@ -290,7 +290,7 @@ def test_a_graph_keeps_no_more_than_is_estimated(family: str, how: Recompute, fr
 
 def test_a_gpu_keeps_the_graph_of_a_trained_tower_alone() -> None:
     def tape_on(device: torch.device, **settings: object) -> Tape | None:
-        sizes = {"hidden_size": 128, "num_heads": 2, "num_kv_heads": 2, "head_dim": 64}
+        sizes = {"hidden_size": 128, "num_heads": 2, "num_kv_heads": 2}
         frozen = {"freeze_vision_tower": settings.pop("frozen", False)}
         config = Config.model_validate({"model": {"tiny": sizes, **frozen}, "train": settings})
         network = tiny("qwen3_vl", **sizes).network  # type: ignore[arg-type]

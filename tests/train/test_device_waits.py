@@ -24,8 +24,8 @@ from fovea.models.vlm import VLM
 from fovea.samples import with_old_logprobs, with_values
 from fovea.train.adamw import AdamWSettings
 from fovea.train.base import Needs, SftExample
-from fovea.train.torch.critic import ValueFunction, ValueModel
 from fovea.train.torch.optimizer import Optimizer
+from fovea.train.torch.passes import ValueFunction, ValueModel
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch
 from tests.meta_device import META, PretendedDevice

@@ -19,7 +19,6 @@ from fovea.models.shared_prefix.layout import PackedRow
 from fovea.models.vlm import VLM
 from fovea.train.base import Needs
 from fovea.train.microbatches import MicrobatchLimit
-from fovea.train.packing import MicroBatch
 from fovea.train.ranks import ALONE, Ranks
 from fovea.train.update_metrics import ActivationMeter
 from fovea.types import Batch
@@ -207,25 +206,6 @@ def test_a_policy_scores_one_group_at_a_time_beside_an_engine(monkeypatch: pytes
     assert rows == [1, len(batch.groups)]
     for together, apart in zip(*found, strict=True):
         np.testing.assert_allclose(together, apart, atol=1e-5)
-
-
-@pytest.mark.parametrize("settings", [{"enable_dynamic_batch_size": False, "groups_per_microbatch": 3}, {}])
-def test_rows_of_a_fixed_length_keep_it_beside_an_engine(
-    settings: dict[str, object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They were padded to the largest group, in which several groups found no room."""
-    fixed = {"variable_seq_lengths": False, "max_tokens_per_microbatch": 200}
-    policy, found = make_policy(tiny("qwen3_vl"), **fixed, **settings), list[MicroBatch]()
-    pack = policy._batcher.micro_batches
-
-    def noted(*arguments: Any) -> Any:
-        found.extend(micros := pack(*arguments))
-        return micros
-
-    monkeypatch.setattr(policy._batcher, "micro_batches", noted)
-    policy.annotate(make_batch(tiny("qwen3_vl")), Needs(old_logprobs=True, beside_engine=True))
-    assert {micro.row.num_tokens for micro in found} == {200}
-    assert not settings or [len(micro.groups) for micro in found] == [1, 1, 1]
 
 
 def test_moments_are_there_before_the_first_passes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -249,7 +249,7 @@ def test_loss_clip_and_explained_variance_of_the_critic(separate: bool) -> None:
 
 
 STOPPED, WARM_UP, STEPS = 1, 2, 4
-TINY = {"hidden_size": 32, "num_layers": 1, "head_dim": 16, "vocabulary_size": 300}
+TINY = {"hidden_size": 32, "num_layers": 1, "vocabulary_size": 300}
 REWARD = "def score(task, text, images):\n    return len(text) / 8\n"
 """One that an untrained model gets, some of it."""
 

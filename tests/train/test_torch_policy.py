@@ -50,11 +50,9 @@ def test_gradient_is_that_of_the_written_out_loss(parts: TinyParts) -> None:
         ({"max_tokens_per_microbatch": 300}, 2),
         ({"max_tokens_per_microbatch": 100}, 3),
         ({"max_tokens_per_microbatch": 75}, 5),
-        ({"max_tokens_per_microbatch": 100, "variable_seq_lengths": False}, 3),
-        ({"max_tokens_per_microbatch": 75, "variable_seq_lengths": False}, 5),
         ({"enable_dynamic_batch_size": False}, 3),
         ({"enable_dynamic_batch_size": False, "groups_per_microbatch": 2}, 2),
-        ({"enable_dynamic_batch_size": False, "groups_per_microbatch": 3, "variable_seq_lengths": False}, 1),
+        ({"enable_dynamic_batch_size": False, "groups_per_microbatch": 3}, 1),
     ],
     ids=str,
 )
@@ -112,7 +110,6 @@ def test_a_completion_that_no_budget_holds_says_what_to_change() -> None:
     [
         {"max_tokens_per_microbatch": 80},
         {"max_tokens_per_microbatch": 300},
-        {"max_tokens_per_microbatch": 80, "variable_seq_lengths": False},
         {"enable_dynamic_batch_size": False, "groups_per_microbatch": 2},
     ],
     ids=str,

@@ -51,7 +51,14 @@ def test_a_step_has_turns_tokens_and_marks(client: TestClient, folder: Path) -> 
     step = client.get("/data/step/0/4").json()
     right, wrong = step["groups"][1]["answers"]
     assert [turn["text"] for turn in right["turns"]] == ["\\crop{1}", "\\boxed{3}"]
-    assert right["turns"][1]["messages"][0]["parts"][1]["frame"] == [1000, 1000]
+    failure, result = right["turns"][1]["messages"]
+    assert [(each["role"], each["tool"], each["failed"]) for each in (failure, result)] == [
+        ("tool", "\\boxed{3}", True),
+        ("tool", "\\boxed{3}", False),
+    ]
+    assert result["parts"][1]["frame"] == [1000, 1000]
+    assert [(turn["reward"], turn["seconds"]) for turn in right["turns"]] == [(0.25, 0), (0.75, 1.5)]
+    assert (right["end"], wrong["turns"][0]["reward"]) == ("done", None)
     assert right["turns"][1]["tokens"]["trainer"] == [-0.5, -1.25]
     assert right["marks"] == [{"image": 1, "xy": [0.25, 0.5], "label": "\\boxed{3}"}], "given by the reward"
     assert wrong["marks"] == [{"image": 1, "xy": [0.1, 0.2, 0.5, 0.6], "label": ""}], "found in the text"

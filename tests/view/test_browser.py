@@ -352,6 +352,33 @@ def test_images_after_the_prompt_have_their_own_numbers_and_marks(browser: Brows
         assert browser.evaluate(coloured) == ["number hue0", "number"], "a colour stands for marks"
 
 
+def test_an_episode_reads_as_a_conversation(browser: Browser, tmp_path: Path) -> None:
+    """Calls and results in turn, with roles, tools, failures, rewards of turns, the time of a reply, and the end."""
+    folder = write_run(tmp_path / "run", recorded=())
+    sample = group(image_in(folder), 0, "zoom")
+    write_samples(
+        folder, 1, [replace(sample, answers=(replace(sample.answers[0], end="max_turns"), sample.answers[1]))]
+    )
+    lines = "[...document.querySelectorAll('.answer[data-answer=\"0\"] :is(.score, .from, .words, img)')]"
+    shown = f"{lines}.map((line) => line.alt ?? [...line.childNodes].map((part) => part.textContent).join(' '))"
+    with served(folder) as address:
+        open_page(browser, f"{address}#samples?step=1&group=0", GROUP)
+        score, *conversation = browser.evaluate(shown)
+        assert score.endswith("ended at the limit of turns")
+        assert conversation == [
+            *("model · turn 1 reward +0.25", "\\crop{1}"),
+            *("tool zoom failed after 1.5 s", "zoom"),
+            *("tool zoom", "Closer:", "Image 2", "zoom"),
+            *("model · turn 2 reward +0.75", "zoom"),
+        ]
+        assert browser.evaluate("[...document.querySelectorAll('.answer .message')].map((each) => each.className)") == [
+            "message result failed",
+            "message result",
+        ]
+        assert text_of(browser, ".answer[data-answer='1']").startswith("#2"), "one turn needs no line of its figures"
+        assert "turn" not in text_of(browser, ".answer[data-answer='1']")
+
+
 def test_the_page_shown_is_marked_for_screen_readers_and_a_poll_leaves_nothing_behind(
     browser: Browser, tmp_path: Path
 ) -> None:
@@ -419,6 +446,7 @@ def test_only_a_live_page_can_follow_the_newest_step(browser: Browser, tmp_path:
         for place, offered in ((address, True), (page.as_uri(), False)):
             open_page(browser, f"{place}#samples?step=4&group=0", GROUP)
             assert ("follow the newest" in text_of(browser, ".samples")) == offered
+            assert text_of(browser, ".toolbar").endswith("follow the newest" if offered else "rows of run"), "no more"
 
 
 @pytest.mark.parametrize("dark", [False, True])

@@ -25,8 +25,7 @@ from fovea.utils.event_loop import wait_for
 from fovea.weights import push
 from fovea.weights.base import WeightSync
 from fovea.weights.broadcast import Broadcast, ReceivedWeights
-from fovea.weights.push import WeightPusher
-from fovea.weights.sinks import NetworkCopy
+from fovea.weights.push import NetworkCopy, WeightPusher
 from fovea.wiring.workers import make_pusher
 from tests.policies import make_policy
 from tests.rollout.drawing import make_engine

@@ -63,16 +63,6 @@ def test_features_are_cached_exactly_when_the_tower_is_frozen(
     assert any(p.requires_grad for p in vlm.network.get_submodule("model.visual").parameters()) is not cached
 
 
-def test_features_spill_into_the_run_folder_while_the_run_goes_on(tmp_path: Path) -> None:
-    model = {"tiny": {}, "freeze_vision_tower": True, "feature_cache_gib": 0, "feature_spill_gib": 1}
-    run = run_of(tmp_path, model=model)
-    row = run.sources.train.get(0)
-    assert row is not None
-    vlm = run.policy.worker._vlm  # type: ignore[attr-defined]
-    vlm.image_features(row.prompt.images)
-    assert len(list((tmp_path / "features").glob("*.safetensors"))) == 1
-
-
 @pytest.mark.parametrize(
     ("backend", "message"),
     [

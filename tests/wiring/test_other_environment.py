@@ -107,7 +107,7 @@ def test_an_error_of_the_start_keeps_the_exit_code_that_a_supervisor_reads(
     def fail(*_: Any) -> None:
         raise error("what happened")
 
-    monkeypatch.setattr("fovea.wiring.remote.EngineProcess", fail)
+    monkeypatch.setattr("fovea.wiring.engine.EngineProcess", fail)
     with pytest.raises(FoveaError, match="what happened") as failed:
         make(tmp_path, sys.executable)
     assert type(failed.value) is raised

@@ -16,9 +16,10 @@ import numpy as np
 from fovea.config.environments import GymnasiumEnvironment
 from fovea.data.order import LazyTasks
 from fovea.environments.adapters.own_score import ScoredBySession
+from fovea.environments.adapters.seeds import FIRST_SEED
 from fovea.environments.base import Environment, Split
 from fovea.environments.custom.loading import load_named
-from fovea.environments.graders.limited_calls import CallThreads
+from fovea.environments.graders.limited_calls import MAX_LATE_CALLS, CallThreads
 from fovea.errors import ConfigError, DataError, MissingExtraError, describe_error, first_line, named
 from fovea.types import ImageRef, Message, Score, Task, Turn
 from fovea.utils.installing import pip_install
@@ -31,8 +32,6 @@ except ImportError as error:
         f"environment.name=gymnasium needs the package gymnasium; {pip_install('gymnasium')}"
     ) from error
 
-FIRST_SEED: dict[Split, int] = {"train": 0, "dev": 1 << 24, "test": 1 << 25}
-"""Splits have at most 2**24 rows, so that their seeds differ."""
 _TAG = re.compile(r"<action>(.*?)</action>", re.DOTALL | re.IGNORECASE)
 
 
@@ -46,7 +45,9 @@ class Gymnasium(Environment):
         self._config = config
         self._make = _maker(config)
         self.max_turns = config.max_turns
-        self._threads = CallThreads(f"environment.id={config.id}")
+        at_once = config.session.max_concurrent
+        name, setting = f"environment.id={config.id}", "environment.session.deadline_seconds"
+        self._threads = CallThreads(name, setting=setting, max_late_calls=max(MAX_LATE_CALLS, at_once))
         fails = f"environment.id={config.id}"
         with named(lambda error: ConfigError(f"{fails} cannot be made: {first_line(error)}; correct id and kwargs")):
             env = self._begun(0)

@@ -46,7 +46,7 @@ try:
         TextResourceContents,
     )
 except ImportError as error:
-    raise MissingExtraError(f"environment.mcp needs the package mcp; {pip_install('mcp')}") from error
+    raise MissingExtraError(f"tools of MCP servers need the package mcp; {pip_install('mcp')}") from error
 
 LOG = logging.getLogger(__name__)
 MAX_TOOLS = 128
@@ -81,24 +81,23 @@ class McpConnection:
 
     def tools(self) -> tuple[McpTool, ...]:
         """Connect, and list the tools; ConfigError where the server cannot be reached, or lacks a tool."""
-        setting = f"environment.mcp.{self.name}"
         try:
             listed = self._loop.wait(self._listed())
         except ConfigError:
             raise
         except Exception as error:
             raise ConfigError(
-                f"{setting}: the server {self._place} gives no tools ({first_line(_innermost(error))}); start it, or "
-                "correct its command or url"
+                f"MCP server {self.name} ({self._place}) gives no tools ({first_line(_innermost(error))}); "
+                "start it, or correct its command or url"
             ) from error
         specs = {spec.name: spec for spec in listed}
         names = self._settings.tools or tuple(specs)
         for name in names:
             if name not in specs:
-                raise ConfigError(f"{setting}.tools names {name}, but the server has {', '.join(specs)}; correct it")
+                raise ConfigError(f"MCP server {self.name} has {', '.join(specs)}, and not {name}; correct its tools")
         if len(names) > MAX_TOOLS:
             raise ConfigError(
-                f"{setting} has {len(names)} tools, more than {MAX_TOOLS}; choose some by {setting}.tools"
+                f"MCP server {self.name} has {len(names)} tools, more than {MAX_TOOLS}; choose some by tools=(...)"
             )
         return tuple(McpTool(spec=specs[name], server=self) for name in names)
 
@@ -163,8 +162,7 @@ class McpConnection:
             program = shutil.which(settings.command[0])
             if program is None:
                 raise ConfigError(
-                    f"environment.mcp.{self.name}.command: there is no program {settings.command[0]}; install it, or "
-                    "give its path"
+                    f"MCP server {self.name}: there is no program {settings.command[0]}; install it, or give its path"
                 )
             tied_to = ["-I", "-S", tied.__file__, str(os.getpid()), program, *settings.command[1:]]
             passed = {name: os.environ[name] for name in settings.pass_env if name in os.environ}
@@ -173,7 +171,7 @@ class McpConnection:
         host = urlsplit(settings.url).hostname or ""
         await asyncio.to_thread(_check_address, self.name, host, settings.allow_private_addresses)
         client = httpx2.AsyncClient(
-            headers=bearer(settings.api_key_env, f"environment.mcp.{self.name}.api_key_env"),
+            headers=bearer(settings.api_key_env, f"MCP server {self.name}: api_key_env"),
             timeout=settings.timeout_seconds,
             # ignore HTTP_PROXY for localhost: the proxy would connect to its own localhost
             trust_env=not is_loopback(host),
@@ -185,7 +183,7 @@ class McpConnection:
         if isinstance(message, ValueError) and not self._has_printed:
             self._has_printed = True
             LOG.warning(
-                "environment.mcp.%s: the server prints to stdout, which carries the protocol, and those lines are "
+                "MCP server %s prints to stdout, which carries the protocol, and those lines are "
                 "skipped; have it print to stderr",
                 self.name,
             )
@@ -235,8 +233,8 @@ def _check_address(name: str, host: str, allow_private: bool) -> None:
     private = sorted(each for each in addresses if not is_loopback(each) and not is_public(each))
     if private and not allow_private:
         raise ConfigError(
-            f"environment.mcp.{name}.url: {host} is at {private[0]}, in a private network; set "
-            f"environment.mcp.{name}.allow_private_addresses=true if you trust it"
+            f"MCP server {name}: {host} is at {private[0]}, in a private network; set allow_private_addresses=True if "
+            "you trust it"
         )
 
 

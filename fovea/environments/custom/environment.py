@@ -30,6 +30,8 @@ class UserEnvironment(Environment):
         self._name = name
         self.max_turns = getattr(user, "max_turns", 1)
         self.answer_end = getattr(user, "answer_end", None)
+        if hasattr(user, "tools"):
+            self.tools = user.tools
 
     def tasks(self, split: Split) -> Sequence[Task]:
         with self._named("tasks", split):

@@ -31,6 +31,7 @@ MORE_METHODS: Mapping[str, tuple[str, ...]] = {
     "reply": ("task", "turns"),
     "open": ("task", "seed"),
     "demonstration": ("task",),
+    "tools": ("task",),
     "at": ("stage",),
 }
 """The methods of environments of several turns, with or without sessions, and of several stages."""
@@ -62,7 +63,7 @@ def load_environment(settings: OwnEnvironment) -> Any:
 
 def checked_environment(user: Any, name: str) -> Any:
     """An object of the user's that has the methods of an environment; ConfigError where it lacks one."""
-    optional = {"reply", "open", "demonstration"} | (set() if hasattr(user, "stages") else {"at"})
+    optional = {"reply", "open", "demonstration", "tools"} | (set() if hasattr(user, "stages") else {"at"})
     # its sessions may score
     optional |= {"score"} if hasattr(user, "open") else set()
     for method, parameters in {**METHODS, **MORE_METHODS}.items():
@@ -94,10 +95,6 @@ def _check_turns(user: Any, name: str) -> None:
             raise ConfigError(
                 f"environment={name} has a method {method}, but no max_turns; add max_turns = 4, or another bound"
             )
-    if hasattr(user, "reply") and hasattr(user, "open"):
-        raise ConfigError(
-            f"environment={name} has the methods reply and open, but its sessions reply; remove one of the two"
-        )
     if max_turns is not None and (not isinstance(max_turns, int) or max_turns < 1):
         raise ConfigError(f"environment={name} has max_turns={max_turns!r}; set a whole number from 1 on")
 

@@ -57,4 +57,4 @@ class ScoringUserSession(UserSession):
 
     async def score(self, turns: Sequence[Turn]) -> Score:
         """NoScoreError where it raises, or returns what is not a score."""
-        return checked_score(await called(self._threads, self._opened.score, turns), self._task)
+        return checked_score(await called(self._threads, self._opened.score, turns), self._task, turns)

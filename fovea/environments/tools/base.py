@@ -16,12 +16,23 @@ class ToolError(Exception):
     """A call that a tool cannot serve. Its text is the answer to the model: one line with the cause and the fix."""
 
 
+class BadResultError(ToolError):
+    """A result that no message can hold: a fault of the tool, of which its author should know."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
     """A picture of the conversation, opened when a tool asks for it."""
 
     ref: ImageRef
     open_image: OpenImage
+    shown: ImageRef | None = None
+    """The picture that the model has seen in its place, such as a smaller one; None: the same."""
+
+    @property
+    def seen(self) -> ImageRef:
+        """The picture on which the model gives coordinates."""
+        return self.ref if self.shown is None else self.shown
 
     def opened(self) -> Image.Image:
         """The picture as RGB, in the size of its file; BadRowError where it cannot be opened."""
@@ -62,7 +73,7 @@ THOUSANDTHS = Frame(
 
 
 @runtime_checkable
-class TakesCoordinates(Protocol):
+class TakesCoordinates(Tool, Protocol):
     """A tool with coordinates among its arguments."""
 
     def in_frame(self, frame: Frame) -> Tool:

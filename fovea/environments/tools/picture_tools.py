@@ -79,7 +79,7 @@ class PictureTool:
         values: Any = arguments.get(self.coordinates)
         if values is None:
             return arguments
-        size = self.frame.size(_picture(arguments, pictures).ref)
+        size = self.frame.size(_picture(arguments, pictures).seen)
         scaled = [round(value * size[axis % 2] / 1000) for axis, value in enumerate(values)]
         return {**arguments, self.coordinates: scaled}
 
@@ -94,7 +94,7 @@ class PictureTool:
             raise ToolError(f"{self.coordinates} has {len(values)} numbers; give x and y of every point")
         if not values:
             return []
-        frame = self.frame.size(picture.ref)
+        frame = self.frame.size(picture.seen)
         for axis, value in enumerate(values):
             if not 0 <= value <= frame[axis % 2]:
                 raise ToolError(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -30,11 +31,19 @@ from fovea.models.families.hub_processor import (
     HubProcessor,
     HubPrompts,
     load_hub_processor,
+    processor_class,
     prompt_image,
 )
 from fovea.models.flops import Work
 from fovea.types import PromptImage
 
+PIXELS, GRID = "pixel_values", "image_grid_thw"
+MERGED_SIDES = ("scale_factor", "spatial_merge_size", "downsample_factor", "pooling_kernel_size")
+"""Names by which configs have the patches along a side of a visual token."""
+OF_PROJECTOR = ("merger", "projector", "downsample")
+"""Parts of the names of layers inside a tower that make visual tokens of its output."""
+LOOKED_UP = ("embed", "token")
+"""Parts of the names of weights that are added, and multiply nothing."""
 IMAGE_IDS = ("image_token_id", "image_token_index")
 """Names by which configs have the id of a visual token."""
 
@@ -48,10 +57,12 @@ class Layout:
     language: str
     arguments: frozenset[str]
     """Names of the arguments of the forward."""
-    vision_weights: int
-    """Number of weights of the tower and the projector."""
+    tower_weights: int
+    """Number of weights of the tower's matrices, each of which multiplies every patch."""
+    projector_weights: int
+    """Number of weights of the projector's matrices, each of which multiplies every visual token."""
     layer_weights: int
-    """Number of weights of the decoder's layers."""
+    """Number of weights of the matrices of the decoder's layers that a token runs through."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,26 +114,31 @@ class AutoFamily(HubPrompts):
 
     @property
     def work(self) -> Work:
-        """An estimate for any kind of layer: two FLOPs per weight and token, all experts of a mixture counted."""
-        text = self.config.get_text_config()
+        """Two FLOPs per weight of the matrices, and four per number of a query in attention.
+
+        Sliding windows are counted as full attention, and a tower's class tokens not at all.
+        """
+        text, vision, layout = self.config.get_text_config(), self.config.vision_config, self.layout
+        heads, depth = text.num_attention_heads, getattr(vision, "num_hidden_layers", None) or vision.depth
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
         return Work(
-            token=2.0 * self.layout.layer_weights,
-            pair=4.0 * text.hidden_size * text.num_hidden_layers,
+            token=2.0 * layout.layer_weights,
+            pair=4.0 * heads * head_dim * text.num_hidden_layers,
             action=2.0 * text.hidden_size * text.vocab_size,
-            patch=2.0 * self.layout.vision_weights,
-            image_pair=0.0,
+            patch=2.0 * (layout.tower_weights + layout.projector_weights / patches_per_token(self.config)),
+            image_pair=4.0 * vision.hidden_size * depth,
             window_pair=0.0,
             window_side=0,
         )
 
     def load_image_processor(self, path: str, revision: str) -> HubProcessor:
-        return load_hub_processor(self.config, path, revision)
+        return load_hub_processor(processor_class(self.config, path), path, revision)
 
     def image_options(self, _image_processor: Any, min_pixels: int | None, max_pixels: int | None) -> dict[str, Any]:
         if min_pixels or max_pixels:
             raise ConfigError(
-                f"model.min_pixels, model.max_pixels: with model.family=auto the size of images is that of the "
-                f"{self.model_type}'s preprocessor_config.json; change it there, and leave them out"
+                f"model.min_pixels, model.max_pixels: the size of the images of a {self.model_type} is that of its "
+                "preprocessor_config.json; change it there, and leave them out"
             )
         return {}
 
@@ -130,7 +146,21 @@ class AutoFamily(HubPrompts):
         return 1
 
     def prompt_image(self, processed: Mapping[str, Any]) -> PromptImage:
-        return prompt_image(processed, self.image_token_id)
+        num_tokens = int((processed["input_ids"] == self.image_token_id).sum())
+        return prompt_image(processed, num_tokens, self._grid(processed, num_tokens))
+
+    def _grid(self, processed: Mapping[str, Any], num_tokens: int) -> tuple[int, int, int]:
+        """Numbers of tiles, and of patches along each side of a tile, by the tensors that the processor makes."""
+        if (grid := processed.get(GRID)) is not None:
+            time, height, width = grid[0]
+            return int(time), int(height), int(width)
+        pixels = next((x for name, x in processed.items() if name.removeprefix(ROW) == PIXELS), None)
+        side = getattr(self.config.vision_config, "patch_size", None)
+        if pixels is None or side is None or pixels.ndim < 4:
+            return 1, num_tokens, int(patches_per_token(self.config))
+        rows, columns = (side, side) if isinstance(side, int) else side
+        *tiles, _, height, width = pixels.shape
+        return math.prod(tiles), height // rows, width // columns
 
     def box_frame(self, _image: PromptImage) -> None:
         """Nothing: in which frame a model gives coordinates is in no file of it."""
@@ -139,12 +169,14 @@ class AutoFamily(HubPrompts):
     def forward_inputs(self, token_ids: Tensor, images: Sequence[PromptImage]) -> dict[str, Tensor]:
         is_image = (token_ids == self.image_token_id).long()
         kinds = dict.fromkeys(self.layout.arguments.intersection(PER_TOKEN), is_image)
+        return kinds | {name: x.to(token_ids.device) for name, x in self.image_inputs(images).items()}
+
+    def image_inputs(self, images: Sequence[PromptImage]) -> dict[str, Tensor]:
+        """Arguments of transformers' forward that hold images, on the host."""
         names = images[0].tensors if images else ()
         wanted = {name: name.removeprefix(ROW) for name in names if name.removeprefix(ROW) in self.layout.arguments}
-        return kinds | {
-            argument: torch.from_numpy(_joined([image.tensors[name] for image in images], int(name != argument))).to(
-                token_ids.device
-            )
+        return {
+            argument: torch.from_numpy(_joined([image.tensors[name] for image in images], int(name != argument)))
             for name, argument in wanted.items()
         }
 
@@ -177,16 +209,37 @@ def _layout(config_json: str) -> Layout:
         )
     between = [x for x in base.children() if x not in (decoder, tower) and any(True for _ in x.parameters())]
     between = [x for x in between if decoder not in x.modules() and tower not in x.modules()]
+    projector = between or [x for name, x in tower.named_children() if any(part in name for part in OF_PROJECTOR)]
+    projector_weights = sum(map(_matrix_weights, projector))
     return Layout(
         vision=tuple(paths[x] for x in (tower, *between)),
-        projector=tuple(paths[x] for x in between) or _mergers(paths[tower], tower),
+        projector=tuple(paths[x] for x in projector),
         language=paths[decoder],
         arguments=frozenset(inspect.signature(network.forward).parameters),
-        vision_weights=sum(x.numel() for module in (tower, *between) for x in module.parameters()),
-        layer_weights=sum(x.numel() for x in decoder.layers.parameters()),
+        tower_weights=_matrix_weights(tower) - (0 if between else projector_weights),
+        projector_weights=projector_weights,
+        layer_weights=_matrix_weights(decoder.layers, getattr(decoder.config, "num_experts_per_tok", 1)),
     )
 
 
-def _mergers(path: str, tower: nn.Module) -> tuple[str, ...]:
-    """Paths of the layers inside a tower that make visual tokens of its output."""
-    return tuple(f"{path}.{name}" for name, _ in tower.named_children() if "merger" in name or "projector" in name)
+def _matrix_weights(module: nn.Module, experts_per_token: int = 1) -> int:
+    """Number of weights of the matrices and convolutions of a module that one input runs through."""
+    found = [
+        weight
+        for part in module.modules()
+        for name, weight in part.named_parameters(recurse=False)
+        if weight.ndim > 1 and not isinstance(part, nn.Embedding) and not any(x in name for x in LOOKED_UP)
+    ]
+    # those of all experts are one tensor [experts, outputs, inputs]
+    return sum(x.numel() if x.ndim != 3 else experts_per_token * x[0].numel() for x in found)
+
+
+def patches_per_token(config: Any) -> float:
+    """Number of patches that a visual token is made of, by the names that configs have for it."""
+    vision = config.vision_config
+    if (ratio := getattr(config, "downsample_ratio", None)) is not None:
+        return float(round(1 / ratio) ** 2)
+    if (tokens := getattr(config, "mm_tokens_per_image", None)) is not None:
+        return float((vision.image_size // vision.patch_size) ** 2 / tokens)
+    sides = [getattr(part, name, None) for part in (config, vision) for name in MERGED_SIDES]
+    return float(max((side for side in sides if side is not None), default=1) ** 2)

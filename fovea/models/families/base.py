@@ -36,8 +36,8 @@ class SharedExpertModules:
     """Modules of an expert that all tokens run through."""
 
     mlp: MlpModules
-    weight: nn.Module
-    """Linear layer to the weight of its output, before a sigmoid."""
+    weight: nn.Module | None = None
+    """Linear layer to the weight of its output, before a sigmoid; None where that is 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

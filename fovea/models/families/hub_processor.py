@@ -61,10 +61,11 @@ class HubProcessor:
         out = self._processor(text=[text], add_special_tokens=False, return_tensors="np", **given, **options)
         return dict(out)
 
-    def num_tiles(self, size: Size) -> int:
-        """Number of tiles that an image of this size in pixels is cut into, with its thumbnail."""
+    def num_tokens(self, size: Size) -> int:
+        """Number of tokens of an image of this size in pixels; 1 where the processor does not know it beforehand."""
         width, height = size
-        return int(self._processor._get_num_multimodal_tokens(image_sizes=[(height, width)])["num_image_patches"][0])
+        count = getattr(self._processor, "_get_num_multimodal_tokens", None)
+        return 1 if count is None else int(count(image_sizes=[(height, width)])["num_image_tokens"][0])
 
     def save_pretrained(self, folder: Path) -> None:
         """Copy the processor's files of the model."""
@@ -73,16 +74,13 @@ class HubProcessor:
                 (folder / name).write_bytes(read_file(file))
 
 
-def prompt_image(
-    processed: Mapping[str, Any], image_token_id: int, grid: tuple[int, int, int] | None = None
-) -> PromptImage:
-    """Record of one image, from the output of a `HubProcessor`; without a grid, one row of its visual tokens."""
+def prompt_image(processed: Mapping[str, Any], num_tokens: int, grid: tuple[int, int, int]) -> PromptImage:
+    """Record of one image, from the output of a `HubProcessor`."""
     tensors = {name: np.ascontiguousarray(x) for name, x in processed.items() if name != "input_ids"}
     key = hashlib.blake2b(digest_size=16)
     for name, x in tensors.items():
         key.update(f"{name}{x.shape}".encode() + x.tobytes())
-    num_tokens = int((processed["input_ids"] == image_token_id).sum())
-    return PromptImage(key=key.hexdigest(), tensors=tensors, num_tokens=num_tokens, grid=grid or (1, 1, num_tokens))
+    return PromptImage(key=key.hexdigest(), tensors=tensors, num_tokens=num_tokens, grid=grid)
 
 
 class HubPrompts:
@@ -105,12 +103,17 @@ class HubPrompts:
         return np.arange(start, end)[None], end
 
 
-def load_hub_processor(config: Any, path: str, revision: str) -> HubProcessor:
-    """The processor of a model folder or hub id; ModelError for a model that has none which takes images."""
+def processor_class(config: Any, path: str) -> Any:
+    """transformers' class of processors for a config; ModelError for a model that has none. `path` is for messages."""
     mapping: Mapping[type, Any] = PROCESSOR_MAPPING
-    kind: Any = mapping.get(type(config), None)
+    kind = mapping.get(type(config), None)
     if kind is None:
         raise ModelError(f"model.path={path}: transformers has no processor for {config.model_type}")
+    return kind
+
+
+def load_hub_processor(kind: Any, path: str, revision: str) -> HubProcessor:
+    """The processor of this class of a model folder or hub id; ModelError where it takes no images."""
     try:
         processor = _processor(kind, path, revision)
     except ImportError as error:

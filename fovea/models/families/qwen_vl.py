@@ -115,29 +115,7 @@ class QwenVL(ABC):
     def positions(
         self, token_ids_L: NDArray[np.int64], images: Sequence[PromptImage], start: int
     ) -> tuple[NDArray[np.int64], int]:
-        """M-RoPE positions [3, L] (Qwen2-VL, arXiv 2409.12191, section 2.1), equal to transformers' `get_rope_index`.
-
-        Text positions rise by one on all axes. Visual tokens have one position in time, and height and width by their
-        place in the merged grid; the text after an image continues at the largest position so far plus one.
-        """
-        length = len(token_ids_L)
-        if not images:
-            return np.arange(start, start + length)[None].repeat(3, axis=0), start + length
-        pads = np.flatnonzero(token_ids_L == self.image_token_id)
-        assert len(pads) == sum(image.num_tokens for image in images), f"{len(pads)} pads for {len(images)} images"
-        positions_3L = np.empty((3, length), dtype=np.int64)
-        token, pad = 0, 0
-        for image in images:
-            first = int(pads[pad])
-            positions_3L[:, token:first] = np.arange(start, start + first - token)
-            start += first - token
-            token, pad = first + image.num_tokens, pad + image.num_tokens
-            time, height, width = image.grid
-            merged = time, height // self.merge_size, width // self.merge_size
-            np.add(_offsets(image.positions, *merged), start, out=positions_3L[:, first:token])
-            start += image.num_tokens if image.positions == "sequence" else max(merged[1:])
-        positions_3L[:, token:] = np.arange(start, start + length - token)
-        return positions_3L, start + length - token
+        return grid_positions(token_ids_L == self.image_token_id, images, start, self.merge_size)
 
     def forward_inputs(self, token_ids: Tensor, images: Sequence[PromptImage]) -> dict[str, Tensor]:
         if not images:
@@ -146,6 +124,34 @@ class QwenVL(ABC):
             **{name: x.to(token_ids.device) for name, x in image_tensors(images).items()},
             "mm_token_type_ids": (token_ids == self.image_token_id).int(),
         }
+
+
+def grid_positions(
+    is_pad_L: NDArray[np.bool_], images: Sequence[PromptImage], start: int, merge_size: int
+) -> tuple[NDArray[np.int64], int]:
+    """M-RoPE positions [3, L] (Qwen2-VL, arXiv 2409.12191, section 2.1), equal to transformers' `get_rope_index`.
+
+    Text positions rise by one on all axes. Visual tokens have one position in time, and height and width by their
+    place in the merged grid; the text after an image continues at the largest position so far plus one.
+    """
+    length = len(is_pad_L)
+    if not images:
+        return np.arange(start, start + length)[None].repeat(3, axis=0), start + length
+    pads = np.flatnonzero(is_pad_L)
+    assert len(pads) == sum(image.num_tokens for image in images), f"{len(pads)} pads for {len(images)} images"
+    positions_3L = np.empty((3, length), dtype=np.int64)
+    token, pad = 0, 0
+    for image in images:
+        first = int(pads[pad])
+        positions_3L[:, token:first] = np.arange(start, start + first - token)
+        start += first - token
+        token, pad = first + image.num_tokens, pad + image.num_tokens
+        time, height, width = image.grid
+        merged = time, height // merge_size, width // merge_size
+        np.add(_offsets(image.positions, *merged), start, out=positions_3L[:, first:token])
+        start += image.num_tokens if image.positions == "sequence" else max(merged[1:])
+    positions_3L[:, token:] = np.arange(start, start + length - token)
+    return positions_3L, start + length - token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,10 +228,13 @@ def _mlp(mlp: Any) -> MlpModules | Experts:
         gate_up_XGE=experts_tensor(mlp.experts.gate_up_proj),
         down_XEF=experts_tensor(mlp.experts.down_proj),
         per_token=experts_per_token(mlp),
+        bias_X=getattr(mlp.gate, "e_score_correction_bias", None),
     )
 
 
 def _shared_expert(mlp: Any) -> SharedExpertModules | None:
+    if hasattr(mlp, "shared_experts"):
+        return SharedExpertModules(mlp=_gated(mlp.shared_experts))
     if not hasattr(mlp, "shared_expert"):
         return None
     return SharedExpertModules(mlp=_gated(mlp.shared_expert), weight=mlp.shared_expert_gate)

@@ -11,7 +11,7 @@ from fovea.errors import ModelError
 from fovea.models.families.auto import AutoFamily
 from fovea.models.families.base import ModelFamily
 from fovea.models.families.idefics3 import Idefics3
-from fovea.models.families.internvl import InternVL
+from fovea.models.families.named import NAMED
 from fovea.models.families.qwen3_5 import Qwen35, Qwen35Moe
 from fovea.models.families.qwen_vl import Qwen2VL, Qwen3VL, Qwen3VLMoe, Qwen25VL
 from fovea.utils.entry_points import load, registered
@@ -27,7 +27,7 @@ FAMILIES: dict[str, Callable[[Any], ModelFamily]] = {
     Qwen35.model_type: Qwen35.of,
     Qwen35Moe.model_type: Qwen35Moe.of,
     Idefics3.model_type: Idefics3.of,
-    InternVL.model_type: InternVL.of,
+    **NAMED,
 }
 """Constructors of families from a transformers config, by its `model_type`."""
 

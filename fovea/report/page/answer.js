@@ -1,11 +1,12 @@
-// One answer of a group: its score and its turns, the images that the environment added among them.
+// One answer of a group: its score and its turns, as a conversation with the images and results that the environment added.
 
 import { element, foreign, words } from "./dom.js";
 import { heated } from "./heat.js";
 import { picture } from "./marks.js";
-import { shown, signed } from "./numbers.js";
+import { shown, signed, whole } from "./numbers.js";
 
 export const RIGHT = 0.5; // accuracy from which an answer counts as correct, as in the reports
+const ENDS = { max_turns: "ended at the limit of turns", max_tokens: "ended at the limit of tokens" };
 
 /** The card of answer `number`, of the run with this place; `firstImage` is the number of the first image after the prompt, `label` stands before its figures. */
 export function answerCard(run, answer, number, { heat, scale, firstImage, onToken, repeats, label }) {
@@ -16,14 +17,31 @@ export function answerCard(run, answer, number, { heat, scale, firstImage, onTok
     const place = image++;
     return picture(run, part, place, marks.filter(([, mark]) => mark.image === place));
   };
-  const shownTurns = turns.map((turn) => {
-    const messages = turn.messages.map((message) => element("div", { class: "message" },
-      element("span", { class: "soft" }, foreign(message.role)),
-      message.parts.map((part) => (typeof part === "string" ? words(part) : pictureWithMarks(part)))));
-    return [messages, turnText(turn, heat, scale, onToken)];
-  });
+  const shownTurns = turns.map((turn, place) => element("div", { class: "turn" },
+    turn.messages.map((message, of) => observation(message, of ? 0 : turn.seconds, pictureWithMarks)),
+    turns.length > 1 ? turnLine(turn, place + 1) : null,
+    turnText(turn, heat, scale, onToken)));
   return element("li", { class: `answer${answer.accuracy >= RIGHT ? " right" : ""}`, "data-answer": number, tabindex: -1 },
     scoreLine(answer, label, turns, repeats), shownTurns);
+}
+
+/** A message of the environment, such as the result of a tool, with its pictures in their place; `seconds` are those of the reply. */
+function observation(message, seconds, pictureOf) {
+  const isResult = message.role === "tool";
+  return element("div", { class: `message${isResult ? " result" : ""}${message.failed ? " failed" : ""}` },
+    element("p", { class: "soft from" }, element("span", {}, foreign(message.role)),
+      message.tool ? element("strong", { class: "tool" }, foreign(message.tool)) : null,
+      message.failed ? element("span", { class: "truncated" }, "failed") : null,
+      seconds ? element("span", {}, `after ${shown(seconds)} s`) : null),
+    message.parts.map((part) => (typeof part === "string" ? words(part) : pictureOf(part))));
+}
+
+/** The figures of one of several turns, above the words of the model. */
+function turnLine(turn, number) {
+  return element("p", { class: "soft from" },
+    element("span", {}, `model · turn ${whole(number)}`),
+    typeof turn.reward === "number" ? element("span", { class: turn.reward < 0 ? "negative" : turn.reward > 0 ? "positive" : "soft" }, `reward ${signed(turn.reward)}`) : null,
+    turn.finish === "length" ? element("span", { class: "truncated" }, "truncated") : null);
 }
 
 function turnText(turn, heat, scale, onToken) {
@@ -34,7 +52,7 @@ function turnText(turn, heat, scale, onToken) {
   return words(turn.text || "(nothing)");
 }
 
-/** The text after the recorded tokens, of an answer longer than `log.samples_tokens`. */
+/** The text after the recorded tokens, of an answer longer than the recorded ones. */
 function textAfter(turn) {
   const recorded = turn.tokens.pieces.join("");
   return turn.text.startsWith(recorded) ? turn.text.slice(recorded.length) : "";
@@ -52,5 +70,6 @@ function scoreLine(answer, label, turns, repeats) {
     element("span", {}, `accuracy ${shown(answer.accuracy)}`),
     advantages.length ? element("span", { class: least < 0 ? "negative" : most > 0 ? "positive" : "soft" }, `advantage ${advantage}`) : null,
     parts.map(([name, value]) => element("span", { class: "part" }, foreign(name), ` ${shown(value)}`)),
-    answer.finish === "length" ? element("span", { class: "truncated" }, "truncated at the length limit") : null);
+    answer.finish === "length" ? element("span", { class: "truncated" }, "truncated at the length limit") : null,
+    ENDS[answer.end] ? element("span", { class: "truncated" }, ENDS[answer.end]) : null);
 }

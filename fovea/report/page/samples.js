@@ -18,7 +18,7 @@ export function samplesPage() {
     HEATS.map((heat) => element("option", { value: heat }, { none: "plain", advantage: "advantage", gap: "engine/trainer gap" }[heat])));
   const follow = element("input", { type: "checkbox", change: () => (follow.checked ? goTo("samples", { step: null, group: null }) : move(0)) });
   const rowsOfRun = element("label", {}, "rows of ", runChoice);
-  bar.root.append(element("label", {}, "tokens ", heatChoice), rowsOfRun, !isExported && element("label", {}, follow, " follow the newest"));
+  bar.root.append(element("label", {}, "tokens ", heatChoice), rowsOfRun, isExported ? "" : element("label", {}, follow, " follow the newest"));
   const heads = ["step", "type", "mean reward"].map((text) => element("span", {}, text));
   const list = longList("Groups", { address: addressOf, content: listed, heads });
   const count = element("p", { class: "soft" });

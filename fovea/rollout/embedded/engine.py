@@ -27,6 +27,7 @@ from fovea.rollout.embedded.batch import DecodeBatch, Forward, completion_of
 from fovea.rollout.embedded.cache import Cache
 from fovea.rollout.embedded.decode_step import GraphStepper
 from fovea.rollout.embedded.linears import (
+    HEAD,
     Int8Linears,
     Make,
     NamedWeights,
@@ -34,13 +35,13 @@ from fovea.rollout.embedded.linears import (
     TextWeights,
     text_weights,
 )
-from fovea.rollout.embedded.pool_memory import PoolMemory
 from fovea.rollout.embedded.prefill import prefill, prefill_row
+from fovea.rollout.embedded.prefill_work import PrefillWork
 from fovea.rollout.embedded.recorder import Recorder
 from fovea.rollout.embedded.requests import KeptKeys, QueuedRequest, RemovedRow, resumption
-from fovea.rollout.embedded.tuning import INT8, Tuning, make_cache, make_stepper, uses_pages
+from fovea.rollout.embedded.tuning import INT8, PoolMemory, Tuning, make_cache, make_stepper, uses_pages
 from fovea.rollout.outputs import CompletionText
-from fovea.types import Completion, Request, Weights
+from fovea.types import Completion, Metrics, Request, Weights
 from fovea.utils.lru_cache import LRUCache
 
 DEFAULT_TUNING = Tuning()
@@ -90,6 +91,7 @@ class EmbeddedEngine:
         self._stop_ids = torch.tensor(processor.stop_ids, dtype=torch.long, device=self._device)
         self._weights: TextWeights | None = None
         self._named = NamedWeights(tensors={})
+        self._prefill_work = PrefillWork(vlm.family.work)
         self._may_approximate = True
         """True if all running requests accept approximate weights."""
         self._asleep = False
@@ -214,14 +216,17 @@ class EmbeddedEngine:
         """Take references to the language model's tensors; copy those of the vision tower unless they are shared."""
         if self._busy:
             raise EngineError("new weights while the engine is generating completions; await them first")
-        named = dict(weights)
+        # nothing trains a buffer, and no push has one
+        named = dict(self._vlm.network.named_buffers()) | dict(weights)
         own = dict(factored_weights(self._vlm.network))
-        vision = tuple(f"{path}." for path in self._vlm.family.vision_paths)
+        language = self._vlm.family.language_path
         with torch.no_grad():
             for name, tensor in weights.items():
-                if name.startswith(vision) and own[name].data_ptr() != tensor.data_ptr():
+                if not name.startswith((f"{language}.", HEAD)) and own[name].data_ptr() != tensor.data_ptr():
                     named[name] = own[name].copy_(tensor)
-        self._named = NamedWeights(tensors=named, adapter_scale=adapter_scale(self._vlm.network))
+        self._named = NamedWeights(
+            tensors=named, adapter_scale=adapter_scale(self._vlm.network), language_path=language
+        )
         self._weights = text_weights(self._named, self._shape, self._tape)
         self._free_decode_copies()
         self._version = version
@@ -319,12 +324,17 @@ class EmbeddedEngine:
                 fitting.append(self._queue.popleft())
         return fitting
 
+    def prefill_metrics(self) -> Metrics:
+        """Metrics of the prefill since the last call."""
+        return self._prefill_work.take()
+
     def _prefill(self, requests: Sequence[QueuedRequest], cache: Cache, recorder: Recorder, *, alone: bool) -> Tensor:
         """Run these prompts; returns the logits [P, W] of the tokens that follow them."""
         weights = self._loaded_weights()
         row = prefill_row(self._vlm, weights, requests, recorder.features(requests, alone=alone))
         hidden_PE = prefill(row, weights, self._shape, requests, cache, recorder, self._tuning.pass_tokens)
         for request in requests:
+            self._prefill_work.add(request)
             request.kept = None
         return weights.logits(hidden_PE)
 

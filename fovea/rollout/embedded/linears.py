@@ -45,7 +45,6 @@ EXPECTED_ROWS = 32
 INT8_MAX = 127
 """Largest magnitude of a rounded number: the 8-bit range, made symmetric."""
 
-TEXT = f"{LANGUAGE}."
 HEAD = "lm_head.weight"
 OF_NET = ("conv1d.weight", "A_log", "dt_bias", "norm.weight")
 """Weights of a delta net that are not linear layers."""
@@ -97,6 +96,8 @@ class NamedWeights:
     tensors: Mapping[str, Tensor]
     """By the names of `models.trainable.factored_weights`."""
     adapter_scale: float = 0.0
+    language_path: str = LANGUAGE
+    """Module path of the language model."""
 
     def factors(self, path: str) -> Factors:
         """Tensors of the linear layer at this path; KeyError where there is none."""
@@ -112,14 +113,15 @@ def text_weights(
     named: NamedWeights, shape: DecoderShape, tape: Tape | None = None, make: Make = PlainLinears
 ) -> TextWeights:
     """The language model with linear layers of one implementation; KeyError names a missing weight."""
-    embed = named.tensors[f"{TEXT}embed_tokens.weight"]
+    text = named.language_path
+    embed = named.tensors[f"{text}.embed_tokens.weight"]
     layers = tuple(
-        _layer(named, f"{TEXT}layers.{index}.", shape, make, NO_COLUMNS if tape is None else tape.layer(index))
+        _layer(named, f"{text}.layers.{index}.", shape, make, NO_COLUMNS if tape is None else tape.layer(index))
         for index in range(shape.num_layers)
     )
     return TextWeights(
         embed=embed,
-        decoder=Decoder(layers=layers, norm=_norm(named.tensors[f"{TEXT}norm.weight"], shape)),
+        decoder=Decoder(layers=layers, norm=_norm(named.tensors[f"{text}.norm.weight"], shape)),
         head=make([Factors(named.tensors.get(HEAD, embed), None)], None),
     )
 
@@ -150,14 +152,15 @@ def _layer(
         )
 
     def shared_expert() -> SharedExpert | None:
-        if f"{prefix}mlp.shared_expert_gate.weight" not in named.tensors:
+        # Qwen's, with a weight, and GLM's
+        of_qwen = f"{prefix}mlp.shared_expert_gate.weight" in named.tensors
+        path = "mlp.shared_expert" if of_qwen else "mlp.shared_experts"
+        if f"{prefix}{path}.down_proj.weight" not in named.tensors:
             return None
+        weight = ["mlp.shared_expert_gate"] if of_qwen else []
         return SharedExpert(
-            inputs=linears(
-                *(f"mlp.{name}" for name in ("shared_expert.gate_proj", "shared_expert.up_proj", "shared_expert_gate")),
-                group=LinearGroup.GATE_UP,
-            ),
-            down=linears("mlp.shared_expert.down_proj", group=LinearGroup.DOWN),
+            inputs=linears(f"{path}.gate_proj", f"{path}.up_proj", *weight, group=LinearGroup.GATE_UP),
+            down=linears(f"{path}.down_proj", group=LinearGroup.DOWN),
         )
 
     return DecoderLayer(
@@ -191,6 +194,7 @@ def _experts(named: NamedWeights, prefix: str, shape: DecoderShape, shared: Shar
         down_XEF=experts_tensor(named.tensors[f"{prefix}mlp.experts.down_proj"]),
         per_token=shape.experts_per_token,
         shared=shared,
+        bias_X=named.tensors.get(f"{prefix}mlp.gate.e_score_correction_bias"),
     )
 
 

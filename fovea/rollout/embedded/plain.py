@@ -22,10 +22,11 @@ from fovea.models.processor import Processor
 from fovea.models.trainable import factored_weights
 from fovea.rollout.base import memory_for_rollout
 from fovea.rollout.embedded.batch import DecodeBatch, DecodeStep, completion_of
+from fovea.rollout.embedded.prefill_work import PrefillWork
 from fovea.rollout.embedded.requests import QueuedRequest
 from fovea.rollout.embedded.sampler import sample_tokens
 from fovea.rollout.outputs import CompletionText
-from fovea.types import Completion, Prompt, Request, Weights
+from fovea.types import Completion, Metrics, Prompt, Request, Weights
 
 
 class PlainEngine:
@@ -39,6 +40,7 @@ class PlainEngine:
         self._device = vlm.device
         self._stop_ids = torch.tensor(processor.stop_ids, dtype=torch.long, device=self._device)
         self._banned_K = vlm.banned_K
+        self._prefill_work = PrefillWork(vlm.family.work)
         self._version: int | None = None
         self._asleep = False
         self._unpaused = asyncio.Event()
@@ -70,6 +72,7 @@ class PlainEngine:
     def _draw(self, queued: QueuedRequest) -> list[Completion]:
         """Prefill once, copy the keys for every completion, and decode until the last row has finished."""
         logits_1W, cache = self._prefill(queued.prompt, queued.n)
+        self._prefill_work.add(queued)
 
         def forward(step: DecodeStep) -> tuple[Tensor, Tensor]:
             following = self._network(input_ids=step.token_B[:, None], past_key_values=cache, use_cache=True)
@@ -96,6 +99,10 @@ class PlainEngine:
         # not `batch_repeat_interleave`, which caches of recurrent states lack
         cache.reorder_cache(ids_1L.new_zeros(n))
         return out.logits[:, -1].float(), cache
+
+    def prefill_metrics(self) -> Metrics:
+        """Metrics of the prefill since the last call."""
+        return self._prefill_work.take()
 
     @property
     def name(self) -> str:

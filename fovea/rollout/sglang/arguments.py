@@ -120,7 +120,6 @@ def make_engine(
         stop_ids=processor.stop_ids,
         banned_ids=processor.banned_ids,
         min_new_tokens=settings.min_new_tokens,
-        ignore_eos=settings.ignore_eos,
     )
     return SglangEngine(
         process,

@@ -29,7 +29,6 @@ class Translator:
     stop_ids: tuple[int, ...]
     banned_ids: tuple[int, ...]
     min_new_tokens: int = 0
-    ignore_eos: bool = False
 
     def drawings(self, request: Request) -> list[Drawing]:
         """One for each completion; greedy completions are all the same, and drawn once.
@@ -57,7 +56,6 @@ class Translator:
             "min_new_tokens": self.min_new_tokens,
             "stop": stop_strings(sampling),
             "stop_token_ids": list(self.stop_ids),
-            "ignore_eos": self.ignore_eos,
             "logit_bias": {str(banned): BAN for banned in self.banned_ids},
             # the tokens of a stop string were drawn, and are trained
             "no_stop_trim": True,

@@ -63,7 +63,6 @@ def make_engine(settings: Settings, model: Model, processor: Processor, *, max_m
         stop_ids=processor.stop_ids,
         banned_ids=processor.banned_ids,
         min_new_tokens=settings.min_new_tokens,
-        ignore_eos=settings.ignore_eos,
     )
     text = CompletionText(processor.tokenizer, processor.stop_ids)
     adapter = None if model.lora is None or not settings.enable_lora else VllmAdapter(llm, model.lora)

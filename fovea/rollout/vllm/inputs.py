@@ -38,7 +38,6 @@ class Translator:
     stop_ids: tuple[int, ...]
     banned_ids: tuple[int, ...]
     min_new_tokens: int = 0
-    ignore_eos: bool = False
 
     def prompt(self, prompt: Prompt) -> Any:
         """The input of `LLMEngine.add_request`."""
@@ -73,8 +72,7 @@ class Translator:
             max_tokens=sampling.max_new_tokens,
             min_tokens=self.min_new_tokens,
             stop=stop_strings(sampling),
-            stop_token_ids=[] if self.ignore_eos else list(self.stop_ids),
-            ignore_eos=self.ignore_eos,
+            stop_token_ids=list(self.stop_ids),
             # a bias of -inf is probability 0; its limits of +-100 are those of the web API only
             logit_bias=dict.fromkeys(self.banned_ids, -torch.inf),
             logprobs=0,

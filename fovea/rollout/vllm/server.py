@@ -29,7 +29,7 @@ TRAINED_ON: Mapping[str, Any] = {
 MODULE = "vllm.entrypoints.launchers.api_server.entry"
 MIDDLEWARE = (
     "fovea.rollout.server_guard.Bans",
-    "fovea.rollout.vllm.server_push.SamePush",
+    "fovea.rollout.vllm.servers.SamePush",
     "fovea.rollout.server_guard.RequireKey",
 )
 """Innermost first: a request without the key gets no further than the last."""

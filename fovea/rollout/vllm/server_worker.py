@@ -1,6 +1,6 @@
 """Additions to the workers of a vLLM server for training: weights are pushed through a folder.
 
-`rollout.vllm.server_push` calls these methods, with arguments and results that JSON holds.
+`rollout.vllm.servers` calls these methods, with arguments and results that JSON holds.
 """
 
 from __future__ import annotations

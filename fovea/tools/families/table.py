@@ -20,11 +20,12 @@ from fovea.errors import FoveaError, first_line
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.models.families.auto import layout_of
-from fovea.models.families.hub_processor import load_hub_processor
+from fovea.models.families.hub_processor import HubProcessor, load_hub_processor, processor_class
+from fovea.models.families.named import NamedFamily
 from fovea.models.families.registry import FAMILIES
 from fovea.models.load import load_network
 from fovea.models.modules import config_of
-from fovea.models.processor import load_processor
+from fovea.models.processor import Processor, load_processor
 from fovea.models.render import Renderer
 from fovea.models.tiny import CLASS_NAME, make_tiny, save_tiny
 from fovea.rollout.checks import TESTED_FAMILIES
@@ -44,9 +45,10 @@ TOLERANCE = 2e-5
 ABOUT = (
     "`fovea doctor --families > docs/models.md` writes this page: it makes a tiny model with random weights per type "
     "and checks it on a CPU. Path `fast`: packed rows with shared prompts, and the embedded engine; `plain`: "
-    "transformers' own forward of a named family; `auto`: the same with `model.family=auto`. For prompts with two, one "
-    f"and no images, log-probs equal those of transformers within {TOLERANCE:g}, and gradients within {TOLERANCE:g} of "
-    "their norm. Engines of other packages and Megatron have lists of the types that they were tested with."
+    "transformers' own forward of a named family, with the reason; `auto`: the same with `model.family=auto`. For "
+    f"prompts with two, one and no images, log-probs equal those of transformers within {TOLERANCE:g}, and gradients "
+    f"within {TOLERANCE:g} of their norm. MiMo-VL is a `qwen2_5_vl`, GLM-4.5V a `glm4v_moe`, SmolVLM2 a `smolvlm`. "
+    "Engines of other packages and Megatron have lists of the types that they were tested with; the others are refused."
 )
 STEPS, WANTED = 20, "e"
 Say = Callable[[str], None]
@@ -94,14 +96,20 @@ def as_page(rows: Sequence[TestedType]) -> str:
 
 def _cells(model_type: str, folder: Path) -> Iterator[str]:
     settings = _save(model_type, folder / "model")
-    has_fast_path = load_processor(settings).family.fast_path is not None
-    yield "auto" if settings.family == "auto" else "fast" if has_fast_path else "plain"
+    yield _path(settings)
     yield _outcome(lambda: _logprobs(settings))
     yield _outcome(lambda: _gradients(settings))
     yield _outcome(lambda: _reward(settings, folder / "run"))
     yield _outcome(lambda: _export(folder))
     yield from ("yes" if model_type in types else "not tested" for types in TESTED_FAMILIES.values())
     yield "yes" if model_type in MEGATRON_FAMILIES else "not tested"
+
+
+def _path(settings: Model) -> str:
+    family = load_processor(settings).family
+    if settings.family == "auto" or family.fast_path is not None:
+        return "auto" if settings.family == "auto" else "fast"
+    return f"plain: {family.plain_reason}" if isinstance(family, NamedFamily) else "plain"
 
 
 def _outcome(check: Callable[[], str | None]) -> str:
@@ -130,11 +138,18 @@ def _check_of(settings: Model) -> tuple[StartCheck, Any, Any]:
     config_theirs = config_of(theirs)
     reference = Reference(
         network=theirs,
-        processor=load_hub_processor(config_theirs, str(settings.path), "main"),
+        processor=_processor_of(processor, config_theirs, str(settings.path)),
         arguments=layout_of(config_theirs).arguments,
     )
     vlm = make_vlm(config, ours, processor.banned_ids)
     return StartCheck(vlm, processor, Renderer(processor, opener), opener, reference), ours, theirs
+
+
+def _processor_of(processor: Processor, config: Any, path: str) -> HubProcessor:
+    """transformers' processor of a model; that of the family where there is one which needs fewer packages."""
+    if isinstance(processor.image_processor, HubProcessor):
+        return processor.image_processor
+    return load_hub_processor(processor_class(config, path), path, "main")
 
 
 def _picture(seed: int, width: int) -> ImageRef:

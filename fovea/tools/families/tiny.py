@@ -33,6 +33,7 @@ TEXT = {
 }
 VISION = {
     "model_type": "siglip_vision_model",
+    "vision_use_head": False,
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
@@ -69,11 +70,79 @@ class Kind:
 def llava(**changes: Any) -> Kind:
     """A tower, two linear layers and a decoder, as in LLaVA."""
     shared: dict[str, Any] = {
-        "image_processor": "SiglipImageProcessor",
-        "image": {"size": SQUARE},
+        "image_processor": "CLIPImageProcessor",
+        "image": {"size": {"shortest_edge": SIDE_PX}, "crop_size": SQUARE},
         "processor": {"patch_size": PATCH_PX, "vision_feature_select_strategy": "full", "image_token": "<image>"},
         "marks": {"image_token": "<image>"},
         "config": {"vision_feature_select_strategy": "full", "vision_feature_layer": -1},
+    }
+    return Kind(**shared | changes)
+
+
+MROPE = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "mrope_section": [4, 2, 2],
+    "partial_rotary_factor": 0.5,
+}
+GLM_VISION = {
+    "model_type": "glm4v_vision",
+    "depth": 2,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+
+
+def glm(**changes: Any) -> Kind:
+    """A tower on images of any size and M-RoPE, as in GLM-4.1V."""
+    shared: dict[str, Any] = {
+        "image_processor": "Glm4vImageProcessor",
+        "image": {"patch_size": PATCH_PX, "size": {"shortest_edge": 32 * 32, "longest_edge": 2 * 128 * 128}},
+        "marks": {"image_token": "<|image|>", "video_token": "<|video|>"},
+        "others": ("<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>"),
+        "written": "<|begin_of_image|><|image|><|end_of_image|>",
+        "text": {"model_type": "glm4v_text", "rope_parameters": MROPE},
+        "vision": GLM_VISION,
+        "config": {
+            "image_start_token_id": "<|begin_of_image|>",
+            "image_end_token_id": "<|end_of_image|>",
+            "video_start_token_id": "<|begin_of_video|>",
+            "video_end_token_id": "<|end_of_video|>",
+            "video_token_id": "<|video|>",
+        },
+    }
+    return Kind(**shared | changes)
+
+
+def idefics(**changes: Any) -> Kind:
+    """A tower on tiles, whose places the prompt writes, and a pixel shuffle, as in Idefics 3."""
+    shared: dict[str, Any] = {
+        "image_processor": "Idefics3ImageProcessor",
+        "image": {"size": {"longest_edge": 2 * SIDE_PX}, "max_image_size": {"longest_edge": SIDE_PX}},
+        "processor": {"image_seq_len": PATCHES // 4},
+        "marks": {
+            "image_token": "<image>",
+            "fake_image_token": "<fake_token_around_image>",
+            "global_image_token": "<global-img>",
+            "end_of_utterance_token": "<end_of_utterance>",
+        },
+        "others": tuple(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)),
+        "vision": {"model_type": "idefics3_vision"},
+        "config": {"scale_factor": 2},
+    }
+    return Kind(**shared | changes)
+
+
+def pixtral(**changes: Any) -> Kind:
+    """A tower on images of any size, whose rows the prompt writes, as in Pixtral."""
+    shared: dict[str, Any] = {
+        "image_processor": "PixtralImageProcessor",
+        "image": {"size": {"longest_edge": 64}, "patch_size": {"height": PATCH_PX, "width": PATCH_PX}},
+        "processor": {"patch_size": PATCH_PX, "spatial_merge_size": 2},
+        "vision": {"model_type": "pixtral", "image_size": 64, "head_dim": 32},
+        "config": {"spatial_merge_size": 2, "vision_feature_layer": -1},
     }
     return Kind(**shared | changes)
 
@@ -142,50 +211,60 @@ KINDS: dict[str, Kind] = {
         text={"model_type": "gemma3_text", "sliding_window": 64},
         config={"mm_tokens_per_image": 9},
     ),
-    "idefics3": Kind(
-        image_processor="Idefics3ImageProcessor",
-        image={"size": {"longest_edge": 2 * SIDE_PX}, "max_image_size": {"longest_edge": SIDE_PX}},
-        processor={"image_seq_len": PATCHES // 4},
+    "gemma4": Kind(
+        image_processor="Gemma4ImageProcessor",
+        image={"patch_size": 4, "max_soft_tokens": 70},
         marks={
-            "image_token": "<image>",
-            "fake_image_token": "<fake_token_around_image>",
-            "global_image_token": "<global-img>",
-            "end_of_utterance_token": "<end_of_utterance>",
+            "image_token": "<|image|>",
+            "boi_token": "<|image>",
+            "eoi_token": "<image|>",
+            "audio_token": "<|audio|>",
+            "boa_token": "<|audio>",
+            "eoa_token": "<audio|>",
         },
-        others=tuple(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)),
-        vision={"model_type": "idefics3_vision"},
-        config={"scale_factor": 2},
-    ),
-    "glm4v": Kind(
-        image_processor="Glm4vImageProcessor",
-        image={"patch_size": PATCH_PX, "size": {"shortest_edge": 32 * 32, "longest_edge": 2 * 128 * 128}},
-        marks={"image_token": "<|image|>", "video_token": "<|video|>"},
-        others=("<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>"),
-        written="<|begin_of_image|><|image|><|end_of_image|>",
+        others=("<|video|>",),
         text={
-            "model_type": "glm4v_text",
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 10000.0,
-                "mrope_section": [4, 2, 2],
-                "partial_rotary_factor": 0.5,
-            },
+            "model_type": "gemma4_text",
+            "sliding_window": 64,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "vocab_size_per_layer_input": 700,
+            "hidden_size_per_layer_input": 16,
+            "use_bidirectional_attention": "vision",
+            "global_head_dim": 32,
         },
         vision={
-            "model_type": "glm4v_vision",
-            "depth": 2,
-            "num_heads": 2,
-            "out_hidden_size": 64,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
+            "model_type": "gemma4_vision",
+            "patch_size": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "position_embedding_size": 700,
         },
-        config={
-            "image_start_token_id": "<|begin_of_image|>",
-            "image_end_token_id": "<|end_of_image|>",
-            "video_start_token_id": "<|begin_of_video|>",
-            "video_end_token_id": "<|end_of_video|>",
-            "video_token_id": "<|video|>",
+        config={"audio_config": None},
+    ),
+    "idefics3": idefics(),
+    "smolvlm": idefics(image_processor="SmolVLMImageProcessor", vision={"model_type": "smolvlm_vision"}),
+    "glm4v": glm(),
+    "glm46v": glm(image_processor="Glm46VImageProcessor"),
+    "glm4v_moe": glm(
+        text={
+            "model_type": "glm4v_moe_text",
+            "rope_parameters": MROPE,
+            "num_hidden_layers": 3,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "n_group": 3,
+            "topk_group": 2,
+            "moe_intermediate_size": 32,
+            "routed_scaling_factor": 1.5,
         },
+        vision=GLM_VISION | {"model_type": "glm4v_moe_vision"},
+    ),
+    "deepseek_vl": llava(
+        image_processor="DeepseekVLImageProcessor",
+        image={"size": SQUARE, "min_size": 14},
+        processor={"num_image_tokens": PATCHES},
+        config={},
     ),
     "aya_vision": Kind(
         image_processor="GotOcr2ImageProcessor",
@@ -203,18 +282,17 @@ KINDS: dict[str, Kind] = {
         text={"model_type": "cohere2"},
         config={"downsample_factor": 2, "image_token_id": "<|IMG_PATCH|>", "image_token_index": "<|IMG_PATCH|>"},
     ),
-    "lighton_ocr": Kind(
-        image_processor="PixtralImageProcessor",
-        image={"size": {"longest_edge": 64}, "patch_size": {"height": PATCH_PX, "width": PATCH_PX}},
-        processor={"patch_size": PATCH_PX, "spatial_merge_size": 2},
+    "mistral3": pixtral(
+        marks={"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"},
+        text={"model_type": "mistral", "sliding_window": None},
+    ),
+    "lighton_ocr": pixtral(
         marks={
             "image_token": "<|image_pad|>",
             "image_break_token": "<|vision_pad|>",
             "image_end_token": "<|vision_end|>",
         },
         text={"model_type": "qwen3"},
-        vision={"model_type": "pixtral", "image_size": 64, "head_dim": 32},
-        config={"spatial_merge_size": 2, "vision_feature_layer": -1},
     ),
 }
 """Recipes of tiny models beside the Qwen-VLs of `model.tiny`, by model type."""
@@ -267,6 +345,9 @@ def _network(model_type: str, kind: Kind, tokenizer: PreTrainedTokenizerFast, se
             if weight.ndim > 1 and not weight.any():
                 # Gemma 3's projector begins at zero, and would hide the picture
                 torch.nn.init.normal_(weight, std=0.1)
+        for name, buffer in network.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.1)
     network.generation_config.eos_token_id = tokenizer.eos_token_id
     return network.eval()
 

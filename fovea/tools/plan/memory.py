@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from fovea.config.backends import DEFAULT_BATCH_TOKENS, EmbeddedEngine, MegatronBackend
 from fovea.config.run import Config
 from fovea.models.vision.tower_inputs import PASS_PATCHES
-from fovea.rollout.embedded.pool_memory import default_bytes
+from fovea.rollout.embedded.tuning import default_bytes
 from fovea.tools.plan import megatron
 from fovea.tools.plan.activations import FLOAT, Numerics, decoder_stages, embedding_stage, head_stage
 from fovea.tools.plan.engine import CACHE, ServingRoom, token_bytes, with_batch_tokens

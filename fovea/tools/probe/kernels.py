@@ -18,8 +18,7 @@ from fovea.models.varlen import HeadShape, flash_refusal, varlen_refusal
 from fovea.rollout.embedded.paged_attention import paged_attention, paged_refusal
 from fovea.rollout.embedded.paged_cache import PagedKernel, gathered_attention
 from fovea.rollout.embedded.tuning import PAGE_TOKENS
-from fovea.tools.probe.checks import CheckFailed
-from fovea.tools.probe.rates import Rates, best_seconds
+from fovea.tools.probe.rates import CheckFailed, Rates, best_seconds
 
 Heads = tuple[int, int, int]
 """Query heads, key heads, and the width of a head."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -13,7 +14,47 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.multiprocessing.spawn import spawn
 
-from fovea.tools.probe.checks import CheckFailed
+from fovea.tools.plan.machine import Machine
+
+FOVEA = str(Path(__file__).parents[2])
+
+
+class CheckFailed(Exception):
+    """A check found something wrong; its text says what."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A named check."""
+
+    name: str
+    lines: Callable[[], Iterator[str]]
+    """Yields what it finds, line by line; any exception is a failure."""
+
+
+def run_checks(checks: Sequence[Check], say: Callable[[str], None]) -> list[str]:
+    """Run all checks, whatever becomes of those before; returns the names of those that failed."""
+    started, failed = perf_counter(), list[str]()
+    for check in checks:
+        say(f"[{perf_counter() - started:5.1f} s] {check.name}")
+        try:
+            for line in check.lines():
+                say(f"    {line}")
+        except CheckFailed as error:
+            failed.append(check.name)
+            say(f"    FAILED: {error}")
+        except Exception as error:  # a kernel, a driver or a package may raise anything, and the others go on
+            failed.append(check.name)
+            say(f"    FAILED: {_told(error)}")
+    return failed
+
+
+def _told(error: Exception) -> str:
+    """Type and first line of an error, and the last place in Fovea that it went through."""
+    first = (str(error).splitlines() or ["no message"])[0]
+    places = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(FOVEA)]
+    return f"{type(error).__name__}: {first} ({Path(places[-1].filename).name}:{places[-1].lineno})"
+
 
 TRIES = 5
 BEYOND_CACHE_BYTES = 2**30
@@ -137,3 +178,22 @@ def _one_of_the_ring(rank: int, count: int, kind: str, folder: str) -> None:
             Path(folder, "seconds").write_text(str(seconds))
     finally:
         dist.destroy_process_group()
+
+
+GIGA, TERA = 1e9, 1e12
+PRODUCT_SIDE = 1024
+READ_BYTES = 2**28
+"""More than the caches of most CPUs hold."""
+
+
+def with_cpu_rates(machine: Machine, dtype: torch.dtype) -> Machine:
+    """The machine with the measured rates of this CPU, of which each process has a share; GPUs stay as they are.
+
+    Measuring takes some tenths of a second.
+    """
+    if machine.gpu.is_cuda:
+        return machine
+    processes = -(-machine.gpus // machine.nodes)
+    gemm, read = gemm_rate(PRODUCT_SIDE, "cpu", dtype), read_rate(READ_BYTES)
+    share = replace(machine.gpu, peak_tflops=gemm / TERA / processes, memory_gb_per_second=read / GIGA / processes)
+    return replace(machine, gpu=share)

@@ -20,21 +20,44 @@ from fovea.config.model import Model
 from fovea.config.run import Config
 from fovea.config.sections import Warmup
 from fovea.models.outgoing import OutgoingWeight
+from fovea.models.token_logprobs import TokenScores
 from fovea.models.trainable import count_parameters, trainable_parameters
 from fovea.train.adamw import AdamWSettings
-from fovea.train.base import ModelFacts, PolicyOptimizer
+from fovea.train.base import ModelFacts, PolicyOptimizer, SftExample
 from fovea.train.megatron.checkpoint import HAS_REFERENCE, MegatronCheckpoints, load_weights
 from fovea.train.megatron.critic import ReplicatedValueHead
 from fovea.train.megatron.model import MegatronModel, adapters_off, copy_slices, skeleton
 from fovea.train.megatron.optimizer import MegatronOptimizer
 from fovea.train.megatron.parallel import ParallelRank
 from fovea.train.megatron.passes import MegatronPasses
-from fovea.train.megatron.sft import supervised_trainer
 from fovea.train.microbatches import MicroBatcher, MicrobatchLimit
 from fovea.train.pass_result import Objective
-from fovea.train.sft import SupervisedTrainer
+from fovea.train.sft import SupervisedTrainer, cross_entropy, row_of_share
 from fovea.train.update import Scored, TrainedPolicy
 from fovea.types import Batch, Metrics, SampleGroup
+
+
+def supervised_trainer(passes: MegatronPasses, settings: Warmup, *, offload: bool) -> SupervisedTrainer:
+    """A trainer of the model of `passes`, which run it at temperature 1; `offload` as in `MegatronOptimizer`."""
+    model, training = passes.model, passes.training
+    assert training is not None, "supervised steps of a model that is not trained"
+
+    def backward(pairs: Sequence[SftExample], _step: int) -> float:
+        parts: list[Tensor] = []
+
+        def loss(scores: TokenScores) -> Tensor:
+            part = cross_entropy(scores.logprobs_A, pairs)
+            parts.append(part.detach())
+            return part
+
+        training.train()
+        passes.backward_of_row(row_of_share(model.shape, pairs, model.place.data), loss)
+        training.eval()
+        # stages before the last one have no part
+        return float(torch.stack(parts).sum()) if parts else 0.0
+
+    optimizer = MegatronOptimizer(training, AdamWSettings.of_warmup(settings), dtype=model.shape.dtype, offload=offload)
+    return SupervisedTrainer(optimizer, backward, ranks=model.place.results, banned_ids=model.shape.banned_ids)
 
 
 class MegatronPolicy(TrainedPolicy):

@@ -12,10 +12,12 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from fovea.config.sections import Train
 from fovea.models.activation_tape import ImageGraph, RecordedOutputs, Tape, Trace
 from fovea.models.head_gradients import LossGradients
+from fovea.models.heads import ValueHead
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.recompute import kept_bytes
 from fovea.models.shared_prefix.layout import PackedRow
@@ -25,10 +27,40 @@ from fovea.train.packing import MicroBatch
 from fovea.train.pass_result import Objective
 from fovea.train.ranks import Ranks
 from fovea.train.row_assignment import distinct
-from fovea.train.torch.critic import ValueModel
-from fovea.train.torch.sharding import shards_tower, sum_over_replicas
+from fovea.train.torch.optimizer import Optimizer
+from fovea.train.torch.sharding import copy_weights, shards_tower, sum_over_replicas
 from fovea.train.update_metrics import ActivationMeter
 from fovea.types import Batch, Sample, SampleGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueFunction:
+    """Value function of PPO: a head on the policy's trunk (`model` is None), or a separate model."""
+
+    optimizer: Optimizer
+    model: ValueModel | None
+
+    def snapshot_reference(self, policy: PolicyNetwork) -> None:
+        """Copy the policy's weights into the trunk of a separate model, and all weights into the optimizer's."""
+        if self.model is not None:
+            # the trunk only: the policy has no weights for the value head
+            copy_weights(dict(policy.named_parameters()), dict(self.model.trunk.named_parameters()))
+        self.optimizer.masters.sync_from_model()
+
+
+class ValueModel(nn.Module):
+    """A PolicyNetwork's trunk with a value head in place of the language-model head."""
+
+    def __init__(self, trunk: PolicyNetwork) -> None:
+        super().__init__()
+        self.trunk = trunk
+        self.head = ValueHead(trunk.text_config.hidden_size, detach_trunk=False)
+
+    def forward(self, row: PackedRow) -> Tensor:
+        """Values [A] of the states before each action."""
+        values_U: Tensor = self.head(self.trunk.action_states(row))
+        return values_U[row.computed_A]
+
 
 MIN_SHARE_OF_GRAPH = 2 / 3
 """Least share of a graph's visual tokens that the update must need. A backward pass goes through all images of the
@@ -130,11 +162,7 @@ def recorded_outputs(micro: MicroBatch, tape: Tape) -> RecordedOutputs | None:
         return None
     # group[0]: the samples of a group share one prompt, which is once on the tape and once in the row
     places = [x for group in known for x in (group[0].prompt_places_L, *(trace.places_T for trace in group))]
-    joined = torch.from_numpy(np.concatenate(places))
-    # a row padded to a fixed length has tokens that no rollout computed
-    if len(joined) != micro.row.num_tokens:
-        return None
-    return RecordedOutputs(tape=tape, places_N=joined)
+    return RecordedOutputs(tape=tape, places_N=torch.from_numpy(np.concatenate(places)))
 
 
 def _trace(sample: Sample, tape: Tape) -> Trace | None:

@@ -23,8 +23,17 @@ from fovea.cli.main import app
 from fovea.commands import targets
 from fovea.commands.evaluate import EvalSet, compare
 from fovea.commands.exporting import export as export_module
-from fovea.commands.exporting.check import beyond_rounding, check, make_probe
-from fovea.commands.exporting.export import VIDEO_PROCESSOR_FILE, check_repo, export, push, reload_model, write_model
+from fovea.commands.exporting.export import (
+    VIDEO_PROCESSOR_FILE,
+    beyond_rounding,
+    check,
+    check_repo,
+    export,
+    make_probe,
+    push,
+    reload_model,
+    write_model,
+)
 from fovea.commands.targets import find_checkpoint, open_checkpoint, parse_target, shared_settings
 from fovea.config.run import Config
 from fovea.errors import ConfigError, DataError, ModelError
@@ -91,7 +100,7 @@ def train_tiny(folder: Path, model: dict[str, Any], base: Path) -> Trained:
         run.environment,
         run.stream.grading,
         greedy=Sampling(max_new_tokens=config.rollout.max_new_tokens, temperature=0.0),
-        batch_size=config.evaluate.batch_size,
+        batch_size=200,
     )
     train(replace(run, evaluator=evaluator))
     return Trained(folder=folder, base=base, run=run, readings=evaluator.kept)

@@ -32,8 +32,8 @@ SERVER = Path(__file__).parent / "mcp_server.py"
 COMMAND = (sys.executable, str(SERVER))
 
 
-def call(tools: dict[str, McpTool], name: str, **arguments: object) -> tuple[str | ImageRef, ...]:
-    return tuple(asyncio.run(tools[name].call(arguments, ())))
+def call(tools: dict[str, McpTool], tool: str, /, **arguments: object) -> tuple[str | ImageRef, ...]:
+    return tuple(asyncio.run(tools[tool].call(arguments, ())))
 
 
 def opened(connection: McpConnection) -> dict[str, McpTool]:
@@ -131,7 +131,7 @@ def test_a_server_that_prints_to_stdout_is_named_once_and_sees_only_named_variab
         assert call(own, "variable", name="OTHER_KEY") == ("none",)
         connection.close()
     assert [record.getMessage() for record in caplog.records if record.name.startswith("fovea")] == [
-        "environment.mcp.squares: the server prints to stdout, which carries the protocol, and those lines are "
+        "MCP server squares prints to stdout, which carries the protocol, and those lines are "
         "skipped; have it print to stderr"
     ]
 
@@ -166,10 +166,16 @@ def test_a_server_over_http() -> None:
     [
         ({"command": ("no-such-program",)}, "there is no program no-such-program; install it, or give its path"),
         ({"command": (sys.executable, "-c", "print(3)")}, "gives no tools .*; start it, or correct its command or url"),
-        ({"url": "http://127.0.0.1:9/mcp"}, "the server at http://127.0.0.1:9/mcp gives no tools .*; start it"),
-        ({"url": "http://10.1.2.3/mcp"}, "10.1.2.3 is at 10.1.2.3, in a private network; set .*addresses=true"),
-        ({"command": COMMAND, "tools": ("paint",)}, "tools names paint, but the server has square, add, "),
-        ({"url": "http://127.0.0.1:9/mcp", "api_key_env": "NO_SUCH_KEY"}, "mcp.squares.api_key_env=NO_SUCH_KEY, but"),
+        ({"url": "http://127.0.0.1:9/mcp"}, "squares .at http://127.0.0.1:9/mcp. gives no tools .*; start it"),
+        (
+            {"url": "http://10.1.2.3/mcp"},
+            "10.1.2.3 is at 10.1.2.3, in a private network; set allow_private_addresses=True",
+        ),
+        (
+            {"command": COMMAND, "tools": ("paint",)},
+            "MCP server squares has square, add, .*, and not paint; correct its tools",
+        ),
+        ({"url": "http://127.0.0.1:9/mcp", "api_key_env": "NO_SUCH_KEY"}, "api_key_env=NO_SUCH_KEY, but"),
     ],
 )
 def test_a_server_without_tools_is_one_line(settings: dict[str, Any], message: str) -> None:
@@ -178,7 +184,7 @@ def test_a_server_without_tools_is_one_line(settings: dict[str, Any], message: s
         connection.tools()
     connection.close()
     assert "\n" not in str(caught.value)
-    assert "mcp.squares" in str(caught.value)
+    assert "MCP server squares" in str(caught.value)
 
 
 @table("settings", [{}, {"command": ("x",), "url": "http://127.0.0.1/"}, {"command": ("x",), "api_key_env": "KEY"}])

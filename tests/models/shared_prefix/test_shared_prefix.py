@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -135,33 +133,6 @@ def test_what_padding_holds_does_not_matter(vlm: VLM, parts: TinyParts) -> None:
             for completion in group
         ]
     torch.testing.assert_close(together, torch.cat(alone), atol=LOGPROB_TOLERANCE, rtol=0)
-
-
-def test_padding_to_one_length_changes_nothing(vlm: VLM, parts: TinyParts) -> None:
-    prompts, completions = mixed_prompts(parts), random_completions(UNEQUAL)
-    results = []
-    for padded_tokens in (None, 200):
-        row = pack_row(parts.processor.family, prompts, completions, CPU, padded_tokens)
-        scores = vlm(row, temperature=1.0, chunk_tokens=1000)
-        scores.logprobs_A.sum().backward()
-        results.append((scores.logprobs_A, gradients(parts.network)))
-    assert row.num_tokens == 200
-    (plain, plain_gradients), (padded, padded_gradients) = results
-    torch.testing.assert_close(padded, plain, atol=LOGPROB_TOLERANCE, rtol=0)
-    assert largest_relative_difference(plain_gradients, padded_gradients) < GRADIENT_TOLERANCE
-
-
-def test_no_real_token_sees_the_padding(vlm: VLM, parts: TinyParts) -> None:
-    """Other tokens at other positions there, and every log-prob is the same to the last bit."""
-    row = pack_row(parts.processor.family, mixed_prompts(parts), random_completions(UNEQUAL), CPU, 200)
-    real = pack_row(parts.processor.family, mixed_prompts(parts), random_completions(UNEQUAL), CPU).num_tokens
-    tokens, positions = row.token_ids_N.clone(), row.positions_3N.clone()
-    tokens[real:] = torch.arange(200 - real) % 250
-    positions[:, real:] = torch.arange(200 - real)
-    changed = replace(row, token_ids_N=tokens, positions_3N=positions)
-    with torch.no_grad():
-        first, second = (vlm(each, temperature=1.0, chunk_tokens=1000).logprobs_A for each in (row, changed))
-    assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,7 @@ from fovea.commands.serve import served_folder
 from fovea.config.model import Model
 from fovea.evaluation.benchmarks.mathvision import extracted
 from fovea.models.processor import load_processor
-from fovea.rollout.server_guard import MAX_BODY_BYTES
-from fovea.rollout.server_images import UNREADABLE
+from fovea.rollout.server_guard import MAX_BODY_BYTES, UNREADABLE
 from tests.data.web import served
 from tests.evaluation.benchmarks.made import ROWS, write
 from tests.rollout.engines.under_test import under_test

@@ -21,9 +21,8 @@ from fovea.rollout.server import ModelServer
 from fovea.rollout.server_guard import Message, Receive, Send
 from fovea.rollout.vllm.push_folder import PushFolder
 from fovea.rollout.vllm.server import WEIGHTS_DIR_ENV, launch
-from fovea.rollout.vllm.server_push import SamePush
 from fovea.rollout.vllm.server_worker import FolderReceiver
-from fovea.rollout.vllm.servers import ServerFacts, VllmServers
+from fovea.rollout.vllm.servers import SamePush, ServerFacts, VllmServers
 from fovea.utils.event_loop import wait_for
 from fovea.utils.http_json import CallBounds, JsonServer
 from tests.chat_server import Endpoint, endpoints

@@ -362,7 +362,6 @@ RLINF_TABLE = {
     "train.gradient_checkpointing": "full",
     "train.enable_dynamic_batch_size": True,
     "train.max_tokens_per_microbatch": 8192,
-    "train.variable_seq_lengths": True,
     "train.backend.cpu_offload": False,
     "train.backend.liger_kernels": False,
     "max_epochs": 25,

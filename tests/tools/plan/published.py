@@ -146,7 +146,7 @@ RECIPES = Path(__file__).parents[3] / "recipes"
 
 def wide(family: str) -> dict[str, int]:
     """Sizes at which activations are more than what a plan leaves out."""
-    return {"hidden_size": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "intermediate_size": 256}
+    return {"hidden_size": 128, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 256}
 
 
 _SIZES: dict[str, ModelSizes] = {}

@@ -19,7 +19,7 @@ from fovea.train.update_metrics import ActivationMeter
 from tests.tiny_models import CPU, random_completions, renderer, save, tiny, user
 from tests.tools.plan.published import wide
 
-MID = {"hidden_size": 128, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
+MID = {"hidden_size": 128, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2}
 COMPLETIONS, LENGTH = 8, 40
 
 

@@ -22,11 +22,9 @@ from fovea.tools.plan.machine import machine_of
 from fovea.tools.plan.plan import make_plan
 from fovea.tools.plan.table import plan_tables
 from fovea.tools.probe import kernels, rates
-from fovea.tools.probe.checks import Check, CheckFailed, run_checks
-from fovea.tools.probe.cpu import with_cpu_rates
 from fovea.tools.probe.gpu import expected
 from fovea.tools.probe.kernels import plain_attention
-from fovea.tools.probe.rates import Rates
+from fovea.tools.probe.rates import Check, CheckFailed, Rates, run_checks, with_cpu_rates
 from tests.runs import fovea_here
 
 CPU = torch.device("cpu")

@@ -24,7 +24,7 @@ from tests.environments.files import row
 
 REWARD = f"reward={Path(__file__).parents[2] / 'hash_reward.py'}:score"
 SMALL = [
-    *("tiny", "model.tiny={hidden_size: 32, num_layers: 1, head_dim: 16}", "warmup=null", "max_steps=2"),
+    *("tiny", "model.tiny={hidden_size: 32, num_layers: 1}", "warmup=null", "max_steps=2"),
     *("rollout.prompts_per_step=4", "rollout.samples_per_prompt=2", "rollout.max_new_tokens=6"),
     *("algorithm.minibatches=2", "log.progress=false", "log.tensorboard=false", "evaluate.image_controls=false"),
     *("evaluate.before_training=false", "parity.prompts=1", REWARD),

@@ -38,7 +38,7 @@ SETTINGS: dict[str, Any] = {
 
 def model(folder: Path) -> Path:
     """A tiny Qwen2-VL as `from_pretrained` reads it."""
-    parts = tiny("qwen2_vl", hidden_size=32, num_layers=1, head_dim=16, vocabulary_size=300)
+    parts = tiny("qwen2_vl", hidden_size=32, num_layers=1, vocabulary_size=300)
     return save(parts, folder)
 
 

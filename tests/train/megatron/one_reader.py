@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from fovea.cli.main import main
-from fovea.cluster import loading
+from fovea.wiring import model
 from tests.train.megatron import cpu_shims
 
 
@@ -16,5 +16,5 @@ def refuse(*_: object) -> None:
 if __name__ == "__main__":
     cpu_shims.install()
     if os.environ["RANK"] != "0":
-        loading.load_network = refuse  # type: ignore[assignment]
+        model.load_network = refuse  # type: ignore[assignment]
     main()

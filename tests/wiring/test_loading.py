@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fovea.cluster.loading import load_on_ranks
 from fovea.config.model import Model
 from fovea.errors import FoveaError
 from fovea.models.load import load_network
 from fovea.models.tiny import save_tiny
 from fovea.train.ranks import Ranks
+from fovea.wiring.model import load_on_ranks
 from tests.tiny_models import CPU, FAMILIES, tiny
 from tests.warm import run_ranks
 

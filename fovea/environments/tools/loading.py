@@ -1,0 +1,74 @@
+"""The tools that `environment.tools` names: built-in ones, and functions in files and modules of the user's."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from fovea.config.rewards import FROM_PYTHON
+from fovea.environments.custom.loading import load_named
+from fovea.environments.tools.base import Tool
+from fovea.environments.tools.calculator import Calculator
+from fovea.environments.tools.function import function_tool
+from fovea.environments.tools.picture_tools import PICTURE_TOOLS
+from fovea.environments.tools.python import PythonTool
+from fovea.errors import ConfigError, describe_error, result_or_error
+
+PYTHON = "python"
+SETTING = "environment.tools"
+BUILT_IN: Mapping[str, Tool] = {tool.name: tool for tool in PICTURE_TOOLS} | {Calculator.spec.name: Calculator()}
+"""Built-in tools, without Python, which needs a consent."""
+
+
+def load_tools(names: Sequence[str], *, allow_python: bool, given: Sequence[object] = ()) -> tuple[Tool, ...]:
+    """The named tools; ConfigError for one that is not found, cannot be a tool or is named twice.
+
+    `given` are the objects that the names describe, where Python code has given them.
+    """
+    objects = given or [_named(name, allow_python=allow_python) for name in names]
+    tools = tuple(_tool(each, name) for each, name in zip(objects, names, strict=True))
+    found = dict[str, str]()
+    for tool, shown in zip(tools, names, strict=True):
+        if (name := tool.spec.name) in found:
+            raise ConfigError(f"{SETTING}: {found[name]} and {shown} are both called {name}; rename one")
+        found[name] = shown
+    return tools
+
+
+def _tool(named: Any, shown: str) -> Tool:
+    """An object as a tool: a function, or an object with `spec` and `call`."""
+    if isinstance(named, str):
+        named = _named(named, allow_python=False)
+    if hasattr(named, "spec") and callable(getattr(named, "call", None)) and not isinstance(named, type):
+        tool: Tool = named
+        return tool
+    return function_tool(named, shown)
+
+
+def _named(name: str, *, allow_python: bool) -> object:
+    if name == PYTHON:
+        if not allow_python:
+            raise ConfigError(
+                f"{SETTING} names python, which runs programs that the model writes, in a process with limits and "
+                "without network; set environment.allow_python=true if you want that"
+            )
+        return PythonTool.checked()
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    module, colon, function = name.rpartition(":")
+    if not colon:
+        near = get_close_matches(name, [*BUILT_IN, PYTHON], n=1)
+        meant = f"did you mean {near[0]}?" if near else f"name one of {', '.join([*BUILT_IN, PYTHON])},"
+        raise ConfigError(f"{SETTING}: no built-in tool is called {name}; {meant} or path/to/file.py:function")
+    if module.endswith(".py") or "/" in module or name.startswith(FROM_PYTHON):
+        return load_named(name, SETTING)
+    return _of_module(module, function, name)
+
+
+def _of_module(module: str, function: str, name: str) -> object:
+    found, error = result_or_error(lambda: getattr(importlib.import_module(module), function))
+    if error is not None:
+        raise ConfigError(f"{SETTING}={name} cannot be imported: it {describe_error(error)}; fix the name") from error
+    return found

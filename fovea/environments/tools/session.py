@@ -1,0 +1,220 @@
+"""Episodes with tools: calls in a turn are answered by their results, and other turns by the environment."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fovea.environments.base import Environment, OpensSessions, ScoresEpisode, Session, Split, UsesTools
+from fovea.environments.tools.arguments import check_arguments
+from fovea.environments.tools.base import BadResultError, Frame, Picture, TakesCoordinates, Tool, ToolError
+from fovea.environments.tools.printed import PrintedText
+from fovea.environments.tools.results import ResultLimits, checked_parts
+from fovea.errors import describe_error, first_line
+from fovea.types import ImageRef, Message, Score, Task, ToolCall, Turn
+from fovea.utils.tool_calls.base import BadCall, CallFormat
+from fovea.utils.tool_calls.json_calls import JsonCalls
+
+MAX_CALLS = 8
+"""Calls of a turn that are made; further ones are answered by an error."""
+MAX_ERROR_CHARACTERS = 300
+DEMONSTRATED = JsonCalls()
+"""The format in which demonstrations have calls, whatever the model's is (`demonstrated_call`)."""
+
+
+def demonstrated_call(name: str, arguments: Mapping[str, object], text: str = "") -> str:
+    """An answer of a demonstration that calls a tool, after this text; coordinates in thousandths.
+
+    Where the run's model writes calls or coordinates in another form, Fovea rewrites them.
+    """
+    return DEMONSTRATED.written(text, [ToolCall(name=name, arguments=arguments)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolUse:
+    """The way in which a run's model calls tools and is answered."""
+
+    format: CallFormat
+    frame: Frame
+    limits: ResultLimits
+    check_picture: Callable[[ImageRef], object]
+    """Raises BadRowError for a picture of a shape that the model's image processor refuses."""
+    warn: Callable[[str], None]
+    """Gets one line about each tool that fails, the first time."""
+    printed: PrintedText = field(default_factory=PrintedText)
+    warned: set[str] = field(default_factory=set)
+    """Names of the tools that `warn` has got a line about."""
+
+
+class WithTools(Environment):
+    """An environment whose model may call tools: its own for a task, then the further ones of the settings."""
+
+    def __init__(
+        self, environment: Environment, use: ToolUse, tools: Sequence[Tool] = (), *, max_turns: int | None = None
+    ) -> None:
+        """`max_turns` is in place of the environment's."""
+        self._environment = environment
+        self._use = use
+        self._tools = tuple(tools)
+        self.max_turns = environment.max_turns if max_turns is None else max_turns
+        self.answer_end = getattr(environment, "answer_end", None)
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        return self._environment.tasks(split)
+
+    def prompt(self, task: Task) -> Sequence[Message]:
+        return self._environment.prompt(task)
+
+    def target(self, task: Task) -> str:
+        return self._environment.target(task)
+
+    def tools(self, task: Task) -> Sequence[Tool]:
+        own = self._environment.tools(task) if isinstance(self._environment, UsesTools) else ()
+        frame = self._use.frame
+        return [each.in_frame(frame) if isinstance(each, TakesCoordinates) else each for each in (*own, *self._tools)]
+
+    def demonstration(self, task: Task) -> Sequence[str]:
+        """The demonstration with calls in the format of the model, and their coordinates in its frame."""
+        pictures = pictures_of(task, self.prompt(task), (), self._use.limits)
+        tools = {tool.spec.name: tool for tool in self.tools(task)}
+        return [self._rewritten(text, tools, pictures) for text in self._environment.demonstration(task)]
+
+    async def open(self, task: Task, seed: int) -> Session:
+        inner = await self._inner(task, seed)
+        calls = ToolCalls(task, self.tools(task), self._use)
+        return ScoredToolSession(inner, calls, inner) if isinstance(inner, ScoresEpisode) else ToolSession(inner, calls)
+
+    async def _inner(self, task: Task, seed: int) -> Session:
+        if isinstance(self._environment, OpensSessions):
+            return await self._environment.open(task, seed)
+        return StatelessReplies(self._environment, task)
+
+    def _rewritten(self, text: str, tools: Mapping[str, Tool], pictures: Sequence[Picture]) -> str:
+        calls = [each for each in DEMONSTRATED.parse(text, ()) if isinstance(each, ToolCall)]
+        if not calls:
+            return text
+        framed = [ToolCall(name=each.name, arguments=_framed(each, tools, pictures)) for each in calls]
+        return self._use.format.written(text.partition("<tool_call>")[0].strip(), framed)
+
+
+def _framed(call: ToolCall, tools: Mapping[str, Tool], pictures: Sequence[Picture]) -> Mapping[str, object]:
+    tool = tools.get(call.name)
+    return tool.demonstrated(call.arguments, pictures) if isinstance(tool, TakesCoordinates) else call.arguments
+
+
+def pictures_of(task: Task, asked: Sequence[Message], later: Sequence[Message], limits: ResultLimits) -> list[Picture]:
+    """The pictures of an episode: those of the task, as its prompt `asked` shows them, then those of later messages."""
+    shown = images_in(asked)
+    # a prompt may show a reduced copy: tools work on the original, where it is plain which one that is
+    refs = task.images if len(task.images) == len(shown) else shown
+    pairs = [*zip(refs, shown, strict=True), *((ref, ref) for ref in images_in(later))]
+    return [Picture(ref=ref, open_image=limits.open_image, shown=seen) for ref, seen in pairs]
+
+
+def images_in(messages: Sequence[Message]) -> list[ImageRef]:
+    """The images of messages, in order."""
+    return [part for message in messages for part in message.parts if isinstance(part, ImageRef)]
+
+
+class StatelessReplies:
+    """Session of an environment without sessions: its replies."""
+
+    def __init__(self, environment: Environment, task: Task) -> None:
+        self._environment = environment
+        self._task = task
+
+    async def reply(self, turns: Sequence[Turn]) -> Sequence[Message] | None:
+        replied: Any = self._environment.reply(self._task, turns)
+        messages: Sequence[Message] | None = await replied if inspect.isawaitable(replied) else replied
+        return messages
+
+    async def close(self) -> None: ...
+
+
+class ToolCalls:
+    """The tools of one episode, called as a run's model asks for them."""
+
+    def __init__(self, task: Task, tools: Sequence[Tool], use: ToolUse) -> None:
+        self._task = task
+        self._tools = {tool.spec.name: tool for tool in tools}
+        self._specs = [tool.spec for tool in tools]
+        self._use = use
+
+    async def results(self, turns: Sequence[Turn]) -> list[Message]:
+        """A message for each call of the last turn, in order; none: it calls nothing."""
+        found = self._use.format.parse(turns[-1].text, self._specs)
+        if not found:
+            return []
+        later = [message for turn in turns[1:] for message in turn.messages]
+        pictures = pictures_of(self._task, turns[0].messages, later, self._use.limits)
+        made = await asyncio.gather(*(self._result(call, pictures) for call in found[:MAX_CALLS]))
+        return [*made, *[failed("", f"at most {MAX_CALLS} calls are made in a turn")] * (len(found) > MAX_CALLS)]
+
+    async def _result(self, call: ToolCall | BadCall, pictures: Sequence[Picture]) -> Message:
+        if isinstance(call, BadCall):
+            return failed("", call.problem)
+        tool = self._tools.get(call.name)
+        if tool is None:
+            return failed("", f"there is no tool {call.name:.60}; the tools are {', '.join(self._tools)}")
+        try:
+            parts = await self._called(tool, call, pictures)
+        except BadResultError as error:
+            self._warn(call.name, str(error).removeprefix(f"{call.name} "))
+            return failed(call.name, str(error))
+        except ToolError as error:
+            return failed(call.name, str(error))
+        except Exception as error:  # the code of a tool; the model reads of its failure, and metrics count it
+            self._warn(call.name, describe_error(error))
+            return failed(call.name, first_line(error))
+        return Message(role="tool", tool=call.name, parts=tuple(parts))
+
+    async def _called(self, tool: Tool, call: ToolCall, pictures: Sequence[Picture]) -> list[str | ImageRef]:
+        arguments = check_arguments(call.arguments, tool.spec)
+        with self._use.printed.of_call() as printed:
+            parts = await tool.call(arguments, pictures)
+        if text := printed.getvalue().strip():
+            self._warn(call.name, f"printed {text.splitlines()[0]!r:.100}, which the model does not see; return it")
+        checked = await asyncio.to_thread(checked_parts, parts, call.name, self._use.limits)
+        for part in checked:
+            if isinstance(part, ImageRef):
+                self._use.check_picture(part)
+        return checked
+
+    def _warn(self, tool: str, problem: str) -> None:
+        if tool not in self._use.warned:
+            self._use.warned.add(tool)
+            self._use.warn(f"tool {tool} {problem} (said once)")
+
+
+def failed(tool: str, problem: str) -> Message:
+    """The answer to a call that failed."""
+    text = " ".join(problem.split())[:MAX_ERROR_CHARACTERS]
+    return Message(role="tool", tool=tool, parts=(f"Error: {text}",), failed=True)
+
+
+class ToolSession:
+    """Session that answers turns with calls by their results; the environment's session answers the others."""
+
+    def __init__(self, inner: Session, calls: ToolCalls) -> None:
+        self._inner = inner
+        self._calls = calls
+
+    async def reply(self, turns: Sequence[Turn]) -> Sequence[Message] | None:
+        return await self._calls.results(turns) or await self._inner.reply(turns)
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+
+class ScoredToolSession(ToolSession):
+    """A ToolSession whose environment's session scores the episode."""
+
+    def __init__(self, inner: Session, calls: ToolCalls, scores: ScoresEpisode) -> None:
+        super().__init__(inner, calls)
+        self._scores = scores
+
+    async def score(self, turns: Sequence[Turn]) -> Score:
+        return await self._scores.score(turns)

@@ -1,0 +1,147 @@
+"""Families whose prompts transformers' processor makes, with what no file of a model says; most have a fast path.
+
+Axes: `V` visual tokens, `D` width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from transformers import Idefics3Processor
+
+from fovea.data.images import Size
+from fovea.models.families.auto import AutoFamily
+from fovea.models.families.base import FastPath, ModelFamily
+from fovea.models.families.hub_processor import HubProcessor, load_hub_processor
+from fovea.models.families.mistral3 import RowsProcessor
+from fovea.models.families.qwen_vl import QwenFastPath, grid_positions
+from fovea.models.transfer import to_device
+from fovea.models.vision.feature_cache import ImageFeatures
+from fovea.models.vision.tower_inputs import BlockCounts, graph_bytes
+from fovea.types import PromptImage
+
+HAS_HEAD_NORMS = {"llama": False, "mistral": False, "qwen2": False, "qwen3": True, "glm4v_moe_text": False}
+"""By the decoders that the fast path runs, True if queries and keys are normalised per head."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedFamily(AutoFamily):
+    """ModelFamily of a named model type, on the fast path where its decoder is one of `HAS_HEAD_NORMS`."""
+
+    frame: tuple[int, int] | None = None
+    """Width and height in which it gives coordinates on an image; None for one that gives none."""
+    processor: type | None = None
+    """Class of its processor, where transformers' own needs packages that only videos use."""
+
+    @classmethod
+    def of(cls, config: Any, frame: tuple[int, int] | None = None, processor: type | None = None) -> NamedFamily:
+        """The family for a transformers config."""
+        return cls(config=config, frame=frame, processor=processor)
+
+    @property
+    def plain_reason(self) -> str:
+        """Property of the decoder that the fast path does not run; empty where it runs all."""
+        text = self.config.text_config
+        if text.model_type not in HAS_HEAD_NORMS:
+            return PLAIN_DECODERS.get(text.model_type, f"a decoder of {text.model_type}")
+        return "" if getattr(text, "sliding_window", None) is None else "sliding windows"
+
+    @property
+    def fast_path(self) -> FastPath | None:  # type: ignore[override]
+        if self.plain_reason:
+            return None
+        return TilesFastPath(normed_heads=HAS_HEAD_NORMS[self.config.text_config.model_type], family=self)
+
+    def load_image_processor(self, path: str, revision: str) -> HubProcessor:
+        if self.processor is None:
+            return super().load_image_processor(path, revision)
+        return load_hub_processor(self.processor, path, revision)
+
+    def fewest_tokens(self, image_processor: HubProcessor, size: Size, _options: Mapping[str, Any]) -> int:
+        return image_processor.num_tokens(size)
+
+    def box_frame(self, _image: PromptImage) -> tuple[int, int] | None:  # type: ignore[override]
+        return self.frame
+
+
+class GridFamily(NamedFamily):
+    """NamedFamily whose visual tokens have M-RoPE positions, as in Qwen2-VL."""
+
+    def positions(
+        self, token_ids_L: NDArray[np.int64], images: Sequence[PromptImage], start: int
+    ) -> tuple[NDArray[np.int64], int]:
+        return grid_positions(
+            token_ids_L == self.image_token_id, images, start, self.config.vision_config.spatial_merge_size
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TilesFastPath(QwenFastPath):
+    """FastPath of a decoder with transformers' usual names, after a tower for which tiles are a batch."""
+
+    family: NamedFamily
+    deepstack: bool = False
+
+    def encode(
+        self, network: Any, images: Sequence[PromptImage], device: torch.device, dtype: torch.dtype
+    ) -> list[ImageFeatures]:
+        inputs = {
+            name: to_device(x.to(dtype) if x.is_floating_point() else x, device)
+            for name, x in self.family.image_inputs(images).items()
+        }
+        out = network.base_model.get_image_features(**inputs)
+        # a tensor for each image or for each tile
+        embeds_VD = torch.cat(list(getattr(out, "pooler_output", out)))
+        sizes = [image.num_tokens for image in images]
+        return [ImageFeatures(embeds_VD=embeds, deepstack_VD=()) for embeds in embeds_VD.split(sizes)]
+
+    def activation_bytes(self, network: Any, images: Sequence[PromptImage]) -> int:
+        tower = network.get_submodule(self.family.vision_paths[0])
+        lists = [list(x) for x in tower.modules() if isinstance(x, nn.ModuleList)]
+        longest = max(lists, key=len)
+        blocks = BlockCounts.of(longest)
+        patches = sum(math.prod(image.grid) for image in images)
+        pixels = sum(x.numel() for x in self.family.image_inputs(images).values())
+        return graph_bytes(
+            patches=patches,
+            width=self.family.config.vision_config.hidden_size,
+            itemsize=next(tower.parameters()).element_size(),
+            trained_blocks=blocks.trained,
+            recomputed_blocks=blocks.recomputed,
+            mergers=1,
+            pixels=pixels // max(patches, 1) if blocks.total else 0,
+        )
+
+    def segment_heads(self, _network: Any, _device: torch.device, _dtype: torch.dtype) -> None:
+        return None
+
+
+SANDWICH = "norms behind attention and MLP"
+SEEING = f"{SANDWICH}, and image tokens that see those after them"
+PLAIN_DECODERS = {
+    "gemma3_text": SEEING,
+    "gemma4_text": SEEING,
+    "glm4v_text": SANDWICH,
+}
+"""Reasons for the plain path, by decoder."""
+THOUSANDTHS = (1000, 1000)
+NAMED: dict[str, Callable[[Any], ModelFamily]] = {
+    "internvl": partial(NamedFamily.of, frame=THOUSANDTHS),
+    "llava_onevision": NamedFamily.of,
+    "smolvlm": partial(NamedFamily.of, processor=Idefics3Processor),
+    "mistral3": partial(NamedFamily.of, processor=RowsProcessor),
+    "glm4v": partial(GridFamily.of, frame=THOUSANDTHS),
+    "glm4v_moe": partial(GridFamily.of, frame=THOUSANDTHS),
+    "glm46v": partial(GridFamily.of, frame=THOUSANDTHS),
+    "gemma3": NamedFamily.of,
+    "gemma4": NamedFamily.of,
+}
+"""Constructors of families by `model_type`."""

@@ -1,0 +1,54 @@
+"""A process by which others know whether what it has left is still in use."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """A process that holds the lock of a run folder, or started the processes of sessions."""
+
+    host: str
+    pid: int
+    started: str
+    """Start time of the process in clock ticks since boot, which tells it from a later one with its pid; "" where the
+    system has no /proc."""
+
+    @staticmethod
+    def this_process() -> Owner:
+        return Owner(host=socket.gethostname(), pid=os.getpid(), started=_start_of(os.getpid()))
+
+    @property
+    def is_here(self) -> bool:
+        """True if it runs, or ran, on this host."""
+        return self.host == socket.gethostname()
+
+    @property
+    def is_alive(self) -> bool:
+        """True if a process of this host still runs."""
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass  # it runs, as another user's
+        return _start_of(self.pid) == self.started
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on host {self.host}"
+
+
+def _start_of(pid: int) -> str:
+    """Start time of a running process, field 22 of /proc/PID/stat (proc(5)); "" where there is none."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    # the name before it, in parentheses, may hold spaces and parentheses itself
+    state, *fields = stat.rpartition(")")[2].split()
+    # one that was killed, and which nobody has reaped
+    return "" if state in "ZX" else fields[18]

@@ -1,0 +1,74 @@
+"""Builder of the tools of a run, and of episodes in which the model calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from fovea.config.run import Config
+from fovea.data.images import ImageOpener
+from fovea.environments.base import Environment, UsesTools
+from fovea.environments.sessions import LimitedSessions
+from fovea.environments.tools.base import THOUSANDTHS, Frame, Tool
+from fovea.environments.tools.loading import load_tools
+from fovea.environments.tools.results import ResultLimits
+from fovea.environments.tools.session import ToolUse, WithTools
+from fovea.models.processor import Processor
+from fovea.models.render import Renderer
+from fovea.types import ImageRef, Message
+from fovea.utils.tool_calls.detect import format_of
+
+
+def make_tools(config: Config, given: Sequence[object] = ()) -> tuple[Tool, ...]:
+    """The tools that the settings name; `given` are those that Python code has given for these names."""
+    settings = config.environment
+    return load_tools(settings.tools, allow_python=settings.allow_python, given=given)
+
+
+def uses_tools(environment: Environment, tools: Sequence[Tool]) -> bool:
+    """True if the model of a run may call tools: those of the settings or of its environment."""
+    return bool(tools) or isinstance(_inside(environment), UsesTools)
+
+
+def with_tools(
+    config: Config,
+    environment: Environment,
+    tools: Sequence[Tool],
+    *,
+    processor: Processor,
+    renderer: Renderer,
+    opener: ImageOpener,
+    warn: Callable[[str], None],
+) -> Environment:
+    """The environment with these tools and those that it brings, called within the limits of its sessions.
+
+    ModelError for a model whose format of calls is not known. An environment without tools is returned as it is.
+    """
+    if not uses_tools(environment, tools):
+        return environment
+    use = ToolUse(
+        format=format_of(processor.chat_template, processor.name),
+        frame=frame_of(renderer),
+        limits=ResultLimits(open_image=opener, image_root=config.data.image_root),
+        check_picture=lambda ref: renderer.fewest_tokens([Message(role="tool", parts=(ref,))]),
+        warn=warn,
+    )
+    settings, inside = config.environment, _inside(environment)
+    # an environment that brings tools counts turns with calls itself
+    further = settings.max_tool_turns if settings.tools else 0
+    calling = WithTools(inside, use, tools, max_turns=inside.max_turns + further)
+    return LimitedSessions(calling, settings.session, type(inside).__name__)
+
+
+def frame_of(renderer: Renderer) -> Frame:
+    """The frame in which the renderer's model gives coordinates."""
+
+    def size(ref: ImageRef) -> tuple[int, int]:
+        return renderer.box_frame(ref)
+
+    if renderer.gives_pixels:
+        return Frame(description="in pixels of the picture in the size in which you see it", size=size)
+    return THOUSANDTHS
+
+
+def _inside(environment: Environment) -> Environment:
+    return environment.inside if isinstance(environment, LimitedSessions) else environment

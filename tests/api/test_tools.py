@@ -1,0 +1,75 @@
+"""Runs with tools from Python: the model learns to call one, and its results reach what it reads next."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+import fovea
+from fovea.environments.base import Environment, Split
+from fovea.environments.tools.session import demonstrated_call
+from fovea.metrics.log import read_metrics
+from fovea.types import Message, Score, Task, Turn
+from tests.api.small import SETTINGS, rows, score
+
+CALLS: list[str] = []
+
+
+def hint(place: int) -> str:
+    """Look the answer up.
+
+    Args:
+        place: Which.
+    """
+    CALLS.append(f"call {place}")
+    return "red"
+
+
+class Grader:
+    async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+        right = float(turns[-1].text.strip() == task.answer)
+        return Score(reward=right, accuracy=right)
+
+
+class Riddle(Environment):
+    """The same question in all rows; its answer is to be looked up."""
+
+    max_turns = 1
+    graders = (Grader(),)
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        return [Task(id=f"{split}/{number}", question="Answer?", answer="red") for number in range(8)]
+
+    def prompt(self, task: Task) -> Sequence[Message]:
+        return [Message(role="user", parts=(task.question,))]
+
+    def target(self, task: Task) -> str:
+        return task.answer
+
+    def demonstration(self, task: Task) -> Sequence[str]:
+        return [demonstrated_call("hint", {"place": 1}), "red"]
+
+
+def test_a_model_calls_the_function_that_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    CALLS.clear()
+    settings = {
+        **SETTINGS,
+        "rollout": {"prompts_per_step": 2, "samples_per_prompt": 2, "max_new_tokens": 120},
+        "warmup": {"max_steps": 60, "check_every_steps": 60, "batch_size": 4},
+        "environment.max_tool_turns": 1,
+    }
+    trainer = fovea.GRPO(environment=Riddle(), tools=[hint], run_dir="run", settings=settings)
+    assert trainer.config.environment.tools == ("python:tests.api.test_tools.hint",)
+    trainer.train()
+    assert set(CALLS) == {"call 1"}
+    metrics = read_metrics(Path("run"))
+    print(json.dumps(metrics[-1], indent=1))
+
+
+def test_a_string_in_place_of_a_list_is_refused() -> None:
+    with pytest.raises(fovea.ConfigError, match=r"tools='zoom' is of type str; give a list, such as tools=\[zoom\]"):
+        fovea.GRPO(rows=rows(), reward=score, tools="zoom", settings=SETTINGS)

@@ -1,0 +1,118 @@
+"""Environments with sessions as a user writes them, and an engine without a model that converses with them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fovea.config.run import Config
+from fovea.environments.prompt_source import PromptedTask
+from fovea.rollout.collect import collect
+from fovea.rollout.conversation import SessionLog
+from fovea.rollout.engine_turns import Interaction
+from fovea.types import Completion, Episode, Group, Message, Prompt, Request, Sampling, Score, Task, Turn
+from fovea.utils.event_loop import wait_for
+from fovea.wiring.environment import GradedEnvironment, make_environment
+from tests.fakes import BanditRenderer
+
+MORE = [Message(role="user", parts=("go on",))]
+
+
+class Echo:
+    """Draws one token for every completion, and notes the ids of the requests in their order."""
+
+    def __init__(self, *, repeats_in_rounds: bool = False) -> None:
+        self.repeats_in_rounds = repeats_in_rounds
+        self.ids: list[str] = []
+
+    async def generate(self, request: Request) -> Sequence[Completion]:
+        self.ids.append(request.id)
+        await asyncio.sleep(0)
+        ids, logprobs = np.array([1]), np.zeros(1, dtype=np.float32)
+        return [
+            Completion(id=f"{request.id}/{k}", token_ids_T=ids, logprobs_T=logprobs, text="a", finish="stop", version=0)
+            for k in range(request.n)
+        ]
+
+
+class TwoTokenReplies(BanditRenderer):
+    """Renders a prompt as one token, and each reply as two."""
+
+    def observation(self, messages: Sequence[Message], *, after: int, where: str = "") -> Prompt:
+        return Prompt(token_ids_L=np.array([2, 3]), unexpanded_ids_U=np.array([2, 3]))
+
+
+class Rows:
+    """Rows of a user's environment, whose episodes have two turns."""
+
+    max_turns = 2
+
+    def tasks(self, split: str) -> list[Task]:
+        return [Task(id=f"{split}/{index}", question="a", answer="a") for index in range(64)]
+
+    def prompt(self, task: Task) -> list[Message]:
+        return [Message(role="user", parts=(task.question,))]
+
+    def target(self, task: Task) -> str:
+        return task.answer
+
+    def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+        return Score(reward=float(len(turns)), accuracy=1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """A rollout of `Echo`: its groups, the reasons of those left out, and the log of its sessions."""
+
+    groups: Sequence[Group]
+    unscored: Sequence[str]
+    log: SessionLog
+    ids: Sequence[str]
+
+    @property
+    def episodes(self) -> list[Episode]:
+        return [episode for group in self.groups for episode in group.episodes]
+
+
+def limited(user: object, **session: object) -> GradedEnvironment:
+    """The environment of a user's object in a run with these settings of `environment.session`."""
+    environment = {"name": "shapes", "session": session}
+    return make_environment(Config.model_validate({"model": {"tiny": {}}, "environment": environment}), user)
+
+
+async def drawn(
+    made: GradedEnvironment,
+    engine: Echo,
+    rows: int = 4,
+    n: int = 2,
+    *,
+    max_tokens: int | None = None,
+    unscored: list[str] | None = None,
+    log: SessionLog | None = None,
+) -> list[Group]:
+    """Groups of `n` episodes of the first rows."""
+    render = TwoTokenReplies()
+    tasks = made.environment.tasks("train")[:rows]
+    prompted = [PromptedTask(task=task, prompt=render.prompt(made.environment.prompt(task))) for task in tasks]
+    return await collect(
+        engine,  # type: ignore[arg-type]
+        Interaction(environment=made.environment, grading=made.grading, renderer=render, max_tokens=max_tokens),
+        prompted,
+        sampling=Sampling(max_new_tokens=1),
+        n=n,
+        seed=(0,),
+        unscored=unscored,
+        sessions=log,
+    )
+
+
+def rolled_out(
+    made: GradedEnvironment, rows: int = 4, n: int = 2, *, engine: Echo | None = None, max_tokens: int | None = None
+) -> Rollout:
+    """As `drawn`, with what was left out."""
+    unscored, log, echo = list[str](), SessionLog(), engine or Echo()
+    groups = wait_for(drawn(made, echo, rows, n, max_tokens=max_tokens, unscored=unscored, log=log))
+    return Rollout(groups=groups, unscored=unscored, log=log, ids=echo.ids)
