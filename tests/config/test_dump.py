@@ -91,7 +91,7 @@ def test_every_setting_is_described() -> None:
         (
             "environment.name",
             "shapes | shapes_zoom | shapes_small | frozen_lake | sokoban | pages | geo3k | vqa | caption | rows | "
-            "geospot | gymnasium | own | mixture",
+            "geospot | gymnasium | openenv | own | mixture",
             "shapes",
         ),
         ("environment.train_files", "list of text", "must be set"),
