@@ -1,4 +1,4 @@
-"""Settings of the games that are played on pictures of a board, a move or several per turn."""
+"""Settings of environments of several turns whose pictures Fovea draws: games on boards, and pages to click on."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def completed(typed: str, folder: Path = ROOT) -> list[str]:
 
 def test_a_shell_completes_settings_recipes_and_runs(tmp_path: Path) -> None:
     assert completed("fovea train rollout.top") == ["rollout.top_p=", "rollout.top_k="]
-    assert completed("fovea train shapes") == ["shapes", "shapes_ppo", "shapes_zoom"]
+    assert completed("fovea train shapes") == ["shapes", "shapes_ppo", "shapes_small", "shapes_zoom"]
     for run in ("first", "second"):
         (tmp_path / "runs" / run).mkdir(parents=True)
     (tmp_path / "runs" / "first" / "config.yaml").touch()

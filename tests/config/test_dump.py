@@ -88,7 +88,12 @@ def test_every_setting_is_described() -> None:
         ("rollout.stop", "list of text", "[]"),
         ("data.kind_weights", "mapping of text to number > 0", "{}"),
         ("algorithm.loss.dual_clip", "number > 1 or null", "3.0"),
-        ("environment.name", "shapes | shapes_zoom | geo3k | vqa | caption | rows | geospot | own | mixture", "shapes"),
+        (
+            "environment.name",
+            "shapes | shapes_zoom | shapes_small | frozen_lake | sokoban | pages | geo3k | vqa | caption | rows | "
+            "geospot | gymnasium | openenv | own | mixture",
+            "shapes",
+        ),
         ("environment.train_files", "list of text", "must be set"),
     ],
 )

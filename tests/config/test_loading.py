@@ -190,8 +190,8 @@ def test_one_model_source_gives_way_to_the_other(recipe: Path) -> None:
         ("model.lora.rank=0", "model.lora.rank: 0 does not fit; allowed: integer >= 1"),
         (
             "environment.name=maze",
-            'environment.name: "maze" does not fit; allowed: shapes | shapes_zoom | geo3k | vqa | caption | '
-            "rows | geospot | own | mixture",
+            'environment.name: "maze" does not fit; allowed: shapes | shapes_zoom | shapes_small | frozen_lake | '
+            "sokoban | pages | geo3k | vqa | caption | rows | geospot | gymnasium | openenv | own | mixture",
         ),
         ("environment.name=geo3k", "environment.train_files: must be set; allowed: list of text"),
         (

@@ -86,7 +86,7 @@ class BoardGame(Environment):
 
     def reply(self, task: Task, turns: Sequence[Turn]) -> Sequence[Message] | None:
         """The picture of the new board, and what was wrong with an answer that played nothing."""
-        last = _played(self.settings, self._start(task), turns)[-1]
+        last = _played(self.settings, start_of(self._game, task), turns)[-1]
         if last.board.is_solved or last.board.is_lost:
             return None
         picture = ImageRef(
@@ -104,9 +104,6 @@ class BoardGame(Environment):
         moves, size = task.answer.split(","), self.settings.max_actions_per_turn
         turns = [",".join(moves[start : start + size]) for start in range(0, len(moves), size)]
         return [f"<think></think><answer>{turn}</answer>" if self.settings.think else turn for turn in turns]
-
-    def _start(self, task: Task) -> Board:
-        return start_of(self._game, task)
 
     def _task(self, split: Split, index: int) -> Task:
         rng, (fewest, most) = row_generator(self._seed, split, index), self.settings.moves
