@@ -24,6 +24,7 @@ class Passes:
     linear: float
     """Factor for the decoder's linear layers and the head."""
     attention: float
+    """Factor for products of activations, which have gradients on both sides: of attention and of the delta rule."""
     vision: float
     """Factor for the vision tower's linear layers; 0 if image features are cached."""
     vision_attention: float
@@ -63,6 +64,8 @@ class Work:
     """FLOPs of a (query, key) pair of patches in the vision layers with windowed attention."""
     window_side: int
     """Patches along a side of a window; 0 without windows."""
+    rule: float = 0.0
+    """FLOPs of a token in the products of delta nets with their states; 0 without."""
 
     def image(self, image: PromptImage, passes: Passes = FORWARD) -> float:
         """FLOPs of the vision tower on one image."""
@@ -77,7 +80,8 @@ class Work:
     def prompt(self, tokens: int, images: Sequence[PromptImage], passes: Passes = FORWARD) -> float:
         """FLOPs of a prompt and its images in a packed row, with causal attention."""
         pairs = tokens * (tokens + 1) // 2
-        linear, attention = passes.linear * tokens * self.token, passes.attention * pairs * self.pair
+        linear = passes.linear * tokens * self.token
+        attention = passes.attention * (pairs * self.pair + tokens * self.rule)
         return linear + attention + self.images(images, passes)
 
     def images(self, images: Sequence[PromptImage], passes: Passes = FORWARD) -> float:
@@ -90,7 +94,7 @@ class Work:
         inputs = tokens - 1
         pairs = inputs * prompt_tokens + inputs * tokens // 2
         linear = inputs * self.token + tokens * self.action
-        return passes.linear * linear + passes.attention * pairs * self.pair
+        return passes.linear * linear + passes.attention * (pairs * self.pair + inputs * self.rule)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,8 +111,8 @@ def text_work(text: Any, vision: VisionWork) -> Work:
     """Work of a decoder with gated MLPs, from its transformers config, behind a vision tower.
 
     In a layer with experts, a token's work is the router's and that of the experts that it runs through, with the
-    shared one and its weight. In a delta net it includes the convolution and the rule on the state, which is read,
-    written and read again.
+    shared one and its weight. In a delta net it includes the convolution, and the rule on the state is apart, which is
+    read, written and read again.
     """
     shape = decoder_shape(text)
     query_width, key_width = (shape.head_dim * n for n in (shape.num_heads, shape.num_kv_heads))
@@ -123,14 +127,15 @@ def text_work(text: Any, vision: VisionWork) -> Work:
         image_pair=vision.image_pair,
         window_pair=vision.window_pair,
         window_side=vision.window_side,
+        rule=0.0 if shape.delta is None else 6.0 * sum(shape.is_delta) * shape.delta.widths[2] * shape.delta.key_dim,
     )
 
 
 def _net_work(shape: DeltaShape, width: int) -> int:
-    """Multiply-adds of a token in a delta net."""
+    """Multiply-adds of a token in a delta net without its rule."""
     channels, values = sum(shape.widths), shape.widths[2]
     linear = width * (channels + 2 * shape.value_heads) + 2 * width * values
-    return linear + shape.window * channels + 3 * values * shape.key_dim
+    return linear + shape.window * channels
 
 
 def _mlp_weights(text: Any) -> int:

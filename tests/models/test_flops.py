@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from unittest.mock import patch
 
 import numpy as np
@@ -74,17 +75,15 @@ def no_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, 
     return value * (g + beta + query.sum((2, 3))[..., None] + key.sum((2, 3))[..., None])[..., None], None
 
 
-def rule(parts: TinyParts) -> int:
-    """FLOPs of a token in the convolutions and states of delta nets, which transformers computes by chunks."""
+def convolution(parts: TinyParts) -> int:
+    """FLOPs of a token in the convolutions of delta nets, for which `counted` has stand-ins."""
     text = parts.network.config.text_config
     kinds = getattr(text, "layer_types", None) or []
     if "linear_attention" not in kinds:
         return 0
-    keys, values = text.linear_num_key_heads, text.linear_num_value_heads
-    widths = 2 * keys * text.linear_key_head_dim + values * text.linear_value_head_dim
-    state = values * text.linear_key_head_dim * text.linear_value_head_dim
-    nets: int = kinds.count("linear_attention")
-    return nets * 2 * (text.linear_conv_kernel_dim * widths + 3 * state)
+    widths = 2 * text.linear_num_key_heads * text.linear_key_head_dim
+    widths += text.linear_num_value_heads * text.linear_value_head_dim
+    return int(kinds.count("linear_attention") * 2 * text.linear_conv_kernel_dim * widths)
 
 
 def weights(parts: TinyParts, name: str) -> int:
@@ -95,7 +94,7 @@ def expected(parts: TinyParts, prompt: Prompt, passes: Passes) -> float:
     """All N^2 pairs of tokens: eager attention computes the masked ones too."""
     work = family_of(parts.network.config, "").work
     tokens = prompt.num_tokens + len(COMPLETION)
-    linear = tokens * (work.token - rule(parts) + work.action)
+    linear = tokens * (work.token - convolution(parts) + work.action)
     return passes.linear * linear + passes.attention * tokens**2 * work.pair + work.images(prompt.images, passes)
 
 
@@ -201,3 +200,16 @@ def test_features_that_are_there_cost_nothing() -> None:
     work, images = family_of(parts.network.config, "").work, pictures(parts).images
     cached = training_passes(lora=False, trains_vision=False, features_cached=True)
     assert work.prompt(30, images, cached) == work.prompt(30, [], cached)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_the_delta_rule_has_gradients_on_both_sides_also_under_lora(family: str) -> None:
+    """By hand: each of three products with a state [key, value] of each head, two FLOPs per number, three times."""
+    parts = odd_model(family)
+    text, work = parts.network.config.text_config, family_of(parts.network.config, "").work
+    state = text.linear_num_value_heads * text.linear_key_head_dim * text.linear_value_head_dim
+    assert work.rule == text.layer_types.count("linear_attention") * 3 * 2 * state
+    passes = training_passes(lora=True, trains_vision=False, features_cached=True)
+    without = replace(work, rule=0.0)
+    assert work.prompt(7, [], passes) - without.prompt(7, [], passes) == 3 * 7 * work.rule
+    assert work.completion(7, 5, passes) - without.completion(7, 5, passes) == 3 * 6 * work.rule

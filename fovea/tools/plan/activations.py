@@ -10,6 +10,7 @@ Sizes are bytes unless a name says otherwise.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from fovea.config.run import Config
 from fovea.models.delta_rule import DeltaShape
@@ -55,17 +56,23 @@ def mlp_numbers(sizes: ModelSizes) -> MlpNumbers:
         )
     inner, copies = active * int(text.moe_intermediate_size), active * width
     shared = int(getattr(text, "shared_expert_intermediate_size", 0))
+    shared += getattr(text, "n_shared_experts", 0) * int(text.moe_intermediate_size)
     out = width + 1 if shared else 0
     # a token's state is copied for each of its experts, and the product is kept before and after it is weighted; of the
     # shared expert's output and its weight, the gradients need both
     return MlpNumbers(
         saved=copies + 5 * inner + 4 * shared + out,
-        kept=int(text.num_experts) + copies + 2 * inner + 2 * shared + out,
+        kept=num_experts(text) + copies + 2 * inner + 2 * shared + out,
         kept_in_saved=2 * inner + 2 * shared + out,
         forward=2 * copies + 3 * inner,
         backward=2 * inner + copies,
         weight=_expert_weights(sizes) * 2 // 3,
     )
+
+
+def num_experts(text: Any) -> int:
+    """Experts of a layer, by a text config of transformers."""
+    return int(text.num_experts if hasattr(text, "num_experts") else text.n_routed_experts)
 
 
 def expert_weights(sizes: ModelSizes) -> int:
@@ -74,7 +81,7 @@ def expert_weights(sizes: ModelSizes) -> int:
 
 
 def _expert_weights(sizes: ModelSizes) -> int:
-    return 3 * int(sizes.text.num_experts) * sizes.width * int(sizes.text.moe_intermediate_size)
+    return 3 * num_experts(sizes.text) * sizes.width * int(sizes.text.moe_intermediate_size)
 
 
 ACTIVATIONS, LOGITS = "activations", "logits and loss"

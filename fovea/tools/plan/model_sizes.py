@@ -5,6 +5,7 @@ The network is made on torch's meta device, frozen and given adapters as a run d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,8 @@ from fovea.config.model import Model
 from fovea.config.run import Config
 from fovea.errors import ConfigError, ModelError
 from fovea.models.decoder import DecoderShape, decoder_shape
-from fovea.models.families.base import ModelFamily
+from fovea.models.families.auto import patches_per_token
+from fovea.models.families.named import NamedFamily
 from fovea.models.families.qwen_vl import QwenVL
 from fovea.models.families.registry import family_of
 from fovea.models.model_files import check_place, damaged_model, hub_options
@@ -26,6 +28,9 @@ from fovea.models.modules import language_model, vision_modules
 from fovea.models.tiny import tiny_config
 from fovea.models.trainable import choose_trainable
 from fovea.utils.config_keys import check_config_keys
+
+ANY_SIZE = ("pixtral", "glm4v_moe_vision")
+"""Towers of named families that take images of any size, not batches of tiles."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +47,7 @@ class Unit:
 class ModelSizes:
     """Shapes and parameter counts of a model."""
 
-    family: ModelFamily
+    family: QwenVL | NamedFamily
     text: Any
     """transformers' config of the language model."""
     vision: Any
@@ -70,6 +75,26 @@ class ModelSizes:
         return int(self.text.vocab_size)
 
     @property
+    def patch_px(self) -> int:
+        """Pixels along a side of a patch."""
+        side = self.vision.patch_size
+        return int(side if isinstance(side, int) else side[0])
+
+    @property
+    def merged_side(self) -> int:
+        """Patches along a side of a visual token."""
+        return math.isqrt(int(patches_per_token(self.family.config)))
+
+    def grid(self, visual_tokens: int) -> tuple[int, int, int]:
+        """Patches in tiles, height and width of images as square as it gets, with at least so many visual tokens."""
+        if isinstance(self.family, NamedFamily) and self.vision.model_type not in ANY_SIZE:
+            size = self.vision.image_size
+            side = int(size if isinstance(size, int) else size[0]) // self.patch_px
+            return -(-visual_tokens // (side // self.merged_side) ** 2), side, side
+        height = max(1, math.isqrt(visual_tokens))
+        return 1, self.merged_side * height, self.merged_side * -(-visual_tokens // height)
+
+    @property
     def width(self) -> int:
         """Width of the language model."""
         return int(self.text.hidden_size)
@@ -83,15 +108,16 @@ def model_sizes(config: Config) -> ModelSizes:
     """Sizes of the model of these settings; ModelError where its config.json cannot be found."""
     loaded = _config_of(config.model)
     family = family_of(loaded, config.model.name)
+    if not isinstance(family, QwenVL | NamedFamily):
+        raise ConfigError(
+            f"{config.model.name} is a {family.model_type}, whose tower's memory `fovea plan` does not know; name "
+            "a model with a fast path in model.path (docs/models.md)"
+        )
     if config.model.fast_path == "off" or family.fast_path is None:
         raise ConfigError(
             f"{config.model.name} with model.fast_path={config.model.fast_path} runs transformers' own forward, whose "
-            "memory `fovea plan` does not know; set model.fast_path=auto, or name a Qwen-VL in model.path"
-        )
-    if not isinstance(family, QwenVL):
-        raise ConfigError(
-            f"{config.model.name} is a {family.model_type}, and `fovea plan` knows the memory of Qwen-VL's vision "
-            "towers only; name a Qwen-VL in model.path"
+            "memory `fovea plan` does not know; set model.fast_path=auto, or name a model with a fast path in "
+            "model.path (docs/models.md)"
         )
     network = _on_meta(loaded, config.model)
     head, embedding = network.get_output_embeddings(), network.get_input_embeddings()

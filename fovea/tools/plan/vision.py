@@ -33,22 +33,25 @@ class TowerShape:
 
 
 def tower_shape(sizes: ModelSizes) -> TowerShape:
-    """The tower of a Qwen-VL.
+    """The tower of a Qwen-VL or of a named family.
 
     A block keeps, as wide as the tower: the inputs and outputs of two layer norms, joined queries, keys and values (3)
     and both rotated ones (2), and the attention's output: 10. Of the MLP: its activation's input and output; a quick
-    GELU keeps a sigmoid besides; a gated one gate, activation, other half and product. Qwen2.5-VL has RMS norms.
+    GELU keeps a sigmoid besides; a gated one gate, activation, other half and product. Gated towers have RMS norms.
     """
     vision, kind = sizes.vision, sizes.family.model_type
     mergers = 1 + len(getattr(vision, "deepstack_visual_indexes", ()))
     width = int(vision.embed_dim if kind == "qwen2_vl" else vision.hidden_size)
     mlp_width = int(width * vision.mlp_ratio) if kind == "qwen2_vl" else int(vision.intermediate_size)
-    gated = kind == "qwen2_5_vl"
+    if kind == "glm4v_moe":
+        # Glm4vMoeVisionBlock
+        mlp_width = int(vision.out_hidden_size)
+    gated = kind in ("qwen2_5_vl", "mistral3", "glm4v_moe")
     return TowerShape(
-        depth=int(vision.depth),
+        depth=int(vision.depth if hasattr(vision, "depth") else vision.num_hidden_layers),
         width=width,
         mlp_width=mlp_width,
-        heads=int(vision.num_heads),
+        heads=int(vision.num_heads if hasattr(vision, "num_heads") else vision.num_attention_heads),
         wide=8 if gated else 10,
         mlp_wide=4 if gated else 3 if kind == "qwen2_vl" else 2,
         rms_norms=2 if gated else 0,
@@ -113,7 +116,8 @@ def pixel_bytes(sizes: ModelSizes, patches: int, numerics: Numerics) -> int:
 def pixels_of_patch(sizes: ModelSizes) -> int:
     """Numbers of a patch, of all its frames and channels."""
     vision = sizes.vision
-    return int(vision.in_channels * vision.temporal_patch_size * vision.patch_size**2)
+    channels = vision.in_channels if hasattr(vision, "in_channels") else vision.num_channels
+    return int(channels * getattr(vision, "temporal_patch_size", 1) * sizes.patch_px**2)
 
 
 def feature_bytes(sizes: ModelSizes, visual_tokens: int, numerics: Numerics) -> int:

@@ -125,11 +125,11 @@ class Workload:
 
 def lengths_of(config: Config, sizes: ModelSizes) -> Lengths:
     """The lengths of `plan`, or the limits of the recipe."""
-    plan, merge = config.plan, int(sizes.vision.spatial_merge_size)
+    plan = config.plan
     prompt = plan.prompt_tokens or config.data.max_prompt_tokens
     images = plan.images_per_prompt
-    patch_px = int(sizes.vision.patch_size) * merge
-    of_limit = None if config.model.max_pixels is None else config.model.max_pixels // patch_px**2
+    token_px = sizes.patch_px * sizes.merged_side
+    of_limit = None if config.model.max_pixels is None else config.model.max_pixels // token_px**2
     # beside an image stands a text, if only of one token
     room = (prompt - 1) // max(images, 1)
     image_tokens = min(plan.image_tokens or of_limit or room, room)
@@ -143,7 +143,7 @@ def lengths_of(config: Config, sizes: ModelSizes) -> Lengths:
         completion_tokens=plan.completion_tokens or config.rollout.max_new_tokens,
         images=images,
         image_tokens=image_tokens if images else 0,
-        patches=math.prod(_grid(image_tokens, merge)) if images else 0,
+        patches=math.prod(sizes.grid(image_tokens)) if images else 0,
         state_tokens=sizes.decoder.state_tokens(BYTES_OF[config.model.dtype]),
     )
 
@@ -151,7 +151,7 @@ def lengths_of(config: Config, sizes: ModelSizes) -> Lengths:
 def workload_of(config: Config, sizes: ModelSizes, roles: Roles) -> Workload:
     """The step of these settings on so many GPUs; TrainError where a group does not fit a micro-batch."""
     lengths = lengths_of(config, sizes)
-    group = _group(lengths, int(sizes.vision.spatial_merge_size), config.rollout.samples_per_prompt)
+    group = _group(lengths, sizes.grid(lengths.image_tokens), config.rollout.samples_per_prompt)
     passes = training_passes(
         lora=config.model.lora is not None,
         trains_vision=config.model.trains_tower,
@@ -214,16 +214,9 @@ def _patches(image: PromptImage) -> int:
     return math.prod(image.grid)
 
 
-def _grid(visual_tokens: int, merge: int) -> tuple[int, int, int]:
-    """Patches in time, height and width of an image as square as it gets, with at least so many visual tokens."""
-    height = max(1, math.isqrt(visual_tokens))
-    return 1, merge * height, merge * -(-visual_tokens // height)
-
-
-def _group(lengths: Lengths, merge: int, samples: int) -> SampleGroup:
+def _group(lengths: Lengths, grid: tuple[int, int, int], samples: int) -> SampleGroup:
     """A group of these lengths, without pixels and without sense, of unequal samples: equal ones cost nothing."""
     ids_L = np.zeros(lengths.prompt_tokens, np.int64)
-    grid = _grid(lengths.image_tokens, merge)
     image = PromptImage(key="", tensors={}, num_tokens=lengths.image_tokens, grid=grid)
     of_group = tuple(_sample(np.full(lengths.completion_tokens, number)) for number in range(samples))
     prompt = Prompt(token_ids_L=ids_L, unexpanded_ids_U=ids_L, images=(image,) * lengths.images)
