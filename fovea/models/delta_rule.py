@@ -24,7 +24,7 @@ KERNELS = {"flash-linear-attention": "fla", "causal-conv1d": "causal_conv1d"}
 """Packages whose kernels transformers runs on CUDA, with the module of each; not tested with Fovea yet."""
 
 CHUNK = 64
-"""Tokens of a chunk of longer rows, transformers' default."""
+"""Most tokens of a chunk in plain torch, transformers' default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +127,7 @@ def delta_rule(
     heads = [x.unflatten(-1, (shape.key_heads, -1)).repeat_interleave(times, 2) for x in (query, key)]
     # flash-linear-attention has no backward pass for single tokens
     rule = functions.step if tokens == 1 and not torch.is_grad_enabled() else functions.chunks
-    # plain torch pads rows to whole chunks, and solves a triangular system for each; kernels have sizes of chunks
+    # plain torch pads rows to whole chunks, and solves a triangular system for each; kernels on CUDA choose the size
     sizes = {} if rows.mixed.is_cuda or rule is functions.step else {"chunk_size": min(tokens, CHUNK)}
     out_RTVF, memory_RVDF = rule(
         *heads,

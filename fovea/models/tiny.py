@@ -193,16 +193,16 @@ def _build_network(
     assert generation is not None
     generation.eos_token_id = tokenizer.eos_token_id
     generation.pad_token_id = tokenizer.pad_token_id
-    _lengthen_memories(network, seed)
+    _draw_decays(network, seed)
     network.eval()
     return network
 
 
-def _lengthen_memories(network: PreTrainedModel, seed: int) -> None:
-    """Draw the decay biases of gated delta nets such that a head forgets within tens to thousands of tokens.
+def _draw_decays(network: PreTrainedModel, seed: int) -> None:
+    """Draw the decay biases of gated delta nets so that most heads remember a whole prompt.
 
-    transformers' own, 1, forget nearly all within a token: a trained model's file replaces them, a tiny model's words
-    would not reach its last layer.
+    With 1, the initial value of transformers, nearly all is forgotten within a token, and the words of a question do
+    not reach the last layer of a tiny model.
     """
     generator = torch.Generator().manual_seed(seed)
     for name, bias_V in network.named_parameters():
