@@ -106,7 +106,7 @@ class AnswersRows(Protocol):
 class Evaluator:
     """Generates and scores answers to all prompts of a source, by greedy decoding unless sampling is given."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (each says one thing about the evaluation)
         self,
         engine: Engine,
         environment: Environment,
@@ -114,10 +114,12 @@ class Evaluator:
         *,
         greedy: Sampling,
         batch_size: int,
+        max_episode_tokens: int | None = None,
         image_type_key: str | None = None,
         note_unscored: Callable[[str], None] = lambda _: None,
     ) -> None:
         """`note_unscored` gets the reason why `evaluate` left a row out of its averages."""
+        self._max_episode_tokens = max_episode_tokens
         self._engine = engine
         self._environment = environment
         self._grading = grading
@@ -172,7 +174,12 @@ class Evaluator:
             usable = {index: row for index, row in rows.items() if row is not None}
             groups = await collect(
                 self._engine,
-                Interaction(environment=self._environment, grading=self._grading, renderer=source.renderer),
+                Interaction(
+                    environment=self._environment,
+                    grading=self._grading,
+                    renderer=source.renderer,
+                    max_tokens=self._max_episode_tokens,
+                ),
                 list(usable.values()),
                 sampling=sampling or self._greedy,
                 n=n,

@@ -250,6 +250,7 @@ def make_evaluator(
         grading,
         greedy=_greedy(config, environment),
         batch_size=EVALUATED_AT_ONCE,
+        max_episode_tokens=config.rollout.max_episode_tokens,
         image_type_key=config.evaluate.image_type_key,
         note_unscored=note_unscored,
     )

@@ -13,9 +13,12 @@ import numpy as np
 import pytest
 
 from fovea.environments.graders.base import TryAgainError
+from fovea.environments.graders.grading import Grading
+from fovea.environments.mixture import Part, mixture_of
 from fovea.errors import SessionError
 from fovea.types import Message, Score, Task, Turn
 from fovea.utils.event_loop import wait_for
+from fovea.wiring.environment import GradedEnvironment
 from tests.rollout.sessions import MORE, Echo, Rows, drawn, limited, rolled_out
 
 WAIT_SECONDS = 1.0
@@ -289,3 +292,22 @@ def test_rounds_send_the_same_requests_whichever_reply_comes_first() -> None:
     first = order(0)
     assert len(first) > 5 * 5
     assert first == order(1) == order(2)
+
+
+def test_a_mixture_hands_sessions_to_its_parts_and_each_part_keeps_its_most_turns() -> None:
+    class Asks(Rows):
+        async def reply(self, task: Task, turns: Sequence[Turn]) -> list[Message]:
+            return MORE
+
+    games = Games()
+    made = {"games": limited(games, max_concurrent=3), "asks": limited(Asks())}
+    parts = {name: Part(environment=each.environment, grading=each.grading, share=1.0) for name, each in made.items()}
+    mixture = mixture_of(parts)
+    grading = Grading(graders=mixture.graders, parts=tuple(each.grading for each in made.values()))
+    rollout = rolled_out(GradedEnvironment(environment=mixture, grading=grading), rows=4, n=2)
+    assert [(episode.task.kind, len(episode.turns), episode.score.reward) for episode in rollout.episodes] == [
+        *[("games", 3, 30.0)] * 2,
+        *[("asks", 2, 2.0)] * 2,
+    ] * 2
+    assert games.most_open <= 3
+    assert games.times("close") == [1] * 4
