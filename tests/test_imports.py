@@ -59,7 +59,6 @@ LATE_IMPORTS = {
     "fovea/cli/doctor.py": {"check_parity", "print_families", "probe_gpu"},
     "fovea/data/rows.py": {"_hub"},
     "fovea/environments/graders/by_name.py": {"grader_of"},
-    "fovea/environments/tools/loading.py": {"_of_module"},
     "fovea/rollout/embedded/paged_attention.py": {"paged_attention"},
     "fovea/utils/addresses.py": {"http_parts"},
 }

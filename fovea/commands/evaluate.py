@@ -259,10 +259,10 @@ def _called_by(model: OpenedModel, eval_set: EvalSet, say: Say) -> EvalSet:
         eval_set.config,
         eval_set.environment,
         eval_set.tools,
-        processor=model.processor,
-        renderer=_renderer(eval_set, model),
-        opener=eval_set.open_image,
-        warn=say,
+        model.processor,
+        _renderer(eval_set, model),
+        eval_set.open_image,
+        say,
     )
     return replace(eval_set, environment=environment)
 

@@ -142,15 +142,7 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
     model = locate_model(config, folder, lambda: graded.environment)
     processor = load_processor(model)
     renderer = make_renderer(config.model, processor, opener, max_new_tokens=config.rollout.max_new_tokens)
-    environment = with_tools(
-        config,
-        environment,
-        graded.tools,
-        processor=processor,
-        renderer=renderer,
-        opener=opener,
-        warn=progress.warn,
-    )
+    environment = with_tools(config, environment, graded.tools, processor, renderer, opener, progress.warn)
     bad_rows = BadRows(folder, resume_at=resumed.state.get("bad_rows", 0) if resumed else 0)
     sources = make_sources(config, environment, renderer, bad_rows)
     progress.stage("taking the fingerprint of rows, code and model")

@@ -52,7 +52,6 @@ def with_tools(
     config: Config,
     environment: Environment,
     tools: Sequence[Tool],
-    *,
     processor: Processor,
     renderer: Renderer,
     opener: ImageOpener,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from pkgutil import resolve_name
 from typing import Any
 
 from fovea.config.rewards import FROM_PYTHON
@@ -57,18 +57,14 @@ def _named(name: str, *, allow_python: bool) -> object:
         return PythonTool.checked()
     if name in BUILT_IN:
         return BUILT_IN[name]
-    module, colon, function = name.rpartition(":")
+    module, colon, _ = name.rpartition(":")
     if not colon:
         near = get_close_matches(name, [*BUILT_IN, PYTHON], n=1)
         meant = f"did you mean {near[0]}?" if near else f"name one of {', '.join([*BUILT_IN, PYTHON])},"
         raise ConfigError(f"{SETTING}: no built-in tool is called {name}; {meant} or path/to/file.py:function")
     if module.endswith(".py") or "/" in module or name.startswith(FROM_PYTHON):
         return load_named(name, SETTING)
-    return _of_module(module, function, name)
-
-
-def _of_module(module: str, function: str, name: str) -> object:
-    found, error = result_or_error(lambda: getattr(importlib.import_module(module), function))
+    found, error = result_or_error(lambda: resolve_name(name))
     if error is not None:
         raise ConfigError(f"{SETTING}={name} cannot be imported: it {describe_error(error)}; fix the name") from error
     return found
