@@ -18,6 +18,7 @@ from fovea.config.loading import load_config
 from fovea.environments.adapters.gymnasium import Gymnasium, action_in
 from fovea.environments.base import OpensSessions, ScoresEpisode
 from fovea.environments.graders.base import NoScoreError
+from fovea.environments.sessions import LimitedSessions
 from fovea.errors import ConfigError
 from fovea.types import ImageRef, Message, Score, Task, Turn
 from fovea.utils.event_loop import wait_for
@@ -228,7 +229,8 @@ def test_steps_run_in_threads_side_by_side() -> None:
 def test_settings_make_the_environment_and_a_warm_up_is_refused() -> None:
     overrides = [f"environment.id={GAMES}:Walk", "environment.name=gymnasium", "model.path=tiny", "run_dir=runs/x"]
     made = make_environment(load_config([], overrides))
-    assert isinstance(made.environment, Gymnasium)
+    assert isinstance(made.environment, LimitedSessions)
+    assert isinstance(made.environment.inside, Gymnasium)
     with pytest.raises(NoScoreError, match="scores an episode while it is played"):
         wait_for(made.grading.graders[-1].score(made.environment.tasks("train")[0], [Turn(messages=(), text="1")]))
     with pytest.raises(
