@@ -64,17 +64,18 @@ class Experts:
 
     def __call__(self, x_NE: Tensor, call: LayerCall) -> Tensor:
         """Outputs [N, E], the sum of each token's experts by their weights, the shared one among them."""
-        weight_NK, expert_NK = self._route(x_NE, call.shape.groups)
+        weight_NK, expert_NK = self._route(x_NE, call)
         if call.expert_load is not None:
             call.expert_load.add(call.index, expert_NK, len(self.router_XE))
         run = self.run_all if _needs_fixed_shapes(x_NE) else self.run_grouped
         out_NE = run(x_NE, weight_NK, expert_NK, call.kernels.gate)
         return out_NE if self.shared is None else out_NE + self.shared(x_NE, call)
 
-    def _route(self, x_NE: Tensor, groups: ExpertGroups | None) -> tuple[Tensor, Tensor]:
-        if groups is None or self.bias_X is None:
+    def _route(self, x_NE: Tensor, call: LayerCall) -> tuple[Tensor, Tensor]:
+        if self.bias_X is None:
             return route(x_NE, self.router_XE, self.per_token)
-        return route_in_groups(x_NE, self.router_XE, self.bias_X, self.per_token, groups)
+        assert call.shape.groups is not None, "a bias of experts without a rule of groups"
+        return route_in_groups(x_NE, self.router_XE, self.bias_X, self.per_token, call.shape.groups)
 
     def run_grouped(self, x_NE: Tensor, weight_NK: Tensor, expert_NK: Tensor, gate: Gate) -> Tensor:
         """Run each expert on its own tokens only, side by side in order of the expert."""

@@ -116,17 +116,18 @@ class AutoFamily(HubPrompts):
     def work(self) -> Work:
         """Two FLOPs per weight of the matrices, and four per number of a query in attention.
 
-        Sliding windows are counted as full attention, and a tower's class tokens not at all.
+        Sliding windows are counted as full attention; not counted are a tower's class tokens, and its attention where
+        the config has no common name of its width and depth.
         """
-        text, vision, layout = self.config.get_text_config(), self.config.vision_config, self.layout
-        heads, depth = text.num_attention_heads, getattr(vision, "num_hidden_layers", None) or vision.depth
+        text, vision, layout = self.config.get_text_config(), _vision_config(self.config), self.layout
+        heads, depth = text.num_attention_heads, getattr(vision, "num_hidden_layers", getattr(vision, "depth", 0))
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
         return Work(
             token=2.0 * layout.layer_weights,
             pair=4.0 * heads * head_dim * text.num_hidden_layers,
             action=2.0 * text.hidden_size * text.vocab_size,
             patch=2.0 * (layout.tower_weights + layout.projector_weights / patches_per_token(self.config)),
-            image_pair=4.0 * vision.hidden_size * depth,
+            image_pair=4.0 * getattr(vision, "hidden_size", 0) * depth,
             window_pair=0.0,
             window_side=0,
         )
@@ -155,7 +156,7 @@ class AutoFamily(HubPrompts):
             time, height, width = grid[0]
             return int(time), int(height), int(width)
         pixels = next((x for name, x in processed.items() if name.removeprefix(ROW) == PIXELS), None)
-        side = getattr(self.config.vision_config, "patch_size", None)
+        side = getattr(_vision_config(self.config), "patch_size", None)
         if pixels is None or side is None or pixels.ndim < 4:
             return 1, num_tokens, int(patches_per_token(self.config))
         rows, columns = (side, side) if isinstance(side, int) else side
@@ -234,9 +235,14 @@ def _matrix_weights(module: nn.Module, experts_per_token: int = 1) -> int:
     return sum(x.numel() if x.ndim != 3 else experts_per_token * x[0].numel() for x in found)
 
 
+def _vision_config(config: Any) -> Any:
+    """The config of a tower; that of the model where it has none apart."""
+    return getattr(config, "vision_config", config)
+
+
 def patches_per_token(config: Any) -> float:
     """Number of patches that a visual token is made of, by the names that configs have for it."""
-    vision = config.vision_config
+    vision = _vision_config(config)
     if (ratio := getattr(config, "downsample_ratio", None)) is not None:
         return float(round(1 / ratio) ** 2)
     if (tokens := getattr(config, "mm_tokens_per_image", None)) is not None:

@@ -126,11 +126,7 @@ class TilesFastPath(QwenFastPath):
 
 SANDWICH = "norms behind attention and MLP"
 SEEING = f"{SANDWICH}, and image tokens that see those after them"
-PLAIN_DECODERS = {
-    "gemma3_text": SEEING,
-    "gemma4_text": SEEING,
-    "glm4v_text": SANDWICH,
-}
+PLAIN_DECODERS = {"gemma3_text": SEEING, "gemma4_text": SEEING, "glm4v_text": SANDWICH}
 """Reasons for the plain path, by decoder."""
 THOUSANDTHS = (1000, 1000)
 NAMED: dict[str, Callable[[Any], ModelFamily]] = {
