@@ -73,6 +73,7 @@ COVERS: dict[str, tuple[str, ...]] = {
         *("tests/benchmarks/test_kills.py", "tests/environments/custom/test_processes.py"),
         *("tests/rollout/test_remote_engine.py", "tests/rollout/test_engine_process.py"),
         *("tests/test_ended_runs.py", "tests/test_runs.py", "tests/test_supervised_runs.py"),
+        *("fovea/environments/sessions.py", "fovea/environments/session_task.py", "tests/test_session_runs.py"),
     ),
     "browser": (
         "fovea/view",
