@@ -159,9 +159,8 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
         grading=graded.grading,
     )
     warmup = make_warmup(config, environment, sources.train, renderer)
-    sinks: list[Sink] = [_metrics_file(folder, resumed, progress)]
-    trackers = make_trackers(config, folder, start_step, progress.warn)
     profile = make_profile(config, folder, start_step, progress)
+    metrics = _metrics_log(config, folder, resumed, progress, profile)
     note_unscored = partial(record_unscored_answer, folder, progress.warn)
     if config.model.family == "auto":
         compare_with_transformers(config, model, processor, renderer, opener, environment, progress)
@@ -184,7 +183,7 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
         checkpoints=checkpoints,
         resumed=resumed,
         fingerprint=fingerprint,
-        metrics=MetricsLog([*sinks, profile] if profile else sinks, trackers),
+        metrics=metrics,
         findings_watch=FindingsWatch(read_metrics(folder)),
         phases=Phases(),
         progress=progress,
@@ -203,6 +202,15 @@ def _print_kernels(backends: Backends, progress: Progress) -> None:
         progress.print(line)
     if isinstance(backends.engine, PlainEngine):
         progress.print("model.fast_path: none is used; trainer and engine run transformers' own forward, which is slow")
+
+
+def _metrics_log(
+    config: Config, folder: Path, resumed: SavedCheckpoint | None, progress: Progress, profile: Sink | None
+) -> MetricsLog:
+    """The log of a run's metrics; trackers connect here, before the model is loaded."""
+    sinks: list[Sink] = [_metrics_file(folder, resumed, progress)]
+    trackers = make_trackers(config, folder, resumed.step if resumed else 0, progress.warn)
+    return MetricsLog([*sinks, profile] if profile else sinks, trackers)
 
 
 def _metrics_file(folder: Path, resumed: SavedCheckpoint | None, progress: Progress) -> JsonlSink:

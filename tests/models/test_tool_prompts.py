@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -50,9 +51,10 @@ def with_template(name: str, marks: Sequence[str] = ()) -> TinyParts:
     tokenizer.add_special_tokens({"additional_special_tokens": list(marks)})
     text = template(name).replace("<|image|>", "<|image_pad|>")
     assert parts.network.generation_config is not None
-    parts.network.config.text_config.vocab_size = len(tokenizer)
+    config = deepcopy(parts.network.config)
+    config.text_config.vocab_size = len(tokenizer)
     made = make_processor(
-        parts.network.config, parts.network.generation_config, tokenizer, parts.processor.image_processor, text, name
+        config, parts.network.generation_config, tokenizer, parts.processor.image_processor, text, name
     )
     return replace(parts, processor=made)
 
