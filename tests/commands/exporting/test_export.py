@@ -58,7 +58,7 @@ SETTINGS: dict[str, Any] = {
     "rollout": {"prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 6},
     "train": {"learning_rate": 0.01},
     "algorithm": {"name": "grpo", "entropy_coef": 0.1, "max_groups_without_signal": 4},
-    "evaluate": {"every_steps": 2, "dev_size": 24, "batch_size": 10},
+    "evaluate": {"every_steps": 2, "dev_size": 24},
     "checkpoint": {"every_steps": 2, "keep": 5},
     "log": {"tensorboard": False, "progress": False},
 }
