@@ -74,6 +74,7 @@ COVERS: dict[str, tuple[str, ...]] = {
         *("tests/rollout/test_remote_engine.py", "tests/rollout/test_engine_process.py"),
         *("tests/test_ended_runs.py", "tests/test_runs.py", "tests/test_supervised_runs.py"),
         *("fovea/environments/sessions.py", "fovea/environments/session_task.py", "tests/test_session_runs.py"),
+        *("fovea/environments/adapters/mcp.py", "tests/environments/adapters/test_mcp.py"),
     ),
     "browser": (
         "fovea/view",

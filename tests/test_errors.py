@@ -16,6 +16,7 @@ import fovea
 from fovea.errors import (
     BadRowError,
     ConfigError,
+    FailedEpisodeError,
     FoveaError,
     MicrobatchMemoryError,
     SeveralErrors,
@@ -28,6 +29,7 @@ from tests.tables import table
 MORE_ARGUMENTS: dict[type[FoveaError], tuple[object, ...]] = {
     BadRowError: ("image_damaged",),
     MicrobatchMemoryError: (512,),
+    FailedEpisodeError: ("reply", -1.0),
 }
 """Arguments behind the message, of the errors that take some."""
 PACKAGE = Path(fovea.__file__).parent

@@ -61,7 +61,7 @@ class AdamWSettings:
         """Settings of supervised fine-tuning."""
         return AdamWSettings(
             peak_rate=warmup.learning_rate,
-            warmup_steps=20,
+            warmup_steps=warmup.lr_warmup_steps,
             total_steps=warmup.max_steps,
             schedule="constant",
             final_frac=1.0,

@@ -157,7 +157,7 @@ def test_text_is_tokenized_once_for_a_prompt(monkeypatch: pytest.MonkeyPatch) ->
         [], Shapes(ShapesEnvironment(), 0), render, max_prompt_tokens=2048, on_bad_row="error", cache_gib=0
     )
     tokenize = render.text
-    monkeypatch.setattr(render, "text", lambda messages: texts.append(messages) or tokenize(messages))
+    monkeypatch.setattr(render, "text", lambda messages, tools=(): texts.append(messages) or tokenize(messages, tools))
     task = Shapes(ShapesEnvironment(), 0).tasks("train")[0]
     assert source.render(task).prompt.num_tokens > 0
     assert len(texts) == 1

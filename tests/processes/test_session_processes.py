@@ -19,8 +19,11 @@ import subprocess, sys, time
 from fovea.processes.session_processes import session_environment
 # a session's process with one of its own, in a session that no signal to the run's group reaches
 shell = ["sh", "-c", "sleep 600 & echo $!; wait"]
-session = subprocess.Popen(shell, env=session_environment(), start_new_session=True)
-print(session.pid, flush=True)
+session = subprocess.Popen(
+    shell, env=session_environment(), start_new_session=True, stdout=subprocess.PIPE, text=True
+)
+# in one piece: two processes that write to one pipe may do so amid each other's lines
+print(session.stdout.readline() + str(session.pid), flush=True)
 time.sleep(600)
 """
 

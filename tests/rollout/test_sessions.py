@@ -85,7 +85,7 @@ class Game:
 
     async def score(self, turns: Sequence[Turn]) -> Score:
         self.note("score")
-        return Score(reward=10.0 * len(turns), accuracy=0.5, turns=tuple(float(k) for k in range(len(turns))))
+        return Score(reward=10.0 * len(turns), accuracy=0.5, turns=(10.0,) * len(turns))
 
     async def close(self) -> None:
         # a session has time to say goodbye, whatever ended its episode
@@ -122,7 +122,7 @@ def test_a_session_replies_scores_and_is_closed_in_one_task_and_has_its_own_seed
     games = Games()
     rollout = rolled_out(limited(games))
     assert [episode.score.reward for episode in rollout.episodes] == [30.0] * 8
-    assert rollout.episodes[0].score.turns == (0.0, 1.0, 2.0)
+    assert rollout.episodes[0].score.turns == (10.0, 10.0, 10.0)
     assert {episode.end for episode in rollout.episodes} == {"max_turns"}
     assert games.times("reply") == [2] * 8
     assert games.times("score") == games.times("close") == [1] * 8
