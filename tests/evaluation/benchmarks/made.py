@@ -124,12 +124,33 @@ def _hallusionbench() -> list[Row]:
     ]
 
 
+def _vstar() -> list[Row]:
+    kinds = [
+        ("direct_attributes", "What is the glove made of?", ("rubber", "cotton", "kevlar", "leather"), "A"),
+        ("relative_position", "Is the dog left of the (red) car?", ("right", "left"), "B"),
+        ("direct_attributes", "Which colour?", ("red (dark)", "green", "blue", "white"), "D"),
+    ]
+    asks = "\nAnswer with the option's letter from the given choices directly."
+    return [
+        {
+            "image": f"{category}/sa_{place}.jpg",
+            "text": f"{question}\n{listed}{asks if place == 0 else ''}",
+            "category": category,
+            "label": truth,
+            "question_id": str(place),
+        }
+        for place, (category, question, options, truth) in enumerate(kinds)
+        for listed in ["\n".join(f"({letter}) {option}" for letter, option in zip("ABCD", options, strict=False))]
+    ]
+
+
 ROWS = {
     "mathvista": _mathvista,
     "mathverse": _mathverse,
     "mathvision": _mathvision,
     "mmmu": _mmmu,
     "hallusionbench": _hallusionbench,
+    "vstar": _vstar,
 }
 
 
@@ -137,8 +158,9 @@ def write(folder: Path, name: str, rows: list[Row] | None = None) -> Path:
     """Write a benchmark to a new folder as its authors publish it; returns the folder."""
     rows = ROWS[name]() if rows is None else rows
     folder.mkdir(parents=True, exist_ok=True)
-    if name == "mathvision":
-        (folder / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    if name in {"mathvision", "vstar"}:
+        file = {"mathvision": "test.jsonl", "vstar": "test_questions.jsonl"}[name]
+        (folder / file).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         _pictures(folder, [row["image"] for row in rows])
     elif name == "hallusionbench":
         (folder / "HallusionBench.json").write_text(json.dumps(rows), encoding="utf-8")

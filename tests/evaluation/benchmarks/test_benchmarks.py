@@ -52,6 +52,8 @@ def ours(case: Row) -> Any:
             return mathverse.quick_match(row, response)
         case "mathvision":
             return BENCHMARKS["mathvision"].is_right(row, response)
+        case "vstar":
+            return BENCHMARKS["vstar"].is_right(row, response)
         case "mmmu" if row["question_type"] == "open":
             return mmmu.is_right_open(mmmu.truths(row), response)
         case "mmmu":

@@ -27,11 +27,12 @@ OF_THIS_MACHINE = (
     "data.on_bad_row",
 )
 """Beginnings of settings that a recipe may have without one of the authors'."""
-TEMPLATES = {  # of examples/format_prompt/math.jinja, open_r1/grpo.py, eval/k12/evaluate_k12.py, prompts_dataset.py
+TEMPLATES = {  # of math.jinja, open_r1/grpo.py, evaluate_k12.py, prompts_dataset.py, mm_process_engine/prompt.py
     "easyr1_geo3k": "{prompt} You FIRST think about the reasoning process as an internal monologue and then provide",
     "r1v_clevr": "{prompt}  Output the thinking process in <think> </think> and final answer (number) in <answer>",
     "mm_eureka": "You should first thinks about the reasoning process in the mind and then provides the user with",
     "vl_rethinker": "{prompt}\n\nPlease reason step by step, and put your final answer within \\boxed{}.",
+    "deepeyes_zoom": "{prompt}\nThink first, call **zoom** if needed, then answer. Format strictly as:  <think>",
 }
 
 

@@ -68,11 +68,18 @@ def files_of(folder: str, **renamed: str) -> Callable[[], list[str]]:
     return write
 
 
+def boards() -> list[str]:
+    """The boards of the recipe, fewer of them."""
+    return ["environment.train_size=20", "environment.dev_size=4", "environment.test_size=4"]
+
+
 ROWS: dict[str, Callable[[], list[str]]] = {
     "r1v_clevr_2b": files_of("data/clevr", answer="solution", images="image"),
     "mm_eureka_7b": files_of("data/mm_eureka"),
     "vl_rethinker_7b": files_of("data/virl39k", problem="question", images="image"),
     "thinklite_7b": files_of("data/thinklite"),
+    "vagen_sokoban_3b": boards,
+    "deepeyes_zoom_7b": files_of("data/deepeyes"),
 }
 
 
