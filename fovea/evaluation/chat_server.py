@@ -139,7 +139,7 @@ class ServerEvaluator:
             indices = range(start, min(start + self._batch_size, size))
             rows = {index: row.task for index in indices if (row := source.get(index)) is not None}
             places = [(index, number) for index in rows for number in range(n)]
-            talks = Conversations.of(self._environment, places)
+            talks = Conversations.of(self._environment, places, seen_reply=source.seen_reply)
             answered = await gather_or_cancel(
                 self._episodes(task, index, sampling or self._greedy, n, request_seed(seed, index), talks)
                 for index, task in rows.items()

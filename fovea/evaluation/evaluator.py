@@ -179,6 +179,7 @@ class Evaluator:
                     grading=self._grading,
                     renderer=source.renderer,
                     max_tokens=self._max_episode_tokens,
+                    seen_reply=source.seen_reply,
                 ),
                 list(usable.values()),
                 sampling=sampling or self._greedy,

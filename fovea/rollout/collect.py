@@ -37,7 +37,7 @@ async def collect(  # noqa: PLR0913 (each says one thing about the rollout)
     """
     environment, indices = interaction.environment, range(num_before, num_before + len(prompted))
     places = [(index, number) for index in indices for number in range(n)]
-    talks = Conversations.of(environment, places, engine=engine, log=sessions)
+    talks = Conversations.of(environment, places, engine=engine, log=sessions, seen_reply=interaction.seen_reply)
 
     async def episode(item: PromptedTask, request: Request, first: Turn, place: Place) -> Episode | FailedEpisodeError:
         speaker = EngineSpeaker(engine, interaction, item, request)

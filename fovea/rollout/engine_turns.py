@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from fovea.environments.base import Environment, OpensSessions, Session
 from fovea.environments.graders.grading import Grading
-from fovea.environments.prompt_source import PromptedTask, RendersPrompts
+from fovea.environments.prompt_source import PromptedTask, RendersPrompts, SeenReply, as_sent
 from fovea.environments.sessions import turn_limit, unreadable
 from fovea.errors import DataError
 from fovea.rollout.base import Engine
@@ -26,6 +26,8 @@ class Interaction:
     renderer: RendersPrompts
     max_tokens: int | None = None
     """Most tokens of an episode, its prompt included; None: as many as the model has positions for."""
+    seen_reply: SeenReply = as_sent
+    """An image ablation exchanges the pictures of replies."""
 
     @property
     def converses(self) -> bool:
