@@ -215,7 +215,9 @@ def episode_metrics(groups: Sequence[Group]) -> Metrics:
         metrics[f"reward/{name}"] = _mean(
             [episode.score.parts[name] for episode in episodes if name in episode.score.parts]
         )
-    metrics |= _image_metrics(episodes, "") | turn_metrics(episodes)
+    metrics |= _image_metrics(episodes, "")
+    if any(len(episode.turns) > 1 for episode in episodes):
+        metrics |= turn_metrics(episodes)
     kinds = sorted({episode.task.kind for episode in episodes})
     for kind in kinds if len(kinds) > 1 else []:
         of_kind = [episode for episode in episodes if episode.task.kind == kind]

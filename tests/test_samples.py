@@ -70,6 +70,7 @@ def test_metrics_are_means_over_episodes_and_by_kind() -> None:
     assert (metrics["accuracy/train/a"], metrics["accuracy/train/b"]) == (0.5, 0.0)
     assert (metrics["response_tokens_mean"], metrics["response_tokens_max"], metrics["truncated_frac"]) == (5, 6, 0.5)
     assert metrics["reward/answer"] == 0.5
+    assert [name for name in metrics if name.startswith("turns/")] == [], "every episode has one turn"
 
 
 def test_parts_of_images_are_means_by_position_and_kind() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from fovea.environments.prompt_source import RendersPrompts
 from fovea.errors import BadRowError
 from fovea.rollout.base import Engine
-from fovea.rollout.engine_turns import extended
+from fovea.rollout.collect import extended
 from fovea.types import Completion, ImageRef, Message, Prompt, Request, Sampling
 from fovea.utils.lru_cache import LRUCache
 

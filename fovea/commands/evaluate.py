@@ -39,7 +39,7 @@ from fovea.errors import ConfigError, DataError
 from fovea.evaluation.baselines import baseline_answers, majority_answers
 from fovea.evaluation.chat_server import ChatModel, EmptyPrompts
 from fovea.evaluation.comparison import EvalResults, EvalRow, TargetAnswers, TargetMetrics, target_metrics
-from fovea.evaluation.controls import usable_tasks, with_blank_images, with_shuffled_images
+from fovea.evaluation.controls import image_controls, usable_tasks
 from fovea.evaluation.evaluator import AnsweredRow, AnswersRows, image_type_of
 from fovea.evaluation.json_file import write_json
 from fovea.models.processor import describe_banned
@@ -359,8 +359,8 @@ async def _controls(
     if not tasks:
         return {}, {}
     say(f"{len(tasks)} rows with shuffled images, and with blank ones")
-    changed = (with_shuffled_images(tasks), with_blank_images(tasks, eval_set.open_image))
-    shuffled, blank = [_by_id(await evaluator.answers(source.with_tasks(each), unscored=unscored)) for each in changed]
+    changed = image_controls(source, tasks, eval_set.open_image)
+    shuffled, blank = [_by_id(await evaluator.answers(each, unscored=unscored)) for each in changed]
     return shuffled, blank
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, Protocol, TypeAlias, TypeVar
 
 from fovea.data.bad_rows import BadRows
 from fovea.data.order import RowOrder, RowPlace, place_of
@@ -18,6 +18,13 @@ from fovea.utils.lru_cache import LRUCache
 
 MAX_BAD_IN_A_ROW = 1000
 Made = TypeVar("Made")
+SeenReply: TypeAlias = Callable[[Sequence[Message], str], Sequence[Message]]
+"""A function from an environment's reply and the name of its turn to the messages that the model reads."""
+
+
+def as_sent(messages: Sequence[Message], _where: str) -> Sequence[Message]:
+    """The reply itself."""
+    return messages
 
 
 class RendersPrompts(Protocol):
@@ -56,6 +63,7 @@ class PromptSource:
         bad_rows: BadRows | None = None,
     ) -> None:
         self.tasks = tasks
+        self.seen_reply: SeenReply = as_sent
         self._environment = environment
         self.renderer = renderer
         self._max_prompt_tokens = max_prompt_tokens
@@ -133,9 +141,9 @@ class PromptSource:
                 raise
             return None
 
-    def with_tasks(self, tasks: Sequence[Task]) -> PromptSource:
-        """A source of other tasks under the same rules, without a cache."""
-        return PromptSource(
+    def with_tasks(self, tasks: Sequence[Task], seen_reply: SeenReply) -> PromptSource:
+        """A source of other tasks and other replies under the same rules, without a cache."""
+        other = PromptSource(
             tasks,
             self._environment,
             self.renderer,
@@ -144,6 +152,8 @@ class PromptSource:
             cache_gib=0.0,
             bad_rows=self._listed,
         )
+        other.seen_reply = seen_reply
+        return other
 
     def render(
         self, task: Task, messages: Sequence[Message] | None = None, *, where: str | None = None

@@ -21,8 +21,8 @@ from fovea.environments.prompt_source import PromptSource
 from fovea.environments.sessions import unreadable
 from fovea.errors import BadRowError, ConfigError, EngineError, UnscoredError, first_line, named
 from fovea.evaluation.evaluator import AnsweredRow, answered_rows
+from fovea.rollout.collect import request_seed
 from fovea.rollout.conversation import Conversations, scored
-from fovea.rollout.engine_turns import request_seed
 from fovea.types import AnswerEnd, Episode, FinishReason, ImageRef, Message, Prompt, Sampling, Task, ToolSpec, Turn
 from fovea.utils.event_loop import gather_or_cancel
 from fovea.utils.http_json import CallError, JsonServer
@@ -139,7 +139,7 @@ class ServerEvaluator:
             indices = range(start, min(start + self._batch_size, size))
             rows = {index: row.task for index in indices if (row := source.get(index)) is not None}
             places = [(index, number) for index in rows for number in range(n)]
-            talks = Conversations.of(self._environment, places)
+            talks = Conversations.of(self._environment, places, seen_reply=source.seen_reply)
             answered = await gather_or_cancel(
                 self._episodes(task, index, sampling or self._greedy, n, request_seed(seed, index), talks)
                 for index, task in rows.items()

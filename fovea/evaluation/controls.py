@@ -1,4 +1,4 @@
-"""Image ablations: shuffled and blank images."""
+"""Image ablations, with shuffled and with blank images, and the search for images that two splits share."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
 
 from fovea.data.images import OpenImage
 from fovea.environments.prompt_source import PromptSource
-from fovea.types import ImageRef, Task
+from fovea.types import ImageRef, Message, Task
 
 GREY = 128
 
@@ -22,6 +24,47 @@ def usable_tasks(source: PromptSource, size: int) -> list[Task]:
     """Tasks of the first `size` rows, bad rows left out."""
     rows = (source.get(index) for index in range(size))
     return [row.task for row in rows if row is not None]
+
+
+def image_controls(
+    source: PromptSource, tasks: Sequence[Task], open_image: OpenImage
+) -> tuple[PromptSource, PromptSource]:
+    """Sources of `tasks` with shuffled and with blank images; the pictures of replies are exchanged too.
+
+    In place of a reply's picture the first source shows an image of a random row, scaled to the size of that picture
+    and different from it, unless the rows have no other.
+    """
+    shuffled = with_shuffled_images(tasks)
+    pool = [image for task in shuffled for image in task.images]
+
+    def another(ref: ImageRef, where: str) -> ImageRef:
+        seen, start = open_image(ref), random.Random(where).randrange(len(pool))
+        seen_YXC = _pixels(seen)
+        candidates = (pool[(start + step) % len(pool)] for step in range(len(pool)))
+        others = (_pixels(open_image(candidate).resize(seen.size)) for candidate in candidates)
+        return replace(ref, source=next((other for other in others if not np.array_equal(other, seen_YXC)), seen_YXC))
+
+    return (
+        source.with_tasks(shuffled, partial(_with_pictures, another)),
+        source.with_tasks(
+            with_blank_images(tasks, open_image), partial(_with_pictures, lambda ref, _: _blank(ref, open_image))
+        ),
+    )
+
+
+def _with_pictures(
+    other: Callable[[ImageRef, str], ImageRef], messages: Sequence[Message], where: str
+) -> Sequence[Message]:
+    """These messages with `other` pictures, which are found by the picture and the name of its place."""
+
+    def exchanged(row: int, message: Message) -> Message:
+        parts = (
+            other(part, f"{where}, message {row}, part {place}") if isinstance(part, ImageRef) else part
+            for place, part in enumerate(message.parts)
+        )
+        return replace(message, parts=tuple(parts))
+
+    return [exchanged(row, message) for row, message in enumerate(messages)]
 
 
 def with_shuffled_images(tasks: Sequence[Task], seed: int = 0) -> list[Task]:
@@ -54,13 +97,18 @@ def _same_images(first: Task, second: Task) -> bool:
 
 def with_blank_images(tasks: Sequence[Task], open_image: OpenImage) -> list[Task]:
     """Tasks with their images replaced by grey ones of the same size."""
+    return [replace(task, images=tuple(_blank(ref, open_image) for ref in task.images)) for task in tasks]
 
-    def blank(ref: ImageRef) -> ImageRef:
-        width, height = open_image(ref).size
-        # one value seen from everywhere: those of all test images are held at once
-        return replace(ref, source=np.broadcast_to(np.uint8(GREY), (height, width, 3)))
 
-    return [replace(task, images=tuple(map(blank, task.images))) for task in tasks]
+def _blank(ref: ImageRef, open_image: OpenImage) -> ImageRef:
+    width, height = open_image(ref).size
+    # one value seen from everywhere: those of all test images are held at once
+    return replace(ref, source=np.broadcast_to(np.uint8(GREY), (height, width, 3)))
+
+
+def _pixels(image: Image.Image) -> NDArray[np.uint8]:
+    """RGB values, [height, width, 3]."""
+    return np.asarray(image.convert("RGB"))
 
 
 PixelHash = Callable[[ImageRef], bytes]

@@ -14,8 +14,7 @@ from fovea.errors import BadRowError, ConfigError, ScoreError, UnscoredError
 from fovea.evaluation.answer import SampledAnswer, sampled_answer
 from fovea.evaluation.statistics import parts_of
 from fovea.rollout.base import Engine, HoldsImages
-from fovea.rollout.collect import collect
-from fovea.rollout.engine_turns import Interaction
+from fovea.rollout.collect import Interaction, collect
 from fovea.types import Episode, Evaluation, Sampling, Task
 
 
@@ -179,6 +178,7 @@ class Evaluator:
                     grading=self._grading,
                     renderer=source.renderer,
                     max_tokens=self._max_episode_tokens,
+                    seen_reply=source.seen_reply,
                 ),
                 list(usable.values()),
                 sampling=sampling or self._greedy,

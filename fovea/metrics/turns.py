@@ -17,10 +17,8 @@ _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 def turn_metrics(episodes: Sequence[Episode]) -> Metrics:
-    """Metrics of the turns of a step's episodes; none where each has one turn."""
+    """Metrics of the turns of a step's episodes, of which some have several."""
     numbers = [len(episode.turns) for episode in episodes]
-    if max(numbers, default=0) < 2:
-        return {}
     replies = [turn for episode in episodes for turn in episode.turns[1:]]
     return {
         "turns/mean": _mean(numbers),

@@ -6,7 +6,7 @@ or an image processor to a row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,6 @@ from fovea.data.images import ImageOpener, Size
 from fovea.errors import BadRowError, DataError
 from fovea.models.processor import Processor
 from fovea.models.tool_messages import (
-    as_chat,
     as_listed,
     with_results_of_user,
     with_tool_list,
@@ -92,7 +91,7 @@ class Renderer:
 
     def _text_after_call(self, messages: Sequence[Message], where: str) -> str:
         """As `_text_after_answer`, for a template that writes results into the turn of the model that has called."""
-        chat = [as_chat(Message(role="user", parts=("",))), gemma_calls.calling(ANSWER), *map(as_chat, messages)]
+        chat = [_as_chat(Message(role="user", parts=("",))), gemma_calls.calling(ANSWER), *map(_as_chat, messages)]
         text = self._templated(chat).rpartition(gemma_calls.call_of(ANSWER))[2]
         if text.count(self._image_mark) < len(images_of(messages)):
             raise DataError(
@@ -116,7 +115,9 @@ class Renderer:
         return self._templated(self._chat(messages), **({"tools": list(map(as_listed, tools))} if tools else {}))
 
     def _chat(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        return [as_chat(each) for each in (messages if self._has_results else with_results_of_user(messages))]
+        if not self._has_results and any(each.role == "tool" for each in messages):
+            messages = with_results_of_user(messages)
+        return list(map(_as_chat, messages))
 
     def _templated(self, chat: Any, **tools: Any) -> str:
         text = self._tokenizer.apply_chat_template(
@@ -205,3 +206,13 @@ def _refusals_named(where: str) -> Iterator[None]:
 def images_of(messages: Sequence[Message]) -> list[ImageRef]:
     """The images of messages, in order."""
     return [part for message in messages for part in message.parts if isinstance(part, ImageRef)]
+
+
+def _as_chat(message: Message) -> dict[str, Any]:
+    """A message as chat templates take it."""
+    named: Mapping[str, str] = {"name": message.tool} if message.tool else {}
+    return {"role": message.role, **named, "content": [_part(part) for part in message.parts]}
+
+
+def _part(part: str | ImageRef) -> dict[str, Any]:
+    return {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -72,13 +72,3 @@ def without_special_tokens(messages: Sequence[Message], marks: Sequence[str]) ->
 
 def _harmless(message: Message, marks: Sequence[str]) -> tuple[str | ImageRef, ...]:
     return tuple(without_marks(part, marks) if isinstance(part, str) else part for part in message.parts)
-
-
-def as_chat(message: Message) -> dict[str, Any]:
-    """A message as chat templates take it."""
-    named: Mapping[str, str] = {"name": message.tool} if message.tool else {}
-    return {"role": message.role, **named, "content": [_part(part) for part in message.parts]}
-
-
-def _part(part: str | ImageRef) -> dict[str, Any]:
-    return {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}

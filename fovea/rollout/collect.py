@@ -1,19 +1,48 @@
-"""Collection of a rollout: scored episodes, group by group."""
+"""Collection of a rollout: scored episodes, group by group, with turns whose token ids only grow."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
+from fovea.environments.base import Environment, OpensSessions, Session
 from fovea.environments.graders.grading import Grading
-from fovea.environments.prompt_source import PromptedTask
-from fovea.errors import FailedEpisodeError, UnscoredError
+from fovea.environments.prompt_source import PromptedTask, RendersPrompts, SeenReply, as_sent
+from fovea.environments.sessions import turn_limit, unreadable
+from fovea.errors import DataError, FailedEpisodeError, UnscoredError
 from fovea.rollout.base import Engine
 from fovea.rollout.conversation import Conversations, SessionLog, scored
-from fovea.rollout.engine_turns import EngineSpeaker, Interaction, first_turns, request_seed, session_seed
 from fovea.rollout.schedule import Place
-from fovea.types import Episode, Group, Request, Sampling, Turn
+from fovea.types import Completion, Episode, Group, Message, Prompt, Request, Sampling, Turn, TurnTokens
 from fovea.utils.event_loop import gather_or_cancel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interaction:
+    """The model's counterpart in an episode: the environment, the graders, and the renderer of replies."""
+
+    environment: Environment
+    grading: Grading
+    renderer: RendersPrompts
+    max_tokens: int | None = None
+    """Most tokens of an episode, its prompt included; None: as many as the model has positions for."""
+    seen_reply: SeenReply = as_sent
+    """The messages that the model reads in place of a reply; an image ablation exchanges their pictures."""
+
+    @property
+    def converses(self) -> bool:
+        """True if an episode may be more than an answer that graders score."""
+        return self.environment.max_turns > 1 or isinstance(self.environment, OpensSessions)
+
+    def fits(self, request: Request) -> bool:
+        """True if the longest completion stays within the tokens of an episode and the model's positions."""
+        num_tokens, positions = request.prompt.num_tokens, self.renderer.most_tokens
+        if positions is not None and num_tokens > positions:
+            return False
+        return self.max_tokens is None or num_tokens + request.sampling.max_new_tokens <= self.max_tokens
 
 
 async def collect(  # noqa: PLR0913 (each says one thing about the rollout)
@@ -37,9 +66,13 @@ async def collect(  # noqa: PLR0913 (each says one thing about the rollout)
     """
     environment, indices = interaction.environment, range(num_before, num_before + len(prompted))
     places = [(index, number) for index in indices for number in range(n)]
-    talks = Conversations.of(environment, places, engine=engine, log=sessions)
+    talks: Conversations | None = None
+    if interaction.converses:
+        talks = Conversations.of(environment, places, engine=engine, log=sessions, seen_reply=interaction.seen_reply)
 
-    async def episode(item: PromptedTask, request: Request, first: Turn, place: Place) -> Episode | FailedEpisodeError:
+    async def episode(
+        talks: Conversations, item: PromptedTask, request: Request, first: Turn, place: Place
+    ) -> Episode | FailedEpisodeError:
         speaker = EngineSpeaker(engine, interaction, item, request)
         conversation = await talks.go_on(item.task, session_seed(request, place[1]), first, speaker, place)
         try:
@@ -61,12 +94,12 @@ async def collect(  # noqa: PLR0913 (each says one thing about the rollout)
         )
         firsts = await first_turns(engine, environment, item, request)
         try:
-            if not interaction.converses:
+            if talks is None:
                 return await _answered(interaction.grading, item, firsts)
             return _group_of(
                 item,
                 await gather_or_cancel(
-                    episode(item, request, first, (index, number)) for number, first in enumerate(firsts)
+                    episode(talks, item, request, first, (index, number)) for number, first in enumerate(firsts)
                 ),
             )
         except UnscoredError as error:
@@ -94,3 +127,90 @@ def _group_of(item: PromptedTask, found: Sequence[Episode | FailedEpisodeError])
     if not episodes:
         raise UnscoredError(f"all {len(found)} episodes failed; the last: {found[-1]}")
     return Group(prompt=item.prompt, episodes=episodes)
+
+
+async def first_turns(engine: Engine, environment: Environment, item: PromptedTask, request: Request) -> Sequence[Turn]:
+    """Generate the first turns of the n episodes of one task."""
+    asked = tuple(environment.prompt(item.task))
+    return [_turn(asked, item.prompt, completion) for completion in await engine.generate(request)]
+
+
+class EngineSpeaker:
+    """An engine in one episode."""
+
+    def __init__(self, engine: Engine, interaction: Interaction, item: PromptedTask, request: Request) -> None:
+        """The first turn was generated for `request`."""
+        self._engine = engine
+        self._interaction = interaction
+        self._name = item.task.id
+        self._request = request
+        self._most_turns = turn_limit(interaction.environment, item.task)
+
+    async def answer(self, session: Session, turns: Sequence[Turn], messages: Sequence[Message]) -> Turn | None:
+        """Generate the turn after these ones; None where it might take more than the tokens of an episode."""
+        spoken = [turn.tokens for turn in turns if turn.tokens is not None]
+        where = f"turn {len(turns) + 1} of {self._name}"
+        try:
+            after = int(spoken[-1].completion.token_ids_T[-1])
+            observation = self._interaction.renderer.observation(messages, after=after, where=where)
+        except DataError as error:
+            raise unreadable(session, error) from error
+        request = self._next_request(spoken, observation, where)
+        if not self._interaction.fits(request):
+            return None
+        (completion,) = await self._engine.generate(request)
+        self._request = request
+        return _turn(tuple(messages), observation, completion)
+
+    def _next_request(self, spoken: Sequence[TurnTokens], observation: Prompt, where: str) -> Request:
+        """The request for the next turn, whose prompt is the conversation so far."""
+        last, before, number = spoken[-1].completion, self._request, len(spoken) + 1
+        # ids are only appended: re-tokenising the text of a conversation may give other ids than those that were
+        # sampled, and their log-probs would then belong to other tokens
+        prompt = extended(before.prompt, last.token_ids_T, observation)
+        kept_L = np.concatenate(
+            [ids for each in spoken for ids in (each.observation.token_ids_L, each.completion.token_ids_T)]
+        )
+        assert np.array_equal(prompt.token_ids_L[: len(kept_L)], kept_L), f"{where} changes the ids of earlier turns"
+        return Request(
+            id=f"{last.id}/turn{number}",
+            prompt=prompt,
+            sampling=replace(before.sampling, seed=_next_seed(before.sampling.seed, last.id)),
+            keep=number < self._most_turns,
+            continues=last.id,
+        )
+
+
+def extended(prompt: Prompt, answer_ids_T: NDArray[np.int64], observation: Prompt) -> Prompt:
+    """Prompt of the next turn: the conversation so far, its token ids appended to each other."""
+    return Prompt(
+        token_ids_L=np.concatenate([prompt.token_ids_L, answer_ids_T, observation.token_ids_L]),
+        unexpanded_ids_U=np.concatenate([prompt.unexpanded_ids_U, answer_ids_T, observation.unexpanded_ids_U]),
+        images=prompt.images + observation.images,
+    )
+
+
+def request_seed(*parts: int) -> int:
+    """Hash these numbers into a 64-bit seed."""
+    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0])
+
+
+def session_seed(request: Request, number: int) -> int:
+    """Seed of the session of a completion of an episode's first request, by its number."""
+    # 2: another one than that of the next turn
+    return request_seed(request.sampling.seed, number, 2)
+
+
+def _next_seed(seed: int, completion_id: str) -> int:
+    """Seed of the next turn, different for each completion of a group."""
+    # the last part of a completion's id is its number in the group
+    return request_seed(seed, int(completion_id.rpartition("/")[2]), 1)
+
+
+def _turn(messages: tuple[Message, ...], observation: Prompt, completion: Completion) -> Turn:
+    return Turn(
+        messages=messages,
+        text=completion.text,
+        finish=completion.finish,
+        tokens=TurnTokens(observation=observation, completion=completion),
+    )

@@ -11,8 +11,9 @@ from typing import Protocol
 
 from fovea.environments.base import Environment, LimitsSessions, Session
 from fovea.environments.graders.grading import Grading
-from fovea.environments.sessions import goes_on, open_session, score_of, turn_limit
-from fovea.errors import FailedEpisodeError
+from fovea.environments.prompt_source import SeenReply, as_sent
+from fovea.environments.sessions import goes_on, open_session, score_of, turn_limit, unreadable
+from fovea.errors import DataError, FailedEpisodeError
 from fovea.rollout.schedule import Place, Schedule, schedule_of
 from fovea.types import Episode, EpisodeEnd, Message, Metrics, Score, Task, Turn
 
@@ -71,15 +72,25 @@ class Conversations:
     environment: Environment
     schedule: Schedule
     log: SessionLog
+    seen_reply: SeenReply
 
     @staticmethod
     def of(
-        environment: Environment, places: Collection[Place], *, engine: object = None, log: SessionLog | None = None
+        environment: Environment,
+        places: Collection[Place],
+        *,
+        engine: object = None,
+        log: SessionLog | None = None,
+        seen_reply: SeenReply = as_sent,
     ) -> Conversations:
         """The conversations of episodes with these places, in the order that suits the engine."""
         max_open = environment.max_open if isinstance(environment, LimitsSessions) else None
-        schedule = schedule_of(engine, places, max_open)
-        return Conversations(environment=environment, schedule=schedule, log=SessionLog() if log is None else log)
+        return Conversations(
+            environment=environment,
+            schedule=schedule_of(engine, places, max_open),
+            log=SessionLog() if log is None else log,
+            seen_reply=seen_reply,
+        )
 
     async def go_on(self, task: Task, seed: int, first: Turn, speaker: Speaker, place: Place) -> Conversation:
         """Continue an episode to its end; `seed` is that of its session."""
@@ -101,7 +112,7 @@ class Conversations:
             return Conversation(turns=(first,), failure=error)
         turns = [first]
         try:
-            end = await self._until_end(session, turns, speaker, turn_limit(self.environment, task), place)
+            end = await self._until_end(session, turns, speaker, task, place)
             return Conversation(turns=tuple(turns), end=end, score=await score_of(session, turns))
         except FailedEpisodeError as error:
             return Conversation(turns=tuple(turns), failure=error)
@@ -109,9 +120,10 @@ class Conversations:
             await session.close()
 
     async def _until_end(
-        self, session: Session, turns: list[Turn], speaker: Speaker, most_turns: int, place: Place
+        self, session: Session, turns: list[Turn], speaker: Speaker, task: Task, place: Place
     ) -> EpisodeEnd:
         """Append the later turns; returns how the episode ended."""
+        most_turns = turn_limit(self.environment, task)
         while len(turns) < most_turns:
             begun = perf_counter()
             with self.log.waiting():
@@ -120,7 +132,11 @@ class Conversations:
             if messages is None:
                 return "done"
             await self.schedule.turn(place)
-            turn = await speaker.answer(session, turns, messages)
+            try:
+                seen = self.seen_reply(messages, f"turn {len(turns) + 1} of {task.id}")
+            except DataError as error:
+                raise unreadable(session, error) from error
+            turn = await speaker.answer(session, turns, seen)
             if turn is None:
                 return "max_tokens"
             turns.append(replace(turn, seconds=seconds))

@@ -20,7 +20,7 @@ from fovea.metrics.findings import FindingsWatch
 from fovea.metrics.log import MetricsLog, Phases
 from fovea.metrics.progress import Progress
 from fovea.rollout.base import Engine
-from fovea.rollout.engine_turns import Interaction
+from fovea.rollout.collect import Interaction
 from fovea.run.callbacks import Callbacks
 from fovea.run.checkpoint import Checkpoints, SavedCheckpoint
 from fovea.run.fingerprint import Fingerprint

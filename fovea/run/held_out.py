@@ -12,9 +12,8 @@ from fovea.errors import BadRowError, DataError, TrainError
 from fovea.evaluation.controls import (
     SharedImages,
     find_shared_images,
+    image_controls,
     usable_tasks,
-    with_blank_images,
-    with_shuffled_images,
 )
 from fovea.evaluation.evaluator import AnsweredRow
 from fovea.evaluation.json_file import write_answers
@@ -35,8 +34,8 @@ async def evaluate_controls(run: Run) -> tuple[Evaluation | None, Evaluation | N
     """Image ablations: evaluate on test rows with shuffled and with blank images; None where no row has an image."""
     source, size = run.sources.test, run.config.evaluate.test_size
     tasks = [task for task in usable_tasks(source, min(size or len(source), len(source))) if task.images]
-    controls = (with_shuffled_images(tasks), with_blank_images(tasks, run.open_image))
-    shuffled, blank = [await run.evaluator.evaluate(source.with_tasks(x)) if x else None for x in controls]
+    controls = image_controls(source, tasks, run.open_image)
+    shuffled, blank = [await run.evaluator.evaluate(each) if len(each) else None for each in controls]
     return shuffled, blank
 
 

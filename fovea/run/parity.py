@@ -23,8 +23,8 @@ from rich.text import Text
 
 from fovea.environments.prompt_source import PromptedTask
 from fovea.errors import ParityError
+from fovea.rollout.collect import EngineSpeaker, first_turns, request_seed, session_seed
 from fovea.rollout.conversation import Conversations
-from fovea.rollout.engine_turns import EngineSpeaker, first_turns, request_seed, session_seed
 from fovea.run.context import Run
 from fovea.run.parity_faults import (
     Array,

@@ -12,7 +12,7 @@ from fovea.data.order import Order
 from fovea.environments.base import Environment, Session
 from fovea.environments.prompt_source import PromptedTask, PromptSource
 from fovea.environments.sessions import open_session, turn_limit
-from fovea.rollout.engine_turns import extended
+from fovea.rollout.collect import extended
 from fovea.train.base import Policy, SftExample
 from fovea.types import Evaluation, Prompt, Turn
 

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
+from transformers import PreTrainedTokenizerBase
 
 from fovea.config.environments import ShapesEnvironment
+from fovea.config.games import FrozenLakeEnvironment
 from fovea.data.images import ImageOpener
+from fovea.environments.games.board import solution
+from fovea.environments.games.drawing import draw
+from fovea.environments.games.environment import BoardGame
+from fovea.environments.games.frozen_lake import FrozenLake
+from fovea.environments.graders.grading import Grading
+from fovea.environments.prompt_source import PromptSource
 from fovea.environments.shapes.environment import Shapes
-from fovea.evaluation.controls import usable_tasks, with_blank_images, with_shuffled_images
+from fovea.evaluation.controls import image_controls, usable_tasks, with_blank_images, with_shuffled_images
+from fovea.evaluation.evaluator import Evaluator
 from fovea.models.render import Renderer
-from fovea.types import ImageRef, Task
+from fovea.types import Completion, ImageRef, Message, Request, Sampling, Task
+from fovea.utils.event_loop import wait_for
 from tests.environments.prompt_sources import opener, source_of
-from tests.tiny_models import tiny
+from tests.fakes import BanditEngine
+from tests.tiny_models import renderer, tiny
 
 
 def test_shuffled_images_are_those_of_other_tasks_of_the_kind() -> None:
@@ -76,3 +90,63 @@ def test_rows_that_cannot_be_read_are_left_out_of_controls() -> None:
     test = source_of(tasks, renderer)
     assert usable_tasks(test, 2) == tasks[:1]
     assert list(test.bad_rows) == [1]
+
+
+class BestMoves(BanditEngine):
+    """An engine that plays the best move on the board of the last picture, and Left on any other picture."""
+
+    def __init__(self, moves: Mapping[str, str], tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__()
+        self._moves = moves
+        self._tokenizer = tokenizer
+
+    async def generate(self, request: Request) -> list[Completion]:
+        text = self._moves.get(request.prompt.images[-1].key, "Left")
+        ids = self._tokenizer.encode(f"{text}{self._tokenizer.eos_token}", add_special_tokens=False)
+        return [
+            Completion(
+                id=f"{request.id}/0",
+                token_ids_T=np.array(ids),
+                logprobs_T=np.zeros(len(ids), dtype=np.float32),
+                text=text,
+                finish="stop",
+                version=0,
+            )
+        ]
+
+
+def best_moves(tasks: Sequence[Task], render: Renderer) -> dict[str, str]:
+    """The first move of a shortest way from every cell of these lakes, by the key of the picture."""
+    moves: dict[str, str] = {}
+    for task in tasks:
+        start = FrozenLake.read(str(task.row["map"]).split("\n"))
+        for cell in product(range(3), range(3)):
+            lake = replace(start, player=cell)
+            if way := solution(lake, 8):
+                shown = Message(role="user", parts=(ImageRef(source=draw(lake.lines, 16)),))
+                moves[render.prompt([shown]).images[0].key] = way[0]
+    return moves
+
+
+def test_controls_of_several_turns_show_no_true_picture_in_any_turn() -> None:
+    """A player that solves every board it sees finds few goals when it sees other pictures."""
+    settings = FrozenLakeEnvironment(side=3, moves=(2, 4), frozen_share=0.7, max_turns=6, test_size=24)
+    environment, parts = BoardGame(settings, seed=0), tiny("qwen3_vl")
+    render, tasks = renderer(parts), list(environment.tasks("test"))
+    source = PromptSource(tasks, environment, render, max_prompt_tokens=1000, on_bad_row="error", cache_gib=0.0)
+    evaluator = Evaluator(
+        BestMoves(best_moves(tasks, render), parts.processor.tokenizer),
+        environment,
+        Grading(graders=environment.graders),
+        greedy=Sampling(max_new_tokens=4, temperature=0),
+        batch_size=16,
+    )
+
+    def accuracies() -> list[float]:
+        sources = (source, *image_controls(source, tasks, opener))
+        return [wait_for(evaluator.evaluate(each)).accuracy for each in sources]
+
+    true, shuffled, blank = accuracies()
+    assert true == 1.0
+    assert max(shuffled, blank) < 0.4
+    assert accuracies() == [true, shuffled, blank]

@@ -66,10 +66,6 @@ def test_numbers_by_hand() -> None:
     assert undefined(metrics) == []
 
 
-def test_episodes_of_one_turn_have_none() -> None:
-    assert turn_metrics([episode(turn(-1), rewards=(1,)), episode(turn(-1))]) == {}
-
-
 def test_long_episodes_and_many_tools_have_few_names() -> None:
     """60 turns and 59 tools, and names that a model or a server made up: the least called and the odd ones together."""
     calls = [(result(f"tool{number}"), result("often")) for number in range(59)]

@@ -19,7 +19,7 @@ from fovea.errors import EngineError
 from fovea.models.render import Renderer
 from fovea.models.tiny import TinyParts
 from fovea.rollout.base import Engine
-from fovea.rollout.engine_turns import extended
+from fovea.rollout.collect import extended
 from fovea.types import AnswerEnd, Completion, Prompt, Request, Sampling
 from fovea.utils.event_loop import wait_for
 from tests.reference import reference_logprobs

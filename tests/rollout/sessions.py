@@ -10,9 +10,8 @@ import numpy as np
 
 from fovea.config.run import Config
 from fovea.environments.prompt_source import PromptedTask
-from fovea.rollout.collect import collect
+from fovea.rollout.collect import Interaction, collect
 from fovea.rollout.conversation import SessionLog
-from fovea.rollout.engine_turns import Interaction
 from fovea.types import Completion, Episode, Group, Message, Prompt, Request, Sampling, Score, Task, Turn
 from fovea.utils.event_loop import wait_for
 from fovea.wiring.environment import GradedEnvironment, make_environment

@@ -21,8 +21,7 @@ from fovea.environments.prompt_source import PromptedTask
 from fovea.errors import ScoreError, TrainError, UnscoredError
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
-from fovea.rollout.collect import collect
-from fovea.rollout.engine_turns import Interaction
+from fovea.rollout.collect import Interaction, collect
 from fovea.run.context import Run
 from fovea.types import Completion, Group, Request, Sampling, Score, Task, Turn
 from fovea.utils.event_loop import wait_for

@@ -14,11 +14,11 @@ from fovea.config.algorithm import Algorithm
 from fovea.models.plain import PlainVLM
 from fovea.models.tiny import TinyParts
 from fovea.models.vlm import VLM
+from fovea.rollout.collect import extended
 from fovea.rollout.embedded.batch import DecodeBatch
 from fovea.rollout.embedded.cache import Cache
 from fovea.rollout.embedded.prefill import PrefillRow
 from fovea.rollout.embedded.requests import KeptKeys, RemovedRow
-from fovea.rollout.engine_turns import extended
 from fovea.train.base import Needs
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Group, Message, Turn

@@ -14,9 +14,8 @@ from fovea.environments.graders.grading import Grading
 from fovea.environments.prompt_source import PromptedTask
 from fovea.environments.shapes.environment import ShapesGrader, ShapesZoom
 from fovea.models.tiny import TinyParts
-from fovea.rollout.collect import collect
+from fovea.rollout.collect import Interaction, collect
 from fovea.rollout.embedded.engine import EmbeddedEngine
-from fovea.rollout.engine_turns import Interaction
 from fovea.samples import make_batch, replace_samples
 from fovea.types import Batch, Group, Message, Sample, Sampling, Task, Turn
 from fovea.utils.event_loop import wait_for

@@ -35,8 +35,7 @@ from fovea.rollout.embedded.linears import (
     TextWeights,
     text_weights,
 )
-from fovea.rollout.embedded.prefill import prefill, prefill_row
-from fovea.rollout.embedded.prefill_work import PrefillWork
+from fovea.rollout.embedded.prefill import PrefillWork, prefill, prefill_row
 from fovea.rollout.embedded.recorder import Recorder
 from fovea.rollout.embedded.requests import KeptKeys, QueuedRequest, RemovedRow, resumption
 from fovea.rollout.embedded.tuning import INT8, PoolMemory, Tuning, make_cache, make_stepper, uses_pages

@@ -22,7 +22,7 @@ from fovea.models.processor import Processor
 from fovea.models.trainable import factored_weights
 from fovea.rollout.base import memory_for_rollout
 from fovea.rollout.embedded.batch import DecodeBatch, DecodeStep, completion_of
-from fovea.rollout.embedded.prefill_work import PrefillWork
+from fovea.rollout.embedded.prefill import PrefillWork
 from fovea.rollout.embedded.requests import QueuedRequest
 from fovea.rollout.embedded.sampler import sample_tokens
 from fovea.rollout.outputs import CompletionText

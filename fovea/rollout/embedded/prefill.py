@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fovea.models.decoder import Attend, DecoderShape, VisualResidual, decode
+from fovea.models.flops import Work
 from fovea.models.rope import Rope
 from fovea.models.shared_prefix.attention import causal_prompts
 from fovea.models.shared_prefix.layout import shared_prefix_layout
@@ -25,7 +26,9 @@ from fovea.rollout.embedded.cache import Cache, TokenSpan
 from fovea.rollout.embedded.linears import TextWeights
 from fovea.rollout.embedded.recorder import Recorder
 from fovea.rollout.embedded.requests import KeptKeys, QueuedRequest
+from fovea.types import Metrics
 
+TERA = 1e12
 PASS_TOKENS = 16_384
 """Tokens of a forward pass: enough to keep any device busy; at width 8192, an activation in bf16 takes 256 MiB."""
 
@@ -174,3 +177,22 @@ def _causal_tail(query_NHD: Tensor, key_JLD: Tensor, value_JLD: Tensor, scale: f
     mask = torch.ones(new, length, dtype=torch.bool, device=query_NHD.device).tril(length - new)
     out = F.scaled_dot_product_attention(query_NHD.transpose(0, 1)[None], key, value, attn_mask=mask, scale=scale)
     return out[0].transpose(0, 1)
+
+
+class PrefillWork:
+    """Model FLOPs of the decoder on the prompts that an engine has prefilled."""
+
+    def __init__(self, work: Work) -> None:
+        self._work, self._run, self._copies = work, 0.0, 0.0
+
+    def add(self, request: QueuedRequest) -> None:
+        """Count a request whose prompt is run once, from its first new token on."""
+        flops = self._work.prompt(request.prompt.num_tokens, ()) - self._work.prompt(request.first_new_token, ())
+        self._run += flops
+        self._copies += request.n * flops
+
+    def take(self) -> Metrics:
+        """TFLOP since the last call: those run, and those of a pass for each completion."""
+        found = {"rollout_prefill_tflop": self._run / TERA, "rollout_prefill_copies_tflop": self._copies / TERA}
+        self._run = self._copies = 0.0
+        return found
