@@ -27,7 +27,7 @@ class Interaction:
     max_tokens: int | None = None
     """Most tokens of an episode, its prompt included; None: as many as the model has positions for."""
     seen_reply: SeenReply = as_sent
-    """An image ablation exchanges the pictures of replies."""
+    """The messages that the model reads in place of a reply; an image ablation exchanges their pictures."""
 
     @property
     def converses(self) -> bool:

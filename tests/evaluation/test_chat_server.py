@@ -18,6 +18,7 @@ from fovea.environments.base import Environment
 from fovea.environments.prompt_source import PromptSource
 from fovea.errors import BadRowError, ConfigError, EngineError
 from fovea.evaluation.chat_server import ChatModel, EmptyPrompts, ServerEvaluator
+from fovea.evaluation.controls import image_controls
 from fovea.evaluation.evaluator import AnsweredRow
 from fovea.evaluation.json_file import write_answers
 from fovea.types import AnswerEnd, ImageRef, Message, Sampling, Task, Turn
@@ -54,9 +55,10 @@ def ask(
     headers: dict[str, str] | None = None,
     model: str | None = None,
     template: Mapping[str, object] = MappingProxyType({}),
+    changed: Callable[[PromptSource], PromptSource] = lambda source: source,
     **asked: object,
 ) -> list[AnsweredRow]:
-    """The answers of an endpoint to the first rows of an environment."""
+    """The answers of an endpoint to the first rows of an environment, or of what `changed` makes of its source."""
 
     async def answers() -> list[AnsweredRow]:
         server = JsonServer(endpoint.url.removesuffix("/v1"), bounds, headers)
@@ -77,7 +79,7 @@ def ask(
                 on_bad_row="error",
                 cache_gib=0.0,
             )
-            return await evaluator.answers(source, **asked)  # type: ignore[arg-type]
+            return await evaluator.answers(changed(source), **asked)  # type: ignore[arg-type]
         finally:
             await server.close()
 
@@ -177,6 +179,13 @@ def test_a_conversation_is_sent_whole_with_the_pictures_as_they_are(started: Cal
     assert [part["type"] for part in second[2]["content"]] == ["text", "image_url"]
     assert np.array_equal(pixels(first[0]["content"][0]), TwoTurns.pictures[0])
     assert np.array_equal(pixels(second[2]["content"][1]), TwoTurns.pictures[1])
+
+
+def test_a_server_sees_the_pictures_of_a_control_in_replies_too(started: Callable[..., Endpoint]) -> None:
+    endpoint = started(says("closer"), says("a"))
+    ask(endpoint, TwoTurns(), size=1, changed=lambda source: image_controls(source, source.tasks, from_array)[1])
+    _, second = (json.loads(json.dumps(sent["messages"])) for sent in endpoint.requests)
+    assert np.array_equal(pixels(second[2]["content"][1]), np.full_like(TwoTurns.pictures[1], 128))
 
 
 def test_the_file_of_answers_has_all_turns_of_a_conversation(started: Callable[..., Endpoint], tmp_path: Path) -> None:
