@@ -38,6 +38,22 @@ QWEN2_5_VL_7B: dict[str, Any] = {
 """Qwen/Qwen2.5-VL-7B-Instruct: 8,292,166,656 parameters in its safetensors index (16,584,333,312 bytes of bfloat16)."""
 
 
+QWEN2_5_VL_3B: dict[str, Any] = {
+    "text_config": QWEN2_5_VL_7B["text_config"]
+    | {
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
+    "vision_config": QWEN2_5_VL_7B["vision_config"] | {"out_hidden_size": 2048},
+    "tie_word_embeddings": True,
+}
+"""Qwen/Qwen2.5-VL-3B-Instruct, by its config.json."""
+
 QWEN2_VL_7B: dict[str, Any] = QWEN2_5_VL_7B | {
     "vision_config": {"depth": 32, "embed_dim": 1280, "hidden_size": 3584, "mlp_ratio": 4, "num_heads": 16}
 }

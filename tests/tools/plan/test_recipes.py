@@ -27,6 +27,7 @@ from tests.environments.files import row
 from tests.runs import HASH_REWARD
 from tests.tiny_models import save, tiny
 from tests.tools.plan.published import (
+    QWEN2_5_VL_3B,
     QWEN2_5_VL_7B,
     QWEN2_VL_7B,
     QWEN3_5_4B,
@@ -57,6 +58,7 @@ UNKNOWN_SIZES = {"easyr1_3b", "r1v_clevr"}
 """Recipes of models whose config.json tests/tools/plan/published.py lacks."""
 MODELS = {
     "Qwen/Qwen2-VL-7B-Instruct": QWEN2_VL_7B,
+    "Qwen/Qwen2.5-VL-3B-Instruct": QWEN2_5_VL_3B,
     "Qwen/Qwen2.5-VL-7B-Instruct": QWEN2_5_VL_7B,
     "Qwen/Qwen3-VL-2B-Instruct": QWEN3_VL_2B,
     "Qwen/Qwen3-VL-8B-Instruct": QWEN3_VL_8B,
