@@ -181,7 +181,7 @@ def test_where_metrics_go_is_opened_before_the_model(tmp_path: Path, monkeypatch
     def load(*_: object) -> None:
         raise ConfigError(f"opened before: {opened}")
 
-    monkeypatch.setattr("fovea.wiring.run.make_trackers", lambda *_: opened.append("trackers"))
+    monkeypatch.setattr("fovea.wiring.run.make_trackers", lambda *_: opened.append("trackers") or [])
     monkeypatch.setattr("fovea.wiring.run.open_backends", load)
     with pytest.raises(ConfigError, match=r"opened before: .'trackers'"):
         run_of(tmp_path)
