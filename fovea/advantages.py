@@ -105,7 +105,7 @@ def _by_actions(batch: Batch, penalties: Sequence[NDArray[np.float32]], turn_dis
 
 
 def _returns(rewards_T: NDArray[np.float32], turn_ends: NDArray[np.intp], turn_discount: float) -> NDArray[np.float32]:
-    """Return of each token, [T]: its reward and all later ones, those of the next turn times `turn_discount`."""
+    """Return of each token, [T]: its reward plus all later rewards, discounted by `turn_discount` per later turn."""
     of_turns: list[NDArray[np.float32]] = []
     later = np.float32(0)
     for turn_T in reversed(np.split(rewards_T, turn_ends[:-1] + 1)):
