@@ -27,7 +27,9 @@ HERE = Path(__file__).parent
 class Game:
     def __init__(self, seed):
         self.random = random.Random(seed)
-        self.process = subprocess.Popen(["sleep", "600"], env=session_environment(), start_new_session=True)
+        # without this run's pipes: whoever reads them would wait for this process after the run has been killed
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        self.process = subprocess.Popen(["sleep", "600"], env=session_environment(), start_new_session=True, **quiet)
 
     def reply(self, turns):
         death = HERE / "death"

@@ -115,8 +115,14 @@ class PythonTool:
         if not is_whole:
             return f"{output}... (the program was ended: it printed more than {MAX_OUTPUT_BYTES} bytes)"
         if process.returncode:
-            raise ToolError(f"the program failed: {(output.strip().splitlines() or ['it was killed'])[-1]}")
+            raise ToolError(f"the program failed: {reason(output)}")
         return output or "(the program printed nothing)"
+
+
+def reason(output: str) -> str:
+    """Last line that a program printed before it failed; that of a killed one may be unshare's remark about its end."""
+    lines = [line for line in output.strip().splitlines() if not line.startswith("unshare: ")]
+    return lines[-1] if lines else "it was killed"
 
 
 async def _exchanged(process: asyncio.subprocess.Process, code: str) -> tuple[str, bool]:

@@ -10,7 +10,7 @@ import pytest
 
 from fovea.environments.tools.base import ToolError
 from fovea.environments.tools.loading import load_tools
-from fovea.environments.tools.python import PythonTool
+from fovea.environments.tools.python import PythonTool, reason
 from fovea.errors import ConfigError
 from tests.environments.tools.pictures import text_of
 
@@ -53,6 +53,10 @@ def test_memory_files_and_output_are_limited(tool: PythonTool) -> None:
     assert text.endswith("... (the program was ended: it printed more than 20000 bytes)")
     with pytest.raises(ToolError, match="the program has 30000 characters"):
         text_of(tool, code="x" * 30_000)
+
+
+def test_what_unshare_says_of_a_killed_program_is_not_its_reason() -> None:
+    assert reason("unshare: sigprocmask unblock failed: Invalid argument\n") == "it was killed"
 
 
 @pytest.mark.slow
