@@ -8,6 +8,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from fovea.types import ToolCall, ToolSpec
@@ -42,6 +43,7 @@ TYPES: tuple[dict[str, Any], ...] = (
 
 @cache
 def template(name: str) -> str:
+    pytest.importorskip("trl")  # the environments of other versions of torch are without it
     return files("trl").joinpath("chat_templates", name).read_text(encoding="utf-8")
 
 
