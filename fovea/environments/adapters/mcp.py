@@ -51,6 +51,8 @@ except ImportError as error:
 LOG = logging.getLogger(__name__)
 MAX_TOOLS = 128
 MAX_RESULT_CHARACTERS = 20_000
+"""Of each of its texts."""
+MAX_RESULT_BLOCKS = 64
 MAX_RESULT_PICTURES = 8
 # it prints a traceback for each line that is not the protocol's, which `_noted` reports in one line
 logging.getLogger("mcp.client.stdio").setLevel(logging.CRITICAL)
@@ -196,6 +198,8 @@ class McpConnection:
 
 def parts_of(result: CallToolResult, tool: str) -> tuple[str | ImageRef, ...]:
     """Texts and pictures of a result, in order; ToolError for a failed call, or a picture that is not base64."""
+    if len(result.content) > MAX_RESULT_BLOCKS:
+        raise ToolError(f"{tool} returned {len(result.content)} texts and pictures; the limit is {MAX_RESULT_BLOCKS}")
     parts: list[str | ImageRef] = []
     for block in result.content:
         match block:

@@ -8,6 +8,7 @@ fails, since its model would have been shown another state.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import json
@@ -41,6 +42,10 @@ Observed: TypeAlias = Mapping[str, Any]
 MAX_MESSAGE_BYTES = 64 << 20
 """A screenshot of 1920 x 1080 as nested lists of numbers takes up to 31 MB."""
 MAX_TEXT_CHARACTERS = 20_000
+MAX_PICTURES = 8
+"""Most pictures of one field."""
+RESET_SECONDS = 120
+"""Longest wait for the observation that a prompt shows; replies have the deadline of `environment.session`."""
 _TAG = re.compile(r"<action>(.*?)</action>", re.DOTALL | re.IGNORECASE)
 _PICTURE_URL = re.compile(r"data:image/[\w.+-]+;base64,")
 
@@ -106,7 +111,10 @@ class OpenEnv(Environment):
         async def observed() -> Observed:
             server = await _Server.connected(self._config.url)
             try:
-                return await server.ask("reset", self._reset(seed))
+                async with asyncio.timeout(RESET_SECONDS):
+                    return await server.ask("reset", self._reset(seed))
+            except TimeoutError:
+                raise NoScoreError(f"gave no answer to reset within {RESET_SECONDS} seconds") from None
             finally:
                 await server.close()
 
@@ -233,6 +241,8 @@ def _pictures(value: Any, shape: Any, key: str) -> list[ImageRef]:
         if isinstance(value, str):
             return [_decoded(value, where)]
         if isinstance(value, list) and value and all(isinstance(each, str) for each in value):
+            if len(value) > MAX_PICTURES:
+                raise ValueError(f"{len(value)} pictures, more than {MAX_PICTURES}")
             return [_decoded(each, where) for each in value]
         pixels = np.asarray(value)
         if shape is not None:

@@ -73,6 +73,12 @@ def test_a_long_text_is_cut_and_says_so(tools: dict[str, McpTool]) -> None:
     assert text == "x" * 20_000 + " [10000 more characters]"
 
 
+def test_a_result_of_many_texts_is_refused() -> None:
+    result = CallToolResult(content=[TextContent(type="text", text="x")] * 65)
+    with pytest.raises(ToolError, match=r"squares\.add returned 65 texts and pictures; the limit is 64"):
+        parts_of(result, "squares.add")
+
+
 @table(
     ("name", "arguments", "message"),
     [

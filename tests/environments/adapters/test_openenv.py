@@ -1,7 +1,7 @@
 """OpenEnv servers: pictures in every form, actions, rewards and failures.
 
 The server is a stand-in by the published protocol, and the real one where FOVEA_OPENENV_PYTHON names an interpreter
-that has the package `openenv`, whose pins do not go with Fovea's.
+that has the package `openenv` (0.10.0 passes), whose pins do not go with Fovea's.
 """
 
 from __future__ import annotations
@@ -14,14 +14,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
 import pytest
+import websockets.asyncio.server as websockets
+from websockets.asyncio.server import ServerConnection
 
 from fovea.config.environments import OpenEnvEnvironment
 from fovea.data.images import ImageOpener
+from fovea.environments.adapters import openenv
 from fovea.environments.adapters.openenv import OpenEnv, action_in, parts_of
 from fovea.environments.base import OpensSessions, ScoresEpisode
 from fovea.environments.graders.base import NoScoreError
@@ -143,7 +148,7 @@ def test_failures_are_named(url: str) -> None:
     changing = corridor(url, text_keys=("text", "step_id"))
     with pytest.raises(NoScoreError, match="resets seed 0 to another observation than before, so that the prompt"):
         played(changing, changing.tasks("train")[0], ["left"])
-    with pytest.raises(ConfigError, match=r"observes text, .*, and not depth; correct its settings"):
+    with pytest.raises(ConfigError, match=r"observes .*text, .*, and not depth; correct its settings"):
         corridor(url, image_keys=("depth",))
 
     async def too_many() -> None:
@@ -163,6 +168,28 @@ def test_a_server_that_is_down_is_one_line() -> None:
     with pytest.raises(ConfigError, match=r"^environment.url=http://127.0.0.1:9 cannot be reached at ws://") as caught:
         corridor("http://127.0.0.1:9")
     assert "\n" not in str(caught.value)
+
+
+def test_a_server_that_never_answers_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openenv, "RESET_SECONDS", 0.5)
+
+    async def never(connection: ServerConnection) -> None:
+        await connection.wait_closed()
+
+    async def serve(started: Future[int], end: Future[None]) -> None:
+        async with websockets.serve(never, "127.0.0.1", 0) as server:
+            started.set_result(next(iter(server.sockets)).getsockname()[1])
+            await asyncio.wrap_future(end)
+
+    started, end = Future[int](), Future[None]()
+    thread = Thread(target=lambda: asyncio.run(serve(started, end)))
+    thread.start()
+    try:
+        with pytest.raises(ConfigError, match=r"gave no answer to reset within 0.5 seconds; start the server"):
+            corridor(f"http://127.0.0.1:{started.result(10)}")
+    finally:
+        end.set_result(None)
+        thread.join()
 
 
 @table(
@@ -186,6 +213,7 @@ def test_actions_are_read(text: str, key: str | None, action: dict[str, Any] | N
     [
         ("not base64!", None),
         (["aGk=", "§"], None),
+        (["aGk="] * 9, None),
         ([[1, 2], [3]], None),
         ([1, 2, 3], None),
         ([1, 2, 3], [7, 7]),
