@@ -25,14 +25,14 @@ export function answerCard(run, answer, number, { heat, scale, firstImage, onTok
     scoreLine(answer, label, turns, repeats), shownTurns);
 }
 
-/** A message of the environment, such as the result of a tool, with its pictures in their place; `seconds` are those of the reply. */
+/** A message of the environment, such as the result of a tool, with its pictures in their place; `seconds` are those of the reply, shown from 0.1 on. */
 function observation(message, seconds, pictureOf) {
   const isResult = message.role === "tool";
   return element("div", { class: `message${isResult ? " result" : ""}${message.failed ? " failed" : ""}` },
     element("p", { class: "soft from" }, element("span", {}, foreign(message.role)),
       message.tool ? element("strong", { class: "tool" }, foreign(message.tool)) : null,
       message.failed ? element("span", { class: "truncated" }, "failed") : null,
-      seconds ? element("span", {}, `after ${shown(seconds)} s`) : null),
+      seconds >= 0.1 ? element("span", {}, `after ${shown(seconds)} s`) : null),
     message.parts.map((part) => (typeof part === "string" ? words(part) : pictureOf(part))));
 }
 
