@@ -413,6 +413,16 @@ class OpenEnvEnvironment(SeedRows):
         return self
 
 
+class NemoGymEnvironment(SplitFiles):
+    """Rows of NeMo-Gym, whose tools and rewards are those of one of its resources servers (docs/agents.md)."""
+
+    name: Literal["nemo_gym"] = "nemo_gym"
+    url: HttpUrl
+    """Address of the resources server, such as http://127.0.0.1:8000."""
+    max_turns: PositiveInt = 10
+    """Most answers of an episode, those with calls included."""
+
+
 PartEnvironment: TypeAlias = Annotated[
     ShapesEnvironment
     | ShapesZoomEnvironment
@@ -427,6 +437,7 @@ PartEnvironment: TypeAlias = Annotated[
     | GeoSpotEnvironment
     | GymnasiumEnvironment
     | OpenEnvEnvironment
+    | NemoGymEnvironment
     | OwnEnvironment
     | EnvironmentSettings,
     OpenUnion("fovea.environments", "make_environment"),

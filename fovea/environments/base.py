@@ -68,6 +68,15 @@ class UsesTools(Protocol):
 
 
 @runtime_checkable
+class BringsTools(Protocol):
+    """A session with tools that are called in it, in place of those that its environment names for the task."""
+
+    def tools(self) -> Sequence[Tool]:
+        """The tools, with the specs of the environment's."""
+        ...
+
+
+@runtime_checkable
 class LimitsSessions(Protocol):
     """An environment of whose sessions only so many may be open at once."""
 

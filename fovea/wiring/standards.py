@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from fovea.config.environments import GymnasiumEnvironment, OpenEnvEnvironment
+from fovea.config.environments import GymnasiumEnvironment, NemoGymEnvironment, OpenEnvEnvironment
 from fovea.config.run import Config
 from fovea.config.splits import EnvironmentSettings
+from fovea.environments.adapters.nemo_gym import NemoGym
 from fovea.environments.base import Environment
 from fovea.errors import ConfigError
+from fovea.wiring.images import make_access
 
 
 def standard_environment(config: Config, settings: EnvironmentSettings) -> Environment | None:
     """Make the environment of a standard; None for settings of another kind.
 
-    Each adapter needs an optional extra, and its module reports the absence.
+    Two adapters need an optional extra, and their modules report its absence.
     """
     match settings:
         case GymnasiumEnvironment():
@@ -23,6 +25,8 @@ def standard_environment(config: Config, settings: EnvironmentSettings) -> Envir
             from fovea.environments.adapters.openenv import OpenEnv
 
             made = OpenEnv(settings)
+        case NemoGymEnvironment():
+            made = NemoGym(settings, make_access(config.data))
         case _:
             return None
     if config.warmup is not None:

@@ -91,7 +91,7 @@ def test_every_setting_is_described() -> None:
         (
             "environment.name",
             "shapes | shapes_zoom | shapes_small | frozen_lake | sokoban | pages | geo3k | vqa | caption | rows | "
-            "geospot | gymnasium | openenv | own | mixture",
+            "geospot | gymnasium | openenv | nemo_gym | own | mixture",
             "shapes",
         ),
         ("environment.train_files", "list of text", "must be set"),
@@ -106,7 +106,7 @@ def test_settings_of_one_variant_say_so() -> None:
     (setting,) = describe("environment.level")
     assert setting.doc.startswith("[environment.name=shapes | shapes_zoom] Difficulty. 1: one kind of object")
     (shared,) = describe("environment.train_files")
-    assert shared.doc.startswith("[environment.name=geo3k | vqa | caption | rows | geospot] ")
+    assert shared.doc.startswith("[environment.name=geo3k | vqa | caption | rows | geospot | nemo_gym] ")
 
 
 def test_choices_are_whole_sentences() -> None:

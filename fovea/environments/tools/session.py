@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fovea.environments.base import Environment, OpensSessions, ScoresEpisode, Session, Split, UsesTools
+from fovea.environments.base import BringsTools, Environment, OpensSessions, ScoresEpisode, Session, Split, UsesTools
 from fovea.environments.tools.arguments import check_arguments
 from fovea.environments.tools.base import BadResultError, Frame, Picture, TakesCoordinates, Tool, ToolError
 from fovea.environments.tools.printed import PrintedText
@@ -72,9 +72,7 @@ class WithTools(Environment):
         return self._environment.target(task)
 
     def tools(self, task: Task) -> Sequence[Tool]:
-        own = self._environment.tools(task) if isinstance(self._environment, UsesTools) else ()
-        frame = self._use.frame
-        return [each.in_frame(frame) if isinstance(each, TakesCoordinates) else each for each in (*own, *self._tools)]
+        return self._with_further(self._environment.tools(task) if isinstance(self._environment, UsesTools) else ())
 
     def demonstration(self, task: Task) -> Sequence[str]:
         """The demonstration with calls in the format of the model, and their coordinates in its frame."""
@@ -84,8 +82,13 @@ class WithTools(Environment):
 
     async def open(self, task: Task, seed: int) -> Session:
         inner = await self._inner(task, seed)
-        calls = ToolCalls(task, self.tools(task), self._use)
+        tools = self._with_further(inner.tools()) if isinstance(inner, BringsTools) else self.tools(task)
+        calls = ToolCalls(task, tools, self._use)
         return ScoredToolSession(inner, calls, inner) if isinstance(inner, ScoresEpisode) else ToolSession(inner, calls)
+
+    def _with_further(self, own: Sequence[Tool]) -> Sequence[Tool]:
+        frame = self._use.frame
+        return [each.in_frame(frame) if isinstance(each, TakesCoordinates) else each for each in (*own, *self._tools)]
 
     async def _inner(self, task: Task, seed: int) -> Session:
         if isinstance(self._environment, OpensSessions):

@@ -9,10 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
-import socket
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -32,6 +29,7 @@ from fovea.environments.base import OpensSessions, ScoresEpisode
 from fovea.environments.graders.base import NoScoreError
 from fovea.errors import ConfigError
 from fovea.types import ImageRef, Message, Score, Task, Turn
+from tests.environments.adapters.servers import serving
 from tests.tables import table
 
 SERVER = Path(__file__).parent / "openenv_server.py"
@@ -43,16 +41,8 @@ OPENER = ImageOpener(max_mib=1, max_megapixels=1)
 def url(request: pytest.FixtureRequest) -> Iterator[str]:
     if not INTERPRETERS[request.param]:
         pytest.skip("FOVEA_OPENENV_PYTHON names no interpreter with the package openenv")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    process = subprocess.Popen([INTERPRETERS[request.param], str(SERVER), str(port)])
-    end = time.monotonic() + 60
-    while socket.socket().connect_ex(("127.0.0.1", port)) and time.monotonic() < end:
-        time.sleep(0.1)
-    yield f"http://127.0.0.1:{port}"
-    process.kill()
-    process.wait()
+    with serving(INTERPRETERS[request.param], SERVER) as address:
+        yield address
 
 
 def corridor(url: str, **settings: Any) -> OpenEnv:
