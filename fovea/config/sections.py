@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
-from fovea.config.backends import BackendConfig, EmbeddedEngine, EngineConfig, TorchBackend
+from fovea.config.backends import BackendConfig, EmbeddedSettings, EngineConfig, TorchBackend
 from fovea.config.base import (
     Fraction,
     MayChange,
@@ -60,7 +60,7 @@ class Data(Section):
 class Rollout(Section):
     """Sampling of completions."""
 
-    engine: EngineConfig = Field(default_factory=EmbeddedEngine)
+    engine: EngineConfig = Field(default_factory=EmbeddedSettings)
     prompts_per_step: PositiveInt = 40
     """Prompts (groups) per step."""
     samples_per_prompt: PositiveInt = 8
