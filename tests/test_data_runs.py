@@ -20,9 +20,10 @@ from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.report.summary import Summary
 from fovea.wiring.run import build
-from tests.bad_files import FILES, encoded, picture, write
+from tests.bad_files import FILES, write
 from tests.data.small import SMALL
 from tests.data.web import served
+from tests.images import encoded, noise
 from tests.runs import ROOT
 
 SHARED = ROOT.parent / "shared" / "data"
@@ -72,7 +73,7 @@ def test_public_files_train_and_are_read_again_by_eval(
 
 
 def image(n: int) -> dict[str, object]:
-    return {"bytes": encoded(picture(n)), "path": None}
+    return {"bytes": encoded(noise(n)), "path": None}
 
 
 def rlinf(n: int) -> dict[str, object]:
@@ -129,7 +130,7 @@ def test_a_file_with_every_kind_of_bad_row_trains_to_the_end(tmp_path: Path) -> 
     """Every one is listed once under its reason, also after a resume, and the good ones are all used."""
     folder = tmp_path / "data"
     folder.mkdir()
-    with served({"/far.png": encoded(picture(5))}) as site:
+    with served({"/far.png": encoded(noise(5))}) as site:
         reasons = write(folder, site.url)
         assert len(reasons) >= 30
         files = (folder / "bad.jsonl", folder / "bad.jsonl")
@@ -179,7 +180,7 @@ def test_images_convert_where_that_is_asked_for(tmp_path: Path) -> None:
 
 def test_photos_train_turned_as_their_exif_orientation_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "turned.jpg").write_bytes(FILES["turned.jpg"][0])
-    (tmp_path / "upright.png").write_bytes(encoded(picture(1)))
+    (tmp_path / "upright.png").write_bytes(encoded(noise(1)))
     names = ["turned.jpg"] + ["upright.png"] * 4
     rows = [{"problem": "?", "answer": "1", "images": [name]} for name in names]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import importlib.util
-import io
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from fovea.errors import BadRowError, DataError, MissingExtraError
 from fovea.utils.installing import pip_install
 from tests.data.three_rows import ROWS, as_csv, opened
 from tests.data.web import served
+from tests.images import png
 from tests.tables import table
 
 
@@ -327,12 +327,6 @@ def test_a_folder_of_images_with_a_table(tmp_path: Path) -> None:
     assert dict(opened(str(folder), tmp_path)[0]) == {"images": ["cat.png", "cat.png"], "mask": "cat.png"}
 
 
-def png() -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", (3, 2), (1, 2, 3)).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
 def test_datasets_of_hugging_face_keep_their_images_encoded(tmp_path: Path) -> None:
     made = datasets.Dataset.from_dict({"image": [{"bytes": png(), "path": None}], "n": [7]})
     made.cast_column("image", datasets.Image()).save_to_disk(tmp_path / "saved")
@@ -423,7 +417,7 @@ def forms() -> Sequence[object]:
         np.frombuffer(png(), np.uint8),
         np.array(png()),
         np.full((2, 3, 3), (1, 2, 3), np.uint8),
-        Image.new("RGB", (3, 2), (1, 2, 3)),
+        Image.new("RGB", (8, 8), (1, 2, 3)),
         text,
         "\n".join(text[start : start + 60] for start in range(0, len(text), 60)),
         f"data:image/png;base64,{text}",
@@ -437,7 +431,7 @@ def test_every_form_of_an_image(tmp_path: Path) -> None:
         for cell in (image, [image], (image,)):
             (ref,) = image_refs(cell, where="w", folder=tmp_path)
             opened_image = ImageOpener(max_mib=1, max_megapixels=1)(ref)
-            assert (opened_image.size, opened_image.getpixel((0, 0))) == ((3, 2), (1, 2, 3)), image
+            assert (opened_image.size, opened_image.getpixel((0, 0))) == ((8, 8), (1, 2, 3)), image
     objects = np.empty(2, dtype=object)
     objects[:] = [{"bytes": png(), "path": None}, "a.png"]
     assert len(image_refs(objects, None, forms(), where="w", folder=tmp_path)) == 2 + len(forms())

@@ -30,10 +30,11 @@ from fovea.models.render import Renderer
 from fovea.models.trainable import merged_weights
 from fovea.models.transformers_versions import image_processor_class
 from fovea.rollout.embedded.plain import PlainEngine
+from fovea.tools.families.tiny import PATCHES
 from fovea.train.packing import pack_row
 from fovea.types import ImageRef, Message, Sampling
 from fovea.wiring.run import build
-from tests.idefics3 import TILE_TOKENS, save_idefics3
+from tests.hub_models import save_idefics3
 from tests.plain_runs import run_settings
 from tests.rollout.drawing import generate
 from tests.tiny_models import CPU, from_array, image, random_completions, user
@@ -56,7 +57,7 @@ def pictures(messages: list[Message]) -> list[Image.Image]:
 def inputs_of_transformers(folder: Path, messages: list[Message]) -> dict[str, torch.Tensor]:
     """By its own processor class."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    processor = Idefics3Processor(load_processor(Model(path=str(folder))).image_processor, tokenizer, TILE_TOKENS)
+    processor = Idefics3Processor(load_processor(Model(path=str(folder))).image_processor, tokenizer, PATCHES // 4)
     text = renderer(folder).text(messages)
     return dict(processor(text=text, images=[pictures(messages)], return_tensors="pt"))
 
