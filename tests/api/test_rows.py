@@ -22,10 +22,7 @@ from fovea.wiring.images import make_opener
 from tests.api.small import PHOTOS, SETTINGS, base64_png, picture, rows, score
 from tests.images import png
 
-
-@pytest.fixture(autouse=True)
-def in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 
 def as_paths(given: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -20,7 +20,6 @@ from fovea.models.experts import Experts
 from fovea.models.families.auto import AutoFamily
 from fovea.models.families.hub_processor import load_hub_processor
 from fovea.models.families.named import NAMED, NamedFamily
-from fovea.models.heads import ValueHead
 from fovea.models.plain import PlainVLM
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.recompute import Recompute, recompute_activations
@@ -43,7 +42,7 @@ from tests.plain_runs import run_settings, train_and_export
 from tests.reference import gradients, largest_relative_difference
 from tests.rollout.drawing import generate, make_engine, plain_engine, same, seeded
 from tests.rollout.two_turns import assert_drawn_and_scored_alike
-from tests.tiny_models import CORPUS, CPU, from_array, image, random_completions, user
+from tests.tiny_models import CORPUS, CPU, from_array, image, random_completions, user, with_values
 
 pytestmark = needs_image_processors
 
@@ -83,13 +82,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 @pytest.fixture
 def parts(kind: str, folders: Callable[[str], Path]) -> Loaded:
     return Loaded.of(folders(kind))
-
-
-def with_values(path: MakePolicyNetwork, parts: Loaded) -> PolicyNetwork:
-    head = ValueHead(64, detach_trunk=False)
-    with torch.no_grad():
-        head.linear.weight.copy_(torch.linspace(-0.1, 0.1, 64)[None])
-    return path(parts.network, parts.processor.banned_ids, value_head=head)
 
 
 def test_every_named_type_is_tested_here() -> None:
