@@ -25,7 +25,7 @@ from benchmarks.cases import CASES, Case
 from benchmarks.ours import Ours, config_of
 from benchmarks.printing import as_table, show
 from benchmarks.process import restart_with_tuned_malloc
-from fovea.config.backends import EmbeddedEngine
+from fovea.config.backends import EmbeddedSettings
 from fovea.models.families.registry import family_of
 from fovea.models.flops import FORWARD, Passes, Work, training_passes
 from fovea.models.modules import language_model, vision_tower
@@ -133,7 +133,7 @@ def reuses_rollout(case: Case) -> bool:
     """True if the update reuses linear outputs and image features of the rollout."""
     config = config_of(case)
     engine = config.rollout.engine
-    assert isinstance(engine, EmbeddedEngine), f"a benchmark of the embedded engine on {engine.name}"
+    assert isinstance(engine, EmbeddedSettings), f"a benchmark of the embedded engine on {engine.name}"
     return engine.reuse_gib > 0 and config.train.gradient_checkpointing == "none"
 
 

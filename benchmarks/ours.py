@@ -10,7 +10,7 @@ from time import perf_counter
 from benchmarks.cases import BenchEnvironment, BenchGrader, Case, endless, make_parts, make_tasks
 from benchmarks.timing import Clock, StepTimes
 from fovea.advantages import with_advantages
-from fovea.config.backends import EmbeddedEngine as EmbeddedSettings
+from fovea.config.backends import EmbeddedSettings
 from fovea.config.model import Lora, Model
 from fovea.config.run import Config
 from fovea.data.images import ImageOpener

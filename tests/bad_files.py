@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 import struct
 import zlib
@@ -13,17 +12,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from tests.images import encoded, noise
+
 GOOD = 8
-
-
-def encoded(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
-
-
-def picture(seed: int, width: int = 48, height: int = 48) -> Image.Image:
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
 def png_of(width: int, height: int, bits: int = 8, body: bytes = b"") -> bytes:
@@ -39,20 +30,20 @@ def png_of(width: int, height: int, bits: int = 8, body: bytes = b"") -> bytes:
 def turned() -> bytes:
     exif = Image.Exif()
     exif[0x0112] = 6
-    return encoded(picture(90), "JPEG", exif=exif)
+    return encoded(noise(90), "JPEG", exif=exif)
 
 
 def animation() -> bytes:
-    return encoded(picture(91), "GIF", save_all=True, append_images=[picture(92)])
+    return encoded(noise(91), "GIF", save_all=True, append_images=[noise(92)])
 
 
 FILES: dict[str, tuple[bytes, str]] = {
     "text.png": (b"version https://git-lfs.github.com/spec/v1", "image_unknown_format"),
     "page.jpg": (b"<html><body>404</body></html>", "image_unknown_format"),
     "vector.svg": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "image_unknown_format"),
-    "half.png": (encoded(picture(93))[:900], "image_damaged"),
-    "half.jpg": (encoded(picture(94), "JPEG")[:700], "image_damaged"),
-    "flipped.png": (encoded(picture(95))[:60] + b"garbage" + encoded(picture(95))[67:], "image_damaged"),
+    "half.png": (encoded(noise(93))[:900], "image_damaged"),
+    "half.jpg": (encoded(noise(94), "JPEG")[:700], "image_damaged"),
+    "flipped.png": (encoded(noise(95))[:60] + b"garbage" + encoded(noise(95))[67:], "image_damaged"),
     "bomb.png": (png_of(60_000, 60_000), "image_too_many_pixels"),
     "wide.png": (png_of(12_000, 9_000), "image_too_many_pixels"),
     "empty.png": (b"", "image_empty"),
@@ -63,8 +54,8 @@ FILES: dict[str, tuple[bytes, str]] = {
     "film.gif": (animation(), "image_frames"),
     "turned.jpg": (turned(), "image_rotated"),
     "float.tiff": (encoded(Image.fromarray(np.ones((9, 9), np.float32)), "TIFF"), "image_32_bit"),
-    "ribbon.png": (encoded(picture(96, 900, 2)), "image_shape"),
-    "large.png": (encoded(picture(97, 700, 700)), "image_too_large"),
+    "ribbon.png": (encoded(noise(96, 900, 2)), "image_shape"),
+    "large.png": (encoded(noise(97, 700, 700)), "image_too_large"),
 }
 """Images in files: name to content and reason."""
 
@@ -75,7 +66,7 @@ def row(**changes: object) -> dict[str, object]:
 
 def broken_rows(site: str) -> list[tuple[object, str]]:
     """(row, or the line itself) and reason."""
-    half = base64.b64encode(encoded(picture(98))).decode()[:-7] + "*"
+    half = base64.b64encode(encoded(noise(98))).decode()[:-7] + "*"
     return [
         *((row(images=[name]), reason) for name, (_, reason) in FILES.items()),
         (row(images=["none.png"]), "image_missing"),
@@ -112,7 +103,7 @@ def broken_rows(site: str) -> list[tuple[object, str]]:
 
 def good_rows(site: str) -> list[dict[str, object]]:
     """Text only, one image, several; by path, by URL, in base64."""
-    text = base64.b64encode(encoded(picture(0))).decode()
+    text = base64.b64encode(encoded(noise(0))).decode()
     return [
         row(),
         row(images=["good-1.png"], problem="How many?"),
@@ -130,7 +121,7 @@ def write(folder: Path, site: str) -> Mapping[str, str]:
     for name, (content, _) in FILES.items():
         (folder / name).write_bytes(content)
     for n in range(2):
-        picture(n).save(folder / f"good-{n}.png")
+        noise(n).save(folder / f"good-{n}.png")
     bad, good = broken_rows(site), good_rows(site)
     mixed: list[tuple[object, str]] = []
     for n, pair in enumerate(bad):

@@ -30,6 +30,11 @@ def _malloc_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(malloc, "use_expandable_segments", lambda: None)
 
 
+@pytest.fixture
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture(params=FAMILIES)
 def parts(request: pytest.FixtureRequest) -> TinyParts:
     return tiny(request.param)

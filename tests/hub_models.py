@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,12 @@ from fovea.models.policy_network import PolicyNetwork
 from fovea.models.processor import load_processor
 from fovea.models.render import Renderer, images_of
 from fovea.models.tiny import TinyParts
+from fovea.tools.families.tiny import KINDS, SIDE_PX, save_tiny_kind
+from fovea.train.packing import pack_row
 from fovea.train.start_check import Reference, StartCheck
-from fovea.types import Message, Prompt
+from fovea.types import Completion, Message, Prompt
 from tests.reference import largest_relative_difference
-from tests.tiny_models import from_array, image, user
+from tests.tiny_models import CORPUS, CPU, from_array, image, user
 
 needs_image_processors = pytest.mark.skipif(
     hasattr(AutoImageProcessor, "_backends"), reason="AutoImageProcessor of this transformers asks for torchvision"
@@ -35,6 +39,15 @@ CHATS = [
     user("Compare \n\n", image(2, 70, 40), " with ", image(3, 33, 90), image(4, 48, 48), "\nnow."),
 ]
 TOLERANCE = 2e-5
+
+
+def save_idefics3(folder: Path, corpus: Iterable[str] = CORPUS, *, splits: bool = False) -> Path:
+    """A tiny Idefics 3; `splits`: images are cut into tiles."""
+    size = {} if splits else {"size": {"longest_edge": SIDE_PX}}
+    with pytest.MonkeyPatch.context() as patch:
+        kind = KINDS["idefics3"]
+        patch.setitem(KINDS, "idefics3", replace(kind, image={**kind.image, "do_image_splitting": splits, **size}))
+        return save_tiny_kind("idefics3", folder, corpus)
 
 
 class Loaded(TinyParts):
@@ -89,6 +102,15 @@ def assert_inputs_equal(loaded: Loaded) -> None:
         assert inputs.keys() >= expected.keys() & family.layout.arguments - {"input_ids", "attention_mask"}
         for name, tensor in inputs.items():
             np.testing.assert_array_equal(tensor.numpy(), expected.get(name, tensor.numpy()), err_msg=name)
+
+
+def assert_scored(vlm: PolicyNetwork, prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]]) -> None:
+    """The trainer gives the completions of the prompts the engine's log-probs at temperature 1."""
+    row = pack_row(vlm.family, prompts, [[each.token_ids_T for each in group] for group in groups], CPU)
+    with torch.no_grad():
+        scored = vlm(row, temperature=1.0, chunk_tokens=100).logprobs_A
+    engines = np.concatenate([each.logprobs_T for group in groups for each in group])
+    np.testing.assert_allclose(scored.numpy(), engines, atol=1e-5)
 
 
 def moving_difference(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:

@@ -44,13 +44,15 @@ def train_settings(**settings: object) -> Train:
     return Train.model_validate({"learning_rate": 1e-3, "max_grad_norm": NO_CLIPPING, **settings})
 
 
-def make_policy(parts: TinyParts, *, algorithm: Algorithm | None = None, **train: object) -> TorchPolicy:
+def make_policy(
+    parts: TinyParts, *, algorithm: Algorithm | None = None, temperature: float = 0.9, **train: object
+) -> TorchPolicy:
     settings = train_settings(**train)
     return TorchPolicy(
         VLM(parts.network, parts.processor.banned_ids),
         train=settings,
         algorithm=algorithm or Algorithm(),
-        temperature=0.9,
+        temperature=temperature,
         max_steps=10,
     )
 

@@ -48,24 +48,18 @@ def test_of_groups_every_token_has_the_same() -> None:
     assert advantages(TWO_GROUPS, name="dr_grpo") == [[0.5, 0.5], [-0.5, -0.5, -0.5], [0, 0], [0, 0]]
 
 
-def test_of_the_whole_step() -> None:
+@pytest.mark.parametrize(("advantage", "equal_group"), [("reinforce++", 2), ("reinforce++_baseline", 3)])
+def test_of_the_whole_step(advantage: str, equal_group: int) -> None:
     """Two tokens of 1, three of 0 and four of 0.5: mean 4/9, squares 2 (5/9)^2 + 3 (4/9)^2 + 4 (1/18)^2 = 99/81,
-    over 8. The second group is compared with the first."""
+    over 8. The second group is compared with the first.
+
+    Less the group's mean: two tokens of 0.5, three of -0.5 and four of 0, mean -1/18, and the same squares: a reward of
+    0.5 twice is the mean of its group, and no longer that of the step."""
     by = 1 / math.sqrt(99 / 81 / 8)
-    found = advantages(TWO_GROUPS, advantage="reinforce++")
+    found = advantages(TWO_GROUPS, advantage=advantage)
     assert found[0] == pytest.approx([5 / 9 * by] * 2, rel=1e-5)
     assert found[1] == pytest.approx([-4 / 9 * by] * 3, rel=1e-5)
-    assert found[2] == pytest.approx([1 / 18 * by] * 2, rel=1e-5)
-
-
-def test_of_the_whole_step_less_the_groups_mean() -> None:
-    """Two tokens of 0.5, three of -0.5 and four of 0: mean -1/18, squares 2 (5/9)^2 + 3 (4/9)^2 + 4 (1/18)^2 =
-    99/81, over 8: a reward of 0.5 twice is the mean of its group, and no longer that of the step."""
-    by = 1 / math.sqrt(99 / 81 / 8)
-    found = advantages(TWO_GROUPS, advantage="reinforce++_baseline")
-    assert found[0] == pytest.approx([5 / 9 * by] * 2, rel=1e-5)
-    assert found[1] == pytest.approx([-4 / 9 * by] * 3, rel=1e-5)
-    assert found[3] == pytest.approx([1 / 18 * by] * 2, rel=1e-5)
+    assert found[equal_group] == pytest.approx([1 / 18 * by] * 2, rel=1e-5)
 
 
 def test_of_the_whole_step_a_kl_counts_for_what_comes_before_it() -> None:

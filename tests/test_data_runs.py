@@ -19,10 +19,12 @@ from fovea.errors import DataError
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.report.summary import Summary
+from fovea.wiring import images
 from fovea.wiring.run import build
-from tests.bad_files import FILES, encoded, picture, write
+from tests.bad_files import FILES, write
 from tests.data.small import SMALL
 from tests.data.web import served
+from tests.images import encoded, noise
 from tests.runs import ROOT
 
 SHARED = ROOT.parent / "shared" / "data"
@@ -72,7 +74,7 @@ def test_public_files_train_and_are_read_again_by_eval(
 
 
 def image(n: int) -> dict[str, object]:
-    return {"bytes": encoded(picture(n)), "path": None}
+    return {"bytes": encoded(noise(n)), "path": None}
 
 
 def rlinf(n: int) -> dict[str, object]:
@@ -108,10 +110,9 @@ def test_public_layouts_train_without_a_setting(row: object, answer: str, tmp_pa
 
 
 WEB = [
-    *("data.on_bad_row=skip", "data.allow_private_addresses=true", "data.url_timeout_seconds=1", "data.url_retries=0"),
+    *("data.on_bad_row=skip", "data.allow_private_addresses=true", "data.url_timeout_seconds=1"),
     *("data.max_image_mib=1", "data.max_prompt_tokens=400", "environment.system_prompt=null"),
     "data.convert_images=[]",
-    "data.url_host_pause_seconds=0",  # one server has all the bad rows, each with a separate reason
 ]
 
 
@@ -125,11 +126,13 @@ def by_reason(metrics: dict[str, float]) -> dict[str, float]:
     return {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
 
 
-def test_a_file_with_every_kind_of_bad_row_trains_to_the_end(tmp_path: Path) -> None:
+def test_a_file_with_every_kind_of_bad_row_trains_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every one is listed once under its reason, also after a resume, and the good ones are all used."""
+    # one server has all the bad rows, each with a separate reason
+    monkeypatch.setattr(images, "HOST_PAUSE_SECONDS", 0.0)
     folder = tmp_path / "data"
     folder.mkdir()
-    with served({"/far.png": encoded(picture(5))}) as site:
+    with served({"/far.png": encoded(noise(5))}) as site:
         reasons = write(folder, site.url)
         assert len(reasons) >= 30
         files = (folder / "bad.jsonl", folder / "bad.jsonl")
@@ -179,7 +182,7 @@ def test_images_convert_where_that_is_asked_for(tmp_path: Path) -> None:
 
 def test_photos_train_turned_as_their_exif_orientation_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "turned.jpg").write_bytes(FILES["turned.jpg"][0])
-    (tmp_path / "upright.png").write_bytes(encoded(picture(1)))
+    (tmp_path / "upright.png").write_bytes(encoded(noise(1)))
     names = ["turned.jpg"] + ["upright.png"] * 4
     rows = [{"problem": "?", "answer": "1", "images": [name]} for name in names]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))

@@ -32,8 +32,7 @@ from fovea.models.vlm import VLM
 from fovea.run.checkpoint import write_manifest
 from fovea.tools.families.tiny import save_tiny_kind
 from fovea.wiring.run import build
-from tests.hub_models import TOLERANCE, Loaded, assert_inputs_equal, needs_image_processors
-from tests.idefics3 import save_idefics3
+from tests.hub_models import TOLERANCE, Loaded, assert_inputs_equal, needs_image_processors, save_idefics3
 from tests.policies import batch_of, make_policy, update_gradients
 from tests.reference import largest_relative_difference
 from tests.saved import make_checkpoint

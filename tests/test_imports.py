@@ -42,11 +42,10 @@ LATE_IMPORTS = {
     "fovea/wiring/backends.py": {"_on_ray"},
     "fovea/commands/dry_run.py": {"_check_packages"},
     "fovea/wiring/engine.py": {"make_streamed"},
-    "fovea/wiring/environment.py": {"named_environment"},
+    "fovea/wiring/environment.py": {"named_environment", "_standard_environment"},
     "fovea/wiring/model.py": {"liger_kernels"},
     "fovea/wiring/megatron.py": {"make_megatron_policy", "saved_by_megatron"},
     "fovea/wiring/tools.py": {"_with_servers"},
-    "fovea/wiring/standards.py": {"standard_environment"},
     "fovea/wiring/outputs.py": {"chosen_trackers"},
     "fovea/cli/main.py": {"train", "_train", "report"},
     "fovea/cli/data.py": {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import shlex
@@ -12,7 +11,6 @@ from typing import Any
 import pandas as pd
 import pytest
 import yaml
-from PIL import Image
 
 from fovea.cli.main import sort_words
 from fovea.config.loading import load_config
@@ -24,6 +22,7 @@ from fovea.report.samples import read_step, sample_steps
 from fovea.types import Score, Turn
 from fovea.wiring.run import build
 from tests.data.web import served
+from tests.images import png
 
 ROOT = Path(__file__).parents[1]
 PAGE = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("own.md", "turns.md"))
@@ -91,16 +90,10 @@ def read_overrides(words: list[str]) -> dict[str, object]:
     return {key: yaml.safe_load(value) for key, _, value in pairs}
 
 
-def picture(shade: int) -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", (64, 64), (shade, 255 - shade, 0)).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
 def test_the_frame_of_the_page_trains() -> None:
     (code,) = [code for kind, code in BLOCKS if kind == "python" and "photos.csv" in code]
     places = [("France", "Paris", 48.86, 2.35), ("Japan", "Tokyo", 35.69, 139.69)] * 5
-    with served({f"/{index}.png": picture(20 * index) for index in range(10)}) as site:
+    with served({f"/{index}.png": png((20 * index, 255 - 20 * index, 0), 64) for index in range(10)}) as site:
         urls = [f"{site.url}/{index}.png" for index in range(10)]
         frame = pd.DataFrame(places, columns=["country", "city", "lat", "lon"]).assign(image_url=urls)
         frame.to_csv("photos.csv", index=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from transformers.processing_utils import ProcessorMixin
 
 from fovea.config.model import TinyModel
 from fovea.data.images import ImageOpener
+from fovea.models.heads import ValueHead
+from fovea.models.policy_network import PolicyNetwork
 from fovea.models.render import Renderer
 from fovea.models.tiny import FixedSizes, TinyParts, make_tiny
 from fovea.models.vlm import VLM
@@ -120,3 +122,11 @@ def packed_logprobs(parts: TinyParts) -> torch.Tensor:
     row = pack_row(parts.processor.family, mixed_prompts(parts), random_completions([(4, 6), (3,), (5,)]), CPU)
     with torch.no_grad():
         return VLM(parts.network, parts.processor.banned_ids)(row, temperature=1.0, chunk_tokens=100).logprobs_A
+
+
+def with_values(path: Callable[..., PolicyNetwork], parts: TinyParts) -> PolicyNetwork:
+    """The model with a value head that is not zero."""
+    head = ValueHead(64, detach_trunk=False)
+    with torch.no_grad():
+        head.linear.weight.copy_(torch.linspace(-0.1, 0.1, 64)[None])
+    return path(parts.network, parts.processor.banned_ids, value_head=head)

@@ -25,7 +25,7 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransforme
 from examples.talk.captions import COLOUR_OPENING, SHAPE_OPENING, Speaker, caption_tokens
 from examples.talk.network import GRID, build_image_processor, new_tower
 from fovea.models.vision.attention import run_in_segments
-from fovea.tools.data_sets.easy_vqa import Contents, Picture
+from fovea.tools.data_sets.easy_vqa import Contents, EasyVqaPicture
 
 REPORT_EVERY_STEPS = 50
 WARMUP_STEPS = 50
@@ -57,8 +57,8 @@ class _Examples:
 
 
 def align(
-    train: Sequence[Picture],
-    dev: Sequence[Picture],
+    train: Sequence[EasyVqaPicture],
+    dev: Sequence[EasyVqaPicture],
     settings: Alignment,
     report: Callable[[str], None],
 ) -> dict[str, Tensor]:
@@ -99,7 +99,7 @@ def align(
     return {name: weight.half() for name, weight in tower.state_dict().items()}
 
 
-def read_share(weights: Mapping[str, Tensor], pictures: Sequence[Picture]) -> float:
+def read_share(weights: Mapping[str, Tensor], pictures: Sequence[EasyVqaPicture]) -> float:
     """The share of pictures with known contents that the language model describes rightly by a tower of these weights.
 
     It goes on with two captions: what follows `COLOUR_OPENING` must begin with the colour, and what follows
@@ -139,7 +139,9 @@ def starting_tower(targets_ND: Tensor, seed: int) -> Qwen2VisionTransformerPretr
     return tower
 
 
-def _examples(pictures: Sequence[Picture], described: Sequence[Contents], *, mirrored: bool = False) -> _Examples:
+def _examples(
+    pictures: Sequence[EasyVqaPicture], described: Sequence[Contents], *, mirrored: bool = False
+) -> _Examples:
     """The pictures whose contents are known, and with `mirrored` each of them from left to right as well."""
     processor, pixels, descriptions = build_image_processor(), [], []
     for picture in pictures:

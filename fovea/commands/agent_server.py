@@ -20,7 +20,7 @@ from starlette.routing import Route
 from fovea.commands.agent_conversations import AgentConversations, Spoken
 from fovea.commands.serve import ServerAddress
 from fovea.commands.targets import CheckpointTarget, open_model, parse_target
-from fovea.config.backends import EmbeddedEngine
+from fovea.config.backends import EmbeddedSettings
 from fovea.errors import BadRowError, ConfigError, FoveaError, first_line
 from fovea.types import ImageRef, Message, Sampling
 from fovea.utils.event_loop import wait_for
@@ -220,7 +220,7 @@ def serve_agents(source: str, folder: Path, address: ServerAddress, say: Callabl
     key = address.api_key() or secrets.token_urlsafe(24)
     opened = open_model(target, None, [], trust=trust)
     config, settings = opened.config, opened.config.rollout.engine
-    embedded = settings if isinstance(settings, EmbeddedEngine) else EmbeddedEngine()
+    embedded = settings if isinstance(settings, EmbeddedSettings) else EmbeddedSettings()
     # no update follows, so that the engine need not keep activations for reuse
     engine = make_embedded(embedded.model_copy(update={"reuse_gib": 0.0}), opened.processor, opened.vlm)
     engine.load_weights(dict(engine.own_weights()), 0)

@@ -25,7 +25,7 @@ from fovea.commands.targets import (
     settings_file,
     shared_settings,
 )
-from fovea.config.backends import EmbeddedEngine
+from fovea.config.backends import EmbeddedSettings
 from fovea.config.loading import dump_config, keys_of, load_config, public_settings
 from fovea.config.recipes import Override
 from fovea.config.run import TIME, Config
@@ -267,11 +267,13 @@ def _called_by(model: OpenedModel, eval_set: EvalSet, say: Say) -> EvalSet:
     return replace(eval_set, environment=environment)
 
 
-def _engine_settings(config: Config) -> EmbeddedEngine:
+def _engine_settings(config: Config) -> EmbeddedSettings:
     """Settings of the engine that answers, whichever samples in training: it shares the network that is opened here."""
     engine = config.rollout.engine
     # no update follows, so that the engine need not keep activations for reuse
-    return (engine if isinstance(engine, EmbeddedEngine) else EmbeddedEngine()).model_copy(update={"reuse_gib": 0.0})
+    return (engine if isinstance(engine, EmbeddedSettings) else EmbeddedSettings()).model_copy(
+        update={"reuse_gib": 0.0}
+    )
 
 
 def _renderer(eval_set: EvalSet, model: OpenedModel) -> Renderer:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from fovea.config.backends import MegatronBackend, ServingEngine, VllmServersEngine
+from fovea.config.backends import MegatronBackend, ServingEngine, VllmServersSettings
 from fovea.config.environments import OwnEnvironment
 from fovea.config.loading import keys_of, package_parts
 from fovea.config.recipes import Override, read_override, read_recipe
@@ -82,7 +82,7 @@ def _powers(config: Config) -> Iterator[tuple[str, str, str]]:
 def _training_powers(config: Config) -> Iterator[tuple[str, str, str]]:
     """The settings with such a power only in training, as `_powers` gives them."""
     engine, key = config.rollout.engine, "rollout.engine"
-    if isinstance(engine, VllmServersEngine):
+    if isinstance(engine, VllmServersSettings):
         sent = f"rows, weights and the key in {key}.weights_dir"
         yield f"{key}.servers", f"sends {sent} to {key}.servers={list(engine.servers)}", f"{key}.servers=[URL]"
     if (python := getattr(engine, "python", None)) is not None:

@@ -70,7 +70,7 @@ class EngineSettings(Member):
         return False
 
 
-class EmbeddedEngine(EngineSettings):
+class EmbeddedSettings(EngineSettings):
     """Fovea's own engine, in the trainer's process and on its weights, without a copy."""
 
     name: Literal["embedded"] = "embedded"
@@ -167,7 +167,7 @@ class ServingEngine(StreamedEngine):
             )
 
 
-class VllmEngine(ServingEngine):
+class VllmSettings(ServingEngine):
     """vLLM in the processes of the run, or with `python` beside them, on its own weights that every update is pushed
     to (extra: vllm)."""
 
@@ -221,7 +221,7 @@ def _vllm_complaints(name: str, use: EngineUse) -> Iterator[str]:
         )
 
 
-class SglangEngine(ServingEngine):
+class SglangSettings(ServingEngine):
     """SGLang in its own processes, on its own weights that every update is pushed to (extra: sglang)."""
 
     extra = "sglang"
@@ -247,7 +247,7 @@ class SglangEngine(ServingEngine):
 ServerUrl: TypeAlias = Annotated[HttpUrl, Example("http://HOST:PORT"), Field(pattern=r"^https?://[^/?#@]+$")]
 
 
-class VllmServersEngine(StreamedEngine):
+class VllmServersSettings(StreamedEngine):
     """vLLM servers of `fovea serve --for-training`, on this machine or others; a folder brings them the weights
     (extra: vllm)."""
 
@@ -275,7 +275,7 @@ class VllmServersEngine(StreamedEngine):
 
 
 EngineConfig: TypeAlias = Annotated[
-    EmbeddedEngine | VllmEngine | VllmServersEngine | SglangEngine | StreamedEngine,
+    EmbeddedSettings | VllmSettings | VllmServersSettings | SglangSettings | StreamedEngine,
     OpenUnion("fovea.engines", "make_engine"),
 ]
 

@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 
 from fovea.config.base import Fraction, HttpUrl, NonNegativeFloat, OpenUnion, PositiveFloat, PositiveInt, Section, Tree
 from fovea.config.games import FrozenLakeEnvironment, PagesEnvironment, SokobanEnvironment
-from fovea.config.splits import EnvironmentSettings, SessionLimits, SplitFiles
+from fovea.config.splits import DrawnRows, EnvironmentSettings, SessionLimits, SplitFiles
 
 GeoPart: TypeAlias = Literal["country", "region", "city", "coordinates"]
 GeoColumn: TypeAlias = Literal["country", "region", "city", "lat", "lon"]
@@ -123,7 +123,7 @@ CaptionMetric: TypeAlias = Literal["cider", "chrf", "bleu", "judge", "reward_mod
 Level: TypeAlias = Annotated[int, Field(ge=1, le=3)]
 
 
-class ShapesEnvironment(EnvironmentSettings):
+class ShapesEnvironment(DrawnRows):
     """Rendered scenes with questions on number, colour, shape and existence."""
 
     name: Literal["shapes"] = "shapes"
@@ -134,8 +134,6 @@ class ShapesEnvironment(EnvironmentSettings):
     """Share of rows with two images to compare."""
     text_share: Fraction = 0.0
     """Share of text-only rows, whose scene is described in words."""
-    train_size: PositiveInt = 24_000
-    """Distinct training scenes, rendered when first used."""
     dev_size: PositiveInt = 400
     """Dev scenes, for early stopping of the warm-up and evaluation while training."""
     test_size: PositiveInt = 800
@@ -169,7 +167,7 @@ class ShapesZoomEnvironment(ShapesEnvironment):
     name: Literal["shapes_zoom"] = "shapes_zoom"  # type: ignore[assignment]
 
 
-class SmallShapesEnvironment(EnvironmentSettings):
+class SmallShapesEnvironment(DrawnRows):
     """Scenes whose objects are too small for the picture that the model sees; a box of them may be seen enlarged."""
 
     name: Literal["shapes_small"] = "shapes_small"
@@ -181,10 +179,6 @@ class SmallShapesEnvironment(EnvironmentSettings):
     """Width and height of the pictures that the model sees."""
     scene_side_px: Annotated[int, Field(ge=64)] = 192
     """Width and height of the scene, from which boxes are cut."""
-    train_size: PositiveInt = 24_000
-    """Distinct training scenes, rendered when first used."""
-    dev_size: PositiveInt = 200
-    """Dev scenes, for early stopping of the warm-up and evaluation while training."""
     test_size: PositiveInt = 600
     """Held-out scenes of the final table."""
 

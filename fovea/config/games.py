@@ -7,12 +7,12 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field, model_validator
 
 from fovea.config.base import Fraction, NonNegativeFloat, PositiveInt
-from fovea.config.splits import EnvironmentSettings
+from fovea.config.splits import DrawnRows
 
 Moves: TypeAlias = tuple[PositiveInt, PositiveInt]
 
 
-class GameEnvironment(EnvironmentSettings):
+class GameEnvironment(DrawnRows):
     """Settings that all games have. The rewards are VAGEN's: one for success, a small one for every valid turn."""
 
     moves: Moves = (1, 5)
@@ -27,12 +27,6 @@ class GameEnvironment(EnvironmentSettings):
     """Reward of the turn that solves the board."""
     format_reward: NonNegativeFloat = 0.02
     """Reward of every turn whose answer is in the format and plays a move."""
-    train_size: PositiveInt = 24_000
-    """Training boards, made when first used."""
-    dev_size: PositiveInt = 200
-    """Dev boards, for early stopping of the warm-up and evaluation while training."""
-    test_size: PositiveInt = 500
-    """Held-out boards of the final table."""
     cell_px: Annotated[int, Field(ge=8)] = 16
     """Width and height of a cell of the picture; 16 is one visual token of the tiny models."""
 
@@ -73,7 +67,7 @@ class SokobanEnvironment(GameEnvironment):
     """Boxes, and targets."""
 
 
-class PagesEnvironment(EnvironmentSettings):
+class PagesEnvironment(DrawnRows):
     """A small web page in pictures: click the named control by coordinates, in half the tasks behind a menu."""
 
     name: Literal["pages"] = "pages"
@@ -83,9 +77,3 @@ class PagesEnvironment(EnvironmentSettings):
     """Coordinates of the right and the lower edge of the page; Qwen3-VL gives places from 0 to 1000."""
     side_px: Annotated[int, Field(ge=32)] = 48
     """Width and height of the picture of a page."""
-    train_size: PositiveInt = 24_000
-    """Training pages, made when first used."""
-    dev_size: PositiveInt = 200
-    """Dev pages, for early stopping of the warm-up and evaluation while training."""
-    test_size: PositiveInt = 500
-    """Held-out pages of the final table."""

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from fovea.config.algorithm import Algorithm
-from fovea.config.backends import EmbeddedEngine, VllmServersEngine
+from fovea.config.backends import EmbeddedSettings, VllmServersSettings
 from fovea.config.base import FiniteFloat, MayChange, NonNegativeInt, PositiveFloat, PositiveInt, Section, Tree, refuse
 from fovea.config.checks import disagreements
 from fovea.config.environments import (
@@ -108,8 +108,8 @@ class Config(Section):
         which segments must not move, nor beside vLLM, which allocates in a separate pool in this process.
         """
         engine = self.rollout.engine
-        by_files = isinstance(engine, VllmServersEngine) and engine.python is None
-        return self.model.device != "cpu" and (by_files or isinstance(engine, EmbeddedEngine))
+        by_files = isinstance(engine, VllmServersSettings) and engine.python is None
+        return self.model.device != "cpu" and (by_files or isinstance(engine, EmbeddedSettings))
 
     @property
     def copies_reference(self) -> bool:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
-from fovea.config.backends import BackendConfig, EmbeddedEngine, EngineConfig, TorchBackend
+from fovea.config.backends import BackendConfig, EmbeddedSettings, EngineConfig, TorchBackend
 from fovea.config.base import (
     Fraction,
     MayChange,
@@ -43,10 +43,6 @@ class Data(Section):
     """Folder that relative image paths start from; default: the data file's. Paths that lead out of it are refused."""
     url_timeout_seconds: MayChange[PositiveFloat] = 20.0
     """Time limit for one image, redirects included."""
-    url_retries: MayChange[NonNegativeInt] = 2
-    """Further tries where the server is busy, broken or unreachable."""
-    url_host_pause_seconds: MayChange[NonNegativeFloat] = 60.0
-    """Time for which a host that failed for three images in a row is not asked again; 0: ask it for every image."""
     allow_private_addresses: bool = False
     """Allow image URLs that resolve to this machine or its private network."""
     cache_dir: MayChange[str] = "~/.cache/fovea"
@@ -60,7 +56,7 @@ class Data(Section):
 class Rollout(Section):
     """Sampling of completions."""
 
-    engine: EngineConfig = Field(default_factory=EmbeddedEngine)
+    engine: EngineConfig = Field(default_factory=EmbeddedSettings)
     prompts_per_step: PositiveInt = 40
     """Prompts (groups) per step."""
     samples_per_prompt: PositiveInt = 8

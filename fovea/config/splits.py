@@ -50,6 +50,17 @@ class EnvironmentSettings(Member):
     """Consent to the tool python, which runs programs of the model in a process with limits and without network."""
 
 
+class DrawnRows(EnvironmentSettings):
+    """Settings of an environment that draws its rows itself."""
+
+    train_size: PositiveInt = 24_000
+    """Training rows, drawn when first used."""
+    dev_size: PositiveInt = 200
+    """Dev rows, for early stopping of the warm-up and evaluation while training."""
+    test_size: PositiveInt = 500
+    """Held-out rows of the final table."""
+
+
 class SplitFiles(EnvironmentSettings):
     """Files of the three splits, or the shares of the training rows that serve as dev and test."""
 

@@ -195,7 +195,7 @@ class FailedHosts:
         if host is not None and left_seconds > 0:
             raise BadRowError(
                 f"{where}: {name} failed for {host.failures} images in a row and is asked again in "
-                f"{left_seconds:.0f} s (data.url_host_pause_seconds); bring it back, or set data.on_bad_row=skip",
+                f"{left_seconds:.0f} s; bring it back, or set data.on_bad_row=skip",
                 "url_host_failed",
             )
 
@@ -223,12 +223,13 @@ FIRST_PAUSE_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UrlLimits:
-    """Limits of one download, from the settings of the same names in `config.Data`."""
+    """Limits of one download, most of them settings of the same names in `config.Data`."""
 
     max_mib: float = 32.0
     timeout_seconds: float = 20.0
     max_redirects: int = 5
     retries: int = 2
+    """Further tries where the server is busy, broken or unreachable."""
     allow_private_addresses: bool = False
 
 

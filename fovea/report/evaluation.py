@@ -15,7 +15,7 @@ from fovea.evaluation.comparison import EvalResults, EvalRow, TargetAnswers, Tar
 from fovea.report.about_run import settings_pairs
 from fovea.report.export import PageData, write_page
 from fovea.report.figures import RunSummary, target_summary
-from fovea.report.held_out import MAX_PICTURED, MAX_ROWS, ShownRow, row_json, thumbnails
+from fovea.report.held_out import MAX_PICTURED, MAX_ROWS, row_json, shown, thumbnails
 from fovea.report.images import name_of
 
 RIGHT = 0.5
@@ -50,8 +50,8 @@ def add_answers(data: PageData, number: int, evaluation: str, results: EvalResul
     # all targets have the same rows, and show the pictures of the first
     data.images.update({f"0/{name_of(png)}": png for of_row in pictures.values() for png in of_row})
     for place, target in enumerate(results.targets):
-        shown = [row_json(_shown(row, target, names.get(row.id, ()))) for row in rows]
-        data.add(f"answers/{place}/{number}", {"name": evaluation, "rows": shown})
+        found = [row_json(shown(row, target.greedy[row.id].answers[0], names.get(row.id, ()))) for row in rows]
+        data.add(f"answers/{place}/{number}", {"name": evaluation, "rows": found})
 
 
 def write_targets(
@@ -80,18 +80,6 @@ def of_every_outcome(results: EvalResults) -> list[EvalRow]:
 
     groups = grouped(results.rows, outcome).values()
     return [row for turn in zip_longest(*groups) for row in turn if row is not None]
-
-
-def _shown(row: EvalRow, target: TargetAnswers, images: tuple[str, ...]) -> ShownRow:
-    return ShownRow(
-        id=row.id,
-        kind=row.kind,
-        image_type=row.image_type,
-        question=row.question,
-        truth=row.truth,
-        answer=target.greedy[row.id].answers[0],
-        images=images,
-    )
 
 
 def target_facts(target: TargetAnswers, title: str, evaluations: Sequence[str] = (EVALUATION,)) -> Mapping[str, Any]:

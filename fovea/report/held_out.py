@@ -12,6 +12,7 @@ from PIL.Image import Image
 
 from fovea.errors import DataError
 from fovea.evaluation.answer import SampledAnswer
+from fovea.evaluation.comparison import EvalRow
 from fovea.evaluation.json_file import ANSWERS_FOLDER, HeldOutAnswer, answer_files, read_answers
 from fovea.report.images import image_path, png_bytes, write_image
 from fovea.report.record_json import answer_to_json
@@ -57,7 +58,7 @@ def answers_json(run_dir: Path, number: int) -> dict[str, Any]:
     name = evaluations(run_dir)[number]
     pictures = read_pictures(run_dir, name.partition("-")[0])
     rows = read_answers(run_dir, name, MAX_ROWS)
-    return {"name": name, "rows": [row_json(_shown(row, pictures.get(row.id, ()))) for row in rows]}
+    return {"name": name, "rows": [row_json(shown(row, row.answer, pictures.get(row.id, ()))) for row in rows]}
 
 
 def row_json(row: ShownRow) -> dict[str, Any]:
@@ -88,14 +89,15 @@ def _turns(answer: SampledAnswer) -> tuple[RecordedTurn, ...]:
     return (*turns[:-1], *(replace(turn, finish=answer.finish) for turn in turns[-1:]))
 
 
-def _shown(row: HeldOutAnswer, images: Sequence[str]) -> ShownRow:
+def shown(row: HeldOutAnswer | EvalRow, answer: SampledAnswer, images: Sequence[str]) -> ShownRow:
+    """A row of a held-out file with an answer to it, as the page shows it."""
     return ShownRow(
         id=row.id,
         kind=row.kind,
         image_type=row.image_type,
         question=row.question,
         truth=row.truth,
-        answer=row.answer,
+        answer=answer,
         images=tuple(images),
     )
 

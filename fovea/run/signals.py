@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -99,12 +99,19 @@ def ending_signals(stop: Stop) -> Iterator[Stop]:
     """Handle the signals that end a run within the block."""
     # only the main thread may handle signals; in another one they are its caller's business
     in_main = threading.current_thread() is threading.main_thread()
-    before = {each: signal.getsignal(each) for each in ENDING if in_main}
+    with handling(dict.fromkeys(ENDING, stop.receive) if in_main else {}):
+        yield stop
+
+
+@contextmanager
+def handling(handlers: Mapping[signal.Signals, Callable[[int, FrameType | None], None]]) -> Iterator[None]:
+    """Handle signals within the block, but for those that are ignored, as SIGHUP under nohup, or handled already."""
+    before = {each: signal.getsignal(each) for each in handlers}
     defaults = {each: by for each, by in before.items() if by in (signal.SIG_DFL, signal.default_int_handler)}
     for each in defaults:
-        signal.signal(each, stop.receive)
+        signal.signal(each, handlers[each])
     try:
-        yield stop
+        yield
     finally:
         for each, handler in defaults.items():
             signal.signal(each, handler)

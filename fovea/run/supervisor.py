@@ -30,7 +30,7 @@ from fovea.config.run import Config
 from fovea.errors import ClusterError, ConfigError, MicrobatchMemoryError, OutOfMemoryError
 from fovea.run.lock import was_left_by
 from fovea.run.run_dir import delete_unless_begun, make_folder, newest_step
-from fovea.run.signals import ENDING
+from fovea.run.signals import ENDING, handling
 from fovea.utils.launch import module_command, num_processes, signal_at_end_of_parent, with_this_fovea
 
 CAUSES = {
@@ -182,17 +182,9 @@ class Child:
     @contextmanager
     def receiving_signals(self) -> Iterator[Child]:
         """Pass on the signals that end a run within the block, and stop and continue the child with this process."""
-        handlers = dict.fromkeys(ENDING, self._pass_on) | {signal.SIGTSTP: self._suspend}
-        before = {each: signal.getsignal(each) for each in handlers}
-        # one that is ignored, as SIGHUP is under nohup, stays so, also in the child
-        defaults = {each: by for each, by in before.items() if by in (signal.SIG_DFL, signal.default_int_handler)}
-        for each in defaults:
-            signal.signal(each, handlers[each])
-        try:
+        # one that is ignored stays so, also in the child
+        with handling(dict.fromkeys(ENDING, self._pass_on) | {signal.SIGTSTP: self._suspend}):
             yield self
-        finally:
-            for each, handler in defaults.items():
-                signal.signal(each, handler)
 
     def _pass_on(self, number: int, _frame: FrameType | None) -> None:
         self.was_signalled = True

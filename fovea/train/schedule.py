@@ -14,7 +14,7 @@ from fovea.types import Batch, Prompt, SampleGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
+class UpdatePasses:
     """Passes of the update of one step."""
 
     algorithm: Algorithm
@@ -52,7 +52,7 @@ class ImagesByRank:
     policy: RowAssignment
     reference: RowAssignment | None
     """None where there is no reference model apart."""
-    schedule: Schedule
+    schedule: UpdatePasses
     limit_tokens: int
     """Largest micro-batch in effect, which is below the settings' after memory ran out."""
     shares: tuple[int, ...] = ()

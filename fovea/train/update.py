@@ -33,7 +33,7 @@ from fovea.train.microbatches import MicroBatcher, MicrobatchLimit, in_batch_ord
 from fovea.train.packing import MicroBatch
 from fovea.train.pass_result import Objective, PassResult
 from fovea.train.ranks import Ranks
-from fovea.train.schedule import ImagesByRank, Schedule
+from fovea.train.schedule import ImagesByRank, UpdatePasses
 from fovea.train.sft import SupervisedTrainer
 from fovea.train.update_metrics import UpdateStats, batch_mismatch
 from fovea.types import Batch, Metrics, SampleGroup
@@ -324,8 +324,8 @@ class TrainedPolicy(ABC):
             )
 
     @property
-    def _schedule(self) -> Schedule:
-        return Schedule(
+    def _schedule(self) -> UpdatePasses:
+        return UpdatePasses(
             algorithm=self._algorithm,
             plain_update_every_steps=self._train.plain_update_every_steps,
             step=self._steps,

@@ -14,8 +14,7 @@ from fovea.cluster.ray_token import use_token
 from fovea.cluster.services import WorkersEngine, WorkersPolicy, WorkersWeights
 from fovea.cluster.torchrun import connect_workers, join
 from fovea.cluster.workers import LocalHandle, WorkerHandle, Workers, call_each
-from fovea.config.backends import EmbeddedEngine as EmbeddedSettings
-from fovea.config.backends import MegatronBackend, VllmServersEngine
+from fovea.config.backends import EmbeddedSettings, MegatronBackend, VllmServersSettings
 from fovea.config.backends import StreamedEngine as StreamedSettings
 from fovea.config.model import Model
 from fovea.config.run import Config
@@ -146,7 +145,7 @@ def placement_of(config: Config, num_workers: int) -> Placement:
         check_processes(config.train.backend, num_workers)
     placement = Placement.of(config.cluster, num_workers, config.train.backend.replicas)
     num_engines = len(placement.engines(range(num_workers)))
-    if isinstance(config.rollout.engine, VllmServersEngine) and num_engines > 1:
+    if isinstance(config.rollout.engine, VllmServersSettings) and num_engines > 1:
         # Megatron's processes all train and generate
         advice = (
             "train in one process, or set rollout.engine=vllm, with its environment as rollout.engine.python"

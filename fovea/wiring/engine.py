@@ -11,11 +11,8 @@ import torch
 from fovea import __version__
 from fovea.algorithms.policy_loss import HasFormula
 from fovea.config.algorithm import ClippedLoss
-from fovea.config.backends import EmbeddedEngine as EmbeddedSettings
-from fovea.config.backends import SglangEngine as SglangSettings
+from fovea.config.backends import EmbeddedSettings, SglangSettings, VllmServersSettings, VllmSettings
 from fovea.config.backends import StreamedEngine as StreamedSettings
-from fovea.config.backends import VllmEngine as VllmSettings
-from fovea.config.backends import VllmServersEngine
 from fovea.config.base import Section
 from fovea.config.environments import ShapesEnvironment
 from fovea.config.model import Model
@@ -129,7 +126,7 @@ def make_streamed(config: Config, settings: StreamedSettings, model: Model, proc
     made: PushedEngine
     # each an optional extra
     match settings:
-        case VllmServersEngine():
+        case VllmServersSettings():
             from fovea.rollout.vllm.connect import connect
 
             made = connect(settings, model, processor, max_model_len=longest)

@@ -13,8 +13,11 @@ from fovea.config.environments import (
     CaptionEnvironment,
     Geo3kEnvironment,
     GeoSpotEnvironment,
+    GymnasiumEnvironment,
     MixtureEnvironment,
     MixturePart,
+    NemoGymEnvironment,
+    OpenEnvEnvironment,
     OwnEnvironment,
     RowsEnvironment,
     ShapesEnvironment,
@@ -26,6 +29,7 @@ from fovea.config.games import FrozenLakeEnvironment, PagesEnvironment, SokobanE
 from fovea.config.rewards import RewardModel, reward_tuple
 from fovea.config.run import Config
 from fovea.config.splits import EnvironmentSettings, SessionLimits
+from fovea.environments.adapters.nemo_gym import NemoGym
 from fovea.environments.base import Environment, MakesEnvironment, OpensSessions
 from fovea.environments.caption import Caption, CaptionGrader, JudgedCaptionGrader
 from fovea.environments.curriculum import Stages
@@ -72,7 +76,6 @@ from fovea.processes.session_processes import end_left_processes
 from fovea.utils.bounded import read_file
 from fovea.wiring import reward_host
 from fovea.wiring.images import make_access, make_opener
-from fovea.wiring.standards import standard_environment
 from fovea.wiring.tools import make_tools, uses_tools
 
 LOG = logging.getLogger(__name__)
@@ -203,7 +206,7 @@ def named_environment(config: Config) -> GradedEnvironment:
 
 def package_environment(config: Config, settings: EnvironmentSettings) -> GradedEnvironment:
     """Make the environment of another package: by Fovea's adapter of a standard, or by the package's own settings."""
-    adapted = standard_environment(config, settings)
+    adapted = _standard_environment(config, settings)
     if adapted is not None:
         return own_environment(config, adapted)
     assert isinstance(settings, MakesEnvironment), settings.name
@@ -344,3 +347,28 @@ def make_caption(config: Config, settings: CaptionEnvironment) -> GradedEnvironm
     calls = LimitedCalls(limits_of(config.judge))
     grading = Grading(graders=(JudgedCaptionGrader(metrics, opinion),), calls=calls, clients=(client,))
     return GradedEnvironment(environment=caption, grading=grading)
+
+
+def _standard_environment(config: Config, settings: EnvironmentSettings) -> Environment | None:
+    """Make the environment of a standard; None for settings of another kind.
+
+    Two adapters need an optional extra, and their modules report its absence.
+    """
+    match settings:
+        case GymnasiumEnvironment():
+            from fovea.environments.adapters.gymnasium import Gymnasium
+
+            made: Environment = Gymnasium(settings)
+        case OpenEnvEnvironment():
+            from fovea.environments.adapters.openenv import OpenEnv
+
+            made = OpenEnv(settings)
+        case NemoGymEnvironment():
+            made = NemoGym(settings, make_access(config.data))
+        case _:
+            return None
+    if config.warmup is not None:
+        raise ConfigError(
+            f"warmup imitates demonstrations, which environment.name={settings.name} does not have; set warmup=null"
+        )
+    return made

@@ -14,6 +14,8 @@ from fovea.data.rows import RowAccess
 
 URL_CACHE_GIB = 8.0
 """Disk for downloaded images."""
+HOST_PAUSE_SECONDS = 60.0
+"""Time for which a host that failed for three images in a row is not asked again."""
 
 
 def url_limits(settings: Data) -> UrlLimits:
@@ -21,7 +23,6 @@ def url_limits(settings: Data) -> UrlLimits:
     return UrlLimits(
         max_mib=settings.max_image_mib,
         timeout_seconds=settings.url_timeout_seconds,
-        retries=settings.url_retries,
         allow_private_addresses=settings.allow_private_addresses,
     )
 
@@ -31,7 +32,7 @@ def make_opener(settings: Data, folder: Path, note: Callable[[str], None] = lamb
 
     `note` gets of a host that no longer answers.
     """
-    read = FailedHosts(partial(remote_image, limits=url_limits(settings)), settings.url_host_pause_seconds, note)
+    read = FailedHosts(partial(remote_image, limits=url_limits(settings)), HOST_PAUSE_SECONDS, note)
     fetch = FetchedFiles(folder / "images", URL_CACHE_GIB, read)
     return ImageOpener(
         max_mib=settings.max_image_mib,

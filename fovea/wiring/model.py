@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fovea.config.backends import EmbeddedEngine as EmbeddedSettings
+from fovea.config.backends import EmbeddedSettings
 from fovea.config.model import Model
 from fovea.config.run import Config
 from fovea.environments.base import Environment

@@ -13,8 +13,7 @@ from fovea.cluster.placement import Placement, Role
 from fovea.cluster.remote import rules_of
 from fovea.cluster.torchrun import connect_to_driver, join
 from fovea.cluster.workers import Worker
-from fovea.config.backends import EmbeddedEngine as EmbeddedSettings
-from fovea.config.backends import VllmServersEngine
+from fovea.config.backends import EmbeddedSettings, VllmServersSettings
 from fovea.config.model import Model
 from fovea.config.run import Config
 from fovea.errors import ConfigError
@@ -145,7 +144,7 @@ def make_pusher(
     weights = policy.outgoing if config.rollout.engine.takes_adapters else policy.outgoing_merged
     in_form = (lambda: in_layout_of_files(weights())) if has_own_weights(config) else weights
     # a server that is started again has lost what earlier pushes brought
-    always_all = isinstance(config.rollout.engine, VllmServersEngine)
+    always_all = isinstance(config.rollout.engine, VllmServersSettings)
     return WeightPusher(in_form, sinks, dtype=policy.dtype, always_all=always_all, call=call)
 
 

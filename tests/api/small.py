@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import base64
-import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from PIL import Image
 
 import fovea
+from tests.images import png
 
 SETTINGS: Mapping[str, object] = {
     "model.tiny": {"hidden_size": 32, "num_layers": 1, "vocabulary_size": 300},
@@ -28,14 +28,8 @@ def picture(colour: str) -> Image.Image:
     return Image.new("RGB", (32, 32), colour)
 
 
-def png(colour: str) -> bytes:
-    file = io.BytesIO()
-    picture(colour).save(file, "PNG")
-    return file.getvalue()
-
-
 def base64_png(colour: str) -> str:
-    return base64.b64encode(png(colour)).decode()
+    return base64.b64encode(png(colour, 32)).decode()
 
 
 def rows(size: int = 8) -> list[dict[str, Any]]:

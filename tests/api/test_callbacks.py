@@ -22,13 +22,10 @@ from fovea.run.callbacks import Callbacks
 from tests.api.small import PHOTOS, SETTINGS, picture, rows, score
 from tests.tables import table
 
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
 ROOT = Path(__file__).parents[2]
 SHAPES = {"environment": {"name": "shapes", "train_size": 8, "dev_size": 2, "test_size": 2}}
-
-
-@pytest.fixture(autouse=True)
-def in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def test_each_step_and_evaluation_is_one_call_in_their_order() -> None:

@@ -15,16 +15,13 @@ import fovea
 from tests.api.small import PHOTOS, SETTINGS, rows, score
 from tests.fakes import BanditEnvironment
 
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
 FORMS: dict[str, Callable[[list[dict[str, Any]]], Any]] = {
     "DataFrame": pd.DataFrame,
     "Dataset": datasets.Dataset.from_list,
     "list": list,
 }
-
-
-@pytest.fixture(autouse=True)
-def in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -19,12 +19,10 @@ from fovea.metrics.log import read_metrics
 from fovea.wiring.environment import make_environment
 from fovea.wiring.given import rows_as_files
 from fovea.wiring.images import make_opener
-from tests.api.small import PHOTOS, SETTINGS, base64_png, picture, png, rows, score
+from tests.api.small import PHOTOS, SETTINGS, base64_png, picture, rows, score
+from tests.images import png
 
-
-@pytest.fixture(autouse=True)
-def in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 
 def as_paths(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -40,7 +38,7 @@ FORMS: dict[str, Callable[[list[dict[str, Any]]], Any]] = {
     "list": list,
     "columns": lambda given: {key: [row[key] for row in given] for key in given[0]},
     "paths": as_paths,
-    "bytes": lambda given: [{**row, "photo": png(row["answer"])} for row in given],
+    "bytes": lambda given: [{**row, "photo": png(row["answer"], 32)} for row in given],
     "base64": lambda given: pd.DataFrame([{**row, "photo": base64_png(row["answer"])} for row in given]),
     "arrays": lambda given: [{**row, "photo": np.asarray(row["photo"])} for row in given],
     "lists of images": lambda given: [{**row, "photo": [row["photo"]]} for row in given],
@@ -137,17 +135,17 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "no rows": ([], r"rows holds no rows; give some"),
     "no table": (3, r"rows: an object of type int holds no rows that can be read; give a pandas DataFrame"),
     "a file": (Path("data.csv"), r"environment\.train_files: no such file data\.csv; correct the path"),
-    "a row that is none": ([{"photo": png("red")}, 3], r"rows row 1 is of type int, not a mapping of columns"),
+    "a row that is none": ([{"photo": png("red", 32)}, 3], r"rows row 1 is of type int, not a mapping of columns"),
     "no such column": (
-        [{"picture": png("red"), "question": "?"}],
+        [{"picture": png("red", 32), "question": "?"}],
         r"environment\.image_key: the argument rows has no column 'photo'; its columns are picture, question; set",
     ),
     "no question": (
-        [{"photo": png("red"), "text": "?"}] * 4,
+        [{"photo": png("red", 32), "text": "?"}] * 4,
         r"^rows: no column is called problem, prompt, question.* columns are photo, text; set environment\.prompt_key",
     ),
     "no image": (
-        [{"photo": png("red"), "question": "?"}, {"photo": 3.5, "question": "?"}],
+        [{"photo": png("red", 32), "question": "?"}, {"photo": 3.5, "question": "?"}],
         r"rows row 1, image 1: a value of type float is not an image; store encoded bytes",
     ),
     "an array of floats": (
@@ -155,23 +153,23 @@ BROKEN: dict[str, tuple[Any, str]] = {
         r"rows row 0, image 1: an array of float64 .* is not an RGB picture; give uint8",
     ),
     "a cell that no file holds": (
-        [{"photo": png("red"), "question": "?", "extra": extra} for extra in (1, object())],
+        [{"photo": png("red", 32), "question": "?", "extra": extra} for extra in (1, object())],
         r"rows row 1, column extra: a value of type object cannot be kept in a file; make it text",
     ),
     "an empty mapping": (
-        [{"photo": png("red"), "question": "?", "extra": {}}],
+        [{"photo": png("red", 32), "question": "?", "extra": {}}],
         r"rows, column extra: a mapping that is empty in every row cannot be kept in a file; leave it out, or write",
     ),
     "an empty mapping inside": (
-        [{"photo": png("red"), "question": "?", "extra": [{"kind": "a", "more": {}}]}],
+        [{"photo": png("red", 32), "question": "?", "extra": [{"kind": "a", "more": {}}]}],
         r"rows, column extra: a mapping that is empty in every row cannot be kept in a file",
     ),
     "pictures in another column": (
-        [{"photo": png("red"), "question": "?", "second": picture("red")}],
+        [{"photo": png("red", 32), "question": "?", "second": picture("red")}],
         r"rows row 0, column second: .* cannot be kept .* set environment\.image_key=second",
     ),
     "mixed types": (
-        [{"photo": png("red"), "question": "?", "answer": answer} for answer in (3, "three")],
+        [{"photo": png("red", 32), "question": "?", "answer": answer} for answer in (3, "three")],
         r"rows, column answer holds int \(row 0\), str \(row 1\); make all of its values one type",
     ),
 }

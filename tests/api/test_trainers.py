@@ -28,6 +28,8 @@ from tests.api.small import SETTINGS
 from tests.saved import saved_bytes
 from tests.tables import table
 
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
 SHAPES = {"environment": {"name": "shapes", "train_size": 8, "dev_size": 2, "test_size": 2}}
 TIMING = (
     "seconds/",
@@ -39,11 +41,6 @@ TIMING = (
     "waits/",
     "gib/",
 )
-
-
-@pytest.fixture(autouse=True)
-def in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def of_shapes(**more: Any) -> fovea.TrainedRun:

@@ -28,7 +28,7 @@ from fovea.processes.serving import CallerConnection, serve_connection
 from fovea.train.base import SftExample
 from fovea.train.local import LocalPolicy
 from fovea.train.row_assignment import RowAssignment
-from fovea.train.schedule import ImagesByRank, Schedule
+from fovea.train.schedule import ImagesByRank, UpdatePasses
 from fovea.types import Completion, Prompt, PromptImage, Request, Sampling
 from fovea.utils.event_loop import wait_for
 from tests.runs import ROOT, environment
@@ -73,7 +73,7 @@ class Policy:
         assignment = RowAssignment(
             train=Train(), cost=cast(Any, None), num_ranks=1, image_token_id=0, shards_tower=False
         )
-        schedule = Schedule(algorithm=cast(Any, None), plain_update_every_steps=1, step=0)
+        schedule = UpdatePasses(algorithm=cast(Any, None), plain_update_every_steps=1, step=0)
         return ImagesByRank(policy=assignment, reference=None, schedule=schedule, limit_tokens=1)
 
     async def sft(self, pairs: Sequence[SftExample]) -> dict[str, float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 import threading
 import time
@@ -15,7 +14,6 @@ import numpy as np
 import openai
 import pytest
 import uvicorn
-from PIL import Image
 
 from fovea.commands.agent_conversations import AgentConversations
 from fovea.commands.agent_server import AgentServer
@@ -24,6 +22,7 @@ from fovea.models.render import Renderer
 from fovea.models.vlm import VLM
 from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.types import ImageRef, Message, Prompt
+from tests.images import encoded, noise
 from tests.reference import reference_logprobs
 from tests.tables import table
 from tests.tiny_models import tiny
@@ -32,15 +31,8 @@ KEY = "sesame"
 PARTS = tiny("qwen3_vl")
 
 
-def png(seed: int) -> bytes:
-    content = io.BytesIO()
-    pixels = np.random.default_rng(seed).integers(0, 255, (48, 48, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(content, "PNG")
-    return content.getvalue()
-
-
 def with_picture(text: str, seed: int) -> dict[str, Any]:
-    url = f"data:image/png;base64,{base64.b64encode(png(seed)).decode()}"
+    url = f"data:image/png;base64,{base64.b64encode(encoded(noise(seed))).decode()}"
     return {
         "role": "user",
         "content": [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": text}],
@@ -93,14 +85,14 @@ def test_a_conversation_continues_with_the_ids_that_were_drawn(served: Served) -
     for number, each in enumerate(turns, 1):
         (message,) = each["messages"]
         name = message["parts"][0]["image"]
-        assert (served.folder / name).read_bytes() == png(number)
+        assert (served.folder / name).read_bytes() == encoded(noise(number))
 
     # the log-probs are transformers' on the ids of the whole conversation, as recorded
     renderer = Renderer(PARTS.processor, ImageOpener(max_mib=1, max_megapixels=1))
     images = tuple(
         image
         for seed in (1, 2, 3)
-        for image in renderer.prompt([Message(role="user", parts=(ImageRef(source=png(seed)),))]).images
+        for image in renderer.prompt([Message(role="user", parts=(ImageRef(source=encoded(noise(seed))),))]).images
     )
     assert [image.key for image in images] == [key for each in turns for key in each["image_keys"]]
     ids = [np.array(part) for each in turns for part in (each["observation_ids"], each["token_ids"])]

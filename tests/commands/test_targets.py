@@ -22,8 +22,8 @@ from fovea.errors import ConfigError, ModelError
 from fovea.models.load import load_network
 from fovea.run.checkpoint import FORMAT, write_manifest
 from fovea.utils import http_json
-from tests.bad_files import encoded, picture
 from tests.data.web import served
+from tests.images import encoded, noise
 from tests.tiny_models import tiny
 
 TINY = {"model": {"tiny": {}}}
@@ -197,7 +197,7 @@ def test_runs_with_different_rewards_need_a_recipe(tmp_path: Path) -> None:
 
 
 def test_images_are_fetched_and_converted_as_the_settings_say(tmp_path: Path) -> None:
-    printed = encoded(picture(1).convert("CMYK"), "JPEG")
+    printed = encoded(noise(1).convert("CMYK"), "JPEG")
     with served({"/printed.jpg": printed}) as site:
         row = {"problem": "<image>Find x.", "images": [f"{site.url}/printed.jpg"], "answer": "3"}
         (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from fovea.cluster.placement import Placement
-from fovea.config.backends import EmbeddedEngine, SglangEngine, VllmEngine, VllmServersEngine
+from fovea.config.backends import EmbeddedSettings, SglangSettings, VllmServersSettings, VllmSettings
 from fovea.config.loading import load_config
 from fovea.config.sections import Cluster
 from fovea.errors import ConfigError
@@ -17,9 +17,9 @@ VLLM = ["model.tiny.hidden_size=64", "environment=shapes", "rollout.engine=vllm"
 
 
 def test_the_name_alone_chooses_it_and_the_embedded_engine_is_the_default() -> None:
-    assert isinstance(load_config([], VLLM[:2]).rollout.engine, EmbeddedEngine)
+    assert isinstance(load_config([], VLLM[:2]).rollout.engine, EmbeddedSettings)
     engine = load_config([], [*VLLM, "rollout.engine.kv_cache_gib=2", "rollout.engine.limit_mm_per_prompt.image=3"])
-    assert isinstance(engine.rollout.engine, VllmEngine)
+    assert isinstance(engine.rollout.engine, VllmSettings)
     assert engine.rollout.engine.limit_mm_per_prompt.image == 3
 
 
@@ -68,7 +68,7 @@ SERVERS = [
 
 def test_servers_are_a_member_of_their_own() -> None:
     config = load_config([], [*VLLM[:2], *SERVERS])
-    assert isinstance(config.rollout.engine, VllmServersEngine)
+    assert isinstance(config.rollout.engine, VllmServersSettings)
     with pytest.raises(ConfigError, match="gpu_memory_utilization"):
         load_config([], [*VLLM[:2], *SERVERS, "rollout.engine.gpu_memory_utilization=0.5"])
 
@@ -94,7 +94,7 @@ SGLANG = ["model.tiny.hidden_size=64", "environment=shapes", "rollout.engine=sgl
 def test_the_name_alone_chooses_it_and_what_it_can_do_is_allowed() -> None:
     words = ["rollout.engine.max_total_tokens=5000", "rollout.top_p=0.9", "rollout.top_k=20", "rollout.temperature=3"]
     engine = load_config([], [*SGLANG, *words]).rollout.engine
-    assert isinstance(engine, SglangEngine)
+    assert isinstance(engine, SglangSettings)
     assert engine.max_total_tokens == 5000
 
 

@@ -20,6 +20,8 @@ from fovea.config.sections import Conversion
 from fovea.data.images import ImageOpener
 from fovea.errors import BadRowError, DataError
 from fovea.types import ImageRef
+from tests.bad_files import png_of
+from tests.images import encoded
 from tests.tables import table
 
 WHERE = "train.parquet row 12, image 1"
@@ -35,23 +37,8 @@ def values(image: Image.Image) -> NDArray[np.uint8]:
     return np.asarray(image)
 
 
-def encoded(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
-
-
 def colours(height: int = 5, width: int = 7) -> NDArray[np.uint8]:
     return np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
-
-
-def png(width: int, height: int, body: bytes = b"") -> bytes:
-    def chunk(name: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    data = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(body)) + chunk(b"IEND", b"")
-    return b"\x89PNG\r\n\x1a\n" + data
 
 
 @pytest.mark.parametrize("kind", ["PNG", "BMP", "TIFF", "PPM"])
@@ -228,13 +215,13 @@ def test_a_picture_of_pillow_is_checked_like_any_other(tmp_path: Path) -> None:
 
 def test_bomb_is_refused_from_its_header() -> None:
     with pytest.raises(DataError) as error:
-        open_bytes(png(9000, 9000))
+        open_bytes(png_of(9000, 9000))
     assert str(error.value) == (
         f"{WHERE}: the image is 9000x9000 pixels (81.0 megapixels), above data.max_image_megapixels=64; "
         "shrink the image, raise the limit, or set data.on_bad_row=skip"
     )
     with pytest.raises(DataError, match="Pillow refuses it"):
-        open_bytes(png(60000, 60000))
+        open_bytes(png_of(60000, 60000))
     assert Image.MAX_IMAGE_PIXELS == 89478485
 
 
@@ -259,11 +246,11 @@ def test_half_a_file_is_an_error(kind: str) -> None:
     ("content", "reason", "problem"),
     [
         (b"", "image_empty", "the file is empty (0 bytes)"),
-        (png(0, 5), "image_empty", "the image is 0x5 pixels, that is empty"),
+        (png_of(0, 5), "image_empty", "the image is 0x5 pixels, that is empty"),
         (b"not an image, a text", "image_unknown_format", "the content is not an image"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "image_unknown_format", "with pixels in a known format"),
-        (png(9000, 9000), "image_too_many_pixels", "9000x9000"),
-        (png(9, 9, b"short"), "image_damaged", "the image is damaged"),
+        (png_of(9000, 9000), "image_too_many_pixels", "9000x9000"),
+        (png_of(9, 9, body=b"short"), "image_damaged", "the image is damaged"),
         (encoded(Image.fromarray(np.ones((2, 2), np.int32)), "TIFF"), "image_32_bit", "32-bit numbers"),
     ],
 )
@@ -414,5 +401,5 @@ def test_scans_chunks_pages_and_tiles_of_usual_files_are_no_matter() -> None:
 def test_a_picture_one_pixel_wide_is_refused() -> None:
     for size in ((1, 64_000_000), (64_000_000, 1)):
         with pytest.raises(BadRowError, match=r"and a side has at most 100000") as error:
-            open_bytes(png(*size))
+            open_bytes(png_of(*size))
         assert error.value.reason == "image_shape"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import io
 import re
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,7 +14,6 @@ import pytest
 from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry
-from PIL import Image
 
 from fovea.config.run import Config
 from fovea.data.cells import image_refs
@@ -24,6 +22,7 @@ from fovea.utils.installing import pip_install
 from fovea.wiring.environment import make_environment
 from fovea.wiring.given import rows_as_files
 from fovea.wiring.images import make_opener
+from tests.images import png
 from tests.tables import table
 
 COLOURS = {
@@ -59,12 +58,6 @@ class Slow(AsyncFileSystem):
     async def _cat_file(self, _path: str, **_: object) -> bytes:
         await asyncio.sleep(60)
         return b""
-
-
-def png(colour: tuple[int, int, int], side: int = 8) -> bytes:
-    file = io.BytesIO()
-    Image.new("RGB", (side, side), colour).save(file, "PNG")
-    return file.getvalue()
 
 
 @pytest.fixture

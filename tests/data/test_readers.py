@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import importlib.util
-import io
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -26,7 +25,10 @@ from fovea.errors import BadRowError, DataError, MissingExtraError
 from fovea.utils.installing import pip_install
 from tests.data.three_rows import ROWS, as_csv, opened
 from tests.data.web import served
+from tests.images import png
 from tests.tables import table
+
+PNG = png(width=3, height=2)
 
 
 def as_parquet(path: Path) -> str:
@@ -327,17 +329,11 @@ def test_a_folder_of_images_with_a_table(tmp_path: Path) -> None:
     assert dict(opened(str(folder), tmp_path)[0]) == {"images": ["cat.png", "cat.png"], "mask": "cat.png"}
 
 
-def png() -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", (3, 2), (1, 2, 3)).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
 def test_datasets_of_hugging_face_keep_their_images_encoded(tmp_path: Path) -> None:
-    made = datasets.Dataset.from_dict({"image": [{"bytes": png(), "path": None}], "n": [7]})
+    made = datasets.Dataset.from_dict({"image": [{"bytes": PNG, "path": None}], "n": [7]})
     made.cast_column("image", datasets.Image()).save_to_disk(tmp_path / "saved")
     rows = opened(str(tmp_path / "saved"), tmp_path)
-    assert rows[0] == {"image": {"bytes": png(), "path": None}, "n": 7}
+    assert rows[0] == {"image": {"bytes": PNG, "path": None}, "n": 7}
     assert list(rows.column("n")) == [7]
 
 
@@ -414,14 +410,14 @@ def test_image_root(tmp_path: Path) -> None:
 
 
 def forms() -> Sequence[object]:
-    text = base64.b64encode(png()).decode()
+    text = base64.b64encode(PNG).decode()
     return [
-        png(),
-        bytearray(png()),
-        {"bytes": png(), "path": "a.png"},
+        PNG,
+        bytearray(PNG),
+        {"bytes": PNG, "path": "a.png"},
         {"bytes": None, "path": "a.png"},
-        np.frombuffer(png(), np.uint8),
-        np.array(png()),
+        np.frombuffer(PNG, np.uint8),
+        np.array(PNG),
         np.full((2, 3, 3), (1, 2, 3), np.uint8),
         Image.new("RGB", (3, 2), (1, 2, 3)),
         text,
@@ -432,14 +428,14 @@ def forms() -> Sequence[object]:
 
 
 def test_every_form_of_an_image(tmp_path: Path) -> None:
-    (tmp_path / "a.png").write_bytes(png())
+    (tmp_path / "a.png").write_bytes(PNG)
     for image in forms():
         for cell in (image, [image], (image,)):
             (ref,) = image_refs(cell, where="w", folder=tmp_path)
             opened_image = ImageOpener(max_mib=1, max_megapixels=1)(ref)
             assert (opened_image.size, opened_image.getpixel((0, 0))) == ((3, 2), (1, 2, 3)), image
     objects = np.empty(2, dtype=object)
-    objects[:] = [{"bytes": png(), "path": None}, "a.png"]
+    objects[:] = [{"bytes": PNG, "path": None}, "a.png"]
     assert len(image_refs(objects, None, forms(), where="w", folder=tmp_path)) == 2 + len(forms())
 
 
@@ -448,13 +444,13 @@ def test_every_form_of_an_image(tmp_path: Path) -> None:
     [
         ("", "image_kind"),
         (3, "image_kind"),
-        ([[png()]], "image_kind"),
+        ([[PNG]], "image_kind"),
         ([None], "image_kind"),
         ({"bytes": None, "path": None}, "image_kind"),
         ({"url": "x"}, "image_kind"),
         ("data:text/plain,hello", "image_base64"),
         ("data:image/png;base64,%%%", "image_base64"),
-        (base64.b64encode(png()).decode()[:-5] + "!", "image_base64"),
+        (base64.b64encode(PNG).decode()[:-5] + "!", "image_base64"),
         ("a." + "/" * 100_000 + "b.png", "image_kind"),  # 0.1 s, were it resolved
         ("../a.png", "image_outside_folder"),
         ({"bytes": None, "path": "/etc/passwd"}, "image_outside_folder"),

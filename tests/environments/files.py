@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from PIL import Image
+
+from tests.images import png
 
 COLOURS = {"red": (250, 10, 10), "green": (10, 200, 10), "blue": (10, 10, 250)}
 
 
 def square(colour: str, side_px: int = 32) -> dict[str, object]:
-    buffer = io.BytesIO()
-    Image.new("RGB", (side_px, side_px), COLOURS[colour]).save(buffer, "PNG")
-    return {"bytes": buffer.getvalue(), "path": None}
+    return {"bytes": png(COLOURS[colour], side_px), "path": None}
 
 
 def row(problem: str, answer: object, colour: str = "red", **cells: object) -> dict[str, object]:

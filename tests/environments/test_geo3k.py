@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
 import pyarrow as pa
@@ -20,6 +19,7 @@ from fovea.environments.geo3k import Geo3k, grade
 from fovea.errors import BadRowError, DataError
 from fovea.types import ImageRef, Task
 from tests.grading import scored
+from tests.images import encoded
 from tests.tables import table
 
 SHARED = Path(__file__).parents[3] / "shared" / "data" / "geo3k"
@@ -27,9 +27,7 @@ VERL = {"prompt_key": "prompt", "answer_key": "reward_model"}
 
 
 def image(grey: int = 0) -> dict[str, object]:
-    buffer = io.BytesIO()
-    Image.new("L", (8, 8), grey).save(buffer, "PNG")
-    return {"bytes": buffer.getvalue(), "path": None}
+    return {"bytes": encoded(Image.new("L", (8, 8), grey)), "path": None}
 
 
 def row(problem: object = "<image>Find x.", answer: object = "12", num_images: int = 1) -> dict[str, object]:

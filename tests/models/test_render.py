@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,6 +18,7 @@ from fovea.models.families.qwen_vl import IMAGE_PAD
 from fovea.models.render import Renderer
 from fovea.models.tiny import TinyParts
 from fovea.types import ImageRef, Message, PromptImage, Task
+from tests.images import encoded, png
 from tests.tiny_models import PROCESSORS, from_array, image, mixed_prompts, processor_of, renderer, tiny, user
 
 CHATS = {
@@ -136,13 +136,13 @@ def test_tokens_are_counted_before_images_are_processed(family: str, limits: dic
 
 @pytest.mark.parametrize("family", PROCESSORS)
 def test_an_image_that_is_shown_turned_has_as_many_tokens_as_it_is_stored(family: str) -> None:
-    note, file = Image.Exif(), io.BytesIO()
+    note = Image.Exif()
     note[0x0112] = 6
-    Image.new("RGB", (333, 90), "blue").save(file, "JPEG", exif=note)
+    content = encoded(Image.new("RGB", (333, 90), "blue"), "JPEG", exif=note)
     opener = ImageOpener(max_mib=1, max_megapixels=1, convert=["rotated"])
-    chat = user(ImageRef(source=file.getvalue()), "How many?")
+    chat = user(ImageRef(source=content), "How many?")
     render = Renderer(tiny(family).processor, opener)
-    assert opener(ImageRef(source=file.getvalue())).size == (90, 333)
+    assert opener(ImageRef(source=content)).size == (90, 333)
     assert render.fewest_tokens(chat) == _visual_tokens(render, chat)
 
 
@@ -165,10 +165,9 @@ def test_text_is_tokenized_once_for_a_prompt(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_row_over_its_limit_is_refused_before_any_image_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight small files that decode and process to gigabytes."""
-    file = io.BytesIO()
-    Image.new("RGB", (4000, 4000), "blue").save(file, "PNG")
-    assert len(file.getvalue()) < 100_000
-    images = tuple(ImageRef(source=file.getvalue()) for _ in range(8))
+    content = png("blue", 4000)
+    assert len(content) < 100_000
+    images = tuple(ImageRef(source=content) for _ in range(8))
     task = Task(id="row 7", question="How many?", answer="1", images=images)
     opener = ImageOpener(max_mib=1, max_megapixels=64)
     source = PromptSource(

@@ -11,9 +11,8 @@ import pytest
 
 from fovea.errors import DataError
 from fovea.models.processor import make_processor
-from fovea.models.render import Renderer
+from fovea.models.render import Renderer, as_listed
 from fovea.models.tiny import TinyParts
-from fovea.models.tool_messages import as_listed
 from fovea.types import Message, ToolCall, ToolSpec
 from fovea.utils.tool_calls.detect import format_of
 from tests.tables import table

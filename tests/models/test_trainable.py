@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,9 +29,9 @@ from fovea.models.trainable import (
 )
 from fovea.models.vlm import VLM
 from fovea.train.packing import pack_row
-from tests.idefics3 import make_network, make_tokenizer
+from tests.hub_models import Loaded, save_idefics3
 from tests.reference import gradients, largest_relative_difference, reference_logprobs
-from tests.tiny_models import CORPUS, CPU, mixed_prompts, packed_logprobs, random_completions, tiny
+from tests.tiny_models import CPU, mixed_prompts, packed_logprobs, random_completions, tiny
 
 LINEARS = {"qwen3_vl_moe": 3 * 4, "qwen3_5": 2 * 8 + 7, "qwen3_5_moe": 2 * 9 + 8}
 """Linear layers of three decoder layers, where they are not 7 each: experts are none, nor is a convolution."""
@@ -306,8 +307,8 @@ def test_gradients_are_those_of_transformers(parts: TinyParts, settings: dict[st
     assert largest_relative_difference(expected, gradients(parts.network)) < GRADIENT_TOLERANCE
 
 
-def test_the_connector_is_the_projector_of_idefics3() -> None:
-    network = make_network(make_tokenizer(CORPUS))
+def test_the_connector_is_the_projector_of_idefics3(tmp_path: Path) -> None:
+    network = Loaded.of(save_idefics3(tmp_path)).network
     assert projector_modules(network) == [network.model.connector]
 
 

@@ -17,6 +17,7 @@ from fovea.rollout.embedded.plain import PlainEngine
 from fovea.rollout.embedded.tuning import Tuning
 from fovea.types import Completion, Prompt, Request, Sampling
 from fovea.utils.event_loop import wait_for
+from tests.tiny_models import mixed_prompts
 
 LOGPROB_TOLERANCE = 1e-5
 
@@ -75,6 +76,22 @@ def generate(
 
 def seeded(count: int, **settings: object) -> list[Sampling]:
     return [Sampling(seed=seed, **settings) for seed in range(count)]  # type: ignore[arg-type]
+
+
+def mixed_requests(parts: TinyParts, count: int = 9) -> tuple[list[Prompt], list[Sampling]]:
+    """Every kind of end: stop tokens (at a high temperature), stop strings, lengths, the first token."""
+    samplings = [
+        Sampling(max_new_tokens=30, seed=1, temperature=2.0),
+        Sampling(max_new_tokens=5, seed=2, temperature=0.5, top_k=9),
+        Sampling(max_new_tokens=23, seed=3, top_p=0.8, min_p=0.01, stop=("e", "un")),
+        Sampling(max_new_tokens=1, seed=4),
+        Sampling(max_new_tokens=17, seed=5, temperature=0),
+        Sampling(max_new_tokens=40, seed=6, temperature=3.0, stop=("t",)),
+        Sampling(max_new_tokens=9, seed=7),
+        Sampling(max_new_tokens=33, seed=8),
+        Sampling(max_new_tokens=12, seed=9, temperature=1.3),
+    ]
+    return (mixed_prompts(parts) * 3)[:count], samplings[:count]
 
 
 def same(first: Sequence[Completion], second: Sequence[Completion]) -> bool:

@@ -10,9 +10,9 @@ import torch
 from fovea.rollout.embedded import decode_step as forward
 from fovea.rollout.embedded import engine as engine_module
 from fovea.rollout.embedded.paged_cache import PagedCache
-from fovea.types import Completion, Prompt, Sampling
+from fovea.types import Completion, Sampling
 from fovea.utils.event_loop import wait_for
-from tests.rollout.drawing import generate, make_engine, same, seeded
+from tests.rollout.drawing import generate, make_engine, mixed_requests, same, seeded
 from tests.tiny_models import mixed_prompts, tiny
 
 PARTS = tiny("qwen3_vl")
@@ -21,26 +21,10 @@ TIGHT = 330
 """Two or three of the requests below at a time."""
 
 
-def mixed_requests() -> tuple[list[Prompt], list[Sampling]]:
-    """Every kind of end: stop tokens (at a high temperature), stop strings, lengths, the first token."""
-    samplings = [
-        Sampling(max_new_tokens=30, seed=1, temperature=2.0),
-        Sampling(max_new_tokens=5, seed=2, temperature=0.5, top_k=9),
-        Sampling(max_new_tokens=23, seed=3, top_p=0.8, min_p=0.01, stop=("e", "un")),
-        Sampling(max_new_tokens=1, seed=4),
-        Sampling(max_new_tokens=17, seed=5, temperature=0),
-        Sampling(max_new_tokens=40, seed=6, temperature=3.0, stop=("t",)),
-        Sampling(max_new_tokens=9, seed=7),
-        Sampling(max_new_tokens=33, seed=8),
-        Sampling(max_new_tokens=12, seed=9, temperature=1.3),
-    ]
-    return mixed_prompts(PARTS) * 3, samplings
-
-
 @pytest.fixture(scope="module")
 def alone() -> list[Any]:
     """Each request in a separate engine, on the plainest way."""
-    requests = zip(*mixed_requests(), COUNTS, strict=True)
+    requests = zip(*mixed_requests(PARTS), COUNTS, strict=True)
     return [generate(make_engine(PARTS), [p], [s], n)[0] for p, s, n in requests]
 
 
@@ -59,7 +43,7 @@ def test_no_way_of_running_changes_a_completion(
     }
     engine = make_engine(PARTS, budget + 16 * sum(COUNTS) * (cache == "paged"), **tuning)
     for _ in range(2):  # a second time on what the first has left behind
-        together = generate(engine, *mixed_requests(), COUNTS)
+        together = generate(engine, *mixed_requests(PARTS), COUNTS)
         assert all(same(a, b) for a, b in zip(alone, together, strict=True))
 
 
@@ -78,7 +62,7 @@ def rows_run(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_only_completions_that_run_are_decoded(rows_run: list[int]) -> None:
-    prompts, samplings = mixed_requests()
+    prompts, samplings = mixed_requests(PARTS)
     groups = generate(make_engine(PARTS), prompts, samplings, COUNTS)
     lengths = [len(completion.token_ids_T) for group in groups for completion in group]
     expected = [sum(length > step for length in lengths) for step in range(1, max(lengths))]
@@ -106,7 +90,7 @@ def test_the_budget_bounds_what_runs(rows_run: list[int]) -> None:
 
 def test_pages_are_all_given_back() -> None:
     engine = make_engine(PARTS, 2_000, cache="paged", page_tokens=16)
-    generate(engine, *mixed_requests(), COUNTS)
+    generate(engine, *mixed_requests(PARTS), COUNTS)
     cache = engine._cache
     assert isinstance(cache, PagedCache)
     assert sorted(cache._free) == list(range(1, 1 + 2_000 // 16))

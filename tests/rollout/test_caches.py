@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fovea.config.backends import EmbeddedEngine as EmbeddedSettings
+from fovea.config.backends import EmbeddedSettings
 from fovea.config.loading import load_config
 from fovea.models.decoder import DecoderShape, decoder_shape
 from fovea.rollout.embedded.cache import Cache, TokenSpan, fill_holes, grown_capacity

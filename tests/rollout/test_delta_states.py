@@ -9,31 +9,18 @@ import pytest
 from fovea.models.decoder import decoder_shape
 from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.rollout.embedded.requests import KeptKeys, RemovedRow
-from fovea.types import Completion, Prompt, Sampling
-from tests.rollout.drawing import generate, make_engine, same
+from fovea.types import Completion
+from tests.rollout.drawing import generate, make_engine, mixed_requests, same
 from tests.rollout.two_turns import drawn
-from tests.tiny_models import mixed_prompts, tiny
+from tests.tiny_models import tiny
 
 PARTS = tiny("qwen3_5", num_layers=4)
 COUNTS = [2, 5, 1, 4, 3, 2]
 
 
-def mixed_requests() -> tuple[list[Prompt], list[Sampling]]:
-    """Every kind of end, so that rows leave at different steps and others take their places."""
-    samplings = [
-        Sampling(max_new_tokens=30, seed=1, temperature=2.0),
-        Sampling(max_new_tokens=5, seed=2, temperature=0.5, top_k=9),
-        Sampling(max_new_tokens=23, seed=3, stop=("e", "un")),
-        Sampling(max_new_tokens=1, seed=4),
-        Sampling(max_new_tokens=17, seed=5, temperature=0),
-        Sampling(max_new_tokens=40, seed=6, temperature=3.0, stop=("t",)),
-    ]
-    return mixed_prompts(PARTS) * 2, samplings
-
-
 @pytest.fixture(scope="module")
 def alone() -> list[list[Completion]]:
-    requests = zip(*mixed_requests(), COUNTS, strict=True)
+    requests = zip(*mixed_requests(PARTS, len(COUNTS)), COUNTS, strict=True)
     return [list(generate(make_engine(PARTS), [p], [s], n)[0]) for p, s, n in requests]
 
 
@@ -56,12 +43,12 @@ def test_no_way_of_running_changes_a_completion(
 ) -> None:
     """Requests that wait, chunks of prompts, rows that move, and more steps between syncs than states allow."""
     states = decoder_shape(PARTS.network.config.text_config).state_tokens(4)
-    requests = zip(*mixed_requests(), COUNTS, strict=True)
+    requests = zip(*mixed_requests(PARTS, len(COUNTS)), COUNTS, strict=True)
     longest = max(p.num_tokens + n * (s.max_new_tokens + states) for p, s, n in requests)
     budget = longest + 100 if tight else 200_000
     engine = make_engine(PARTS, budget, pass_tokens=pass_tokens, decode_steps_per_sync=7)
     rows = running(engine, monkeypatch)
-    together = generate(engine, *mixed_requests(), COUNTS)
+    together = generate(engine, *mixed_requests(PARTS, len(COUNTS)), COUNTS)
     assert all(same(a, b) for a, b in zip(alone, together, strict=True))
     joined_while_others_ran = any(before < after for before, after in pairwise(rows))
     assert joined_while_others_ran == tight

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from fovea.config.algorithm import Algorithm
 from fovea.config.model import Lora, Model, TinyModel
 from fovea.models.linear_factors import factors_of, merged_weight
 from fovea.models.tiny import TinyParts
@@ -20,7 +19,7 @@ from fovea.train.packing import pack_row
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Completion, Prompt
 from fovea.utils.event_loop import wait_for
-from tests.policies import make_batch, shared_weights, train_settings
+from tests.policies import make_batch, make_policy, shared_weights
 from tests.rollout.drawing import LOGPROB_TOLERANCE, generate, seeded
 from tests.tiny_models import CPU, mixed_prompts, tiny
 
@@ -52,14 +51,7 @@ def engine_of(parts: TinyParts, **tuning: object) -> EmbeddedEngine:
 
 
 def policy_of(parts: TinyParts) -> TorchPolicy:
-    settings = train_settings(learning_rate=1e-2, lr_warmup_steps=0)
-    return TorchPolicy(
-        VLM(parts.network, parts.processor.banned_ids),
-        train=settings,
-        algorithm=Algorithm(),
-        temperature=1.0,
-        max_steps=10,
-    )
+    return make_policy(parts, temperature=1.0, learning_rate=1e-2, lr_warmup_steps=0)
 
 
 def difference(parts: TinyParts, prompts: list[Prompt], drawn: list[list[Completion]]) -> np.ndarray:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fovea.config.backends import VllmEngine
+from fovea.config.backends import VllmSettings
 from fovea.config.loading import load_config
 from fovea.errors import ConfigError, EngineError, LostEngineError
 from fovea.models.processor import load_processor
@@ -203,7 +203,7 @@ def test_an_environment_without_the_engine_is_named(tmp_path: Path, monkeypatch:
     ):
         config = load_config([], [*given, f"rollout.engine.python={python}"])
         settings = config.rollout.engine
-        assert isinstance(settings, VllmEngine)
+        assert isinstance(settings, VllmSettings)
         with pytest.raises(ConfigError, match=message):
             make_streamed(config, settings, config.model, load_processor(config.model))
 

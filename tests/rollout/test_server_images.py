@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from PIL import Image
 
@@ -20,17 +18,15 @@ from fovea.rollout.server import BANNED_IDS_ENV, URL_LIMITS_ENV, ModelServer, en
 from fovea.rollout.server_guard import MAX_ADDRESSES, UNREADABLE, Bans, Message
 from fovea.utils.event_loop import wait_for
 from tests.data.web import Site, served
+from tests.images import encoded, noise
 from tests.rollout.asgi_calls import everybody
 
-
-def png(seed: int, side: int = 48) -> bytes:
-    file = io.BytesIO()
-    pixels = np.random.default_rng(seed).integers(0, 255, (side, side, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
-
-
-PAGES = {"/a.png": png(0), "/b.png": png(1), "/text.png": b"no image", "/large.png": bytes(2 << 20)}
+PAGES = {
+    "/a.png": encoded(noise(0)),
+    "/b.png": encoded(noise(1)),
+    "/text.png": b"no image",
+    "/large.png": bytes(2 << 20),
+}
 
 
 @pytest.fixture
@@ -105,7 +101,7 @@ def refused() -> tuple[int, bytes]:
 
 
 def test_no_answer_tells_what_exists(site: Site, tmp_path: Path) -> None:
-    (tmp_path / "a.png").write_bytes(png(2))
+    (tmp_path / "a.png").write_bytes(encoded(noise(2)))
     addresses = [
         *(f"{site.url}/{name}" for name in ("absent.png", "text.png", "large.png", "status/500", "loop")),
         *(f"file://{tmp_path}/{name}" for name in ("a.png", "absent.png")),
@@ -117,9 +113,7 @@ def test_no_answer_tells_what_exists(site: Site, tmp_path: Path) -> None:
 
 
 def test_a_picture_of_too_many_pixels_never_reaches_the_engine() -> None:
-    file = io.BytesIO()
-    Image.new("1", (9000, 9000)).save(file, "PNG")
-    with served({"/wide.png": file.getvalue()}) as site:
+    with served({"/wide.png": encoded(Image.new("1", (9000, 9000)))}) as site:
         assert asked(image(f"{site.url}/wide.png"), allow_private_addresses=True)[:2] == refused()
 
 

@@ -13,15 +13,23 @@ from fovea.environments.base import Environment
 from fovea.environments.graders.grading import Grading
 from fovea.environments.prompt_source import PromptedTask
 from fovea.environments.shapes.environment import ShapesGrader, ShapesZoom
+from fovea.models.plain import PlainVLM
 from fovea.models.tiny import TinyParts
+from fovea.models.vlm import VLM
 from fovea.rollout.collect import Interaction, collect
 from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.samples import make_batch, replace_samples
+from fovea.train.base import Needs
+from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch, Group, Message, Sample, Sampling, Task, Turn
 from fovea.utils.event_loop import wait_for
+from tests.policies import train_settings
+from tests.rollout.drawing import make_engine, plain_engine
 from tests.tiny_models import renderer
 
 TEMPERATURE = 0.9
+TOLERANCE = 1e-5
+"""Of log-probs by two paths, in float32."""
 SAMPLING = Sampling(max_new_tokens=7, temperature=TEMPERATURE, seed=3)
 
 
@@ -54,6 +62,25 @@ def drawn(
     prompted = [PromptedTask(task=task, prompt=render.prompt(asked.prompt(task))) for task in tasks]
     interaction = Interaction(environment=asked, grading=Grading(graders=(ShapesGrader(),)), renderer=render)
     return wait_for(collect(engine, interaction, prompted, sampling=sampling, n=n, seed=(1,)))
+
+
+def assert_drawn_and_scored_alike(fast: TinyParts, plain: TinyParts) -> None:
+    """Turns with images, on the fast path and on the plain one, which computes each from the whole conversation."""
+    groups, twins = drawn(fast, make_engine(fast)), drawn(plain, plain_engine(plain))  # type: ignore[arg-type]
+    for one, other in zip(groups, twins, strict=True):
+        for first, second in zip(one.episodes, other.episodes, strict=True):
+            for a, b in zip(first.tokens, second.tokens, strict=True):
+                np.testing.assert_array_equal(a.completion.token_ids_T, b.completion.token_ids_T)
+    batch, scored = batch_of(groups), []
+    for model in (VLM(fast.network, fast.processor.banned_ids), PlainVLM(plain.network, plain.processor.banned_ids)):
+        policy = TorchPolicy(
+            model, train=train_settings(), algorithm=Algorithm(), temperature=TEMPERATURE, max_steps=10
+        )
+        scored.append(policy.annotate(batch, Needs(old_logprobs=True)))
+    for one, other in zip(scored[0].samples, scored[1].samples, strict=True):
+        assert one.old_logprobs_T is not None
+        assert len(one.images) == 2
+        np.testing.assert_allclose(one.old_logprobs_T, other.old_logprobs_T, atol=TOLERANCE)
 
 
 def batch_of(groups: Sequence[Group]) -> Batch:

@@ -225,41 +225,35 @@ def test_reasons_of_unscored_groups_stand_once_after_a_resume(tmp_path: Path) ->
     assert [json.loads(line)["reason"] for line in (tmp_path / "unscored.jsonl").read_text().splitlines()] == ["before"]
 
 
-class ShortOfMemory(BanditPolicy):
-    """A policy that has to halve its micro-batches in the second update."""
+@pytest.mark.parametrize(
+    ("of_second_step", "begin", "end"),
+    [
+        (
+            {"microbatch/out_of_memory": 1.0, "microbatch/max_tokens": 512.0},
+            "step 2: memory ran out in the update",
+            "of 512 tokens at most from here on, in place of train.max_tokens_per_microbatch=16384",
+        ),
+        (
+            {"transfer/engines_lost": 1.0},
+            "step 2: 1 of the engines had their process end or hang; the run goes on",
+            "",
+        ),
+    ],
+    ids=["memory ran out", "a lost engine"],
+)
+def test_what_an_update_had_to_do_without_is_said_once(
+    of_second_step: Metrics, begin: str, end: str, tmp_path: Path
+) -> None:
+    class Policy(BanditPolicy):
+        async def update(self, batch: Batch) -> Metrics:
+            of_step = of_second_step if self.updates == 1 else dict.fromkeys(of_second_step, 0.0)
+            return await super().update(batch) | of_step
 
-    async def update(self, batch: Batch) -> Metrics:
-        halvings = float(self.updates == 1)
-        metrics = await super().update(batch)
-        return metrics | {"microbatch/out_of_memory": halvings, "microbatch/max_tokens": 512.0}
-
-
-def test_a_halved_micro_batch_is_said_once(tmp_path: Path) -> None:
     run = bandit_run(tmp_path, max_steps=4)
-    run.policy.__class__ = ShortOfMemory
+    run.policy.__class__ = Policy
     lines: list[str] = []
     run.progress.print = lambda line: lines.append(str(line))  # type: ignore[method-assign]
     train(run)
-    said = [line for line in lines if "memory ran out" in line]
-    assert len(said) == 1
-    assert said[0].startswith("step 2: memory ran out in the update")
-    assert said[0].endswith("of 512 tokens at most from here on, in place of train.max_tokens_per_microbatch=16384")
-
-
-class WithoutAnEngine(BanditPolicy):
-    """A policy one of whose engines is lost in the second step."""
-
-    async def update(self, batch: Batch) -> Metrics:
-        lost = float(self.updates == 1)
-        return await super().update(batch) | {"transfer/engines_lost": lost}
-
-
-def test_a_lost_engine_is_said_once(tmp_path: Path) -> None:
-    run = bandit_run(tmp_path, max_steps=4)
-    run.policy.__class__ = WithoutAnEngine
-    lines: list[str] = []
-    run.progress.print = lambda line: lines.append(str(line))  # type: ignore[method-assign]
-    train(run)
-    said = [line for line in lines if "of the engines" in line]
-    assert len(said) == 1
-    assert said[0].startswith("step 2: 1 of the engines had their process end or hang; the run goes on")
+    (said,) = [line for line in lines if line.startswith(begin)]
+    assert said.endswith(end)
+    assert sum(begin.partition(": ")[2] in line for line in lines) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,11 @@ from fovea.environments.prompt_source import PromptedTask, PromptSource
 from fovea.errors import DataError
 from fovea.run import parity
 from fovea.run.parity_faults import usable_prompts
+from fovea.wiring import images
 from tests.fakes import bandit_run
 
 TINY = "model.tiny={hidden_size: 32, num_layers: 1, vocabulary_size: 300}"
-SLOW = ["data.allow_private_addresses=true", "data.url_timeout_seconds=0.1", "data.url_retries=0"]
+SLOW = ["data.allow_private_addresses=true", "data.url_timeout_seconds=0.1"]
 PLAIN: dict[str, object] = {"question": "How many are two?", "answer": "2", "image": None}
 
 
@@ -29,6 +31,12 @@ def look(folder: Path, rows: list[dict[str, object]], *words: str) -> bool:
     recipe.write_text(f"environment: {{name: vqa, train_files: [{file}], test_files: [{file}], dev_share: 0}}\n")
     small = [TINY, "data.on_bad_row=skip", "parity.prompts=2", "rollout.max_new_tokens=4", *SLOW]
     return check_parity([recipe], [*small, *words])
+
+
+@pytest.fixture(autouse=True)
+def no_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = images.url_limits
+    monkeypatch.setattr(images, "url_limits", lambda settings: replace(limits(settings), retries=0))
 
 
 @pytest.fixture
@@ -71,7 +79,8 @@ def test_the_search_ends_before_its_last_row_with_the_rows_found(
     monkeypatch.setattr(parity, "MAX_SEARCH_SECONDS", 0.3)
     rows = [PLAIN, *(row(silent, number) for number in range(300)), PLAIN]
     # 300 rows at .1 s each are 30 s
-    assert look(tmp_path, rows, "data.url_host_pause_seconds=0")
+    monkeypatch.setattr(images, "HOST_PAUSE_SECONDS", 0.0)
+    assert look(tmp_path, rows)
     assert "│ 1 without images │" in capfd.readouterr().out
 
 

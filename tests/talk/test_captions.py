@@ -16,7 +16,7 @@ from examples.talk.folder import read_tower
 from examples.talk.language import package_folder
 from examples.talk.network import build_image_processor, build_network
 from fovea.errors import MissingExtraError
-from fovea.tools.data_sets.easy_vqa import Contents, Picture, split_pictures
+from fovea.tools.data_sets.easy_vqa import Contents, EasyVqaPicture, split_pictures
 
 LOSS = 1e-4
 """Largest difference of losses of some 3 nats in float32: the order of sums in other kernels."""
@@ -81,6 +81,6 @@ def test_visual_tokens_learn_and_the_language_model_stays(speaker: Speaker) -> N
     assert all(torch.equal(weight, before[name]) for name, weight in speaker.network.state_dict().items())
 
 
-def contents(picture: Picture) -> Contents:
+def contents(picture: EasyVqaPicture) -> Contents:
     assert picture.contents is not None
     return picture.contents

@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fovea.config.algorithm import Algorithm
-from fovea.models.vlm import VLM
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch
-from tests.policies import accumulate, many_groups, train_settings
+from tests.policies import accumulate, make_policy, many_groups
 from tests.reference import largest_relative_difference
 from tests.tiny_models import tiny
 
@@ -20,14 +18,8 @@ FLOAT32_ROUNDING = 1e-5
 
 def bfloat16_policy(**train: object) -> TorchPolicy:
     parts = tiny("qwen3_vl")
-    settings = train_settings(enable_dynamic_batch_size=False, lr_warmup_steps=0, **train)
-    return TorchPolicy(
-        VLM(parts.network.bfloat16(), parts.processor.banned_ids),
-        train=settings,
-        algorithm=Algorithm(),
-        temperature=1.0,
-        max_steps=10,
-    )
+    parts.network.bfloat16()
+    return make_policy(parts, temperature=1.0, enable_dynamic_batch_size=False, lr_warmup_steps=0, **train)
 
 
 @pytest.fixture(scope="module")

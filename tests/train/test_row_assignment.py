@@ -29,7 +29,7 @@ from fovea.train.row_assignment import (
     slice_groups,
     unevenness,
 )
-from fovea.train.schedule import ImagesByRank, Schedule
+from fovea.train.schedule import ImagesByRank, UpdatePasses
 from fovea.types import Sample, SampleGroup
 from tests.policies import train_settings
 from tests.tiny_models import image, renderer, tiny, user
@@ -249,7 +249,7 @@ def test_workers_of_one_share_get_the_images_that_it_imitates() -> None:
         image_token_id=parts.processor.family.image_token_id,
         shards_tower=False,
     )
-    schedule = Schedule(algorithm=Algorithm(), plain_update_every_steps=1, step=0)
+    schedule = UpdatePasses(algorithm=Algorithm(), plain_update_every_steps=1, step=0)
     images = ImagesByRank(policy=assignment, reference=None, schedule=schedule, limit_tokens=100, shares=(0, 0, 1, 1))
     first, second = [frozenset(each.key for each in prompt.images) for prompt in prompts]
     assert images.to_imitate(prompts) == [first, first, second, second]

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from fovea.config.backends import VllmEngine
+from fovea.config.backends import VllmSettings
 from fovea.config.run import Config
 from fovea.errors import ConfigError, EngineError, FoveaError, LostEngineError, OutOfMemoryError
 from fovea.models.processor import load_processor
@@ -31,7 +31,7 @@ from tests.tiny_models import save, tiny
 
 def make(tmp_path: Path, python: Path | str, **settings: Any) -> None:
     config = Config.model_validate({"model": {"path": str(save(tiny("qwen3_vl"), tmp_path / "model"))}})
-    engine = VllmEngine(python=str(python), **settings)
+    engine = VllmSettings(python=str(python), **settings)
     make_streamed(config, engine, config.model, load_processor(config.model))
 
 
@@ -119,7 +119,7 @@ def test_the_engine_is_made_of_the_settings_that_are_given(tmp_path: Path, monke
     monkeypatch.setattr(EngineProcess, "__init__", lambda *arguments: got.append(arguments[3]))
     make(tmp_path, sys.executable, max_num_seqs=3)
     sent = Config.model_validate(json.loads(json.dumps(got[0]["config"])))
-    assert sent.rollout.engine == VllmEngine(max_num_seqs=3)
+    assert sent.rollout.engine == VllmSettings(max_num_seqs=3)
 
 
 def test_an_id_is_used_again_before_its_first_request_has_ended() -> None:

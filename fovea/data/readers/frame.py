@@ -12,7 +12,7 @@ from fovea.data.readers.base import Table, TableView, listed
 from fovea.errors import DataError
 
 
-class Frame(Protocol):
+class DataFrame(Protocol):
     """The part of a pandas DataFrame that is used here; pandas need not be installed."""
 
     @property
@@ -35,10 +35,10 @@ class HubDataset(Protocol):
     def __len__(self) -> int: ...
 
 
-InMemory: TypeAlias = Frame | HubDataset | Sequence[Mapping[str, object]] | Mapping[str, Sequence[object]]
+InMemory: TypeAlias = DataFrame | HubDataset | Sequence[Mapping[str, object]] | Mapping[str, Sequence[object]]
 
 
-def is_frame(source: object) -> TypeGuard[Frame]:
+def is_frame(source: object) -> TypeGuard[DataFrame]:
     """True if a source is a DataFrame."""
     return hasattr(source, "iloc") and hasattr(source, "columns")
 

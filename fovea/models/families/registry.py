@@ -12,8 +12,7 @@ from fovea.models.families.auto import AutoFamily
 from fovea.models.families.base import ModelFamily
 from fovea.models.families.idefics3 import Idefics3
 from fovea.models.families.named import NAMED
-from fovea.models.families.qwen3_5 import Qwen35, Qwen35Moe
-from fovea.models.families.qwen_vl import Qwen2VL, Qwen3VL, Qwen3VLMoe, Qwen25VL
+from fovea.models.families.qwen_vl import Qwen2VL, Qwen3VL, Qwen3VLMoe, Qwen25VL, Qwen35, Qwen35Moe
 from fovea.utils.entry_points import load, registered
 
 GROUP = "fovea.families"

@@ -9,8 +9,7 @@ import torch
 from sglang.srt.server_args import ServerArgs
 from transformers import AutoConfig, PretrainedConfig
 
-from fovea.config.backends import CPU_KV_CACHE_TOKENS
-from fovea.config.backends import SglangEngine as Settings
+from fovea.config.backends import CPU_KV_CACHE_TOKENS, SglangSettings
 from fovea.config.model import Model
 from fovea.errors import ConfigError, EngineError, LostEngineError
 from fovea.models.load import pick_device
@@ -27,7 +26,7 @@ from fovea.rollout.checks import (
 )
 from fovea.rollout.outputs import CompletionText
 from fovea.rollout.sglang.engine import SglangEngine
-from fovea.rollout.sglang.inputs import Translator
+from fovea.rollout.sglang.inputs import SglangTranslator
 from fovea.rollout.sglang.weights import SglangWeights
 from fovea.utils.launch import module_command
 
@@ -81,7 +80,7 @@ CPU_ENVIRONMENT: Mapping[str, str] = {
 
 
 def make_engine(
-    settings: Settings, model: Model, processor: Processor, *, max_model_len: int, seed: int
+    settings: SglangSettings, model: Model, processor: Processor, *, max_model_len: int, seed: int
 ) -> SglangEngine:
     """Start SGLang on the model's folder, in its own processes; ConfigError for what it refuses.
 
@@ -116,7 +115,7 @@ def make_engine(
         is_tied=bool(config.tie_word_embeddings or config.get_text_config().tie_word_embeddings),
         workers=settings.tensor_parallel_size,
     )
-    translator = Translator(
+    translator = SglangTranslator(
         stop_ids=processor.stop_ids,
         banned_ids=processor.banned_ids,
         min_new_tokens=settings.min_new_tokens,
@@ -132,7 +131,7 @@ def make_engine(
 
 
 def server_arguments(
-    settings: Settings, model: Model, *, max_model_len: int, seed: int, device: torch.device
+    settings: SglangSettings, model: Model, *, max_model_len: int, seed: int, device: torch.device
 ) -> dict[str, Any]:
     """SGLang's server arguments; ConfigError for an `engine_args` that it lacks, or that another setting stands for."""
     chosen = _chosen(settings, max_model_len, on_cpu=device.type == "cpu")
@@ -149,7 +148,7 @@ def server_arguments(
     return {"log_level": "warning", **of_device, **fixed, **chosen, **settings.engine_args}
 
 
-def _chosen(settings: Settings, max_model_len: int, *, on_cpu: bool) -> dict[str, Any]:
+def _chosen(settings: SglangSettings, max_model_len: int, *, on_cpu: bool) -> dict[str, Any]:
     """The arguments that settings stand for, as `SETTINGS` has them; None leaves one to SGLang."""
     total_tokens = settings.max_total_tokens or (max(CPU_KV_CACHE_TOKENS, 2 * max_model_len) if on_cpu else None)
     arguments = {

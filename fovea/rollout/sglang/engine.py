@@ -16,7 +16,7 @@ from fovea.errors import EngineError
 from fovea.processes.engine_process import EngineProcess
 from fovea.rollout.outputs import CompletionText, Drawn, completions
 from fovea.rollout.server import BROKEN_PUSH, CLOSED, NO_WEIGHTS, Readiness, check_idle
-from fovea.rollout.sglang.inputs import Translator
+from fovea.rollout.sglang.inputs import SglangTranslator
 from fovea.rollout.sglang.weights import SglangWeights
 from fovea.types import Completion, Request, Shape
 
@@ -33,7 +33,7 @@ class SglangEngine:
         self,
         process: EngineProcess,
         weights: SglangWeights,
-        translator: Translator,
+        translator: SglangTranslator,
         text: CompletionText,
         *,
         max_model_len: int,

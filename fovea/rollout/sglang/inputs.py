@@ -23,7 +23,7 @@ BAN = -1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Translator:
+class SglangTranslator:
     """Turns Fovea's requests into SGLang's, for one model."""
 
     stop_ids: tuple[int, ...]

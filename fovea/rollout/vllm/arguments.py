@@ -14,8 +14,7 @@ from vllm.platforms import current_platform
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 
-from fovea.config.backends import CPU_KV_CACHE_GIB
-from fovea.config.backends import VllmEngine as Settings
+from fovea.config.backends import CPU_KV_CACHE_GIB, VllmSettings
 from fovea.config.model import Model
 from fovea.errors import ConfigError, first_line, named
 from fovea.models.model_files import hub_options
@@ -31,7 +30,7 @@ from fovea.rollout.checks import (
 )
 from fovea.rollout.outputs import CompletionText
 from fovea.rollout.vllm.engine import VllmEngine
-from fovea.rollout.vllm.inputs import Translator
+from fovea.rollout.vllm.inputs import VllmTranslator
 from fovea.rollout.vllm.server import TRAINED_ON
 from fovea.rollout.vllm.worker import VllmAdapter, room_for
 
@@ -41,7 +40,9 @@ FAMILIES = TESTED_FAMILIES["vLLM"]
 """Families whose processed tensors vLLM takes by the names of `rollout.outputs`."""
 
 
-def make_engine(settings: Settings, model: Model, processor: Processor, *, max_model_len: int, seed: int) -> VllmEngine:
+def make_engine(
+    settings: VllmSettings, model: Model, processor: Processor, *, max_model_len: int, seed: int
+) -> VllmEngine:
     """Start vLLM in this process on the model's folder; ConfigError for what it refuses.
 
     `max_model_len` is the default of the setting.
@@ -57,7 +58,7 @@ def make_engine(settings: Settings, model: Model, processor: Processor, *, max_m
         with in_a_world_of_its_own():
             llm = LLMEngine(vllm_config, Executor.get_class(vllm_config), log_stats=False, multiprocess_mode=False)
     fields = llm.renderer.get_mm_processor()._get_mm_fields_config
-    translator = Translator(
+    translator = VllmTranslator(
         fields=lambda tensors: fields(tensors, {}),
         image_token_id=processor.family.image_token_id,
         stop_ids=processor.stop_ids,
@@ -93,7 +94,7 @@ def in_a_world_of_its_own() -> Iterator[None]:
 
 
 def engine_arguments(
-    settings: Settings, model: Model, *, max_model_len: int, seed: int, gpus: list[int] | None = None
+    settings: VllmSettings, model: Model, *, max_model_len: int, seed: int, gpus: list[int] | None = None
 ) -> dict[str, Any]:
     """vLLM's engine arguments; ConfigError for an `engine_args` that it lacks, or that another setting stands for.
 

@@ -8,7 +8,7 @@ from typing import Any
 from vllm.engine.arg_utils import EngineArgs
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
-from fovea.config.backends import VllmServersEngine as Settings
+from fovea.config.backends import VllmServersSettings as Settings
 from fovea.config.model import Model
 from fovea.errors import ConfigError, first_line, named
 from fovea.models.processor import Processor
@@ -16,7 +16,7 @@ from fovea.rollout.checks import fitting_length
 from fovea.rollout.outputs import CompletionText
 from fovea.rollout.server_guard import made_key
 from fovea.rollout.vllm.arguments import check_model
-from fovea.rollout.vllm.inputs import Translator
+from fovea.rollout.vllm.inputs import VllmTranslator
 from fovea.rollout.vllm.push_folder import PushFolder
 from fovea.rollout.vllm.servers import ServerFacts, VllmServers
 from fovea.rollout.vllm.weights import ExpectedWeights
@@ -66,9 +66,9 @@ def _model_config(model: Model, max_model_len: int) -> Any:
         return arguments.create_model_config()
 
 
-def _translator(config: Any, processor: Processor) -> Translator:
+def _translator(config: Any, processor: Processor) -> VllmTranslator:
     fields = MULTIMODAL_REGISTRY.create_processor(config)._get_mm_fields_config
-    return Translator(
+    return VllmTranslator(
         fields=lambda tensors: fields(tensors, {}),
         image_token_id=processor.family.image_token_id,
         stop_ids=processor.stop_ids,

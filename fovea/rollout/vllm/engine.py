@@ -18,7 +18,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from fovea.errors import EngineError, LostEngineError, first_line, named
 from fovea.rollout.outputs import CompletionText, Drawn, Sampled, completions
 from fovea.rollout.server import BROKEN_PUSH, CLOSED, NO_WEIGHTS, Readiness, check_idle
-from fovea.rollout.vllm.inputs import Translator
+from fovea.rollout.vllm.inputs import VllmTranslator
 from fovea.rollout.vllm.weights import VllmWeights
 from fovea.rollout.vllm.worker import REQUEST, VllmAdapter
 from fovea.types import Completion, Request, Shape
@@ -58,7 +58,7 @@ class VllmEngine:
     def __init__(
         self,
         llm: LLMEngine,
-        translator: Translator,
+        translator: VllmTranslator,
         text: CompletionText,
         *,
         max_images: int,

@@ -30,7 +30,7 @@ Fields = Callable[[BatchFeature], Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Translator:
+class VllmTranslator:
     """Turns Fovea's requests into vLLM's, for one model."""
 
     fields: Fields

@@ -20,7 +20,7 @@ from fovea.rollout.outputs import FINISHES, CompletionText, Drawn, Sampled, comp
 from fovea.rollout.server import BROKEN_PUSH, CLOSED, Readiness, check_idle
 from fovea.rollout.server_guard import App, Message, Receive, Send, answer, header, refuse, whole_body
 from fovea.rollout.server_pool import PooledServer, ServerPool, TakenError, understood
-from fovea.rollout.vllm.inputs import Translator
+from fovea.rollout.vllm.inputs import VllmTranslator
 from fovea.rollout.vllm.push_folder import OTHER_RUN, Push, PushFolder, run_of
 from fovea.rollout.vllm.weights import ExpectedWeights, compare
 from fovea.types import Completion, Request, Shape
@@ -110,7 +110,7 @@ SENT = (
     "logprobs",
     "detokenize",
 )
-"""Sampling parameters that `rollout.vllm.inputs.Translator` sets and a server takes."""
+"""Sampling parameters that `rollout.vllm.inputs.VllmTranslator` sets and a server takes."""
 
 
 def generate_body(prompt: Mapping[str, Any], sampling: SamplingParams) -> dict[str, Any]:
@@ -172,7 +172,7 @@ class VllmServers:
         wanted: ServerFacts,
         expected: ExpectedWeights,
         folder: PushFolder,
-        translator: Translator,
+        translator: VllmTranslator,
         text: CompletionText,
         *,
         restart_seconds: float,

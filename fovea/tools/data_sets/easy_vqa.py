@@ -56,7 +56,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Picture:
+class EasyVqaPicture:
     """An image of 64x64 pixels with all of its questions."""
 
     id: str
@@ -85,7 +85,7 @@ def write_easy_vqa(folder: Path, *, num_rows: int, seed: int) -> Iterator[Path]:
         yield write_rows(folder / f"{split}.parquet", _SCHEMA, (_row(*asked[index]) for index in order))
 
 
-def split_pictures(seed: int) -> Mapping[Split, Sequence[Picture]]:
+def split_pictures(seed: int) -> Mapping[Split, Sequence[EasyVqaPicture]]:
     """The pictures of each split; dev pictures are drawn from the training ones by `seed`."""
     test = _pictures("test", easy_vqa.get_test_image_paths(), easy_vqa.get_test_questions())
     given = _pictures("train", easy_vqa.get_train_image_paths(), easy_vqa.get_train_questions())
@@ -104,18 +104,18 @@ def question_type(question: Question) -> QuestionType:
 
 def _pictures(
     part: str, files: Mapping[int, str], questions: tuple[Sequence[str], Sequence[str], Sequence[int]]
-) -> list[Picture]:
+) -> list[EasyVqaPicture]:
     """The pictures of a part of the package that have questions, by number."""
     asked: dict[int, list[Question]] = {}
     for text, answer, number in zip(*questions, strict=True):
         asked.setdefault(number, []).append(Question(text=text, answer=answer))
     return [
-        Picture(id=f"{part}/{number}", file=Path(files[number]), questions=tuple(asked[number]))
+        EasyVqaPicture(id=f"{part}/{number}", file=Path(files[number]), questions=tuple(asked[number]))
         for number in sorted(asked)
     ]
 
 
-def _row(picture: Picture, question: Question) -> dict[str, object]:
+def _row(picture: EasyVqaPicture, question: Question) -> dict[str, object]:
     return {
         "images": [image_cell(picture.file.read_bytes())],
         "problem": f"{IMAGE_MARK}{question.text}",

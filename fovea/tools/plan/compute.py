@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fovea.config.backends import EmbeddedEngine, ServingEngine
+from fovea.config.backends import EmbeddedSettings, ServingEngine
 from fovea.config.run import Config
 from fovea.tools.plan.activations import Numerics
 from fovea.tools.plan.engine import ServingRoom, token_bytes
@@ -98,7 +98,7 @@ def _seconds(flops: float, config: Config, machine: Machine, gpus: int) -> float
 def decoding_prompts(config: Config, work: Workload, numerics: Numerics, room: ServingRoom | None) -> int | None:
     """Prompts whose completions run at the same time on one engine; None where servers elsewhere generate."""
     engine = config.rollout.engine
-    if isinstance(engine, EmbeddedEngine):
+    if isinstance(engine, EmbeddedSettings):
         return running_prompts(config, work, numerics)
     if room is None or not isinstance(engine, ServingEngine):
         return None

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from fovea.config.backends import (
     CPU_KV_CACHE_GIB,
     CPU_KV_CACHE_TOKENS,
-    EmbeddedEngine,
+    EmbeddedSettings,
     ServingEngine,
-    SglangEngine,
-    VllmEngine,
+    SglangSettings,
+    VllmSettings,
 )
 from fovea.config.run import Config
 from fovea.errors import ConfigError
@@ -31,10 +31,10 @@ from fovea.tools.plan.workload import Roles
 CACHE = "key-value cache"
 
 
-def embedded_engine(config: Config) -> EmbeddedEngine:
+def embedded_engine(config: Config) -> EmbeddedSettings:
     """Settings of the embedded engine, which the caller knows to be the one of these settings."""
     engine = config.rollout.engine
-    assert isinstance(engine, EmbeddedEngine), engine.name
+    assert isinstance(engine, EmbeddedSettings), engine.name
     return engine
 
 
@@ -106,17 +106,17 @@ def serving_room(
         # the optimizer's states come with the first update
         held = sum(before[part] for part in (PARAMETERS, REFERENCE, CRITIC))
         total = int(machine.gpu.memory_gib * GIB)
-        free = total - held if isinstance(engine, SglangEngine) else total
+        free = total - held if isinstance(engine, SglangSettings) else total
         cache = max(0, int(free * engine.gpu_memory_utilization) - weights)
     return ServingRoom(weights=weights, cache=cache, token_bytes=token, longest_tokens=longest)
 
 
 def _chosen_cache(engine: ServingEngine, token: int, longest: int, numerics: Numerics) -> int | None:
     """Bytes of a pool that does not depend on `gpu_memory_utilization`; None for one that does."""
-    if isinstance(engine, VllmEngine):
+    if isinstance(engine, VllmSettings):
         gib = engine.kv_cache_gib or (None if numerics.cuda else CPU_KV_CACHE_GIB)
         return None if gib is None else int(gib * GIB)
-    if not isinstance(engine, SglangEngine):
+    if not isinstance(engine, SglangSettings):
         return None
     tokens = engine.max_total_tokens or (None if numerics.cuda else max(CPU_KV_CACHE_TOKENS, 2 * longest))
     return None if tokens is None else tokens * token

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fovea.config.backends import DEFAULT_BATCH_TOKENS, EmbeddedEngine, MegatronBackend
+from fovea.config.backends import DEFAULT_BATCH_TOKENS, EmbeddedSettings, MegatronBackend
 from fovea.config.run import Config
 from fovea.models.vision.tower_inputs import PASS_PATCHES
 from fovea.rollout.embedded.tuning import default_bytes
@@ -158,7 +158,7 @@ def phases_of(
 
     Where GPUs train or generate and never both, each phase is that of its own GPUs.
     """
-    if not isinstance(config.rollout.engine, EmbeddedEngine):
+    if not isinstance(config.rollout.engine, EmbeddedSettings):
         return _with_own_weights(config, sizes, work, roles, numerics, room)
     around = _around_pool(config, sizes, work, roles, numerics)
     rollout = around.rollout + rollout_peak(config, sizes, work, numerics, around.recorded)
@@ -220,7 +220,7 @@ def sized_by_memory(
 ) -> Config:
     """The settings with the tokens that an embedded engine's cache has by default on such a GPU."""
     engine = config.rollout.engine
-    if not isinstance(engine, EmbeddedEngine) or engine.max_batch_tokens is not None:
+    if not isinstance(engine, EmbeddedSettings) or engine.max_batch_tokens is not None:
         return config
     if not numerics.cuda or sizes.decoder.delta is not None:
         return with_batch_tokens(config, DEFAULT_BATCH_TOKENS)

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from pydantic import ValidationError
 
-from fovea.config.backends import EmbeddedEngine, MegatronBackend, ServingEngine, SglangEngine, VllmEngine
+from fovea.config.backends import EmbeddedSettings, MegatronBackend, ServingEngine, SglangSettings, VllmSettings
 from fovea.config.base import Tree, over
 from fovea.config.run import Config
 from fovea.errors import ConfigError, TrainError
@@ -104,7 +104,7 @@ def _of_stage(config: Config, sizes: ModelSizes, machine: Machine, roles: Roles,
         phases=phases_of(config, sizes, work, roles, numerics, room, machine.usable_bytes),
         on_host=held_states(config, sizes, roles, numerics).on_host,
         room=room,
-        batch_tokens=batch_tokens(config) if isinstance(config.rollout.engine, EmbeddedEngine) else None,
+        batch_tokens=batch_tokens(config) if isinstance(config.rollout.engine, EmbeddedSettings) else None,
         rows=None if prompts is None else prompts * config.rollout.samples_per_prompt,
         traffic=traffic_of(config, sizes, work, roles, numerics),
         compute=compute_of(config, sizes, work, machine, roles, numerics, room),
@@ -262,9 +262,9 @@ def _cache(config: Config, planned: RunPlan) -> Change:
         fewest = prompt_demand(config, planned.lengths)
         in_cache = [each for each in _fewer(planned.batch_tokens) if each >= fewest]
         return Change.of("rollout.engine.max_batch_tokens", in_cache)
-    if isinstance(engine, VllmEngine) and engine.kv_cache_gib is not None:
+    if isinstance(engine, VllmSettings) and engine.kv_cache_gib is not None:
         return Change.of("rollout.engine.kv_cache_gib", [engine.kv_cache_gib * 2**power for power in (-1, -2, 1, 2)])
-    if isinstance(engine, SglangEngine) and engine.max_total_tokens is not None:
+    if isinstance(engine, SglangSettings) and engine.max_total_tokens is not None:
         tokens = engine.max_total_tokens
         return Change.of("rollout.engine.max_total_tokens", [*_fewer(tokens), 2 * tokens, 4 * tokens])
     if isinstance(engine, ServingEngine):

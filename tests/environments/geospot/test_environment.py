@@ -28,6 +28,7 @@ from fovea.tools.data_sets.maps import map_cities, write_maps
 from fovea.types import Task
 from fovea.wiring.run import build
 from tests.grading import scored
+from tests.images import png
 
 ROOT = Path(__file__).parents[3]
 OSV5M = ROOT.parent / "shared" / "data" / "geospot" / "osv5m_fixture24.parquet"
@@ -40,12 +41,6 @@ def maps(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 SPLITS: tuple[Split, ...] = ("train", "dev", "test")
-
-
-def png() -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", (40, 40), (1, 2, 3)).save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 def geospot(folder: Path, rows: list[dict[str, object]], **settings: object) -> GeoSpot:
@@ -83,7 +78,7 @@ def test_gold_answers_of_drawn_maps_score_full_marks(maps: tuple[Path, Path]) ->
 def test_gold_answers_of_every_place_that_a_map_may_show_score_full_marks(tmp_path: Path) -> None:
     """Nan is a city in Thailand, and no missing value."""
     places = [
-        {"image": png(), "country": country_name(spot.country), "region": spot.region, "city": spot.name}
+        {"image": png(width=40), "country": country_name(spot.country), "region": spot.region, "city": spot.name}
         | {"lat": spot.at.lat, "lon": spot.at.lon}
         for spot in map_cities()
     ]
@@ -109,7 +104,7 @@ def test_gold_answers_of_photos_score_full_marks() -> None:
 
 def test_a_users_own_table(tmp_path: Path) -> None:
     """`image_url` without a region, as in the public workflow."""
-    (tmp_path / "a.png").write_bytes(png())
+    (tmp_path / "a.png").write_bytes(png(width=40))
     row = {"image_url": "a.png", "country": "France", "city": "Paris", "lat": 48.86, "lon": 2.35}
     environment = geospot(tmp_path, [row], system_prompt="You know the world.", prompt="Where?")
     (task,) = environment.tasks("test")
@@ -121,7 +116,7 @@ def test_a_users_own_table(tmp_path: Path) -> None:
 
 
 def test_columns_by_other_names(tmp_path: Path) -> None:
-    row = {"photo": png(), "land": "FR", "state": "IDF", "town": "Paris", "y": 48.86, "x": 2.35}
+    row = {"photo": png(width=40), "land": "FR", "state": "IDF", "town": "Paris", "y": 48.86, "x": 2.35}
     columns = {"country": "land", "region": "state", "city": "town", "lat": "y", "lon": "x"}
     environment = geospot(tmp_path, [row], image_key="photo", columns=columns)
     check_gold(environment, list(environment.tasks("train")))
@@ -140,7 +135,7 @@ def test_columns_by_other_names(tmp_path: Path) -> None:
     ],
 )
 def test_rows_that_are_no_places(cells: dict[str, object], problem: str, tmp_path: Path) -> None:
-    good: dict[str, object] = {"image": png(), **PARIS}
+    good: dict[str, object] = {"image": png(width=40), **PARIS}
     tasks = geospot(tmp_path, [good, good | cells]).tasks("train")
     assert tasks[0].answer.startswith("Paris")
     with pytest.raises(DataError) as error:
@@ -151,7 +146,7 @@ def test_rows_that_are_no_places(cells: dict[str, object], problem: str, tmp_pat
 
 
 def test_a_wrong_answer_says_which_part_is_wrong(tmp_path: Path) -> None:
-    environment = geospot(tmp_path, [{"image": png(), **PARIS}])
+    environment = geospot(tmp_path, [{"image": png(width=40), **PARIS}])
     (task,) = environment.tasks("test")
     score = scored(environment.graders, task, "Lyon, Île-de-France, France, 48.86, 2.35")
     assert score.reward == pytest.approx(0.8)

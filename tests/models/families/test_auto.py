@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from transformers import Pix2StructConfig
 
-from fovea.commands.exporting.export import export
 from fovea.config.model import Model
 from fovea.errors import ModelError
-from fovea.loop import train
-from fovea.metrics.log import read_metrics
 from fovea.models.families.auto import AutoFamily
 from fovea.models.families.registry import FAMILIES
 from fovea.models.plain import PlainVLM
 from fovea.models.processor import load_processor
 from fovea.tools.families.tiny import KINDS, save_tiny_kind
 from fovea.train.packing import pack_row
-from fovea.wiring.run import build
 from tests.hub_models import (
     CHATS,
     TOLERANCE,
     Loaded,
     assert_inputs_equal,
+    assert_scored,
     moving_difference,
     needs_image_processors,
 )
-from tests.plain_runs import run_settings
+from tests.plain_runs import train_and_export
 from tests.reference import gradients
 from tests.rollout.drawing import generate, plain_engine, seeded
 from tests.tiny_models import CORPUS, CPU, random_completions
@@ -77,11 +72,7 @@ def test_the_engine_draws_what_the_trainer_scores(loaded: Loaded, vlm: PlainVLM)
     """A prompt without images after others, so that no position of theirs is left."""
     prompts = loaded.prompts[::-1]
     groups = generate(plain_engine(loaded), prompts, seeded(3, max_new_tokens=8), n=2)
-    drawn = pack_row(vlm.family, prompts, [[each.token_ids_T for each in group] for group in groups], CPU)
-    with torch.no_grad():
-        scored = vlm(drawn, temperature=1.0, chunk_tokens=100).logprobs_A
-    engines = np.concatenate([each.logprobs_T for group in groups for each in group])
-    np.testing.assert_allclose(scored.numpy(), engines, atol=TOLERANCE)
+    assert_scored(vlm, prompts, groups)
 
 
 def test_the_start_check_passes(loaded: Loaded, vlm: PlainVLM) -> None:
@@ -115,12 +106,6 @@ def test_it_trains_passes_the_parity_gate_and_is_exported(
     kind: str, settings: dict[str, object], tmp_path: Path
 ) -> None:
     model, folder = save_tiny_kind(kind, tmp_path / "model", CORPUS), tmp_path / "run"
-    train(build(run_settings(folder, model, **{"model.family": "auto"}, **settings)))
-    metrics = read_metrics(folder)
-    assert [row["step"] for row in metrics] == [1, 2, 3]
-    assert all(row["grad_norm"] > 0 for row in metrics)
-    assert json.loads((folder / "parity.json").read_text())["passed"]
-    limit = 0.3 if "model.dtype" in settings else 1e-4
-    assert export(folder, tmp_path / "out").max_logprob_difference < limit
+    train_and_export(folder, tmp_path / "out", model, {"model.family": "auto", **settings})
     again = Loaded.of(tmp_path / "out")
     assert again.check(PlainVLM(again.network, again.processor.banned_ids)) < TOLERANCE

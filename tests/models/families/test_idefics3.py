@@ -30,11 +30,12 @@ from fovea.models.render import Renderer
 from fovea.models.trainable import merged_weights
 from fovea.models.transformers_versions import image_processor_class
 from fovea.rollout.embedded.plain import PlainEngine
+from fovea.tools.families.tiny import PATCHES
 from fovea.train.packing import pack_row
 from fovea.types import ImageRef, Message, Sampling
 from fovea.wiring.run import build
-from tests.idefics3 import TILE_TOKENS, save_idefics3
-from tests.plain_runs import run_settings
+from tests.hub_models import assert_scored, save_idefics3
+from tests.plain_runs import run_settings, train_and_export
 from tests.rollout.drawing import generate
 from tests.tiny_models import CPU, from_array, image, random_completions, user
 
@@ -56,7 +57,7 @@ def pictures(messages: list[Message]) -> list[Image.Image]:
 def inputs_of_transformers(folder: Path, messages: list[Message]) -> dict[str, torch.Tensor]:
     """By its own processor class."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    processor = Idefics3Processor(load_processor(Model(path=str(folder))).image_processor, tokenizer, TILE_TOKENS)
+    processor = Idefics3Processor(load_processor(Model(path=str(folder))).image_processor, tokenizer, PATCHES // 4)
     text = renderer(folder).text(messages)
     return dict(processor(text=text, images=[pictures(messages)], return_tensors="pt"))
 
@@ -100,11 +101,7 @@ def test_logprobs_and_draws_equal_transformers(splits: bool, tmp_path: Path) -> 
     engine = PlainEngine(vlm, processor, max_batch_tokens=10_000)
     engine.load_weights(dict(network.named_parameters()), version=0)
     groups = generate(engine, prompts, [Sampling(max_new_tokens=8, seed=seed) for seed in range(3)], n=2)
-    drawn = pack_row(vlm.family, prompts, [[each.token_ids_T for each in group] for group in groups], CPU)
-    with torch.no_grad():
-        scored = vlm(drawn, temperature=1.0, chunk_tokens=100).logprobs_A
-    engines = np.concatenate([each.logprobs_T for group in groups for each in group])
-    np.testing.assert_allclose(scored.numpy(), engines, atol=1e-5)
+    assert_scored(vlm, prompts, groups)
 
 
 @pytest.mark.parametrize(
@@ -119,17 +116,12 @@ def test_logprobs_and_draws_equal_transformers(splits: bool, tmp_path: Path) -> 
 def test_it_trains_passes_the_parity_gate_and_is_exported(settings: dict[str, object], tmp_path: Path) -> None:
     model = save_idefics3(tmp_path / "model")
     folder = tmp_path / "run"
-    train(build(run_settings(folder, model, **settings)))
-    metrics = read_metrics(folder)
-    assert [row["step"] for row in metrics] == [1, 2, 3]
-    assert all(row["grad_norm"] > 0 for row in metrics)
+    train_and_export(folder, tmp_path / "out", model, settings)
     parity = json.loads((folder / "parity.json").read_text())
-    assert parity["passed"]
     assert {kind["kind"]: kind["mean_abs"] < 1e-5 for kind in parity["prompts"]} == {
         "with images": True,
         "without images": True,
     }
-    assert export(folder, tmp_path / "out").max_logprob_difference < 1e-4
     plain = AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
     trained = merged_weights(open_checkpoint(find_checkpoint(folder)).vlm.network)
     exported = dict(plain.named_parameters())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,25 +15,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from fovea.commands.exporting.export import export
-from fovea.config.algorithm import Algorithm
 from fovea.errors import ConfigError, ModelError
-from fovea.loop import train
-from fovea.metrics.log import read_metrics
 from fovea.models.experts import Experts
 from fovea.models.families.auto import AutoFamily
 from fovea.models.families.hub_processor import load_hub_processor
 from fovea.models.families.named import NAMED, NamedFamily
-from fovea.models.heads import ValueHead
 from fovea.models.plain import PlainVLM
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.recompute import Recompute, recompute_activations
 from fovea.models.render import images_of
 from fovea.models.vlm import VLM
 from fovea.tools.families.tiny import KINDS, save_tiny_kind
-from fovea.train.base import Needs
 from fovea.train.packing import pack_row
-from fovea.train.torch.policy import TorchPolicy
 from fovea.types import PromptImage
 from fovea.wiring.run import build
 from tests.hub_models import (
@@ -42,15 +34,15 @@ from tests.hub_models import (
     TOLERANCE,
     Loaded,
     assert_inputs_equal,
+    assert_scored,
     moving_difference,
     needs_image_processors,
 )
-from tests.plain_runs import run_settings
-from tests.policies import train_settings
+from tests.plain_runs import run_settings, train_and_export
 from tests.reference import gradients, largest_relative_difference
 from tests.rollout.drawing import generate, make_engine, plain_engine, same, seeded
-from tests.rollout.two_turns import batch_of, drawn
-from tests.tiny_models import CORPUS, CPU, from_array, image, random_completions, user
+from tests.rollout.two_turns import assert_drawn_and_scored_alike
+from tests.tiny_models import CORPUS, CPU, from_array, image, random_completions, user, with_values
 
 pytestmark = needs_image_processors
 
@@ -90,13 +82,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 @pytest.fixture
 def parts(kind: str, folders: Callable[[str], Path]) -> Loaded:
     return Loaded.of(folders(kind))
-
-
-def with_values(path: MakePolicyNetwork, parts: Loaded) -> PolicyNetwork:
-    head = ValueHead(64, detach_trunk=False)
-    with torch.no_grad():
-        head.linear.weight.copy_(torch.linspace(-0.1, 0.1, 64)[None])
-    return path(parts.network, parts.processor.banned_ids, value_head=head)
 
 
 def test_every_named_type_is_tested_here() -> None:
@@ -185,30 +170,12 @@ def test_both_engines_draw_the_same_and_the_trainer_scores_it(kind: str, parts: 
     groups = generate(make_engine(parts), prompts, samplings, n=3)
     twins = generate(plain_engine(Loaded.of(Path(str(parts.network.name_or_path)))), prompts, samplings, n=3)
     assert all(same(a, b) for a, b in zip(groups, twins, strict=True))
-    vlm = VLM(parts.network, parts.processor.banned_ids)
-    row = pack_row(vlm.family, prompts, [[each.token_ids_T for each in group] for group in groups], CPU)
-    with torch.no_grad():
-        scored = vlm(row, temperature=1.0, chunk_tokens=100).logprobs_A
-    engines = np.concatenate([each.logprobs_T for group in groups for each in group])
-    np.testing.assert_allclose(scored.numpy(), engines, atol=TOLERANCE)
+    assert_scored(VLM(parts.network, parts.processor.banned_ids), prompts, groups)
 
 
 @fast
 def test_an_image_of_a_second_turn_is_drawn_and_scored_as_on_the_plain_path(kind: str, parts: Loaded) -> None:
-    plain = Loaded.of(Path(str(parts.network.name_or_path)))
-    groups, twins = drawn(parts, make_engine(parts)), drawn(plain, plain_engine(plain))  # type: ignore[arg-type]
-    for one, other in zip(groups, twins, strict=True):
-        for first, second in zip(one.episodes, other.episodes, strict=True):
-            for a, b in zip(first.tokens, second.tokens, strict=True):
-                np.testing.assert_array_equal(a.completion.token_ids_T, b.completion.token_ids_T)
-    batch, scored = batch_of(groups), []
-    for model in (VLM(parts.network, parts.processor.banned_ids), PlainVLM(plain.network, plain.processor.banned_ids)):
-        policy = TorchPolicy(model, train=train_settings(), algorithm=Algorithm(), temperature=0.9, max_steps=10)
-        scored.append(policy.annotate(batch, Needs(old_logprobs=True)))
-    for one, other in zip(scored[0].samples, scored[1].samples, strict=True):
-        assert one.old_logprobs_T is not None
-        assert len(one.images) > 1
-        np.testing.assert_allclose(one.old_logprobs_T, other.old_logprobs_T, atol=TOLERANCE)
+    assert_drawn_and_scored_alike(parts, Loaded.of(Path(str(parts.network.name_or_path))))
 
 
 @pytest.mark.parametrize(
@@ -226,13 +193,7 @@ def test_it_trains_passes_the_parity_gate_and_is_exported(
     kind: str, settings: dict[str, object], tmp_path: Path
 ) -> None:
     model, run = save_tiny_kind(kind, tmp_path / "model", CORPUS), tmp_path / "run"
-    train(build(run_settings(run, model, **settings)))
-    metrics = read_metrics(run)
-    assert [row["step"] for row in metrics] == [1, 2, 3]
-    assert all(row["grad_norm"] > 0 for row in metrics)
-    assert json.loads((run / "parity.json").read_text())["passed"]
-    limit = 0.3 if "model.dtype" in settings else 1e-4
-    assert export(run, tmp_path / "out").max_logprob_difference < limit
+    train_and_export(run, tmp_path / "out", model, settings)
     before, after = Loaded.of(model), Loaded.of(tmp_path / "out")
     base = before.network.to(torch.bfloat16 if "model.dtype" in settings else torch.float32)
     trained = dict(after.network.named_parameters())

@@ -13,14 +13,13 @@ from fovea.models.recompute import Recompute, recompute_plainly
 from fovea.models.tiny import TinyParts
 from fovea.models.trainable import merged_weights
 from fovea.models.vlm import VLM
-from fovea.train.base import Needs
 from fovea.train.packing import pack_row
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Sampling
 from tests.policies import make_batch, train_settings
 from tests.reference import gradients, largest_relative_difference, reference_logprobs
 from tests.rollout.drawing import generate, make_engine, plain_engine, same, seeded
-from tests.rollout.two_turns import batch_of, drawn
+from tests.rollout.two_turns import assert_drawn_and_scored_alike
 from tests.tiny_models import CPU, FAMILIES, mixed_prompts, random_completions, tiny
 
 TOLERANCE = 1e-5
@@ -131,17 +130,4 @@ def test_an_update_moves_the_weights_as_on_the_fast_path() -> None:
 
 def test_turns_with_images_of_their_own_are_drawn_and_scored_as_on_the_fast_path(family: str) -> None:
     """Three turns; the plain engine keeps no keys and computes every turn from the whole conversation."""
-    fast, plain = tiny(family), tiny(family)
-    groups, twins = drawn(fast, make_engine(fast)), drawn(plain, plain_engine(plain))  # type: ignore[arg-type]
-    for one, other in zip(groups, twins, strict=True):
-        for first, second in zip(one.episodes, other.episodes, strict=True):
-            for a, b in zip(first.tokens, second.tokens, strict=True):
-                np.testing.assert_array_equal(a.completion.token_ids_T, b.completion.token_ids_T)
-    batch, scored = batch_of(groups), []
-    for model in (VLM(fast.network, fast.processor.banned_ids), PlainVLM(plain.network, plain.processor.banned_ids)):
-        policy = TorchPolicy(model, train=train_settings(), algorithm=Algorithm(), temperature=0.9, max_steps=10)
-        scored.append(policy.annotate(batch, Needs(old_logprobs=True)))
-    for one, other in zip(scored[0].samples, scored[1].samples, strict=True):
-        assert one.old_logprobs_T is not None
-        assert len(one.images) == 2
-        np.testing.assert_allclose(one.old_logprobs_T, other.old_logprobs_T, atol=TOLERANCE)
+    assert_drawn_and_scored_alike(tiny(family), tiny(family))

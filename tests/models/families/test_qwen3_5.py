@@ -14,7 +14,6 @@ from transformers import AutoModelForImageTextToText
 from fovea.commands.exporting.export import export
 from fovea.commands.targets import find_checkpoint, open_checkpoint
 from fovea.models import delta_rule, experts
-from fovea.models.heads import ValueHead
 from fovea.models.plain import PlainVLM
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.tiny import TinyParts
@@ -31,7 +30,7 @@ from tests.reference import (
     reference_states,
 )
 from tests.runs import SMALL, train_here
-from tests.tiny_models import CPU, image, random_completions, renderer, tiny, user
+from tests.tiny_models import CPU, image, random_completions, renderer, tiny, user, with_values
 
 LAYERS = 6
 """Four delta nets before attention, one more between, and attention in the last layer."""
@@ -53,13 +52,6 @@ def prompts_of(parts: TinyParts) -> list[Prompt]:
     ]
     short = Prompt(token_ids_L=longest[2].token_ids_L[:2], unexpanded_ids_U=longest[2].token_ids_L[:2], images=())
     return [*longest, short]
-
-
-def with_values(path: Callable[..., PolicyNetwork], parts: TinyParts) -> PolicyNetwork:
-    head = ValueHead(64, detach_trunk=False)
-    with torch.no_grad():
-        head.linear.weight.copy_(torch.linspace(-0.1, 0.1, 64)[None])
-    return path(parts.network, parts.processor.banned_ids, value_head=head)
 
 
 @pytest.fixture(params=["float32", "float64"])

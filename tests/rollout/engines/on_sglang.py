@@ -8,7 +8,7 @@ import psutil
 import pytest
 from torch import Tensor
 
-from fovea.config.backends import SglangEngine as Settings
+from fovea.config.backends import SglangSettings
 from fovea.rollout.sglang import weights as weights_module
 from fovea.rollout.sglang.arguments import make_engine
 from fovea.rollout.sglang.engine import SglangEngine
@@ -40,7 +40,7 @@ ENGINE = EngineUnderTest(
     name="sglang",
     title="SGLang",
     make=make_engine,
-    section=Settings,
+    section=SglangSettings,
     # SGLang has Qwen2.5-VL with this size of patches only
     models={"qwen2_5_vl": {"patch_size_px": 14}},
     # it binds every rank to cores of a CPU: more than one on this one only by name

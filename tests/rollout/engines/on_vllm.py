@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fovea.config.backends import VllmEngine as Settings
+from fovea.config.backends import VllmSettings
 from fovea.rollout.vllm.arguments import make_engine
 from fovea.rollout.vllm.engine import VllmEngine
 from fovea.rollout.vllm.worker import WeightReceiver
@@ -42,7 +42,7 @@ ENGINE = EngineUnderTest(
     name="vllm",
     title="vLLM",
     make=make_engine,
-    section=Settings,
+    section=VllmSettings,
     small={"kv_cache_gib": 0.25, "enforce_eager": True},
     lost="a worker process of vLLM has ended",
     workers=workers,

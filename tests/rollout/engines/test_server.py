@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 import os
 import signal
@@ -12,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx2
-import numpy as np
 import openai
 import psutil
 import pytest
@@ -27,6 +25,7 @@ from fovea.models.processor import load_processor
 from fovea.rollout.server_guard import MAX_BODY_BYTES, UNREADABLE
 from tests.data.web import served
 from tests.evaluation.benchmarks.made import ROWS, write
+from tests.images import encoded, noise
 from tests.rollout.engines.under_test import under_test
 from tests.rollout.serve_command import KEY, KEY_ENV, Serving, serving
 from tests.rollout.short_runs import LIMIT_SECONDS
@@ -53,18 +52,8 @@ def server(run: Path) -> Iterator[Serving]:
         yield started
 
 
-def picture(seed: int) -> Image.Image:
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (48, 48, 3), dtype=np.uint8))
-
-
-def png(image: Image.Image) -> bytes:
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return file.getvalue()
-
-
 def asked(server: Serving, image: Image.Image, question: str) -> str | None:
-    return asked_by(server, f"data:image/png;base64,{base64.b64encode(png(image)).decode()}", question)
+    return asked_by(server, f"data:image/png;base64,{base64.b64encode(encoded(image)).decode()}", question)
 
 
 def asked_by(server: Serving, url: str, question: str) -> str | None:
@@ -89,7 +78,7 @@ def test_a_greedy_answer_is_that_of_transformers_on_the_export(server: Serving, 
     processor = AutoProcessor.from_pretrained(export)
     model = AutoModelForImageTextToText.from_pretrained(export, dtype=torch.float32).eval()
     for seed, question in enumerate(["How many circles are there?", "What colour is the square?", "x"]):
-        content = [{"type": "image", "image": picture(seed)}, {"type": "text", "text": question}]
+        content = [{"type": "image", "image": noise(seed)}, {"type": "text", "text": question}]
         inputs = processor.apply_chat_template(
             [{"role": "user", "content": content}],
             add_generation_prompt=True,
@@ -98,7 +87,7 @@ def test_a_greedy_answer_is_that_of_transformers_on_the_export(server: Serving, 
             return_tensors="pt",
         )
         ids = model.generate(**inputs, do_sample=False, max_new_tokens=12)[0, inputs["input_ids"].shape[1] :]
-        assert asked(server, picture(seed), question) == processor.decode(ids, skip_special_tokens=True)
+        assert asked(server, noise(seed), question) == processor.decode(ids, skip_special_tokens=True)
 
 
 def test_nothing_banned_is_drawn_and_a_key_is_needed(server: Serving, run: Path) -> None:
@@ -134,10 +123,10 @@ def test_nothing_banned_is_drawn_and_a_key_is_needed(server: Serving, run: Path)
 
 
 def test_an_image_at_an_address_is_the_same_image(server: Serving) -> None:
-    with served({"/a.png": png(picture(0)), "/b.png": png(picture(1))}) as site:
+    with served({"/a.png": encoded(noise(0)), "/b.png": encoded(noise(1))}) as site:
         for seed, name in enumerate("ab"):
             question = "How many circles are there?"
-            assert asked_by(server, f"{site.url}/{name}.png", question) == asked(server, picture(seed), question)
+            assert asked_by(server, f"{site.url}/{name}.png", question) == asked(server, noise(seed), question)
         assert site.asked == ["/a.png", "/b.png"]
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from sglang.srt.server_args import ServerArgs
 
-from fovea.config.backends import SglangEngine as Settings
+from fovea.config.backends import SglangSettings
 from fovea.config.model import Model
 from fovea.errors import ConfigError
 from fovea.models.tiny import save_tiny
@@ -20,7 +20,7 @@ from tests.tiny_models import tiny
 
 
 def arguments(device: str = "cpu", engine_args: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
-    made = Settings(engine_args=engine_args or {}, **settings)
+    made = SglangSettings(engine_args=engine_args or {}, **settings)
     return server_arguments(made, Model(path="x"), max_model_len=100, seed=3, device=torch.device(device))
 
 
@@ -75,11 +75,13 @@ def test_another_number_of_merged_patches_than_sglang_merges_is_refused(tmp_path
     config["vision_config"]["spatial_merge_size"] = 4
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=r"merges 4 x 4 patches into a visual token, and SGLang .* 2 x 2"):
-        make_engine(Settings(), Model(path=str(tmp_path)), parts.processor, max_model_len=100, seed=0)
+        make_engine(SglangSettings(), Model(path=str(tmp_path)), parts.processor, max_model_len=100, seed=0)
 
 
 def test_more_tokens_than_the_model_has_positions_for_are_refused(tmp_path: Path) -> None:
     parts = tiny("qwen3_vl")
     save_tiny(parts, tmp_path)
     with pytest.raises(ConfigError, match=r"max_model_len=5000, but \S+ has positions for 4096 tokens; lower it"):
-        make_engine(Settings(max_model_len=5000), Model(path=str(tmp_path)), parts.processor, max_model_len=1, seed=0)
+        make_engine(
+            SglangSettings(max_model_len=5000), Model(path=str(tmp_path)), parts.processor, max_model_len=1, seed=0
+        )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fovea.config.backends import VllmServersEngine
+from fovea.config.backends import VllmServersSettings
 from fovea.config.model import Model
 from fovea.models.tiny import TinyParts, save_tiny
 from fovea.rollout.vllm.connect import connect
@@ -43,7 +43,7 @@ class Site:
     def connect(self, **settings: object) -> VllmServers:
         given = {"servers": tuple(each.url for each in self.servers), "weights_dir": str(self.weights)} | settings
         return connect(
-            VllmServersEngine(**given),  # type: ignore[arg-type]
+            VllmServersSettings(**given),  # type: ignore[arg-type]
             Model(path=str(self.model), dtype="float32"),
             self.parts.processor,
             max_model_len=LIMIT_TOKENS,

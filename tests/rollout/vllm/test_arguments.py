@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 
-from fovea.config.backends import VllmEngine as Settings
+from fovea.config.backends import VllmSettings
 from fovea.config.model import Model
 from fovea.errors import ConfigError
 from fovea.models.tiny import save_tiny
@@ -20,7 +20,7 @@ from tests.tiny_models import tiny
 
 
 def arguments(**given: Any) -> dict[str, Any]:
-    return engine_arguments(Settings(engine_args=given), Model(path="x"), max_model_len=100, seed=3)
+    return engine_arguments(VllmSettings(engine_args=given), Model(path="x"), max_model_len=100, seed=3)
 
 
 def test_further_arguments_reach_vllm_beside_the_settings() -> None:
@@ -32,14 +32,16 @@ def test_more_tokens_than_the_model_has_positions_for_are_refused(tmp_path: Path
     parts = tiny("qwen3_vl")
     save_tiny(parts, tmp_path)
     with pytest.raises(ConfigError, match=r"max_model_len=5000, but \S+ has positions for 4096 tokens; lower it"):
-        make_engine(Settings(max_model_len=5000), Model(path=str(tmp_path)), parts.processor, max_model_len=1, seed=0)
+        make_engine(
+            VllmSettings(max_model_len=5000), Model(path=str(tmp_path)), parts.processor, max_model_len=1, seed=0
+        )
 
 
 def test_the_reason_of_a_refusal_is_told(tmp_path: Path) -> None:
     """By vLLM's settings, which pydantic checks."""
     parts = tiny("qwen3_vl")
     save_tiny(parts, tmp_path)
-    settings = Settings(engine_args={"kv_cache_dtype": "float1"})
+    settings = VllmSettings(engine_args={"kv_cache_dtype": "float1"})
     with pytest.raises(ConfigError, match=r"does not start: ValidationError: cache_dtype: Input should be 'auto'"):
         make_engine(settings, Model(path=str(tmp_path)), parts.processor, max_model_len=9000, seed=0)
 
@@ -48,7 +50,7 @@ def test_the_reason_of_a_refusal_is_told(tmp_path: Path) -> None:
 def test_each_process_gives_vllm_its_own_gpu(own: int, workers: int, gpus: list[int], tmp_path: Path) -> None:
     """As vLLM itself resolves its arguments; by default the workers of every process begin at GPU 0."""
     save_tiny(tiny("qwen3_vl"), tmp_path)
-    settings = Settings(tensor_parallel_size=workers)
+    settings = VllmSettings(tensor_parallel_size=workers)
     found = gpus_of_engine(workers, FakeCuda(own))
     made = engine_arguments(settings, Model(path=str(tmp_path)), max_model_len=100, seed=3, gpus=found)
     parallel = EngineArgs(**made).create_engine_config().parallel_config

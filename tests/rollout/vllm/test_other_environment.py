@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fovea.config.backends import VllmEngine
+from fovea.config.backends import VllmSettings
 from fovea.config.loading import load_config
 from fovea.rollout.remote_engine import RemoteEngine
 from fovea.utils.event_loop import wait_for
@@ -33,7 +33,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
             f"rollout.engine.python={sys.executable}",
         ],
     )
-    assert isinstance(config.rollout.engine, VllmEngine)
+    assert isinstance(config.rollout.engine, VllmSettings)
     engine = make_streamed(config, config.rollout.engine, config.model, parts.processor)
     assert isinstance(engine, RemoteEngine)
     made = served_by(engine, parts)

@@ -9,7 +9,7 @@ from typing import Any
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.tool_parsers import ToolParserManager
 
-from fovea.models.tool_messages import as_listed
+from fovea.models.render import as_listed
 from fovea.utils.tool_calls.gemma_calls import GemmaCalls
 from fovea.utils.tool_calls.json_calls import JsonCalls
 from fovea.utils.tool_calls.xml_calls import XmlCalls

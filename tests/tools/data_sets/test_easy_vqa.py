@@ -20,7 +20,7 @@ from tests.grading import scored
 
 pytest.importorskip("easy_vqa", reason="the package easy-vqa is not installed (the extra talk)")
 
-from fovea.tools.data_sets.easy_vqa import Picture, question_type, split_pictures
+from fovea.tools.data_sets.easy_vqa import EasyVqaPicture, question_type, split_pictures
 from fovea.utils.installing import pip_install
 
 ROOT = Path(__file__).parents[3]
@@ -42,7 +42,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[Split, Path]:
 
 
 @pytest.fixture(scope="module")
-def pictures() -> dict[Split, list[Picture]]:
+def pictures() -> dict[Split, list[EasyVqaPicture]]:
     return {split: list(found) for split, found in split_pictures(seed=0).items()}
 
 
@@ -63,14 +63,14 @@ def test_there_are_as_many_rows_as_asked_for(files: dict[Split, Path]) -> None:
     assert {split: pq.read_metadata(file).num_rows for split, file in files.items()} == SIZES
 
 
-def test_no_picture_is_in_two_splits(pictures: dict[Split, list[Picture]]) -> None:
+def test_no_picture_is_in_two_splits(pictures: dict[Split, list[EasyVqaPicture]]) -> None:
     seen = [pixels(picture.file.read_bytes()) for found in pictures.values() for picture in found]
     assert len(set(seen)) == len(seen) == 5000, "pictures of the package that are equal, pixel for pixel"
     assert {split: len(found) for split, found in pictures.items()} == {"train": 3600, "dev": 400, "test": 1000}
 
 
 def test_rows_are_about_the_pictures_of_their_split(
-    files: dict[Split, Path], pictures: dict[Split, list[Picture]]
+    files: dict[Split, Path], pictures: dict[Split, list[EasyVqaPicture]]
 ) -> None:
     for split, file in files.items():
         encoded = {picture.id: picture.file.read_bytes() for picture in pictures[split]}
@@ -78,7 +78,7 @@ def test_rows_are_about_the_pictures_of_their_split(
             assert row["images"][0]["bytes"] == encoded[row["image_id"]]
 
 
-def test_answers_agree_with_what_the_pictures_are_said_to_show(pictures: dict[Split, list[Picture]]) -> None:
+def test_answers_agree_with_what_the_pictures_are_said_to_show(pictures: dict[Split, list[EasyVqaPicture]]) -> None:
     """The package's own answers are the reference for contents and question types, which are read from words."""
     checked = 0
     for picture in (each for found in pictures.values() for each in found):

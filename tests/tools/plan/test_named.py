@@ -7,10 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from torch import Tensor, UntypedStorage
-from torch.autograd.graph import saved_tensors_hooks
 
-from fovea.config.run import Config
 from fovea.errors import ConfigError
 from fovea.models.vlm import VLM
 from fovea.tools.families.tiny import KINDS, save_tiny_kind
@@ -22,10 +19,10 @@ from fovea.tools.plan.workload import roles_of, workload_of
 from fovea.train.packing import pack_row
 from tests.hub_models import Loaded, needs_image_processors
 from tests.tiny_models import CORPUS, CPU, image, user
+from tests.tools.plan.saved import GROUPS, SAMPLES, TOKENS, config_for, saved_bytes
 
 pytestmark = needs_image_processors
 
-GROUPS, SAMPLES, TOKENS = 4, 4, 12
 TEXT = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 8, "num_key_value_heads": 4}
 VISION = {"hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4}
 TOLERANCES = {"internvl": 0.1, "smolvlm": 0.1, "mistral3": 0.1, "glm4v_moe": 0.1, "llava_onevision": 0.5}
@@ -44,17 +41,6 @@ def wide(kind: str, folder: Path) -> Path:
         return save_tiny_kind(kind, folder, CORPUS)
 
 
-def config_for(folder: Path, prompt_tokens: int, image_tokens: int) -> Config:
-    return Config.model_validate(
-        {
-            "model": {"path": str(folder)},
-            "rollout": {"prompts_per_step": GROUPS, "samples_per_prompt": SAMPLES, "max_new_tokens": TOKENS},
-            "plan": {"gpu": "cpu", "gpus": 1, "prompt_tokens": prompt_tokens, "image_tokens": image_tokens},
-            "train": {"max_tokens_per_microbatch": 10**6},
-        }
-    )
-
-
 @pytest.mark.parametrize("kind", TOLERANCES)
 def test_saved_activations_are_those_that_autograd_keeps(kind: str, tmp_path: Path) -> None:
     loaded = Loaded.of(wide(kind, tmp_path))
@@ -62,16 +48,7 @@ def test_saved_activations_are_those_that_autograd_keeps(kind: str, tmp_path: Pa
     prompts = [loaded.renderer.prompt(user(image(seed, 64, 64), "How many circles?")) for seed in range(GROUPS)]
     unequal = [np.full(TOKENS, 5 + number) for number in range(SAMPLES)]
     row = pack_row(vlm.family, prompts, [unequal] * GROUPS, CPU)
-    kept: dict[int, UntypedStorage] = {}
-
-    def count(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
-        return tensor
-
-    with saved_tensors_hooks(count, lambda tensor: tensor):
-        vlm(row, temperature=1.0, chunk_tokens=10**6)
-    weights = {parameter.untyped_storage().data_ptr() for parameter in vlm.parameters()}
-    measured = sum(storage.nbytes() for pointer, storage in kept.items() if pointer not in weights)
+    measured = saved_bytes(vlm, row)
     config = config_for(tmp_path, prompts[0].num_tokens, prompts[0].images[0].num_tokens)
     sizes = model_sizes(config)
     (shape,) = workload_of(config, sizes, roles_of(config, 1)).distinct_rows

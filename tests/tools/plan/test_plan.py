@@ -13,8 +13,6 @@ from socket import socket
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, UntypedStorage
-from torch.autograd.graph import saved_tensors_hooks
 from typer.testing import CliRunner
 
 from benchmarks.torch_memory import AllocationTrace
@@ -44,21 +42,10 @@ from tests.tools.plan.published import (
     wide,
     with_words,
 )
+from tests.tools.plan.saved import GROUPS, SAMPLES, TOKENS, config_for, saved_bytes
 
-GROUPS, SAMPLES, TOKENS = 6, 4, 12
 CHUNK = 64
 TOLERANCE = 0.15
-
-
-def config_for(folder: Path, prompt_tokens: int, image_tokens: int, tokens: int = TOKENS, **train: object) -> Config:
-    return Config.model_validate(
-        {
-            "model": {"path": str(folder)},
-            "rollout": {"prompts_per_step": GROUPS, "samples_per_prompt": SAMPLES, "max_new_tokens": tokens},
-            "plan": {"gpu": "cpu", "gpus": 1, "prompt_tokens": prompt_tokens, "image_tokens": image_tokens},
-            "train": {"max_tokens_per_microbatch": 10**6, **train},
-        }
-    )
 
 
 @pytest.mark.parametrize("how", ["none", "full"])
@@ -75,16 +62,7 @@ def test_saved_activations_are_those_that_autograd_keeps(family: str, how: Recom
         tokens = CHUNK + 1
     unequal = [np.full(tokens, 5 + number) for number in range(SAMPLES)]  # a plan counts on no equal ones
     row = pack_row(vlm.family, prompts, [unequal] * GROUPS, CPU)
-    kept: dict[int, UntypedStorage] = {}
-
-    def count(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
-        return tensor
-
-    with saved_tensors_hooks(count, lambda tensor: tensor):
-        vlm(row, temperature=1.0, chunk_tokens=10**6)
-    weights = {parameter.untyped_storage().data_ptr() for parameter in vlm.parameters()}
-    measured = sum(storage.nbytes() for pointer, storage in kept.items() if pointer not in weights)
+    measured = saved_bytes(vlm, row)
     # the pixels are numpy's, and no activations
     measured -= sum(prompt.images[0].tensors["pixel_values"].nbytes for prompt in prompts)
 

@@ -9,7 +9,7 @@ from transformers.utils.chat_parsing import parse_response
 from trl.chat_template_utils import gemma4_template, qwen3_5_template, qwen3_template
 
 from fovea.errors import ModelError
-from fovea.models.tool_messages import as_listed
+from fovea.models.render import as_listed
 from fovea.types import ToolCall, ToolSpec
 from fovea.utils.tool_calls.base import BadCall
 from fovea.utils.tool_calls.detect import format_of, reads_tools
