@@ -32,7 +32,8 @@ def own_ray() -> Iterator[dict[str, str]]:
         patch.setenv("RAY_AUTH_TOKEN_PATH", f"{folder}/token")
         make_token()
         own = {"RAY_TMPDIR": folder, "RAY_AUTH_TOKEN_PATH": f"{folder}/token", "RAY_AUTH_MODE": "token"}
-        yield {**environment(), **own}
+        # Ray lowers the priority of its workers, so that tests beside these would take all of two cores
+        yield {**environment(), **own, "RAY_worker_niceness": "0"}
 
 
 @dataclass(slots=True)
