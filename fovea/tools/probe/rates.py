@@ -45,11 +45,11 @@ def run_checks(checks: Sequence[Check], say: Callable[[str], None]) -> list[str]
             say(f"    FAILED: {error}")
         except Exception as error:  # a kernel, a driver or a package may raise anything, and the others go on
             failed.append(check.name)
-            say(f"    FAILED: {_told(error)}")
+            say(f"    FAILED: {_error_text(error)}")
     return failed
 
 
-def _told(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     """Type and first line of an error, and the last place in Fovea that it went through."""
     first = (str(error).splitlines() or ["no message"])[0]
     places = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(FOVEA)]
