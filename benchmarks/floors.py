@@ -29,13 +29,14 @@ from fovea.config.backends import EmbeddedSettings
 from fovea.models.families.registry import family_of
 from fovea.models.flops import FORWARD, Passes, Work, training_passes
 from fovea.models.modules import language_model, vision_tower
-from fovea.tools.probe.rates import BEYOND_CACHE_BYTES, Rates, measure_rates, read_rate, thin_gemm_rate
+from fovea.tools.probe.rates import BEYOND_CACHE_BYTES, Rates, best_seconds, measure_rates, read_rate
 from fovea.types import Prompt
 
 MODULE = "benchmarks.floors"
 WARM_STEPS = 1
 GIGA = 1e9
 THIN_ROWS = 32
+WEIGHT_SIDE = 1024
 SHOWN_OPERATORS = 25
 
 
@@ -241,6 +242,19 @@ def floor_seconds(part: Part, rates: MachineRates) -> float:
     gemm = rates.thin_gemm if part.thin else rates.large.gemm
     memory = rates.weight_read if part.thin else rates.large.copy
     return max(part.linear / gemm + part.attention / rates.large.attention, part.bytes / memory)
+
+
+def thin_gemm_rate(rows: int, weight_bytes: int) -> float:
+    """Rate of `rows` tokens through one weight after another, as in a decode step, whose caches are as cold."""
+    count = max(1, weight_bytes // (WEIGHT_SIDE**2 * torch.float32.itemsize))
+    weights = [torch.randn(WEIGHT_SIDE, WEIGHT_SIDE) for _ in range(count)]
+    x = torch.randn(rows, WEIGHT_SIDE)
+
+    def pass_all() -> None:
+        for weight in weights:
+            torch.nn.functional.linear(x, weight)
+
+    return 2 * rows * WEIGHT_SIDE**2 * count / best_seconds(pass_all, "cpu")
 
 
 def _rates_of(case: Case, sizes: Sizes) -> MachineRates:

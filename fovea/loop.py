@@ -30,12 +30,6 @@ def train(run: Run) -> Summary:
         return wait_for(_train(run, stop))
 
 
-async def train_in_loop(run: Run) -> Summary:
-    """Train as `train` does, on the event loop of an asynchronous program."""
-    with stopping(run) as stop:
-        return await _train(run, stop)
-
-
 async def _train(run: Run, stop: Stop) -> Summary:
     async with closing(run):
         _refuse_overlap(run.config.rollout.max_staleness_steps)

@@ -246,7 +246,7 @@ def serve(
         if for_agents is not None:
             _refuse_beside_agents({"KEY=VALUE": words, "--name": name, "--for-training": for_training})
             return _serve_agents(source, for_agents, host, port, api_key_env, trust=trust)
-        from fovea.commands.serve import Served, ServerAddress
+        from fovea.commands.serve import ServedModel, ServerAddress
         from fovea.commands.serve import serve as serve_model
         from fovea.data.fetch import UrlLimits
         from fovea.rollout.server import LaunchesServers
@@ -258,7 +258,7 @@ def serve(
         else:
             from fovea.rollout.vllm.server import launch
         limits = UrlLimits(retries=0, allow_private_addresses=allow_private_addresses) if allow_urls else None
-        served = Served(
+        served = ServedModel(
             source=source, name=name, arguments=arguments, weights_dir=for_training, url_limits=limits, trust=trust
         )
         address = ServerAddress(host=host, port=port, api_key_env=api_key_env)

@@ -151,7 +151,7 @@ class ServerAddress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
+class ServedModel:
     """A model to serve."""
 
     source: str
@@ -167,7 +167,9 @@ class Served:
     trust: bool = False
 
 
-def serve(served: Served, address: ServerAddress, launch: LaunchesServers, say: Say, *, start_seconds: float) -> None:
+def serve(
+    served: ServedModel, address: ServerAddress, launch: LaunchesServers, say: Say, *, start_seconds: float
+) -> None:
     """Start the server, say how it is called, and wait until it ends; EngineError where it ends by itself."""
     # the trainer reads it from the same folder
     admin_key = None if served.weights_dir is None else made_key(served.weights_dir)

@@ -52,24 +52,24 @@ class Mixture(Environment):
         return MixedTasks(tasks, self._parts)
 
     def prompt(self, task: Task) -> Sequence[Message]:
-        part, own = dealt(task, self._parts)
+        part, own = part_and_task(task, self._parts)
         return part.environment.prompt(own)
 
     def turns_of(self, task: Task) -> int:
         """The most turns of an episode of the part that a task belongs to."""
-        part, _ = dealt(task, self._parts)
+        part, _ = part_and_task(task, self._parts)
         return part.environment.max_turns
 
     def reply(self, task: Task, turns: Sequence[Turn]) -> Sequence[Message] | None:
-        part, own = dealt(task, self._parts)
+        part, own = part_and_task(task, self._parts)
         return part.environment.reply(own, turns)
 
     def target(self, task: Task) -> str:
-        part, own = dealt(task, self._parts)
+        part, own = part_and_task(task, self._parts)
         return part.environment.target(own)
 
     def demonstration(self, task: Task) -> Sequence[str]:
-        part, own = dealt(task, self._parts)
+        part, own = part_and_task(task, self._parts)
         return part.environment.demonstration(own)
 
 
@@ -82,7 +82,7 @@ class MixtureWithSessions(Mixture):
         self.max_open = min(each.max_open for each in limited if isinstance(each, LimitsSessions))
 
     async def open(self, task: Task, seed: int) -> Session:
-        part, own = dealt(task, self._parts)
+        part, own = part_and_task(task, self._parts)
         return await open_session(part.environment, own, seed)
 
 
@@ -136,13 +136,13 @@ class MixtureGrader:
         self._parts = parts
 
     async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
-        part, own = dealt(task, self._parts)
+        part, own = part_and_task(task, self._parts)
         with errors_of_part(task.id.partition("/")[0]):
             (score,) = await part.grading.scores(own, [turns])
         return score
 
 
-def dealt(task: Task, parts: Mapping[str, Part]) -> tuple[Part, Task]:
+def part_and_task(task: Task, parts: Mapping[str, Part]) -> tuple[Part, Task]:
     """The part that a task of the mixture belongs to, and the task as its environment made it."""
     name, _, own = task.id.partition("/")
     return parts[name], replace(task, id=own, kind=task.kind.partition("/")[2] or ALL)

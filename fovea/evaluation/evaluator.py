@@ -115,9 +115,9 @@ class Evaluator:
         batch_size: int,
         max_episode_tokens: int | None = None,
         image_type_key: str | None = None,
-        note_unscored: Callable[[str], None] = lambda _: None,
+        on_unscored: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`note_unscored` gets the reason why `evaluate` left a row out of its averages."""
+        """`on_unscored` gets the reason why `evaluate` left a row out of its averages."""
         self._max_episode_tokens = max_episode_tokens
         self._engine = engine
         self._environment = environment
@@ -125,7 +125,7 @@ class Evaluator:
         self._greedy = greedy
         self._batch_size = batch_size
         self._image_type_key = image_type_key
-        self._note_unscored = note_unscored
+        self._on_unscored = on_unscored
 
     async def evaluate(
         self,
@@ -140,7 +140,7 @@ class Evaluator:
         unscored = list[str]()
         rows = await self.answers(source, size, unscored=unscored)
         for reason in unscored:
-            self._note_unscored(reason)
+            self._on_unscored(reason)
         check_scored(rows, unscored)
         keep(rows)
         return Evaluation(

@@ -52,9 +52,9 @@ def make_remote(config: Config, settings: StreamedSettings, model: Model) -> Rem
     here = f"rollout.engine.python={settings.python}"
     python = find_interpreter(settings.python)
     command = module_command("fovea.wiring.other_environment", python)
-    sent = _sent(config, settings, model)
+    payload = _payload(config, settings, model)
     try:
-        process = EngineProcess(f"the engine of {settings.python}", command, sent, NO_LIMITS, variables_of(python))
+        process = EngineProcess(f"the engine of {settings.python}", command, payload, NO_LIMITS, variables_of(python))
     except (NotStartedError, OSError) as error:
         install = f"{settings.python} -m {pip_install(settings.extra)}"
         raise ConfigError(f"{here}: {error}; where Fovea or the engine is missing there: {install}") from error
@@ -65,7 +65,7 @@ def make_remote(config: Config, settings: StreamedSettings, model: Model) -> Rem
     return RemoteEngine(settings.name, process)
 
 
-def _sent(config: Config, settings: StreamedSettings, model: Model) -> dict[str, Any]:
+def _payload(config: Config, settings: StreamedSettings, model: Model) -> dict[str, Any]:
     """Payload for `other_environment.main` in the child: settings as JSON, with `python` unset."""
     rollout = config.rollout.model_copy(update={"engine": settings.model_copy(update={"python": None})})
     changed = {"rollout": rollout, **_in_place_of_packages(config)}
@@ -238,9 +238,9 @@ def make_evaluator(
     engine: Engine,
     environment: Environment,
     grading: Grading,
-    note_unscored: Callable[[str], None] = lambda _: None,
+    on_unscored: Callable[[str], None] = lambda _: None,
 ) -> Evaluator:
-    """Make the evaluator of held-out rows; `note_unscored` gets the reason why a row has no score."""
+    """Make the evaluator of held-out rows; `on_unscored` gets the reason why a row has no score."""
     return Evaluator(
         engine,
         environment,
@@ -249,7 +249,7 @@ def make_evaluator(
         batch_size=EVALUATED_AT_ONCE,
         max_episode_tokens=config.rollout.max_episode_tokens,
         image_type_key=config.evaluate.image_type_key,
-        note_unscored=note_unscored,
+        on_unscored=on_unscored,
     )
 
 

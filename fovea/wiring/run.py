@@ -161,7 +161,7 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
     warmup = make_warmup(config, environment, sources.train, renderer)
     profile = make_profile(config, folder, start_step, progress)
     metrics = _metrics_log(config, folder, resumed, progress, profile)
-    note_unscored = partial(record_unscored_answer, folder, progress.warn)
+    on_unscored = partial(record_unscored_answer, folder, progress.warn)
     if config.model.family == "auto":
         compare_with_transformers(config, model, processor, renderer, opener, environment, progress)
     progress.stage("loading the model")
@@ -179,7 +179,7 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
         weight_sync=backends.weight_sync,
         warmup=warmup,
         open_image=opener,
-        evaluator=make_evaluator(config, backends.engine, environment, graded.grading, note_unscored),
+        evaluator=make_evaluator(config, backends.engine, environment, graded.grading, on_unscored),
         checkpoints=checkpoints,
         resumed=resumed,
         fingerprint=fingerprint,

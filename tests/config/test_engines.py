@@ -104,11 +104,6 @@ def test_the_name_alone_chooses_it_and_what_it_can_do_is_allowed() -> None:
         (["rollout.min_p=0.1"], r"rollout\.min_p=0\.1 with rollout\.engine=sglang.*set rollout\.min_p=0, or"),
         (["rollout.engine.max_model_len=100"], r"max_model_len=100 is less than data\.max_prompt_tokens=2048.*to 2560"),
         (["rollout.engine.min_new_tokens=4"], r"min_new_tokens=4 draws.*importance_sampling_fix=true, or"),
-        (["rollout.engine.repetition_penalty=1.1"], r"repetition_penalty is not a setting here: .*; remove it"),
-        (
-            ["rollout.engine.data_parallel_size=2"],
-            r"data_parallel_size is not a setting here: every worker has a separate engine",
-        ),
         (["rollout.engine.kv_cache_gib=1"], r"kv_cache_gib: a setting of rollout\.engine\.name=vllm only"),
     ],
 )

@@ -22,8 +22,7 @@ from transformers import (
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from fovea.models.families.qwen_vl import IMAGE_PAD
-from fovea.models.tiny import build_tokenizer
-from fovea.models.tiny_templates import CHAT_TEMPLATE
+from fovea.models.tiny import CHAT_TEMPLATE, build_tokenizer
 
 SIDE_PX = 16
 PATCH_PX = 8

@@ -123,7 +123,7 @@ def test_gold_answers_are_right_and_bad_rows_are_counted() -> None:
 
 def evaluator_of(
     scores: BanditEnvironment,
-    note_unscored: Callable[[str], None] = lambda _: None,
+    on_unscored: Callable[[str], None] = lambda _: None,
     engine: BanditEngine | None = None,
 ) -> Evaluator:
     """An evaluator of an engine that answers c to everything, scored by another environment."""
@@ -131,7 +131,7 @@ def evaluator_of(
     engine.table, engine.version = np.array([[0.0, 0.0, 9.0, 0.0]] * 4), 0
     greedy = Sampling(max_new_tokens=1, temperature=0.0)
     environment, grading = BanditEnvironment(), graded(scores)
-    return Evaluator(engine, environment, grading, greedy=greedy, batch_size=3, note_unscored=note_unscored)
+    return Evaluator(engine, environment, grading, greedy=greedy, batch_size=3, on_unscored=on_unscored)
 
 
 def test_an_engines_images_are_forgotten_after_every_chunk() -> None:

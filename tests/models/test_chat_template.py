@@ -11,7 +11,7 @@ from fovea.config.model import Model
 from fovea.errors import ModelError
 from fovea.models.processor import Processor, load_processor, template_with_defaults
 from fovea.models.render import Renderer
-from fovea.models.tiny_templates import CHAT_TEMPLATE
+from fovea.models.tiny import CHAT_TEMPLATE
 from fovea.types import Message
 from tests.tiny_models import from_array, save, tiny, user
 

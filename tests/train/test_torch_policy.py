@@ -18,7 +18,7 @@ from fovea.models.tiny import TinyParts
 from fovea.models.trainable import FrozenGuard, choose_trainable, trainable_parameters
 from fovea.models.vision.feature_cache import FeatureCache
 from fovea.models.vlm import VLM
-from fovea.samples import with_old_logprobs
+from fovea.samples import replace_samples, with_old_logprobs
 from fovea.train.adamw import AdamWSettings
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch
@@ -182,13 +182,7 @@ def test_kl_term_pulls_towards_the_reference() -> None:
         reference=reference,
     )
     batch = make_batch(parts)
-    zero = replace(
-        batch,
-        groups=tuple(
-            replace(g, samples=tuple(replace(s, advantages_T=0 * s.advantages_T) for s in g.samples))
-            for g in batch.groups
-        ),
-    )
+    zero = replace_samples(batch, lambda sample: replace(sample, advantages_T=0 * sample.advantages_T))
     assert with_reference(policy, zero)["grad_norm"] == pytest.approx(0.0, abs=1e-5)
     with torch.no_grad():
         for parameter in parts.network.parameters():
@@ -408,13 +402,7 @@ def test_the_entropy_bonus_raises_entropy_by_its_gradient() -> None:
     coefficient = 0.3
     parts = tiny("qwen3_vl")
     batch = make_batch(parts)
-    silent = replace(
-        batch,
-        groups=tuple(
-            replace(g, samples=tuple(replace(s, advantages_T=0 * s.advantages_T) for s in g.samples))
-            for g in batch.groups
-        ),
-    )
+    silent = replace_samples(batch, lambda sample: replace(sample, advantages_T=0 * sample.advantages_T))
     entropy = torch.zeros(())
     for group in batch.groups:
         for sample in group.samples:

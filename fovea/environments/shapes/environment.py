@@ -112,7 +112,7 @@ class Shapes(Environment):
             return Task(id=task_id, question=pair.question, answer=pair.answer, images=images, kind=slot.kind)
         seen = scene(slot.scene_kind, slot.turn, slot.level, rng)
         if slot.kind == "text":
-            return Task(id=task_id, question=_told(seen, split, rng), answer=seen.answer, kind=slot.kind)
+            return Task(id=task_id, question=_text_question(seen, split, rng), answer=seen.answer, kind=slot.kind)
         image = self._image(seen.things, slot.level, split, rng, where=f"shapes {task_id}")
         return Task(id=task_id, question=seen.question, answer=seen.answer, images=(image,), kind=slot.kind)
 
@@ -141,7 +141,7 @@ def in_box(answer: str) -> str:
     return rf"\boxed{{{answer}}}"
 
 
-def _told(seen: Scene, split: Split, rng: np.random.Generator) -> str:
+def _text_question(seen: Scene, split: Split, rng: np.random.Generator) -> str:
     question = in_words(seen, rng)
     while split_of(question.encode()) != split:
         question = in_words(seen, rng)

@@ -15,6 +15,7 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from fovea.data.images import Size
 from fovea.errors import ModelError
+from fovea.models.families.base import RisingPositions
 from fovea.types import PromptImage
 from fovea.utils.bounded import read_file
 from fovea.utils.config_keys import optional_file
@@ -83,7 +84,7 @@ def prompt_image(processed: Mapping[str, Any], num_tokens: int, grid: tuple[int,
     return PromptImage(key=key.hexdigest(), tensors=tensors, num_tokens=num_tokens, grid=grid)
 
 
-class HubPrompts:
+class HubPrompts(RisingPositions):
     """The part of a ModelFamily that is the same for all whose prompts transformers' processor makes."""
 
     __slots__ = ()
@@ -94,13 +95,6 @@ class HubPrompts:
     def image_text(self, image: PromptImage) -> str:
         """Text that the processor writes for an image."""
         return image.tensors[TEXT].tobytes().decode()
-
-    def positions(
-        self, token_ids_L: NDArray[np.int64], _images: Sequence[PromptImage], start: int
-    ) -> tuple[NDArray[np.int64], int]:
-        """Positions [1, L] that rise by one for every token, images included."""
-        end = start + len(token_ids_L)
-        return np.arange(start, end)[None], end
 
 
 def processor_class(config: Any, path: str) -> Any:

@@ -12,12 +12,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fovea.data.images import Size
 from fovea.errors import ConfigError
-from fovea.models.families.base import FastPath
+from fovea.models.families.base import FastPath, RisingPositions
 from fovea.models.flops import VisionWork, Work, text_work
 from fovea.models.transformers_versions import image_processor_class
 from fovea.types import PromptImage
@@ -30,7 +29,7 @@ SPLIT = "rows_and_columns"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Idefics3:
+class Idefics3(RisingPositions):
     """ModelFamily of Idefics 3."""
 
     config: Any
@@ -118,13 +117,6 @@ class Idefics3:
             for row in range(rows)
         ]
         return "".join(tiles) + ("\n" if tiles else "") + f"{around}<global-img>{tile}{around}"
-
-    def positions(
-        self, token_ids_L: NDArray[np.int64], _images: Sequence[PromptImage], start: int
-    ) -> tuple[NDArray[np.int64], int]:
-        """Positions [1, L] that rise by one for every token, images included."""
-        end = start + len(token_ids_L)
-        return np.arange(start, end)[None], end
 
     def forward_inputs(self, token_ids: Tensor, images: Sequence[PromptImage]) -> dict[str, Tensor]:
         if not images:

@@ -76,7 +76,7 @@ class PoolMemory:
         """Tokens of the KV cache, and most tokens of the turns that are kept beside it; 0 before `size`."""
         self._pool_bytes = self._beside_update = self._num_updates = 0
         """Size of the pool, how large it may be to stay as the largest update left memory, and updates measured."""
-        self._told: bool | None = None
+        self._reported: bool | None = None
 
     def size(self, token_bytes: int) -> None:
         """Choose the size of the pool that is made now."""
@@ -117,10 +117,10 @@ class PoolMemory:
         return not self._num_updates or self._pool_bytes <= self._beside_update
 
     def _tell(self) -> None:
-        if self._told != self.stays:
+        if self._reported != self.stays:
             what = "stays during updates, with the CUDA graphs" if self.stays else "is freed for the update"
             LOG.warning("KV cache of %d tokens (%.1f GiB), which %s", self.tokens, self._pool_bytes / GIB, what)
-        self._told = self.stays
+        self._reported = self.stays
 
 
 CacheKind = Literal["dense", "paged"]

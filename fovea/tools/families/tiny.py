@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 from fovea.models.model_files import no_progress_bar
-from fovea.models.tiny import byte_level_bpe
+from fovea.models.tiny import CHAT_TEMPLATE, byte_level_bpe
 from fovea.models.transformers_versions import image_processor_class
 
 END, START, PAD = "<|im_end|>", "<|im_start|>", "<|endoftext|>"
@@ -322,7 +322,9 @@ def _tokenizer(kind: Kind, corpus: Iterable[str]) -> PreTrainedTokenizerFast:
     tokenizer.add_special_tokens(
         {"additional_special_tokens": [START, *kind.others]}, replace_extra_special_tokens=False
     )
-    tokenizer.chat_template = CHAT_TEMPLATE.replace("IMAGE", kind.written or kind.marks["image_token"])
+    tokenizer.chat_template = CHAT_TEMPLATE.replace(
+        "<|vision_start|><|image_pad|><|vision_end|>", kind.written or kind.marks["image_token"]
+    )
     return tokenizer
 
 
@@ -350,18 +352,3 @@ def _network(model_type: str, kind: Kind, tokenizer: PreTrainedTokenizerFast, se
                 buffer.normal_(std=0.1)
     network.generation_config.eos_token_id = tokenizer.eos_token_id
     return network.eval()
-
-
-CHAT_TEMPLATE = """\
-{%- for message in messages -%}
-{{ '<|im_start|>' + message.role + '\\n' }}
-{%- if message.content is string -%}{{ message.content }}
-{%- else -%}
-{%- for part in message.content -%}
-{%- if part.type == 'image' -%}{{ 'IMAGE' }}{%- else -%}{{ part.text }}{%- endif -%}
-{%- endfor -%}
-{%- endif -%}
-{{ '<|im_end|>\\n' }}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
-"""

@@ -142,80 +142,80 @@ class SourceConfig:
 
 
 def trackers(
-    theirs: SourceConfig, key: str, project: str, default_project: str | None = None, needless: Sequence[str] = ()
+    source: SourceConfig, key: str, project: str, default_project: str | None = None, needless: Sequence[str] = ()
 ) -> Iterator[RecipeLine | LeftOut]:
     """Translate a list of loggers; `needless` are those whose output is always there."""
-    named = theirs.value(key)
+    named = source.value(key)
     if named is None:
         return
     names = [named] if isinstance(named, str) else list(named)
-    yield theirs.line("log.tensorboard", "tensorboard" in names, key)
+    yield source.line("log.tensorboard", "tensorboard" in names, key)
     for name in sorted(TRACKERS.keys() & set(names)):
-        yield theirs.line(TRACKERS[name], theirs.value(project) or default_project, key, project)
+        yield source.line(TRACKERS[name], source.value(project) or default_project, key, project)
     others = sorted(set(names) - {"tensorboard", *needless, *TRACKERS})
     if others:
-        yield from theirs.left(key, f"no {', '.join(others)}; metrics.jsonl in the run folder has every metric")
+        yield from source.left(key, f"no {', '.join(others)}; metrics.jsonl in the run folder has every metric")
 
 
-def epochs_and_steps(theirs: SourceConfig, epochs: str, total: str, *, has_steps: bool) -> Iterator[RecipeLine]:
+def epochs_and_steps(source: SourceConfig, epochs: str, total: str, *, has_steps: bool) -> Iterator[RecipeLine]:
     """Translate the end of a run, by epochs where `total` sets no number of steps."""
-    if theirs.value(epochs) is not None:
-        yield theirs.same("max_epochs", epochs)
+    if source.value(epochs) is not None:
+        yield source.same("max_epochs", epochs)
     if has_steps:
-        yield theirs.same("max_steps", total)
+        yield source.same("max_steps", total)
     else:
-        yield theirs.line("max_steps", 1_000_000, total, why="the epochs end the run before")
+        yield source.line("max_steps", 1_000_000, total, why="the epochs end the run before")
 
 
 def by_tokens_or_groups(
-    theirs: SourceConfig, by_tokens: str, tokens: str, rows: str, group: str
+    source: SourceConfig, by_tokens: str, tokens: str, rows: str, group: str
 ) -> Iterator[RecipeLine | LeftOut]:
     """Translate the size of micro-batches: in tokens, or in completions, of which a whole number of groups is one."""
-    completions, of_one = theirs.value(rows), theirs.value(group)
-    if theirs.value(by_tokens):
-        yield theirs.line("train.enable_dynamic_batch_size", True, by_tokens)
-        if theirs.value(tokens) is not None:
-            yield theirs.same("train.max_tokens_per_microbatch", tokens)
+    completions, of_one = source.value(rows), source.value(group)
+    if source.value(by_tokens):
+        yield source.line("train.enable_dynamic_batch_size", True, by_tokens)
+        if source.value(tokens) is not None:
+            yield source.same("train.max_tokens_per_microbatch", tokens)
     elif completions is not None and of_one and completions % of_one == 0:
-        yield theirs.line("train.enable_dynamic_batch_size", False, by_tokens)
-        yield theirs.line("train.groups_per_microbatch", completions // of_one, rows, group)
+        yield source.line("train.enable_dynamic_batch_size", False, by_tokens)
+        yield source.line("train.groups_per_microbatch", completions // of_one, rows, group)
     else:
-        yield from theirs.left(rows, f"it counts completions, and is not a multiple of the {of_one} of a group")
+        yield from source.left(rows, f"it counts completions, and is not a multiple of the {of_one} of a group")
 
 
 def kl_in_loss(
-    theirs: SourceConfig, switch: str, coef: str, kind: str, estimators: Mapping[str, str]
+    source: SourceConfig, switch: str, coef: str, kind: str, estimators: Mapping[str, str]
 ) -> Iterator[RecipeLine]:
     """Translate a KL term of the loss, which has a `switch` or counts where its `coef` is not 0."""
-    if not theirs.value(coef):
-        yield theirs.line("algorithm.kl", None, *dict.fromkeys((switch, coef)))
+    if not source.value(coef):
+        yield source.line("algorithm.kl", None, *dict.fromkeys((switch, coef)))
         return
-    yield theirs.line("algorithm.kl.name", "loss", switch)
-    yield theirs.same("algorithm.kl.coef", coef)
-    yield theirs.line("algorithm.kl.estimator", theirs.one_of(kind, estimators, "estimator"), kind)
+    yield source.line("algorithm.kl.name", "loss", switch)
+    yield source.same("algorithm.kl.coef", coef)
+    yield source.line("algorithm.kl.estimator", source.one_of(kind, estimators, "estimator"), kind)
 
 
-def plain(theirs: SourceConfig, setting: Counterpart) -> Iterator[RecipeLine | LeftOut]:
+def plain(source: SourceConfig, setting: Counterpart) -> Iterator[RecipeLine | LeftOut]:
     """Translate a setting without a rule."""
     key = setting.theirs
     if setting.none:
-        yield from _without_counterpart(theirs, setting)
-    elif theirs.is_given(key) or setting.has_default:
-        value = theirs.value(key)
+        yield from _without_counterpart(source, setting)
+    elif source.is_given(key) or setting.has_default:
+        value = source.value(key)
         if setting.values is not None and value is not None:
             if value not in list(setting.values):  # a list, which no mapping has as a key, is not in it either
                 allowed = ", ".join(map(show, setting.values))
-                yield from theirs.left(key, f"only {allowed} have a counterpart in {setting.ours[0]}")
+                yield from source.left(key, f"only {allowed} have a counterpart in {setting.ours[0]}")
                 return
             value = setting.values[value]
         if setting.special is not None and value in list(setting.special):
             value = setting.special[value]
         for ours in setting.ours if value is not None else ():
-            yield theirs.line(ours, value, key)
+            yield source.line(ours, value, key)
 
 
-def _without_counterpart(theirs: SourceConfig, setting: Counterpart) -> Iterator[LeftOut]:
-    for key in theirs.given:
-        if theirs.system.find(key) == setting:
-            matters = setting.harmless != "any" and theirs.value(key) not in (None, *setting.harmless)
+def _without_counterpart(source: SourceConfig, setting: Counterpart) -> Iterator[LeftOut]:
+    for key in source.given:
+        if source.system.find(key) == setting:
+            matters = setting.harmless != "any" and source.value(key) not in (None, *setting.harmless)
             yield LeftOut(key=key, reason=setting.none, matters=matters)

@@ -49,8 +49,8 @@ def translate(
     `count_gpus` counts the GPUs of this machine, where settings mean all of them.
     ConfigError for values that contradict each other, that cannot be known, or without which there is no recipe.
     """
-    theirs = SourceConfig(system=system, given=given, environment=environment, count_gpus=count_gpus)
-    found = list(_found(theirs))
+    source = SourceConfig(system=system, given=given, environment=environment, count_gpus=count_gpus)
+    found = list(_found(source))
     lines = tuple(_one_for_each_key(each for each in found if isinstance(each, RecipeLine)))
     left = list(dict.fromkeys(each for each in found if isinstance(each, LeftOut)))
     handled = {key for line in lines for key in line.read} | {each.key for each in left}
@@ -86,26 +86,26 @@ def _near(unknown: str, system: System) -> str | None:
     return next(iter(get_close_matches(unknown, system.by_key, n=1, cutoff=NEARLY_THE_KEY)), None)
 
 
-def _found(theirs: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
+def _found(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     """Translate each setting in the order of the table; a rule comes where its first setting stands."""
     done = set()
-    for setting in theirs.system.settings:
+    for setting in source.system.settings:
         if not setting.rule:
-            yield from _usable(plain(theirs, setting), theirs, setting)
+            yield from _usable(plain(source, setting), source, setting)
         elif setting.rule not in done:
             done.add(setting.rule)
-            yield from _usable(RULES[theirs.system.name][setting.rule](theirs), theirs, setting)
+            yield from _usable(RULES[source.system.name][setting.rule](source), source, setting)
 
 
 def _usable(
-    made: Iterator[RecipeLine | LeftOut], theirs: SourceConfig, setting: Counterpart
+    made: Iterator[RecipeLine | LeftOut], source: SourceConfig, setting: Counterpart
 ) -> list[RecipeLine | LeftOut]:
     """Lines made of a setting and its rule's settings; if a value is unusable, all are left out."""
     try:
         return list(made)
     except Unusable as error:
         bad = error.left
-        found = {key: theirs.system.find(key) for key in theirs.given if setting.rule and key != bad.key}
+        found = {key: source.system.find(key) for key in source.given if setting.rule and key != bad.key}
         others = [key for key, each in found.items() if each is not None and each.rule == setting.rule]
         reason = f"read together with {bad.key}, which cannot be used"
         return [bad, *(LeftOut(key=key, reason=reason, matters=True) for key in others)]

@@ -107,7 +107,7 @@ def _checks(device: torch.device, config: Config | None, rates: Rates) -> Sequen
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     checks = [
         Check("machine", partial(machine, device)),
-        Check("rates", partial(told_rates, device, rates)),
+        Check("rates", partial(rate_lines, device, rates)),
         Check("attention of updates", partial(kernels.packed_rows, device, dtype)),
         Check("attention of vision towers", partial(kernels.vision_rows, device, dtype)),
         Check("attention of decode steps", partial(kernels.decoding, device, dtype, rates)),
@@ -132,7 +132,7 @@ def machine(device: torch.device) -> Iterator[str]:
     yield from (f"{name}={os.environ[name]}" for name in ALLOCATOR if name in os.environ)
 
 
-def told_rates(device: torch.device, rates: Rates) -> Iterator[str]:
+def rate_lines(device: torch.device, rates: Rates) -> Iterator[str]:
     """Rates of products, attention, memory, and of copies from the host."""
     yield f"products {rates.gemm / TERA:,.2f} TFLOP/s, attention {rates.attention / TERA:,.2f} TFLOP/s"
     yield f"reading {rates.read / GIGA:,.0f} GB/s, copying {rates.copy / GIGA:,.0f} GB/s"

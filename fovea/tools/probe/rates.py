@@ -45,11 +45,11 @@ def run_checks(checks: Sequence[Check], say: Callable[[str], None]) -> list[str]
             say(f"    FAILED: {error}")
         except Exception as error:  # a kernel, a driver or a package may raise anything, and the others go on
             failed.append(check.name)
-            say(f"    FAILED: {_told(error)}")
+            say(f"    FAILED: {_error_text(error)}")
     return failed
 
 
-def _told(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     """Type and first line of an error, and the last place in Fovea that it went through."""
     first = (str(error).splitlines() or ["no message"])[0]
     places = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(FOVEA)]
@@ -59,7 +59,6 @@ def _told(error: Exception) -> str:
 TRIES = 5
 BEYOND_CACHE_BYTES = 2**30
 """More bytes than the caches of current machines hold."""
-WEIGHT_SIDE = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,19 +96,6 @@ def gemm_rate(side: int, device: str, dtype: torch.dtype) -> float:
     """Rate of products of square matrices."""
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     return 2 * side**3 / best_seconds(lambda: a @ b, device)
-
-
-def thin_gemm_rate(rows: int, weight_bytes: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> float:
-    """Rate of `rows` tokens through one weight after another, as in a decode step, whose caches are as cold."""
-    count = max(1, weight_bytes // (WEIGHT_SIDE**2 * dtype.itemsize))
-    weights = [torch.randn(WEIGHT_SIDE, WEIGHT_SIDE, device=device).to(dtype) for _ in range(count)]
-    x = torch.randn(rows, WEIGHT_SIDE, device=device).to(dtype)
-
-    def pass_all() -> None:
-        for weight in weights:
-            F.linear(x, weight)
-
-    return 2 * rows * WEIGHT_SIDE**2 * count / best_seconds(pass_all, device)
 
 
 def read_rate(num_bytes: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> float:
