@@ -16,7 +16,7 @@ from fovea.data.order import LazyTasks, RowPlace, kinds_of, place_of
 from fovea.environments.answer_end import declared_end
 from fovea.environments.base import Environment, LimitsSessions, OpensSessions, Session, Split
 from fovea.environments.graders.grading import Grading
-from fovea.environments.sessions import open_session
+from fovea.environments.sessions import LimitedSessions, open_session
 from fovea.errors import ConfigError, DataError
 from fovea.types import Message, Score, Task, Turn
 
@@ -81,9 +81,22 @@ class MixtureWithSessions(Mixture):
         limited = [part.environment for part in parts.values()]
         self.max_open = min(each.max_open for each in limited if isinstance(each, LimitsSessions))
 
+    def without_scores(self) -> MixtureWithSessions:
+        """The same environments, whose episodes graders score."""
+        return MixtureWithSessions(
+            {name: replace(part, environment=without_scores(part.environment)) for name, part in self._parts.items()}
+        )
+
     async def open(self, task: Task, seed: int) -> Session:
         part, own = dealt(task, self._parts)
         return await open_session(part.environment, own, seed)
+
+
+def without_scores(environment: Environment) -> Environment:
+    """The same environment, whose episodes graders score, if its sessions would."""
+    if isinstance(environment, MixtureWithSessions):
+        return environment.without_scores()
+    return environment.without_scores() if isinstance(environment, LimitedSessions) else environment
 
 
 def mixture_of(parts: Mapping[str, Part]) -> Mixture:

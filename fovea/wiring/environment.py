@@ -57,7 +57,7 @@ from fovea.environments.graders.opinions import (
     WithSecondOpinion,
 )
 from fovea.environments.graders.reward_model import RewardScorer
-from fovea.environments.mixture import Part, errors_of_part, mixture_of
+from fovea.environments.mixture import Part, errors_of_part, mixture_of, without_scores
 from fovea.environments.pages.environment import Pages
 from fovea.environments.sessions import SETTINGS, EnvironmentWithSessions, LimitedSessions
 from fovea.environments.shapes.environment import Shapes, ShapesZoom
@@ -158,7 +158,11 @@ def make_environment(
         made = object_environment(config, given, type(given).__name__)
     if config.reward is not None:
         # an environment's stages belong to its own graders
-        made = replace(made, grading=reward_grading(config, config.reward, rewards), stages=Stages(), parts={})
+        made = GradedEnvironment(
+            environment=without_scores(made.environment),
+            grading=reward_grading(config, config.reward, rewards),
+            tools=made.tools,
+        )
     return replace(made, grading=with_opinions(config, made.grading), tools=made.tools or make_tools(config, tools))
 
 

@@ -74,7 +74,8 @@ def with_tools(
     # an environment that brings tools counts turns with calls itself
     further = settings.max_tool_turns if tools else 0
     calling = WithTools(inside, use, tools, max_turns=inside.max_turns + further)
-    return LimitedSessions(calling, settings.session, type(inside).__name__)
+    asks_score = not isinstance(environment, LimitedSessions) or environment.asks_score
+    return LimitedSessions(calling, settings.session, type(inside).__name__, asks_score=asks_score)
 
 
 def frame_of(renderer: Renderer) -> Frame:
