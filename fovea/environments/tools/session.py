@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fovea.environments.base import Environment, OpensSessions, ScoresEpisode, Session, Split, UsesTools
+from fovea.environments.base import Environment, OpensSessions, Session, Split, UsesTools
+from fovea.environments.sessions import score_of
 from fovea.environments.tools.arguments import check_arguments
 from fovea.environments.tools.base import BadResultError, Frame, Picture, TakesCoordinates, Tool, ToolError
 from fovea.environments.tools.printed import PrintedText
@@ -83,9 +84,7 @@ class WithTools(Environment):
         return [self._rewritten(text, tools, pictures) for text in self._environment.demonstration(task)]
 
     async def open(self, task: Task, seed: int) -> Session:
-        inner = await self._inner(task, seed)
-        calls = ToolCalls(task, self.tools(task), self._use)
-        return ScoredToolSession(inner, calls, inner) if isinstance(inner, ScoresEpisode) else ToolSession(inner, calls)
+        return ToolSession(await self._inner(task, seed), ToolCalls(task, self.tools(task), self._use))
 
     async def _inner(self, task: Task, seed: int) -> Session:
         if isinstance(self._environment, OpensSessions):
@@ -208,13 +207,5 @@ class ToolSession:
     async def close(self) -> None:
         await self._inner.close()
 
-
-class ScoredToolSession(ToolSession):
-    """A ToolSession whose environment's session scores the episode."""
-
-    def __init__(self, inner: Session, calls: ToolCalls, scores: ScoresEpisode) -> None:
-        super().__init__(inner, calls)
-        self._scores = scores
-
-    async def score(self, turns: Sequence[Turn]) -> Score:
-        return await self._scores.score(turns)
+    async def score(self, turns: Sequence[Turn]) -> Score | None:
+        return await score_of(self._inner, turns)
