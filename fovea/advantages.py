@@ -34,7 +34,7 @@ from fovea.samples import replace_samples
 from fovea.types import Batch, Metrics, Sample
 
 GROUP_ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
-"""Estimators with a group baseline by `algorithm.advantage.name`: [P, G] rewards to [P, G] advantages."""
+"""Estimators with a group baseline by `algorithm.advantage.name`: [P, G] rewards to [P, G] advantages, by row."""
 
 
 def with_advantages(batch: Batch, settings: Algorithm, kl_coef: float) -> tuple[Batch, Metrics]:
@@ -51,14 +51,11 @@ def with_advantages(batch: Batch, settings: Algorithm, kl_coef: float) -> tuple[
         case Gae() as advantage:
             batch, metrics = _by_values(batch, penalties, advantage, settings.turn_discount)
         case ReinforcePlusPlusBaseline():
-            lengths_PG = torch.tensor([int(sample.mask_T.sum()) for sample in batch.samples]).view(
-                len(batch.groups), -1
-            )
-            batch, metrics = _by_groups(batch, penalties, lambda x: reinforce_plus_plus_baseline(x, lengths_PG)), {}
+            batch, metrics = _by_groups(batch, penalties, partial(_whitened, batch)), {}
         case ReinforcePlusPlus():
             batch, metrics = _by_actions(batch, penalties, settings.turn_discount), {}
         case Grpo() | DrGrpo() | Rloo() as advantage:
-            batch, metrics = _by_groups(batch, penalties, GROUP_ESTIMATORS[advantage.name]), {}
+            batch, metrics = _by_groups(batch, penalties, partial(_each, GROUP_ESTIMATORS[advantage.name])), {}
     return batch, metrics | _statistics(batch) | _kl_metrics(batch, penalties, settings, kl_coef)
 
 
@@ -79,18 +76,40 @@ def _kl_to_reference(sample: Sample, settings: KlInReward) -> NDArray[np.float32
 
 
 def _by_groups(
-    batch: Batch, penalties: Sequence[NDArray[np.float32]], advantages_of: Callable[[Tensor], Tensor]
+    batch: Batch, penalties: Sequence[NDArray[np.float32]], advantages_of: Callable[[Sequence[Tensor]], Tensor]
 ) -> Batch:
-    """Group-baseline advantages: one value per completion, repeated for its tokens."""
+    """Group-baseline advantages: one value per completion, repeated for its tokens.
+
+    `advantages_of` makes advantages [B] of the rewards [G] of each group.
+    """
     # the penalty is part of the reward before the baseline is taken, so that the baseline cancels the group's mean KL
     rewards = [sample.reward - float(kl_T.sum()) for sample, kl_T in zip(batch.samples, penalties, strict=True)]
-    advantages_B = advantages_of(torch.tensor(rewards).view(len(batch.groups), -1)).flatten().tolist()
-    values = iter(advantages_B)
+    values = iter(advantages_of(torch.tensor(rewards).split(_sizes(batch))).tolist())
 
     def change(sample: Sample) -> Sample:
         return replace(sample, advantages_T=np.where(sample.mask_T, np.float32(next(values)), np.float32(0)))
 
     return replace_samples(batch, change)
+
+
+def _each(estimator: Callable[[Tensor], Tensor], rewards: Sequence[Tensor]) -> Tensor:
+    """The estimator's advantages [B], group by group: groups differ in size where sessions have failed."""
+    return torch.cat([estimator(rewards_G[None])[0] for rewards_G in rewards])
+
+
+def _whitened(batch: Batch, rewards: Sequence[Tensor]) -> Tensor:
+    """Advantages [B] of reinforce++_baseline."""
+    lengths = torch.tensor([int(sample.mask_T.sum()) for sample in batch.samples]).split(_sizes(batch))
+    most = max(map(len, rewards))
+    # a smaller group is filled up with episodes of its mean reward and no tokens, which change no other advantage
+    rewards_PG = torch.stack([torch.cat([x_G, x_G.mean().expand(most - len(x_G))]) for x_G in rewards])
+    lengths_PG = torch.stack([torch.nn.functional.pad(x_G, (0, most - len(x_G))) for x_G in lengths])
+    advantages_PG = reinforce_plus_plus_baseline(rewards_PG, lengths_PG)
+    return torch.cat([row_G[: len(x_G)] for row_G, x_G in zip(advantages_PG, rewards, strict=True)])
+
+
+def _sizes(batch: Batch) -> list[int]:
+    return [len(group.samples) for group in batch.groups]
 
 
 def _by_actions(batch: Batch, penalties: Sequence[NDArray[np.float32]], turn_discount: float) -> Batch:

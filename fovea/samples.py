@@ -48,16 +48,17 @@ def make_batch(
         sample_group(group, penalty_G, weight_G, settings.turn_discount)
         for group, penalty_G, weight_G in zip(groups, penalties, weights, strict=True)
     ]
-    rewards_PG = torch.tensor([[sample.reward for sample in group.samples] for group in samples])
-    signal_P = has_signal(rewards_PG)
-    kept = _kept(rewards_PG, signal_P, settings)
+    # groups differ in size where sessions have failed
+    rewards = [[sample.reward for sample in group.samples] for group in samples]
+    signal_P = [_differs(rewards_G) for rewards_G in rewards]
+    kept = _kept(rewards, signal_P, settings)
     left_out = [samples[index] for index in sorted(set(range(len(groups))) - set(kept))]
     batch = Batch(groups=tuple(samples[index] for index in kept), left_out=(*left_out, *no_weights))
     if settings.old_logprobs == "engine":
         batch = with_old_logprobs(batch, [sample.rollout_logprobs_T for sample in batch.samples])
-    with_signal = float(signal_P.sum())
+    with_signal = float(sum(signal_P))
     counts = dict(zip(COUNTS, (with_signal, len(groups) - with_signal, len(groups) - len(kept)), strict=True))
-    if rewards_PG.shape[1] == 1:
+    if _all_single(rewards):
         # "signal" compares episodes of one group; there is none in groups of one
         counts = {}
     if settings.overlong is not None:
@@ -90,17 +91,27 @@ def _weights(groups: Sequence[Group], settings: Algorithm, max_new_tokens: int) 
     return [[next(weight) for _ in group.episodes] for group in groups]
 
 
-def _kept(rewards_PG: torch.Tensor, signal_P: torch.Tensor, settings: Algorithm) -> list[int]:
+def _kept(rewards: Sequence[Sequence[float]], signal_P: Sequence[bool], settings: Algorithm) -> list[int]:
     """Indices of the groups to train on: those with signal, and up to `max_groups_without_signal` of the others."""
     # equal rewards still have a gradient where the baseline is not the group's mean (whitening over the batch, a value
     # function, groups of one) and where a KL term acts on every token
-    if rewards_PG.shape[1] == 1 or settings.advantage.name in WHITENED or settings.kl:
-        return list(range(len(rewards_PG)))
-    silent = (~signal_P).nonzero()[:, 0]
-    worst_first = silent[rewards_PG[silent].mean(1).sort(stable=True).indices].tolist()
+    if _all_single(rewards) or settings.advantage.name in WHITENED or settings.kl:
+        return list(range(len(rewards)))
+    silent = [index for index, differs in enumerate(signal_P) if not differs]
+    worst_first = sorted(silent, key=lambda index: torch.tensor(rewards[index]).mean().item())
     # Groups without signal train only for the entropy bonus. Lowest rewards first: groups that fail need exploration
     # more than those that succeed. Sorted back into step order, so that every minibatch has its share of both.
-    return sorted([*signal_P.nonzero()[:, 0].tolist(), *worst_first[: settings.max_groups_without_signal]])
+    wanted = [*(set(range(len(rewards))) - set(silent)), *worst_first[: settings.max_groups_without_signal]]
+    return sorted(wanted)
+
+
+def _all_single(groups: Sequence[Sequence[object]]) -> bool:
+    """True in a run with one episode per prompt."""
+    return max(map(len, groups)) == 1
+
+
+def _differs(rewards_G: Sequence[float]) -> bool:
+    return bool(has_signal(torch.tensor([rewards_G])))
 
 
 def sample_group(
@@ -209,8 +220,9 @@ def episode_metrics(groups: Sequence[Group]) -> Metrics:
         "response_tokens_max": float(max(lengths)),
         "truncated_frac": _mean([episode.was_truncated for episode in episodes]),
     }
-    if len(groups[0].episodes) > 1:
-        metrics["groups/without_signal_frac"] = _mean([not _differs(group) for group in groups])
+    rewards = [[episode.score.reward for episode in group.episodes] for group in groups]
+    if not _all_single(rewards):
+        metrics["groups/without_signal_frac"] = _mean([not _differs(rewards_G) for rewards_G in rewards])
     for name in sorted({name for episode in episodes for name in episode.score.parts}):
         metrics[f"reward/{name}"] = _mean(
             [episode.score.parts[name] for episode in episodes if name in episode.score.parts]
@@ -231,10 +243,6 @@ def staleness(groups: Sequence[Group], version: int) -> Metrics:
     turns = [turn for group in groups for episode in group.episodes for turn in episode.tokens]
     steps = [version - turn.completion.version for turn in turns]
     return {"staleness/mean": _mean(steps), "staleness/max": float(max(steps))}
-
-
-def _differs(group: Group) -> bool:
-    return bool(has_signal(torch.tensor([[episode.score.reward for episode in group.episodes]])))
 
 
 def _image_metrics(episodes: Sequence[Episode], end: str) -> Metrics:

@@ -48,6 +48,24 @@ def test_of_groups_every_token_has_the_same() -> None:
     assert advantages(TWO_GROUPS, name="dr_grpo") == [[0.5, 0.5], [-0.5, -0.5, -0.5], [0, 0], [0, 0]]
 
 
+SMALLER = batch((sample(1.0), sample(0.0), sample(0.5)), (sample(1.0), sample(0.0, 3)))
+"""A group of three, and one of which a session has failed."""
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo"])
+def test_a_group_of_which_a_session_failed_is_compared_with_itself(name: str) -> None:
+    alone = [advantages(Batch(groups=(group,)), advantage=name) for group in SMALLER.groups]
+    assert advantages(SMALLER, advantage=name) == [values for each in alone for values in each]
+
+
+def test_a_smaller_group_in_a_whole_step_less_the_groups_mean() -> None:
+    """Two tokens each of .5, -.5, 0 and .5, three of -.5: mean -.5/11, squares 9/4 - 1/44 = 98/44, over 10."""
+    mean, by = -0.5 / 11, 1 / math.sqrt(98 / 44 / 10)
+    expected = [(value - mean) * by for value in (0.5, -0.5, 0.0, 0.5, -0.5)]
+    found = advantages(SMALLER, advantage="reinforce++_baseline")
+    assert [values[0] for values in found] == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.parametrize(("advantage", "equal_group"), [("reinforce++", 2), ("reinforce++_baseline", 3)])
 def test_of_the_whole_step(advantage: str, equal_group: int) -> None:
     """Two tokens of 1, three of 0 and four of 0.5: mean 4/9, squares 2 (5/9)^2 + 3 (4/9)^2 + 4 (1/18)^2 = 99/81,

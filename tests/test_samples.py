@@ -107,6 +107,15 @@ def test_the_share_without_signal_is_of_all_that_was_drawn_and_needs_two_answers
     assert make_batch(single, Algorithm(), max_new_tokens=10)[1] == {}, "one answer differs from nothing"
 
 
+def test_a_group_of_which_sessions_failed_is_one_of_the_step() -> None:
+    """The first group has shrunk to one episode, and the second to two."""
+    smaller = [group(1), group(0, 1), group(0, 0, 0, 1), group(1, 1, 1, 1)]
+    batch, counts = make_batch(smaller, Algorithm(max_groups_without_signal=0), max_new_tokens=10)
+    assert [len(each.samples) for each in batch.groups] == [2, 4]
+    assert counts == {"groups/with_signal": 2, "groups/without_signal": 2, "groups/skipped": 2}
+    assert episode_metrics(smaller)["groups/without_signal_frac"] == 1 / 2
+
+
 def in_turns(*rewards: float, penalised_tokens: int = 2, end: EpisodeEnd = "done") -> Episode:
     """An episode with a turn for each reward; every turn but the first answers an observation of 3 tokens."""
     one = episode(sum(rewards), penalised_tokens, "all")

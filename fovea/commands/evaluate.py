@@ -39,7 +39,7 @@ from fovea.errors import ConfigError, DataError
 from fovea.evaluation.baselines import baseline_answers, majority_answers
 from fovea.evaluation.chat_server import ChatModel, EmptyPrompts
 from fovea.evaluation.comparison import EvalResults, EvalRow, TargetAnswers, TargetMetrics, target_metrics
-from fovea.evaluation.controls import image_controls, usable_tasks
+from fovea.evaluation.controls import image_controls, pictured_tasks
 from fovea.evaluation.evaluator import AnsweredRow, AnswersRows, image_type_of
 from fovea.evaluation.json_file import write_json
 from fovea.models.processor import describe_banned
@@ -357,7 +357,7 @@ async def _controls(
     evaluator: AnswersRows, source: PromptSource, eval_set: EvalSet, say: Say, unscored: list[str]
 ) -> tuple[dict[str, AnsweredRow], dict[str, AnsweredRow]]:
     """Greedy answers with shuffled images and with blank ones (image ablation); empty where no row has an image."""
-    tasks = [task for task in usable_tasks(source, eval_set.size) if task.images]
+    tasks = pictured_tasks(source, eval_set.size, say)
     if not tasks:
         return {}, {}
     say(f"{len(tasks)} rows with shuffled images, and with blank ones")

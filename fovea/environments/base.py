@@ -40,8 +40,8 @@ class Session(Protocol):
 class ScoresEpisode(Protocol):
     """A session that scores its episode, instead of the environment's graders."""
 
-    async def score(self, turns: Sequence[Turn]) -> Score:
-        """The score of the episode; called once, after the last turn and before `close`."""
+    async def score(self, turns: Sequence[Turn]) -> Score | None:
+        """The score of the episode, None for that of graders; called once, after the last turn and before `close`."""
         ...
 
 

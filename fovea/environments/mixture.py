@@ -8,15 +8,16 @@ number of its rows: `MixedTasks.shares` gives the weights by which `data.order.O
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from fovea.data.order import LazyTasks, RowPlace, kinds_of, place_of
 from fovea.environments.answer_end import declared_end
-from fovea.environments.base import Environment, LimitsSessions, OpensSessions, Session, Split
+from fovea.environments.base import Environment, LimitsSessions, OpensSessions, Session, Split, UsesTools
 from fovea.environments.graders.grading import Grading
-from fovea.environments.sessions import open_session
+from fovea.environments.sessions import LimitedSessions, open_session
+from fovea.environments.tools.base import Tool
 from fovea.errors import ConfigError, DataError
 from fovea.types import Message, Score, Task, Turn
 
@@ -32,6 +33,8 @@ class Part:
     grading: Grading
     share: float
     """How often its rows are drawn, relative to the shares of the other parts."""
+    tools: Sequence[Tool] = ()
+    """Tools that its model may call beside those of the environment (`wiring.tools.with_tools`)."""
 
 
 class Mixture(Environment):
@@ -43,6 +46,8 @@ class Mixture(Environment):
         first, *others = [declared_end(part.environment) for part in parts.values()]
         self.answer_end = first if all(end == first for end in others) else None
         self.graders = (MixtureGrader(parts),)
+        if any(part.tools or isinstance(part.environment, UsesTools) for part in parts.values()):
+            self.tools = self._tools_of
 
     def tasks(self, split: Split) -> Sequence[Task]:
         tasks: dict[str, Sequence[Task]] = {}
@@ -54,6 +59,11 @@ class Mixture(Environment):
     def prompt(self, task: Task) -> Sequence[Message]:
         part, own = part_and_task(task, self._parts)
         return part.environment.prompt(own)
+
+    def _tools_of(self, task: Task) -> Sequence[Tool]:
+        """The tools of the part that a task belongs to."""
+        part, own = dealt(task, self._parts)
+        return part.environment.tools(own) if isinstance(part.environment, UsesTools) else ()
 
     def turns_of(self, task: Task) -> int:
         """The most turns of an episode of the part that a task belongs to."""
@@ -72,6 +82,10 @@ class Mixture(Environment):
         part, own = part_and_task(task, self._parts)
         return part.environment.demonstration(own)
 
+    def changed(self, change: Callable[[str, Part], Environment]) -> Mixture:
+        """The mixture with each part's environment as `change` makes it of the part's name and the part."""
+        return mixture_of({name: replace(part, environment=change(name, part)) for name, part in self._parts.items()})
+
 
 class MixtureWithSessions(Mixture):
     """A mixture of which some parts have sessions; the smallest limit of open sessions among them holds for all."""
@@ -84,6 +98,13 @@ class MixtureWithSessions(Mixture):
     async def open(self, task: Task, seed: int) -> Session:
         part, own = part_and_task(task, self._parts)
         return await open_session(part.environment, own, seed)
+
+
+def without_scores(environment: Environment) -> Environment:
+    """The same environment, whose episodes graders score, if its sessions would."""
+    if isinstance(environment, Mixture):
+        return environment.changed(lambda _, part: without_scores(part.environment))
+    return environment.without_scores() if isinstance(environment, LimitedSessions) else environment
 
 
 def mixture_of(parts: Mapping[str, Part]) -> Mixture:

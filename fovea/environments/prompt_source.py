@@ -76,6 +76,11 @@ class PromptSource:
     def __len__(self) -> int:
         return len(self.tasks)
 
+    @property
+    def has_replies(self) -> bool:
+        """True if an episode may have replies of the environment."""
+        return self._environment.max_turns > 1
+
     def render_ahead(self, num_threads: int) -> None:
         """From now on, after every `take`, render as many rows after it on so many threads; 0: on none."""
         self._ahead = Prefetch(num_threads, "prompts") if num_threads else None

@@ -118,8 +118,11 @@ async def called(threads: CallThreads, function: Callable[..., Any], *arguments:
 class LimitedSessions(Environment):
     """An environment with sessions, whose calls have the limits of `environment.session`."""
 
-    def __init__(self, environment: EnvironmentWithSessions, limits: SessionLimits, name: str) -> None:
-        """`name` is what messages call the environment."""
+    def __init__(
+        self, environment: EnvironmentWithSessions, limits: SessionLimits, name: str, *, asks_score: bool = True
+    ) -> None:
+        """`name` is what messages call the environment; without `asks_score` graders score its episodes."""
+        self.asks_score = asks_score
         self._environment = environment
         self._limits = limits
         self._name = name
@@ -146,6 +149,10 @@ class LimitedSessions(Environment):
         """The environment without limits."""
         return self._environment
 
+    def without_scores(self) -> LimitedSessions:
+        """The same environment, whose episodes graders score."""
+        return LimitedSessions(self._environment, self._limits, self._name, asks_score=False)
+
     def tasks(self, split: Split) -> Sequence[Task]:
         return self._environment.tasks(split)
 
@@ -163,7 +170,7 @@ class LimitedSessions(Environment):
 
     async def open(self, task: Task, seed: int) -> LimitedSession:
         """Begin an episode; FailedEpisodeError or, with `on_failure=stop`, SessionError where the session fails."""
-        session = LimitedSession(self._calls, self._limits, f"{task.id}: {self._name}")
+        session = LimitedSession(self._calls, self._limits, f"{task.id}: {self._name}", asks_score=self.asks_score)
         try:
             await session.begin(partial(self._environment.open, task, seed))
         except BaseException:
@@ -175,7 +182,8 @@ class LimitedSessions(Environment):
 class LimitedSession:
     """A session of which every call has a deadline, and whose failures are those that the settings tolerate."""
 
-    def __init__(self, calls: LimitedCalls, limits: SessionLimits, name: str) -> None:
+    def __init__(self, calls: LimitedCalls, limits: SessionLimits, name: str, *, asks_score: bool) -> None:
+        self._asks_score = asks_score
         self._calls = calls
         self._limits = limits
         self._name = name
@@ -207,7 +215,7 @@ class LimitedSession:
     async def own_score(self, turns: Sequence[Turn]) -> Score | None:
         """The score that the session gives its episode; None where it gives none."""
         session = self._session
-        if not isinstance(session, ScoresEpisode):
+        if not self._asks_score or not isinstance(session, ScoresEpisode):
             return None
         return await self._limited("score", lambda: session.score(turns), (TryAgainError,))
 

@@ -18,12 +18,25 @@ from fovea.environments.prompt_source import PromptSource
 from fovea.types import ImageRef, Message, Task
 
 GREY = 128
+Say = Callable[[str], None]
 
 
 def usable_tasks(source: PromptSource, size: int) -> list[Task]:
     """Tasks of the first `size` rows, bad rows left out."""
     rows = (source.get(index) for index in range(size))
     return [row.task for row in rows if row is not None]
+
+
+def pictured_tasks(source: PromptSource, size: int, say: Say) -> list[Task]:
+    """Those with images; `say` gets a line about others whose replies may show pictures, which no control changes."""
+    tasks = usable_tasks(source, size)
+    found = [task for task in tasks if task.images]
+    if source.has_replies and len(found) < len(tasks):
+        say(
+            f"image controls: {len(tasks) - len(found)} of {len(tasks)} rows are left out, since their tasks have no "
+            "`images`; pictures of their replies are not exchanged"
+        )
+    return found
 
 
 def image_controls(
@@ -113,7 +126,6 @@ def _pixels(image: Image.Image) -> NDArray[np.uint8]:
 
 PixelHash = Callable[[ImageRef], bytes]
 """A function from an image to a hash of its size and pixels; DataError where it cannot be opened."""
-Say = Callable[[str], None]
 MAX_SAMPLE_SECONDS = 300.0
 """Time for the sample of one split: images that are slow to come cut the sample short, and its share is printed."""
 _SAY_EVERY_ROWS = 16

@@ -122,10 +122,12 @@ async def _answered(grading: Grading, item: PromptedTask, firsts: Sequence[Turn]
 
 
 def _group_of(item: PromptedTask, found: Sequence[Episode | FailedEpisodeError]) -> Group:
-    """The group of the episodes that did not fail; UnscoredError where none is left."""
+    """The group of the episodes that did not fail; UnscoredError where too few are left to compare."""
     episodes = tuple(each for each in found if isinstance(each, Episode))
-    if not episodes:
-        raise UnscoredError(f"all {len(found)} episodes failed; the last: {found[-1]}")
+    if len(episodes) < min(len(found), 2):
+        failed = [each for each in found if not isinstance(each, Episode)]
+        how_many = f"all {len(found)}" if not episodes else f"all but one of {len(found)}"
+        raise UnscoredError(f"{how_many} episodes failed; the last: {failed[-1]}")
     return Group(prompt=item.prompt, episodes=episodes)
 
 

@@ -155,6 +155,6 @@ async def _score(grading: Grading, task: Task, conversation: Conversation) -> Sc
             raise failure
         return Score(reward=failure.reward, accuracy=0.0)
     if conversation.score is not None:
-        return grading.checked(task, conversation.turns, conversation.score)
+        grading = grading.beside(conversation.score)
     (score,) = await grading.scores(task, [conversation.turns])
     return score

@@ -13,7 +13,7 @@ from fovea.evaluation.controls import (
     SharedImages,
     find_shared_images,
     image_controls,
-    usable_tasks,
+    pictured_tasks,
 )
 from fovea.evaluation.evaluator import AnsweredRow
 from fovea.evaluation.json_file import write_answers
@@ -33,7 +33,7 @@ async def evaluate_test(run: Run, when: str, step: int) -> Evaluation:
 async def evaluate_controls(run: Run) -> tuple[Evaluation | None, Evaluation | None]:
     """Image ablations: evaluate on test rows with shuffled and with blank images; None where no row has an image."""
     source, size = run.sources.test, run.config.evaluate.test_size
-    tasks = [task for task in usable_tasks(source, min(size or len(source), len(source))) if task.images]
+    tasks = pictured_tasks(source, min(size or len(source), len(source)), run.progress.print)
     controls = image_controls(source, tasks, run.open_image)
     shuffled, blank = [await run.evaluator.evaluate(each) if len(each) else None for each in controls]
     return shuffled, blank

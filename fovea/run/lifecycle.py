@@ -30,7 +30,13 @@ from fovea.run.held_out import evaluate_controls, evaluate_test, read_dev, sampl
 from fovea.run.microbatches import MicrobatchTokens, leaving_limit, left_limit, limit_of
 from fovea.run.parity import check_push, pass_parity_gate, read_parity
 from fovea.run.parity_reading import ParityReading
-from fovea.run.rollout_step import cut_unscored, unscored_bytes, unscored_hint
+from fovea.run.rollout_step import (
+    UNSCORED_FILE,
+    cut_unscored,
+    record_unscored_answer,
+    unscored_bytes,
+    unscored_hint,
+)
 from fovea.run.run_dir import link_latest
 from fovea.run.signals import Stop, ending_signals, too_few_rows
 from fovea.run.state import TrainState, position_of, restore_position
@@ -177,8 +183,16 @@ async def _warmed_up(run: Run, state: TrainState) -> TrainState:
         await run.engine.sleep()
         return reading
 
+    failed = list[str]()
+
+    def note_failed(reason: str) -> None:
+        failed.append(reason)
+        record_unscored_answer(run.folder, run.progress.warn, reason)
+
     await run.engine.sleep()
-    await warm_up(run.warmup, run.policy, read_dev_of_warmup, run.progress.stage)
+    await warm_up(run.warmup, run.policy, read_dev_of_warmup, run.progress.stage, note_failed)
+    if failed:
+        run.progress.warn(f"warm-up: {len(failed)} demonstrations failed and were left out; see {UNSCORED_FILE}")
     seconds = perf_counter() - started
     await run.policy.snapshot_reference()
     await check_push(run, await _wake_with_weights(run))

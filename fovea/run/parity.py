@@ -22,9 +22,9 @@ from rich.table import Table
 from rich.text import Text
 
 from fovea.environments.prompt_source import PromptedTask
-from fovea.errors import ParityError
+from fovea.errors import ParityError, SessionError
 from fovea.rollout.collect import EngineSpeaker, first_turns, request_seed, session_seed
-from fovea.rollout.conversation import Conversations
+from fovea.rollout.conversation import Conversations, SessionLog
 from fovea.run.context import Run
 from fovea.run.parity_faults import (
     Array,
@@ -71,6 +71,8 @@ PUSH_PROMPTS = 4
 """Prompts that are compared after a push: two rows, with and without their images."""
 GROSS_FACTOR = 5
 """Multiple of the limit that two sound computations by the same weights do not reach."""
+MAX_NAMED = 3
+"""Failed sessions whose reasons are printed."""
 MIN_SAMPLES = 16
 """Completions of a step that are compared under faults: with a token each, enough for the sign test."""
 
@@ -90,11 +92,25 @@ async def read_parity(run: Run, version: int) -> ParityReading:
         max_seconds=MAX_SEARCH_SECONDS,
         say=run.progress.stage,
     )
-    groups = await _draw(run, prompts, version, as_for_update=True)
+    sessions = SessionLog()
+    groups = await _draw(run, prompts, version, as_for_update=True, sessions=sessions)
+    _say_failures(run, sessions)
     reading, sound = await _beside_faults(run, groups)
     run.taken_push.prompts = prompts[:PUSH_PROMPTS]
     run.taken_push.remember(version, groups[:PUSH_PROMPTS], sound[:PUSH_PROMPTS])
     return reading
+
+
+def _say_failures(run: Run, sessions: SessionLog) -> None:
+    """Print how many sessions of the gate failed, and why; SessionError where all did."""
+    failures = sessions.failures
+    if not failures:
+        return
+    named = "; ".join(map(str, failures[:MAX_NAMED]))
+    text = f"{len(failures)} of {sessions.num_episodes} sessions of the parity gate failed: {named}"
+    if len(failures) == sessions.num_episodes:
+        raise SessionError(f"{text}; correct the environment")
+    run.progress.warn(text)
 
 
 async def _beside_faults(run: Run, groups: Sequence[SampleGroup]) -> tuple[ParityReading, Sequence[Array]]:
@@ -127,7 +143,12 @@ async def read_pushed_parity(run: Run, version: int) -> ParityReading:
 
 
 async def _draw(
-    run: Run, prompts: Sequence[tuple[PromptKind, PromptedTask]], version: int, *, as_for_update: bool
+    run: Run,
+    prompts: Sequence[tuple[PromptKind, PromptedTask]],
+    version: int,
+    *,
+    as_for_update: bool,
+    sessions: SessionLog | None = None,
 ) -> list[SampleGroup]:
     """Sample completions of all prompts concurrently, as in a rollout; those with images to the end of their episodes.
 
@@ -136,7 +157,7 @@ async def _draw(
     several_turns = run.environment.max_turns > 1
     talking = [index for index, (kind, _) in enumerate(prompts) if kind == "with images"]
     places = [(index, number) for index in talking for number in range(SAMPLES_PER_PROMPT)]
-    talks = Conversations.of(run.environment, places, engine=run.engine)
+    talks = Conversations.of(run.environment, places, engine=run.engine, log=sessions)
 
     async def one(index: int, kind: PromptKind, prompted: PromptedTask) -> SampleGroup:
         request = Request(

@@ -11,7 +11,8 @@ from fovea.config import sections as config
 from fovea.data.order import Order
 from fovea.environments.base import Environment, Session
 from fovea.environments.prompt_source import PromptedTask, PromptSource
-from fovea.environments.sessions import open_session, turn_limit
+from fovea.environments.sessions import open_session, turn_limit, unreadable
+from fovea.errors import DataError, FailedEpisodeError, TrainError
 from fovea.rollout.collect import extended
 from fovea.train.base import Policy, SftExample
 from fovea.types import Evaluation, Prompt, Turn
@@ -33,12 +34,19 @@ class WarmupStage:
 
 
 async def warm_up(
-    stage: WarmupStage, policy: Policy, read_dev: Callable[[], Awaitable[Evaluation]], report: Callable[[str], None]
+    stage: WarmupStage,
+    policy: Policy,
+    read_dev: Callable[[], Awaitable[Evaluation]],
+    report: Callable[[str], None],
+    note_failed: Callable[[str], None],
 ) -> int:
-    """Train until the stop rule holds, or for `max_steps`; returns the steps taken."""
+    """Train until the stop rule holds, or for `max_steps`; returns the steps taken.
+
+    `note_failed` gets the reason for each demonstration that was left out because its session failed.
+    """
     settings = stage.settings
     for step in range(1, settings.max_steps + 1):
-        metrics = await policy.sft(await _next_pairs(stage))
+        metrics = await policy.sft(await _next_pairs(stage, note_failed))
         if step % settings.check_every_steps == 0:
             dev = await read_dev()
             report(f"warm-up {step}/{settings.max_steps}  loss {metrics['loss']:.2f}  dev accuracy {dev.accuracy:.2f}")
@@ -55,9 +63,21 @@ def enough(dev: Evaluation, settings: config.Warmup) -> bool:
     )
 
 
-async def _next_pairs(stage: WarmupStage) -> list[SftExample]:
+async def _next_pairs(stage: WarmupStage, note_failed: Callable[[str], None]) -> list[SftExample]:
     rows = stage.source.take(stage.order, stage.settings.batch_size)
-    return [pair for row in rows for pair in await _pairs_of(stage, row)]
+    pairs, failed = list[SftExample](), list[str]()
+    for row in rows:
+        try:
+            pairs += await _pairs_of(stage, row)
+        except FailedEpisodeError as error:
+            failed.append(f"a demonstration: {error}")
+            note_failed(failed[-1])
+    if failed and not pairs:
+        raise TrainError(
+            f"all {len(failed)} demonstrations of a step of the warm-up failed; the last: {failed[-1]}; correct the "
+            "environment, or set warmup=null"
+        )
+    return pairs
 
 
 async def _pairs_of(stage: WarmupStage, row: PromptedTask) -> list[SftExample]:
@@ -85,7 +105,10 @@ async def _demonstrated(
         if messages is None:
             return
         asked = tuple(messages)
-        observation = stage.source.renderer.observation(asked, after=pair.answer_ids[-1], where=_where(row))
+        try:
+            observation = stage.source.renderer.observation(asked, after=pair.answer_ids[-1], where=_where(row))
+        except DataError as error:
+            raise unreadable(session, error) from error
         prompt = extended(prompt, np.asarray(pair.answer_ids, dtype=np.int64), observation)
 
 

@@ -61,7 +61,7 @@ from fovea.environments.graders.opinions import (
     WithSecondOpinion,
 )
 from fovea.environments.graders.reward_model import RewardScorer
-from fovea.environments.mixture import Part, errors_of_part, mixture_of
+from fovea.environments.mixture import Part, errors_of_part, mixture_of, without_scores
 from fovea.environments.pages.environment import Pages
 from fovea.environments.sessions import SETTINGS, EnvironmentWithSessions, LimitedSessions
 from fovea.environments.shapes.environment import Shapes, ShapesZoom
@@ -161,7 +161,11 @@ def make_environment(
         made = object_environment(config, given, type(given).__name__)
     if config.reward is not None:
         # an environment's stages belong to its own graders
-        made = replace(made, grading=reward_grading(config, config.reward, rewards), stages=Stages(), parts={})
+        made = GradedEnvironment(
+            environment=without_scores(made.environment),
+            grading=reward_grading(config, config.reward, rewards),
+            tools=made.tools,
+        )
     return replace(made, grading=with_opinions(config, made.grading), tools=made.tools or make_tools(config, tools))
 
 
@@ -218,7 +222,12 @@ def make_mixture(config: Config, settings: MixtureEnvironment) -> GradedEnvironm
     made = {name: _make_part(config, name, part) for name, part in settings.parts.by_name.items()}
     mixture = mixture_of(
         {
-            name: Part(environment=each.environment, grading=each.grading, share=settings.parts.by_name[name].share)
+            name: Part(
+                environment=each.environment,
+                grading=each.grading,
+                share=settings.parts.by_name[name].share,
+                tools=each.tools,
+            )
             for name, each in made.items()
         }
     )
@@ -231,10 +240,10 @@ def _make_part(config: Config, name: str, part: MixturePart) -> GradedEnvironmen
     own = {"environment": part.environment, "reward": part.reward, "model_reward": None}
     with errors_of_part(name):
         made = make_environment(config.model_copy(update=own))
-    if uses_tools(made.environment, made.tools):
+    if uses_tools(made.environment, made.tools) and (config.environment.tools or config.environment.mcp.by_name):
         raise ConfigError(
-            f"environment.parts.{name} has tools, which episodes of a mixture do not have for single parts; name tools "
-            "for all of them in environment.tools"
+            f"environment.parts.{name} has tools, and the mixture has tools for all parts; name them either for each "
+            "part, or in environment.tools and environment.mcp"
         )
     if made.stages.stages and config.curriculum.enabled:
         raise ConfigError(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from fovea.config.environments import MixtureEnvironment
 from fovea.config.mcp import McpServers
 from fovea.config.run import Config
 from fovea.data.images import ImageOpener
 from fovea.environments.base import Environment, UsesTools
+from fovea.environments.mixture import Mixture, Part
 from fovea.environments.sessions import LimitedSessions
 from fovea.environments.tools.base import THOUSANDTHS, Frame, Tool
 from fovea.environments.tools.loading import load_tools
@@ -63,6 +65,14 @@ def with_tools(
     """
     if not uses_tools(environment, tools):
         return environment
+    if not tools and isinstance(environment, Mixture) and isinstance(config.environment, MixtureEnvironment):
+        parts = config.environment.parts.by_name
+
+        def of_part(name: str, part: Part) -> Environment:
+            own = config.model_copy(update={"environment": parts[name].environment})
+            return with_tools(own, part.environment, part.tools, processor, renderer, opener, warn)
+
+        return environment.changed(of_part)
     use = ToolUse(
         format=format_of(processor.chat_template, processor.name),
         frame=frame_of(renderer),
@@ -74,7 +84,8 @@ def with_tools(
     # an environment that brings tools counts turns with calls itself
     further = settings.max_tool_turns if tools else 0
     calling = WithTools(inside, use, tools, max_turns=inside.max_turns + further)
-    return LimitedSessions(calling, settings.session, type(inside).__name__)
+    asks_score = not isinstance(environment, LimitedSessions) or environment.asks_score
+    return LimitedSessions(calling, settings.session, type(inside).__name__, asks_score=asks_score)
 
 
 def frame_of(renderer: Renderer) -> Frame:

@@ -21,7 +21,13 @@ from fovea.environments.games.frozen_lake import FrozenLake
 from fovea.environments.graders.grading import Grading
 from fovea.environments.prompt_source import PromptSource
 from fovea.environments.shapes.environment import Shapes
-from fovea.evaluation.controls import image_controls, usable_tasks, with_blank_images, with_shuffled_images
+from fovea.evaluation.controls import (
+    image_controls,
+    pictured_tasks,
+    usable_tasks,
+    with_blank_images,
+    with_shuffled_images,
+)
 from fovea.evaluation.evaluator import Evaluator
 from fovea.models.render import Renderer
 from fovea.types import Completion, ImageRef, Message, Request, Sampling, Task
@@ -90,6 +96,20 @@ def test_rows_that_cannot_be_read_are_left_out_of_controls() -> None:
     test = source_of(tasks, renderer)
     assert usable_tasks(test, 2) == tasks[:1]
     assert list(test.bad_rows) == [1]
+
+
+def test_rows_whose_replies_alone_may_have_pictures_are_counted() -> None:
+    parts, said = tiny("qwen3_vl"), list[str]()
+    settings = FrozenLakeEnvironment(side=3, moves=(2, 4), frozen_share=0.7, max_turns=6, test_size=4)
+    environment = BoardGame(settings, seed=0)
+    first, *others = environment.tasks("test")
+    tasks = [first, *(replace(task, images=()) for task in others)]
+    source = PromptSource(
+        tasks, environment, renderer(parts), max_prompt_tokens=1000, on_bad_row="error", cache_gib=0.0
+    )
+    assert pictured_tasks(source, 4, said.append) == [first]
+    (line,) = said
+    assert line.startswith("image controls: 3 of 4 rows are left out, since their tasks have no `images`")
 
 
 class BestMoves(BanditEngine):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,10 +76,10 @@ class Rollout:
         return [episode for group in self.groups for episode in group.episodes]
 
 
-def limited(user: object, **session: object) -> GradedEnvironment:
-    """The environment of a user's object in a run with these settings of `environment.session`."""
-    environment = {"name": "shapes", "session": session}
-    return make_environment(Config.model_validate({"model": {"tiny": {}}, "environment": environment}), user)
+def limited(user: object, settings: Mapping[str, object] | None = None, **session: object) -> GradedEnvironment:
+    """The environment of a user's object in a run with these settings, also of `environment.session`."""
+    of_run = {"model": {"tiny": {}}, "environment": {"name": "shapes", "session": session}, **(settings or {})}
+    return make_environment(Config.model_validate(of_run), user)
 
 
 async def drawn(

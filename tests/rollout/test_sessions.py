@@ -199,6 +199,24 @@ def test_a_group_trains_on_its_remaining_episodes() -> None:
     assert not rollout.unscored
 
 
+def test_an_episode_that_is_left_alone_is_left_out() -> None:
+    """It has none to be compared with, and without a baseline its advantage would be its reward."""
+    alone = list[int]()
+
+    async def all_but_one(task: Task, seed: int, turns: Sequence[Turn]) -> Sequence[Message]:
+        if task.id == "train/1" and seed not in alone:
+            if alone:
+                raise KeyError("no such page")
+            alone.append(seed)
+        return MORE
+
+    rollout = rolled_out(limited(Games(all_but_one)), n=3)
+    assert [group.episodes[0].task.id for group in rollout.groups] == ["train/0", "train/2", "train/3"]
+    (reason,) = rollout.unscored
+    assert reason.startswith("all but one of 3 episodes failed; the last: train/1: Games.reply raised KeyError")
+    assert rollout.log.metrics()["episodes/failed"] == 2
+
+
 def test_a_failed_episode_may_have_a_reward() -> None:
     rollout = rolled_out(limited(Games(_raises_for_some), on_failure="reward", failure_reward=-2.0))
     failed = [episode for episode in rollout.episodes if episode.task.id == "train/1"]

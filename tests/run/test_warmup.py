@@ -59,7 +59,7 @@ def test_it_stops_at_the_first_reading_that_is_enough() -> None:
     async def read_dev() -> Evaluation:
         return Evaluation(accuracies={"all": (next(accuracies),)})
 
-    steps = wait_for(warm_up(stage(stop_accuracy=0.5), policy, read_dev, lines.append))
+    steps = wait_for(warm_up(stage(stop_accuracy=0.5), policy, read_dev, lines.append, lines.append))
     assert steps == len(policy.pairs) == 8
     assert {len(batch) for batch in policy.pairs} == {3}
     assert policy.pairs[0][0].answer_ids == (0, 9)
@@ -70,7 +70,7 @@ def test_it_ends_at_max_steps() -> None:
     async def never() -> Evaluation:
         return Evaluation(accuracies={"all": (0.0,)})
 
-    assert wait_for(warm_up(stage(max_steps=10), CountingPolicy(), never, lambda _line: None)) == 10
+    assert wait_for(warm_up(stage(max_steps=10), CountingPolicy(), never, *[lambda _line: None] * 2)) == 10
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -10,7 +10,8 @@ from typing import Protocol
 
 from fovea.environments.graders.base import Grader
 from fovea.environments.graders.limited_calls import LimitedCalls, UnlimitedCalls
-from fovea.errors import DataError, ScoreError
+from fovea.environments.graders.opinions import GivenScore, WithModelReward, WithSecondOpinion
+from fovea.errors import ConfigError, DataError, ScoreError
 from fovea.types import Score, Task, Turn
 
 REWARD_LIMIT = 1e6
@@ -45,6 +46,18 @@ class Grading:
         """The same with the grader of a stage of the curriculum; 0 is the first."""
         return replace(self, graders=(self.graders[stage],)) if len(self.graders) > 1 else self
 
+    def beside(self, score: Score) -> Grading:
+        """The grading of an episode to which its session gave this score, in place of the environment's graders."""
+        grader, given = self.graders[-1], GivenScore(score)
+        if isinstance(grader, WithSecondOpinion):
+            raise ConfigError(
+                "second_opinion overrules the rule of vqa and geo3k, and a session scored its episode; set "
+                "second_opinion=null"
+            )
+        if isinstance(grader, WithModelReward):
+            return replace(self, graders=(replace(grader, own=given),))
+        return Grading(graders=(given,))
+
     def close(self) -> None:
         """Close the clients and stop the thread in which waiting graders are called, those of the parts included."""
         for part in self.parts:
@@ -75,7 +88,7 @@ class Grading:
         return self.checked(task, turns, score)
 
     def checked(self, task: Task, turns: Sequence[Turn], score: Score) -> Score:
-        """A score that a grader or a session gave; DataError for a reward that is not finite or beyond the limit."""
+        """A score; DataError for a reward that is not finite or beyond the limit."""
         if score.turns and len(score.turns) != len(turns):
             raise DataError(
                 f"{task.id}: {len(score.turns)} rewards of turns for an episode of {len(turns)}; give one for each turn"

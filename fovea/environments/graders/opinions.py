@@ -85,6 +85,16 @@ class LimitedGrader:
         return await self.calls.score(self.grader, task, turns)
 
 
+@dataclass(frozen=True, slots=True)
+class GivenScore:
+    """The score that a session gave its episode, as a grader."""
+
+    given: Score
+
+    async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+        return self.given
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WithModelReward:
     """The environment's own reward and models' scores, weighted; the accuracy stays the environment's."""

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fovea.environments.base import BringsTools, Environment, OpensSessions, ScoresEpisode, Session, Split, UsesTools
+from fovea.environments.base import BringsTools, Environment, OpensSessions, Session, Split, UsesTools
+from fovea.environments.sessions import score_of
 from fovea.environments.tools.arguments import check_arguments
 from fovea.environments.tools.base import BadResultError, Frame, Picture, TakesCoordinates, Tool, ToolError
 from fovea.environments.tools.printed import PrintedText
@@ -83,8 +84,7 @@ class WithTools(Environment):
     async def open(self, task: Task, seed: int) -> Session:
         inner = await self._inner(task, seed)
         tools = self._with_further(inner.tools()) if isinstance(inner, BringsTools) else self.tools(task)
-        calls = ToolCalls(task, tools, self._use)
-        return ScoredToolSession(inner, calls, inner) if isinstance(inner, ScoresEpisode) else ToolSession(inner, calls)
+        return ToolSession(inner, ToolCalls(task, tools, self._use))
 
     def _with_further(self, own: Sequence[Tool]) -> Sequence[Tool]:
         frame = self._use.frame
@@ -211,13 +211,5 @@ class ToolSession:
     async def close(self) -> None:
         await self._inner.close()
 
-
-class ScoredToolSession(ToolSession):
-    """A ToolSession whose environment's session scores the episode."""
-
-    def __init__(self, inner: Session, calls: ToolCalls, scores: ScoresEpisode) -> None:
-        super().__init__(inner, calls)
-        self._scores = scores
-
-    async def score(self, turns: Sequence[Turn]) -> Score:
-        return await self._scores.score(turns)
+    async def score(self, turns: Sequence[Turn]) -> Score | None:
+        return await score_of(self._inner, turns)

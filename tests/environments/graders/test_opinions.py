@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from fovea.environments.graders.judge import JudgeClient
 from fovea.environments.graders.reward_model import RewardScorer
 from fovea.errors import ConfigError, ModelError, UnscoredError
 from fovea.models.vision_reward import VisionRewardScorer
-from fovea.types import ImageRef
+from fovea.types import ImageRef, Message, Score, Task, Turn
 from fovea.utils.event_loop import wait_for
 from fovea.wiring.environment import GradedEnvironment, make_environment, reward_scorer
 from tests.chat_server import Endpoint, endpoints, says
@@ -28,6 +28,7 @@ from tests.environments.files import files, row
 from tests.environments.reward_model import save_reward_model
 from tests.grading import score_in_run
 from tests.reference import model_inputs
+from tests.rollout.sessions import Rows, limited, rolled_out
 from tests.tiny_models import renderer, save, tiny, user
 
 ROWS = [row("How many circles?", "3", "red"), row("What colour?", "blue", "blue")]
@@ -99,6 +100,55 @@ def test_it_is_a_part_of_the_reward_of_every_part_of_a_mixture(tmp_path: Path, s
     assert parts["own"] == {"words": 3.0, "judge": 1.0}
     assert parts["scenes"]["judge"] == 1.0
     mixed.grading.close()
+
+
+class Scores:
+    """A session that scores its episode."""
+
+    def reply(self, turns: Sequence[Turn]) -> list[Message]:
+        return [Message(role="user", parts=("go on",))]
+
+    def score(self, turns: Sequence[Turn]) -> Score:
+        return Score(reward=4.0, accuracy=1.0, turns=(1.0, 3.0))
+
+
+class ScoredEpisodes(Rows):
+    def open(self, task: Task, seed: int) -> Scores:
+        return Scores()
+
+
+def test_rewards_of_sessions_are_replaced_by_a_function_and_shared_with_a_judge(
+    tmp_path: Path, serve: Callable[..., Endpoint]
+) -> None:
+    """Both settings were ignored there."""
+    (tmp_path / "mine.py").write_text("def score(task, text, images): return 7.0")
+    function = {"reward": f"{tmp_path / 'mine.py'}:score"}
+    shared = {"model_reward": {"judge": 0.25}, **judge(serve(says("Score: 10")))}
+    expected = [({}, 4.0), (function, 7.0), (shared, 3.25), (function | shared, 5.5)]
+    for settings, reward in expected:
+        own = limited(ScoredEpisodes(), {"run_dir": str(tmp_path / "run"), **settings})
+        scores = [episode.score for episode in rolled_out(own, rows=2, n=2).episodes]
+        assert [score.reward for score in scores] == [reward] * 4, settings
+        assert [sum(score.turns) for score in scores] == [0.0 if "reward" in settings else reward] * 4
+        own.grading.close()
+
+
+def test_a_function_of_a_part_and_of_a_whole_mixture_replaces_scores_of_sessions(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def score(task, text, images): return 7.0")
+    (tmp_path / "theirs.py").write_text(
+        "from tests.environments.graders.test_opinions import ScoredEpisodes\n\n\nclass Own(ScoredEpisodes): pass\n"
+    )
+    function = f"{tmp_path / 'mine.py'}:score"
+    own = {"environment": {"name": "own", "file": f"{tmp_path / 'theirs.py'}:Own"}}
+
+    def rewards(first: object, **settings: object) -> list[float]:
+        parts = {"first": first, "second": own}
+        made_ = made(tmp_path, {"name": "mixture", "parts": parts}, **settings)
+        return [episode.score.reward for episode in rolled_out(made_, rows=4, n=1).episodes]
+
+    assert rewards(own) == [4.0] * 4
+    assert rewards({**own, "reward": function}) == [7.0, 4.0] * 2
+    assert rewards(own, reward=function) == [7.0] * 4
 
 
 def test_a_judge_that_fails_leaves_the_group_out(tmp_path: Path, serve: Callable[..., Endpoint]) -> None:

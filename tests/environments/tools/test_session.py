@@ -315,13 +315,14 @@ def test_sessions_of_an_environment_keep_their_score_and_are_closed() -> None:
     async def run() -> float:
         session = await wrapped.open(TASK, 0)
         assert isinstance(session, ScoresEpisode)
-        reward = (await session.score([])).reward
+        score = await session.score([])
         await session.close()
-        return reward
+        assert score is not None
+        return score.reward
 
     assert asyncio.run(run()) == 0.25
     assert game.session.closed == 1
     assert isinstance(wrapped, OpensSessions)
     assert isinstance(wrapped, UsesTools)
     plain = asyncio.run(WithTools(Scene(), Use(JsonCalls()).use).open(TASK, 0))
-    assert not isinstance(plain, ScoresEpisode)
+    assert asyncio.run(plain.score([])) is None
