@@ -62,7 +62,7 @@ class Mixture(Environment):
 
     def _tools_of(self, task: Task) -> Sequence[Tool]:
         """The tools of the part that a task belongs to."""
-        part, own = dealt(task, self._parts)
+        part, own = part_and_task(task, self._parts)
         return part.environment.tools(own) if isinstance(part.environment, UsesTools) else ()
 
     def turns_of(self, task: Task) -> int:
