@@ -68,7 +68,7 @@ class Message:
     tool: str = ""
     """Name of the tool whose result a message of the role `tool` is."""
     failed: bool = False
-    """True if the message says that a tool call was malformed or has failed."""
+    """True if the message says that a tool call has failed, or that an environment could not read the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

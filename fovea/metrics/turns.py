@@ -26,6 +26,7 @@ def turn_metrics(episodes: Sequence[Episode]) -> Metrics:
         "turns/limit_frac": _mean([episode.end == "max_turns" for episode in episodes]),
         "turns/token_limit_frac": _mean([episode.end == "max_tokens" for episode in episodes]),
         "seconds/reply_max": max(turn.seconds for turn in replies),
+        **_of_environment(replies),
         **_by_number(episodes),
         **_of_tools([message for turn in replies for message in turn.messages], len(episodes)),
     }
@@ -46,13 +47,19 @@ def _by_number(episodes: Sequence[Episode]) -> Metrics:
     return {key: _mean(of_key) for key, of_key in (values | entropies).items() if of_key}
 
 
+def _of_environment(replies: Sequence[Turn]) -> Metrics:
+    """The share of an environment's replies that say that an answer could not be read; none without replies."""
+    messages = [message for turn in replies for message in turn.messages if message.role != "tool"]
+    return {"turns/unread_frac": _mean([message.failed for message in messages])} if messages else {}
+
+
 def _num_tokens(turn: Turn) -> int:
     return 0 if turn.tokens is None else len(turn.tokens.completion.token_ids_T)
 
 
 def _of_tools(messages: Sequence[Message], num_episodes: int) -> Metrics:
     """Calls by tool that gave a result, per episode, and the share of all calls that failed; none without calls."""
-    results = [message for message in messages if message.role == "tool" or message.failed]
+    results = [message for message in messages if message.role == "tool"]
     if not results:
         return {}
     # by successful calls: those that fail may bear any name, since a model wrote it

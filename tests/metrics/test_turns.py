@@ -66,6 +66,16 @@ def test_numbers_by_hand() -> None:
     assert undefined(metrics) == []
 
 
+def test_an_answer_that_an_environment_could_not_read_is_no_failed_call() -> None:
+    """Nine of ten moves of a game are played: the share of failed calls was 1, since only failures were counted."""
+    played, unread = (Message(role="user", parts=("x",), failed=failed) for failed in (False, True))
+    replies = [turn(-1, messages=(played,)) for _ in range(9)]
+    metrics = turn_metrics([episode(turn(-1), *replies, turn(-1, messages=(unread,)))])
+    assert metrics["turns/unread_frac"] == pytest.approx(0.1)
+    assert not [name for name in metrics if name.startswith("tools/")]
+    assert undefined(metrics) == []
+
+
 def test_long_episodes_and_many_tools_have_few_names() -> None:
     """60 turns and 59 tools, and names that a model or a server made up: the least called and the odd ones together."""
     calls = [(result(f"tool{number}"), result("often")) for number in range(59)]

@@ -75,7 +75,7 @@ def prefill(
         cache.states.begin([request.kept for request in requests])
     for spans in prompt_passes(lengths, first, pass_tokens, starts):
         part = row.part(start, start + sum(span.end - span.start for span in spans))
-        # the spans of a pass are whole prompts, or one chunk of one prompt
+        # the spans of a pass are whole prompts, new tokens of several, or one chunk of one prompt
         whole = spans[0].end - spans[0].start == lengths[spans[0].prompt - first]
         attend = prompt_attention(spans, whole, cache, shape.scale, part.hidden_NE.device)
         scan = None if cache.states is None else cache.states.prefill(spans, first)
@@ -130,23 +130,24 @@ def prompt_passes(
 ) -> list[list[TokenSpan]]:
     """Split prompts into forward passes of at most `pass_tokens`, so that activations do not grow with the batch.
 
-    Whole prompts share a pass while they fit; a longer one, or one that continues a kept KV cache, runs by itself,
-    chunk by chunk. `starts`: the first token of each prompt to be run; default: 0.
+    Whole prompts share a pass while they fit, and so do the new tokens of prompts that continue a kept KV cache; more
+    tokens than that run by themselves, chunk by chunk. `starts`: the first token of each prompt to be run; default: 0.
     """
     passes: list[list[TokenSpan]] = []
-    room = 0
+    room, after_kept = 0, False
     for prompt, (length, start) in enumerate(zip(lengths, starts or [0] * len(lengths), strict=True), start=first):
-        # attention of a chunk reads one prompt from the cache, so that a chunked prompt cannot share its pass
-        if length > pass_tokens or start:
+        new = length - start
+        if new > pass_tokens:
             chunks = range(start, length, pass_tokens)
             passes += [[TokenSpan(prompt=prompt, start=a, end=min(a + pass_tokens, length))] for a in chunks]
             room = 0
             continue
-        if length > room:
+        # attention of whole prompts is packed, that of new tokens reads the cache: a pass has one of the two kinds
+        if new > room or (start > 0) != after_kept:
             passes.append([])
-            room = pass_tokens
-        passes[-1].append(TokenSpan(prompt=prompt, start=0, end=length))
-        room -= length
+            room, after_kept = pass_tokens, start > 0
+        passes[-1].append(TokenSpan(prompt=prompt, start=start, end=length))
+        room -= new
     return passes
 
 
@@ -155,27 +156,41 @@ def prompt_attention(
 ) -> Attend:
     """Attention of one pass, which also stores its keys and values; `whole`: the spans are whole prompts."""
     store = cache.writer(spans)
-    layout = shared_prefix_layout([span.end - span.start for span in spans], [[] for _ in spans]).to(device)
+    sizes = [span.end - span.start for span in spans]
+    if whole:
+        layout = shared_prefix_layout(sizes, [[] for _ in spans]).to(device)
 
-    def packed(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        def packed(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            store(layer, key, value)
+            return causal_prompts(query, key, value, layout, scale)
+
+        return packed
+    masks = [_tail_mask(size, span.end, device) for size, span in zip(sizes, spans, strict=True)]
+
+    def tails(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         store(layer, key, value)
-        return causal_prompts(query, key, value, layout, scale)
+        # read back from the cache: it has the tokens before as well
+        outs = [
+            _attention_of_tail(query_NHD, *cache.prompt(layer, span), mask_NL, scale)
+            for query_NHD, span, mask_NL in zip(query.split(sizes), spans, masks, strict=True)
+        ]
+        return torch.cat(outs)
 
-    def chunk(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        store(layer, key, value)
-        # read back from the cache: it has the chunks before as well
-        return _causal_tail(query, *cache.prompt(layer, spans[0]), scale)
-
-    return packed if whole else chunk
+    return tails
 
 
-def _causal_tail(query_NHD: Tensor, key_JLD: Tensor, value_JLD: Tensor, scale: float) -> Tensor:
+def _tail_mask(new: int, length: int, device: torch.device) -> Tensor:
+    """True where one of the last `new` of `length` tokens sees a token, [N, L]."""
+    return torch.ones(new, length, dtype=torch.bool, device=device).tril(length - new)
+
+
+def _attention_of_tail(
+    query_NHD: Tensor, key_JLD: Tensor, value_JLD: Tensor, mask_NL: Tensor, scale: float
+) -> Tensor:
     """Causal attention of the last N of L tokens."""
     times = query_NHD.shape[1] // len(key_JLD)
     key, value = (x.repeat_interleave(times, 0)[None] for x in (key_JLD, value_JLD))
-    new, length = len(query_NHD), key.shape[2]
-    mask = torch.ones(new, length, dtype=torch.bool, device=query_NHD.device).tril(length - new)
-    out = F.scaled_dot_product_attention(query_NHD.transpose(0, 1)[None], key, value, attn_mask=mask, scale=scale)
+    out = F.scaled_dot_product_attention(query_NHD.transpose(0, 1)[None], key, value, attn_mask=mask_NL, scale=scale)
     return out[0].transpose(0, 1)
 
 
