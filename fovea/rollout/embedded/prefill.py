@@ -184,9 +184,7 @@ def _tail_mask(new: int, length: int, device: torch.device) -> Tensor:
     return torch.ones(new, length, dtype=torch.bool, device=device).tril(length - new)
 
 
-def _attention_of_tail(
-    query_NHD: Tensor, key_JLD: Tensor, value_JLD: Tensor, mask_NL: Tensor, scale: float
-) -> Tensor:
+def _attention_of_tail(query_NHD: Tensor, key_JLD: Tensor, value_JLD: Tensor, mask_NL: Tensor, scale: float) -> Tensor:
     """Causal attention of the last N of L tokens."""
     times = query_NHD.shape[1] // len(key_JLD)
     key, value = (x.repeat_interleave(times, 0)[None] for x in (key_JLD, value_JLD))
