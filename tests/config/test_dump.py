@@ -90,8 +90,8 @@ def test_every_setting_is_described() -> None:
         ("algorithm.loss.dual_clip", "number > 1 or null", "3.0"),
         (
             "environment.name",
-            "shapes | shapes_zoom | shapes_small | frozen_lake | sokoban | pages | geo3k | vqa | caption | rows | "
-            "geospot | gymnasium | openenv | own | mixture",
+            "shapes | shapes_zoom | shapes_small | frozen_lake | sokoban | pages | grounding_shapes | grounding | geo3k | "
+            "vqa | caption | rows | geospot | gymnasium | openenv | own | mixture",
             "shapes",
         ),
         ("environment.train_files", "list of text", "must be set"),
