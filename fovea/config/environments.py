@@ -371,12 +371,12 @@ PartEnvironment: TypeAlias = Annotated[
     | SokobanEnvironment
     | PagesEnvironment
     | GroundingShapesEnvironment
-    | GroundingEnvironment
     | Geo3kEnvironment
     | VqaEnvironment
     | CaptionEnvironment
     | RowsEnvironment
     | GeoSpotEnvironment
+    | GroundingEnvironment
     | GymnasiumEnvironment
     | OpenEnvEnvironment
     | OwnEnvironment
