@@ -42,8 +42,9 @@ LAYOUTS: dict[Layout, dict[str, object]] = {
         "action_key": "gt_action",
         "text_key": "gt_input_text",
         "truth_units": "unit",
-        "prompt_template": "The task on this screenshot: {prompt}\nAnswer with the next action as "
-        "[{'action': 'click', 'point': [x, y], 'input_text': 'no input text'}].",
+        "prompt_template": "The task on this screenshot: {prompt}\n"
+        "Answer with the next action (click, type, scroll, select, enter, press_home, press_back, close/delete or "
+        "complete) as [{'action': 'click', 'point': [x, y], 'input_text': 'no input text'}].",
     },
 }
 """Settings that a published layout has where none are given."""

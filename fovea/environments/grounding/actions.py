@@ -6,6 +6,8 @@ import re
 from collections import Counter
 from typing import NamedTuple
 
+from fovea.environments.grounding.reading import Numbers
+
 _ACTION = re.compile(r"[\"']action[\"']\s{0,9}:\s{0,9}[\"']([\w /-]{1,40})[\"']")
 _TEXT = re.compile(r"[\"']input_text[\"']\s{0,9}:\s{0,9}(?:\"([^\"\n]{0,2000})\"|'([^'\n]{0,2000})')")
 CLICK = "click"
@@ -31,10 +33,10 @@ def action_in(region: str) -> Action:
     return Action(found[-1][1].strip().lower(), next((part for part in text.groups() if part), "") if text else "")
 
 
-def as_action(name: str, point: tuple[float, float] | None, text: str) -> str:
-    """An action as GUI-R1's prompt asks for it."""
-    x, y = (-100, -100) if point is None else map(int, point)
-    return str([{"action": name, "point": [x, y], "input_text": text}])
+def as_action(name: str, point: Numbers | None, text: str) -> str:
+    """An action as GUI-R1's answers have it."""
+    place = [-100, -100] if point is None else list(map(int, point))
+    return str([{"action": name, "point": place, "input_text": text}])
 
 
 def word_f1(text: str, truth: str) -> float:

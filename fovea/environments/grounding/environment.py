@@ -57,8 +57,7 @@ class Grounding(FileTasks):
         written = [in_frame(place, frame) for place in places]
         if self._config.action_key is not None:
             name, text = action_of(task.row, self._config)
-            x, y = written[0]
-            answer = as_action(name, (x, y) if name == CLICK else None, text)
+            answer = as_action(name, written[0] if name == CLICK else None, text)
         else:
             answer = as_json(written, several=not self._rule.single)
         answer = f"<answer>{answer}</answer>" if self._config.answer_tags else answer
@@ -71,13 +70,16 @@ class Grounding(FileTasks):
         return centre((left, top, right, bottom))
 
     def _answer_cell(self, row: Row, key: str, where: str) -> object:
+        if self._config.action_key is not None and action_of(row, self._config)[0] != CLICK:
+            return []
         name = self._config.answer_key or next((name for name in TRUTH_KEYS if row.get(name) is not None), None)
         return super()._answer_cell(row, key, where) if name is None else row.get(name)
 
     def _read_truth(self, cell: object, where: str) -> str:
         rule, config = self._rule, self._config
         places = places_of(cell, where, form=config.box_form or "xyxy", points=rule.points)
-        if rule.single and len(places) != 1:
+        # of an action there is none that is not a click
+        if rule.single and len(places) != 1 and (places or config.action_key is None):
             problem = f"it has {len(places)} true places, but environment.ask={rule.ask} is one"
             raise bad_row(where, problem, "answer_kind")
         if len(places) > MOST_PLACES:
@@ -90,9 +92,10 @@ class Grounding(FileTasks):
     def _check_truth(self, task: Task) -> None:
         if not task.images:
             raise bad_row(task.id, "it has no image to find a place on", "image_absent")
-        for place in truth_of(task, self._config, self._pictures):
-            if not (is_box(place) or is_point(place)):
-                raise never_right(task.answer, task.images[0].where)
+        places = truth_of(task, self._config, self._pictures)
+        is_missing = not places and action_of(task.row, self._config)[0] == CLICK
+        if is_missing or not all(is_box(place) or is_point(place) for place in places):
+            raise never_right(task.answer, task.images[0].where)
 
 
 class GroundingGrader:

@@ -181,7 +181,7 @@ def _boxes(read: Sequence[Numbers], truth: Sequence[Numbers], rule: Rule) -> tup
 
 
 def _one_point(read: Sequence[Numbers], truth: Sequence[Numbers], rule: Rule) -> tuple[float, float, dict[str, float]]:
-    hit = float(bool(read) and _hits(read[0], truth[0], rule))
+    hit = float(bool(read and truth) and _hits(read[0], truth[0], rule))
     return hit, hit, {}
 
 

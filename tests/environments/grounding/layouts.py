@@ -93,7 +93,7 @@ def gui_r1(folder: Path) -> Path:
         {"gt_bbox": [0.1, 0.1, 0.6, 0.6], "instruction": "open it", "gt_action": "click", "gt_input_text": none},
         {"gt_bbox": [0.5, 0.5], "instruction": "open it", "gt_action": "click", "gt_input_text": none},
         {"gt_bbox": [0.5, 0.5], "instruction": "search", "gt_action": "type", "gt_input_text": "shanghai mall"},
-        {"gt_bbox": [0.5, 0.5], "instruction": "go home", "gt_action": "press_home", "gt_input_text": none},
+        {"gt_bbox": [-100.0, -100.0], "instruction": "go home", "gt_action": "press_home", "gt_input_text": none},
     ]
     rows[3]["history"] = "opened the app"
     file = folder / "train.parquet"
