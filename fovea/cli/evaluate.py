@@ -110,7 +110,7 @@ def sort_words(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def grade(
-    env: Annotated[Gradable, typer.Argument(metavar="ENV", help="geo3k, vqa, caption, geospot or shapes.")],
+    env: Annotated[Gradable, typer.Argument(metavar="ENV", help="geo3k, vqa, caption, geospot, shapes or grounding.")],
     file: Annotated[
         Path,
         typer.Argument(

@@ -20,7 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeAlias
 
-from fovea.config.environments import FileEnvironment, RowsEnvironment
+from fovea.config.environments import RowsEnvironment
+from fovea.config.file_rows import FileEnvironment
 from fovea.data.readers.base import listed, nearest
 from fovea.data.rows import RowAccess, Rows, image_refs
 from fovea.environments.base import Environment, Split

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fovea.environments.grounding.grade import READ
+from fovea.environments.grounding.reading import MARK, numbers_of
 from fovea.metrics.names import definition_of
 from fovea.report.curves import Curve, Totals
 from fovea.report.record_json import mark_to_json, record_to_json
@@ -20,11 +23,6 @@ from fovea.utils.files import json_number
 
 MAX_MARKS = 200
 """Of one text: more cannot be told apart on an image."""
-_NUMBER = r"\s*(-?\d+(?:\.\d+)?)\s*"
-_PAIRS = rf"\({_NUMBER},{_NUMBER}\)\s*,\s*\({_NUMBER},{_NUMBER}\)"
-_BOX = rf'"(?:bbox_2d|bbox)"\s*:\s*\[{_NUMBER},{_NUMBER},{_NUMBER},{_NUMBER}\]'
-_POINT = rf'"(?:point_2d|point)"\s*:\s*\[{_NUMBER},{_NUMBER}\]'
-_MARK = re.compile("|".join((_PAIRS, _BOX, _POINT)))
 _LABEL = re.compile(r'"label"\s*:\s*"([^"\\\n]{1,80})"')
 
 
@@ -35,16 +33,15 @@ def marks_in(text: str, image: RecordedImage | None, place: int) -> tuple[Mark, 
     """
     if image is None or image.frame is None:
         return ()
-    found = list(_MARK.finditer(text))[:MAX_MARKS]
+    found = list(islice(MARK.finditer(text), MAX_MARKS))
     return tuple(_mark(match, text, image.frame, place) for match in found)
 
 
 def _mark(match: re.Match[str], text: str, frame: tuple[int, int], place: int) -> Mark:
-    numbers = [float(number) for number in match.groups() if number is not None]
     width, height = frame
     return Mark(
         image=place,
-        xy=tuple(number / (height if axis % 2 else width) for axis, number in enumerate(numbers)),
+        xy=tuple(number / (height if axis % 2 else width) for axis, number in enumerate(numbers_of(match))),
         label=_label(text, match),
     )
 
@@ -101,7 +98,9 @@ def _summary_json(summary: GroupSummary) -> list[Any]:
 def _record_json(record: SampleRecord) -> dict[str, Any]:
     shown = record_to_json(record)
     for answer, given in zip(shown["answers"], record.answers, strict=True):
-        found = (*given.marks, *_marks_of_texts(record, given))
+        # the environment may have marked the answer in its own frame of coordinates
+        is_marked = any(mark.label == READ for mark in given.marks)
+        found = (*given.marks, *(() if is_marked else _marks_of_texts(record, given)))
         answer["marks"] = [mark_to_json(mark) for mark in found if all(map(math.isfinite, mark.xy))]
     return shown
 

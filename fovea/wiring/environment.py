@@ -26,6 +26,7 @@ from fovea.config.environments import (
     VqaEnvironment,
 )
 from fovea.config.games import FrozenLakeEnvironment, PagesEnvironment, SokobanEnvironment
+from fovea.config.grounding import GroundingEnvironment, GroundingShapesEnvironment
 from fovea.config.rewards import RewardModel, reward_tuple
 from fovea.config.run import Config
 from fovea.config.splits import EnvironmentSettings, SessionLimits
@@ -61,6 +62,8 @@ from fovea.environments.graders.opinions import (
     WithSecondOpinion,
 )
 from fovea.environments.graders.reward_model import RewardScorer
+from fovea.environments.grounding.environment import Grounding
+from fovea.environments.grounding.shapes import GroundingShapes
 from fovea.environments.mixture import Part, errors_of_part, mixture_of, without_scores
 from fovea.environments.pages.environment import Pages
 from fovea.environments.sessions import SETTINGS, EnvironmentWithSessions, LimitedSessions
@@ -75,6 +78,7 @@ from fovea.models.vision_reward import VisionRewardScorer
 from fovea.processes.session_processes import end_left_processes
 from fovea.utils.bounded import read_file
 from fovea.wiring import reward_host
+from fovea.wiring.frames import ModelPictures
 from fovea.wiring.images import make_access, make_opener
 from fovea.wiring.tools import make_tools, uses_tools
 
@@ -176,6 +180,7 @@ DRAWN: Mapping[type[EnvironmentSettings], Callable[[Any, int], Environment]] = {
     FrozenLakeEnvironment: BoardGame,
     SokobanEnvironment: BoardGame,
     PagesEnvironment: Pages,
+    GroundingShapesEnvironment: GroundingShapes,
 }
 """Environments that draw their rows from the run's seed."""
 
@@ -201,6 +206,9 @@ def named_environment(config: Config) -> GradedEnvironment:
             made = Vqa(settings, make_access(config.data))
         case RowsEnvironment() as settings:
             made = OwnRows(settings, make_access(config.data), imitated=config.warmup is not None)
+        case GroundingEnvironment() as settings:
+            pictures = ModelPictures(config.model, make_opener(config.data, Path(config.run_dir)))
+            made = Grounding(settings, make_access(config.data), pictures)
         case settings if type(settings) in DRAWN:
             made = DRAWN[type(settings)](settings, config.seed)
         case settings:

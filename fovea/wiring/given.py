@@ -19,7 +19,8 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from fovea.config.base import variants_of
-from fovea.config.environments import FileEnvironment, RowsEnvironment
+from fovea.config.environments import RowsEnvironment
+from fovea.config.file_rows import FileEnvironment
 from fovea.config.run import Config
 from fovea.config.splits import ROWS_FOLDER, RUN_DIR, SplitFiles
 from fovea.data.cells import image_refs

@@ -90,8 +90,8 @@ def test_every_setting_is_described() -> None:
         ("algorithm.loss.dual_clip", "number > 1 or null", "3.0"),
         (
             "environment.name",
-            "shapes | shapes_zoom | shapes_small | frozen_lake | sokoban | pages | geo3k | vqa | caption | rows | "
-            "geospot | gymnasium | openenv | nemo_gym | own | mixture",
+            "shapes | shapes_zoom | shapes_small | frozen_lake | sokoban | pages | grounding_shapes | geo3k | vqa | "
+            "caption | rows | geospot | grounding | gymnasium | openenv | nemo_gym | own | mixture",
             "shapes",
         ),
         ("environment.train_files", "list of text", "must be set"),
@@ -106,7 +106,7 @@ def test_settings_of_one_variant_say_so() -> None:
     (setting,) = describe("environment.level")
     assert setting.doc.startswith("[environment.name=shapes | shapes_zoom] Difficulty. 1: one kind of object")
     (shared,) = describe("environment.train_files")
-    assert shared.doc.startswith("[environment.name=geo3k | vqa | caption | rows | geospot | nemo_gym] ")
+    assert shared.doc.startswith("[environment.name=geo3k | vqa | caption | rows | geospot | grounding | nemo_gym] ")
 
 
 def test_choices_are_whole_sentences() -> None:

@@ -191,12 +191,14 @@ def test_one_model_source_gives_way_to_the_other(recipe: Path) -> None:
         (
             "environment.name=maze",
             'environment.name: "maze" does not fit; allowed: shapes | shapes_zoom | shapes_small | frozen_lake | '
-            "sokoban | pages | geo3k | vqa | caption | rows | geospot | gymnasium | openenv | nemo_gym | own | mixture",
+            "sokoban | pages | grounding_shapes | geo3k | vqa | caption | rows | geospot | grounding | "
+            "gymnasium | openenv | nemo_gym | own | mixture",
         ),
         ("environment.name=geo3k", "environment.train_files: must be set; allowed: list of text"),
         (
             "environment.train_files=[a]",
-            "environment.train_files: a setting of environment.name=geo3k | vqa | caption | rows | geospot | nemo_gym "
+            "environment.train_files: a setting of environment.name=geo3k | vqa | caption | rows | geospot | grounding "
+            "| nemo_gym "
             "only; drop it, or add environment.name=geo3k",
         ),
         (

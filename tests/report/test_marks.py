@@ -1,7 +1,8 @@
 import pytest
 
-from fovea.report.answers import MAX_MARKS, marks_in
-from fovea.report.records import RecordedImage
+from fovea.evaluation.answer import SampledAnswer
+from fovea.report.answers import MAX_MARKS, marks_in, step_json
+from fovea.report.records import RecordedAnswer, RecordedImage, RecordedMessage, SampleRecord
 from fovea.types import Mark
 
 THOUSANDTHS = RecordedImage(name="0123456789abcdef", frame=(1000, 1000))
@@ -32,6 +33,30 @@ def test_forms_that_models_were_taught(
 def test_nothing_is_guessed_where_the_frame_is_not_known() -> None:
     assert marks_in("(100,200),(500,600)", RecordedImage(name="0123456789abcdef"), 1) == ()
     assert marks_in("(100,200),(500,600)", None, 0) == ()
+
+
+def test_an_answer_that_the_environment_has_marked_is_not_read_again() -> None:
+    """Its coordinates may be of another frame than the model's family has."""
+
+    def marks(*given: Mark) -> list[str]:
+        answer = RecordedAnswer(
+            score=SampledAnswer(text="(100,200),(500,600)", reward=1.0, accuracy=1.0, finish="stop"), marks=given
+        )
+        record = SampleRecord(
+            id="train/7",
+            prompt="Where?",
+            truth="",
+            kind="box",
+            messages=(RecordedMessage(role="user", parts=(THOUSANDTHS, "Where?")),),
+            answers=(answer,),
+        )
+        (group,) = step_json(1, [record])["groups"]
+        return [mark["label"] for mark in group["answers"][0]["marks"]]
+
+    truth, read = (Mark(image=1, xy=(0.1, 0.2, 0.5, 0.6), label=label) for label in ("truth", "answer"))
+    assert marks() == [""]
+    assert marks(truth) == ["truth", ""]
+    assert marks(truth, read) == ["truth", "answer"]
 
 
 def test_a_flood_of_marks_is_bounded() -> None:

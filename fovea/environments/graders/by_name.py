@@ -13,12 +13,16 @@ from types import ModuleType
 from typing import TypeAlias
 
 from fovea.config.environments import Gradable
+from fovea.config.grounding import REWARD_KINDS
 from fovea.environments import caption, geo3k, vqa
 from fovea.environments.caption import captions_of
 from fovea.environments.dataset_prompts import bad_row, never_right, plain_answer
 from fovea.environments.graders.base import Grade
 from fovea.environments.graders.cider import IDF_ROWS, CiderD
 from fovea.environments.graders.vqa_words import options_of, true_letter
+from fovea.environments.grounding.grade import Rule, in_shares
+from fovea.environments.grounding.grade import grade as grade_places
+from fovea.environments.grounding.truth import places_of
 from fovea.environments.shapes import environment as shapes
 from fovea.errors import BadRowError, DataError
 
@@ -82,7 +86,44 @@ def _geospot(geospot: ModuleType, prediction: str, row: Row, where: str) -> Grad
     return graded
 
 
-_GRADERS: Mapping[Gradable, OfflineGrader] = {"geo3k": _geo3k, "vqa": _vqa, "shapes": _shapes}
+def _grounding(prediction: str, row: Row, where: str) -> Grade:
+    """`size` is the picture's in the units of the truth, `frame` (default: `size`) the one of the predictions.
+
+    A list of places asks for several, four numbers for a box; `ask` says otherwise.
+    """
+    truth = places_of(row.get("truth"), where)
+    several = not (isinstance(row.get("truth"), list) and len(truth) == 1 and row["truth"] == list(truth[0]))
+    kind = "point" if truth and len(truth[0]) == 2 else "box"
+    ask = row.get("ask", {"box": "boxes", "point": "points"}[kind] if several else kind)
+    if ask not in REWARD_KINDS or (ask in ("box", "point") and len(truth) != 1):
+        problem = f"ask is {ask!r:.40}, not one of {', '.join(REWARD_KINDS)} that fits {len(truth)} true places"
+        raise bad_row(where, problem, "answer_kind")
+    size = _size(row.get("size"), where)
+    rule = Rule(ask=ask, reward=REWARD_KINDS[ask][0])
+    placed = grade_places(
+        prediction, [in_shares(place, size) for place in truth], _size(row.get("frame", size), where), rule
+    )
+    return placed.as_grade(len(truth))
+
+
+def _size(cell: object, where: str) -> tuple[float, float]:
+    if (
+        isinstance(cell, list | tuple)
+        and len(cell) == 2
+        and all(isinstance(side, int | float) and side > 0 for side in cell)
+    ):
+        return float(cell[0]), float(cell[1])
+    raise bad_row(
+        where, f"size and frame are a width and a height, such as [640, 480], not {cell!r:.40}", "answer_kind"
+    )
+
+
+_GRADERS: Mapping[Gradable, OfflineGrader] = {
+    "geo3k": _geo3k,
+    "vqa": _vqa,
+    "shapes": _shapes,
+    "grounding": _grounding,
+}
 
 
 def _truth(row: Row, where: str) -> object:

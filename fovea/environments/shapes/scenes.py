@@ -27,6 +27,8 @@ _FREE_RADII = (4.5, 10.5)
 _SLACK = 0.5
 _TRIES_PER_OBJECT = 40
 _NOISE_STD = 3.0
+_SQUARE_SIDE = 0.92
+"""Side of a square, relative to the diameter of its spot: its area is then near a circle's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +97,12 @@ def free_spots(n: int, rng: np.random.Generator) -> list[Spot]:
         largest = max(smallest + 0.2, largest - 0.5)
 
 
+def box_of(thing: Thing, spot: Spot) -> tuple[float, float, float, float]:
+    """Left, top, right and bottom of a thing at a spot."""
+    reach = spot.radius * (_SQUARE_SIDE if thing.shape == "square" else 1)
+    return spot.x - reach, spot.y - reach, spot.x + reach, spot.y + reach
+
+
 def _random_spot(rng: np.random.Generator, smallest: float, largest: float) -> Spot:
     radius = rng.uniform(smallest, largest)
     x, y = rng.uniform(radius + _SLACK, UNIT_SIDE - radius - _SLACK, 2)
@@ -140,8 +148,7 @@ def _distance(shape: Shape, dx: NDArray[np.float32], dy: NDArray[np.float32], ra
     if shape == "circle":
         distance_YX = np.sqrt(dx * dx + dy * dy) - r
     elif shape == "square":
-        # smaller by a twelfth, so that its area is near a circle's
-        distance_YX = np.maximum(np.abs(dx), np.abs(dy)) - r * np.float32(0.92)
+        distance_YX = np.maximum(np.abs(dx), np.abs(dy)) - r * np.float32(_SQUARE_SIDE)
     else:
         # base below, as wide as high: the normals of the sides are (2, -1) / sqrt(5)
         distance_YX = np.maximum(dy - r, (2 * np.abs(dx) - (dy + r)) / np.float32(math.sqrt(5)))

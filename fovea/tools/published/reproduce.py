@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from fovea.config.base import Tree, leaves
-from fovea.config.environments import FileEnvironment
+from fovea.config.file_rows import FileEnvironment
 from fovea.config.loading import load_config, public_settings
 from fovea.config.run import Config
 from fovea.config.type_text import show

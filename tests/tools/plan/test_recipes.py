@@ -131,7 +131,7 @@ def test_it_fits_8_gpus_under_megatron(recipe: str, sizes: dict[str, Any], tmp_p
     ("recipe", "tokens"),
     [
         *(("shapes", 25), ("shapes_ppo", 25), ("shapes_zoom", 85), ("shapes_small", 47)),
-        *(("frozen_lake", 37), ("frozen_lake_ppo", 37), ("sokoban", 50), ("pages", 41)),
+        *(("frozen_lake", 37), ("frozen_lake_ppo", 37), ("sokoban", 50), ("pages", 41), ("boxes", 25)),
     ],
 )
 def test_a_plan_assumes_the_prompts_that_the_demo_has(recipe: str, tokens: int, tmp_path: Path) -> None:

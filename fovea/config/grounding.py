@@ -1,0 +1,169 @@
+"""Settings of the environments whose answers are places on a picture: boxes and points."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field, model_validator
+
+from fovea.config.base import Fraction, PositiveInt
+from fovea.config.file_rows import FileEnvironment
+from fovea.config.splits import EnvironmentSettings
+
+Ask: TypeAlias = Literal["box", "boxes", "point", "points"]
+Coordinates: TypeAlias = Literal["model", "pixels", "thousandths", "unit", "original"]
+Units: TypeAlias = Literal["original", "thousandths", "unit"]
+BoxForm: TypeAlias = Literal["xyxy", "xywh"]
+Layout: TypeAlias = Literal["rows", "screenspot", "gui_r1"]
+RewardKind: TypeAlias = Literal["iou", "giou", "hit", "f1"]
+REWARD_KINDS: dict[Ask, tuple[RewardKind, ...]] = {
+    "box": ("iou", "giou", "hit"),
+    "boxes": ("f1", "iou"),
+    "point": ("hit",),
+    "points": ("f1",),
+}
+"""Kinds of reward for each kind of answer, the default first."""
+LAYOUTS: dict[Layout, dict[str, object]] = {
+    "rows": {},
+    "screenspot": {
+        "prompt_key": "instruction",
+        "image_key": "img_filename",
+        "answer_key": "bbox",
+        "kind_key": "data_type",
+        "box_form": "xywh",
+        "prompt_template": "Find the element of this screenshot for the command: {prompt}\n"
+        'Answer with its point as {"point_2d": [x, y]}.',
+    },
+    "gui_r1": {
+        "prompt_key": "instruction",
+        "image_key": "image",
+        "answer_key": "gt_bbox",
+        "kind_key": "gt_action",
+        "action_key": "gt_action",
+        "text_key": "gt_input_text",
+        "truth_units": "unit",
+        "prompt_template": "The task on this screenshot: {prompt}\n"
+        "Answer with the next action (click, type, scroll, select, enter, press_home, press_back, close/delete or "
+        "complete) as [{'action': 'click', 'point': [x, y], 'input_text': 'no input text'}].",
+    },
+}
+"""Settings that a published layout has where none are given."""
+
+
+class GroundingEnvironment(FileEnvironment):
+    """Boxes and points on a picture: referring expressions, detection, clicks on screenshots."""
+
+    name: Literal["grounding"] = "grounding"
+    layout: Layout = "rows"
+    """Published layout, which sets columns, units and a prompt where no setting does. rows: your own columns, or
+    VLM-R1's (problem and solution, or conversations)."""
+    ask: Ask | None = None
+    """The answer: one box, several, one point in the true box, or one point for each; default: box, or point in the
+    layouts of screenshots."""
+    coordinates: Coordinates = "model"
+    """Coordinates of the answers. model: those of the model's family; pixels: of the picture in the size in which the
+    model sees it; thousandths: 0 to 1000; unit: 0 to 1; original: pixels of the picture as stored."""
+    truth_units: Units | None = None
+    """Units of the true places; default: pixels of the picture as stored (original)."""
+    box_form: BoxForm | None = None
+    """Numbers of a true box. xyxy: left, top, right, bottom (default); xywh: left, top, width, height, as in COCO."""
+    reward_kind: RewardKind | None = None
+    """Reward of the place. Box: iou (default), giou as (1 + GIoU) / 2, hit as 0 or 1; boxes: f1 of the hits (default),
+    or iou as 2 * sum of IoU / (boxes + true boxes); points: hit for one, f1 for several."""
+    hit_iou: Annotated[Fraction, Field(gt=0)] = 0.5
+    """IoU from which a box is right."""
+    min_iou: Fraction = 0.0
+    """IoU below which a box earns nothing (reward_kind=iou); Visual-RFT has 0.5, VLM-R1 0."""
+    hit_radius: Annotated[Fraction, Field(gt=0)] = 0.14
+    """Distance from a true point up to which a point is right, as a share of the picture's sides; 0.14 is GUI-R1's."""
+    format_weight: Fraction = 0.1
+    """Share of the reward for the format: the answer holds one place (or a list), and no other."""
+    think_tags: bool = False
+    """Require reasoning that ends in `</think>` before the answer, for the format."""
+    answer_tags: bool = False
+    """Require `<answer>` tags around the answer, for the format."""
+    action_key: str | None = None
+    """Column of the action of a screenshot (click, type, scroll and others), which must be right, too."""
+    text_key: str | None = None
+    """Column of the text of an action that is not a click."""
+
+    @property
+    def with_layout(self) -> GroundingEnvironment:
+        """The same settings, completed by those of the layout."""
+        open_keys = {key: value for key, value in LAYOUTS[self.layout].items() if getattr(self, key) is None}
+        return self.model_copy(update=open_keys)
+
+    @property
+    def asked(self) -> Ask:
+        return self.ask or ("box" if self.layout == "rows" else "point")
+
+    @property
+    def rewarded(self) -> RewardKind:
+        return self.reward_kind or REWARD_KINDS[self.asked][0]
+
+    @property
+    def named_columns(self) -> list[tuple[str, str]]:
+        keys = {"action_key": self.action_key, "text_key": self.text_key}
+        return super().named_columns + [(f"environment.{key}", name) for key, name in keys.items() if name is not None]
+
+    @model_validator(mode="after")
+    def _reward_fits(self) -> GroundingEnvironment:
+        _check_reward(self.reward_kind, self.asked)
+        if self.min_iou > 0 and self.rewarded != "iou":
+            raise ValueError(
+                f"environment.min_iou={self.min_iou:g} is a setting of reward_kind=iou, and this is {self.rewarded}; "
+                "drop it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _action_has_a_point(self) -> GroundingEnvironment:
+        settings = self.with_layout
+        if settings.text_key is not None and settings.action_key is None:
+            raise ValueError(f"environment.text_key={self.text_key} is read with an action; set environment.action_key")
+        if settings.action_key is not None and self.asked != "point":
+            raise ValueError(
+                f"environment.ask={self.asked}, but an action (environment.action_key) has one point; set "
+                "environment.ask=point"
+            )
+        return self
+
+
+class GroundingShapesEnvironment(EnvironmentSettings):
+    """Rendered scenes with the question where a shape is; true boxes are known from the drawing."""
+
+    name: Literal["grounding_shapes"] = "grounding_shapes"
+    ask: Literal["box", "boxes", "point"] = "box"
+    """The answer: the box of one shape, the boxes of all shapes of a colour, or a point in the box."""
+    num_shapes: Annotated[int, Field(ge=1, le=6)] = 3
+    """Shapes of a scene."""
+    scale: Annotated[int, Field(ge=10, le=10_000)] = 1000
+    """Coordinates of the right and the lower edge; Qwen3-VL gives places from 0 to 1000."""
+    free: bool = False
+    """Place shapes of all sizes anywhere; false: one per cell of a 3x3 grid, near its middle."""
+    reward_kind: RewardKind | None = None
+    """Reward of the place, as in `grounding`."""
+    format_weight: Fraction = 0.1
+    """Share of the reward for an answer that is the place and nothing else."""
+    side_px: Annotated[int, Field(ge=32)] = 48
+    """Width and height of a scene."""
+    train_size: PositiveInt = 24_000
+    """Distinct training scenes, rendered when first used."""
+    dev_size: PositiveInt = 200
+    """Dev scenes, for early stopping of the warm-up and evaluation while training."""
+    test_size: PositiveInt = 600
+    """Held-out scenes of the final table."""
+
+    @model_validator(mode="after")
+    def _reward_fits(self) -> GroundingShapesEnvironment:
+        _check_reward(self.reward_kind, self.ask)
+        return self
+
+
+def _check_reward(kind: RewardKind | None, ask: Ask) -> None:
+    """ValueError for a kind of reward that does not grade such answers."""
+    if kind is not None and kind not in REWARD_KINDS[ask]:
+        raise ValueError(
+            f"environment.reward_kind={kind} does not grade the answers of environment.ask={ask}; choose "
+            f"{' or '.join(REWARD_KINDS[ask])}"
+        )
