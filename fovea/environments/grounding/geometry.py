@@ -89,6 +89,23 @@ def best_pairs(values_NM: NDArray[np.float64]) -> list[tuple[int, int]]:
     return sorted((int(row), column) for column, row in enumerate(row_of[:-1]) if row >= 0)
 
 
+def most_pairs(hits_NM: NDArray[np.bool_]) -> int:
+    """Largest number of pairs of a row and a column that hit, each in one pair at most, by augmenting paths."""
+    columns_of = [np.flatnonzero(hits_M).tolist() for hits_M in hits_NM]
+    row_of: dict[int, int] = {}
+
+    def is_placed(row: int, tried: set[int]) -> bool:
+        for column in columns_of[row]:
+            if column not in tried:
+                tried.add(column)
+                if column not in row_of or is_placed(row_of[column], tried):
+                    row_of[column] = row
+                    return True
+        return False
+
+    return sum(is_placed(row, set()) for row in range(len(columns_of)))
+
+
 def average_precision(hits_NM: NDArray[np.bool_], values_NM: NDArray[np.float64]) -> float:
     """COCO's average precision of one picture, at 101 recalls, with the answers ranked by their order.
 

@@ -24,6 +24,7 @@ from fovea.environments.grounding.geometry import (
     giou,
     iou,
     is_inside,
+    most_pairs,
 )
 from fovea.environments.grounding.reading import Answer, Numbers, read_answer
 from fovea.types import Mark
@@ -166,17 +167,17 @@ def _one_box(read: Sequence[Numbers], truth: Sequence[Numbers], rule: Rule) -> t
 def _boxes(read: Sequence[Numbers], truth: Sequence[Numbers], rule: Rule) -> tuple[float, float, dict[str, float]]:
     values_NM = iou([_box(place) for place in read], [_box(place) for place in truth])
     hits_NM = values_NM >= rule.hit_iou - _ROUNDING
-    counted = np.where(values_NM >= rule.min_iou - _ROUNDING, values_NM, 0.0)
-    shares = sum(counted[pair] for pair in best_pairs(counted))
+    found = [float(values_NM[pair]) for pair in best_pairs(values_NM)]
+    shares = sum(share for share in found if share >= rule.min_iou - _ROUNDING)
     f1, parts = _f1(hits_NM)
     number = len(read) + len(truth)
-    quality = f1 if rule.reward == "f1" else 2 * float(shares) / number if number else 1.0
+    quality = f1 if rule.reward == "f1" else 2 * shares / number if number else 1.0
     half_NM = values_NM >= 0.5 - _ROUNDING
-    mean = sum(values_NM[pair] for pair in best_pairs(values_NM)) / len(truth) if truth else f1
+    mean = sum(found) / len(truth) if truth else f1
     return (
         quality,
         f1,
-        {"iou": float(mean), "ap50": average_precision(half_NM, values_NM), **parts},
+        {"iou": mean, "ap50": average_precision(half_NM, values_NM), **parts},
     )
 
 
@@ -194,11 +195,10 @@ def _points(read: Sequence[Numbers], truth: Sequence[Numbers], rule: Rule) -> tu
 def _f1(hits_NM: NDArray[np.bool_]) -> tuple[float, dict[str, float]]:
     """F1 of the largest number of pairs that hit, with its parts; 1 without any answer and any true place."""
     num_answers, num_true = hits_NM.shape
-    values_NM = hits_NM.astype(np.float64)
-    num_right = sum(values_NM[pair] for pair in best_pairs(values_NM))
-    precision = float(num_right / num_answers) if num_answers else float(not num_true)
-    recall = float(num_right / num_true) if num_true else float(not num_answers)
-    f1 = float(2 * num_right / (num_answers + num_true)) if num_answers + num_true else 1.0
+    num_right = most_pairs(hits_NM)
+    precision = num_right / num_answers if num_answers else float(not num_true)
+    recall = num_right / num_true if num_true else float(not num_answers)
+    f1 = 2 * num_right / (num_answers + num_true) if num_answers + num_true else 1.0
     return f1, {"precision": precision, "recall": recall, "count": float(num_answers == num_true)}
 
 

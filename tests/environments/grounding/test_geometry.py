@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from fovea.environments.grounding.geometry import Box, average_precision, best_pairs, giou, iou, is_inside
+from fovea.environments.grounding.geometry import Box, average_precision, best_pairs, giou, iou, is_inside, most_pairs
 
 SAME = 1e-6
 
@@ -86,6 +86,8 @@ def test_the_best_pairs_are_those_of_all_permutations(shape: tuple[int, int]) ->
         assert len(pairs) == min(shape)
         assert len({row for row, _ in pairs}) == len({column for _, column in pairs}) == min(shape)
         assert sum(values_NM[pair] for pair in pairs) == pytest.approx(best)
+        hits_NM = values_NM > 0
+        assert most_pairs(hits_NM) == sum(hits_NM[pair] for pair in best_pairs(hits_NM.astype(float)))
 
 
 def test_average_precision_of_a_picture() -> None:
