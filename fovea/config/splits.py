@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from fovea.config.base import MayChange, Member, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from fovea.config.base import MayChange, Member, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from fovea.config.mcp import McpServers
 
 ROWS_FOLDER = "rows"
@@ -46,6 +46,8 @@ class EnvironmentSettings(Member):
     """MCP servers, whose tools the model may call beside these."""
     max_tool_turns: PositiveInt = 4
     """Further turns of an episode for calls of these tools."""
+    tool_bonus: NonNegativeFloat = 0.0
+    """Reward added for a right answer (accuracy above 0.5) in an episode in which a call of a tool succeeded."""
     allow_python: bool = False
     """Consent to the tool python, which runs programs of the model in a process with limits and without network."""
 

@@ -28,7 +28,7 @@ def usable_tasks(source: PromptSource, size: int) -> list[Task]:
 
 
 def pictured_tasks(source: PromptSource, size: int, say: Say) -> list[Task]:
-    """Tasks with images; `say` gets a line about others whose replies may show pictures, which no control changes."""
+    """Tasks with images; `say` gets a line about others, whose replies may show pictures that no control changes."""
     tasks = usable_tasks(source, size)
     found = [task for task in tasks if task.images]
     if source.has_replies and len(found) < len(tasks):

@@ -60,6 +60,7 @@ from fovea.environments.graders.opinions import (
     ScoresAnswers,
     WithModelReward,
     WithSecondOpinion,
+    WithToolBonus,
 )
 from fovea.environments.graders.reward_model import RewardScorer
 from fovea.environments.grounding.environment import Grounding
@@ -170,7 +171,11 @@ def make_environment(
             grading=reward_grading(config, config.reward, rewards),
             tools=made.tools,
         )
-    return replace(made, grading=with_opinions(config, made.grading), tools=made.tools or make_tools(config, tools))
+    grading = with_opinions(config, made.grading)
+    if bonus := config.environment.tool_bonus:
+        graders = tuple(WithToolBonus(own=grader, bonus=bonus) for grader in grading.graders)
+        grading = replace(grading, graders=graders)
+    return replace(made, grading=grading, tools=made.tools or make_tools(config, tools))
 
 
 DRAWN: Mapping[type[EnvironmentSettings], Callable[[Any, int], Environment]] = {

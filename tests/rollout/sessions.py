@@ -62,6 +62,21 @@ class Rows:
         return Score(reward=float(len(turns)), accuracy=1.0)
 
 
+class Scores:
+    """A session that scores its episode."""
+
+    def reply(self, turns: Sequence[Turn]) -> list[Message]:
+        return [Message(role="user", parts=("go on",))]
+
+    def score(self, turns: Sequence[Turn]) -> Score:
+        return Score(reward=4.0, accuracy=1.0, turns=(1.0, 3.0))
+
+
+class ScoredEpisodes(Rows):
+    def open(self, task: Task, seed: int) -> Scores:
+        return Scores()
+
+
 @dataclass(frozen=True, slots=True)
 class Rollout:
     """A rollout of `Echo`: its groups, the reasons of those left out, and the log of its sessions."""

@@ -10,8 +10,8 @@ from typing import Protocol
 
 from fovea.environments.graders.base import Grader
 from fovea.environments.graders.limited_calls import LimitedCalls, UnlimitedCalls
-from fovea.environments.graders.opinions import GivenScore, WithModelReward, WithSecondOpinion
-from fovea.errors import ConfigError, DataError, ScoreError
+from fovea.environments.graders.opinions import GivenScore, beside
+from fovea.errors import DataError, ScoreError
 from fovea.types import Score, Task, Turn
 
 REWARD_LIMIT = 1e6
@@ -48,15 +48,9 @@ class Grading:
 
     def beside(self, score: Score) -> Grading:
         """The grading of an episode to which its session gave this score, in place of the environment's graders."""
-        grader, given = self.graders[-1], GivenScore(score)
-        if isinstance(grader, WithSecondOpinion):
-            raise ConfigError(
-                "second_opinion overrules the rule of vqa and geo3k, and a session scored its episode; set "
-                "second_opinion=null"
-            )
-        if isinstance(grader, WithModelReward):
-            return replace(self, graders=(replace(grader, own=given),))
-        return Grading(graders=(given,))
+        given = GivenScore(score)
+        grader = beside(self.graders[-1], given)
+        return Grading(graders=(given,)) if grader is given else replace(self, graders=(grader,))
 
     def close(self) -> None:
         """Close the clients and stop the thread in which waiting graders are called, those of the parts included."""

@@ -13,9 +13,12 @@ from fovea.data.images import OpenImage
 from fovea.environments.dataset_prompts import question_of
 from fovea.environments.graders.base import Grader, weighted_turns
 from fovea.environments.graders.limited_calls import LimitedCalls
+from fovea.errors import ConfigError
 from fovea.types import Score, Task, Turn
 from fovea.utils.event_loop import gather_or_cancel
 
+RIGHT = 0.5
+"""Accuracy above which an answer is right enough for the bonus of a tool."""
 ACCEPT_SCORE = 0.8
 """Score of a judge from which it calls an answer right."""
 AskJudge: TypeAlias = Callable[[Sequence[Image], str, str, Sequence[str]], Awaitable[float]]
@@ -114,6 +117,39 @@ class WithModelReward:
         shares = [own_share, *(share for *_, share in self.models)]
         by_turn = weighted_turns(list(zip(shares, [own, *scores], strict=True)), len(turns))
         return replace(own, reward=reward, parts=parts, turns=by_turn)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WithToolBonus:
+    """A grader's reward, and more for a right answer after a successful call of a tool (part `tool_bonus`).
+
+    Zheng et al., DeepEyes, arXiv 2505.14362.
+    """
+
+    own: Grader
+    bonus: float
+
+    async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+        own = await self.own.score(task, turns)
+        results = [message for turn in turns for message in turn.messages if message.role == "tool"]
+        earned = self.bonus * (own.accuracy > RIGHT and any(not message.failed for message in results))
+        by_turn = (*own.turns[:-1], own.turns[-1] + earned) if own.turns else ()
+        return replace(own, reward=own.reward + earned, parts={**own.parts, "tool_bonus": earned}, turns=by_turn)
+
+
+def beside(grader: Grader, given: GivenScore) -> Grader:
+    """The grader of an episode whose session gave a score, in place of the environment's grader."""
+    match grader:
+        case WithSecondOpinion():
+            raise ConfigError(
+                "second_opinion overrules the rule of vqa and geo3k, and a session scored its episode; set "
+                "second_opinion=null"
+            )
+        case WithModelReward():
+            return replace(grader, own=given)
+        case WithToolBonus():
+            return replace(grader, own=beside(grader.own, given))
+    return given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

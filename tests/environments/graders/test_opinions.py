@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from fovea.environments.graders.judge import JudgeClient
 from fovea.environments.graders.reward_model import RewardScorer
 from fovea.errors import ConfigError, ModelError, UnscoredError
 from fovea.models.vision_reward import VisionRewardScorer
-from fovea.types import ImageRef, Message, Score, Task, Turn
+from fovea.types import ImageRef, Message, Turn
 from fovea.utils.event_loop import wait_for
 from fovea.wiring.environment import GradedEnvironment, make_environment, reward_scorer
 from tests.chat_server import Endpoint, endpoints, says
@@ -28,7 +28,7 @@ from tests.environments.files import files, row
 from tests.environments.reward_model import save_reward_model
 from tests.grading import score_in_run
 from tests.reference import model_inputs
-from tests.rollout.sessions import Rows, limited, rolled_out
+from tests.rollout.sessions import ScoredEpisodes, limited, rolled_out
 from tests.tiny_models import renderer, save, tiny, user
 
 ROWS = [row("How many circles?", "3", "red"), row("What colour?", "blue", "blue")]
@@ -102,21 +102,6 @@ def test_it_is_a_part_of_the_reward_of_every_part_of_a_mixture(tmp_path: Path, s
     mixed.grading.close()
 
 
-class Scores:
-    """A session that scores its episode."""
-
-    def reply(self, turns: Sequence[Turn]) -> list[Message]:
-        return [Message(role="user", parts=("go on",))]
-
-    def score(self, turns: Sequence[Turn]) -> Score:
-        return Score(reward=4.0, accuracy=1.0, turns=(1.0, 3.0))
-
-
-class ScoredEpisodes(Rows):
-    def open(self, task: Task, seed: int) -> Scores:
-        return Scores()
-
-
 def test_rewards_of_sessions_are_replaced_by_a_function_and_shared_with_a_judge(
     tmp_path: Path, serve: Callable[..., Endpoint]
 ) -> None:
@@ -133,10 +118,37 @@ def test_rewards_of_sessions_are_replaced_by_a_function_and_shared_with_a_judge(
         own.grading.close()
 
 
+@pytest.mark.parametrize(
+    ("text", "failed", "bonus"),
+    [(r"\boxed{3}", False, 1.2), (r"\boxed{3}", True, 0.0), (r"\boxed{3}", None, 0.0), (r"\boxed{4}", False, 0.0)],
+)
+def test_a_right_answer_after_a_call_that_succeeded_has_a_bonus(
+    text: str, failed: bool | None, bonus: float, tmp_path: Path
+) -> None:
+    """`failed` is None without a call."""
+    settings = {"name": "geo3k", **files(tmp_path, ROWS), "format_weight": 0.2, "tool_bonus": 1.2}
+    plain = made(tmp_path, {**settings, "tool_bonus": 0})
+    graded_ = made(tmp_path, settings)
+    task = graded_.environment.tasks("test")[0]
+    result = () if failed is None else (Message(role="tool", tool="zoom", parts=("x",), failed=failed),)
+    turns = [Turn(messages=(), text="call"), Turn(messages=result, text=text)]
+    (without,) = wait_for(plain.grading.scores(task, [turns]))
+    (score,) = wait_for(graded_.grading.scores(task, [turns]))
+    assert score.reward == without.reward + bonus
+    assert score.parts["tool_bonus"] == bonus
+
+
+def test_a_bonus_is_added_to_the_score_of_a_session() -> None:
+    settings = {"environment": {"name": "shapes", "tool_bonus": 0.5}}
+    own = limited(ScoredEpisodes(), settings)
+    assert {episode.score.reward for episode in rolled_out(own, rows=2, n=1).episodes} == {4.0}
+    assert rolled_out(own, rows=1, n=1).episodes[0].score.parts == {"tool_bonus": 0.0}
+
+
 def test_a_function_of_a_part_and_of_a_whole_mixture_replaces_scores_of_sessions(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def score(task, text, images): return 7.0")
     (tmp_path / "theirs.py").write_text(
-        "from tests.environments.graders.test_opinions import ScoredEpisodes\n\n\nclass Own(ScoredEpisodes): pass\n"
+        "from tests.rollout.sessions import ScoredEpisodes\n\n\nclass Own(ScoredEpisodes): pass\n"
     )
     function = f"{tmp_path / 'mine.py'}:score"
     own = {"environment": {"name": "own", "file": f"{tmp_path / 'theirs.py'}:Own"}}
