@@ -23,7 +23,7 @@ from fovea.environments.grounding.coordinates import Frame, Pictures, as_json, f
 from fovea.environments.grounding.geometry import centre
 from fovea.environments.grounding.grade import MOST_PLACES, Placed, Rule, grade, in_shares, is_box, is_point
 from fovea.environments.grounding.reading import Numbers
-from fovea.environments.grounding.truth import TRUTH_KEYS, as_text, from_text, places_of
+from fovea.environments.grounding.truth import as_text, from_text, places_of
 from fovea.types import AnswerEnd, Message, Score, Task, Turn
 
 _HISTORY = "history"
@@ -72,8 +72,7 @@ class Grounding(FileTasks):
     def _answer_cell(self, row: Row, key: str, where: str) -> object:
         if self._config.action_key is not None and action_of(row, self._config)[0] != CLICK:
             return []
-        name = self._config.answer_key or next((name for name in TRUTH_KEYS if row.get(name) is not None), None)
-        return super()._answer_cell(row, key, where) if name is None else row.get(name)
+        return super()._answer_cell(row, key, where)
 
     def _read_truth(self, cell: object, where: str) -> str:
         rule, config = self._rule, self._config

@@ -17,9 +17,10 @@ from fovea.data.rows import RowAccess
 from fovea.environments.grounding.coordinates import frame_of, in_frame
 from fovea.environments.grounding.environment import Grounding
 from fovea.environments.grounding.grade import in_shares
-from fovea.errors import BadRowError, ConfigError
+from fovea.errors import BadRowError, ConfigError, DataError
 from fovea.types import ImageRef, Score, Task
 from fovea.wiring.environment import make_environment
+from fovea.wiring.given import rows_as_files
 from tests.environments.grounding.layouts import (
     grounding,
     gui_r1,
@@ -145,7 +146,7 @@ def test_bad_rows(solution: object, settings: dict[str, object], reason: str, tm
     assert raised.value.reason == reason
 
 
-@pytest.mark.parametrize("coordinates", ["model", "pixels", "thousandths", "original"])
+@pytest.mark.parametrize("coordinates", ["model", "pixels", "thousandths", "unit", "original"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("size", [(640, 480), (480, 640), (333, 500), (97, 64), (960, 540)])
 def test_a_box_returns_from_the_coordinates_of_a_model(
@@ -225,3 +226,25 @@ def test_answers_in_a_file_are_graded(tmp_path: Path) -> None:
     assert scores == [pytest.approx(1), 1, pytest.approx(2 / 3), 1, None, None, None, None]
     assert summary.graded == 4
     assert set(summary.ungraded) == {"answer_kind", "answer_missing"}
+
+
+def test_rows_in_memory_need_the_columns_of_their_layout(tmp_path: Path) -> None:
+    """ScreenSpot's picture and truth are found by its layout, and a box under another name is asked for."""
+    words = ["environment.name=grounding", "environment.layout=screenspot", "environment.train_files=[]"]
+    words += [
+        "environment.test_share=.5",
+        f"run_dir={tmp_path}/run",
+        "model.tiny={}",
+        f"data.cache_dir={tmp_path}/cache",
+    ]
+    config = load_config([], words)
+    row = {"img_filename": Image.new("RGB", (400, 200)), "bbox": [40, 20, 200, 100], "instruction": "x"}
+    rows = [{**row, "data_type": "icon"} for _ in range(4)]
+    with rows_as_files(config, {"train": rows}) as written:
+        assert written.files
+    plain = config.model_copy(update={"environment": settings_of(tmp_path)})
+    with (
+        pytest.raises(DataError, match=r"environment\.answer_key"),
+        rows_as_files(plain, {"train": [{"image": row["img_filename"], "problem": "x", "region": [1, 2, 3, 4]}]}),
+    ):
+        pass
