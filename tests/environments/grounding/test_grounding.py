@@ -18,6 +18,7 @@ from fovea.environments.grounding.coordinates import frame_of, in_frame
 from fovea.environments.grounding.environment import Grounding
 from fovea.environments.grounding.grade import in_shares
 from fovea.errors import BadRowError, ConfigError, DataError
+from fovea.evaluation.controls import with_shuffled_images
 from fovea.types import ImageRef, Score, Task
 from fovea.wiring.environment import make_environment
 from fovea.wiring.given import rows_as_files
@@ -180,6 +181,19 @@ def test_a_photo_that_is_shown_turned_has_the_size_that_is_shown(tmp_path: Path)
     exif[0x0112] = 6
     Image.new("RGB", (40, 20)).save(tmp_path / "turned.jpg", exif=exif)
     assert pictures().stored(ImageRef(source=str(tmp_path / "turned.jpg"))) == (20, 40)
+
+
+def test_the_truth_of_a_control_is_that_of_its_own_picture(tmp_path: Path) -> None:
+    """Evaluation shows another row's picture, which may be smaller than the true box's place."""
+    sizes = {"wide.png": (400, 200), "small.png": (100, 50)}
+    rows = [
+        {"image": picture(tmp_path, name, size), "problem": "x", "solution": [size[0] * 0.6, 0, size[0], size[1]]}
+        for name, size in sizes.items()
+    ]
+    environment = grounding(lines(tmp_path, rows))
+    for task in with_shuffled_images(environment.tasks("test")):
+        assert environment.prompt(task)
+        assert score(environment, task, "[600, 0, 1000, 1000]").reward == pytest.approx(1)
 
 
 def test_settings_that_contradict_each_other(tmp_path: Path) -> None:
