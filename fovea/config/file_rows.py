@@ -6,6 +6,8 @@ from pydantic import model_validator
 
 from fovea.config.splits import SplitFiles
 
+ANSWER_KEYS = ("answer", "reward_model")
+
 
 class FileEnvironment(SplitFiles):
     """Rows in your own files (docs/data.md)."""
@@ -31,6 +33,11 @@ class FileEnvironment(SplitFiles):
     def image_names(self) -> tuple[str, ...]:
         named = self.image_keys if self.image_key is None else (self.image_key,)
         return ("images", "image") if named is None else named
+
+    @property
+    def answer_names(self) -> tuple[str, ...]:
+        """Usual names of the column of the answer, where no setting names it."""
+        return ANSWER_KEYS
 
     @property
     def named_columns(self) -> list[tuple[str, str]]:

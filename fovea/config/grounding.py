@@ -23,6 +23,8 @@ REWARD_KINDS: dict[Ask, tuple[RewardKind, ...]] = {
     "points": ("f1",),
 }
 """Kinds of reward for each kind of answer, the default first."""
+TRUTH_NAMES = ("solution", "gt_bbox", "bbox_2d", "bbox", "boxes", "point_2d", "point", "points", "answer", "truth")
+"""Usual names of the column of the truth, and keys of an object in it."""
 LAYOUTS: dict[Layout, dict[str, object]] = {
     "rows": {},
     "screenspot": {
@@ -100,6 +102,10 @@ class GroundingEnvironment(FileEnvironment):
     @property
     def rewarded(self) -> RewardKind:
         return self.reward_kind or REWARD_KINDS[self.asked][0]
+
+    @property
+    def answer_names(self) -> tuple[str, ...]:
+        return TRUTH_NAMES
 
     @property
     def named_columns(self) -> list[tuple[str, str]]:

@@ -16,10 +16,11 @@ from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 
 from fovea.config.environments import CaptionEnvironment, CaptionMetric
+from fovea.config.file_rows import ANSWER_KEYS
 from fovea.data.rows import RowAccess
 from fovea.environments.base import Split
 from fovea.environments.dataset_prompts import plain_answer, question_of
-from fovea.environments.dataset_tasks import ANSWER_KEYS, FileTasks
+from fovea.environments.dataset_tasks import FileTasks
 from fovea.environments.graders.base import Grade, Grader, shown
 from fovea.environments.graders.cider import IDF_ROWS, CiderD, words_of
 from fovea.environments.graders.opinions import ScoresAnswers

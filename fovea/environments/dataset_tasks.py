@@ -41,7 +41,6 @@ from fovea.errors import BadRowError, DataError
 from fovea.types import Message, Task
 
 PROMPT_KEYS = ("problem", "prompt", "question", "conversations", "messages")
-ANSWER_KEYS = ("answer", "reward_model")
 _IMAGE_NAME = re.compile(r"data:image/.*|\S.*\.(?:png|jpe?g|webp|gif|bmp|tiff?)", re.IGNORECASE | re.DOTALL)
 
 Row: TypeAlias = Mapping[str, object]
@@ -116,10 +115,11 @@ class FileTasks(Environment):
         try:
             return self._read_answer(cell, where)
         except BadRowError as error:
-            if self._settings.answer_key is not None or set(ANSWER_KEYS) & set(row) or cell is not None:
+            if self._settings.answer_key is not None or set(self._settings.answer_names) & set(row) or cell is not None:
                 raise
-            problem = f"no column is called {' or '.join(ANSWER_KEYS)} (the columns are {listed(list(row))})"
-            fix = f"set environment.answer_key{nearest(ANSWER_KEYS, list(row))}, or data.on_bad_row=skip"
+            names = self._settings.answer_names
+            problem = f"no column is called {' or '.join(names)} (the columns are {listed(list(row))})"
+            fix = f"set environment.answer_key{nearest(names, list(row))}, or data.on_bad_row=skip"
             raise BadRowError(f"{where}: {problem}, so nothing can be right; {fix}", error.reason) from None
 
     def _answer_cell(self, row: Row, key: str, where: str) -> object:
@@ -144,7 +144,7 @@ def check_question(settings: FileEnvironment, columns: Sequence[str], source: st
     `source` is what gave the rows.
     """
     if settings.prompt_key is None and not set(PROMPT_KEYS) & set(columns):
-        others = [column for column in columns if column not in {*ANSWER_KEYS, *settings.image_names}]
+        others = [column for column in columns if column not in {*settings.answer_names, *settings.image_names}]
         raise DataError(
             f"{source}: no column is called {', '.join(PROMPT_KEYS)}, so where is the question? The columns are "
             f"{listed(columns)}; set environment.prompt_key{nearest(PROMPT_KEYS, others)}"
@@ -160,7 +160,7 @@ def check_pictures(settings: FileEnvironment, rows: Rows, source: str) -> None:
     if settings.names_images or set(names) & set(rows.columns) or not len(rows):
         return
     # a question or an answer may be a file's name, too
-    others = {*PROMPT_KEYS, *ANSWER_KEYS, *(column for _, column in settings.named_columns)}
+    others = {*PROMPT_KEYS, *settings.answer_names, *(column for _, column in settings.named_columns)}
     column = next((column for column, cell in rows[0].items() if column not in others and _holds_image(cell)), None)
     if column is not None:
         raise DataError(
@@ -185,11 +185,11 @@ def check_answer(settings: FileEnvironment, columns: Sequence[str], first: Row |
     """
     key = prompt_key(first or {}, settings)
     has_reply = first is not None and key is not None and ends_with_reply(first.get(key))
-    if settings.answer_key is None and not set(ANSWER_KEYS) & set(columns) and not has_reply:
+    if settings.answer_key is None and not set(settings.answer_names) & set(columns) and not has_reply:
         others = [column for column in columns if column not in {*PROMPT_KEYS, *settings.image_names}]
         raise DataError(
-            f"{source}: no column is called {' or '.join(ANSWER_KEYS)}, so nothing can be right. The columns are "
-            f"{listed(columns)}; set environment.answer_key{nearest(ANSWER_KEYS, others)}"
+            f"{source}: no column is called {' or '.join(settings.answer_names)}, so nothing can be right. The columns "
+            f"are {listed(columns)}; set environment.answer_key{nearest(settings.answer_names, others)}"
         )
 
 
@@ -202,8 +202,8 @@ def answer_key(row: Row, prompt: str, settings: FileEnvironment) -> str:
     """The column of the answer; that of the question where a reply ends the messages."""
     if settings.answer_key is not None:
         return settings.answer_key
-    found = next((key for key in ANSWER_KEYS if key in row), None)
-    return found or (prompt if ends_with_reply(row.get(prompt)) else ANSWER_KEYS[0])
+    found = next((key for key in settings.answer_names if key in row), None)
+    return found or (prompt if ends_with_reply(row.get(prompt)) else settings.answer_names[0])
 
 
 def image_cells(row: Row, settings: FileEnvironment) -> list[object]:

@@ -21,6 +21,7 @@ from PIL import Image
 from fovea.config.base import variants_of
 from fovea.config.environments import RowsEnvironment
 from fovea.config.file_rows import FileEnvironment
+from fovea.config.grounding import GroundingEnvironment
 from fovea.config.run import Config
 from fovea.config.splits import ROWS_FOLDER, RUN_DIR, SplitFiles
 from fovea.data.cells import image_refs
@@ -270,11 +271,13 @@ def check_takes_rows(environment: str | None) -> None:
 def _takes_no_rows(environment: str) -> ConfigError:
     return ConfigError(
         f"rows are given, but environment.name={environment} takes none; choose rows (with your own reward), vqa, "
-        "geo3k, caption or geospot"
+        "geo3k, caption, geospot or grounding"
     )
 
 
 def _given(config: Config, settings: SplitFiles, rows: Rows, argument: str) -> GivenRows:
+    if isinstance(settings, GroundingEnvironment):
+        settings = settings.with_layout
     names, columns = settings.image_names, rows.columns
     check_named(columns, settings.named_columns, f"the argument {argument} has")
     if isinstance(settings, FileEnvironment):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
+from fovea.config.file_rows import ANSWER_KEYS
 from fovea.config.run import Config
 from fovea.config.splits import SplitFiles
 from fovea.data.images import ImageOpener, is_url
@@ -13,7 +14,7 @@ from fovea.environments.base import Environment, Split
 from fovea.environments.custom.grader import UserGrader
 from fovea.environments.custom.processes import RewardProcesses
 from fovea.environments.custom.several import SeveralRewards
-from fovea.environments.dataset_tasks import ANSWER_KEYS, OwnRows
+from fovea.environments.dataset_tasks import OwnRows
 from fovea.errors import DataError, UnscoredError
 from fovea.types import Task, Turn
 from fovea.utils.event_loop import wait_for

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fovea.config.grounding import GroundingEnvironment
-from fovea.data.rows import RowAccess
+from fovea.data.rows import RowAccess, Rows
+from fovea.environments.base import Split
 from fovea.environments.dataset_prompts import bad_row, never_right
 from fovea.environments.dataset_tasks import FileTasks, Row
 from fovea.environments.graders.base import Grader
@@ -23,9 +24,11 @@ from fovea.environments.grounding.coordinates import Frame, Pictures, as_json, f
 from fovea.environments.grounding.geometry import centre
 from fovea.environments.grounding.grade import MOST_PLACES, Placed, Rule, grade, in_shares, is_box, is_point
 from fovea.environments.grounding.reading import Numbers
-from fovea.environments.grounding.truth import TRUTH_KEYS, as_text, from_text, places_of
-from fovea.types import AnswerEnd, Message, Score, Task, Turn
+from fovea.environments.grounding.truth import as_text, from_text, places_of
+from fovea.types import AnswerEnd, ImageRef, Message, Score, Task, Turn
 
+_PICTURE = "fovea_picture"
+"""Key of a task's row that holds its first picture: evaluation shows other pictures in its place, as a control."""
 _HISTORY = "history"
 """Column of GUI-R1 with the actions before a screenshot."""
 
@@ -63,6 +66,10 @@ class Grounding(FileTasks):
         answer = f"<answer>{answer}</answer>" if self._config.answer_tags else answer
         return f"<think>I look for it.</think>{answer}" if self._config.think_tags else answer
 
+    def _task(self, split: Split, rows: Rows, index: int, kind: str) -> Task:
+        task = super()._task(split, rows, index, kind)
+        return replace(task, row={**task.row, _PICTURE: task.images[0]}) if task.images else task
+
     def _asked(self, place: Numbers) -> Numbers:
         if not self._rule.points or len(place) == 2:
             return place
@@ -72,8 +79,7 @@ class Grounding(FileTasks):
     def _answer_cell(self, row: Row, key: str, where: str) -> object:
         if self._config.action_key is not None and action_of(row, self._config)[0] != CLICK:
             return []
-        name = self._config.answer_key or next((name for name in TRUTH_KEYS if row.get(name) is not None), None)
-        return super()._answer_cell(row, key, where) if name is None else row.get(name)
+        return super()._answer_cell(row, key, where)
 
     def _read_truth(self, cell: object, where: str) -> str:
         rule, config = self._rule, self._config
@@ -146,7 +152,9 @@ def rule_of(config: GroundingEnvironment) -> Rule:
 
 def truth_of(task: Task, config: GroundingEnvironment, pictures: Pictures) -> list[Numbers]:
     """The true places of a task, in shares of its first picture."""
-    frame: Frame = frame_of(config.truth_units or "original", task.images[0], pictures)
+    picture = task.row[_PICTURE]
+    assert isinstance(picture, ImageRef), type(picture)
+    frame: Frame = frame_of(config.truth_units or "original", picture, pictures)
     return [in_shares(place, frame) for place in from_text(task.answer)]
 
 

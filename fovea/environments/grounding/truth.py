@@ -8,13 +8,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from fovea.config.grounding import BoxForm
+from fovea.config.grounding import TRUTH_NAMES, BoxForm
 from fovea.environments.dataset_prompts import bad_row
 from fovea.environments.grounding.grade import MOST_PLACES
 from fovea.environments.grounding.reading import Numbers, read_answer
-
-TRUTH_KEYS = ("solution", "gt_bbox", "bbox_2d", "bbox", "boxes", "point_2d", "point", "points", "answer", "truth")
-"""Columns of the truth, and keys of a mapping in a cell, where no setting names one."""
 
 
 def places_of(cell: object, where: str, *, form: BoxForm = "xyxy", points: bool = False) -> tuple[Numbers, ...]:
@@ -27,9 +24,9 @@ def places_of(cell: object, where: str, *, form: BoxForm = "xyxy", points: bool 
     if isinstance(cell, str):
         places: Sequence[Numbers] = _written(cell, where, points=points)
     elif isinstance(cell, Mapping):
-        key = next((key for key in TRUTH_KEYS if cell.get(key) is not None), None)
+        key = next((key for key in TRUTH_NAMES if cell.get(key) is not None), None)
         if key is None:
-            raise bad_row(where, f"a true place is an object without {', '.join(TRUTH_KEYS[:-2])}", "answer_kind")
+            raise bad_row(where, f"a true place is an object without {', '.join(TRUTH_NAMES[:-2])}", "answer_kind")
         return places_of(cell[key], where, form=form, points=points)
     elif isinstance(cell, list | tuple) and cell and all(_is_number(number) for number in cell):
         places = [tuple(map(float, cell))]

@@ -17,9 +17,11 @@ from fovea.data.rows import RowAccess
 from fovea.environments.grounding.coordinates import frame_of, in_frame
 from fovea.environments.grounding.environment import Grounding
 from fovea.environments.grounding.grade import in_shares
-from fovea.errors import BadRowError, ConfigError
+from fovea.errors import BadRowError, ConfigError, DataError
+from fovea.evaluation.controls import with_shuffled_images
 from fovea.types import ImageRef, Score, Task
 from fovea.wiring.environment import make_environment
+from fovea.wiring.given import rows_as_files
 from tests.environments.grounding.layouts import (
     grounding,
     gui_r1,
@@ -145,7 +147,7 @@ def test_bad_rows(solution: object, settings: dict[str, object], reason: str, tm
     assert raised.value.reason == reason
 
 
-@pytest.mark.parametrize("coordinates", ["model", "pixels", "thousandths", "original"])
+@pytest.mark.parametrize("coordinates", ["model", "pixels", "thousandths", "unit", "original"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("size", [(640, 480), (480, 640), (333, 500), (97, 64), (960, 540)])
 def test_a_box_returns_from_the_coordinates_of_a_model(
@@ -179,6 +181,19 @@ def test_a_photo_that_is_shown_turned_has_the_size_that_is_shown(tmp_path: Path)
     exif[0x0112] = 6
     Image.new("RGB", (40, 20)).save(tmp_path / "turned.jpg", exif=exif)
     assert pictures().stored(ImageRef(source=str(tmp_path / "turned.jpg"))) == (20, 40)
+
+
+def test_the_truth_of_a_control_is_that_of_its_own_picture(tmp_path: Path) -> None:
+    """Evaluation shows another row's picture, which may be smaller than the true box's place."""
+    sizes = {"wide.png": (400, 200), "small.png": (100, 50)}
+    rows = [
+        {"image": picture(tmp_path, name, size), "problem": "x", "solution": [size[0] * 0.6, 0, size[0], size[1]]}
+        for name, size in sizes.items()
+    ]
+    environment = grounding(lines(tmp_path, rows))
+    for task in with_shuffled_images(environment.tasks("test")):
+        assert environment.prompt(task)
+        assert score(environment, task, "[600, 0, 1000, 1000]").reward == pytest.approx(1)
 
 
 def test_settings_that_contradict_each_other(tmp_path: Path) -> None:
@@ -225,3 +240,25 @@ def test_answers_in_a_file_are_graded(tmp_path: Path) -> None:
     assert scores == [pytest.approx(1), 1, pytest.approx(2 / 3), 1, None, None, None, None]
     assert summary.graded == 4
     assert set(summary.ungraded) == {"answer_kind", "answer_missing"}
+
+
+def test_rows_in_memory_need_the_columns_of_their_layout(tmp_path: Path) -> None:
+    """ScreenSpot's picture and truth are found by its layout, and a box under another name is asked for."""
+    words = ["environment.name=grounding", "environment.layout=screenspot", "environment.train_files=[]"]
+    words += [
+        "environment.test_share=.5",
+        f"run_dir={tmp_path}/run",
+        "model.tiny={}",
+        f"data.cache_dir={tmp_path}/cache",
+    ]
+    config = load_config([], words)
+    row = {"img_filename": Image.new("RGB", (400, 200)), "bbox": [40, 20, 200, 100], "instruction": "x"}
+    rows = [{**row, "data_type": "icon"} for _ in range(4)]
+    with rows_as_files(config, {"train": rows}) as written:
+        assert written.files
+    plain = config.model_copy(update={"environment": settings_of(tmp_path)})
+    with (
+        pytest.raises(DataError, match=r"environment\.answer_key"),
+        rows_as_files(plain, {"train": [{"image": row["img_filename"], "problem": "x", "region": [1, 2, 3, 4]}]}),
+    ):
+        pass
