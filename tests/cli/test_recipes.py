@@ -38,7 +38,7 @@ def test_a_recipe_is_printed_as_it_is() -> None:
     assert result.stdout == (ROOT / "recipes" / "tiny.yaml").read_text(encoding="utf-8")
     unknown = CliRunner().invoke(cli.app, ["recipes", "shape"])
     assert unknown.exit_code == DataError.exit_code
-    assert "shape: no recipe that comes with Fovea; there are caption, easy_vqa, " in unknown.stderr
+    assert "shape: no recipe that comes with Fovea; there are boxes, caption, easy_vqa, " in unknown.stderr
 
 
 def test_a_head_without_its_needs_is_an_error(tmp_path: Path) -> None:
