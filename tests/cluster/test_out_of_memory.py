@@ -29,6 +29,8 @@ rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
 update = TorchPolicy.update
 
 def update_in_little_memory(self, batch):
+    # the first update makes them before its passes, in memory of the same size
+    self._make_moments()
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (2**20, before[1]))
     ballast = []
