@@ -358,7 +358,7 @@ class OpenEnvEnvironment(SeedRows):
 
 
 class NemoGymEnvironment(SplitFiles):
-    """Rows of NeMo-Gym, whose tools and rewards are those of one of its resources servers (docs/agents.md)."""
+    """Rows of NeMo-Gym; one of its resources servers runs their tools and gives the rewards (docs/agents.md)."""
 
     name: Literal["nemo_gym"] = "nemo_gym"
     url: HttpUrl

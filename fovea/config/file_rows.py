@@ -21,7 +21,7 @@ class FileEnvironment(SplitFiles):
     image_key: str | None = None
     """Column of the only image."""
     kind_key: str | None = None
-    """Column of the question type, by which accuracies are told apart; default: all rows are of one type."""
+    """Column of the question type, for accuracies by type; default: all rows have one type."""
     level_key: str | None = None
     """Column of a level of difficulty, a text, by which curriculum.level_weights draws rows."""
     system_prompt: str | None = None

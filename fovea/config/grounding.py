@@ -63,8 +63,8 @@ class GroundingEnvironment(FileEnvironment):
     """The answer: one box, several, one point in the true box, or one point for each; default: box, or point in the
     layouts of screenshots."""
     coordinates: Coordinates = "model"
-    """Coordinates of the answers. model: those of the model's family; pixels: of the picture in the size in which the
-    model sees it; thousandths: 0 to 1000; unit: 0 to 1; original: pixels of the picture as stored."""
+    """Coordinates of the answers. model: as the model's family writes them; pixels: of the picture as resized for the
+    model; thousandths: 0 to 1000; unit: 0 to 1; original: pixels of the picture as stored."""
     truth_units: Units | None = None
     """Units of the true places; default: pixels of the picture as stored (original)."""
     box_form: BoxForm | None = None
@@ -91,7 +91,7 @@ class GroundingEnvironment(FileEnvironment):
 
     @property
     def with_layout(self) -> GroundingEnvironment:
-        """The same settings, completed by those of the layout."""
+        """The settings with the layout's values where none is set."""
         open_keys = {key: value for key, value in LAYOUTS[self.layout].items() if getattr(self, key) is None}
         return self.model_copy(update=open_keys)
 

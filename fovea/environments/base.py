@@ -69,7 +69,7 @@ class UsesTools(Protocol):
 
 @runtime_checkable
 class BringsTools(Protocol):
-    """A session with tools that are called in it, in place of those that its environment names for the task."""
+    """A session with tools bound to it; they replace the tools that its environment lists for the task."""
 
     def tools(self) -> Sequence[Tool]:
         """The tools, with the specs of the environment's."""

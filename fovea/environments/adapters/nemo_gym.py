@@ -73,7 +73,7 @@ class NemoGym(Environment):
         return ""
 
     def tools(self, task: Task) -> Sequence[Tool]:
-        """The tools of a row, for its prompt; an episode calls those of its session."""
+        """The tools of a row, for its prompt; an episode calls its session's tools."""
         return [GymTool(spec=spec) for spec in specs_of(task.row, task.id)]
 
     async def open(self, task: Task, seed: int) -> GymSession:
@@ -195,8 +195,7 @@ def specs_of(row: Row, where: str) -> list[ToolSpec]:
 def _check(rows: Rows, setting: str) -> None:
     if REQUEST not in rows.columns:
         raise DataError(
-            f"{setting}: there is no column {REQUEST}, as rows of NeMo-Gym have; the columns are "
-            f"{', '.join(rows.columns)[:200]}"
+            f"{setting}: no column {REQUEST}; give rows of NeMo-Gym. The columns are {', '.join(rows.columns)[:200]}"
         )
 
 

@@ -32,7 +32,7 @@ from fovea.types import Mark
 MOST_PLACES = 64
 """Places of an answer and of a row; an answer with more earns nothing."""
 TRUTH, READ = "truth", "answer"
-"""Labels of the marks of the true places and of those of the answer."""
+"""Labels of marks: true places, places of the answer."""
 _ROUNDING = 1e-9
 """An IoU below a limit by less, from the division into shares, has reached it."""
 _FARTHEST = 1.0
@@ -79,7 +79,7 @@ class Placed:
         return (1 - rule.format_weight) * self.quality + rule.format_weight * self.parts["format"]
 
     def marks(self, truth: Sequence[Numbers]) -> tuple[Mark, ...]:
-        """Marks of the true places and of those of the answer, for the report."""
+        """Marks of true and answered places, for the report."""
         labelled = [(TRUTH, place) for place in truth] + [(READ, place) for place in self.read if place != _NOWHERE]
         return tuple(Mark(image=1, xy=place, label=label) for label, place in labelled)
 

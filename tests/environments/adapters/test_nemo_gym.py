@@ -175,5 +175,5 @@ def test_bad_rows_are_named(tmp_path: Path, bad: Any, message: str) -> None:
 
 
 def test_files_without_requests_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no column responses_create_params.*the columns are question"):
+    with pytest.raises(DataError, match=r"no column responses_create_params.*The columns are question"):
         environment("http://127.0.0.1:9", tmp_path, {"question": "a"}).tasks("train")
