@@ -83,7 +83,10 @@ class Grounding(FileTasks):
 
     def _read_truth(self, cell: object, where: str) -> str:
         rule, config = self._rule, self._config
-        places = places_of(cell, where, form=config.box_form or "xyxy", points=rule.points)
+        try:
+            places = places_of(cell, where, form=config.box_form or "xyxy", points=rule.points)
+        except RecursionError:
+            raise bad_row(where, "the true place is nested too deeply", "answer_kind") from None
         # of an action there is none that is not a click
         if rule.single and len(places) != 1 and (places or config.action_key is None):
             problem = f"it has {len(places)} true places, but environment.ask={rule.ask} is one"

@@ -132,6 +132,7 @@ def test_several_boxes_in_the_forms_of_cells(tmp_path: Path) -> None:
         ([[1, 2, 3, 4], [1, 2, 3, 4]], {}, "answer_kind"),
         ([1, 2], {}, "answer_kind"),
         (True, {}, "answer_kind"),
+        (json.loads("[" * 700 + "1" + "]" * 700), {}, "answer_kind"),
         (None, {}, "answer_missing"),
         ([30, 20, 10, 40], {}, "answer_never_right"),
         ([500, 20, 600, 40], {}, "answer_never_right"),
