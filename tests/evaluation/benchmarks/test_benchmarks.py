@@ -87,7 +87,7 @@ def test_verdicts_are_those_of_the_official_scripts(name: str) -> None:
     ids=lambda response: response[:15],
 )
 def test_every_answer_gets_its_verdict_in_time(name: str, response: str) -> None:
-    for row in [part for row in ROWS[name]() for part in BENCHMARKS[name].rows(row)]:
+    for row in [part for each in ROWS[name]() for part in BENCHMARKS[name].rows(each)]:
         assert within_a_second(lambda row=row: BENCHMARKS[name].is_right(row, response)) in (True, False)
 
 
