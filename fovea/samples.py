@@ -24,7 +24,7 @@ from fovea.types import Batch, Episode, Group, Metrics, Sample, SampleGroup, Sco
 
 Value = TypeVar("Value", bound=np.generic)
 WHITENED = ("reinforce++", "reinforce++_baseline", "gae")
-"""Advantages with the mean of the whole step as a baseline, which groups of equal rewards have a part in."""
+"""Advantages that need not be 0 in a group of equal rewards."""
 COUNTS = ("groups/with_signal", "groups/without_signal", "groups/skipped")
 
 

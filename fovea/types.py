@@ -271,7 +271,7 @@ class Episode:
 
     @property
     def was_truncated(self) -> bool:
-        """True if a limit ended it: the last turn's of tokens, or the episode's of turns or of tokens."""
+        """True if the last completion reached `max_new_tokens`, or the episode its limit of turns or tokens."""
         return self.last.finish == "length" or self.end != "done"
 
 

@@ -30,6 +30,7 @@ from fovea.evaluation.benchmarks.mathverse import MathVerse
 from fovea.evaluation.benchmarks.mathvision import MathVision
 from fovea.evaluation.benchmarks.mathvista import MathVista
 from fovea.evaluation.benchmarks.mmmu import Mmmu
+from fovea.evaluation.benchmarks.places import RefCoco, ScreenSpot
 from fovea.evaluation.benchmarks.vstar import VStar
 from fovea.evaluation.comparison import EvalResults, TargetMetrics, target_metrics
 from fovea.evaluation.json_file import results_json, write_tree
@@ -120,7 +121,11 @@ def _source(figure: Published) -> str:
 
 
 BENCHMARKS: dict[str, Benchmark] = {
-    each.name: each for each in (MathVista(), MathVerse(), MathVision(), Mmmu(), HallusionBench(), VStar())
+    each.name: each
+    for each in (
+        *(MathVista(), MathVerse(), MathVision(), Mmmu(), HallusionBench(), VStar()),
+        *(RefCoco(), ScreenSpot()),
+    )
 }
 OTHER_ROWS: Sequence[Tree] = (
     # first another environment than the run's, so that none of its settings is left

@@ -56,6 +56,7 @@ class TaskStream:
     curriculum: CurriculumProgress
     environment: Environment
     grading: Grading
+    max_episode_tokens: int | None = None
 
     @property
     def has_more(self) -> bool:
@@ -64,11 +65,12 @@ class TaskStream:
 
     @property
     def interaction(self) -> Interaction:
-        """Environment, renderer and the grader of the current curriculum stage."""
+        """Environment, renderer, limit of tokens and the grader of the current curriculum stage."""
         return Interaction(
             environment=self.environment,
             grading=self.grading.at(self.curriculum.stage),
             renderer=self.source.renderer,
+            max_tokens=self.max_episode_tokens,
         )
 
 

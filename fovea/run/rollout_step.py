@@ -110,7 +110,7 @@ class _Batches:
         with phases("rollout"):
             groups = await collect(
                 self.engine,
-                replace(self.stream.interaction, max_tokens=rollout.max_episode_tokens),
+                self.stream.interaction,
                 prompted,
                 sampling=training_sampling(self.config, self.stream.environment),
                 n=rollout.samples_per_prompt,

@@ -112,7 +112,10 @@ class Policy(Protocol):
         ...
 
     async def limit_microbatches(self, max_tokens: int) -> None:
-        """Begin with micro-batches of so many tokens at most, as memory ran out before a resume, and nothing beside."""
+        """Begin with micro-batches of at most `max_tokens` and without the engine's activations beside them.
+
+        For a run that is resumed after memory ran out.
+        """
         ...
 
     async def export(self, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Policy loss of a micro-batch, and the sums that become metrics.
+"""Policy loss and value loss of a micro-batch, and the sums that become metrics.
 
 Axes: `A` action tokens of the micro-batch.
 """

@@ -1,14 +1,15 @@
-"""The one way for weights from the policy to the engines: its protocols, and the report of a push.
+"""Protocols of a push of weights from the policy to the engines, and its report.
 
 A policy's weights come one by one (`models.outgoing.OutgoingWeight`); `weights.push.WeightPusher` gives them to sinks.
-A new transport is a new sink, and a line in `wiring.workers` (for one process `wiring.backends`) that makes it.
+A new transport is a `WeightSink` and, where it crosses processes, a `WeightSync` beside the engine that receives;
+`wiring.workers` (for one process `wiring.backends`) makes both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -45,6 +46,15 @@ class WeightSync(Protocol):
         ...
 
 
+@runtime_checkable
+class LosesEngines(Protocol):
+    """A sink with several engines elsewhere, which goes on without those that are lost."""
+
+    def leave_out_lost(self, left: Sequence[int]) -> None:
+        """Go on with the remaining engines, by rank among all workers."""
+        ...
+
+
 class WeightSink(Protocol):
     """A destination of weights: an engine with its own, one on a network of Fovea's, or processes of other engines."""
 
@@ -62,8 +72,9 @@ class WeightSink(Protocol):
         ...
 
     def finish_push(self, version: int) -> None:
-        """Compare what is held now with what was sent, and empty all caches made with older weights.
+        """Use the new weights: verify them, and empty all caches made with older ones.
 
-        EngineError for a value that differs.
+        EngineError for a value that differs. A sink that holds copies in this process has compared them before, in
+        `sinks.read_compared`; one in another process compares them with the hashes that it made of what it took.
         """
         ...

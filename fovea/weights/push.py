@@ -11,8 +11,7 @@ from fovea.models.outgoing import OutgoingWeight
 from fovea.train.local import Caller, call_here
 from fovea.train.torch.sharding import full
 from fovea.utils.checksum import bit_hash, combined
-from fovea.weights.base import SyncReport, WeightSink
-from fovea.weights.broadcast import Broadcast
+from fovea.weights.base import LosesEngines, SyncReport, WeightSink
 from fovea.weights.sinks import SharedTensors, read_compared
 
 BUCKET_BYTES = 1 << 26
@@ -54,7 +53,7 @@ class WeightPusher:
     async def leave_out_lost(self, left: Sequence[int]) -> None:
         """Send only to the remaining engines elsewhere, by rank among all workers."""
         for sink in self._sinks:
-            if isinstance(sink, Broadcast):
+            if isinstance(sink, LosesEngines):
                 sink.leave_out_lost(left)
 
     def _push(self, version: int) -> SyncReport:

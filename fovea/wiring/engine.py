@@ -119,8 +119,6 @@ def has_own_weights(config: Config) -> bool:
 def make_streamed(config: Config, settings: StreamedSettings, model: Model, processor: Processor) -> PushedEngine:
     """Make an engine with its own weights; `model` has a path."""
     if settings.python is not None:
-        from fovea.wiring.engine import make_remote
-
         return make_remote(config, settings, model)
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     made: PushedEngine

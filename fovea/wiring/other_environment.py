@@ -1,4 +1,4 @@
-"""The process of an engine in another Python environment, which `wiring.remote` starts: makes the engine, serves it."""
+"""The process of an engine in another Python environment, begun by `wiring.engine.make_remote`: makes and serves it."""
 
 from __future__ import annotations
 

@@ -157,6 +157,7 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
         curriculum=CurriculumProgress(graded.stages, config.curriculum),
         environment=environment,
         grading=graded.grading,
+        max_episode_tokens=config.rollout.max_episode_tokens,
     )
     warmup = make_warmup(config, environment, sources.train, renderer)
     profile = make_profile(config, folder, start_step, progress)

@@ -15,6 +15,7 @@ from fovea.environments.prompt_source import PromptedTask, PromptSource
 from fovea.errors import DataError
 from fovea.run import parity
 from fovea.run.parity_faults import usable_prompts
+from fovea.types import SampleGroup
 from fovea.wiring import images
 from tests.fakes import bandit_run
 
@@ -133,3 +134,18 @@ def test_without_any_row_the_limit_is_named_where_it_was_the_reason(tmp_path: Pa
         search(tmp_path, lambda _: False, max_seconds=2 * ROW_SECONDS)
     with pytest.raises(DataError, match=r"first 16 training rows can be used, the last one: train/15 is"):
         search(tmp_path, lambda _: False, max_seconds=1000.0)
+
+
+def test_the_gate_draws_conversations_within_the_tokens_of_an_episode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recomputed, drawn = parity._recomputed, list[SampleGroup]()
+    monkeypatch.setattr(parity, "_recomputed", lambda group: drawn.append(group) or recomputed(group))
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("environment: {name: frozen_lake}\n")
+    words = [TINY, "parity.prompts=1", "rollout.max_new_tokens=4", "rollout.max_episode_tokens=150"]
+    assert check_parity([recipe], words)
+    samples = [sample for group in drawn for sample in group.samples]
+    lengths = [group.prompt.num_tokens + len(sample.token_ids_T) for group in drawn for sample in group.samples]
+    assert max(len(sample.turn_ends) for sample in samples) > 1
+    assert max(lengths) <= 150

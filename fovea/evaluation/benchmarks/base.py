@@ -45,6 +45,10 @@ class Benchmark(Protocol):
     """Columns that every row has."""
     published: tuple[Published, ...]
 
+    def rows(self, row: Row) -> Sequence[Row]:
+        """The rows that a row of the files stands for: mostly the row itself."""
+        return (row,)
+
     def question(self, row: Row) -> str:
         """The text of the prompt; `<image>` marks an image's place, and without marks the images come first."""
         ...

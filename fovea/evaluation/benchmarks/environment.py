@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from fovea.data.readers.base import listed
@@ -22,7 +23,7 @@ class BenchmarkEnvironment(Environment):
     def __init__(self, benchmark: Benchmark, rows: Rows) -> None:
         self.benchmark = benchmark
         self.graders: tuple[Grader, ...] = (BenchmarkGrader(benchmark),)
-        self._tasks = [_task(benchmark, rows, index) for index in range(len(rows))]
+        self._tasks = [task for index in range(len(rows)) for task in _tasks(benchmark, rows, index)]
 
     def tasks(self, split: Split) -> Sequence[Task]:
         if split != "test":
@@ -67,19 +68,32 @@ def _score(*, right: bool) -> Score:
     return Score(reward=float(right), accuracy=float(right))
 
 
-def _task(benchmark: Benchmark, rows: Rows, index: int) -> Task:
-    """A row as a task; DataError for one that lacks what the prompt needs."""
-    row, where = rows[index], rows.where(index)
+def _tasks(benchmark: Benchmark, rows: Rows, index: int) -> list[Task]:
+    """The tasks of a row; DataError for one that lacks what the prompt needs."""
+    where, name = rows.where(index), f"{benchmark.name}/{index}"
+    with _row_of(benchmark, where):
+        parts = benchmark.rows(rows[index])
+    names = [name] if len(parts) == 1 else [f"{name}.{number}" for number in range(len(parts))]
+    tasks = []
+    for row, name in zip(parts, names, strict=True):
+        with _row_of(benchmark, where):
+            question, answer, kind = benchmark.question(row), benchmark.answer(row), benchmark.kind(row)
+            images = benchmark.images(row)
+            benchmark.is_right(row, benchmark.target(row))  # raises where no answer could be graded
+        refs = image_refs(*images, where=where, folder=rows.folder(index))
+        tasks.append(Task(id=name, question=question, answer=answer, images=refs, kind=kind, row=row))
+    return tasks
+
+
+@contextmanager
+def _row_of(benchmark: Benchmark, where: str) -> Iterator[None]:
+    """A block that reads a row: DataError where it is not one of the benchmark."""
     try:
-        question, answer, kind = benchmark.question(row), benchmark.answer(row), benchmark.kind(row)
-        images = benchmark.images(row)
-        benchmark.is_right(row, benchmark.target(row))  # raises where no answer could be graded
-    except (LookupError, ValueError, TypeError, SyntaxError) as error:
+        yield
+    except (LookupError, ValueError, TypeError, SyntaxError, OSError) as error:
         raise DataError(
             f"{where}: not a row of {benchmark.name} ({first_line(error)}); download {benchmark.hub} again"
         ) from error
-    refs = image_refs(*images, where=where, folder=rows.folder(index))
-    return Task(id=f"{benchmark.name}/{index}", question=question, answer=answer, images=refs, kind=kind, row=row)
 
 
 def open_benchmark(benchmark: Benchmark, source: str | None, access: RowAccess) -> BenchmarkEnvironment:

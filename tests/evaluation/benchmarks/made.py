@@ -144,6 +144,40 @@ def _vstar() -> list[Row]:
     ]
 
 
+def _refcoco() -> list[Row]:
+    kinds = [(["the red one", "largest"], [4.0, 6.5, 20.0, 30.0]), (["man on the left"], [0.0, 0.0, 48.0, 24.0])]
+    return [
+        {
+            "question_id": str(place),
+            "image": {"bytes": png(place), "path": None},
+            "question": "not read",
+            "answer": expressions,
+            "bbox": box,
+            "file_name": f"COCO_train2014_{place}.jpg",
+        }
+        for place, (expressions, box) in enumerate(kinds)
+    ]
+
+
+def _screenspot() -> list[Row]:
+    kinds = [
+        ("open the settings", [0.1, 0.2, 0.3, 0.25], "icon", "windows"),
+        ("search", [0.5, 0.5, 0.75, 0.625], "text", "ios"),
+        ("log in", [0.0, 0.9, 0.25, 1.0], "text", "shop"),
+    ]
+    return [
+        {
+            "file_name": f"{place}.png",
+            "image": {"bytes": png(place), "path": None},
+            "bbox": box,
+            "instruction": instruction,
+            "data_type": kind,
+            "data_source": source,
+        }
+        for place, (instruction, box, kind, source) in enumerate(kinds)
+    ]
+
+
 ROWS = {
     "mathvista": _mathvista,
     "mathverse": _mathverse,
@@ -151,6 +185,8 @@ ROWS = {
     "mmmu": _mmmu,
     "hallusionbench": _hallusionbench,
     "vstar": _vstar,
+    "refcoco": _refcoco,
+    "screenspot": _screenspot,
 }
 
 
@@ -170,7 +206,8 @@ def write(folder: Path, name: str, rows: list[Row] | None = None) -> Path:
             of_subject = [row for row in rows if f"_{subject}_" in row["id"]]
             parquet(folder / subject / "validation-00000-of-00001.parquet", of_subject)
     else:
-        parquet(folder / {"mathvista": "data/testmini-00000-of-00001.parquet"}.get(name, "testmini.parquet"), rows)
+        files = {"mathvista": "data/testmini-{}", "refcoco": "data/val-{}", "screenspot": "data/test-{}"}
+        parquet(folder / files.get(name, "testmini.parquet").format("00000-of-00001.parquet"), rows)
     return folder
 
 

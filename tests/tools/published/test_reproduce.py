@@ -21,6 +21,7 @@ from fovea.metrics.log import read_metrics
 from fovea.tools.published.catalogue import find_result, published_results
 from fovea.tools.published.reproduce import prepare
 from tests.environments.files import row
+from tests.environments.grounding.layouts import gui_r1, lines, picture, vlm_r1_conversations
 
 REWARD = f"reward={Path(__file__).parents[2] / 'hash_reward.py'}:score"
 SMALL = [
@@ -68,6 +69,21 @@ def files_of(folder: str, **renamed: str) -> Callable[[], list[str]]:
     return write
 
 
+def places(layout: Callable[[Path], Path]) -> Callable[[], list[str]]:
+    """Rows with places on their picture, in a layout of tests/environments/grounding."""
+
+    def write() -> list[str]:
+        file = layout(Path())
+        return [f"environment.{split}_files=[{file}]" for split in ("train", "dev", "test")]
+
+    return write
+
+
+def thousandths(folder: Path) -> Path:
+    solution = "<answer> (100,100),(600,500) </answer>"
+    return lines(folder, [{"image": picture(folder), "problem": "the largest one", "solution": solution}])
+
+
 def boards() -> list[str]:
     """The boards of the recipe, fewer of them."""
     return ["environment.train_size=20", "environment.dev_size=4", "environment.test_size=4"]
@@ -80,6 +96,9 @@ ROWS: dict[str, Callable[[], list[str]]] = {
     "thinklite_7b": files_of("data/thinklite"),
     "vagen_sokoban_3b": boards,
     "deepeyes_zoom_7b": files_of("data/deepeyes"),
+    "vlm_r1_rec_3b": places(vlm_r1_conversations),
+    "gui_r1_3b": places(gui_r1),
+    "visual_rft_lisa_2b": places(thousandths),
 }
 
 
@@ -104,7 +123,7 @@ def test_it_trains_and_writes_the_page(name: str) -> None:
     published = {each["name"]: each["texts"][0] for each in figures["rows"]}
     after = result.figure.after
     assert published["after training"] == ("" if after is None else f"{100 * after:.1f}")
-    assert re.fullmatch(r"[\d.]+ \[\d+, \d+\]", figures["rows"][-1]["texts"][1])
+    assert re.fullmatch(r"[\d.]+ \[[\d.]+, [\d.]+\]", figures["rows"][-1]["texts"][1])
     shown = {each["name"]: each["texts"] for each in settings["rows"]}
     assert len(shown) == len(settings["rows"]), "the page has one row of a name"
     differing = [each for each in result.settings if each.differs]
