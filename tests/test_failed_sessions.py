@@ -94,6 +94,13 @@ def test_a_run_goes_on_with_the_episodes_that_are_left(advantage: str, tmp_path:
     assert "sessions of the parity gate failed: train/" in console
 
 
+@pytest.mark.parametrize("advantage", ["gae", "reinforce++"])
+def test_the_only_episode_that_is_left_trains_where_none_are_compared(advantage: str, tmp_path: Path) -> None:
+    train(run_of(tmp_path, Doors(failing=3), algorithm={"advantage": advantage}))
+    left_out = [json.loads(line)["reason"] for line in (tmp_path / "unscored.jsonl").read_text().splitlines()]
+    assert not [reason for reason in left_out if reason.startswith("all but one")]
+
+
 def test_a_run_whose_sessions_all_fail_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SessionError, match=r"4 of 4 sessions of the parity gate failed: train/0: .*no such door"):
         wait_for(begin(run_of(tmp_path / "gate", Doors(failing=4))))
