@@ -63,8 +63,7 @@ async def collect(  # noqa: PLR0913 (each says one thing about the rollout)
 
     A group's random numbers depend on `seed` and its index in the step, which counts `num_before` earlier groups. A
     group with an UnscoredError is left out and the reason appended to `unscored`; None: the error is raised. An episode
-    whose session fails is left out of its group and noted in `sessions`; None: its whole group is left out. So is a
-    group of which less than `fewest` are left.
+    whose session fails is left out of its group and noted in `sessions`; None, or less than `fewest` left: all are.
     """
     environment, indices = interaction.environment, range(num_before, num_before + len(prompted))
     places = [(index, number) for index in indices for number in range(n)]
@@ -98,13 +97,10 @@ async def collect(  # noqa: PLR0913 (each says one thing about the rollout)
         try:
             if talks is None:
                 return await _answered(interaction.grading, item, firsts)
-            return _group_of(
-                item,
-                await gather_or_cancel(
-                    episode(talks, item, request, first, (index, number)) for number, first in enumerate(firsts)
-                ),
-                fewest,
+            found = await gather_or_cancel(
+                episode(talks, item, request, first, (index, number)) for number, first in enumerate(firsts)
             )
+            return _group_of(item, found, fewest)
         except UnscoredError as error:
             if unscored is None:
                 raise

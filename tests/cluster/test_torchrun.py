@@ -30,9 +30,9 @@ from tests.cluster.torchrun_runs import (
     train_on,
     train_on_two,
 )
+from tests.failing_sessions import SETTINGS, WARMUP
 from tests.runs import fovea_here, untimed
 from tests.saved import saved_tensors
-from tests.test_failed_sessions import SETTINGS, WARMUP
 from tests.warm import run_ranks
 
 CASES = {
@@ -74,7 +74,7 @@ def test_failed_sessions_leave_a_rank_without_rows_and_both_train(tmp_path: Path
     """One demonstration is left in each step of the warm-up, and fewer episodes than ranks in one of RL."""
     recipe = tmp_path / "doors.yaml"
     recipe.write_text(json.dumps({**SETTINGS, "warmup": {**WARMUP, "batch_size": 8}, "max_steps": 3}))
-    doors = "environment=tests/cluster/failing_doors.py:FailingDoors"
+    doors = "environment=tests/failing_sessions.py:FailingDoors"
     given = (doors, "rollout.prompts_per_step=1", "algorithm.advantage=gae")
     fovea_here("train", str(recipe), f"run_dir={tmp_path / 'one'}", *given)
     train_on_two(str(recipe), f"run_dir={tmp_path / 'two'}", *given)
