@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,62 +14,9 @@ from fovea.metrics.log import read_metrics
 from fovea.metrics.progress import CONSOLE_FILE
 from fovea.run.context import Run
 from fovea.run.lifecycle import begin
-from fovea.run.warmup import SESSION_SEED
-from fovea.types import Message, Score, Task, Turn
 from fovea.utils.event_loop import wait_for
 from fovea.wiring.run import build
-
-SETTINGS = {
-    "model": {"tiny": {"hidden_size": 32, "num_layers": 1, "vocabulary_size": 300}},
-    "max_steps": 2,
-    "rollout": {"prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 2},
-    "parity": {"prompts": 2},
-    "evaluate": {"dev_size": 2, "test_size": 2, "image_controls": False, "shared_images": "ignore"},
-    "log": {"tensorboard": False, "progress": False},
-    "environment": {"name": "shapes"},
-}
-WARMUP = {"max_steps": 2, "check_every_steps": 2, "batch_size": 4}
-
-
-class Door:
-    """A session whose reply fails behind some doors."""
-
-    def __init__(self, opens: bool) -> None:
-        self.opens = opens
-
-    def reply(self, turns: Sequence[Turn]) -> list[Message]:
-        if not self.opens:
-            raise KeyError("no such door")
-        return [Message(role="user", parts=("go on",))]
-
-    def score(self, turns: Sequence[Turn]) -> Score:
-        return Score(reward=float(len(turns[0].text)), accuracy=0.0)
-
-
-class Doors:
-    """Two turns; a share of the sessions fails in training, and of the demonstrations those of some rows."""
-
-    max_turns = 2
-
-    def __init__(self, *, failing: int, demonstrated: int = 0) -> None:
-        self.failing, self.demonstrated = failing, demonstrated
-
-    def tasks(self, split: str) -> list[Task]:
-        return [Task(id=f"{split}/{number}", question=f"Door {number}?", answer="a") for number in range(8)]
-
-    def prompt(self, task: Task) -> list[Message]:
-        return [Message(role="user", parts=(task.question,))]
-
-    def target(self, task: Task) -> str:
-        return task.answer
-
-    def demonstration(self, task: Task) -> list[str]:
-        return ["a", "b"]
-
-    def open(self, task: Task, seed: int) -> Door:
-        if seed == SESSION_SEED:
-            return Door(int(task.id.rpartition("/")[2]) >= self.demonstrated)
-        return Door(seed % 4 >= self.failing or "train" not in task.id)
+from tests.failing_sessions import SETTINGS, WARMUP, Doors
 
 
 def run_of(folder: Path, environment: Doors, **settings: object) -> Run:
@@ -92,6 +38,13 @@ def test_a_run_goes_on_with_the_episodes_that_are_left(advantage: str, tmp_path:
     console = (tmp_path / CONSOLE_FILE).read_text()
     assert "warm-up: 4 demonstrations failed and were left out; see unscored.jsonl" in console
     assert "sessions of the parity gate failed: train/" in console
+
+
+@pytest.mark.parametrize("advantage", ["gae", "reinforce++"])
+def test_the_only_episode_that_is_left_trains_where_none_are_compared(advantage: str, tmp_path: Path) -> None:
+    train(run_of(tmp_path, Doors(failing=3), algorithm={"advantage": advantage}))
+    left_out = [json.loads(line)["reason"] for line in (tmp_path / "unscored.jsonl").read_text().splitlines()]
+    assert not [reason for reason in left_out if reason.startswith("all but one")]
 
 
 def test_a_run_whose_sessions_all_fail_is_refused(tmp_path: Path) -> None:

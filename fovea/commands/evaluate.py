@@ -35,7 +35,8 @@ from fovea.environments.base import Environment, Split
 from fovea.environments.graders.grading import Grading
 from fovea.environments.prompt_source import PromptSource, RendersPrompts
 from fovea.environments.tools.base import Tool
-from fovea.errors import ConfigError, DataError
+from fovea.environments.tools.session import ToolUse
+from fovea.errors import DataError
 from fovea.evaluation.baselines import baseline_answers, majority_answers
 from fovea.evaluation.chat_server import ChatModel, EmptyPrompts
 from fovea.evaluation.comparison import EvalResults, EvalRow, TargetAnswers, TargetMetrics, target_metrics
@@ -57,7 +58,7 @@ from fovea.wiring.engine import SERVER_BOUNDS, make_embedded, make_evaluator, ma
 from fovea.wiring.environment import make_environment
 from fovea.wiring.given import rows_as_files
 from fovea.wiring.images import make_opener
-from fovea.wiring.tools import uses_tools, with_tools
+from fovea.wiring.tools import use_of_model, use_of_server, with_tools
 
 Say = Callable[[str], None]
 ONLY_ROWS: Sequence[Override] = ({"model": {"tiny": {}}}, {"environment": {"name": "rows"}})
@@ -255,15 +256,14 @@ async def ask_target(
 
 def _called_by(model: OpenedModel, eval_set: EvalSet, say: Say) -> EvalSet:
     """The rows with their tools, as this model calls them."""
-    environment = with_tools(
-        eval_set.config,
-        eval_set.environment,
-        eval_set.tools,
-        model.processor,
-        _renderer(eval_set, model),
-        eval_set.open_image,
-        say,
+    renderer = _renderer(eval_set, model)
+    return _with_tools(
+        eval_set, partial(use_of_model, eval_set.config, model.processor, renderer, eval_set.open_image, say)
     )
+
+
+def _with_tools(eval_set: EvalSet, make_use: Callable[[], ToolUse]) -> EvalSet:
+    environment = with_tools(eval_set.config, eval_set.environment, eval_set.tools, make_use)
     return replace(eval_set, environment=environment)
 
 
@@ -313,10 +313,7 @@ async def _model_of(target: ServerTarget, config: Config) -> AsyncIterator[ChatM
 
 async def _ask_server(target: ServerTarget, eval_set: EvalSet, say: Say) -> TargetAnswers:
     config = eval_set.config
-    if uses_tools(eval_set.environment, eval_set.tools):
-        raise ConfigError(
-            f"{target.name}: the environment has tools, and Fovea sends none to a server; evaluate the model's folder"
-        )
+    eval_set = _with_tools(eval_set, partial(use_of_server, config, eval_set.open_image, say))
     async with _model_of(target, config) as model:
         evaluator = make_server_evaluator(config, model, eval_set.environment, eval_set.grading, eval_set.open_image)
         return await _ask_model(target.name, evaluator, _source(eval_set, EmptyPrompts()), eval_set, say)

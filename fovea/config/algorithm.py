@@ -332,6 +332,11 @@ class Algorithm(Section):
         return self.importance_sampling_fix or self.old_logprobs == "engine"
 
     @property
+    def compares(self) -> bool:
+        """True if an episode trains only beside others of its prompt."""
+        return self.dynamic_sampling is not None or not isinstance(self.advantage, Gae | ReinforcePlusPlus)
+
+    @property
     def critic(self) -> Critic | None:
         """The settings of the value function; None where the advantage needs none."""
         return self.advantage.critic if isinstance(self.advantage, Gae) else None

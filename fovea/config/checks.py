@@ -55,10 +55,8 @@ def disagreements(config: Config) -> Iterator[str]:
             f"algorithm.minibatches={algorithm.minibatches} is more than rollout.prompts_per_step="
             f"{rollout.prompts_per_step}, so that some would be empty; lower algorithm.minibatches"
         )
-    advantage = algorithm.advantage.name
-    compares = advantage in ("grpo", "dr_grpo", "rloo", "reinforce++_baseline")
-    if rollout.samples_per_prompt == 1 and (compares or algorithm.dynamic_sampling):
-        which = "dynamic_sampling=true" if algorithm.dynamic_sampling else f"advantage={advantage}"
+    if rollout.samples_per_prompt == 1 and algorithm.compares:
+        which = "dynamic_sampling=true" if algorithm.dynamic_sampling else f"advantage={algorithm.advantage.name}"
         yield (
             f"algorithm.{which} compares the completions of a prompt, but rollout.samples_per_prompt=1, so that no "
             "group has a signal; set rollout.samples_per_prompt=2 or more"

@@ -15,12 +15,13 @@ import numpy as np
 
 from fovea.data.images import OpenImage, png_url
 from fovea.environments.answer_end import find_answer_end
-from fovea.environments.base import Environment, Session
+from fovea.environments.base import Environment, Session, UsesTools
 from fovea.environments.graders.grading import Grading
 from fovea.environments.prompt_source import PromptSource
 from fovea.environments.sessions import unreadable
 from fovea.errors import BadRowError, ConfigError, EngineError, UnscoredError, first_line, named
 from fovea.evaluation.evaluator import AnsweredRow, answered_rows
+from fovea.models.render import with_results_of_user, with_tool_list, without_special_tokens
 from fovea.rollout.collect import request_seed
 from fovea.rollout.conversation import Conversations, scored
 from fovea.types import AnswerEnd, Episode, FinishReason, ImageRef, Message, Prompt, Sampling, Task, ToolSpec, Turn
@@ -31,6 +32,8 @@ Chat: TypeAlias = list[dict[str, Any]]
 """Messages as OpenAI's interface has them."""
 SEEDS = 1 << 31
 """Seeds below this, which every server takes."""
+SPECIAL = ("<|", "<start_of_turn>", "<end_of_turn>", "<end_of_utterance>")
+"""Beginnings of special tokens of common models, which a result of a tool must not have: the server's are not known."""
 REFUSES_REQUEST = frozenset({400, 413, 422})
 
 
@@ -153,7 +156,9 @@ class ServerEvaluator:
         """The n scored episodes of a task, or why there are none."""
         try:
             asked = tuple(self._environment.prompt(task))
-            chat = await as_chat_in_thread(asked, self._open_image)
+            tools = self._environment.tools(task) if isinstance(self._environment, UsesTools) else ()
+            listed = with_tool_list(asked, [tool.spec for tool in tools]) if tools else asked
+            chat = await as_chat_in_thread(listed, self._open_image)
             replies = await self._model.answer(chat, sampling, n=n, seed=seed)
 
             async def episode(number: int, reply: Reply) -> Episode:
@@ -215,9 +220,13 @@ class EmptyPrompts:
 
 
 def as_chat(messages: Sequence[Message], open_image: OpenImage) -> Chat:
-    """Messages with their pictures inside, as PNG; BadRowError for one that cannot be opened."""
+    """Messages with their pictures inside, as PNG; BadRowError for one that cannot be opened.
+
+    Results of tools are messages of the user: OpenAI's role `tool` wants calls that the server has parsed.
+    """
+    harmless = with_results_of_user(without_special_tokens(messages, SPECIAL))
     return [
-        {"role": message.role, "content": [_part(part, open_image) for part in message.parts]} for message in messages
+        {"role": message.role, "content": [_part(part, open_image) for part in message.parts]} for message in harmless
     ]
 
 

@@ -56,13 +56,14 @@ async def collect(  # noqa: PLR0913 (each says one thing about the rollout)
     num_before: int = 0,
     unscored: list[str] | None = None,
     sessions: SessionLog | None = None,
+    fewest: int = 1,
     for_update: bool = False,
 ) -> list[Group]:
     """Collect n scored episodes of every prompt, in order; each is scored as soon as it has ended.
 
     A group's random numbers depend on `seed` and its index in the step, which counts `num_before` earlier groups. A
     group with an UnscoredError is left out and the reason appended to `unscored`; None: the error is raised. An episode
-    whose session fails is left out of its group and noted in `sessions`; None: its whole group is left out.
+    whose session fails is left out of its group and noted in `sessions`; None, or less than `fewest` left: all are.
     """
     environment, indices = interaction.environment, range(num_before, num_before + len(prompted))
     places = [(index, number) for index in indices for number in range(n)]
@@ -96,12 +97,10 @@ async def collect(  # noqa: PLR0913 (each says one thing about the rollout)
         try:
             if talks is None:
                 return await _answered(interaction.grading, item, firsts)
-            return _group_of(
-                item,
-                await gather_or_cancel(
-                    episode(talks, item, request, first, (index, number)) for number, first in enumerate(firsts)
-                ),
+            found = await gather_or_cancel(
+                episode(talks, item, request, first, (index, number)) for number, first in enumerate(firsts)
             )
+            return _group_of(item, found, fewest)
         except UnscoredError as error:
             if unscored is None:
                 raise
@@ -121,10 +120,10 @@ async def _answered(grading: Grading, item: PromptedTask, firsts: Sequence[Turn]
     return Group(prompt=item.prompt, episodes=tuple(episodes))
 
 
-def _group_of(item: PromptedTask, found: Sequence[Episode | FailedEpisodeError]) -> Group:
-    """The group of the episodes that did not fail; UnscoredError where too few are left to compare."""
+def _group_of(item: PromptedTask, found: Sequence[Episode | FailedEpisodeError], fewest: int) -> Group:
+    """The group of the episodes that did not fail; UnscoredError where less than `fewest` are left."""
     episodes = tuple(each for each in found if isinstance(each, Episode))
-    if len(episodes) < min(len(found), 2):
+    if len(episodes) < fewest:
         failed = [each for each in found if not isinstance(each, Episode)]
         how_many = f"all {len(found)}" if not episodes else f"all but one of {len(found)}"
         raise UnscoredError(f"{how_many} episodes failed; the last: {failed[-1]}")

@@ -118,6 +118,7 @@ class _Batches:
                 num_before=num_before,
                 unscored=unscored,
                 sessions=self.sessions,
+                fewest=2 if self.config.algorithm.compares else 1,
                 for_update=True,
             )
         return groups, unscored

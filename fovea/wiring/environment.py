@@ -171,6 +171,11 @@ def make_environment(
             grading=reward_grading(config, config.reward, rewards),
             tools=made.tools,
         )
+    if config.second_opinion and isinstance(made.environment, OpensSessions):
+        raise ConfigError(
+            "second_opinion overrules the rules of vqa and geo3k, and this environment opens sessions, which may score "
+            "their episodes; set second_opinion=null, or use model_reward"
+        )
     grading = with_opinions(config, made.grading)
     if bonus := config.environment.tool_bonus:
         graders = tuple(WithToolBonus(own=grader, bonus=bonus) for grader in grading.graders)

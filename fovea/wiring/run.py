@@ -46,7 +46,7 @@ from fovea.wiring.images import make_opener
 from fovea.wiring.model import locate_model, open_vlm
 from fovea.wiring.outputs import chosen_trackers, make_profile, make_trackers, model_table, peak_tflops
 from fovea.wiring.policy import make_warmup
-from fovea.wiring.tools import with_tools
+from fovea.wiring.tools import use_of_model, with_tools
 from fovea.wiring.trial_score import remarks_on_answers, remarks_on_images, remarks_on_shares, try_reward
 
 ROWS_TRIED = 64
@@ -137,12 +137,12 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
     opener = make_opener(config.data, folder, progress.print)
     _print_remarks(config, graded, opener, progress, is_new=resumed is None)
     progress.stage("making the model" if config.model.tiny else "looking up the model")
-    environment = graded.environment
-    answer_end_of(config, environment)  # refuses what has none, before a model is loaded
+    answer_end_of(config, graded.environment)  # refuses what has none, before a model is loaded
     model = locate_model(config, folder, lambda: graded.environment)
     processor = load_processor(model)
     renderer = make_renderer(config.model, processor, opener, max_new_tokens=config.rollout.max_new_tokens)
-    environment = with_tools(config, environment, graded.tools, processor, renderer, opener, progress.warn)
+    make_use = partial(use_of_model, config, processor, renderer, opener, progress.warn)
+    environment = with_tools(config, graded.environment, graded.tools, make_use)
     bad_rows = BadRows(folder, resume_at=resumed.state.get("bad_rows", 0) if resumed else 0)
     sources = make_sources(config, environment, renderer, bad_rows)
     progress.stage("taking the fingerprint of rows, code and model")

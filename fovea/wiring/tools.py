@@ -20,6 +20,7 @@ from fovea.models.processor import Processor
 from fovea.models.render import Renderer
 from fovea.types import ImageRef, Message
 from fovea.utils.tool_calls.detect import format_of
+from fovea.utils.tool_calls.json_calls import JsonCalls
 
 
 def make_tools(config: Config, given: Sequence[object] = ()) -> tuple[Tool, ...]:
@@ -54,14 +55,11 @@ def with_tools(
     config: Config,
     environment: Environment,
     tools: Sequence[Tool],
-    processor: Processor,
-    renderer: Renderer,
-    opener: ImageOpener,
-    warn: Callable[[str], None],
+    make_use: Callable[[], ToolUse],
 ) -> Environment:
     """The environment with these tools and those that it brings, called within the limits of its sessions.
 
-    ModelError for a model whose format of calls is not known. An environment without tools is returned as it is.
+    An environment without tools is returned as it is, without a call of `make_use`.
     """
     if not uses_tools(environment, tools):
         return environment
@@ -70,22 +68,39 @@ def with_tools(
 
         def of_part(name: str, part: Part) -> Environment:
             own = config.model_copy(update={"environment": parts[name].environment})
-            return with_tools(own, part.environment, part.tools, processor, renderer, opener, warn)
+            return with_tools(own, part.environment, part.tools, make_use)
 
         return environment.changed(of_part)
-    use = ToolUse(
+    settings, inside = config.environment, _inside(environment)
+    # an environment that brings tools counts turns with calls itself
+    further = settings.max_tool_turns if tools else 0
+    calling = WithTools(inside, make_use(), tools, max_turns=inside.max_turns + further)
+    asks_score = not isinstance(environment, LimitedSessions) or environment.asks_score
+    return LimitedSessions(calling, settings.session, type(inside).__name__, asks_score=asks_score)
+
+
+def use_of_model(
+    config: Config, processor: Processor, renderer: Renderer, opener: ImageOpener, warn: Callable[[str], None]
+) -> ToolUse:
+    """Calls of a model that is loaded here; ModelError where their format is not known."""
+    return ToolUse(
         format=format_of(processor.chat_template, processor.name),
         frame=frame_of(renderer),
         limits=ResultLimits(open_image=opener, image_root=config.data.image_root),
         check_picture=lambda ref: renderer.fewest_tokens([Message(role="tool", parts=(ref,))]),
         warn=warn,
     )
-    settings, inside = config.environment, _inside(environment)
-    # an environment that brings tools counts turns with calls itself
-    further = settings.max_tool_turns if tools else 0
-    calling = WithTools(inside, use, tools, max_turns=inside.max_turns + further)
-    asks_score = not isinstance(environment, LimitedSessions) or environment.asks_score
-    return LimitedSessions(calling, settings.session, type(inside).__name__, asks_score=asks_score)
+
+
+def use_of_server(config: Config, opener: ImageOpener, warn: Callable[[str], None]) -> ToolUse:
+    """Calls of a served model, whose template and family are not known: JSON in tags, coordinates in thousandths."""
+    return ToolUse(
+        format=JsonCalls(),
+        frame=THOUSANDTHS,
+        limits=ResultLimits(open_image=opener, image_root=config.data.image_root),
+        check_picture=opener,
+        warn=warn,
+    )
 
 
 def frame_of(renderer: Renderer) -> Frame:

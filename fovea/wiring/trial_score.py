@@ -15,6 +15,7 @@ from fovea.environments.custom.grader import UserGrader
 from fovea.environments.custom.processes import RewardProcesses
 from fovea.environments.custom.several import SeveralRewards
 from fovea.environments.dataset_tasks import OwnRows
+from fovea.environments.graders.opinions import WithToolBonus
 from fovea.errors import DataError, UnscoredError
 from fovea.types import Task, Turn
 from fovea.utils.event_loop import wait_for
@@ -44,7 +45,9 @@ def try_reward(graded: GradedEnvironment) -> None:
 
 def _try(graded: GradedEnvironment) -> None:
     environment, grading = graded.environment, graded.grading
-    if environment.max_turns > 1 or not isinstance(grading.graders[-1], UserGrader | SeveralRewards | RewardProcesses):
+    grader = grading.graders[-1]
+    grader = grader.own if isinstance(grader, WithToolBonus) else grader
+    if environment.max_turns > 1 or not isinstance(grader, UserGrader | SeveralRewards | RewardProcesses):
         return
     found = _answered_row(graded)
     if found is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -19,6 +20,7 @@ from tests.cluster.torchrun_runs import (
     STEPS,
     assert_all_end,
     compare,
+    compare_weights,
     processes_of,
     rank_of,
     settings,
@@ -28,6 +30,7 @@ from tests.cluster.torchrun_runs import (
     train_on,
     train_on_two,
 )
+from tests.failing_sessions import SETTINGS, WARMUP
 from tests.runs import fovea_here, untimed
 from tests.saved import saved_tensors
 from tests.warm import run_ranks
@@ -64,6 +67,22 @@ def test_two_processes_of_torchrun_train_by_ppo_as_one(tmp_path: Path) -> None:
     fovea_here("train", *settings("recipes/shapes_ppo.yaml", tmp_path / "one", *ppo))
     train_by_torchrun(*settings("recipes/shapes_ppo.yaml", tmp_path / "two", *ppo))
     compare(tmp_path / "one", tmp_path / "two")
+
+
+@pytest.mark.slow
+def test_failed_sessions_leave_a_rank_without_rows_and_both_train(tmp_path: Path) -> None:
+    """One demonstration is left in each step of the warm-up, and fewer episodes than ranks in one of RL."""
+    recipe = tmp_path / "doors.yaml"
+    recipe.write_text(json.dumps({**SETTINGS, "warmup": {**WARMUP, "batch_size": 8}, "max_steps": 3}))
+    doors = "environment=tests/failing_sessions.py:FailingDoors"
+    given = (doors, "rollout.prompts_per_step=1", "algorithm.advantage=gae")
+    fovea_here("train", str(recipe), f"run_dir={tmp_path / 'one'}", *given)
+    train_on_two(str(recipe), f"run_dir={tmp_path / 'two'}", *given)
+    one, two = ([row["episodes/failed"] for row in read_metrics(tmp_path / name)] for name in ("one", "two"))
+    assert one == two
+    assert len(one) == 3
+    assert max(one) == 3, "no step has only one episode"
+    compare_weights(tmp_path / "one", tmp_path / "two")
 
 
 @pytest.mark.slow

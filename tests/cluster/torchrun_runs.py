@@ -83,6 +83,11 @@ def compare(one: Path, two: Path) -> None:
         assert {key: theirs[key] for key in expected} == pytest.approx(expected, rel=1e-5, abs=1e-6)
         assert theirs["rollout_train_abs"] < 1e-5
         assert theirs["memory/learners_peak_gib"] > 0.1, "torch alone takes more"
+    compare_weights(one, two)
+
+
+def compare_weights(one: Path, two: Path) -> None:
+    """The same trained weights to float32 rounding."""
     weights = [saved_tensors(folder / f"checkpoints/step-{STEPS}/trainable") for folder in (one, two)]
     assert weights[0].keys() == weights[1].keys()
     for name, tensor in weights[0].items():

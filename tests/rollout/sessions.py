@@ -120,6 +120,7 @@ async def drawn(
         seed=(0,),
         unscored=unscored,
         sessions=log,
+        fewest=min(n, 2),  # as where episodes are compared
     )
 
 

@@ -71,7 +71,7 @@ def test_a_sync_reads_which_rows_have_finished_and_no_more(loop: asyncio.Abstrac
         first_position=1,
     )
     with Reads() as adding:
-        batch.add([queued], torch.randn(1, 300, generator=torch.Generator().manual_seed(0)))
+        batch.add([[queued]], torch.randn(1, 300, generator=torch.Generator().manual_seed(0)))
     assert adding.names == []
     with Reads() as syncing:
         batch.sync_finished()
@@ -103,7 +103,7 @@ def test_no_step_reads_the_device(family: str, loop: asyncio.AbstractEventLoop) 
         features = vlm.image_features([image for prompt in prompts for image in prompt.images])
         row = prefill_row(vlm, weights, requests, features)
         hidden_PE = prefill(row, weights, shape, requests, cache, Recorder(vlm, None))
-        batch.add(requests, weights.logits(hidden_PE))
+        batch.add([[each] for each in requests], weights.logits(hidden_PE))
         stepper = make_stepper(vlm, weights, shape, cache)
         assert isinstance(stepper, GraphStepper)
         with NoPageableCopies():

@@ -5,9 +5,7 @@ The family internvl is one whose inputs transformers' processor makes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -21,33 +19,19 @@ from fovea.models.tiny import TinyParts
 from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.tools.families.tiny import save_tiny_kind
 from fovea.train.base import Needs
-from fovea.types import Batch, Completion, Group, Message, Prompt, Request, Task, Turn
+from fovea.types import Batch, Group, Prompt
 from tests.hub_models import Loaded, moving_difference
 from tests.policies import make_policy, stepped_gradients
 from tests.reference import gradients, reference_logprobs
 from tests.rollout.drawing import make_engine
-from tests.rollout.two_turns import TEMPERATURE, LooksTwice, batch_of, drawn, environment
-from tests.tiny_models import CORPUS, image, tiny
+from tests.rollout.ten_turns import TURNS, Gallery, drawn_and_checked, ten_turns
+from tests.rollout.two_turns import TEMPERATURE, batch_of
+from tests.tiny_models import CORPUS, tiny
 
-TURNS = 10
 TOLERANCE = 2e-5
 GRADIENT_TOLERANCE = 1e-5
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "internvl")
 pytestmark = pytest.mark.parametrize("family", FAMILIES)
-
-
-class Gallery(LooksTwice):
-    """Every answer gets another picture."""
-
-    max_turns = TURNS
-    first_seed = 100
-
-    def reply(self, task: Task, turns: Sequence[Turn]) -> Sequence[Message]:
-        number = len(turns)
-        return (Message(role="user", parts=(image(self.seed_of(number)), f"What is {number}?")),)
-
-    def seed_of(self, number: int) -> int:
-        return self.first_seed + number
 
 
 class Exchanged(Gallery):
@@ -100,31 +84,9 @@ def engine_of(parts: TinyParts, cache: str) -> EmbeddedEngine:
     return make_engine(parts, cache=cache, **({"page_tokens": 16} if cache == "paged" else {}))
 
 
-def ten_turns(parts: TinyParts, engine: EmbeddedEngine, kind: type[Gallery] = Gallery) -> list[Group]:
-    return drawn(parts, engine, rows=1, n=2, asked=environment(kind))
-
-
 @pytest.mark.parametrize("cache", ["dense", "paged"])
 def test_ids_only_grow_and_logprobs_equal_transformers(pair: Pair, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, asked = engine_of(pair.parts, cache), dict[str, Prompt]()
-    generate = engine.generate
-
-    async def noted(request: Request) -> Sequence[Completion]:
-        asked[request.id] = request.prompt
-        return await generate(request)
-
-    monkeypatch.setattr(engine, "generate", noted)
-    groups = ten_turns(pair.parts, engine)
-    batch = batch_of(groups)
-    assert [len(sample.images) for sample in batch.samples] == [TURNS - 1] * 2
-    assert len(asked) == 1 + 2 * (TURNS - 1)
-    for episode, sample in zip(groups[0].episodes, batch.samples, strict=True):
-        whole = np.concatenate([groups[0].prompt.token_ids_L, sample.token_ids_T])
-        for before, turn in pairwise(episode.tokens):
-            prompt_L = asked[turn.completion.id.rpartition("/")[0]].token_ids_L
-            np.testing.assert_array_equal(prompt_L, whole[: len(prompt_L)])
-            added = np.concatenate([before.completion.token_ids_T, turn.observation.token_ids_L])
-            np.testing.assert_array_equal(prompt_L[-len(added) :], added)
+    batch = drawn_and_checked(pair.parts, engine_of(pair.parts, cache), monkeypatch)
     trained = make_policy(pair.parts).annotate(batch, Needs(old_logprobs=True))
     with torch.no_grad():
         expected = pair.of_conversations(batch)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +10,6 @@ import torch
 
 from fovea.config.algorithm import Algorithm
 from fovea.models.plain import PlainVLM
-from fovea.models.tiny import TinyParts
 from fovea.models.vlm import VLM
 from fovea.rollout.collect import extended
 from fovea.rollout.embedded.batch import DecodeBatch
@@ -21,25 +18,14 @@ from fovea.rollout.embedded.prefill import PrefillRow
 from fovea.rollout.embedded.requests import KeptKeys, RemovedRow
 from fovea.train.base import Needs
 from fovea.train.torch.policy import TorchPolicy
-from fovea.types import Group, Message, Turn
+from fovea.types import Message, Turn
 from tests.policies import make_policy, stepped_gradients, train_settings
-from tests.reference import gradients, largest_relative_difference, reference_logprobs
+from tests.reference import gradients, largest_relative_difference
 from tests.rollout.drawing import make_engine
-from tests.rollout.two_turns import TEMPERATURE, batch_of, drawn, environment
+from tests.rollout.two_turns import TEMPERATURE, batch_of, drawn, environment, whole_logprobs
 from tests.tiny_models import FAMILIES, renderer, tiny
 
 TOLERANCE = 1e-5
-
-
-def whole_logprobs(parts: TinyParts, groups: Sequence[Group]) -> list[torch.Tensor]:
-    """By transformers on each whole conversation, of the policy's own tokens."""
-    found = []
-    for group in batch_of(groups).groups:
-        for sample in group.samples:
-            prompt = replace(group.prompt, images=group.prompt.images + sample.images)
-            logprobs_T = reference_logprobs(parts, prompt, sample.token_ids_T, TEMPERATURE)
-            found.append(logprobs_T[torch.from_numpy(sample.mask_T)])
-    return found
 
 
 @pytest.mark.parametrize("cache", ["dense", "paged"])
@@ -54,7 +40,7 @@ def test_logprobs_of_all_turns_equal_transformers_on_the_whole_conversation(fami
     assert [episode.num_action_tokens for episode in episodes] == [sample.num_actions for sample in samples]
     trained = make_policy(parts).annotate(batch_of(groups), Needs(old_logprobs=True))
     with torch.no_grad():
-        expected = whole_logprobs(parts, groups)
+        expected = whole_logprobs(parts, batch_of(groups))
     for sample, reference, scored in zip(samples, expected, trained.samples, strict=True):
         np.testing.assert_allclose(sample.rollout_logprobs_T[sample.mask_T], reference, atol=TOLERANCE)
         assert scored.old_logprobs_T is not None
@@ -70,7 +56,7 @@ def test_gradients_equal_transformers_on_whole_conversations(family: str) -> Non
     policy = make_policy(parts, lr_warmup_steps=0)
     # on-policy: the gradient of the loss is that of - weight * advantage * log-prob, summed over actions
     loss = torch.tensor(0.0)
-    for sample, logprobs_A in zip(batch.samples, whole_logprobs(parts, groups), strict=True):
+    for sample, logprobs_A in zip(batch.samples, whole_logprobs(parts, batch_of(groups)), strict=True):
         assert sample.advantages_T is not None
         loss = loss - sample.weight * (torch.from_numpy(sample.advantages_T[sample.mask_T]) * logprobs_A).sum()
     torch.autograd.backward(loss)

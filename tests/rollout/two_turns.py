@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from fovea.config.algorithm import Algorithm
 from fovea.config.environments import ShapesZoomEnvironment
@@ -16,14 +18,15 @@ from fovea.environments.shapes.environment import ShapesGrader, ShapesZoom
 from fovea.models.plain import PlainVLM
 from fovea.models.tiny import TinyParts
 from fovea.models.vlm import VLM
+from fovea.rollout.base import Engine
 from fovea.rollout.collect import Interaction, collect
-from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.samples import make_batch, replace_samples
 from fovea.train.base import Needs
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch, Group, Message, Sample, Sampling, Task, Turn
 from fovea.utils.event_loop import wait_for
 from tests.policies import train_settings
+from tests.reference import reference_logprobs
 from tests.rollout.drawing import make_engine, plain_engine
 from tests.tiny_models import renderer
 
@@ -49,7 +52,7 @@ def environment(kind: type[LooksTwice] = LooksTwice) -> LooksTwice:
 
 def drawn(
     parts: TinyParts,
-    engine: EmbeddedEngine,
+    engine: Engine,
     *,
     rows: int = 2,
     n: int = 3,
@@ -91,3 +94,14 @@ def batch_of(groups: Sequence[Group]) -> Batch:
         return replace(sample, advantages_T=np.where(sample.mask_T, np.float32(rng.normal()), np.float32(0)))
 
     return replace_samples(batch, advantaged)
+
+
+def whole_logprobs(parts: TinyParts, batch: Batch) -> list[Tensor]:
+    """By transformers on each whole conversation, of the policy's own tokens."""
+    found = []
+    for group in batch.groups:
+        for sample in group.samples:
+            prompt = replace(group.prompt, images=group.prompt.images + sample.images)
+            logprobs_T = reference_logprobs(parts, prompt, sample.token_ids_T, TEMPERATURE)
+            found.append(logprobs_T[torch.from_numpy(sample.mask_T)])
+    return found

@@ -13,7 +13,6 @@ from fovea.data.images import OpenImage
 from fovea.environments.dataset_prompts import question_of
 from fovea.environments.graders.base import Grader, weighted_turns
 from fovea.environments.graders.limited_calls import LimitedCalls
-from fovea.errors import ConfigError
 from fovea.types import Score, Task, Turn
 from fovea.utils.event_loop import gather_or_cancel
 
@@ -140,11 +139,6 @@ class WithToolBonus:
 def beside(grader: Grader, given: GivenScore) -> Grader:
     """The grader of an episode whose session gave a score, in place of the environment's grader."""
     match grader:
-        case WithSecondOpinion():
-            raise ConfigError(
-                "second_opinion overrules the rule of vqa and geo3k, and a session scored its episode; set "
-                "second_opinion=null"
-            )
         case WithModelReward():
             return replace(grader, own=given)
         case WithToolBonus():

@@ -95,16 +95,20 @@ class DecodeBatch:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def add(self, requests: Sequence[QueuedRequest], logits_PW: Tensor) -> None:
-        """Append a row per completion of these requests, and sample their first tokens from prefill's logits."""
+    def add(self, groups: Sequence[Sequence[QueuedRequest]], logits_PW: Tensor) -> None:
+        """Append a row per completion of these requests, and sample their first tokens from prefill's logits.
+
+        The requests of a group have the same prompt.
+        """
         first = len(self.rows)
         rows = [
             DecodeRow(request=request, index=i, first_step=self._steps)
-            for request in requests
+            for group in groups
+            for request in group
             for i in range(request.n)
         ]
         self._append(rows, _new_rows(rows, self._device))
-        prompt_of_B = [prompt for prompt, request in enumerate(requests) for _ in range(request.n)]
+        prompt_of_B = [prompt for prompt, group in enumerate(groups) for _ in range(sum(each.n for each in group))]
         # one prefill serves the n completions of a prompt: they share its logits
         logits_BW = logits_PW[to_device(torch.tensor(prompt_of_B), self._device)]
         self._record(*sample_tokens(logits_BW, self._draw(first)), first)

@@ -1,10 +1,10 @@
 """The embedded engine: continuous batching in the trainer's process, on the trainer's own tensors.
 
-The images of a prompt are encoded once and the prompt is prefilled once for its n completions. Requests wait in a queue
-and are admitted in their order while the KV cache has room (`Cache.fits`); a finished completion frees its row and its
-cache at the next sync. Where pages run short, the youngest completion gives its own up and waits at the head of the
-queue. A completion depends only on its own request: random numbers come from the request's seed, and attention never
-crosses rows.
+The images of a prompt are encoded once and the prompt is prefilled once for its n completions, and for those of equal
+prompts that are admitted with it. Requests wait in a queue and are admitted in their order while the KV cache has room
+(`Cache.fits`); a finished completion frees its row and its cache at the next sync. Where pages run short, the youngest
+completion gives its own up and waits at the head of the queue. A completion depends only on its own request: random
+numbers come from the request's seed, and attention never crosses rows.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ from fovea.rollout.embedded.linears import (
 )
 from fovea.rollout.embedded.prefill import PrefillWork, prefill, prefill_row
 from fovea.rollout.embedded.recorder import Recorder
-from fovea.rollout.embedded.requests import KeptKeys, QueuedRequest, RemovedRow, resumption
+from fovea.rollout.embedded.requests import KeptKeys, QueuedRequest, RemovedRow, as_one, by_prompt, resumption
 from fovea.rollout.embedded.tuning import INT8, PoolMemory, Tuning, make_cache, make_stepper, uses_pages
 from fovea.rollout.outputs import CompletionText
 from fovea.types import Completion, Metrics, Request, Weights
@@ -294,12 +295,13 @@ class EmbeddedEngine:
         resumed, new = admitted[: len(preempted)], admitted[len(preempted) :]
         alone = not batch.rows and not resumed
         if resumed:
-            self._prefill(resumed, cache, Recorder(self._vlm, None), alone=alone)
+            self._prefill([[each] for each in resumed], cache, Recorder(self._vlm, None), alone=alone)
             batch.resume(preempted)
         if new:
             self._running |= {request: [None] * request.n for request in new}
-            logits_PW = self._prefill(new, cache, self._recorder, alone=alone)
-            batch.add(new, logits_PW)
+            groups = by_prompt(new)
+            logits_PW = self._prefill(groups, cache, self._recorder, alone=alone)
+            batch.add(groups, logits_PW)
             # a first token may already be a stop token, or the only one allowed
             self._retire(batch, cache)
         self._may_approximate = not any(request.sampling.exact for request in self._running)
@@ -327,13 +329,16 @@ class EmbeddedEngine:
         """Metrics of the prefill since the last call."""
         return self._prefill_work.take()
 
-    def _prefill(self, requests: Sequence[QueuedRequest], cache: Cache, recorder: Recorder, *, alone: bool) -> Tensor:
-        """Run these prompts; returns the logits [P, W] of the tokens that follow them."""
-        weights = self._loaded_weights()
+    def _prefill(
+        self, groups: Sequence[Sequence[QueuedRequest]], cache: Cache, recorder: Recorder, *, alone: bool
+    ) -> Tensor:
+        """Run the prompt of each group; returns the logits [P, W] of the tokens that follow them."""
+        weights, requests = self._loaded_weights(), [as_one(group) for group in groups]
         row = prefill_row(self._vlm, weights, requests, recorder.features(requests, alone=alone))
         hidden_PE = prefill(row, weights, self._shape, requests, cache, recorder, self._tuning.pass_tokens)
         for request in requests:
             self._prefill_work.add(request)
+        for request in chain.from_iterable(groups):
             request.kept = None
         return weights.logits(hidden_PE)
 

@@ -79,7 +79,7 @@ class PlainEngine:
             return sample_tokens(following.logits[:, -1].float(), step.draw)
 
         batch = DecodeBatch(self._device, self._stop_ids, self._banned_K, self._text)
-        batch.add([queued], logits_1W)
+        batch.add([[queued]], logits_1W)
         # no compaction here: the batch is removed when all of its rows have finished
         while len(finished := batch.sync_finished()) < len(batch):
             batch.step(forward)

@@ -6,7 +6,7 @@ Axes: `J` key heads, `D` width of a head, `L` prompt tokens, `T` tokens of a com
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -109,6 +109,26 @@ class RemovedRow:
     @property
     def completion_id(self) -> str:
         return f"{self.row.request.request.id}/{self.row.index}"
+
+
+def by_prompt(requests: Iterable[QueuedRequest]) -> list[list[QueuedRequest]]:
+    """Group requests with the same prompt, which is then prefilled once for all their completions.
+
+    Such are later turns of episodes with the same answers and replies so far.
+    """
+    groups: dict[object, list[QueuedRequest]] = {}
+    for each in requests:
+        prompt = each.prompt
+        key = (prompt.token_ids_L.tobytes(), *(image.key for image in prompt.images), each.limit_tokens)
+        # the activation tape has a place for each request
+        groups.setdefault(each.request.id if each.request.for_update else key, []).append(each)
+    return list(groups.values())
+
+
+def as_one(group: Sequence[QueuedRequest]) -> QueuedRequest:
+    """A request for all completions of a group of `by_prompt`, which starts at the most tokens that any of it kept."""
+    longest = max(group, key=lambda each: each.first_new_token)
+    return replace(longest, request=replace(longest.request, n=sum(each.n for each in group))) if group[1:] else longest
 
 
 def resumption(preempted: RemovedRow) -> QueuedRequest:

@@ -14,15 +14,18 @@ from PIL import Image
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
+from fovea.config.environments import VqaEnvironment
 from fovea.config.rewards import RewardModel
 from fovea.config.run import Config
 from fovea.environments.graders.judge import JudgeClient
 from fovea.environments.graders.reward_model import RewardScorer
-from fovea.errors import ConfigError, ModelError, UnscoredError
+from fovea.environments.vqa import VqaGrader
+from fovea.errors import ConfigError, ModelError, ScoreError, UnscoredError
 from fovea.models.vision_reward import VisionRewardScorer
 from fovea.types import ImageRef, Message, Turn
 from fovea.utils.event_loop import wait_for
 from fovea.wiring.environment import GradedEnvironment, make_environment, reward_scorer
+from fovea.wiring.trial_score import try_reward
 from tests.chat_server import Endpoint, endpoints, says
 from tests.environments.files import files, row
 from tests.environments.reward_model import save_reward_model
@@ -143,6 +146,23 @@ def test_a_bonus_is_added_to_the_score_of_a_session() -> None:
     own = limited(ScoredEpisodes(), settings)
     assert {episode.score.reward for episode in rolled_out(own, rows=2, n=1).episodes} == {4.0}
     assert rolled_out(own, rows=1, n=1).episodes[0].score.parts == {"tool_bonus": 0.0}
+
+
+def test_a_reward_with_a_bonus_has_its_trial_call(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("def score(task, text, images): return text.colour")
+    scenes = {"name": "shapes", "tool_bonus": 0.5}
+    with pytest.raises(ScoreError, match=r"broken\.py:score raised AttributeError"):
+        try_reward(made(tmp_path, scenes, reward=f"{tmp_path}/broken.py:score"))
+
+
+class RuledSessions(ScoredEpisodes):
+    graders = (VqaGrader(VqaEnvironment(train_files=("a",), test_files=("b",))),)
+
+
+def test_a_second_opinion_beside_sessions_is_refused_at_once(tmp_path: Path) -> None:
+    config = {"environment": {"name": "vqa", **files(tmp_path, ROWS)}, "second_opinion": "wrong", **JUDGE}
+    with pytest.raises(ConfigError, match=r"second_opinion overrules .* sessions, which may score .*; set second_opin"):
+        limited(RuledSessions(), config)
 
 
 def test_a_function_of_a_part_and_of_a_whole_mixture_replaces_scores_of_sessions(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from fovea.utils.event_loop import wait_for
 from fovea.weights.push import WeightPusher
 from tests.rollout.engine_suite import LIMIT_TOKENS, Served
 from tests.rollout.engines.under_test import under_test
+from tests.rollout.ten_turns import TURNS
 from tests.tiny_models import tiny
 
 
@@ -30,7 +31,7 @@ def start(parts: TinyParts, folder: Path, lora: Lora | None = None, **settings: 
     engine = under_test()
     save_tiny(parts, folder)
     return engine.make(
-        engine.section(**engine.small | settings),
+        engine.section(**{"limit_mm_per_prompt": {"image": TURNS}} | engine.small | settings),
         Model(path=str(folder), dtype="float32", lora=lora),
         parts.processor,
         max_model_len=LIMIT_TOKENS,

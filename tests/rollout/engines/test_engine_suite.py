@@ -6,10 +6,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from tests.rollout.engine_suite import Served, ServingSuite
+from tests.rollout.engine_suite import TOLERANCE, Served, ServingSuite
 from tests.rollout.engines.serving import served_by, serving, tiny_for
+from tests.rollout.ten_turns import drawn_and_checked
+from tests.rollout.two_turns import whole_logprobs
 
 
 @pytest.fixture(scope="module", params=["qwen3_vl", "qwen2_5_vl"])
@@ -24,4 +28,9 @@ def served(request: pytest.FixtureRequest, shared: Any, tmp_path_factory: pytest
 
 
 class TestEngine(ServingSuite):
-    pass
+    def test_ten_turns_with_an_image_each(self, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+        batch = drawn_and_checked(served.parts, served.engine, monkeypatch)
+        with torch.no_grad():
+            expected = whole_logprobs(served.parts, batch)
+        for sample, reference in zip(batch.samples, expected, strict=True):
+            np.testing.assert_allclose(sample.rollout_logprobs_T[sample.mask_T], reference, atol=TOLERANCE)
