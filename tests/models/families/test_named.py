@@ -55,8 +55,8 @@ OTHER_TEXTS = {
     "internvl 3": ("internvl", {"model_type": "qwen2", "rope_parameters": DYNAMIC}),
     "internvl 3.5": ("internvl", {"model_type": "qwen3"}),
 }
-FAST = (*OTHER_TEXTS, "llava_onevision", "smolvlm", "mistral3", "glm4v_moe")
-PLAIN = ("glm4v", "glm46v", "gemma3", "gemma4")
+FAST = (*OTHER_TEXTS, "llava_onevision", "smolvlm", "mistral3", "glm4v", "glm46v", "glm4v_moe")
+PLAIN = ("gemma3", "gemma4")
 PATHS = [*((kind, path) for kind in FAST for path in (VLM, PlainVLM)), *((kind, PlainVLM) for kind in PLAIN)]
 paths = pytest.mark.parametrize(("kind", "path"), PATHS, ids=[f"{kind}, {path.__name__}" for kind, path in PATHS])
 fast = pytest.mark.parametrize("kind", FAST)
@@ -185,6 +185,7 @@ def test_an_image_of_a_second_turn_is_drawn_and_scored_as_on_the_plain_path(kind
         ("smolvlm", {"model.lora.rank": 4, "train.gradient_checkpointing": "selective"}),
         ("mistral3", {"algorithm.name": "ppo", "model.freeze_vision_tower": True, "model.dtype": "bfloat16"}),
         ("llava_onevision", {"model.freeze_vision_tower": True, "model.freeze_projector": True}),
+        ("glm4v", {"model.lora.rank": 4}),
         ("glm4v_moe", {"model.freeze_router": True}),
         ("gemma4", {"algorithm.kl": {"coef": 0.01}}),
     ],
