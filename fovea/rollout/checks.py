@@ -22,7 +22,7 @@ QWEN2_VL_MERGE = 2
 DELTA_NETS = ("qwen3_5", "qwen3_5_moe")
 """Families with delta nets. SGLang computes these on a CPU by kernels for AMX only, so that they are untested there."""
 _QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-TESTED_FAMILIES = {"vLLM": (*_QWEN, *DELTA_NETS), "SGLang": _QWEN}
+TESTED_FAMILIES = {"vLLM": (*_QWEN, *DELTA_NETS, "glm4v"), "SGLang": _QWEN}
 """The `model_type`s that each engine's log-probs and pushes have been compared with the trainer's for."""
 
 
