@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fovea.config.model import Model
 from fovea.errors import ConfigError, ModelError
 from fovea.models.experts import Experts
 from fovea.models.families.auto import AutoFamily
@@ -43,6 +44,7 @@ from tests.reference import gradients, largest_relative_difference
 from tests.rollout.drawing import generate, make_engine, plain_engine, same, seeded
 from tests.rollout.two_turns import assert_drawn_and_scored_alike
 from tests.tiny_models import CORPUS, CPU, from_array, image, random_completions, user, with_values
+from tests.train.recording_pair import GRADIENT_TOLERANCE, LORA, TRAINED, Pair, batch_of
 
 pytestmark = needs_image_processors
 
@@ -176,6 +178,19 @@ def test_both_engines_draw_the_same_and_the_trainer_scores_it(kind: str, parts: 
 @fast
 def test_an_image_of_a_second_turn_is_drawn_and_scored_as_on_the_plain_path(kind: str, parts: Loaded) -> None:
     assert_drawn_and_scored_alike(parts, Loaded.of(Path(str(parts.network.name_or_path))))
+
+
+@pytest.mark.parametrize("settings", [TRAINED, LORA], ids=["trained", "lora"])
+@pytest.mark.parametrize("kind", ["glm4v"])
+def test_gradients_from_recorded_outputs_equal_those_of_a_plain_update(
+    kind: str, settings: Model, folders: Callable[[str], Path]
+) -> None:
+    gradients = []
+    for traces in (True, False):
+        pair = Pair(Loaded.of(folders(kind)), settings)
+        gradients.append(pair.gradient(batch_of(pair.prompts, pair.rollout(), traces=traces)))
+        assert pair.metrics["reused_frac"] == float(traces)
+    assert largest_relative_difference(*gradients) < GRADIENT_TOLERANCE
 
 
 @pytest.mark.parametrize(
