@@ -1,7 +1,7 @@
 """Decoder layers of Qwen2 and Qwen3 (RMSNorm, grouped-query attention, SwiGLU) for prefill, decoding and training.
 
 A layer's MLP is one for all tokens, or a mixture of experts (`models.experts`). In Qwen3.5, most layers have a gated
-delta net (`models.delta_net`) in place of attention.
+delta net (`models.delta_net`) in place of attention; in GLM-4.1V, the outputs of attention and MLP have norms too.
 
 Equal to transformers' modules, with which tests compare it. The three uses pass in their own linear layers
 (`models.trained_layer` in training) and their own attention over the KV cache or the packed row.
@@ -23,7 +23,7 @@ from torch import Tensor
 from fovea.models.delta_rule import DeltaShape, Scan
 from fovea.models.heads import HeadNorm, Heads, Triple, heads, unfused_heads
 from fovea.models.kernels import Gate, ReadSaved, RmsNormFunction, centred_norm, rms_norm, silu_times
-from fovea.models.rope import Rope
+from fovea.models.rope import Rope, halves_of_pairs
 from fovea.utils.host_waits import awaited
 
 
@@ -130,6 +130,8 @@ class DecoderShape:
     """None where a softmax over all experts routes."""
     delta: DeltaShape | None = None
     """Sizes of the delta nets of Qwen3.5, whose attention has output gates; None where all layers have attention."""
+    rotates_pairs: bool = False
+    """True if rotary positions turn neighbouring channels (GLM-4.1V), not those of the two halves of a head."""
 
     @property
     def is_delta(self) -> tuple[bool, ...]:
@@ -171,6 +173,7 @@ def decoder_shape(text_config: Any) -> DecoderShape:
         experts_per_token=getattr(text_config, "num_experts_per_tok", 0),
         groups=_expert_groups(text_config),
         delta=_delta_shape(text_config),
+        rotates_pairs=text_config.model_type == "glm4v_text",
     )
 
 
@@ -241,12 +244,14 @@ class GatedMlp:
     """An MLP that all tokens run through."""
 
     gate_up: Linears
+    """One output is that of both, side by side."""
     down: Linears
     saved_gate_up: Sequence[ReadSaved] | None = None
     """Reads the outputs of `gate_up` once more, where they are on the activation tape."""
 
     def __call__(self, x_NE: Tensor, call: LayerCall) -> Tensor:
-        gate, up = self.gate_up(x_NE)
+        outs = self.gate_up(x_NE)
+        gate, up = outs if len(outs) == 2 else outs[0].chunk(2, -1)
         (out_NE,) = self.down(call.kernels.gate(gate, up, self.saved_gate_up))
         return out_NE
 
@@ -269,6 +274,8 @@ class SelfAttention:
             # side by side in each head
             query_NHD, gate_NHD = query.unflatten(-1, (-1, 2 * call.shape.head_dim)).chunk(2, -1)
             query = query_NHD.flatten(1)
+        if call.shape.rotates_pairs:
+            query, key = (halves_of_pairs(x, call.shape.head_dim, call.rope.cos_ND.shape[-1]) for x in (query, key))
         query_NHD, key_NJD, value_NJD = call.kernels.heads(
             (query, key, value), call.shape.head_dim, self.head_norm, call.rope, self.saved_qkv
         )
@@ -289,17 +296,23 @@ class DecoderLayer:
 
     input_norm: Norm
     mixer: Mixer
+    mixed_norm: Norm | None = None
     post_norm: Norm
     mlp: Mlp
+    mlp_norm: Norm | None = None
 
 
 def run_layer(layer: DecoderLayer, hidden_NE: Tensor, call: LayerCall) -> Tensor:
     """Hidden states [N, E] after one layer."""
-    mixed_NE = layer.mixer(layer.input_norm(hidden_NE), call)
+    mixed_NE = _normed(layer.mixer(layer.input_norm(hidden_NE), call), layer.mixed_norm)
     if call.wanted is not None:
         hidden_NE = hidden_NE.index_select(0, call.wanted)
     hidden_NE = hidden_NE + mixed_NE
-    return hidden_NE + layer.mlp(layer.post_norm(hidden_NE), call)
+    return hidden_NE + _normed(layer.mlp(layer.post_norm(hidden_NE), call), layer.mlp_norm)
+
+
+def _normed(x_NE: Tensor, norm: Norm | None) -> Tensor:
+    return x_NE if norm is None else norm(x_NE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

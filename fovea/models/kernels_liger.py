@@ -18,6 +18,7 @@ from fovea.models.decoder import Kernels
 from fovea.models.heads import HeadNorm, Triple, unfused_heads
 from fovea.models.kernels import ReadSaved
 from fovea.models.rope import Rope
+from fovea.models.rope import rotate as rotate_in_torch
 from fovea.utils.installing import pip_install
 
 try:
@@ -58,7 +59,9 @@ def rotate(query_BHND: Tensor, key_BJND: Tensor, cos_BND: Tensor, sin_BND: Tenso
 
 
 def rotate_row(query_NHD: Tensor, key_NJD: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-    """`rotate` for a packed row."""
+    """`rotate` for a packed row; by torch for tables narrower than a head, since Liger's kernel turns whole heads."""
+    if rope.cos_ND.shape[-1] < query_NHD.shape[-1]:
+        return rotate_in_torch(query_NHD, key_NJD, rope)
     query, key = rotate(
         query_NHD.transpose(0, 1)[None], key_NJD.transpose(0, 1)[None], rope.cos_ND[None], rope.sin_ND[None]
     )

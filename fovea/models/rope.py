@@ -36,6 +36,16 @@ class Rope:
         return Rope(self.cos_ND[start:end], self.sin_ND[start:end], self.signed_sin_ND[start:end])
 
 
+def halves_of_pairs(x_NC: Tensor, head_dim: int, rotated: int) -> Tensor:
+    """Channels [N, C] of heads in the half-rotated layout; the first `rotated` of each head were pairs side by side.
+
+    Scores do not change where queries and keys are both brought into this layout.
+    """
+    x_NXD = x_NC.unflatten(-1, (-1, head_dim))
+    pairs, rest = x_NXD[..., :rotated].unflatten(-1, (-1, 2)), x_NXD[..., rotated:]
+    return torch.cat([pairs[..., 0], pairs[..., 1], rest], dim=-1).flatten(1)
+
+
 def rotate(query_NHD: Tensor, key_NJD: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
     """Queries and keys with rotary positions applied."""
     if not torch.is_grad_enabled():

@@ -72,8 +72,10 @@ def trained_layer(modules: LayerModules, recorded: LinearOutputs | None = None) 
     return DecoderLayer(
         input_norm=modules.input_norm,
         mixer=_trained_net(mixer) if isinstance(mixer, DeltaModules) else _trained_attention(mixer, recorded),
+        mixed_norm=modules.mixed_norm,
         post_norm=modules.post_norm,
         mlp=_trained_experts(mlp, modules.shared_expert) if isinstance(mlp, Experts) else _trained_mlp(mlp, recorded),
+        mlp_norm=modules.mlp_norm,
     )
 
 
@@ -106,16 +108,23 @@ def _head_norm(modules: AttentionModules) -> HeadNorm | None:
 
 
 def _trained_mlp(modules: MlpModules, recorded: LinearOutputs | None) -> GatedMlp:
-    gate_up = TrainedLinears((modules.gate, modules.up), LinearGroup.GATE_UP, recorded)
+    gate_up = TrainedLinears(modules.inputs, LinearGroup.GATE_UP, recorded)
     down = TrainedLinears((modules.down,), LinearGroup.DOWN, recorded)
-    return GatedMlp(gate_up=gate_up, saved_gate_up=gate_up.saved, down=down)
+    saved = gate_up.saved
+    if saved is not None and len(saved) == 1:
+        saved = [partial(_half, saved[0], index) for index in (0, 1)]
+    return GatedMlp(gate_up=gate_up, saved_gate_up=saved, down=down)
+
+
+def _half(read: ReadSaved, index: int) -> Tensor:
+    return read().chunk(2, -1)[index]
 
 
 def _trained_experts(experts: Experts, shared: SharedExpertModules | None) -> Experts:
     if shared is None:
         return experts
     weight = () if shared.weight is None else (shared.weight,)
-    inputs = TrainedLinears((shared.mlp.gate, shared.mlp.up, *weight), LinearGroup.GATE_UP)
+    inputs = TrainedLinears((*shared.mlp.inputs, *weight), LinearGroup.GATE_UP)
     return replace(
         experts, shared=SharedExpert(inputs=inputs, down=TrainedLinears((shared.mlp.down,), LinearGroup.DOWN))
     )

@@ -122,7 +122,10 @@ class VLM(PolicyNetwork):
 
     def rope(self, positions_3N: Tensor, like: Tensor) -> Rope:
         """Rotary embedding of positions [3, N] of M-RoPE or [1, N], in the type and on the device of `like`."""
-        return Rope.of(*rotary_tables(self._language_model.rotary_emb, self.text_config, like, positions_3N))
+        cos_ND, sin_ND = rotary_tables(self._language_model.rotary_emb, self.text_config, like, positions_3N)
+        if self._shape.rotates_pairs:
+            cos_ND, sin_ND = (x[:, ::2].repeat(1, 2) for x in (cos_ND, sin_ND))
+        return Rope.of(cos_ND, sin_ND)
 
     def text_rope(self, position_N: Tensor, like: Tensor) -> Rope:
         """Rotary embedding of text tokens, which have one position on all axes."""

@@ -19,8 +19,10 @@ from fovea.types import Shape
 QWEN2_VL_MERGE = 2
 """Patches on each side of a visual token, of which the Qwen2-VL of vLLM and SGLang has no setting."""
 
+DELTA_NETS = ("qwen3_5", "qwen3_5_moe")
+"""Families with delta nets. SGLang computes these on a CPU by kernels for AMX only, so that they are untested there."""
 _QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-TESTED_FAMILIES = {"vLLM": _QWEN, "SGLang": _QWEN}
+TESTED_FAMILIES = {"vLLM": (*_QWEN, *DELTA_NETS, "glm4v"), "SGLang": _QWEN}
 """The `model_type`s that each engine's log-probs and pushes have been compared with the trainer's for."""
 
 

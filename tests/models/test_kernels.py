@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
+from types import ModuleType
 
 import pytest
 import torch
@@ -149,3 +152,18 @@ def test_the_rotation_equals_that_of_transformers(trained: bool) -> None:
     ours, _ = run(lambda q, k: rotate(q, k, positions), query, key)
     expected, _ = run(theirs, query, key)
     torch.testing.assert_close(ours, expected)
+
+
+def test_tables_narrower_than_a_head_are_not_for_liger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GLM turns half of each head, and Liger's kernel would turn the whole of it by these angles."""
+    for part, name in (("rms_norm", "LigerRMSNorm"), ("rope", "LigerRope"), ("swiglu", "LigerSiLUMul")):
+        module = ModuleType(part)
+        setattr(module, f"{name}Function", None)
+        monkeypatch.setitem(sys.modules, f"liger_kernel.ops.{part}", module)
+    monkeypatch.delitem(sys.modules, "fovea.models.kernels_liger", raising=False)
+    angles = torch.randn(5, 4).repeat(1, 2)
+    query, key, rope = torch.randn(5, 2, 16), torch.randn(5, 1, 16), Rope.of(angles.cos(), angles.sin())
+    found = import_module("fovea.models.kernels_liger").rotate_row(query, key, rope)
+    monkeypatch.delitem(sys.modules, "fovea.models.kernels_liger")
+    for mine, other in zip(found, rotate(query, key, rope), strict=True):
+        assert torch.equal(mine, other)

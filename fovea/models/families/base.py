@@ -26,8 +26,8 @@ from fovea.types import PromptImage
 class MlpModules:
     """Modules of a gated MLP."""
 
-    gate: nn.Module
-    up: nn.Module
+    inputs: Sequence[nn.Module]
+    """Linear layers to the gate and to the numbers that it multiplies, or one to both side by side."""
     down: nn.Module
 
 
@@ -72,10 +72,14 @@ class LayerModules:
 
     input_norm: nn.Module
     mixer: AttentionModules | DeltaModules
+    mixed_norm: nn.Module | None = None
+    """Norm of the mixer's output, in families that have one."""
     post_norm: nn.Module
     mlp: MlpModules | Experts
     """Experts as the tensors that their modules hold now, which FSDP2 exchanges around every pass."""
     shared_expert: SharedExpertModules | None = None
+    mlp_norm: nn.Module | None = None
+    """Norm of the MLP's output, in families that have one."""
 
 
 class FastPath(Protocol):

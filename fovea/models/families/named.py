@@ -28,7 +28,14 @@ from fovea.models.vision.feature_cache import ImageFeatures
 from fovea.models.vision.tower_inputs import BlockCounts, graph_bytes
 from fovea.types import PromptImage
 
-HAS_HEAD_NORMS = {"llama": False, "mistral": False, "qwen2": False, "qwen3": True, "glm4v_moe_text": False}
+HAS_HEAD_NORMS = {
+    "llama": False,
+    "mistral": False,
+    "qwen2": False,
+    "qwen3": True,
+    "glm4v_text": False,
+    "glm4v_moe_text": False,
+}
 """By the decoders that the fast path runs, True if queries and keys are normalised per head."""
 
 
@@ -157,9 +164,8 @@ class TilesFastPath(QwenFastPath):
         return None
 
 
-SANDWICH = "norms behind attention and MLP"
-SEEING = f"{SANDWICH}, and image tokens that see those after them"
-PLAIN_DECODERS = {"gemma3_text": SEEING, "gemma4_text": SEEING, "glm4v_text": SANDWICH}
+SEEING = "image tokens that see those after them"
+PLAIN_DECODERS = {"gemma3_text": SEEING, "gemma4_text": SEEING}
 """Reasons for the plain path, by decoder."""
 THOUSANDTHS = (1000, 1000)
 NAMED: dict[str, Callable[[Any], ModelFamily]] = {

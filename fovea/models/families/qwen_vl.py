@@ -167,9 +167,11 @@ class QwenFastPath:
         return LayerModules(
             input_norm=module.input_layernorm,
             mixer=self.mixer(module),
+            mixed_norm=getattr(module, "post_self_attn_layernorm", None),
             post_norm=module.post_attention_layernorm,
             mlp=_mlp(module.mlp),
             shared_expert=_shared_expert(module.mlp),
+            mlp_norm=getattr(module, "post_mlp_layernorm", None),
         )
 
     def mixer(self, module: Any) -> AttentionModules | DeltaModules:
@@ -241,7 +243,8 @@ def _shared_expert(mlp: Any) -> SharedExpertModules | None:
 
 
 def _gated(mlp: Any) -> MlpModules:
-    return MlpModules(gate=mlp.gate_proj, up=mlp.up_proj, down=mlp.down_proj)
+    inputs = (mlp.gate_up_proj,) if hasattr(mlp, "gate_up_proj") else (mlp.gate_proj, mlp.up_proj)
+    return MlpModules(inputs=inputs, down=mlp.down_proj)
 
 
 def image_tensors(images: Sequence[PromptImage]) -> dict[str, Tensor]:

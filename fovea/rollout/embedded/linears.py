@@ -163,15 +163,24 @@ def _layer(
             down=linears(f"{path}.down_proj", group=LinearGroup.DOWN),
         )
 
+    def norm(name: str) -> Norm | None:
+        weight = named.tensors.get(f"{prefix}{name}.weight")
+        return None if weight is None else _norm(weight, shape)
+
+    joined = f"{prefix}mlp.gate_up_proj.weight" in named.tensors
     return DecoderLayer(
         input_norm=_norm(named.tensors[f"{prefix}input_layernorm.weight"], shape),
         mixer=mixer(),
+        mixed_norm=norm("post_self_attn_layernorm"),
         post_norm=_norm(named.tensors[f"{prefix}post_attention_layernorm.weight"], shape),
         mlp=_experts(named, prefix, shape, shared_expert())
         or GatedMlp(
-            gate_up=linears("mlp.gate_proj", "mlp.up_proj", group=LinearGroup.GATE_UP),
+            gate_up=linears(
+                *(["mlp.gate_up_proj"] if joined else ["mlp.gate_proj", "mlp.up_proj"]), group=LinearGroup.GATE_UP
+            ),
             down=linears("mlp.down_proj", group=LinearGroup.DOWN),
         ),
+        mlp_norm=norm("post_mlp_layernorm"),
     )
 
 

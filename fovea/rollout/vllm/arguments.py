@@ -20,6 +20,7 @@ from fovea.errors import ConfigError, first_line, named
 from fovea.models.model_files import hub_options
 from fovea.models.processor import Processor
 from fovea.rollout.checks import (
+    DELTA_NETS,
     TESTED_FAMILIES,
     check_arguments,
     check_family,
@@ -51,6 +52,10 @@ def make_engine(
     max_model_len = fitting_length(config, settings.max_model_len, max_model_len, model=model.name)
     gpus = None if current_platform.is_cpu() else gpus_of_engine(settings.tensor_parallel_size)
     arguments = engine_arguments(settings, model, max_model_len=max_model_len, seed=seed, gpus=gpus)
+    if processor.family.model_type in DELTA_NETS:
+        check_delta_nets(model, on_cpu=gpus is None, takes_adapters=settings.enable_lora)
+        # with it vLLM splits prompts, which its CPU build fails on
+        arguments["enable_prefix_caching"] = gpus is not None
     refusal = named(lambda error: ConfigError(f"rollout.engine=vllm: vLLM does not start: {first_line(error)}"))
     with refusal, keeping_gpu():
         vllm_config = EngineArgs(**arguments).create_engine_config()
@@ -77,6 +82,20 @@ def check_model(processor: Processor, model: Model, setting: str) -> PretrainedC
     config: PretrainedConfig = AutoConfig.from_pretrained(model.path, **hub_options(model))
     check_merge(config, model=model.name, setting=setting, engine="vLLM")
     return config
+
+
+def check_delta_nets(model: Model, *, on_cpu: bool, takes_adapters: bool) -> None:
+    """Raise ConfigError where vLLM (0.32) does not run a model with delta nets."""
+    if on_cpu and model.dtype != "bfloat16":
+        raise ConfigError(
+            f"rollout.engine=vllm and model.dtype={model.dtype}, but {model.name} has delta nets, which vLLM computes "
+            "on a CPU in bfloat16 only; set model.dtype=bfloat16, or rollout.engine=embedded"
+        )
+    if takes_adapters:
+        raise ConfigError(
+            f"rollout.engine.enable_lora=true, but {model.name} has delta nets, whose adapters Fovea does not push to "
+            "vLLM; set rollout.engine.enable_lora=false, and it gets merged weights"
+        )
 
 
 @contextmanager

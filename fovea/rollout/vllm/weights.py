@@ -37,7 +37,7 @@ class ExpectedWeights:
         """`config` is vLLM's ModelConfig; `is_sharded` where several workers share a parameter."""
         model_class: Any = get_model_architecture(config)[0]
         self._mapper = model_class.hf_to_vllm_mapper
-        self._fused: Mapping[str, Sequence[str]] = FUSED | model_class.packed_modules_mapping
+        self._fused: Mapping[str, Sequence[str]] = model_class.packed_modules_mapping | FUSED
         self.dtype: torch.dtype = config.dtype
         is_tied = config.hf_text_config.tie_word_embeddings or config.hf_config.tie_word_embeddings
         self._expected = {

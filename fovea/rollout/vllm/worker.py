@@ -152,6 +152,10 @@ def _readable(model: nn.Module, parameter: str) -> Tensor:
     path, _, leaf = parameter.rpartition(".")
     layer: Any = model.get_submodule(path)
     values: Tensor = getattr(layer, leaf)
+    # the convolution of a delta net on a CPU has its weight packed, and keeps what was packed
+    unpacked: Tensor | None = getattr(layer, "_cpu_unpacked_conv_weight", None)
+    if unpacked is not None:
+        return unpacked
     if values.numel() or leaf != "weight":
         return values
     units = torch.eye(layer.input_size, dtype=values.dtype, device=values.device)

@@ -48,8 +48,7 @@ ABOUT = (
     "transformers' own forward of a named family, with the reason; `auto`: the same with `model.family=auto`. For "
     f"prompts with two, one and no images, log-probs equal those of transformers within {TOLERANCE:g}, and gradients "
     f"within {TOLERANCE:g} of their norm. MiMo-VL is a `qwen2_5_vl`, GLM-4.5V a `glm4v_moe`, SmolVLM2 a `smolvlm`. "
-    "Engines of other packages and Megatron have lists of the types that they were tested with, and refuse others "
-    "([log](log.md#2026-11-27-named-families) says which of them have classes for which)."
+    "vLLM, SGLang and Megatron refuse types that they were not tested with ([log](log.md#2026-11-27-named-families))."
 )
 STEPS, WANTED = 20, "e"
 Say = Callable[[str], None]

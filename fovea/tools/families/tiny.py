@@ -103,7 +103,8 @@ def glm(**changes: Any) -> Kind:
         "marks": {"image_token": "<|image|>", "video_token": "<|video|>"},
         "others": ("<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>"),
         "written": "<|begin_of_image|><|image|><|end_of_image|>",
-        "text": {"model_type": "glm4v_text", "rope_parameters": MROPE},
+        # transformers has these biases always, vLLM where the config says so
+        "text": {"model_type": "glm4v_text", "rope_parameters": MROPE, "attention_bias": True},
         "vision": GLM_VISION,
         "config": {
             "image_start_token_id": "<|begin_of_image|>",

@@ -177,8 +177,9 @@ def _layer_bytes(sizes: ModelSizes, row: RowShape, numerics: Numerics, outputs: 
     if shape.delta is not None:
         # the gate, activated, and its product with the output
         before += 2 * row.tokens * queries * width
-    # the output projection's input, the second norm and its output, and the MLP
-    after = outputs * (queries * width + norm + (sizes.width + mlp.saved) * width)
+    # the output projection's input, the norms after it and the output of that before the MLP, and the MLP
+    norms = 3 if sizes.norms_outputs else 1
+    after = outputs * (queries * width + norms * norm + (sizes.width + mlp.saved) * width)
     # at the backward pass of the activation, with the gradient of the residual stream and of one weight
     in_mlp = outputs * (mlp.backward + sizes.width) * width + mlp.weight * width
     attended = (2 if numerics.cuda else 3) * queries * row.tokens * width

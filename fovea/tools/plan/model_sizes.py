@@ -29,7 +29,7 @@ from fovea.models.tiny import tiny_config
 from fovea.models.trainable import choose_trainable
 from fovea.utils.config_keys import check_config_keys
 
-ANY_SIZE = ("pixtral", "glm4v_moe_vision")
+ANY_SIZE = ("pixtral", "glm4v_vision", "glm4v_moe_vision")
 """Towers of named families that take images of any size, not batches of tiles."""
 
 
@@ -53,6 +53,8 @@ class ModelSizes:
     vision: Any
     """transformers' config of the vision tower."""
     decoder: DecoderShape
+    norms_outputs: bool
+    """True if the outputs of attention and MLP have norms."""
     units: tuple[Unit, ...]
     head_trains: bool
     """True if the language-model head has a gradient."""
@@ -121,17 +123,18 @@ def model_sizes(config: Config) -> ModelSizes:
         )
     network = _on_meta(loaded, config.model)
     head, embedding = network.get_output_embeddings(), network.get_input_embeddings()
-    decoder = decoder_shape(loaded.text_config)
+    layers = language_model(network).layers
     return ModelSizes(
         family=family,
         text=loaded.text_config,
         vision=loaded.vision_config,
-        decoder=decoder,
+        decoder=decoder_shape(loaded.text_config),
+        norms_outputs=family.fast_path.layer(layers[0]).mlp_norm is not None,
         units=tuple(_units(network)),
         head_trains=head.weight.requires_grad,
         tied=head.weight is embedding.weight,
         trains_vision=any(p.requires_grad for module in vision_modules(network) for p in module.parameters()),
-        language_weights=_count(language_model(network).layers.parameters()) + head.weight.numel(),
+        language_weights=_count(layers.parameters()) + head.weight.numel(),
     )
 
 

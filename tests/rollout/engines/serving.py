@@ -26,13 +26,13 @@ def tiny_for(family: str, **settings: object) -> TinyParts:
     return tiny(family, **under_test().models.get(family, {}), **settings)
 
 
-def start(parts: TinyParts, folder: Path, lora: Lora | None = None, **settings: object) -> Any:
+def start(parts: TinyParts, folder: Path, lora: Lora | None = None, dtype: Any = "float32", **settings: object) -> Any:
     """The engine on the files of a model, without a push; `lora` are the adapters that it will be sent."""
     engine = under_test()
     save_tiny(parts, folder)
     return engine.make(
         engine.section(**{"limit_mm_per_prompt": {"image": TURNS}} | engine.small | settings),
-        Model(path=str(folder), dtype="float32", lora=lora),
+        Model(path=str(folder), dtype=dtype, lora=lora),
         parts.processor,
         max_model_len=LIMIT_TOKENS,
         seed=0,

@@ -25,14 +25,14 @@ pytestmark = needs_image_processors
 
 TEXT = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 8, "num_key_value_heads": 4}
 VISION = {"hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4}
-TOLERANCES = {"internvl": 0.1, "smolvlm": 0.1, "mistral3": 0.1, "glm4v_moe": 0.1, "llava_onevision": 0.5}
+TOLERANCES = {"internvl": 0.1, "smolvlm": 0.1, "mistral3": 0.1, "glm4v": 0.1, "glm4v_moe": 0.1, "llava_onevision": 0.5}
 """LLaVA-OneVision's visual tokens leave out the padding of tiles, and a plan counts whole tiles."""
 
 
 def wide(kind: str, folder: Path) -> Path:
     """A model whose activations are more than its rotary positions and statistics."""
     made = KINDS[kind]
-    of_glm = {"out_hidden_size": 256, "num_heads": 4} if kind == "glm4v_moe" else {}
+    of_glm = {"out_hidden_size": 256, "num_heads": 4} if kind.startswith("glm4v") else {}
     with pytest.MonkeyPatch.context() as patch:
         # the dense first layer of GLM is planned as one of experts, which have about its width in published models
         of_experts = {"moe_intermediate_size": 256} if kind == "glm4v_moe" else {}
