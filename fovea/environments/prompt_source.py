@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from typing import Literal, Protocol, TypeAlias, TypeVar
+
+import numpy as np
 
 from fovea.data.bad_rows import BadRows
 from fovea.data.order import RowOrder, RowPlace, place_of
 from fovea.environments.base import Environment, UsesTools
 from fovea.errors import BadRowError, DataError
-from fovea.types import Message, Prompt, Task, ToolSpec
+from fovea.types import ImageRef, Message, PixelChange, Prompt, Task, ToolSpec
 from fovea.utils.event_loop import Prefetch
 from fovea.utils.lru_cache import LRUCache
 
@@ -46,6 +49,10 @@ class PromptedTask:
 
     task: Task
     prompt: Prompt
+    noisy: Prompt | None = None
+    """The prompt on which some completions are drawn in its place."""
+    masked: Prompt | None = None
+    """The prompt of a term of the loss."""
 
 
 class PromptSource:
@@ -175,6 +182,21 @@ class PromptSource:
         prompt = self.renderer.prompt(asked, where=where, tools=[tool.spec for tool in tools])
         self._check_length(prompt.num_tokens, where)
         return PromptedTask(task=task, prompt=prompt)
+
+    def view(self, item: PromptedTask, change: Callable[[int], PixelChange]) -> Prompt:
+        """The prompt of a task with changed pictures, by the number of each; its token ids are the same."""
+        numbers = count()
+
+        def changed(message: Message) -> Message:
+            parts = (
+                replace(part, change=change(next(numbers))) if isinstance(part, ImageRef) else part
+                for part in message.parts
+            )
+            return replace(message, parts=tuple(parts))
+
+        prompt = self.render(item.task, [changed(each) for each in self._environment.prompt(item.task)]).prompt
+        assert np.array_equal(prompt.token_ids_L, item.prompt.token_ids_L), f"{item.task.id}: a view changes its text"
+        return prompt
 
     def _rendered(self, index: int) -> PromptedTask:
         """The prompt of a row, by a thread that is on it or by this one; an error is that of rendering it now."""

@@ -35,6 +35,7 @@ from fovea.run.folder import open_run_folder
 from fovea.run.parity_faults import without_images
 from fovea.run.rollout_step import answer_end_of, record_unscored_answer
 from fovea.run.signals import Stop, ending_signals
+from fovea.run.views import refuse_views
 from fovea.train.start_check import Reference, Row, StartCheck
 from fovea.types import Task
 from fovea.wiring.backends import Backends, open_backends
@@ -138,7 +139,7 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
     _print_remarks(config, graded, opener, progress, is_new=resumed is None)
     progress.stage("making the model" if config.model.tiny else "looking up the model")
     environment = graded.environment
-    answer_end_of(config, environment)  # refuses what has none, before a model is loaded
+    _refuse_settings(config, environment)
     model = locate_model(config, folder, lambda: graded.environment)
     processor = load_processor(model)
     renderer = make_renderer(config.model, processor, opener, max_new_tokens=config.rollout.max_new_tokens)
@@ -195,6 +196,12 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
         box_frame=processor.family.box_frame,
         profile=profile or nullcontext,
     )
+
+
+def _refuse_settings(config: Config, environment: Environment) -> None:
+    """ConfigError for settings that the environment does not go with, before a model is loaded."""
+    answer_end_of(config, environment)
+    refuse_views(config, environment)
 
 
 def _print_kernels(backends: Backends, progress: Progress) -> None:
