@@ -196,10 +196,11 @@ def _split(whole: GroupSlice, max_tokens: int) -> list[GroupSlice]:
     for sample, number in zip(whole.group.samples, index, strict=True):
         tokens = views * (len(sample.token_ids_T) - 1)
         if prompt_tokens + tokens > max_tokens:
+            twice = ", twice (algorithm.views.through_masked=true)," if views > 1 else ""
             raise TrainError(
-                f"a prompt of {prompt_tokens} tokens with a completion of {tokens + 1} does not fit "
-                f"train.max_tokens_per_microbatch={max_tokens}; set it to at least {prompt_tokens + tokens}, or lower "
-                "rollout.max_new_tokens"
+                f"a prompt of {prompt_tokens // views} tokens with a completion of {tokens // views + 1}{twice} does "
+                f"not fit train.max_tokens_per_microbatch={max_tokens}; set it to at least {prompt_tokens + tokens}, "
+                "or lower rollout.max_new_tokens"
             )
         # a sample that equals one of the part takes no tokens
         if parts[-1] and number not in in_part and size + tokens > max_tokens:
