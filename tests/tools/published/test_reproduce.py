@@ -80,6 +80,8 @@ ROWS: dict[str, Callable[[], list[str]]] = {
     "thinklite_7b": files_of("data/thinklite"),
     "vagen_sokoban_3b": boards,
     "deepeyes_zoom_7b": files_of("data/deepeyes"),
+    "papo_7b": files_of("data/papo"),
+    "vppo_7b": files_of("data/vppo"),
 }
 
 
