@@ -18,15 +18,16 @@ NOISY, MASKED = 0, 1
 """Last but one of the numbers that seed a picture, after the run's seed, the step and the group."""
 
 
-def refuse_views(config: Config, environment: Environment) -> None:
-    """ConfigError for views in an environment of several turns, whose later pictures no view changes."""
+def in_one_turn(config: Config, environment: Environment) -> Environment:
+    """The environment; ConfigError for views in one of several turns, whose later pictures no view changes."""
     given = {"rollout.views": config.rollout.views, "algorithm.views": config.algorithm.views}
     several = environment.max_turns > 1 or isinstance(environment, OpensSessions)
     for key in (key for key, views in given.items() if views is not None and several):
         raise ConfigError(
             f"{key} changes the pictures of prompts, but environment={config.environment.name} shows others in later "
-            f"turns; set {key}=null"
+            f"turns, also by its tools; set {key}=null"
         )
+    return environment
 
 
 def with_views(

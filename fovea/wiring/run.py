@@ -35,7 +35,7 @@ from fovea.run.folder import open_run_folder
 from fovea.run.parity_faults import without_images
 from fovea.run.rollout_step import answer_end_of, record_unscored_answer
 from fovea.run.signals import Stop, ending_signals
-from fovea.run.views import refuse_views
+from fovea.run.views import in_one_turn
 from fovea.train.start_check import Reference, Row, StartCheck
 from fovea.types import Task
 from fovea.wiring.backends import Backends, open_backends
@@ -139,13 +139,13 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
     _print_remarks(config, graded, opener, progress, is_new=resumed is None)
     progress.stage("making the model" if config.model.tiny else "looking up the model")
     environment = graded.environment
-    _refuse_settings(config, environment)
+    answer_end_of(config, environment)  # refuses what has none, before a model is loaded
     model = locate_model(config, folder, lambda: graded.environment)
     processor = load_processor(model)
     renderer = make_renderer(config.model, processor, opener, max_new_tokens=config.rollout.max_new_tokens)
     environment = with_tools(config, environment, graded.tools, processor, renderer, opener, progress.warn)
     bad_rows = BadRows(folder, resume_at=resumed.state.get("bad_rows", 0) if resumed else 0)
-    sources = make_sources(config, environment, renderer, bad_rows)
+    sources = make_sources(config, in_one_turn(config, environment), renderer, bad_rows)
     progress.stage("taking the fingerprint of rows, code and model")
     fingerprint = take_fingerprint(config, model, sources.tasks, given)
     if resumed:
@@ -196,12 +196,6 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
         box_frame=processor.family.box_frame,
         profile=profile or nullcontext,
     )
-
-
-def _refuse_settings(config: Config, environment: Environment) -> None:
-    """ConfigError for settings that the environment does not go with, before a model is loaded."""
-    answer_end_of(config, environment)
-    refuse_views(config, environment)
 
 
 def _print_kernels(backends: Backends, progress: Progress) -> None:

@@ -14,7 +14,7 @@ from fovea.errors import ConfigError
 from fovea.run.context import Run
 from fovea.run.lifecycle import begin
 from fovea.run.rollout_step import roll_out
-from fovea.run.views import refuse_views, with_views
+from fovea.run.views import in_one_turn, with_views
 from fovea.samples import make_batch
 from fovea.train.base import Needs
 from fovea.types import Batch, Prompt, Sample
@@ -105,4 +105,4 @@ def test_environments_of_several_turns_are_refused() -> None:
     environment.max_turns = 2
     config = load_config([ROOT / "recipes/shapes.yaml"], ["rollout.views={}"])
     with pytest.raises(ConfigError, match="later turns"):
-        refuse_views(config, environment)
+        in_one_turn(config, environment)
