@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -35,19 +35,19 @@ def with_views(
 ) -> list[PromptedTask]:
     """The tasks of a step, counted from 0, with the views that the settings ask for; the same in every run."""
     noisy, masked = config.rollout.views, config.algorithm.views
-    noise = None if noisy is None else noise_of(noisy, step + 1, config.max_steps)
-    mask = None if masked is None else mask_of(masked)
+    noise: View | None = None if noisy is None else noise_of(noisy, step + 1, config.max_steps)
+    mask: View | None = None if masked is None else mask_of(masked)
 
-    def prompt(index: int, item: PromptedTask, view: View | None, kind: int) -> Prompt | None:
-        if view is None:
-            return None
+    def work(index: int, item: PromptedTask, view: View, kind: int) -> Callable[[], Prompt]:
         seed = (config.seed, step, index, kind)
         return source.view(item, lambda number: SeededView(view=view, seed=(*seed, number)))
 
-    return [
-        replace(item, noisy=prompt(index, item, noise, NOISY), masked=prompt(index, item, mask, MASKED))
-        for index, item in enumerate(prompted, start=num_before)
-    ]
+    numbered = list(enumerate(prompted, start=num_before))
+    views = [(kind, view) for kind, view in ((NOISY, noise), (MASKED, mask)) if view is not None]
+    made = source.at_once(
+        {(index, kind): work(index, item, view, kind) for kind, view in views for index, item in numbered}
+    )
+    return [replace(item, noisy=made.get((index, NOISY)), masked=made.get((index, MASKED))) for index, item in numbered]
 
 
 def view_metrics(groups: Sequence[Group], config: Config, step: int) -> Metrics:

@@ -63,9 +63,11 @@ def test_every_log_prob_is_of_the_view_that_it_is_said_to_be_of(tmp_path: Path) 
         assert np.abs(other.old_logprobs_T - sample.rollout_logprobs_T).max() > OTHER
         np.testing.assert_allclose(sample.masked_logprobs_T, masked.old_logprobs_T, atol=SAME)
         assert np.abs(sample.masked_logprobs_T - sample.old_logprobs_T).max() > OTHER
-    keys = [[view.noisy.images[0].key for view in views_of(run, step)] for step in (0, 0, 1)]  # type: ignore[union-attr]
-    assert keys[0] == keys[1]
-    assert len({*keys[0], *keys[2]}) == 6, "another step has other noise"
+    alone = [view.noisy.images[0].key for view in views_of(run, 0)]  # type: ignore[union-attr]
+    run.stream.source.render_ahead(2)
+    by_step = [[view.noisy.images[0].key for view in views_of(run, step)] for step in (0, 1)]  # type: ignore[union-attr]
+    assert by_step[0] == alone, "threads change nothing"
+    assert len({*by_step[0], *by_step[1]}) == 6, "another step has other noise"
     wait_for(run.policy.close())
     run.held.close()
 
