@@ -18,8 +18,9 @@ from torch import Tensor
 
 from fovea.algorithms.advantage import dr_grpo, grpo, reinforce_plus_plus, reinforce_plus_plus_baseline, rloo
 from fovea.algorithms.gae import gae, turn_gae, whiten
-from fovea.algorithms.kl import ESTIMATORS
+from fovea.algorithms.kl import ESTIMATORS, k3
 from fovea.algorithms.value_loss import explained_variance
+from fovea.algorithms.views import vppo_weights
 from fovea.config.algorithm import (
     Algorithm,
     DrGrpo,
@@ -30,6 +31,7 @@ from fovea.config.algorithm import (
     ReinforcePlusPlusBaseline,
     Rloo,
 )
+from fovea.config.views import Vppo
 from fovea.samples import replace_samples
 from fovea.types import Batch, Metrics, Sample
 
@@ -56,7 +58,34 @@ def with_advantages(batch: Batch, settings: Algorithm, kl_coef: float) -> tuple[
             batch, metrics = _by_actions(batch, penalties, settings.turn_discount), {}
         case Grpo() | DrGrpo() | Rloo() as advantage:
             batch, metrics = _by_groups(batch, penalties, partial(_each, GROUP_ESTIMATORS[advantage.name])), {}
+    if isinstance(settings.views, Vppo):
+        batch = _by_dependence(batch, settings.views)
     return batch, metrics | _statistics(batch) | _kl_metrics(batch, penalties, settings, kl_coef)
+
+
+def _by_dependence(batch: Batch, settings: Vppo) -> Batch:
+    """VPPO: the advantages scaled by completion, and 0 at the tokens that depend least on the picture."""
+    samples = batch.samples
+    dependence = [_dependence(sample) for sample in samples]
+    weights = vppo_weights(
+        _padded(dependence), _mask(batch), token_share=settings.token_share, min_scale=settings.min_scale
+    )
+    factors = iter(_unpadded(weights.kept_BT * weights.scales_B[:, None], dependence))
+
+    def change(sample: Sample) -> Sample:
+        assert sample.advantages_T is not None, "they are made before"
+        return replace(sample, advantages_T=sample.advantages_T * next(factors))
+
+    return replace_samples(batch, change)
+
+
+def _dependence(sample: Sample) -> NDArray[np.float32]:
+    """How much each token depends on the picture, [T]."""
+    assert sample.old_logprobs_T is not None, "vppo needs the policy's log-probs from before the update"
+    assert sample.masked_logprobs_T is not None, "and those on the masked picture"
+    clean_T, masked_T = torch.from_numpy(sample.old_logprobs_T), torch.from_numpy(sample.masked_logprobs_T)
+    found_T: NDArray[np.float32] = k3(clean_T, masked_T).numpy()
+    return found_T
 
 
 def _kl_penalties(batch: Batch, settings: Algorithm, kl_coef: float) -> list[NDArray[np.float32]]:

@@ -37,7 +37,7 @@ def make_batch(
     `Batch.left_out` for the log-prob comparison of engine and trainer only.
     """
     zeros = [[0.0] * len(group.episodes) for group in dropped]
-    no_weights = [sample_group(group, zero_G, zero_G) for group, zero_G in zip(dropped, zeros, strict=True)]
+    no_weights = [_clean(sample_group(group, zero_G, zero_G)) for group, zero_G in zip(dropped, zeros, strict=True)]
     if not groups:
         return Batch(groups=(), left_out=tuple(no_weights)), dict.fromkeys(COUNTS, 0.0)
     penalties = [[length_penalty(episode, settings, max_new_tokens) for episode in group.episodes] for group in groups]
@@ -52,7 +52,7 @@ def make_batch(
     rewards = [[sample.reward for sample in group.samples] for group in samples]
     signal_P = [_differs(rewards_G) for rewards_G in rewards]
     kept = _kept(rewards, signal_P, settings)
-    left_out = [samples[index] for index in sorted(set(range(len(groups))) - set(kept))]
+    left_out = [_clean(samples[index]) for index in sorted(set(range(len(groups))) - set(kept))]
     batch = Batch(groups=tuple(samples[index] for index in kept), left_out=(*left_out, *no_weights))
     if settings.old_logprobs == "engine":
         batch = with_old_logprobs(batch, [sample.rollout_logprobs_T for sample in batch.samples])
@@ -94,8 +94,8 @@ def _weights(groups: Sequence[Group], settings: Algorithm, max_new_tokens: int) 
 def _kept(rewards: Sequence[Sequence[float]], signal_P: Sequence[bool], settings: Algorithm) -> list[int]:
     """Indices of the groups to train on: those with signal, and up to `max_groups_without_signal` of the others."""
     # equal rewards still have a gradient where the baseline is not the group's mean (whitening over the batch, a value
-    # function, groups of one) and where a KL term acts on every token
-    if _all_single(rewards) or settings.advantage.name in WHITENED or settings.kl:
+    # function, groups of one) and where a term of the loss acts on every token
+    if _all_single(rewards) or settings.advantage.name in WHITENED or settings.kl or settings.views:
         return list(range(len(rewards)))
     silent = [index for index, differs in enumerate(signal_P) if not differs]
     worst_first = sorted(silent, key=lambda index: torch.tensor(rewards[index]).mean().item())
@@ -122,7 +122,9 @@ def sample_group(
         _sample(_penalised(episode, penalty), weight, turn_discount)
         for episode, penalty, weight in zip(group.episodes, penalties, weights, strict=True)
     ]
-    return SampleGroup(prompt=group.prompt, samples=tuple(samples), task_id=group.episodes[0].task.id)
+    return SampleGroup(
+        prompt=group.prompt, samples=tuple(samples), task_id=group.episodes[0].task.id, masked=group.masked
+    )
 
 
 def _penalised(episode: Episode, penalty: float) -> Episode:
@@ -159,6 +161,7 @@ def _sample(episode: Episode, weight: float, turn_discount: float) -> Sample:
         images=tuple(image for turn in turns[1:] for image in turn.observation.images),
         completion_ids=tuple(turn.completion.id for turn in turns),
         versions=tuple(turn.completion.version for turn in turns),
+        on_view=turns[0].on_view,
     )
 
 
@@ -195,6 +198,27 @@ def with_reference_logprobs(batch: Batch, logprobs: Sequence[NDArray[np.float32]
     """The batch with the reference model's log-probs: one array [T] per sample, in order."""
     values = iter(logprobs)
     return replace_samples(batch, lambda sample: replace(sample, reference_logprobs_T=next(values)))
+
+
+def with_masked_logprobs(batch: Batch, logprobs: Sequence[NDArray[np.float32]]) -> Batch:
+    """The batch with the policy's log-probs on masked pictures: one array [T] per sample, in order."""
+    values = iter(logprobs)
+    return replace_samples(batch, lambda sample: replace(sample, masked_logprobs_T=next(values)))
+
+
+def without_masked(batch: Batch) -> Batch:
+    """The batch on its clean pictures only."""
+    return replace(batch, groups=tuple(map(_clean, batch.groups)))
+
+
+def _clean(group: SampleGroup) -> SampleGroup:
+    return replace(group, masked=None)
+
+
+def on_masked(batch: Batch) -> Batch:
+    """The batch on its masked pictures only."""
+    groups = (replace(group, prompt=group.masked or group.prompt, masked=None) for group in batch.groups)
+    return replace(batch, groups=tuple(groups))
 
 
 def with_values(batch: Batch, values: Sequence[NDArray[np.float32]]) -> Batch:

@@ -8,7 +8,7 @@ values of a patch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -30,6 +30,8 @@ EpisodeEnd: TypeAlias = Literal["done", "max_turns", "max_tokens"]
 PositionRule: TypeAlias = Literal["grid", "time", "sequence"]
 """Positions of visual tokens: by their place in the grid, by its first axis only, or one after the other."""
 Metrics: TypeAlias = dict[str, float]
+PixelChange: TypeAlias = Callable[[NDArray[np.uint8]], NDArray[np.uint8]]
+"""A change of RGB values [height, width, 3] that keeps their shape (`data.views`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -40,6 +42,8 @@ class ImageRef:
     """Encoded file content, a local path, a URL, RGB values [height, width, 3], or a Pillow image."""
     where: str = "image"
     """Its name in error messages, such as `train.parquet row 12, image 1`."""
+    change: PixelChange | None = None
+    """A change that follows the opening."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,6 +206,8 @@ class TurnTokens:
     observation: Prompt
     """Token ids and images that the environment added; in the first turn, the prompt."""
     completion: Completion
+    on_view: bool = False
+    """True if the engine drew the completion on the observation's pictures with noise (`rollout.views`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,6 +287,8 @@ class Group:
 
     prompt: Prompt
     episodes: tuple[Episode, ...]
+    masked: Prompt | None = None
+    """The prompt with masked pictures, for a term of the loss (`algorithm.views`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -307,6 +315,8 @@ class Sample:
     """The trainer's log-probs before the update; None if the update's first, on-policy epoch computes them."""
     reference_logprobs_T: NDArray[np.float32] | None = None
     """The reference model's log-probs; None without a KL term."""
+    masked_logprobs_T: NDArray[np.float32] | None = None
+    """The trainer's log-probs on the masked picture before the update; None where the loss has no constant of them."""
     values_T: NDArray[np.float32] | None = None
     """Values before each token, by the value function before the update; None without a value function."""
     advantages_T: NDArray[np.float32] | None = None
@@ -319,6 +329,8 @@ class Sample:
     """Ids of the completions of its turns."""
     versions: tuple[int, ...] = ()
     """Version of the policy that sampled each turn."""
+    on_view: bool = False
+    """True if it was drawn on noisy pictures: `rollout_logprobs_T` are of these, and no measure of the engine."""
 
     def __post_init__(self) -> None:
         arrays = (
@@ -326,6 +338,7 @@ class Sample:
             self.rollout_logprobs_T,
             self.old_logprobs_T,
             self.reference_logprobs_T,
+            self.masked_logprobs_T,
             self.values_T,
             self.advantages_T,
             self.returns_T,
@@ -354,11 +367,19 @@ class SampleGroup:
     samples: tuple[Sample, ...]
     task_id: str = ""
     """Id of their task, for error messages."""
+    masked: Prompt | None = None
+    """The prompt with masked pictures, of the same token ids; a pass takes the samples behind both prompts."""
 
     @property
     def images(self) -> tuple[PromptImage, ...]:
-        """Images of the prompt, then those of later turns, sample by sample."""
-        return (*self.prompt.images, *(image for sample in self.samples for image in sample.images))
+        """Images of the prompt, and of the masked one, then those of later turns, sample by sample."""
+        masked = () if self.masked is None else self.masked.images
+        return (*self.prompt.images, *masked, *(image for sample in self.samples for image in sample.images))
+
+    @property
+    def num_views(self) -> int:
+        """Prompts behind which a pass takes the samples."""
+        return 1 if self.masked is None else 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from fovea.models.render import Renderer
 from fovea.models.tiny import FixedSizes, TinyParts, make_tiny
 from fovea.models.vlm import VLM
 from fovea.train.packing import pack_row
-from fovea.types import ImageRef, Message, Prompt
+from fovea.types import ImageRef, Message, PixelChange, Prompt
 
 DENSE_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 FAMILIES = (*DENSE_FAMILIES, "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
@@ -28,10 +28,10 @@ CORPUS = ["How many circles are there?", "What colour is the square?", "\\boxed{
 CPU = torch.device("cpu")
 
 
-def image(seed: int, height: int = 48, width: int = 48) -> ImageRef:
+def image(seed: int, height: int = 48, width: int = 48, change: PixelChange | None = None) -> ImageRef:
     """Noise of a separate size."""
     values = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
-    return ImageRef(source=values)
+    return ImageRef(source=values, change=change)
 
 
 from_array = ImageOpener(max_mib=1, max_megapixels=4)
@@ -101,12 +101,13 @@ def processor_of(parts: TinyParts, family: str) -> ProcessorMixin:
     return without_videos(parts.processor.image_processor, parts.processor.tokenizer, parts.processor.chat_template)
 
 
-def mixed_prompts(parts: TinyParts) -> list[Prompt]:
+def mixed_prompts(parts: TinyParts, change: PixelChange | None = None) -> list[Prompt]:
     """One image, two images of different size among text, none."""
     render = renderer(parts)
+    first, second, third = image(1, change=change), image(2, change=change), image(3, 64, 96, change)
     return [
-        render.prompt(user(image(1), "How many circles?")),
-        render.prompt(user("Compare ", image(2), " with ", image(3, 64, 96), ": how many circles are there?")),
+        render.prompt(user(first, "How many circles?")),
+        render.prompt(user("Compare ", second, " with ", third, ": how many circles are there?")),
         render.prompt(user("What colour is the square?")),
     ]
 

@@ -34,6 +34,7 @@ class WorkersPolicy:
             batch,
             policy_passes=needs.old_logprobs or needs.values,
             reference_passes=needs.reference_logprobs,
+            masked_passes=needs.masked_logprobs,
             beside_engine=needs.beside_engine,
         )
         annotated: Batch = await self._call("annotate", batch, needs, images=images)

@@ -22,6 +22,7 @@ from fovea.config.base import (
     over,
     refuse,
 )
+from fovea.config.views import Papo, ViewsConfig, Vppo
 
 UpperClip: TypeAlias = Annotated[float, Field(ge=0, le=1e9)]
 """1e9 clips nothing, since ratios are at most exp(20)."""
@@ -289,6 +290,8 @@ class Algorithm(Section):
     that, and completions above the largest weight are left out."""
     kl: Annotated[KlInLoss | KlInReward, Field(discriminator="name")] | None = None
     """KL penalty to the model that RL began with (coef 0.01 is usual for VLMs); null: none, and no reference model."""
+    views: ViewsConfig | None = None
+    """Term of the loss from a second, masked view of every picture; null: none."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus, aggregated as the loss is."""
     max_groups_without_signal: NonNegativeInt = 0
@@ -324,7 +327,12 @@ class Algorithm(Section):
     @property
     def needs_old_logprobs(self) -> bool:
         """True if turning rewards into advantages takes log-probs from before the update."""
-        return isinstance(self.kl, KlInReward)
+        return isinstance(self.kl, KlInReward) or isinstance(self.views, Vppo)
+
+    @property
+    def through_masked(self) -> bool:
+        """True if gradients pass through the log-probs on masked pictures, which the update then computes itself."""
+        return isinstance(self.views, Papo) and self.views.through_masked
 
     @property
     def corrects_for_engine(self) -> bool:
@@ -345,7 +353,7 @@ class Algorithm(Section):
 def _contradictions(settings: Algorithm) -> Iterator[str]:
     """Parts of an algorithm that cannot work together or that nothing reads, and what would."""
     advantage, defaults = settings.advantage.name, Algorithm.model_fields
-    of_tokens = advantage == "gae" or (advantage == "reinforce++" and settings.needs_old_logprobs)
+    of_tokens = advantage == "gae" or (advantage == "reinforce++" and isinstance(settings.kl, KlInReward))
     if settings.loss.name == "gspo" and of_tokens:
         where = "" if advantage == "gae" else " with a KL in the reward"
         yield (
@@ -363,6 +371,11 @@ def _contradictions(settings: Algorithm) -> Iterator[str]:
                 f"algorithm.{key}={getattr(settings, key)} shapes weights that importance_sampling_fix=false leaves "
                 f"out; set algorithm.importance_sampling_fix=true, or algorithm.{key}={defaults[key].default}"
             )
+    if isinstance(settings.advantage, Gae) and settings.through_masked:
+        yield (
+            "algorithm.views.through_masked=true adds a second view to every row, and a value function "
+            "(advantage=gae) reads one; set algorithm.views.through_masked=false"
+        )
     if isinstance(settings.advantage, Gae) and settings.advantage.turn_lambda is None and settings.turn_discount != 1:
         yield (
             f"algorithm.turn_discount={settings.turn_discount} discounts from turn to turn, but advantage=gae without "

@@ -63,6 +63,7 @@ def disagreements(config: Config) -> Iterator[str]:
         )
     yield from rollout.engine.complaints(_engine_use(config))
     yield from _megatron(config.train, config.model, algorithm, config.cluster)
+    yield from _views(config)
     yield from _rates_of_frozen_parts(config)
     yield from _without_dev(config)
     yield from _weights_in_epochs(config)
@@ -73,6 +74,30 @@ def disagreements(config: Config) -> Iterator[str]:
     yield from _models_that_grade(config)
     yield from _second_opinion_without_a_rule(config)
     yield from _too_short(config)
+
+
+def _views(config: Config) -> Iterator[str]:
+    """Views of pictures that the settings of completions and log-probs do not go with."""
+    algorithm, rollout = config.algorithm, config.rollout
+    given = {"rollout.views": rollout.views, "algorithm.views": algorithm.views}
+    for key in (key for key, views in given.items() if views is not None and rollout.max_staleness_steps):
+        yield (
+            f"{key} compares the views of one policy, but rollout.max_staleness_steps={rollout.max_staleness_steps} "
+            f"draws with older weights; set rollout.max_staleness_steps=0, or {key}=null"
+        )
+    if rollout.views is None:
+        return
+    if algorithm.corrects_for_engine:
+        yield (
+            "rollout.views draws completions on noisy pictures, whose log-probs by the engine are not those of the "
+            "clean ones: importance_sampling_fix and old_logprobs=engine compare the two; leave both out, or set "
+            "rollout.views=null"
+        )
+    if not 0 < rollout.views.num_drawn(rollout.samples_per_prompt) < rollout.samples_per_prompt:
+        yield (
+            f"rollout.views.share={rollout.views.share} of rollout.samples_per_prompt={rollout.samples_per_prompt} is "
+            "none or all of a group; set a share such as 0.5, and at least 2 samples per prompt"
+        )
 
 
 def _rates_of_frozen_parts(config: Config) -> Iterator[str]:
@@ -235,6 +260,7 @@ def _megatron(train: Train, model: Model, algorithm: Algorithm, cluster: Cluster
         and "its value function is a head on the policy's states",
         f"cluster.placement={cluster.placement}": cluster.placement != "collocated"
         and "its process groups are those of all processes, of which some would not train",
+        "algorithm.views.through_masked": algorithm.through_masked and "its rows have one view",
         "train.gradient_checkpointing=selective": train.gradient_checkpointing == "selective"
         and "it computes whole layers again (full) or none",
         "train.vision_tower_learning_rate": train.vision_tower_learning_rate is not None and _ONE_RATE,

@@ -20,6 +20,7 @@ from fovea.config.base import (
     Section,
     refuse,
 )
+from fovea.config.views import RolloutViews
 
 Conversion: TypeAlias = Literal["cmyk", "16_bit", "frames", "rotated"]
 DecayRate: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
@@ -79,6 +80,7 @@ class Rollout(Section):
     max_episode_tokens: PositiveInt | None = None
     """Longest episode of several turns: tokens of prompt, answers and replies. One whose next turn might not fit ends
     before it; default: as many as the model has positions for."""
+    views: RolloutViews | None = None
     max_staleness_steps: NonNegativeInt = 0
     """Steps that the policy may have taken since the weights that draw a completion. 0: rollout and update in turn; 1:
     the next step is drawn during the update; more: so are the steps after it."""

@@ -116,7 +116,11 @@ class ImageOpener:
     fetch: Fetch = no_fetch
 
     def __call__(self, ref: ImageRef) -> Image.Image:
-        """The image as RGB, with no file open."""
+        """The image as RGB, with no file open, and changed as the reference says."""
+        image = self._opened(ref)
+        return image if ref.change is None else Image.fromarray(ref.change(np.asarray(image)))
+
+    def _opened(self, ref: ImageRef) -> Image.Image:
         if isinstance(ref.source, np.ndarray):
             _check_values(ref.source, ref.where, self.max_megapixels)
             return Image.fromarray(np.ascontiguousarray(ref.source))

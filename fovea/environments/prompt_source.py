@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from typing import Literal, Protocol, TypeAlias, TypeVar
+
+import numpy as np
 
 from fovea.data.bad_rows import BadRows
 from fovea.data.order import RowOrder, RowPlace, place_of
 from fovea.environments.base import Environment, UsesTools
 from fovea.errors import BadRowError, DataError
-from fovea.types import Message, Prompt, Task, ToolSpec
+from fovea.types import ImageRef, Message, PixelChange, Prompt, Task, ToolSpec
 from fovea.utils.event_loop import Prefetch
 from fovea.utils.lru_cache import LRUCache
 
 MAX_BAD_IN_A_ROW = 1000
 Made = TypeVar("Made")
+Key = TypeVar("Key", bound=Hashable)
 SeenReply: TypeAlias = Callable[[Sequence[Message], str], Sequence[Message]]
 """A function from an environment's reply and the name of its turn to the messages that the model reads."""
 
@@ -46,6 +50,10 @@ class PromptedTask:
 
     task: Task
     prompt: Prompt
+    noisy: Prompt | None = None
+    """The prompt on which some completions are drawn in its place."""
+    masked: Prompt | None = None
+    """The prompt of a term of the loss."""
 
 
 class PromptSource:
@@ -71,6 +79,7 @@ class PromptSource:
         self._cache: LRUCache[int, PromptedTask] = LRUCache(cache_gib * 2**30)
         self._listed = BadRows() if bad_rows is None else bad_rows
         self.bad_rows: dict[int, str] = {}
+        self._num_threads = 0
         self._ahead: Prefetch[int, PromptedTask] | None = None
 
     def __len__(self) -> int:
@@ -83,6 +92,7 @@ class PromptSource:
 
     def render_ahead(self, num_threads: int) -> None:
         """From now on, after every `take`, render as many rows after it on so many threads; 0: on none."""
+        self._num_threads = num_threads
         self._ahead = Prefetch(num_threads, "prompts") if num_threads else None
 
     def take(self, order: RowOrder, n: int) -> list[PromptedTask]:
@@ -175,6 +185,35 @@ class PromptSource:
         prompt = self.renderer.prompt(asked, where=where, tools=[tool.spec for tool in tools])
         self._check_length(prompt.num_tokens, where)
         return PromptedTask(task=task, prompt=prompt)
+
+    def view(self, item: PromptedTask, change: Callable[[int], PixelChange]) -> Callable[[], Prompt]:
+        """A function, for any thread, that renders the prompt of a task with changed pictures, by the number of each.
+
+        Its token ids are those of the prompt.
+        """
+        numbers = count()
+
+        def changed(message: Message) -> Message:
+            parts = (
+                replace(part, change=change(next(numbers))) if isinstance(part, ImageRef) else part
+                for part in message.parts
+            )
+            return replace(message, parts=tuple(parts))
+
+        messages = [changed(each) for each in self._environment.prompt(item.task)]
+
+        def rendered() -> Prompt:
+            prompt = self.render(item.task, messages).prompt
+            assert np.array_equal(prompt.token_ids_L, item.prompt.token_ids_L), f"{item.task.id}: a view has other text"
+            return prompt
+
+        return rendered
+
+    def at_once(self, works: Mapping[Key, Callable[[], Made]]) -> dict[Key, Made]:
+        """The results of these works, on the threads of `render_ahead` where there are any."""
+        ahead: Prefetch[Key, Made] = Prefetch(self._num_threads, "views")
+        ahead.begin(works)
+        return {key: (ahead.take(key) or work)() for key, work in works.items()}
 
     def _rendered(self, index: int) -> PromptedTask:
         """The prompt of a row, by a thread that is on it or by this one; an error is that of rendering it now."""

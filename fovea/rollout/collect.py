@@ -58,12 +58,14 @@ async def collect(  # noqa: PLR0913 (each says one thing about the rollout)
     sessions: SessionLog | None = None,
     fewest: int = 1,
     for_update: bool = False,
+    num_noisy: int = 0,
 ) -> list[Group]:
     """Collect n scored episodes of every prompt, in order; each is scored as soon as it has ended.
 
     A group's random numbers depend on `seed` and its index in the step, which counts `num_before` earlier groups. A
     group with an UnscoredError is left out and the reason appended to `unscored`; None: the error is raised. An episode
-    whose session fails is left out of its group and noted in `sessions`; None, or less than `fewest` left: all are.
+    whose session fails is left out of its group and noted in `sessions`; None, or less than `fewest` left: all are. The
+    last `num_noisy` episodes of a group are drawn on its noisy prompt.
     """
     environment, indices = interaction.environment, range(num_before, num_before + len(prompted))
     places = [(index, number) for index in indices for number in range(n)]
@@ -93,7 +95,7 @@ async def collect(  # noqa: PLR0913 (each says one thing about the rollout)
             for_update=for_update and not interaction.converses,
             keep=environment.max_turns > 1,
         )
-        firsts = await first_turns(engine, environment, item, request)
+        firsts = await _of_views(engine, environment, item, request, num_noisy)
         try:
             if talks is None:
                 return await _answered(interaction.grading, item, firsts)
@@ -117,7 +119,7 @@ async def _answered(grading: Grading, item: PromptedTask, firsts: Sequence[Turn]
     scores = await grading.scores(item.task, [(first,) for first in firsts])
     scored_turns = zip(firsts, scores, strict=True)
     episodes = (Episode(task=item.task, turns=(first,), score=score) for first, score in scored_turns)
-    return Group(prompt=item.prompt, episodes=tuple(episodes))
+    return Group(prompt=item.prompt, episodes=tuple(episodes), masked=item.masked)
 
 
 def _group_of(item: PromptedTask, found: Sequence[Episode | FailedEpisodeError], fewest: int) -> Group:
@@ -130,10 +132,30 @@ def _group_of(item: PromptedTask, found: Sequence[Episode | FailedEpisodeError],
     return Group(prompt=item.prompt, episodes=episodes)
 
 
+async def _of_views(
+    engine: Engine, environment: Environment, item: PromptedTask, request: Request, num_noisy: int
+) -> Sequence[Turn]:
+    """The first turns of the n episodes of one task, the last `num_noisy` of them on its noisy prompt."""
+    if item.noisy is None:
+        return await first_turns(engine, environment, item, request)
+    # activations of one request of a group do not serve the update of its row
+    clean = replace(request, n=request.n - num_noisy, for_update=False)
+    noisy = replace(
+        clean,
+        id=f"{request.id}/noisy",
+        prompt=item.noisy,
+        n=num_noisy,
+        sampling=replace(request.sampling, seed=request_seed(request.sampling.seed, 3)),
+    )
+    parts = await gather_or_cancel(first_turns(engine, environment, item, each) for each in (clean, noisy))
+    return [turn for part in parts for turn in part]
+
+
 async def first_turns(engine: Engine, environment: Environment, item: PromptedTask, request: Request) -> Sequence[Turn]:
     """Generate the first turns of the n episodes of one task."""
-    asked = tuple(environment.prompt(item.task))
-    return [_turn(asked, item.prompt, completion) for completion in await engine.generate(request)]
+    asked, on_view = tuple(environment.prompt(item.task)), request.prompt is not item.prompt
+    completions = await engine.generate(request)
+    return [_turn(asked, item.prompt, completion, on_view=on_view) for completion in completions]
 
 
 class EngineSpeaker:
@@ -208,10 +230,10 @@ def _next_seed(seed: int, completion_id: str) -> int:
     return request_seed(seed, int(completion_id.rpartition("/")[2]), 1)
 
 
-def _turn(messages: tuple[Message, ...], observation: Prompt, completion: Completion) -> Turn:
+def _turn(messages: tuple[Message, ...], observation: Prompt, completion: Completion, *, on_view: bool = False) -> Turn:
     return Turn(
         messages=messages,
         text=completion.text,
         finish=completion.finish,
-        tokens=TurnTokens(observation=observation, completion=completion),
+        tokens=TurnTokens(observation=observation, completion=completion, on_view=on_view),
     )

@@ -185,9 +185,13 @@ async def _draw(
 
 
 def _recomputed(group: SampleGroup) -> SampleGroup:
-    """The group without completion ids, so that the trainer reuses no recorded activations, and old log-probs."""
-    samples = (replace(sample, completion_ids=(), old_logprobs_T=None) for sample in group.samples)
-    return replace(group, samples=tuple(samples))
+    """The group's samples on the pictures that the engine had, without old log-probs.
+
+    They have no completion ids, so that the trainer reuses no recorded activations.
+    """
+    drawn = [sample for sample in group.samples if not sample.on_view]
+    samples = [replace(sample, completion_ids=(), old_logprobs_T=None, masked_logprobs_T=None) for sample in drawn]
+    return replace(group, samples=tuple(samples), masked=None)
 
 
 def _few_tokens(run: Run) -> Sampling:

@@ -114,6 +114,7 @@ def _tokens_alone(sample: Sample) -> Sample:
         sample,
         old_logprobs_T=None,
         reference_logprobs_T=None,
+        masked_logprobs_T=None,
         values_T=None,
         returns_T=None,
         advantages_T=None,
@@ -181,7 +182,7 @@ def _trace(run: Run, sample: Sample, place: slice) -> TokenTrace:
     place = slice(place.start, min(place.stop, place.start + RECORDED_TOKENS))
     return TokenTrace(
         pieces=tuple(run.token_text(int(index)) for index in sample.token_ids_T[place]),
-        engine_logprobs=_rounded(sample.rollout_logprobs_T[place]),
+        engine_logprobs=() if sample.on_view else _rounded(sample.rollout_logprobs_T[place]),
         trainer_logprobs=() if sample.old_logprobs_T is None else _rounded(sample.old_logprobs_T[place]),
         advantages=() if sample.advantages_T is None else _rounded(sample.advantages_T[place]),
     )

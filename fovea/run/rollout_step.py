@@ -17,6 +17,7 @@ from fovea.rollout.base import CountsPrefill, Engine
 from fovea.rollout.collect import collect
 from fovea.rollout.conversation import SessionLog
 from fovea.run.context import Run, TaskStream
+from fovea.run.views import view_metrics, with_views
 from fovea.types import AnswerEnd, Group, Metrics, Sampling
 from fovea.utils.bounded import append_to, read_lines
 
@@ -83,7 +84,7 @@ async def roll_out(engine: Engine, stream: TaskStream, config: Config, *, step: 
     """
     sessions = SessionLog()
     rollout = await _roll_out(_Batches(engine=engine, stream=stream, config=config, sessions=sessions), step, phases)
-    unscored, metrics = rollout.unscored, dict(rollout.metrics)
+    unscored, metrics = rollout.unscored, rollout.metrics | view_metrics(rollout.groups, config, step)
     has_sessions = isinstance(stream.environment, OpensSessions)
     if stream.grading.waits or has_sessions:
         metrics["groups/unscored"] = float(len(unscored))
@@ -107,6 +108,7 @@ class _Batches:
         rollout, unscored = self.config.rollout, list[str]()
         with phases("data"):
             prompted = self.stream.source.take(self.stream.order, rollout.prompts_per_step)
+            prompted = with_views(self.stream.source, prompted, self.config, step=step, num_before=num_before)
         with phases("rollout"):
             groups = await collect(
                 self.engine,
@@ -120,6 +122,7 @@ class _Batches:
                 sessions=self.sessions,
                 fewest=2 if self.config.algorithm.compares else 1,
                 for_update=True,
+                num_noisy=0 if rollout.views is None else rollout.views.num_drawn(rollout.samples_per_prompt),
             )
         return groups, unscored
 

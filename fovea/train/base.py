@@ -23,6 +23,7 @@ class Needs:
 
     old_logprobs: bool = False
     reference_logprobs: bool = False
+    masked_logprobs: bool = False
     values: bool = False
     beside_engine: bool = False
     """The engine is awake: passes are over one group at a time, and no limit is lowered where memory runs out."""
@@ -41,6 +42,7 @@ class Needs:
             old_logprobs=algorithm.old_logprobs == "trainer"
             and (algorithm.minibatches > 1 or algorithm.needs_old_logprobs or dropout),
             reference_logprobs=algorithm.kl is not None,
+            masked_logprobs=algorithm.views is not None and not algorithm.through_masked,
             values=algorithm.critic is not None,
         )
 

@@ -12,7 +12,9 @@ from fovea.algorithms.importance import ImportanceWeights, importance_weights
 from fovea.algorithms.kl import ESTIMATORS, k3
 from fovea.algorithms.policy_loss import HasFormula, PolicyLoss, cispo_loss, clipped_loss, gspo_loss, sapo_loss
 from fovea.algorithms.value_loss import value_loss
+from fovea.algorithms.views import views_loss
 from fovea.config.algorithm import Algorithm, CispoLoss, ClippedLoss, GspoLoss, KlInLoss, SapoLoss
+from fovea.config.views import Papo
 from fovea.models.head_gradients import LossGradients
 from fovea.models.token_logprobs import TokenScores
 from fovea.train.packing import MicroBatch
@@ -51,7 +53,23 @@ def policy_terms(scores: TokenScores, micro: MicroBatch, settings: Algorithm) ->
         if isinstance(settings.kl, KlInLoss):
             estimate = ESTIMATORS[settings.kl.estimator]
             loss_A = loss_A + settings.kl.coef * estimate(scores.logprobs_A, micro.reference_logprobs_A)
+    if micro.masked_logprobs_A is not None:
+        sums["picture/dependence"] = k3(scores.logprobs_A, micro.masked_logprobs_A).detach().sum()
+        loss_A = loss_A + _of_views(scores.logprobs_A, micro.masked_logprobs_A, settings)
     return (micro.weights_A * loss_A).sum(), sums | {"policy_loss": policy_loss}
+
+
+def _of_views(logprobs_A: Tensor, masked_logprobs_A: Tensor, settings: Algorithm) -> Tensor:
+    """The term of a masked view; vppo's weights are in the advantages already."""
+    views = settings.views
+    assert views is not None, "log-probs on masked pictures, but no term of them"
+    return views_loss(
+        logprobs_A,
+        masked_logprobs_A,
+        coef=views.coef if isinstance(views, Papo) else 0.0,
+        entropy_penalty=views.entropy_penalty,
+        masked_entropy_penalty=views.masked_entropy_penalty if isinstance(views, Papo) else 0.0,
+    )
 
 
 def value_terms(values_A: Tensor, micro: MicroBatch, algorithm: Algorithm) -> tuple[Tensor, dict[str, Tensor]]:
@@ -104,7 +122,8 @@ def precomputed_loss_gradients(micro: MicroBatch, algorithm: Algorithm, scale: f
 
     None where the derivative of an action depends on the log-probs of others, which are not all known before the loss.
     """
-    if not can_precompute_gradients(algorithm, on_policy=micro.old_logprobs_A is None):
+    # the loss of an action depends on its log-prob on the masked picture, further on in the row
+    if micro.has_masked or not can_precompute_gradients(algorithm, on_policy=micro.old_logprobs_A is None):
         return None
 
     def of_both(logprobs_U: Tensor, entropies_U: Tensor) -> tuple[Tensor, Tensor | None]:

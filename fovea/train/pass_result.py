@@ -112,6 +112,7 @@ class Objective:
 
     def loss(self, scores: TokenScores, micro: MicroBatch) -> Tensor:
         """`scale` times the loss of a micro-batch, with that of a value head."""
+        scores, micro = micro.by_view(scores)
         loss, sums = policy_terms(scores, micro, self.algorithm)
         self.done.logprobs.append((micro, scores.logprobs_A.detach()))
         if scores.values_A is not None:
@@ -122,7 +123,7 @@ class Objective:
         finite = torch.stack([loss, *(given_A.sum() for given_A in micro.given_logprobs)]).isfinite().all()
         # a minibatch stands for the whole batch in its optimizer step
         weighed = {"loss": self.scale * loss.detach(), "policy_loss": self.scale * sums["policy_loss"]}
-        actions = torch.full_like(loss, micro.row.num_actions, dtype=torch.float64)
+        actions = torch.full_like(loss, len(micro.weights_A), dtype=torch.float64)
         self.done.measure(micro, finite, sums | weighed | {"actions": actions}, scores.logprobs_A, scores.values_A)
         return self.scale * loss
 

@@ -9,6 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from fovea.config.algorithm import Algorithm
+from fovea.samples import on_masked, without_masked
 from fovea.train.row_assignment import ImageKeys, RowAssignment, tokens_beside_engine
 from fovea.types import Batch, Prompt, SampleGroup
 
@@ -59,14 +60,16 @@ class ImagesByRank:
     """The share of the micro-batches that each worker has a part in, by rank; empty where each has its own."""
 
     def to_annotate(
-        self, batch: Batch, *, policy_passes: bool, reference_passes: bool, beside_engine: bool
+        self, batch: Batch, *, policy_passes: bool, reference_passes: bool, masked_passes: bool, beside_engine: bool
     ) -> list[ImageKeys]:
-        assignments = [self.policy] if policy_passes else []
-        assignments += [self.reference or self.policy] if reference_passes else []
+        clean, masked = without_masked(batch).groups, on_masked(batch).groups
+        passes = [(self.policy, clean)] if policy_passes else []
+        passes += [(self.reference or self.policy, clean)] if reference_passes else []
+        passes += [(self.policy, masked)] if masked_passes else []
         limit = self.limit_tokens
         if beside_engine:
-            limit = tokens_beside_engine(batch.groups, limit)
-        return self._union(each.images_of_ranks(batch.groups, limit) for each in assignments)
+            limit = tokens_beside_engine(clean, limit)
+        return self._union(assignment.images_of_ranks(groups, limit) for assignment, groups in passes)
 
     def to_update(self, batch: Batch) -> list[ImageKeys]:
         passes = self.schedule.passes(batch)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -27,7 +28,16 @@ from fovea.models.load import save_network
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.shared_prefix.layout import PackedRow
 from fovea.models.token_logprobs import TokenScores
-from fovea.samples import has_old_logprobs, old_logprobs, with_old_logprobs, with_reference_logprobs, with_values
+from fovea.samples import (
+    has_old_logprobs,
+    old_logprobs,
+    on_masked,
+    with_masked_logprobs,
+    with_old_logprobs,
+    with_reference_logprobs,
+    with_values,
+    without_masked,
+)
 from fovea.train.base import Needs, PolicyOptimizer, SftExample
 from fovea.train.microbatches import MicroBatcher, MicrobatchLimit, in_batch_order
 from fovea.train.packing import MicroBatch
@@ -152,13 +162,22 @@ class TrainedPolicy(ABC):
         )
 
     def annotate(self, batch: Batch, needs: Needs) -> Batch:
-        """Add the old and reference log-probs and values that are needed to the samples of a batch."""
-        passes = partial(self._annotated, batch, needs)
-        if needs.beside_engine:
-            return self._limit.beside_engine(passes, batch.groups)
-        return self._fit(passes, batch.groups)
+        """Add the log-probs and values that are needed to the samples of a batch.
 
-    def _annotated(self, batch: Batch, needs: Needs) -> Batch:
+        Masked pictures stay in it for the update only where that passes gradients through them.
+        """
+        clean = without_masked(batch)
+        passes = partial(self._annotated, clean, on_masked(batch), needs)
+        if needs.beside_engine:
+            annotated = self._limit.beside_engine(passes, clean.groups)
+        else:
+            annotated = self._fit(passes, clean.groups)
+        if needs.masked_logprobs:
+            return annotated
+        pairs = zip(annotated.groups, batch.groups, strict=True)
+        return replace(annotated, groups=tuple(replace(group, masked=before.masked) for group, before in pairs))
+
+    def _annotated(self, batch: Batch, masked: Batch, needs: Needs) -> Batch:
         # a value head on the policy's trunk gives values and log-probs in one pass
         joint = needs.values and self._value_model is None
         if joint:
@@ -172,6 +191,8 @@ class TrainedPolicy(ABC):
             batch = with_values(batch, self.values(batch))
         if needs.reference_logprobs:
             batch = with_reference_logprobs(batch, self.reference_logprobs(batch))
+        if needs.masked_logprobs:
+            batch = with_masked_logprobs(batch, self.logprobs(masked))
         return batch
 
     @memory_for("a step of the warm-up", "lower warmup.batch_size")

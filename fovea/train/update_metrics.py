@@ -83,12 +83,14 @@ def mismatch(groups: Iterable[SampleGroup], old_logprobs: Sequence[NDArray[np.fl
     """Difference of the engine's log-probs lp and the trainer's lp_old ([T] per sample) over all actions of the groups.
 
     k1 is the mean of lp - lp_old, `kl` the k3 estimate, `abs` and `max` are the mean and the largest |lp - lp_old|.
-    Empty without groups.
+    Samples that the engine drew on other pictures are left out. Empty without groups.
     """
     samples = [sample for group in groups for sample in group.samples]
     if not samples:
         return {}
     assert len(samples) == len(old_logprobs), f"{len(old_logprobs)} arrays of log-probs for {len(samples)} samples"
+    old_logprobs = [old_T for sample, old_T in zip(samples, old_logprobs, strict=True) if not sample.on_view]
+    samples = [sample for sample in samples if not sample.on_view]
     is_action_N = np.concatenate([sample.mask_T for sample in samples])
     rollout_A = torch.from_numpy(np.concatenate([sample.rollout_logprobs_T for sample in samples])[is_action_N])
     old_A = torch.from_numpy(np.concatenate(old_logprobs)[is_action_N])

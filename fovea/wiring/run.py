@@ -35,6 +35,7 @@ from fovea.run.folder import open_run_folder
 from fovea.run.parity_faults import without_images
 from fovea.run.rollout_step import answer_end_of, record_unscored_answer
 from fovea.run.signals import Stop, ending_signals
+from fovea.run.views import in_one_turn
 from fovea.train.start_check import Reference, Row, StartCheck
 from fovea.types import Task
 from fovea.wiring.backends import Backends, open_backends
@@ -144,7 +145,7 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
     make_use = partial(use_of_model, config, processor, renderer, opener, progress.warn)
     environment = with_tools(config, graded.environment, graded.tools, make_use)
     bad_rows = BadRows(folder, resume_at=resumed.state.get("bad_rows", 0) if resumed else 0)
-    sources = make_sources(config, environment, renderer, bad_rows)
+    sources = make_sources(config, in_one_turn(config, environment), renderer, bad_rows)
     progress.stage("taking the fingerprint of rows, code and model")
     fingerprint = take_fingerprint(config, model, sources.tasks, given)
     if resumed:

@@ -98,6 +98,7 @@ class Driver:
             batch,
             policy_passes=needs.old_logprobs or needs.values,
             reference_passes=needs.reference_logprobs,
+            masked_passes=needs.masked_logprobs,
             beside_engine=needs.beside_engine,
         )
         annotated = self.policy.annotate(self._arrived(batch, images), needs)

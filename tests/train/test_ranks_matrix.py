@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ import pytest
 from fovea.train.ranks import ALONE, Ranks
 from fovea.types import Batch
 from tests.process_ranks import run_group
+from tests.tiny_models import mixed_prompts, tiny
 from tests.train.rank_policies import STEPS, Found, assert_as_one_process, batch_of, checksum, policy_of, step
+from tests.train.test_views import MASK
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -28,6 +31,9 @@ FROZEN = {"freeze_vision_tower": True}
 PROJECTOR = {"freeze_vision_tower": True, "freeze_projector": False}
 TOWER = {"freeze_projector": True}
 LORA = {"lora": {"rank": 4}}
+PAPO = {"views": {"name": "papo", "coef": 0.3, "through_masked": True}}
+VPPO = {"views": {"name": "vppo"}}
+BOTH_VIEWS = {"max_tokens_per_microbatch": 150}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +49,10 @@ class Case:
 
     def batch(self, seed: int) -> Batch:
         batch = batch_of(seed, self.family)
+        if "views" in self.algorithm:
+            masked = itemgetter(0, 1, 2, 1, 2)(mixed_prompts(tiny(self.family), MASK))
+            groups = zip(batch.groups, masked, strict=True)
+            return replace(batch, groups=tuple(replace(group, masked=prompt) for group, prompt in groups))
         return Batch(groups=(batch.groups[0], batch.groups[2])) if self.is_text_on_one else batch
 
 
@@ -53,6 +63,8 @@ TWO = {
     "grpo, projector": Case(family="qwen3_vl", algorithm=GRPO, model=PROJECTOR, train=SELECTIVE),
     "grpo, offloaded": Case(family="qwen3_vl", algorithm=GRPO, train=OFFLOADED),
     "grpo, text on one": Case(family="qwen2_5_vl", algorithm=GRPO, is_text_on_one=True),
+    "papo": Case(family="qwen3_vl", algorithm=PAPO, train=BOTH_VIEWS),
+    "vppo": Case(family="qwen2_5_vl", algorithm=VPPO, train=BOTH_VIEWS),
     "ppo": Case(family="qwen2_5_vl", algorithm=PPO),
     "ppo, frozen tower": Case(family="qwen3_vl", algorithm=PPO, model=FROZEN),
     "ppo, lora": Case(family="qwen2_vl", algorithm=PPO, model=LORA),

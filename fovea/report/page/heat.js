@@ -9,7 +9,7 @@ const SMALLEST_GAP = 0.01; // nats; rounding alone makes smaller ones, which sho
 /** The values of a heat [T] for recorded tokens, null where not finite; none where the run has not recorded them. */
 export function valuesOf(tokens, heat) {
   if (heat === "advantage") return tokens.advantages;
-  if (heat === "gap") return tokens.trainer.map((logprob, place) => gapOf(logprob, tokens.engine[place]));
+  if (heat === "gap") return !tokens.engine.length ? [] : tokens.trainer.map((logprob, place) => gapOf(logprob, tokens.engine[place]));
   return [];
 }
 
@@ -51,8 +51,10 @@ function tokenSpan(piece, value, scale, place) {
 
 function facts(tokens, place) {
   const [engine, trainer, advantage] = [tokens.engine[place], tokens.trainer[place], tokens.advantages[place]];
-  const pieces = [`${JSON.stringify(tokens.pieces[place])}`, `log-prob ${shown(engine)} engine`];
-  if (trainer !== undefined) pieces.push(`${shown(trainer)} trainer`, `gap ${signed(gapOf(trainer, engine))}`);
+  const pieces = [`${JSON.stringify(tokens.pieces[place])}`];
+  if (engine !== undefined) pieces.push(`log-prob ${shown(engine)} engine`);
+  if (trainer !== undefined) pieces.push(`${shown(trainer)} trainer`);
+  if (engine !== undefined && trainer !== undefined) pieces.push(`gap ${signed(gapOf(trainer, engine))}`);
   if (advantage !== undefined) pieces.push(`advantage ${signed(advantage)}`);
   return pieces.join(" · ");
 }

@@ -18,12 +18,12 @@ from fovea.train.base import Needs
 
 
 def scoring_passes(config: Config) -> int:
-    """Passes without gradients before the update: for old log-probs, values and reference log-probs."""
+    """Passes without gradients before the update: for old log-probs, values, and reference and masked log-probs."""
     needs = Needs.of(config.algorithm, dropout=config.model.has_dropout)
     own_critic = has_own_critic(config)
     # a value head on the policy's trunk gives its values in the pass for old log-probs
     of_policy = needs.old_logprobs or (needs.values and not own_critic)
-    return of_policy + own_critic + needs.reference_logprobs
+    return of_policy + own_critic + needs.reference_logprobs + needs.masked_logprobs
 
 
 def num_networks(config: Config) -> int:

@@ -158,7 +158,7 @@ def _token_bytes(config: Config, work: Workload, roles: Roles) -> int:
     group = GROUP + ID * (lengths.prompt_tokens + unexpanded)
     sampled = SAMPLE + 3 * ARRAY + COMPLETION_TOKEN * lengths.completion_tokens
     # advantages, and returns beside values
-    added = 1 + needs.old_logprobs + needs.reference_logprobs + 2 * needs.values
+    added = 1 + needs.old_logprobs + needs.reference_logprobs + needs.masked_logprobs + 2 * needs.values
     samples = 2 * sampled + added * (ARRAY + FLOAT * lengths.completion_tokens)
     batches = 2 * group + config.rollout.samples_per_prompt * samples
     return prompts * (group + _remote_learners(config, roles) * batches)

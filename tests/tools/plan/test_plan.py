@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from benchmarks.torch_memory import AllocationTrace
 from fovea.cli.main import app
+from fovea.config.algorithm import Algorithm
 from fovea.config.loading import load_config
 from fovea.config.run import Config
 from fovea.errors import ConfigError
@@ -79,6 +80,15 @@ def test_saved_activations_are_those_that_autograd_keeps(family: str, how: Recom
     assert (shape.tokens, shape.actions) == (row.num_tokens, row.num_actions)
     # checkpoints hold rotary positions as arguments, where autograd's hooks do not see them
     assert planned == pytest.approx(measured, rel=0.05 if how == "none" else TOLERANCE)
+
+
+def test_a_masked_view_doubles_rows_and_work(tmp_path: Path) -> None:
+    config = config_for(save(tiny("qwen3_vl"), tmp_path), 25, 9)
+    algorithm = Algorithm.model_validate({"views": {"name": "papo", "through_masked": True}})
+    both = config.model_copy(update={"algorithm": algorithm})
+    found = [workload_of(each, model_sizes(each), roles_of(each, 1)) for each in (config, both)]
+    tokens = [sum(row.tokens for rows in work.rows for row in rows) for work in found]
+    assert [tokens[1], found[1].update_flops] == [2 * tokens[0], 2 * found[0].update_flops]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

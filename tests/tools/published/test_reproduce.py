@@ -99,6 +99,8 @@ ROWS: dict[str, Callable[[], list[str]]] = {
     "vlm_r1_rec_3b": places(vlm_r1_conversations),
     "gui_r1_3b": places(gui_r1),
     "visual_rft_lisa_2b": places(thousandths),
+    "papo_7b": files_of("data/papo"),
+    "vppo_7b": files_of("data/vppo"),
 }
 
 

@@ -1,0 +1,110 @@
+"""Runs with noisy and masked pictures: log-probs are of the view that each is said to be of, and off is off."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fovea.config.loading import load_config
+from fovea.environments.prompt_source import PromptedTask
+from fovea.errors import ConfigError
+from fovea.run.context import Run
+from fovea.run.lifecycle import begin
+from fovea.run.rollout_step import roll_out
+from fovea.run.views import in_one_turn, with_views
+from fovea.samples import make_batch
+from fovea.train.base import Needs
+from fovea.types import Batch, Prompt, Sample
+from fovea.utils.event_loop import wait_for
+from fovea.wiring.run import build
+from tests.fakes import BanditEnvironment
+from tests.runs import QUICK, ROOT, train_here, untimed
+
+SHORT = [
+    *(x for x in QUICK if not x.startswith(("rollout.", "log.samples"))),
+    *("rollout.prompts_per_step=3", "rollout.samples_per_prompt=4", "max_steps=2", "evaluate.before_training=false"),
+    *("evaluate.test_size=4", "log.samples_every_steps=1"),
+]
+BOTH = ["rollout.views.share=0.25", "algorithm.views=vppo", "algorithm.minibatches=2"]
+SAME, OTHER = 1e-5, 1e-3
+
+
+def views_of(run: Run, step: int) -> list[PromptedTask]:
+    """The views of the next prompts, which stay the next."""
+    order = run.stream.order.state()
+    prompted = run.stream.source.take(run.stream.order, 3)
+    run.stream.order.restore(order)
+    return with_views(run.stream.source, prompted, run.config, step=step, num_before=0)
+
+
+def scored(run: Run, batch: Batch, prompts: list[Prompt | None]) -> tuple[Sample, ...]:
+    """The samples with the trainer's log-probs on these prompts as old ones."""
+    groups = zip(batch.groups, prompts, strict=True)
+    on_prompts = Batch(groups=tuple(replace(group, prompt=prompt, masked=None) for group, prompt in groups))
+    return wait_for(run.policy.annotate(on_prompts, Needs(old_logprobs=True))).samples
+
+
+def test_every_log_prob_is_of_the_view_that_it_is_said_to_be_of(tmp_path: Path) -> None:
+    run = build(load_config([ROOT / "recipes/shapes.yaml"], [*SHORT, *BOTH, f"run_dir={tmp_path}"]))
+    wait_for(begin(run))
+    views = views_of(run, 0)
+    groups = wait_for(roll_out(run.engine, run.stream, run.config, step=0, phases=run.phases)).groups
+    batch, _ = make_batch(groups, run.config.algorithm, max_new_tokens=8)
+    assert [[sample.on_view for sample in group.samples] for group in batch.groups] == [[False, False, False, True]] * 3
+    annotated = wait_for(run.policy.annotate(batch, Needs.of(run.config.algorithm))).samples
+    on_noisy = scored(run, batch, [view.noisy for view in views])
+    on_masked = scored(run, batch, [view.masked for view in views])
+    for sample, noisy, masked in zip(annotated, on_noisy, on_masked, strict=True):
+        same, other = (noisy, sample) if sample.on_view else (sample, noisy)
+        np.testing.assert_allclose(same.old_logprobs_T, sample.rollout_logprobs_T, atol=SAME)
+        assert np.abs(other.old_logprobs_T - sample.rollout_logprobs_T).max() > OTHER
+        np.testing.assert_allclose(sample.masked_logprobs_T, masked.old_logprobs_T, atol=SAME)
+        assert np.abs(sample.masked_logprobs_T - sample.old_logprobs_T).max() > OTHER
+    alone = [view.noisy.images[0].key for view in views_of(run, 0)]  # type: ignore[union-attr]
+    run.stream.source.render_ahead(2)
+    by_step = [[view.noisy.images[0].key for view in views_of(run, step)] for step in (0, 1)]  # type: ignore[union-attr]
+    assert by_step[0] == alone, "threads change nothing"
+    assert len({*by_step[0], *by_step[1]}) == 6, "another step has other noise"
+    wait_for(run.policy.close())
+    run.held.close()
+
+
+def test_a_run_with_views_ends_and_two_are_the_same(tmp_path: Path) -> None:
+    found = [train_here("shapes", tmp_path / name, *SHORT, *BOTH, "parity.prompts=2") for name in ("a", "b")]
+    assert untimed(tmp_path / "a") == untimed(tmp_path / "b")
+    assert all(row["views/noise_step"] == 500 for row in found[0])
+    assert all(row["rollout_train_max"] < SAME for row in found[0])
+
+
+def test_null_is_the_run_without_the_settings(tmp_path: Path) -> None:
+    train_here("shapes", tmp_path / "absent", *SHORT)
+    train_here("shapes", tmp_path / "null", *SHORT, "rollout.views=null", "algorithm.views=null")
+    assert untimed(tmp_path / "absent") == untimed(tmp_path / "null")
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        (["rollout.views={}", "algorithm.importance_sampling_fix=true"], "importance_sampling_fix"),
+        (["rollout.views={}", "algorithm.old_logprobs=engine"], "old_logprobs=engine"),
+        (["rollout.views.share=0.1", "rollout.samples_per_prompt=4"], "rollout.views.share=0.1"),
+        (["algorithm.views=papo", "algorithm.views.through_masked=true", "algorithm.name=ppo"], "through_masked"),
+        (["algorithm.views=papo", "algorithm.views.through_masked=true", "train.backend=megatron"], "through_masked"),
+        (["algorithm.views=vppo", "rollout.max_staleness_steps=1"], "max_staleness_steps=1"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_settings_that_do_not_go_with_views_are_refused(settings: list[str], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        load_config([ROOT / "recipes/shapes.yaml"], settings)
+
+
+def test_environments_of_several_turns_are_refused() -> None:
+    environment = BanditEnvironment()
+    environment.max_turns = 2
+    config = load_config([ROOT / "recipes/shapes.yaml"], ["rollout.views={}"])
+    with pytest.raises(ConfigError, match="later turns"):
+        in_one_turn(config, environment)
