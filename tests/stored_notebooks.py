@@ -11,7 +11,7 @@ from nbclient import NotebookClient
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / "notebooks").glob("*.ipynb"))
-CELL_SECONDS = 150
+CELL_SECONDS = 300
 
 
 def executed(file: Path, folder: Path, cell_seconds: int = CELL_SECONDS) -> nbformat.NotebookNode:

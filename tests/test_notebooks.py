@@ -13,7 +13,7 @@ from tests.stored_notebooks import FILES, ROOT, executed
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["own_reward", "look_at_a_run"])
+@pytest.mark.parametrize("name", ["own_reward", "look_at_a_run", "agents"])
 def test_a_notebook_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -9,7 +9,7 @@ that is in the format and plays a move.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -24,12 +24,15 @@ from fovea.environments.games.drawing import draw
 from fovea.environments.games.frozen_lake import FrozenLake
 from fovea.environments.games.sokoban import Sokoban
 from fovea.environments.hash_splits import row_generator, split_of
+from fovea.errors import ConfigError
 from fovea.types import AnswerEnd, ImageRef, Message, Score, Task, Turn
 
 _THOUGHT = re.compile(r"<think>.*?</think>\s*<answer>(.*?)</answer>", re.DOTALL)
 _ACTION_OF = {action.lower(): action for action in ACTIONS}
 _MAP = "map"
 """Key of the task's row that holds the board at the start, its lines joined by line feeds."""
+_MOST_DRAWS = 20_000
+"""Most random boards that are looked at for one row, which takes about a second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,14 +75,23 @@ class BoardGame(Environment):
         self.settings = settings
         self._game = game_of(settings)
         self._seed = seed
+        self._held_out: dict[Split, list[Task]] = {}
         self.max_turns = settings.max_turns
         self.answer_end = AnswerEnd(closing="</answer>") if settings.think else None
         self.graders = (GameGrader(settings, self._game),)
 
     def tasks(self, split: Split) -> Sequence[Task]:
-        settings = self.settings
-        sizes = {"train": settings.train_size, "dev": settings.dev_size, "test": settings.test_size}
-        return LazyTasks(lambda index: self._task(split, index), range(sizes[split]), kind_of=lambda _: "all")
+        """Training boards are drawn when they are used; held-out boards all at once, so that no two are equal."""
+        if split == "train":
+            indices = range(self.settings.train_size)
+            return LazyTasks(lambda index: self._task(split, index, ()), indices, kind_of=lambda _: "all")
+        if split not in self._held_out:
+            tasks: dict[str, Task] = {}
+            for index in range(self.settings.dev_size if split == "dev" else self.settings.test_size):
+                task = self._task(split, index, tasks)
+                tasks[str(task.row[_MAP])] = task
+            self._held_out[split] = list(tasks.values())
+        return self._held_out[split]
 
     def prompt(self, task: Task) -> Sequence[Message]:
         return (Message(role="user", parts=(*task.images, task.question)),)
@@ -105,16 +117,23 @@ class BoardGame(Environment):
         turns = [",".join(moves[start : start + size]) for start in range(0, len(moves), size)]
         return [f"<think></think><answer>{turn}</answer>" if self.settings.think else turn for turn in turns]
 
-    def _task(self, split: Split, index: int) -> Task:
+    def _task(self, split: Split, index: int, known: Collection[str]) -> Task:
+        """The first board of a row's random numbers that fits and is not among the known ones."""
         rng, (fewest, most) = row_generator(self._seed, split, index), self.settings.moves
-        while True:
+        for _ in range(_MOST_DRAWS):
             lines = self._game.random_lines(rng)
-            if split_of("\n".join(lines).encode()) != split:
+            text = "\n".join(lines)
+            if text in known or split_of(text.encode()) != split:
                 continue
             board = self._game.read(lines)
             moves = solution(board, most)
             if moves is not None and len(moves) >= fewest:
                 return self._task_of(f"{split}/{index}", lines, board, moves)
+        raise ConfigError(
+            f"environment.{split}_size asks for more boards than there are: {len(known)} different ones of {fewest} to "
+            f"{most} moves, and no other among {_MOST_DRAWS:,} random ones; set a larger environment.side, other "
+            f"environment.moves, or environment.{split}_size={max(len(known), 1)}"
+        )
 
     def _task_of(self, task_id: str, lines: Sequence[str], board: Board, moves: Sequence[Action]) -> Task:
         picture = ImageRef(source=draw(board.lines, self.settings.cell_px), where=task_id)

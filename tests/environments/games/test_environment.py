@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,12 @@ from pydantic import ValidationError
 
 from fovea.config.games import FrozenLakeEnvironment, SokobanEnvironment
 from fovea.environments.base import Split
+from fovea.environments.games.board import solution
 from fovea.environments.games.drawing import draw
 from fovea.environments.games.environment import BoardGame, actions_in, game_of, start_of
+from fovea.environments.games.frozen_lake import FrozenLake
+from fovea.environments.hash_splits import split_of
+from fovea.errors import ConfigError
 from fovea.types import Message, Score, Task, Turn
 from fovea.utils.event_loop import wait_for
 
@@ -52,7 +57,12 @@ def task_of(lines: Sequence[str]) -> Task:
 
 @pytest.mark.parametrize(
     "environment",
-    [lake(), lake(side=3, moves=(2, 4), max_turns=6), sokoban(), sokoban(max_actions_per_turn=3, think=True)],
+    [
+        lake(),
+        lake(side=3, moves=(2, 4), max_turns=6, test_size=20),
+        sokoban(test_size=20),
+        sokoban(max_actions_per_turn=3, think=True, test_size=20),
+    ],
     ids=["lake", "small lake", "sokoban", "sokoban as VAGEN's"],
 )
 def test_demonstrations_solve_every_board_in_as_few_moves_as_the_settings_say(environment: BoardGame) -> None:
@@ -69,7 +79,7 @@ def test_demonstrations_solve_every_board_in_as_few_moves_as_the_settings_say(en
 
 
 def test_no_board_is_in_two_splits_and_held_out_boards_do_not_depend_on_the_seed() -> None:
-    settings = FrozenLakeEnvironment(side=3, moves=(2, 4))
+    settings = FrozenLakeEnvironment(side=3, moves=(2, 4), test_size=200)
     one, other = (BoardGame(settings, seed) for seed in (0, 1))
     boards = {split: {str(task.row["map"]) for task in one.tasks(split)[:150]} for split in SPLITS}
     assert boards["train"].isdisjoint(boards["dev"] | boards["test"])
@@ -77,6 +87,24 @@ def test_no_board_is_in_two_splits_and_held_out_boards_do_not_depend_on_the_seed
     for split, is_equal in (("train", False), ("dev", True), ("test", True)):
         rows = [[task.row["map"] for task in each.tasks(split)[:20]] for each in (one, other)]  # type: ignore[index]
         assert (rows[0] == rows[1]) == is_equal
+
+
+def test_held_out_boards_differ_and_each_is_the_first_new_one_of_its_row() -> None:
+    few, many = (lake(side=3, moves=(2, 4), dev_size=size, test_size=size) for size in (20, 150))
+    for split in SPLITS[1:]:
+        boards = [task.row["map"] for task in many.tasks(split)]
+        assert len(set(boards)) == len(boards) == 150
+        assert [task.row["map"] for task in few.tasks(split)] == boards[:20]
+        assert [task.id for task in many.tasks(split)] == [f"{split}/{index}" for index in range(150)]
+
+
+def test_more_held_out_boards_than_there_are_is_an_error_with_their_number() -> None:
+    maps = {("".join(each[:2]), "".join(each[2:])) for rest in ("FF", "FH", "HH") for each in permutations("SG" + rest)}
+    in_test = [each for each in maps if split_of("\n".join(each).encode()) == "test"]
+    num_boards = sum(bool(solution(FrozenLake.read(each), 2)) for each in in_test)
+    assert len(lake(side=2, moves=(1, 2), test_size=num_boards).tasks("test")) == num_boards
+    with pytest.raises(ConfigError, match=rf"{num_boards} different .* or environment\.test_size={num_boards}$"):
+        lake(side=2, moves=(1, 2), test_size=num_boards + 1).tasks("test")
 
 
 def test_the_picture_after_a_move_is_that_of_the_new_board() -> None:
