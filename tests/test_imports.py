@@ -52,7 +52,7 @@ LATE_IMPORTS = {
         *("geospot", "geospot_europe", "geo3k", "readable"),
         *("vqa", "caption", "shapes", "easy_vqa", "visual_qa"),
     },
-    "fovea/cli/evaluate.py": {"evaluate", "export", "grade", "serve", "_serve_agents"},
+    "fovea/cli/evaluate.py": {"evaluate", "export", "grade", "saliency", "serve", "_serve_agents"},
     "fovea/cli/tools.py": {"_count_gpus", "plan", "reproduce", "vlm_rl_training", "vlm_rl_eval"},
     "fovea/cli/view.py": {"view"},
     "fovea/cli/doctor.py": {"check_parity", "print_families", "probe_gpu"},

@@ -100,6 +100,60 @@ def evaluate(
         )
 
 
+def saliency(
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN|FOLDER [KEY=VALUE]...",
+            help="A run (its newest checkpoint), a checkpoint, or a model folder.",
+            autocompletion=complete_run,
+        ),
+    ],
+    row: Annotated[int, typer.Option(min=0, help="Number of the row in its split, from 0.")] = 0,
+    recipe: Annotated[
+        str | None,
+        typer.Option(metavar="RECIPE", autocompletion=complete_recipe, help="Rows; default: those of the run."),
+    ] = None,
+    split: Annotated[Literal["test", "dev", "train"], typer.Option(help="Split of the row.")] = "test",
+    image: Annotated[int, typer.Option(min=1, help="Number of the picture in the prompt.")] = 1,
+    patch_px: Annotated[
+        int | None, typer.Option(min=1, help="Side of a patch in pixels of the picture; default: a 16th of the longer.")
+    ] = None,
+    answer: Annotated[str | None, typer.Option(metavar="TEXT", help="Answer; default: the model's greedy one.")] = None,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Picture to write, with numbers in FILE.json.")] = Path(
+        "saliency.png"
+    ),
+    trust: Trust = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Show where a picture matters for an answer.
+
+    Hides one patch of the picture at a time, and writes the picture with heat where the answer becomes less likely.
+    Examples: fovea saliency runs/shapes --row 3; fovea saliency runs/boxes --row 7 --patch-px 4 --answer '[2,3,5,6]'.
+    """
+    with one_line_errors(debug=debug):
+        (target, *others), overrides = sort_words(words)
+        if others:
+            raise ConfigError(f"{others[0]}: fovea saliency takes one model")
+        if out.suffix != ".png":
+            raise ConfigError(f"--out {out}: the file is a PNG picture; name it {out.with_suffix('.png')}")
+        from fovea.commands.saliency import Asked, saliency_of
+
+        found = saliency_of(
+            target,
+            Asked(row=row, image=image, patch_px=patch_px, answer=answer),
+            overrides,
+            (lambda _: None) if quiet else _say,
+            recipe=None if recipe is None else find_recipe(recipe),
+            split=split,
+            trust=trust,
+        )
+        found.write(out)
+        typer.echo(f"{found.task_id}: {found.answer}")
+        typer.echo(str(out))
+
+
 def sort_words(words: list[str]) -> tuple[list[str], list[str]]:
     """The words split into targets and settings; ConfigError without a target."""
     overrides = [word for word in words if SETTING.match(word) and not Path(word).exists()]

@@ -18,7 +18,7 @@ from fovea import __version__
 from fovea.cli.cluster import app as cluster_app
 from fovea.cli.data import app as data_app
 from fovea.cli.doctor import check_parity, findings, print_families, probe, probe_gpu
-from fovea.cli.evaluate import evaluate, export, grade, serve
+from fovea.cli.evaluate import evaluate, export, grade, saliency, serve
 from fovea.cli.texts import Debug, Quiet, after_training, one_line_errors
 from fovea.cli.tools import app as workflow_app
 from fovea.cli.tools import import_config, plan, reproduce
@@ -316,6 +316,7 @@ IN_ORDER_OF_USE: Mapping[str, Callable[..., None] | typer.Typer] = {
     "view": view,
     "report": report,
     "eval": evaluate,
+    "saliency": saliency,
     "export": export,
     "serve": serve,
     "config": config,

@@ -243,12 +243,14 @@ async def ask_target(
     say("loading the model")
     model = open_model(target, eval_set.config, overrides, trust=trust)
     eval_set = _called_by(model, eval_set, say)
-    engine = make_embedded(_engine_settings(eval_set.config), model.processor, model.vlm)
+    engine = make_embedded(engine_settings(eval_set.config), model.processor, model.vlm)
     engine.load_weights(dict(engine.own_weights()), 0)
     # closed on every way out: the next target's engine needs the memory
     try:
         evaluator = make_evaluator(eval_set.config, engine, eval_set.environment, eval_set.grading)
-        answers = await _ask_model(target.name, evaluator, _source(eval_set, _renderer(eval_set, model)), eval_set, say)
+        answers = await _ask_model(
+            target.name, evaluator, source_of(eval_set, renderer_of(eval_set, model)), eval_set, say
+        )
         return replace(answers, banned=describe_banned(model.processor))
     finally:
         await engine.close()
@@ -256,7 +258,7 @@ async def ask_target(
 
 def _called_by(model: OpenedModel, eval_set: EvalSet, say: Say) -> EvalSet:
     """The rows with their tools, as this model calls them."""
-    renderer = _renderer(eval_set, model)
+    renderer = renderer_of(eval_set, model)
     return _with_tools(
         eval_set, partial(use_of_model, eval_set.config, model.processor, renderer, eval_set.open_image, say)
     )
@@ -267,7 +269,7 @@ def _with_tools(eval_set: EvalSet, make_use: Callable[[], ToolUse]) -> EvalSet:
     return replace(eval_set, environment=environment)
 
 
-def _engine_settings(config: Config) -> EmbeddedSettings:
+def engine_settings(config: Config) -> EmbeddedSettings:
     """Settings of the engine that answers, whichever samples in training: it shares the network that is opened here."""
     engine = config.rollout.engine
     # no update follows, so that the engine need not keep activations for reuse
@@ -276,12 +278,12 @@ def _engine_settings(config: Config) -> EmbeddedSettings:
     )
 
 
-def _renderer(eval_set: EvalSet, model: OpenedModel) -> Renderer:
+def renderer_of(eval_set: EvalSet, model: OpenedModel) -> Renderer:
     tokens = eval_set.config.rollout.max_new_tokens
     return make_renderer(model.config.model, model.processor, eval_set.open_image, max_new_tokens=tokens)
 
 
-def _source(eval_set: EvalSet, renderer: RendersPrompts) -> PromptSource:
+def source_of(eval_set: EvalSet, renderer: RendersPrompts) -> PromptSource:
     data = eval_set.config.data
     return PromptSource(
         eval_set.tasks,
@@ -316,7 +318,7 @@ async def _ask_server(target: ServerTarget, eval_set: EvalSet, say: Say) -> Targ
     eval_set = _with_tools(eval_set, partial(use_of_server, config, eval_set.open_image, say))
     async with _model_of(target, config) as model:
         evaluator = make_server_evaluator(config, model, eval_set.environment, eval_set.grading, eval_set.open_image)
-        return await _ask_model(target.name, evaluator, _source(eval_set, EmptyPrompts()), eval_set, say)
+        return await _ask_model(target.name, evaluator, source_of(eval_set, EmptyPrompts()), eval_set, say)
 
 
 async def _ask_model(
@@ -384,7 +386,7 @@ async def _ask_baseline(target: Baseline, eval_set: EvalSet, say: Say) -> Target
         answer_of = environment.target
     else:
         answer_of = partial(_constant, target.text)
-    source = _source(eval_set, _NoRenderer())
+    source = source_of(eval_set, _NoRenderer())
     unscored = list[str]()
     answers = await baseline_answers(environment, eval_set.grading, source, eval_set.size, answer_of, unscored=unscored)
     _say_left_out(unscored, say)

@@ -1,0 +1,82 @@
+"""Occlusion maps: where a picture matters for an answer (Zeiler and Fergus, arXiv 1311.2901).
+
+One patch at a time is painted in the mean colour of the picture, and the log-prob of the answer's tokens is computed
+again, exactly, by the network that training uses.
+
+Axes: `R`, `C` rows and columns of patches; `Y`, `X` pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+from fovea.models.policy_network import PolicyNetwork
+from fovea.train.packing import pack_row
+from fovea.types import Prompt
+
+MOST_PATCHES = 1024
+"""Passes of one map."""
+_CHUNK_TOKENS = 1024
+_HOT = np.array((255, 40, 0), np.float32)
+_HEAT_SHARE = 0.65
+"""Share of the hottest patch's colour that is heat."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """A patch that hides what is below it: a change of a picture (`ImageRef.change`)."""
+
+    top: int
+    left: int
+    side: int
+
+    def __call__(self, pixels_YXC: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        hidden_YXC = pixels_YXC.copy()
+        place = np.s_[self.top : self.top + self.side, self.left : self.left + self.side]
+        hidden_YXC[place] = pixels_YXC.mean(axis=(0, 1)).round()
+        return hidden_YXC
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OcclusionMap:
+    """The log-prob of an answer, and how far it falls when a patch of the picture is hidden."""
+
+    logprob: float
+    falls_RC: NDArray[np.float32]
+    """Nats; below 0 where the answer is likelier without the patch."""
+    side_px: int
+
+    def over(self, picture: Image.Image) -> Image.Image:
+        """The picture, red where the answer depends on it; by the share of the largest fall."""
+        side, (width, height) = self.side_px, picture.size
+        heat_RC = self.falls_RC.clip(0) / max(float(self.falls_RC.max()), 1e-9)
+        heat_YX = heat_RC.repeat(side, axis=0).repeat(side, axis=1)[:height, :width]
+        share_YX1 = (_HEAT_SHARE * heat_YX)[..., None]
+        mixed_YXC = (1 - share_YX1) * np.asarray(picture.convert("RGB"), np.float32) + share_YX1 * _HOT
+        return Image.fromarray(mixed_YXC.round().astype(np.uint8))
+
+
+def patches(size: tuple[int, int], side_px: int) -> list[list[Patch]]:
+    """Rows of patches that cover a picture of this width and height."""
+    width, height = size
+    return [[Patch(top, left, side_px) for left in range(0, width, side_px)] for top in range(0, height, side_px)]
+
+
+@torch.inference_mode()
+def answer_logprobs(
+    vlm: PolicyNetwork, prompts: Sequence[Prompt], answer_T: NDArray[np.int64], *, max_tokens: int, temperature: float
+) -> Iterator[float]:
+    """The log-prob of an answer after each prompt, in rows of at most `max_tokens` or one prompt."""
+    length = prompts[0].num_tokens + len(answer_T)
+    per_row = max(1, max_tokens // length)
+    for start in range(0, len(prompts), per_row):
+        some = prompts[start : start + per_row]
+        row = pack_row(vlm.family, some, [[answer_T]] * len(some), vlm.device)
+        scores = vlm(row, temperature=temperature, chunk_tokens=_CHUNK_TOKENS)
+        yield from scores.logprobs_A.view(len(some), -1).sum(1).tolist()
