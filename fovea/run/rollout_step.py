@@ -84,7 +84,9 @@ async def roll_out(engine: Engine, stream: TaskStream, config: Config, *, step: 
     """
     sessions = SessionLog()
     rollout = await _roll_out(_Batches(engine=engine, stream=stream, config=config, sessions=sessions), step, phases)
-    unscored, metrics = rollout.unscored, rollout.metrics | view_metrics(rollout.groups, config, step)
+    unscored, metrics = rollout.unscored, dict(rollout.metrics)
+    if config.rollout.views:
+        metrics |= view_metrics(rollout.groups, config.rollout.views, step, config.max_steps)
     has_sessions = isinstance(stream.environment, OpensSessions)
     if stream.grading.waits or has_sessions:
         metrics["groups/unscored"] = float(len(unscored))
@@ -108,7 +110,8 @@ class _Batches:
         rollout, unscored = self.config.rollout, list[str]()
         with phases("data"):
             prompted = self.stream.source.take(self.stream.order, rollout.prompts_per_step)
-            prompted = with_views(self.stream.source, prompted, self.config, step=step, num_before=num_before)
+            if rollout.views or self.config.algorithm.views:
+                prompted = with_views(self.stream.source, prompted, self.config, step=step, num_before=num_before)
         with phases("rollout"):
             groups = await collect(
                 self.engine,

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from fovea.config.run import Config
+from fovea.config.views import RolloutViews
 from fovea.data.views import SeededView, View, mask_of, noise_of
 from fovea.environments.base import Environment, OpensSessions
 from fovea.environments.prompt_source import PromptedTask, PromptSource
@@ -50,13 +51,12 @@ def with_views(
     return [replace(item, noisy=made.get((index, NOISY)), masked=made.get((index, MASKED))) for index, item in numbered]
 
 
-def view_metrics(groups: Sequence[Group], config: Config, step: int) -> Metrics:
-    """The noise of a step and the accuracy of the completions that are drawn on it; empty without."""
-    settings = config.rollout.views
+def view_metrics(groups: Sequence[Group], settings: RolloutViews, step: int, max_steps: int) -> Metrics:
+    """The noise of a step, counted from 0, and the accuracy of completions drawn on it; empty without any."""
     episodes = [episode for group in groups for episode in group.episodes if episode.tokens[0].on_view]
-    if settings is None or not episodes:
+    if not episodes:
         return {}
     return {
-        "views/noise_step": float(noise_of(settings, step + 1, config.max_steps).step),
+        "views/noise_step": float(noise_of(settings, step + 1, max_steps).step),
         "accuracy/noisy": float(np.mean([episode.score.accuracy for episode in episodes])),
     }

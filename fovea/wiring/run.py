@@ -16,6 +16,7 @@ from fovea.data.images import ImageOpener
 from fovea.environments.base import Environment
 from fovea.environments.curriculum import CurriculumProgress
 from fovea.environments.custom.trl import RewardFunction
+from fovea.environments.prompt_source import PromptSource
 from fovea.errors import DataError, ModelError
 from fovea.metrics.findings import FindingsWatch
 from fovea.metrics.jsonl import METRICS_FILE
@@ -152,14 +153,7 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
         before, allow = resumed.state["fingerprint"], config.resume_changed == "allow"
         check_unchanged(before, fingerprint, allow=allow, say=progress.print)
     # before the model is loaded: their errors should not cost minutes
-    stream = TaskStream(
-        source=sources.train,
-        order=make_order(config, sources.train.tasks),
-        curriculum=CurriculumProgress(graded.stages, config.curriculum),
-        environment=environment,
-        grading=graded.grading,
-        max_episode_tokens=config.rollout.max_episode_tokens,
-    )
+    stream = _stream(config, graded, environment, sources.train)
     warmup = make_warmup(config, environment, sources.train, renderer)
     profile = make_profile(config, folder, start_step, progress)
     metrics = _metrics_log(config, folder, resumed, progress, profile)
@@ -196,6 +190,17 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
         has_fast_path=processor.family.fast_path is not None,
         box_frame=processor.family.box_frame,
         profile=profile or nullcontext,
+    )
+
+
+def _stream(config: Config, graded: GradedEnvironment, environment: Environment, source: PromptSource) -> TaskStream:
+    return TaskStream(
+        source=source,
+        order=make_order(config, source.tasks),
+        curriculum=CurriculumProgress(graded.stages, config.curriculum),
+        environment=environment,
+        grading=graded.grading,
+        max_episode_tokens=config.rollout.max_episode_tokens,
     )
 
 

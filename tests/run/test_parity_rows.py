@@ -139,8 +139,8 @@ def test_without_any_row_the_limit_is_named_where_it_was_the_reason(tmp_path: Pa
 def test_the_gate_draws_conversations_within_the_tokens_of_an_episode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recomputed, drawn = parity._recomputed, list[SampleGroup]()
-    monkeypatch.setattr(parity, "_recomputed", lambda group: drawn.append(group) or recomputed(group))
+    made, drawn = parity.sample_group, list[SampleGroup]()
+    monkeypatch.setattr(parity, "sample_group", lambda *given: drawn.append(made(*given)) or drawn[-1])
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("environment: {name: frozen_lake}\n")
     words = [TINY, "parity.prompts=1", "rollout.max_new_tokens=4", "rollout.max_episode_tokens=150"]

@@ -19,7 +19,7 @@ from fovea.types import Batch
 from tests.process_ranks import run_group
 from tests.tiny_models import mixed_prompts, tiny
 from tests.train.rank_policies import STEPS, Found, assert_as_one_process, batch_of, checksum, policy_of, step
-from tests.train.test_views import MASK
+from tests.views import MASK
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 

@@ -12,20 +12,18 @@ from torch.nn.utils.rnn import pad_sequence
 
 from fovea.advantages import with_advantages
 from fovea.config.algorithm import Algorithm
-from fovea.data.views import Mask, SeededView
 from fovea.models.tiny import TinyParts
 from fovea.samples import replace_samples
 from fovea.train.base import Needs
 from fovea.train.ranks import ALONE
 from fovea.types import Batch, Metrics
-from tests.algorithms.test_views import authors_vppo, low_var_kl
 from tests.policies import GRADIENT_TOLERANCE, NUM_TOKENS, make_batch, make_policy, update_gradients
 from tests.reference import largest_relative_difference, reference_logprobs
 from tests.tiny_models import mixed_prompts, tiny
 from tests.train.rank_policies import policy_of, step
+from tests.views import MASK, authors_vppo, low_var_kl
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
-MASK = SeededView(view=Mask(ratio=0.6, patch_px=14), seed=(0,))
 COEF, PENALTY, MASKED_PENALTY = 0.3, 0.2, 0.1
 PAPO = {"name": "papo", "coef": COEF, "entropy_penalty": PENALTY, "masked_entropy_penalty": MASKED_PENALTY}
 THROUGH = Algorithm.model_validate({"views": {**PAPO, "through_masked": True}})

@@ -52,9 +52,11 @@ BEFORE = {
     "tiny": "vqa",
     **{f"easyr1_{name}": "easyr1_geo3k" for name in ("dapo", "gspo", "cispo", "sapo")},
     "thinklite": "easyr1_geo3k",
+    "noisy_rollout": "easyr1_geo3k",
+    "vppo": "papo",
 }
 """A recipe that another one is added to."""
-UNKNOWN_SIZES = {"easyr1_3b", "r1v_clevr"}
+UNKNOWN_SIZES = {"easyr1_3b", "r1v_clevr", "visual_rft_lisa"}
 """Recipes of models whose config.json tests/tools/plan/published.py lacks."""
 MODELS = {
     "Qwen/Qwen2-VL-7B-Instruct": QWEN2_VL_7B,
