@@ -52,6 +52,7 @@ class Saliency:
 
     def write(self, file: Path) -> None:
         """Write the picture with the heat over it, and the numbers beside it as JSON."""
+        file.parent.mkdir(parents=True, exist_ok=True)
         self.map.over(self.picture).save(file)
         numbers = {
             "id": self.task_id,

@@ -55,7 +55,7 @@ def test_falls_are_those_of_transformers(tmp_path: Path) -> None:
 
 def test_the_command_writes_the_picture_and_the_numbers(tmp_path: Path) -> None:
     save(tiny("qwen3_vl"), tmp_path / "model")
-    out = tmp_path / "map.png"
+    out = tmp_path / "maps" / "map.png"
     words = ["saliency", str(tmp_path / "model"), "--recipe", "shapes", "--patch-px", "24", "--out", str(out)]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
