@@ -26,7 +26,7 @@ from tests.saved import make_checkpoint
 from tests.tables import table
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ["train", "eval", "export", "grade", "serve", "view", "report", "config", "doctor", "recipes"]
+COMMANDS = ["train", "eval", "saliency", "export", "grade", "serve", "view", "report", "config", "doctor", "recipes"]
 DATA_SETS = ["geo3k", "vqa", "caption", "geospot", "shapes", "easy-vqa"]
 WORKFLOWS = [["workflow", "vlm-rl-training"], ["workflow", "vlm-rl-eval"]]
 SMALL = ["environment.train_size=50", "environment.dev_size=10", "environment.test_size=12"]
@@ -130,7 +130,7 @@ def typed_into_bash(startup: Path, typed: bytes) -> str:
 def test_help_lists_commands_in_the_order_of_use() -> None:
     told = fovea("-h").stdout.partition("Commands:")[2].partition("Start with")[0].splitlines()
     listed = [line.split()[0] for line in told if re.match(r"  \S", line)]
-    assert listed[:6] == ["recipes", "train", "view", "report", "eval", "export"]
+    assert listed[:7] == ["recipes", "train", "view", "report", "eval", "saliency", "export"]
     assert listed[-2:] == ["cluster", "workflow"]
 
 
