@@ -112,7 +112,7 @@ def saliency(
     row: Annotated[int, typer.Option(min=0, help="Number of the row in its split, from 0.")] = 0,
     recipe: Annotated[
         str | None,
-        typer.Option(metavar="RECIPE", autocompletion=complete_recipe, help="Rows; default: those of the run."),
+        typer.Option(metavar="RECIPE", autocompletion=complete_recipe, help="Rows; default: the run's."),
     ] = None,
     split: Annotated[Literal["test", "dev", "train"], typer.Option(help="Split of the row.")] = "test",
     image: Annotated[int, typer.Option(min=1, help="Number of the picture in the prompt.")] = 1,
@@ -120,7 +120,7 @@ def saliency(
         int | None, typer.Option(min=1, help="Side of a patch in pixels of the picture; default: a 16th of the longer.")
     ] = None,
     answer: Annotated[str | None, typer.Option(metavar="TEXT", help="Answer; default: the model's greedy one.")] = None,
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Picture to write, with numbers in FILE.json.")] = Path(
+    out: Annotated[Path, typer.Option(metavar="FILE", help="PNG to write, with a .json of its numbers.")] = Path(
         "saliency.png"
     ),
     trust: Trust = False,
@@ -159,7 +159,7 @@ def sort_words(words: list[str]) -> tuple[list[str], list[str]]:
     overrides = [word for word in words if SETTING.match(word) and not Path(word).exists()]
     targets = [word for word in words if word not in overrides]
     if not targets:
-        raise ConfigError("no target given; write fovea eval runs/shapes [TARGET]... [KEY=VALUE]...")
+        raise ConfigError("no target given; name one before the settings, such as runs/shapes")
     return targets, overrides
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from fovea.environments.prompt_source import PromptedTask, PromptSource
 from fovea.errors import ConfigError
 from fovea.evaluation.occlusion import MOST_PATCHES, OcclusionMap, Patch, answer_logprobs, patches
 from fovea.run.rollout_step import rollout_sampling
-from fovea.types import ImageRef, PixelChange, Prompt, Request
+from fovea.types import ImageRef, PixelChange, Request
 from fovea.utils.event_loop import wait_for
 from fovea.wiring.engine import make_embedded
 
@@ -101,7 +102,7 @@ def saliency_of(
 
 
 def _answer(asked: Asked, item: PromptedTask, model: OpenedModel, eval_set: EvalSet) -> NDArray[np.int64]:
-    """The token ids of the answer: those of the text that is given, or of a greedy completion."""
+    """Token ids of the given text, or of the model's greedy completion."""
     if asked.answer is not None:
         ids = model.processor.tokenizer(asked.answer, add_special_tokens=False)["input_ids"]
         if not ids:
@@ -129,7 +130,7 @@ def _refs(item: PromptedTask, eval_set: EvalSet) -> list[ImageRef]:
 def _picture(asked: Asked, item: PromptedTask, eval_set: EvalSet) -> Image.Image:
     refs = _refs(item, eval_set)
     if not 1 <= asked.image <= len(refs):
-        raise ConfigError(f"--image {asked.image}: the prompt of {item.task.id} has {len(refs)} pictures")
+        raise ConfigError(f"--image {asked.image}: the prompt of {item.task.id} has {len(refs)} picture(s)")
     return eval_set.open_image(refs[asked.image - 1])
 
 
@@ -153,12 +154,15 @@ def _map(
     model: OpenedModel,
 ) -> OcclusionMap:
     train, temperature = model.config.train, model.config.rollout.temperature
-    views = [source.view(item, _only(asked.image, patch))() for row in grid for patch in row]
-    prompts: list[Prompt] = [item.prompt, *views]
-    found = answer_logprobs(
-        model.vlm, prompts, answer_T, max_tokens=train.max_tokens_per_microbatch, temperature=temperature
+    # one after the other: the processed pictures of all patches together may take more memory than there is
+    views = (source.view(item, _only(asked.image, patch))() for row in grid for patch in row)
+    whole, *hidden = answer_logprobs(
+        model.vlm,
+        chain([item.prompt], views),
+        answer_T,
+        max_tokens=train.max_tokens_per_microbatch,
+        temperature=temperature,
     )
-    whole, *hidden = found
     falls_RC = (whole - np.array(hidden, np.float32)).reshape(len(grid), -1)
     return OcclusionMap(logprob=whole, falls_RC=falls_RC, side_px=grid[0][0].side)
 

@@ -89,7 +89,7 @@ def _views(config: Config) -> Iterator[str]:
         return
     if algorithm.corrects_for_engine:
         yield (
-            "rollout.views draws completions on noisy pictures, whose log-probs by the engine are not those of the "
+            "rollout.views draws completions on noisy pictures, where the engine's log-probs differ from those on the "
             "clean ones: importance_sampling_fix and old_logprobs=engine compare the two; leave both out, or set "
             "rollout.views=null"
         )

@@ -62,7 +62,7 @@ class Vppo(MaskedViews):
     entropy_penalty: NonNegativeFloat = 0.06
     """Weight of the mean of -log p over the tokens, an estimate of the entropy, in the loss."""
     token_share: Annotated[float, Field(gt=0, le=1)] = 0.4
-    """Share of a completion's tokens that the policy loss keeps: those whose log-prob changes most by the mask."""
+    """Share of a completion's tokens in the policy loss: the tokens whose log-prob the mask changes most."""
     min_scale: Fraction = 0.9
     """Factor of the advantages of the completion that depends least on the picture; the mean factor is 1."""
 

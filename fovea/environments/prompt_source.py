@@ -189,7 +189,7 @@ class PromptSource:
     def view(self, item: PromptedTask, change: Callable[[int], PixelChange]) -> Callable[[], Prompt]:
         """A function, for any thread, that renders the prompt of a task with changed pictures, by the number of each.
 
-        Its token ids are those of the prompt.
+        It has the token ids of the prompt.
         """
         numbers = count()
 

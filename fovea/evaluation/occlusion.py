@@ -8,8 +8,9 @@ Axes: `R`, `C` rows and columns of patches; `Y`, `X` pixels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import torch
@@ -70,13 +71,18 @@ def patches(size: tuple[int, int], side_px: int) -> list[list[Patch]]:
 
 @torch.inference_mode()
 def answer_logprobs(
-    vlm: PolicyNetwork, prompts: Sequence[Prompt], answer_T: NDArray[np.int64], *, max_tokens: int, temperature: float
-) -> Iterator[float]:
-    """The log-prob of an answer after each prompt, in rows of at most `max_tokens` or one prompt."""
-    length = prompts[0].num_tokens + len(answer_T)
-    per_row = max(1, max_tokens // length)
-    for start in range(0, len(prompts), per_row):
-        some = prompts[start : start + per_row]
+    vlm: PolicyNetwork, prompts: Iterable[Prompt], answer_T: NDArray[np.int64], *, max_tokens: int, temperature: float
+) -> list[float]:
+    """The log-prob of an answer after each prompt, in rows of at most `max_tokens` or one prompt.
+
+    Prompts of one row are in memory at a time.
+    """
+    found: list[float] = []
+    left = iter(prompts)
+    for first in left:
+        more = max_tokens // (first.num_tokens + len(answer_T)) - 1
+        some = [first, *islice(left, max(0, more))]
         row = pack_row(vlm.family, some, [[answer_T]] * len(some), vlm.device)
         scores = vlm(row, temperature=temperature, chunk_tokens=_CHUNK_TOKENS)
-        yield from scores.logprobs_A.view(len(some), -1).sum(1).tolist()
+        found += scores.logprobs_A.view(len(some), -1).sum(1).tolist()
+    return found

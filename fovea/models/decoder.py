@@ -131,7 +131,7 @@ class DecoderShape:
     delta: DeltaShape | None = None
     """Sizes of the delta nets of Qwen3.5, whose attention has output gates; None where all layers have attention."""
     rotates_pairs: bool = False
-    """True if rotary positions turn neighbouring channels (GLM-4.1V), not those of the two halves of a head."""
+    """True if rotary positions turn neighbouring channels (GLM-4.1V), not one of each half of a head."""
 
     @property
     def is_delta(self) -> tuple[bool, ...]:

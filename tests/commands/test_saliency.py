@@ -78,7 +78,7 @@ def test_heat_is_where_the_log_prob_falls_most() -> None:
     [
         (["majority"], "majority has no picture to hide parts of here; name a run"),
         (["MODEL", "--row", "5000"], "--row 5000: the test split has rows 0 to"),
-        (["MODEL", "--image", "2"], "--image 2: the prompt of test/0 has 1 pictures"),
+        (["MODEL", "--image", "2"], "--image 2: the prompt of test/0 has 1 picture(s)"),
         (["MODEL", "--patch-px", "1"], "has 2304 patches, above the limit of 1024; set a larger one"),
         (["MODEL", "--answer", ""], "--answer: it has no token"),
         (["MODEL", "OTHER"], "OTHER: fovea saliency takes one model"),

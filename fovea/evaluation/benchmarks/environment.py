@@ -90,7 +90,7 @@ def _row_of(benchmark: Benchmark, where: str) -> Iterator[None]:
     """A block that reads a row: DataError where it is not one of the benchmark."""
     try:
         yield
-    except (LookupError, ValueError, TypeError, SyntaxError, OSError) as error:
+    except (LookupError, ValueError, TypeError, SyntaxError) as error:
         raise DataError(
             f"{where}: not a row of {benchmark.name} ({first_line(error)}); download {benchmark.hub} again"
         ) from error

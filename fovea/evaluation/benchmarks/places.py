@@ -6,14 +6,13 @@ other coordinates is better measured by `environment.name=grounding` on the same
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-from PIL import Image
-
+from fovea.data.images import ImageOpener
 from fovea.evaluation.benchmarks.base import Benchmark, Published, Row
+from fovea.types import ImageRef
 
 Box: TypeAlias = tuple[float, ...]
 _FORMAT = (
@@ -24,6 +23,8 @@ _NUMBER = r"\s*(-?\d+(?:\.\d+)?)"
 _FOUR = rf"{_NUMBER},{_NUMBER},{_NUMBER},{_NUMBER}\s*"
 _SQUARE, _ANY_BRACKET = re.compile(rf"\[{_FOUR}\]"), re.compile(rf"[\[(]{_FOUR}[\])]")
 _NOTHING: Box = (0.0, 0.0, 0.0, 0.0)
+_HEADERS = ImageOpener(max_mib=32, max_megapixels=64)
+"""Reads sizes of pictures, within the default limits of `data`."""
 
 
 class RefCoco(Benchmark):
@@ -116,7 +117,6 @@ def _shares(row: Row) -> Box:
     cell = row["image"]
     if not isinstance(cell, Mapping) or not isinstance(cell.get("bytes"), bytes):
         raise TypeError("image is not a picture in the file")
-    with Image.open(io.BytesIO(cell["bytes"])) as picture:  # reads its header only
-        side_x, side_y = picture.size
+    side_x, side_y = _HEADERS.size(ImageRef(source=cell["bytes"]))
     left, top, width, height = _numbers(row["bbox"])
     return left / side_x, top / side_y, (left + width) / side_x, (top + height) / side_y
