@@ -26,11 +26,13 @@ SIDE = 20
 ANSWER = "It is red."
 
 
-def test_falls_are_those_of_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("row_tokens", [16_384, 150, 1])
+def test_falls_are_those_of_transformers(row_tokens: int, tmp_path: Path) -> None:
     parts = tiny("qwen3_vl")
     save(parts, tmp_path)
     asked = Asked(row=2, patch_px=SIDE, answer=ANSWER)
-    found = saliency_of(str(tmp_path), asked, [], print, recipe=shipped_recipes()["shapes"], split="test").map
+    words, recipe = [f"train.max_tokens_per_microbatch={row_tokens}"], shipped_recipes()["shapes"]
+    found = saliency_of(str(tmp_path), asked, words, print, recipe=recipe, split="test").map
     environment = Shapes(ShapesEnvironment(), seed=0)
     task = environment.tasks("test")[2]
     (message,) = environment.prompt(task)

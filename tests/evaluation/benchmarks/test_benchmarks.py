@@ -17,6 +17,7 @@ from fovea.cli.main import app
 from fovea.commands.benchmarks import BENCHMARKS
 from fovea.config.sections import Data
 from fovea.data.rows import RowAccess
+from fovea.errors import DataError
 from fovea.evaluation.benchmarks import hallusionbench, mathverse, mathvista, mmmu
 from fovea.evaluation.benchmarks.base import final_answer
 from fovea.evaluation.benchmarks.environment import open_benchmark
@@ -236,3 +237,17 @@ def test_a_run_that_stopped_after_its_answers_writes_whole_ones_here(folders: Pa
 )
 def test_the_answer_that_a_response_ends_with(response: str, answer: str) -> None:
     assert final_answer(response) == answer
+
+
+@pytest.mark.parametrize(
+    ("cells", "message"),
+    [
+        ({"image": {"bytes": b"no picture", "path": None}}, "not a row of refcoco"),
+        ({"image": {"bytes": None, "path": "one.jpg"}}, r"not a row of refcoco \(TypeError: image is not a picture"),
+        ({"bbox": [1.0, 2.0]}, r"not a row of refcoco \(ValueError: bbox is not a box of four numbers"),
+    ],
+)
+def test_a_row_of_refcoco_without_picture_or_box_is_named(cells: Row, message: str, tmp_path: Path) -> None:
+    rows = [ROWS["refcoco"]()[0] | cells]
+    with pytest.raises(DataError, match=message):
+        open_benchmark(BENCHMARKS["refcoco"], str(write(tmp_path, "refcoco", rows)), RowAccess())
