@@ -129,7 +129,7 @@ def saliency(
 ) -> None:
     """Show where a picture matters for an answer.
 
-    Hides one patch of the picture at a time, and writes the picture with heat where the answer becomes less likely.
+    Hides one patch of the picture at a time, and writes the picture lit where the answer becomes less likely.
     Examples: fovea saliency runs/shapes --row 3; fovea saliency runs/boxes --row 7 --patch-px 4 --answer '[2,3,5,6]'.
     """
     with one_line_errors(debug=debug):

@@ -52,7 +52,7 @@ class Saliency:
     picture: Image.Image
 
     def write(self, file: Path) -> None:
-        """Write the picture with the heat over it, and the numbers beside it as JSON."""
+        """Write the lit picture, and the numbers beside it as JSON."""
         file.parent.mkdir(parents=True, exist_ok=True)
         self.map.over(self.picture).save(file)
         numbers = {

@@ -24,9 +24,8 @@ from fovea.types import Prompt
 MOST_PATCHES = 1024
 """Passes of one map."""
 _CHUNK_TOKENS = 1024
-_HOT = np.array((255, 40, 0), np.float32)
-_HEAT_SHARE = 0.65
-"""Share of the hottest patch's colour that is heat."""
+_DIM = 0.3
+"""Brightness, without colour, of what the answer does not depend on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +53,13 @@ class OcclusionMap:
     side_px: int
 
     def over(self, picture: Image.Image) -> Image.Image:
-        """The picture, red where the answer depends on it; by the share of the largest fall."""
+        """The picture, lit where the answer depends on it, by the share of the largest fall, and dim grey elsewhere."""
         side, (width, height) = self.side_px, picture.size
-        heat_RC = self.falls_RC.clip(0) / max(float(self.falls_RC.max()), 1e-9)
-        heat_YX = heat_RC.repeat(side, axis=0).repeat(side, axis=1)[:height, :width]
-        share_YX1 = (_HEAT_SHARE * heat_YX)[..., None]
-        mixed_YXC = (1 - share_YX1) * np.asarray(picture.convert("RGB"), np.float32) + share_YX1 * _HOT
-        return Image.fromarray(mixed_YXC.round().astype(np.uint8))
+        share_RC = self.falls_RC.clip(0) / max(float(self.falls_RC.max()), 1e-9)
+        share_YX1 = share_RC.repeat(side, axis=0).repeat(side, axis=1)[:height, :width, None]
+        lit_YXC = np.asarray(picture.convert("RGB"), np.float32)
+        dim_YX1 = _DIM * lit_YXC.mean(axis=2, keepdims=True)
+        return Image.fromarray((dim_YX1 + share_YX1 * (lit_YXC - dim_YX1)).round().astype(np.uint8))
 
 
 def patches(size: tuple[int, int], side_px: int) -> list[list[Patch]]:

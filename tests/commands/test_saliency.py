@@ -67,12 +67,13 @@ def test_the_command_writes_the_picture_and_the_numbers(tmp_path: Path) -> None:
     assert Image.open(out).size == (48, 48)
 
 
-def test_heat_is_where_the_log_prob_falls_most() -> None:
+def test_the_picture_is_lit_where_the_log_prob_falls_most() -> None:
     found = OcclusionMap(logprob=-1.0, falls_RC=np.array([[0.0, 2.0], [-5.0, 1.0]], np.float32), side_px=4)
-    red_YX = np.asarray(found.over(Image.new("RGB", (7, 8), (100, 100, 100))))[..., 0]
-    assert red_YX.shape == (8, 7)
-    assert (red_YX[0, 0], red_YX[4, 0]) == (100, 100)
-    assert red_YX[0, 4] > red_YX[4, 4] > 100
+    shown_YXC = np.asarray(found.over(Image.new("RGB", (7, 8), (200, 100, 0))))
+    assert shown_YXC.shape == (8, 7, 3)
+    assert shown_YXC[0, 0].tolist() == shown_YXC[4, 0].tolist() == [30, 30, 30]
+    assert shown_YXC[0, 4].tolist() == [200, 100, 0]
+    assert 30 < shown_YXC[4, 4, 0] < 200
 
 
 @pytest.mark.parametrize(
