@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,11 @@ from fovea.models.policy_network import PolicyNetwork
 from fovea.models.processor import load_processor
 from fovea.models.render import Renderer, images_of
 from fovea.models.tiny import TinyParts
-from fovea.tools.families.tiny import KINDS, SIDE_PX, save_tiny_kind
 from fovea.train.packing import pack_row
 from fovea.train.start_check import Reference, StartCheck
 from fovea.types import Completion, Message, Prompt
 from tests.reference import largest_relative_difference
-from tests.tiny_models import CORPUS, CPU, from_array, image, user
+from tests.tiny_models import CPU, from_array, image, user
 
 needs_image_processors = pytest.mark.skipif(
     hasattr(AutoImageProcessor, "_backends"), reason="AutoImageProcessor of this transformers asks for torchvision"
@@ -39,15 +37,6 @@ CHATS = [
     user("Compare \n\n", image(2, 70, 40), " with ", image(3, 33, 90), image(4, 48, 48), "\nnow."),
 ]
 TOLERANCE = 2e-5
-
-
-def save_idefics3(folder: Path, corpus: Iterable[str] = CORPUS, *, splits: bool = False) -> Path:
-    """A tiny Idefics 3; `splits`: images are cut into tiles."""
-    size = {} if splits else {"size": {"longest_edge": SIDE_PX}}
-    with pytest.MonkeyPatch.context() as patch:
-        kind = KINDS["idefics3"]
-        patch.setitem(KINDS, "idefics3", replace(kind, image={**kind.image, "do_image_splitting": splits, **size}))
-        return save_tiny_kind("idefics3", folder, corpus)
 
 
 class Loaded(TinyParts):

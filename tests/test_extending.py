@@ -32,7 +32,7 @@ from fovea.models.vlm import VLM
 from fovea.run.checkpoint import write_manifest
 from fovea.tools.families.tiny import save_tiny_kind
 from fovea.wiring.run import build
-from tests.hub_models import TOLERANCE, Loaded, assert_inputs_equal, needs_image_processors, save_idefics3
+from tests.hub_models import TOLERANCE, Loaded, assert_inputs_equal, needs_image_processors
 from tests.policies import batch_of, make_policy, update_gradients
 from tests.reference import largest_relative_difference
 from tests.saved import make_checkpoint
@@ -440,7 +440,7 @@ def test_a_family(plus: Path) -> None:
 
 
 def test_a_family_that_nobody_has_is_named_with_those_of_packages(plus: Path) -> None:
-    save_idefics3(Path("model"))
+    save_tiny_kind("idefics3", Path("model"), CORPUS)
     written = json.loads(Path("model/config.json").read_text()) | {"model_type": "idefics2"}
     Path("model/config.json").write_text(json.dumps(written))
     with pytest.raises(ModelError, match=r"model_type is idefics2, and Fovea has .*gemma4, llava; set model"):

@@ -109,8 +109,8 @@ class Model(Section):
     """Which model is trained: `model.path` (a folder or hub id) or `model.tiny`."""
 
     path: str | None = None
-    """Folder or hub id of a Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3-VL-MoE, Qwen3.5, Qwen3.5-MoE or Idefics 3; of
-    others with family=auto."""
+    """Folder or hub id of a Qwen-VL, or of another type that `fovea doctor --families` lists; of others with
+    family=auto."""
     revision: Annotated[str, Field(min_length=1)] | None = None
     """Commit, tag or branch of a hub id; a commit pins the model for good. Default: the main branch as it is today."""
     family: Literal["named", "auto"] = "named"

@@ -28,10 +28,11 @@ from fovea.models.trainable import (
     trainable_parameters,
 )
 from fovea.models.vlm import VLM
+from fovea.tools.families.tiny import save_tiny_kind
 from fovea.train.packing import pack_row
-from tests.hub_models import Loaded, save_idefics3
+from tests.hub_models import Loaded, needs_image_processors
 from tests.reference import gradients, largest_relative_difference, reference_logprobs
-from tests.tiny_models import CPU, mixed_prompts, packed_logprobs, random_completions, tiny
+from tests.tiny_models import CORPUS, CPU, mixed_prompts, packed_logprobs, random_completions, tiny
 
 LINEARS = {"qwen3_vl_moe": 3 * 4, "qwen3_5": 2 * 8 + 7, "qwen3_5_moe": 2 * 9 + 8}
 """Linear layers of three decoder layers, where they are not 7 each: experts are none, nor is a convolution."""
@@ -307,8 +308,9 @@ def test_gradients_are_those_of_transformers(parts: TinyParts, settings: dict[st
     assert largest_relative_difference(expected, gradients(parts.network)) < GRADIENT_TOLERANCE
 
 
+@needs_image_processors
 def test_the_connector_is_the_projector_of_idefics3(tmp_path: Path) -> None:
-    network = Loaded.of(save_idefics3(tmp_path)).network
+    network = Loaded.of(save_tiny_kind("idefics3", tmp_path, CORPUS)).network
     assert projector_modules(network) == [network.model.connector]
 
 

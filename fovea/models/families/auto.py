@@ -28,8 +28,8 @@ from fovea.models.families.base import FastPath
 from fovea.models.families.hub_processor import (
     PER_TOKEN,
     ROW,
+    TEXT,
     HubProcessor,
-    HubPrompts,
     load_hub_processor,
     processor_class,
     prompt_image,
@@ -66,7 +66,7 @@ class Layout:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AutoFamily(HubPrompts):
+class AutoFamily:
     """ModelFamily of a model that no other family names.
 
     Its positions are bookkeeping: every pass leaves positions to the model.
@@ -135,6 +135,13 @@ class AutoFamily(HubPrompts):
     def load_image_processor(self, path: str, revision: str) -> HubProcessor:
         return load_hub_processor(processor_class(self.config, path), path, revision)
 
+    def image_mark(self, image_processor: HubProcessor) -> str:
+        return image_processor.image_token
+
+    def image_text(self, image: PromptImage) -> str:
+        """Text that the processor writes for an image."""
+        return image.tensors[TEXT].tobytes().decode()
+
     def image_options(self, _image_processor: Any, min_pixels: int | None, max_pixels: int | None) -> dict[str, Any]:
         if min_pixels or max_pixels:
             raise ConfigError(
@@ -162,6 +169,13 @@ class AutoFamily(HubPrompts):
         rows, columns = (side, side) if isinstance(side, int) else side
         *tiles, _, height, width = pixels.shape
         return math.prod(tiles), height // rows, width // columns
+
+    def positions(
+        self, token_ids_L: NDArray[np.int64], _images: Sequence[PromptImage], start: int
+    ) -> tuple[NDArray[np.int64], int]:
+        """Positions [1, L] that rise by one for every token, images included."""
+        end = start + len(token_ids_L)
+        return np.arange(start, end)[None], end
 
     def box_frame(self, _image: PromptImage) -> None:
         """Nothing: in which frame a model gives coordinates is in no file of it."""

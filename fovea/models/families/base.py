@@ -197,16 +197,3 @@ class ModelFamily(Protocol):
         `images` are those of all rows, in order.
         """
         ...
-
-
-class RisingPositions:
-    """Positions of a ModelFamily without M-RoPE."""
-
-    __slots__ = ()
-
-    def positions(
-        self, token_ids_L: NDArray[np.int64], _images: Sequence[PromptImage], start: int
-    ) -> tuple[NDArray[np.int64], int]:
-        """Positions [1, L] that rise by one for every token, images included."""
-        end = start + len(token_ids_L)
-        return np.arange(start, end)[None], end

@@ -15,7 +15,6 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
 from fovea.data.images import Size
 from fovea.errors import ModelError
-from fovea.models.families.base import RisingPositions
 from fovea.types import PromptImage
 from fovea.utils.bounded import read_file
 from fovea.utils.config_keys import optional_file
@@ -82,19 +81,6 @@ def prompt_image(processed: Mapping[str, Any], num_tokens: int, grid: tuple[int,
     for name, x in tensors.items():
         key.update(f"{name}{x.shape}".encode() + x.tobytes())
     return PromptImage(key=key.hexdigest(), tensors=tensors, num_tokens=num_tokens, grid=grid)
-
-
-class HubPrompts(RisingPositions):
-    """The part of a ModelFamily that is the same for all whose prompts transformers' processor makes."""
-
-    __slots__ = ()
-
-    def image_mark(self, image_processor: HubProcessor) -> str:
-        return image_processor.image_token
-
-    def image_text(self, image: PromptImage) -> str:
-        """Text that the processor writes for an image."""
-        return image.tensors[TEXT].tobytes().decode()
 
 
 def processor_class(config: Any, path: str) -> Any:

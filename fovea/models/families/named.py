@@ -171,6 +171,7 @@ THOUSANDTHS = (1000, 1000)
 NAMED: dict[str, Callable[[Any], ModelFamily]] = {
     "internvl": partial(NamedFamily.of, frame=THOUSANDTHS),
     "llava_onevision": NamedFamily.of,
+    "idefics3": partial(NamedFamily.of, processor=Idefics3Processor),
     "smolvlm": partial(NamedFamily.of, processor=Idefics3Processor),
     "mistral3": partial(NamedFamily.of, processor=RowsProcessor),
     "glm4v": partial(GridFamily.of, frame=THOUSANDTHS),

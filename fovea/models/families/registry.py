@@ -10,7 +10,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from fovea.errors import ModelError
 from fovea.models.families.auto import AutoFamily
 from fovea.models.families.base import ModelFamily
-from fovea.models.families.idefics3 import Idefics3
 from fovea.models.families.named import NAMED
 from fovea.models.families.qwen_vl import Qwen2VL, Qwen3VL, Qwen3VLMoe, Qwen25VL, Qwen35, Qwen35Moe
 from fovea.utils.entry_points import load, registered
@@ -25,7 +24,6 @@ FAMILIES: dict[str, Callable[[Any], ModelFamily]] = {
     Qwen3VLMoe.model_type: Qwen3VLMoe.of,
     Qwen35.model_type: Qwen35.of,
     Qwen35Moe.model_type: Qwen35Moe.of,
-    Idefics3.model_type: Idefics3.of,
     **NAMED,
 }
 """Constructors of families from a transformers config, by its `model_type`."""

@@ -20,7 +20,7 @@ NOT_COUNTED = ("rotary_emb", "rotary_pos_emb")
 
 
 # Gemma 4 has matrices outside its layers, and its tower computes padding
-@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"idefics3", "gemma4"}))
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"gemma4"}))
 def test_the_forward_pass_is_what_torch_counts(kind: str, tmp_path: Path) -> None:
     """With every score of attention computed, and experts one by one."""
     loaded = Loaded.of(save_tiny_kind(kind, tmp_path, CORPUS))

@@ -57,7 +57,7 @@ OTHER_TEXTS = {
     "internvl 3": ("internvl", {"model_type": "qwen2", "rope_parameters": DYNAMIC}),
     "internvl 3.5": ("internvl", {"model_type": "qwen3"}),
 }
-FAST = (*OTHER_TEXTS, "llava_onevision", "smolvlm", "mistral3", "glm4v", "glm46v", "glm4v_moe")
+FAST = (*OTHER_TEXTS, "llava_onevision", "idefics3", "smolvlm", "mistral3", "glm4v", "glm46v", "glm4v_moe")
 PLAIN = ("gemma3", "gemma4")
 PATHS = [*((kind, path) for kind in FAST for path in (VLM, PlainVLM)), *((kind, PlainVLM) for kind in PLAIN)]
 paths = pytest.mark.parametrize(("kind", "path"), PATHS, ids=[f"{kind}, {path.__name__}" for kind, path in PATHS])
@@ -234,6 +234,27 @@ def test_the_count_by_size_never_exceeds_the_prompt(parts: Loaded) -> None:
 def test_a_size_of_images_is_refused(folders: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"size of the images of a internvl is that of its preprocessor_config.json"):
         build(run_settings(tmp_path / "run", folders("internvl 3"), **{"model.max_pixels": 1000}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"rollout.engine.decode_weights": "int8", "algorithm.importance_sampling_fix": True},
+            r"transformers' own forward .*; set rollout\.engine\.decode_weights=exact",
+        ),
+        (
+            {"train.backend.liger_kernels": True},
+            r"train\.backend\.liger_kernels is set, but .* own forward .*; leave it out",
+        ),
+        ({"model.attention": "eager"}, r"model\.attention is set, but .* own forward .*; leave it out"),
+    ],
+)
+def test_settings_of_the_fast_path_are_refused(
+    settings: dict[str, object], message: str, folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(run_settings(tmp_path / "run", folders("gemma3"), **settings))
 
 
 @pytest.mark.parametrize(

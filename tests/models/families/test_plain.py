@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from fovea.config.algorithm import Algorithm
+from fovea.loop import train
+from fovea.metrics.log import read_metrics
 from fovea.models.heads import ValueHead
 from fovea.models.plain import PlainVLM
 from fovea.models.recompute import Recompute, recompute_plainly
@@ -16,6 +20,8 @@ from fovea.models.vlm import VLM
 from fovea.train.packing import pack_row
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Sampling
+from fovea.wiring.run import build
+from tests.plain_runs import run_settings
 from tests.policies import make_batch, train_settings
 from tests.reference import gradients, largest_relative_difference, reference_logprobs
 from tests.rollout.drawing import generate, make_engine, plain_engine, same, seeded
@@ -131,3 +137,13 @@ def test_an_update_moves_the_weights_as_on_the_fast_path() -> None:
 def test_turns_with_images_of_their_own_are_drawn_and_scored_as_on_the_fast_path(family: str) -> None:
     """Three turns; the plain engine keeps no keys and computes every turn from the whole conversation."""
     assert_drawn_and_scored_alike(tiny(family), tiny(family))
+
+
+def test_a_run_draws_the_same_by_both_paths(tmp_path: Path) -> None:
+    """The same rewards in its first step, drawn by the same weights."""
+    rewards = []
+    for path in ("auto", "off"):
+        model = {"model.path": None, "model.tiny": {}, "model.fast_path": path}
+        train(build(run_settings(tmp_path / path, tmp_path, **model)))
+        rewards.append(read_metrics(tmp_path / path)[0]["reward"])
+    assert rewards[0] == rewards[1]
