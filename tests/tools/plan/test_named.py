@@ -25,7 +25,15 @@ pytestmark = needs_image_processors
 
 TEXT = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 8, "num_key_value_heads": 4}
 VISION = {"hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4}
-TOLERANCES = {"internvl": 0.1, "smolvlm": 0.1, "mistral3": 0.1, "glm4v": 0.1, "glm4v_moe": 0.1, "llava_onevision": 0.5}
+TOLERANCES = {
+    "internvl": 0.1,
+    "idefics3": 0.1,
+    "smolvlm": 0.1,
+    "mistral3": 0.1,
+    "glm4v": 0.1,
+    "glm4v_moe": 0.1,
+    "llava_onevision": 0.5,
+}
 """LLaVA-OneVision's visual tokens leave out the padding of tiles, and a plan counts whole tiles."""
 
 
