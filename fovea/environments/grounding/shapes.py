@@ -19,7 +19,6 @@ from fovea.environments.shapes.scenes import (
     Spot,
     Thing,
     box_of,
-    free_spots,
     grid_spots,
     paint,
     with_noise,
@@ -28,6 +27,8 @@ from fovea.types import ImageRef, Message, Score, Task, Turn
 
 _PLACES = "places"
 """Key of the task's row that holds its true boxes, in the coordinates of answers."""
+_NUM_SHAPES = 3
+"""Shapes of a scene, of which a question names one, or those of a colour."""
 
 
 class GroundingShapes(Environment):
@@ -51,10 +52,10 @@ class GroundingShapes(Environment):
 
     def _task(self, split: Split, index: int) -> Task:
         settings, rng = self._settings, row_generator(self._seed, split, index)
-        kinds = rng.permutation(len(COLOURS) * len(SHAPES))[: settings.num_shapes]
+        kinds = rng.permutation(len(COLOURS) * len(SHAPES))[:_NUM_SHAPES]
         things = [Thing(colour=COLOURS[kind // len(SHAPES)], shape=SHAPES[kind % len(SHAPES)]) for kind in kinds]
-        spots = (free_spots if settings.free else grid_spots)(len(things), rng)
-        canvas_YXC = paint(things, spots, settings.side_px, rng)
+        spots = grid_spots(len(things), rng)
+        canvas_YXC = paint(things, spots, UNIT_SIDE, rng)
         pixels_YXC = with_noise(canvas_YXC, rng)
         while split_of(pixels_YXC.tobytes()) != split:
             pixels_YXC = with_noise(canvas_YXC, rng)
