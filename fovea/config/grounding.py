@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from fovea.config.base import Fraction, PositiveInt
 from fovea.config.file_rows import FileEnvironment
-from fovea.config.splits import EnvironmentSettings
+from fovea.config.splits import DrawnRows
 
 Ask: TypeAlias = Literal["box", "boxes", "point", "points"]
 Coordinates: TypeAlias = Literal["model", "pixels", "thousandths", "unit", "original"]
@@ -131,7 +131,7 @@ class GroundingEnvironment(FileEnvironment):
         return self
 
 
-class GroundingShapesEnvironment(EnvironmentSettings):
+class GroundingShapesEnvironment(DrawnRows):
     """Rendered scenes with the question where a shape is; true boxes are known from the drawing."""
 
     name: Literal["grounding_shapes"] = "grounding_shapes"
@@ -143,10 +143,6 @@ class GroundingShapesEnvironment(EnvironmentSettings):
     """Reward of the place, as in `grounding`."""
     format_weight: Fraction = 0.1
     """Share of the reward for an answer that is the place and nothing else."""
-    train_size: PositiveInt = 24_000
-    """Distinct training scenes, rendered when first used."""
-    dev_size: PositiveInt = 200
-    """Dev scenes, for early stopping of the warm-up and evaluation while training."""
     test_size: PositiveInt = 600
     """Held-out scenes of the final table."""
 

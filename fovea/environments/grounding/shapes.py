@@ -11,7 +11,7 @@ from fovea.environments.base import Environment, Split
 from fovea.environments.grounding.geometry import Box, centre
 from fovea.environments.grounding.grade import Rule, grade, in_shares
 from fovea.environments.grounding.reading import Numbers
-from fovea.environments.hash_splits import row_generator, split_of
+from fovea.environments.hash_splits import row_generator
 from fovea.environments.shapes.scenes import (
     COLOURS,
     SHAPES,
@@ -56,9 +56,7 @@ class GroundingShapes(Environment):
         things = [Thing(colour=COLOURS[kind // len(SHAPES)], shape=SHAPES[kind % len(SHAPES)]) for kind in kinds]
         spots = grid_spots(len(things), rng)
         canvas_YXC = paint(things, spots, UNIT_SIDE, rng)
-        pixels_YXC = with_noise(canvas_YXC, rng)
-        while split_of(pixels_YXC.tobytes()) != split:
-            pixels_YXC = with_noise(canvas_YXC, rng)
+        pixels_YXC = with_noise(canvas_YXC, split, rng)
         asked = things[0]
         boxes = [self._box(thing, spot) for thing, spot in zip(things, spots, strict=True)]
         if settings.ask == "boxes":

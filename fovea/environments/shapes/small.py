@@ -18,7 +18,7 @@ from PIL import Image
 from fovea.config.environments import SmallShapesEnvironment
 from fovea.data.order import LazyTasks
 from fovea.environments.base import Environment, Split
-from fovea.environments.hash_splits import row_generator, split_of
+from fovea.environments.hash_splits import row_generator
 from fovea.environments.shapes.environment import ShapesGrader, in_box
 from fovea.environments.shapes.scenes import COLOURS, SHAPES, UNIT_SIDE, Spot, Thing, grid_spots, paint, with_noise
 from fovea.types import AnswerEnd, ImageRef, Message, Task, Turn
@@ -89,9 +89,7 @@ class SmallShapes(Environment):
         things = [Thing(shape=shape, colour=colour) for shape, colour in zip(shapes, colours, strict=True)]
         spots = [replace(spot, radius=spot.radius * _SHRINK) for spot in grid_spots(len(things), rng)]
         canvas_YXC = paint(things, spots, _SCENE_SIDE_PX, rng)
-        pixels_YXC = with_noise(canvas_YXC, rng)
-        while split_of(pixels_YXC.tobytes()) != split:
-            pixels_YXC = with_noise(canvas_YXC, rng)
+        pixels_YXC = with_noise(canvas_YXC, split, rng)
         how = (
             rf" Zoom into a box with \zoom{{x1,y1,x2,y2}}, 0 to {self._settings.scale}." if self._settings.zoom else ""
         )
