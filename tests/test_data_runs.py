@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -167,17 +166,6 @@ def test_by_default_the_first_bad_row_ends_the_run_in_one_line(name: str, tmp_pa
     (tmp_path / "a.jsonl").write_text(json.dumps(rows[0]))
     with pytest.raises(DataError, match=rf"a.jsonl line 1, image 1 \(.*{name}\): .*; .*, or set data.on_bad_row=skip"):
         trained(tmp_path, (tmp_path / "a.jsonl", tmp_path / "a.jsonl"))
-
-
-def test_images_convert_where_that_is_asked_for(tmp_path: Path) -> None:
-    names = ["cmyk.jpg", "grey16.png", "film.gif", "turned.jpg"]
-    for name in names:
-        (tmp_path / name).write_bytes(FILES[name][0])
-    rows: Sequence[object] = [{"problem": "?", "answer": "1", "images": [name]} for name in names]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    files = (tmp_path / "a.jsonl", tmp_path / "a.jsonl")
-    trained(tmp_path, files, "data.convert_images=[cmyk, 16_bit, frames, rotated]")
-    assert read_metrics(tmp_path / "run")[-1]["data/rows_skipped"] == 0
 
 
 def test_photos_train_turned_as_their_exif_orientation_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -161,14 +161,6 @@ def test_a_loss_that_couples_tokens_has_the_gradients_of_whole_rows_in_chunks(pl
     assert largest_relative_difference(whole, chunks) < 1e-5
 
 
-def test_a_loss_that_couples_tokens_and_denies_it_is_refused(plus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    algorithm = Algorithm.model_validate({"loss": "gmpo"})
-    monkeypatch.setattr(type(algorithm.loss), "couples_tokens", "never")
-    policy = make_policy(tiny("qwen3_vl"), algorithm=algorithm, backend={"logits_mib": 0.005}, lr_warmup_steps=0)
-    with pytest.raises(RuntimeError, match=r"depends on the log-probs of other tokens.*set couples_tokens = 'always'"):
-        policy.update(batch_of(on_policy=False))
-
-
 def test_an_engine_refuses_settings_of_its_own(plus: Path) -> None:
     assert refusal("rollout.top_p=0.9").startswith(
         "plus.yaml and command line: rollout.engine=slow draws from all tokens"

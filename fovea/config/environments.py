@@ -177,10 +177,6 @@ class SmallShapesEnvironment(DrawnRows):
     """Let the model ask for a box of the scene, enlarged, in a turn before its answer."""
     scale: Annotated[int, Field(ge=10, le=10_000)] = 1000
     """Coordinates of the right and the lower edge of the scene; Qwen3-VL gives places from 0 to 1000."""
-    seen_side_px: Annotated[int, Field(ge=32)] = 48
-    """Width and height of the pictures that the model sees."""
-    scene_side_px: Annotated[int, Field(ge=64)] = 192
-    """Width and height of the scene, from which boxes are cut."""
     test_size: PositiveInt = 600
     """Held-out scenes of the final table."""
 

@@ -27,8 +27,6 @@ class GameEnvironment(DrawnRows):
     """Reward of the turn that solves the board."""
     format_reward: NonNegativeFloat = 0.02
     """Reward of every turn whose answer is in the format and plays a move."""
-    cell_px: Annotated[int, Field(ge=8)] = 16
-    """Width and height of a cell of the picture; 16 is one visual token of the tiny models."""
 
     @model_validator(mode="after")
     def _moves_fit(self) -> GameEnvironment:
@@ -71,9 +69,5 @@ class PagesEnvironment(DrawnRows):
     """A small web page in pictures: click the named control by coordinates, in half the tasks behind a menu."""
 
     name: Literal["pages"] = "pages"
-    menus: bool = True
-    """Hide the controls of every other page behind a menu, which takes a click first."""
     scale: Annotated[int, Field(ge=10, le=10_000)] = 1000
     """Coordinates of the right and the lower edge of the page; Qwen3-VL gives places from 0 to 1000."""
-    side_px: Annotated[int, Field(ge=32)] = 48
-    """Width and height of the picture of a page."""

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from fovea.config.base import Fraction, PositiveInt
 from fovea.config.file_rows import FileEnvironment
-from fovea.config.splits import EnvironmentSettings
+from fovea.config.splits import DrawnRows
 
 Ask: TypeAlias = Literal["box", "boxes", "point", "points"]
 Coordinates: TypeAlias = Literal["model", "pixels", "thousandths", "unit", "original"]
@@ -72,12 +72,8 @@ class GroundingEnvironment(FileEnvironment):
     reward_kind: RewardKind | None = None
     """Reward of the place. Box: iou (default), giou as (1 + GIoU) / 2, hit as 0 or 1; boxes: f1 of the hits (default),
     or iou as 2 * sum of IoU / (boxes + true boxes); points: hit for one, f1 for several."""
-    hit_iou: Annotated[Fraction, Field(gt=0)] = 0.5
-    """IoU from which a box is right."""
     min_iou: Fraction = 0.0
     """IoU below which a box earns nothing (reward_kind=iou); Visual-RFT has 0.5, VLM-R1 0."""
-    hit_radius: Annotated[Fraction, Field(gt=0)] = 0.14
-    """Distance from a true point up to which a point is right, as a share of the picture's sides; 0.14 is GUI-R1's."""
     format_weight: Fraction = 0.1
     """Share of the reward for the format: the answer holds one place (or a list), and no other."""
     think_tags: bool = False
@@ -135,28 +131,18 @@ class GroundingEnvironment(FileEnvironment):
         return self
 
 
-class GroundingShapesEnvironment(EnvironmentSettings):
+class GroundingShapesEnvironment(DrawnRows):
     """Rendered scenes with the question where a shape is; true boxes are known from the drawing."""
 
     name: Literal["grounding_shapes"] = "grounding_shapes"
     ask: Literal["box", "boxes", "point"] = "box"
     """The answer: the box of one shape, the boxes of all shapes of a colour, or a point in the box."""
-    num_shapes: Annotated[int, Field(ge=1, le=6)] = 3
-    """Shapes of a scene."""
     scale: Annotated[int, Field(ge=10, le=10_000)] = 1000
     """Coordinates of the right and the lower edge; Qwen3-VL gives places from 0 to 1000."""
-    free: bool = False
-    """Place shapes of all sizes anywhere; false: one per cell of a 3x3 grid, near its middle."""
     reward_kind: RewardKind | None = None
     """Reward of the place, as in `grounding`."""
     format_weight: Fraction = 0.1
     """Share of the reward for an answer that is the place and nothing else."""
-    side_px: Annotated[int, Field(ge=32)] = 48
-    """Width and height of a scene."""
-    train_size: PositiveInt = 24_000
-    """Distinct training scenes, rendered when first used."""
-    dev_size: PositiveInt = 200
-    """Dev scenes, for early stopping of the warm-up and evaluation while training."""
     test_size: PositiveInt = 600
     """Held-out scenes of the final table."""
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import parity_faults
 from benchmarks.parity_faults import FAULTS, answer, main, read_with, rows_of, tiny_run
 from fovea.run.parity import read_parity
 from fovea.utils.event_loop import wait_for
@@ -38,15 +34,3 @@ def test_none_passes_unnamed_before_and_after_a_warm_up(family: str, dtype: str)
 def test_sound_runs_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--sound-runs", "1", "--families", "qwen3_vl", "--dtypes", "bfloat16"])
     assert "0 of 1 sound runs stopped" in capsys.readouterr().out
-
-
-def test_every_ten_sound_runs_and_a_time_limit_print_a_count(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reading = SimpleNamespace(passed=True, worst=SimpleNamespace(mean_abs=1e-7))
-    minutes = itertools.count()
-    monkeypatch.setattr(parity_faults, "read_sound", lambda *_: (reading, reading))
-    monkeypatch.setattr(time, "monotonic", lambda: 60 * next(minutes))
-    main(["--sound-runs", "200", "--minutes", "25"])
-    counts = [line.partition(" sound")[0] for line in capsys.readouterr().out.splitlines()]
-    assert counts == ["0 of 10", "0 of 20", "0 of 25"]

@@ -159,31 +159,28 @@ def test_a_file_that_cannot_be_used_is_one_line_without_keys(recipe: str, monkey
     assert fovea("train", recipe).stderr == "error: s3://***@host/\N{REPLACEMENT CHARACTER}[2Jx: Input/output error\n"
 
 
-def test_ctrl_c_ends_in_one_line(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def press_ctrl_c(config: Config) -> None:
-        raise KeyboardInterrupt
+def interrupt() -> None:
+    raise KeyboardInterrupt
 
-    stand_in(monkeypatch, press_ctrl_c)
+
+@pytest.mark.parametrize(
+    ("press_ctrl_c", "said"),
+    [
+        (interrupt, ""),
+        (
+            lambda: Stop().receive(signal.SIGINT, None),
+            "; resume=auto continues from the last checkpoint, if there is one",
+        ),
+        (lambda: Stop(received=signal.SIGINT).end(), "; the run is saved"),
+    ],
+    ids=["before a run", "amid a run", "a run that has saved itself"],
+)
+def test_ctrl_c_ends_in_one_line_that_says_how_it_goes_on(
+    press_ctrl_c: Callable[[], None], said: str, recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(monkeypatch, lambda _: press_ctrl_c())
     result = fovea("train", recipe)
-    assert result.exit_code == 130
-    assert result.stderr == "stopped by Ctrl-C\n"
-
-
-def test_ctrl_c_amid_a_run_tells_how_it_goes_on(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def press_ctrl_c(config: Config) -> None:
-        Stop().receive(signal.SIGINT, None)
-
-    stand_in(monkeypatch, press_ctrl_c)
-    told = "stopped by Ctrl-C; resume=auto continues from the last checkpoint, if there is one\n"
-    assert fovea("train", recipe).stderr == told
-
-
-def test_ctrl_c_on_a_run_that_has_saved_itself_says_so(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def save_and_stop(config: Config) -> None:
-        Stop(received=signal.SIGINT).end()
-
-    stand_in(monkeypatch, save_and_stop)
-    assert fovea("train", recipe).stderr == "stopped by Ctrl-C; the run is saved\n"
+    assert (result.exit_code, result.stderr) == (130, f"stopped by Ctrl-C{said}\n")
 
 
 def test_help_of_train_points_at_the_settings() -> None:

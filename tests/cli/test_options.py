@@ -139,15 +139,6 @@ def test_the_doctor_begins_with_what_matters() -> None:
     assert findings(Found({"torch": "ImportError: x"}, []))["ready"] == "no: torch is broken"
 
 
-def test_the_script_for_a_shell_is_printed() -> None:
-    code = "import sys; sys.argv = ['fovea', '--show-completion', 'bash']; from fovea.cli.main import main; main()"
-    environment = {**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=ROOT, check=False
-    )
-    assert "complete -o default -F _fovea_completion fovea" in done.stdout, done.stdout + done.stderr
-
-
 def test_a_dry_run_says_what_would_run_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text("def score(task, text, images):\n    return float(task.answer in text)\n")

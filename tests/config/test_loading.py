@@ -361,12 +361,6 @@ def test_an_address_that_cannot_be_called(url: str) -> None:
     assert told.endswith("does not fit; allowed: list of text such as http://HOST:PORT")
 
 
-def test_settings_without_any_layer_are_told_what_is_missing() -> None:
-    assert error_of([]) == (
-        "model: set exactly one of model.path (a folder or hub id) and model.tiny (a small model made here)"
-    )
-
-
 @pytest.mark.parametrize("key", [1, True, None, 1.5, (1, 2)])
 def test_a_mapping_of_python_has_texts_as_keys_too(key: object) -> None:
     with pytest.raises(ConfigError, match=r"^arguments: train: the key .* is not a text, as a setting's name is"):

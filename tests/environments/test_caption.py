@@ -14,7 +14,6 @@ from pydantic import ValidationError
 
 from fovea.config.environments import CaptionEnvironment
 from fovea.config.rewards import RewardModel
-from fovea.config.run import Config
 from fovea.data.images import ImageOpener
 from fovea.data.rows import RowAccess
 from fovea.environments.caption import Caption, CaptionGrader, JudgedCaptionGrader, bleu, chrf, grade
@@ -26,7 +25,6 @@ from fovea.errors import DataError, ModelError
 from fovea.models.tiny import build_tokenizer
 from fovea.types import ImageRef
 from fovea.utils.shown_text import without_marks
-from fovea.wiring.environment import GradedEnvironment, make_environment
 from tests.environments.files import COLOURS, files, row
 from tests.environments.reward_model import TEXTS, save_reward_model
 from tests.grading import scored, within_a_second
@@ -145,21 +143,6 @@ def test_the_judge_gets_image_question_and_answer(tmp_path: Path) -> None:
     assert (score.reward, score.parts) == ((3 * 0.5 + 1) / 4, {"judge": 0.5, "chrf": 1.0})
     assert len(environment.prompt(task)) == 1
     assert environment.target(task) == TEXTS[1]
-
-
-def test_build_makes_what_the_settings_name(tmp_path: Path) -> None:
-    def made(metric: str = "cider", **more: object) -> GradedEnvironment:
-        environment = {"name": "caption", **files(tmp_path, ROWS, metric_weights={metric: 1})}
-        return make_environment(Config.model_validate({"model": {"tiny": {}}, "environment": environment, **more}))
-
-    assert isinstance(made().grading.graders[0], CaptionGrader)
-    assert made().grading.calls is None
-    judge = {"url": "http://localhost:1/v1", "model": "m", "max_concurrency": 3}
-    judged = made("judge", judge=judge)
-    assert isinstance(judged.environment, Caption)
-    assert isinstance(judged.grading.graders[0], JudgedCaptionGrader)
-    assert judged.grading.calls is not None
-    assert judged.grading.calls.limits.calls_at_once == 3
 
 
 @pytest.mark.parametrize(

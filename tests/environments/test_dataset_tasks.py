@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -239,14 +238,3 @@ def test_all_of_geometry3k_streams_in_bounded_memory() -> None:
     assert num_bytes > 40e6
     assert cached <= 16 << 20
     assert sum(later) < 24
-
-
-def test_rows_are_read_as_they_are_asked_for(tmp_path: Path) -> None:
-    """A broken row costs nothing until its turn comes."""
-    lines = [json.dumps({"problem": "?", "answer": "1"}), "{broken"]
-    (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    tasks = FileTasks(settings(train_files=(str(tmp_path / "a.jsonl"),)), RowAccess()).tasks("train")
-    assert len(tasks) == 2
-    assert tasks[0].answer == "1"
-    with pytest.raises(BadRowError, match=r"a.jsonl line 2: cannot be read"):
-        tasks[1]

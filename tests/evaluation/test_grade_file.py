@@ -1,4 +1,4 @@
-"""`fovea grade` on the shared cases, on rows that cannot be graded, and against what a run scores."""
+"""`fovea grade` on rows, on rows that cannot be graded, and against what a run scores."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from fovea.config.environments import ShapesEnvironment
 from fovea.environments.shapes.environment import Shapes
 from tests.grading import scored
 
-CASES = Path(__file__).parents[3] / "shared" / "data" / "cases"
-
 
 def grade(name: str, file: Path, *options: str) -> Result:
     return CliRunner().invoke(cli.app, ["grade", name, str(file), *options])
@@ -31,40 +29,6 @@ def graded(tmp_path: Path, name: str, rows: Sequence[Mapping[str, Any]]) -> tupl
     result = grade(name, file, "--out", str(out))
     assert result.exit_code == 0, result.output
     return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()], json.loads(result.stdout)
-
-
-def must_cases(name: str) -> list[dict[str, Any]]:
-    file = CASES / f"{name}_cases_sample.jsonl"
-    if not file.exists():
-        pytest.skip(f"{file} is not here: the shared cases are not part of the project")
-    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    return [row for row in rows if row["strength"] == "must"]
-
-
-def test_the_shared_maths_cases(tmp_path: Path) -> None:
-    cases = must_cases("grading")
-    rows, summary = graded(tmp_path, "geo3k", cases)
-    wrong = [row for row in rows if row["score"] != float(row["expected"])]
-    assert len(rows) == summary["graded"] == len(cases) > 100
-    assert wrong == []
-
-
-def test_the_shared_vqa_cases(tmp_path: Path) -> None:
-    cases = must_cases("vqa")
-    rows, summary = graded(tmp_path, "vqa", [case | {"truth": case.get("answers", case["truth"])} for case in cases])
-    assert summary["graded"] == len(cases) > 20
-    assert [row for row in rows if row["score"] != pytest.approx(row["expected"], abs=1e-6)] == []
-
-
-def test_the_shared_country_names(tmp_path: Path) -> None:
-    pytest.importorskip("pycountry")
-    cases = [case for case in must_cases("country_alias") if case["iso2"]]
-    answers = [
-        case | {"prediction": f"**Country:** {case['text']}", "truth": {"country": case["iso2"]}} for case in cases
-    ]
-    rows, summary = graded(tmp_path, "geospot", answers)
-    assert (summary["graded"], summary["mean_score"]) == (len(cases), 1.0)
-    assert all(row["parts"] == {"country": 1.0} for row in rows)
 
 
 def test_rows_come_back_with_score_parts_and_reason(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from fovea.config.loading import dump_config, load_config
-from fovea.errors import DataError
 from fovea.report import export as export_module
 from fovea.report.about import write_versions
 from fovea.report.curves import MAX_POINTS
@@ -206,12 +205,6 @@ def test_the_policy_allows_its_own_style_and_script_only(tmp_path: Path) -> None
 def test_the_bundle_has_no_import_or_export_left() -> None:
     assert not re.findall(r"^(?:import|export)\b.*", page_file(SCRIPT), re.MULTILINE)
     assert "</script" not in page_file(SCRIPT)
-
-
-def test_a_broken_metrics_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text("oops\n")
-    with pytest.raises(DataError, match=r"metrics\.jsonl"):
-        write_report(tmp_path)
 
 
 def look(page: Path, profile: Path) -> tuple[str, str]:

@@ -51,29 +51,6 @@ def row(server: socket.socket, number: int) -> dict[str, object]:
     return {"question": f"How many in {number}?", "answer": "2", "image": url}
 
 
-def connections(server: socket.socket) -> int:
-    """How many came, whether or not they have ended."""
-    server.setblocking(False)
-    for number in range(500):
-        try:
-            server.accept()[0].close()
-        except BlockingIOError:
-            return number
-    return 500
-
-
-def test_a_dead_host_is_named_and_not_waited_for(
-    tmp_path: Path, silent: socket.socket, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(DataError, match="none of the first 300 training rows can be used"):
-        look(tmp_path, [row(silent, number) for number in range(300)])
-    assert connections(silent) == 3
-    said = "".join(capfd.readouterr())
-    host = f"127.0.0.1:{silent.getsockname()[1]}"
-    assert said.count(f"{host} failed for 3 images in a row, the last one: ") == 1
-    assert "parity gate: 0 of 2 rows found among 1 tried" in said
-
-
 def test_the_search_ends_before_its_last_row_with_the_rows_found(
     tmp_path: Path, silent: socket.socket, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

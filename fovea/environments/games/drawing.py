@@ -1,4 +1,4 @@
-"""Pictures of boards: a tile for each character, drawn at any size. Axes: `Y`, `X` pixels, `C` colour channels."""
+"""Pictures of boards: a tile for each character. Axes: `Y`, `X` pixels, `C` colour channels."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Colour: TypeAlias = tuple[int, int, int]
+CELL_PX = 16
+"""Side of a tile: one visual token of the tiny models; model.min_pixels enlarges a board for others."""
 _ICE, _FLOOR, _WALL = (205, 228, 245), (225, 214, 190), (96, 70, 58)
 _WATER, _GOLD, _RED, _GREEN, _WOOD = (25, 45, 95), (240, 190, 30), (210, 45, 45), (40, 150, 70), (165, 105, 45)
 
@@ -44,30 +46,30 @@ _TILES: dict[str, tuple[Colour, tuple[_Mark, ...]]] = {
 """Ground and marks of each character, the mark on top last."""
 
 
-def draw(lines: Sequence[str], cell_px: int) -> NDArray[np.uint8]:
-    """The picture of a board, `cell_px` pixels for each character."""
-    rows = [np.concatenate([_tile(character, cell_px) for character in line], axis=1) for line in lines]
+def draw(lines: Sequence[str]) -> NDArray[np.uint8]:
+    """The picture of a board."""
+    rows = [np.concatenate([_tile(character) for character in line], axis=1) for line in lines]
     return np.concatenate(rows, axis=0)
 
 
 @lru_cache(maxsize=256)
-def _tile(character: str, cell_px: int) -> NDArray[np.uint8]:
+def _tile(character: str) -> NDArray[np.uint8]:
     ground, marks = _TILES[character]
-    tile_YXC = np.empty((cell_px, cell_px, 3), dtype=np.float64)
+    tile_YXC = np.empty((CELL_PX, CELL_PX, 3), dtype=np.float64)
     tile_YXC[:] = ground
     # a darker edge tells neighbouring cells apart
     tile_YXC[-1] *= 0.85
     tile_YXC[:, -1] *= 0.85
     for mark in marks:
-        cover_YX = _cover(mark, cell_px)[:, :, None]
+        cover_YX = _cover(mark)[:, :, None]
         tile_YXC += cover_YX * (np.asarray(mark.colour) - tile_YXC)
     return tile_YXC.round().astype(np.uint8)
 
 
-def _cover(mark: _Mark, cell_px: int) -> NDArray[np.float64]:
+def _cover(mark: _Mark) -> NDArray[np.float64]:
     """Share of each pixel that a mark covers: 1 inside, 0 outside, between them at its edge."""
-    half = cell_px / 2
-    offsets = np.arange(cell_px) + 0.5 - half
+    half = CELL_PX / 2
+    offsets = np.arange(CELL_PX) + 0.5 - half
     if mark.shape == "square":
         distance_YX = np.maximum(np.abs(offsets)[:, None], np.abs(offsets)[None, :]) - mark.reach * half
     else:

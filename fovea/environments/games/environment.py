@@ -101,9 +101,7 @@ class BoardGame(Environment):
         last = _played(self.settings, start_of(self._game, task), turns)[-1]
         if last.board.is_solved or last.board.is_lost:
             return None
-        picture = ImageRef(
-            source=draw(last.board.lines, self.settings.cell_px), where=f"{task.id} after {len(turns)} turns"
-        )
+        picture = ImageRef(source=draw(last.board.lines), where=f"{task.id} after {len(turns)} turns")
         if last.actions:
             return (Message(role="user", parts=(picture,)),)
         return (Message(role="user", parts=(picture, f"Nothing moved. {_how(self.settings)}"), failed=True),)
@@ -136,7 +134,7 @@ class BoardGame(Environment):
         )
 
     def _task_of(self, task_id: str, lines: Sequence[str], board: Board, moves: Sequence[Action]) -> Task:
-        picture = ImageRef(source=draw(board.lines, self.settings.cell_px), where=task_id)
+        picture = ImageRef(source=draw(board.lines), where=task_id)
         return Task(
             id=task_id,
             question=f"{self._game.task} {_how(self.settings)}",

@@ -144,9 +144,7 @@ def rule_of(config: GroundingEnvironment) -> Rule:
     return Rule(
         ask=config.asked,
         reward=config.rewarded,
-        hit_iou=config.hit_iou,
         min_iou=config.min_iou,
-        hit_radius=config.hit_radius,
         format_weight=config.format_weight,
         think_tags=config.think_tags,
         answer_tags=config.answer_tags,

@@ -33,6 +33,10 @@ MOST_PLACES = 64
 """Places of an answer and of a row; an answer with more earns nothing."""
 TRUTH, READ = "truth", "answer"
 """Labels of marks: true places, places of the answer."""
+_HIT_IOU = 0.5
+"""IoU from which a box is right, as in the accuracy of RefCOCO."""
+_HIT_RADIUS = 0.14
+"""Distance from a true point up to which a point is right, as a share of the picture's sides: GUI-R1's."""
 _ROUNDING = 1e-9
 """An IoU below a limit by less, from the division into shares, has reached it."""
 _FARTHEST = 1.0
@@ -47,9 +51,7 @@ class Rule:
 
     ask: Ask
     reward: RewardKind
-    hit_iou: float = 0.5
     min_iou: float = 0.0
-    hit_radius: float = 0.14
     format_weight: float = 0.1
     think_tags: bool = False
     answer_tags: bool = False
@@ -156,7 +158,7 @@ def _is_tagged(text: str, answer: Answer, rule: Rule) -> bool:
 
 def _one_box(read: Sequence[Numbers], truth: Sequence[Numbers], rule: Rule) -> tuple[float, float, dict[str, float]]:
     share = float(iou([_box(read[0])], [_box(truth[0])])[0, 0]) if read else 0.0
-    accuracy = float(share >= rule.hit_iou - _ROUNDING)
+    accuracy = float(share >= _HIT_IOU - _ROUNDING)
     if rule.reward == "giou":
         quality = (1 + float(giou([_box(read[0])], [_box(truth[0])])[0, 0])) / 2 if read else 0.0
     else:
@@ -166,28 +168,23 @@ def _one_box(read: Sequence[Numbers], truth: Sequence[Numbers], rule: Rule) -> t
 
 def _boxes(read: Sequence[Numbers], truth: Sequence[Numbers], rule: Rule) -> tuple[float, float, dict[str, float]]:
     values_NM = iou([_box(place) for place in read], [_box(place) for place in truth])
-    hits_NM = values_NM >= rule.hit_iou - _ROUNDING
+    hits_NM = values_NM >= _HIT_IOU - _ROUNDING
     found = [float(values_NM[pair]) for pair in best_pairs(values_NM)]
     shares = sum(share for share in found if share >= rule.min_iou - _ROUNDING)
     f1, parts = _f1(hits_NM)
     number = len(read) + len(truth)
     quality = f1 if rule.reward == "f1" else 2 * shares / number if number else 1.0
-    half_NM = values_NM >= 0.5 - _ROUNDING
     mean = sum(found) / len(truth) if truth else f1
-    return (
-        quality,
-        f1,
-        {"iou": mean, "ap50": average_precision(half_NM, values_NM), **parts},
-    )
+    return quality, f1, {"iou": mean, "ap50": average_precision(hits_NM, values_NM), **parts}
 
 
 def _one_point(read: Sequence[Numbers], truth: Sequence[Numbers], rule: Rule) -> tuple[float, float, dict[str, float]]:
-    hit = float(bool(read and truth) and _hits(read[0], truth[0], rule))
+    hit = float(bool(read and truth) and _hits(read[0], truth[0]))
     return hit, hit, {}
 
 
 def _points(read: Sequence[Numbers], truth: Sequence[Numbers], rule: Rule) -> tuple[float, float, dict[str, float]]:
-    hits = [[_hits(place, true, rule) for true in truth] for place in read]
+    hits = [[_hits(place, true) for true in truth] for place in read]
     f1, parts = _f1(np.array(hits, dtype=bool).reshape(len(read), len(truth)))
     return f1, f1, parts
 
@@ -202,11 +199,11 @@ def _f1(hits_NM: NDArray[np.bool_]) -> tuple[float, dict[str, float]]:
     return f1, {"precision": precision, "recall": recall, "count": float(num_answers == num_true)}
 
 
-def _hits(place: Numbers, true: Numbers, rule: Rule) -> bool:
+def _hits(place: Numbers, true: Numbers) -> bool:
     """True for a point in the true box, or near the true point."""
     if len(true) == 4:
         return is_inside(_point(place), _box(true))
-    return math.dist(place, true) <= rule.hit_radius
+    return math.dist(place, true) <= _HIT_RADIUS
 
 
 def _box(place: Numbers) -> Box:

@@ -11,7 +11,7 @@ from fovea.environments.base import Environment, Split
 from fovea.environments.grounding.geometry import Box, centre
 from fovea.environments.grounding.grade import Rule, grade, in_shares
 from fovea.environments.grounding.reading import Numbers
-from fovea.environments.hash_splits import row_generator, split_of
+from fovea.environments.hash_splits import row_generator
 from fovea.environments.shapes.scenes import (
     COLOURS,
     SHAPES,
@@ -19,7 +19,6 @@ from fovea.environments.shapes.scenes import (
     Spot,
     Thing,
     box_of,
-    free_spots,
     grid_spots,
     paint,
     with_noise,
@@ -28,6 +27,8 @@ from fovea.types import ImageRef, Message, Score, Task, Turn
 
 _PLACES = "places"
 """Key of the task's row that holds its true boxes, in the coordinates of answers."""
+_NUM_SHAPES = 3
+"""Shapes of a scene, of which a question names one, or those of a colour."""
 
 
 class GroundingShapes(Environment):
@@ -51,13 +52,11 @@ class GroundingShapes(Environment):
 
     def _task(self, split: Split, index: int) -> Task:
         settings, rng = self._settings, row_generator(self._seed, split, index)
-        kinds = rng.permutation(len(COLOURS) * len(SHAPES))[: settings.num_shapes]
+        kinds = rng.permutation(len(COLOURS) * len(SHAPES))[:_NUM_SHAPES]
         things = [Thing(colour=COLOURS[kind // len(SHAPES)], shape=SHAPES[kind % len(SHAPES)]) for kind in kinds]
-        spots = (free_spots if settings.free else grid_spots)(len(things), rng)
-        canvas_YXC = paint(things, spots, settings.side_px, rng)
-        pixels_YXC = with_noise(canvas_YXC, rng)
-        while split_of(pixels_YXC.tobytes()) != split:
-            pixels_YXC = with_noise(canvas_YXC, rng)
+        spots = grid_spots(len(things), rng)
+        canvas_YXC = paint(things, spots, UNIT_SIDE, rng)
+        pixels_YXC = with_noise(canvas_YXC, split, rng)
         asked = things[0]
         boxes = [self._box(thing, spot) for thing, spot in zip(things, spots, strict=True)]
         if settings.ask == "boxes":

@@ -22,6 +22,8 @@ _PAGES = "pages"
 """Key of the task's row that holds its pages."""
 _KINDS = ("click", MENU)
 """Kinds of tasks, which alternate: one click, and two of them."""
+_SIDE_PX = 48
+"""Side of a picture: 9 visual tokens of the tiny models; model.min_pixels enlarges it for others."""
 
 
 class Pages(Environment):
@@ -30,13 +32,13 @@ class Pages(Environment):
     def __init__(self, settings: PagesEnvironment, seed: int) -> None:
         self._settings = settings
         self._seed = seed
-        self.max_turns = 2 if settings.menus else 1
+        self.max_turns = 2
         self.graders = (PagesGrader(settings),)
 
     def tasks(self, split: Split) -> Sequence[Task]:
         settings = self._settings
         sizes = {"train": settings.train_size, "dev": settings.dev_size, "test": settings.test_size}
-        return LazyTasks(lambda index: self._task(split, index), range(sizes[split]), kind_of=self._kind)
+        return LazyTasks(lambda index: self._task(split, index), range(sizes[split]), kind_of=_kind)
 
     def prompt(self, task: Task) -> Sequence[Message]:
         return (Message(role="user", parts=(*task.images, task.question)),)
@@ -46,7 +48,7 @@ class Pages(Environment):
         pages = pages_of(task)
         if len(turns) == len(pages) or not _hits(task, turns, self._settings.scale)[-1]:
             return None
-        return (Message(role="user", parts=(self._picture(pages[len(turns)], f"{task.id}, menu open"),)),)
+        return (Message(role="user", parts=(_drawn(pages[len(turns)], f"{task.id}, menu open"),)),)
 
     def target(self, task: Task) -> str:
         return self.demonstration(task)[0]
@@ -56,14 +58,8 @@ class Pages(Environment):
         centres = [controls[0].centre for controls in pages_of(task)]
         return [f"{round(x * self._settings.scale)},{round(y * self._settings.scale)}" for x, y in centres]
 
-    def _kind(self, index: int) -> str:
-        return _KINDS[index % 2] if self._settings.menus else _KINDS[0]
-
-    def _picture(self, controls: Sequence[Control], where: str) -> ImageRef:
-        return ImageRef(source=picture(controls, self._settings.side_px), where=where)
-
     def _task(self, split: Split, index: int) -> Task:
-        rng, kind = row_generator(self._seed, split, index), self._kind(index)
+        rng, kind = row_generator(self._seed, split, index), _kind(index)
         while True:
             controls = random_controls(int(rng.integers(3, 6)), rng)
             closed = random_controls(3, rng, menu=True) if kind == MENU else ()
@@ -75,7 +71,7 @@ class Pages(Environment):
             id=f"{split}/{index}",
             question=f"{task} Answer with x,y from 0 to {self._settings.scale}.",
             answer=name,
-            images=(self._picture(closed or controls, f"{split}/{index}"),),
+            images=(_drawn(closed or controls, f"{split}/{index}"),),
             kind=kind,
             row={_PAGES: (closed, controls) if closed else (controls,)},
         )
@@ -113,6 +109,14 @@ def click_in(text: str, scale: int) -> tuple[float, float] | None:
     if found is None or max(int(found[1]), int(found[2])) > scale:
         return None
     return int(found[1]) / scale, int(found[2]) / scale
+
+
+def _kind(index: int) -> str:
+    return _KINDS[index % 2]
+
+
+def _drawn(controls: Sequence[Control], where: str) -> ImageRef:
+    return ImageRef(source=picture(controls, _SIDE_PX), where=where)
 
 
 def _hits(task: Task, turns: Sequence[Turn], scale: int) -> list[bool]:

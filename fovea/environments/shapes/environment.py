@@ -120,10 +120,7 @@ class Shapes(Environment):
         self, things: Sequence[Thing], level: int, split: Split, rng: np.random.Generator, *, where: str
     ) -> ImageRef:
         canvas_YXC = draw(things, self._config.image_side_px, rng, free=level == 3)
-        pixels_YXC = with_noise(canvas_YXC, rng)
-        while split_of(pixels_YXC.tobytes()) != split:
-            pixels_YXC = with_noise(canvas_YXC, rng)
-        return ImageRef(source=pixels_YXC, where=where)
+        return ImageRef(source=with_noise(canvas_YXC, split, rng), where=where)
 
 
 def grade(prediction: str, truth: str) -> Grade:

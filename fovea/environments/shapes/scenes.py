@@ -13,6 +13,9 @@ from typing import Literal, TypeAlias, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from fovea.environments.base import Split
+from fovea.environments.hash_splits import split_of
+
 Shape: TypeAlias = Literal["circle", "square", "triangle"]
 Colour: TypeAlias = Literal["red", "green", "blue", "yellow"]
 SHAPES: tuple[Shape, ...] = get_args(Shape)
@@ -65,10 +68,13 @@ def paint(
     return canvas_YXC
 
 
-def with_noise(canvas_YXC: NDArray[np.float32], rng: np.random.Generator) -> NDArray[np.uint8]:
-    """The canvas with camera noise."""
-    noise_YXC = rng.standard_normal(canvas_YXC.shape, dtype=np.float32) * _NOISE_STD
-    return np.clip(canvas_YXC + noise_YXC, 0, 255).astype(np.uint8)
+def with_noise(canvas_YXC: NDArray[np.float32], split: Split, rng: np.random.Generator) -> NDArray[np.uint8]:
+    """The canvas with camera noise, drawn anew until its pixels belong to the split."""
+    while True:
+        noise_YXC = rng.standard_normal(canvas_YXC.shape, dtype=np.float32) * _NOISE_STD
+        pixels_YXC = np.clip(canvas_YXC + noise_YXC, 0, 255).astype(np.uint8)
+        if split_of(pixels_YXC.tobytes()) == split:
+            return pixels_YXC
 
 
 def grid_spots(n: int, rng: np.random.Generator) -> list[Spot]:

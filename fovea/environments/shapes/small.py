@@ -18,7 +18,7 @@ from PIL import Image
 from fovea.config.environments import SmallShapesEnvironment
 from fovea.data.order import LazyTasks
 from fovea.environments.base import Environment, Split
-from fovea.environments.hash_splits import row_generator, split_of
+from fovea.environments.hash_splits import row_generator
 from fovea.environments.shapes.environment import ShapesGrader, in_box
 from fovea.environments.shapes.scenes import COLOURS, SHAPES, UNIT_SIDE, Spot, Thing, grid_spots, paint, with_noise
 from fovea.types import AnswerEnd, ImageRef, Message, Task, Turn
@@ -29,6 +29,8 @@ _SHRINK = 0.25
 _REACH = 6.0
 """Half the side of a demonstration's box, on a scene of `UNIT_SIDE`; its object is enlarged to the size in `shapes`."""
 _NUM_THINGS = 3
+_SCENE_SIDE_PX = 4 * UNIT_SIDE
+"""Side of the scene, from which boxes are cut: a demonstration's box is shown in all its pixels."""
 _SMALLEST_BOX = 1 / 24
 """Smallest side of a box, as a share of the scene's: eight pixels of 192."""
 
@@ -77,8 +79,8 @@ class SmallShapes(Environment):
         return (rf"\zoom{{{places}}}", self.target(task))
 
     def _seen(self, pixels_YXC: NDArray[np.uint8], where: str) -> ImageRef:
-        side = self._settings.seen_side_px
-        return ImageRef(source=Image.fromarray(pixels_YXC).resize((side, side), Image.Resampling.BOX), where=where)
+        picture = Image.fromarray(pixels_YXC).resize((UNIT_SIDE, UNIT_SIDE), Image.Resampling.BOX)
+        return ImageRef(source=picture, where=where)
 
     def _task(self, split: Split, index: int) -> Task:
         rng, answer = row_generator(self._seed, split, index), SHAPES[index % len(SHAPES)]
@@ -86,10 +88,8 @@ class SmallShapes(Environment):
         shapes = [answer, *(SHAPES[int(rng.integers(len(SHAPES)))] for _ in colours[1:])]
         things = [Thing(shape=shape, colour=colour) for shape, colour in zip(shapes, colours, strict=True)]
         spots = [replace(spot, radius=spot.radius * _SHRINK) for spot in grid_spots(len(things), rng)]
-        canvas_YXC = paint(things, spots, self._settings.scene_side_px, rng)
-        pixels_YXC = with_noise(canvas_YXC, rng)
-        while split_of(pixels_YXC.tobytes()) != split:
-            pixels_YXC = with_noise(canvas_YXC, rng)
+        canvas_YXC = paint(things, spots, _SCENE_SIDE_PX, rng)
+        pixels_YXC = with_noise(canvas_YXC, split, rng)
         how = (
             rf" Zoom into a box with \zoom{{x1,y1,x2,y2}}, 0 to {self._settings.scale}." if self._settings.zoom else ""
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -189,18 +188,6 @@ def test_what_a_function_raises_is_named_by_its_first_line() -> None:
         score_in_run(own(raises, on_failure="drop"), TASK, ANSWER)
     with pytest.raises(ScoreError, match=r"^train/0: mine\.py:f raised SystemExit: 3 at .*\.py:\d+; fix it"):
         score_in_run(own(leaves), TASK, ANSWER)
-
-
-def test_a_killed_process_of_a_function_is_a_call_without_a_score() -> None:
-    """Fovea grades in threads of the driver; processes are the function's own."""
-
-    def in_a_process(task: Task, text: str, images: Sequence[object]) -> float:
-        subprocess.run(["sh", "-c", "kill -9 $$"], check=True)
-        return 1.0
-
-    with pytest.raises(UnscoredError, match=r"raised CalledProcessError: .* died with <Signals\.SIGKILL: 9>"):
-        score_in_run(own(in_a_process, on_failure="drop", timeout_seconds=60), TASK, ANSWER)
-    assert score_in_run(own(lambda *_: 1.0, on_failure="drop"), TASK, ANSWER).reward == 1.0
 
 
 def test_a_call_that_is_late_is_not_waited_for_and_too_many_end_the_run() -> None:

@@ -112,7 +112,7 @@ def test_the_picture_after_a_move_is_that_of_the_new_board() -> None:
     replies, score = played(environment, task, ["Right", "down", "Left", "Up", "Up", "Nonsense", "Right", "Right"])
     boards = [("FPH", "FFF", "HFG"), ("FFH", "FPF", "HFG"), ("FFH", "PFF", "HFG"), *[("PFH", "FFF", "HFG")] * 3]
     boards.append(("FPH", "FFF", "HFG"))
-    assert [pixels(reply).tolist() for reply in replies] == [draw(board, 16).tolist() for board in boards]
+    assert [pixels(reply).tolist() for reply in replies] == [draw(board).tolist() for board in boards]
     # the last move falls into a hole, which ends the episode
     assert score.turns == pytest.approx([0.02] * 5 + [0.0] + [0.02] * 2)
     assert (score.accuracy, score.parts["format"]) == (0.0, 7 / 8)

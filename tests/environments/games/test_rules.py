@@ -10,7 +10,7 @@ import pytest
 from gymnasium.envs.toy_text.frozen_lake import generate_random_map, is_valid
 
 from fovea.environments.games.board import ACTIONS, Action, Board, solution
-from fovea.environments.games.drawing import draw
+from fovea.environments.games.drawing import CELL_PX, draw
 from fovea.environments.games.frozen_lake import FrozenLake, random_lake
 from fovea.environments.games.sokoban import Sokoban, random_level
 
@@ -104,14 +104,13 @@ def test_a_solution_is_not_looked_for_beyond_the_limit() -> None:
     assert solution(board, 2) is None
 
 
-@pytest.mark.parametrize("cell_px", [8, 16, 28])
-def test_every_character_has_its_tile(cell_px: int) -> None:
-    tiles = {character: draw((character,), cell_px) for character in "FHGPXV#-.$*@+"}
-    assert {tile.shape for tile in tiles.values()} == {(cell_px, cell_px, 3)}
+def test_every_character_has_its_tile() -> None:
+    tiles = {character: draw((character,)) for character in "FHGPXV#-.$*@+"}
+    assert {tile.shape for tile in tiles.values()} == {(CELL_PX, CELL_PX, 3)}
     distances = [
         np.abs(one.astype(float) - other).mean() for a, one in tiles.items() for b, other in tiles.items() if a < b
     ]
     assert min(distances) > 4
-    picture = draw(("FH", "GP"), cell_px)
-    assert (picture[cell_px:, :cell_px] == tiles["G"]).all()
-    assert (picture[:cell_px, cell_px:] == tiles["H"]).all()
+    picture = draw(("FH", "GP"))
+    assert (picture[CELL_PX:, :CELL_PX] == tiles["G"]).all()
+    assert (picture[:CELL_PX, CELL_PX:] == tiles["H"]).all()

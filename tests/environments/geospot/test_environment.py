@@ -21,7 +21,7 @@ from fovea.data.rows import RowAccess
 from fovea.environments.base import Environment, Split
 from fovea.environments.geospot.countries import country_name
 from fovea.environments.geospot.environment import GeoSpot
-from fovea.errors import ConfigError, DataError
+from fovea.errors import DataError
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.tools.data_sets.maps import map_cities, write_maps
@@ -211,22 +211,3 @@ def test_the_recipe_takes_two_steps(maps: tuple[Path, Path], tmp_path: Path) -> 
     rows = read_metrics(tmp_path)
     assert [(row["curriculum/stage"], row["curriculum/tolerance_km"]) for row in rows] == [(1, 500), (2, 200)]
     assert {"reward/country", "reward/city", "reward/coordinates"} <= rows[0].keys()
-
-
-def test_level_weights_need_levels(maps: tuple[Path, Path], tmp_path: Path) -> None:
-    config = load_config(
-        [ROOT / "recipes" / "geospot.yaml"],
-        [
-            f"environment.train_files=[{maps[0]}]",
-            f"environment.test_files=[{maps[1]}]",
-            "environment.level_key=null",
-            f"run_dir={tmp_path}",
-            "max_steps=1",
-            "warmup=null",
-            "log.tensorboard=false",
-            "log.progress=false",
-            "rollout.max_new_tokens=1",
-        ],
-    )
-    with pytest.raises(ConfigError, match="the rows have no levels; remove it"):
-        train(build(config))

@@ -91,12 +91,6 @@ def test_what_the_judge_is_sent(serve: Callable[..., Endpoint], monkeypatch: pyt
     assert {key.lower(): value for key, value in endpoint.headers[0].items()}["authorization"] == "Bearer secret-key"
 
 
-def test_a_key_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("JUDGE_KEY", raising=False)
-    with pytest.raises(ConfigError, match=r"api_key_env=JUDGE_KEY, but there is no such environment variable"):
-        client("http://127.0.0.1:1/v1", api_key_env="JUDGE_KEY")
-
-
 @pytest.mark.parametrize(
     ("reply", "reason"),
     [
@@ -141,15 +135,6 @@ def test_what_no_other_try_can_fix_is_not_tried_again(
     assert len(endpoint.requests) == 1
 
 
-def test_a_slow_judge_is_given_up_in_time(serve: Callable[..., Endpoint]) -> None:
-    endpoint = serve(says("Score: 4"))
-    endpoint.delay_seconds = 30
-    started = time.perf_counter()
-    with pytest.raises(ScoreError, match=r"took more than judge\.timeout_seconds=0\.3"):
-        ask(client(endpoint.url, timeout_seconds=0.3))
-    assert time.perf_counter() - started < 20
-
-
 def test_a_judge_that_drips_is_given_up_in_time() -> None:
     """A byte now and then keeps every single read alive, not the call."""
     listener = socket.create_server(("127.0.0.1", 0))
@@ -167,7 +152,7 @@ def test_a_judge_that_drips_is_given_up_in_time() -> None:
 
     threading.Thread(target=drip, daemon=True).start()
     started = time.perf_counter()
-    with pytest.raises(ScoreError, match="took more than"):
+    with pytest.raises(ScoreError, match=r"took more than judge\.timeout_seconds=0\.5"):
         ask(client(f"http://127.0.0.1:{listener.getsockname()[1]}/v1", timeout_seconds=0.5))
     assert time.perf_counter() - started < 20
     listener.close()

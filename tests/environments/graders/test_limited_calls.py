@@ -6,15 +6,11 @@ import asyncio
 import gc
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from threading import Event
 
 import pytest
 from PIL import Image
 
-from fovea.config.environments import CaptionEnvironment
-from fovea.config.run import Config
-from fovea.environments.caption import CaptionGrader
 from fovea.environments.custom.grader import UserGrader, score_function
 from fovea.environments.graders.base import NoScoreError
 from fovea.environments.graders.grading import Grading
@@ -22,7 +18,6 @@ from fovea.environments.graders.limited_calls import CallLimits, CallThreads, Li
 from fovea.errors import DataError, ScoreError
 from fovea.types import ImageRef, Score, Task, Turn
 from fovea.utils.event_loop import gather_or_cancel, wait_for
-from fovea.wiring.environment import make_environment
 from tests.fakes import BanditEnvironment
 from tests.grading import score_in_run
 
@@ -111,26 +106,3 @@ def test_a_reward_and_a_sum_of_parts_beyond_the_limit(returned: object) -> None:
 
 def test_a_reward_at_the_limit_is_a_reward() -> None:
     assert score_in_run(returning(-1e6), ROW, "an answer").reward == -1e6
-
-
-def test_the_limit_holds_for_every_grader(tmp_path: Path) -> None:
-    def grading(**settings: object) -> Grading:
-        return make_environment(Config.model_validate({"model": {"tiny": {}}, **settings})).grading
-
-    (tmp_path / "mine.py").write_text("def f(task, text, images):\n    return 1e30\n", encoding="utf-8")
-    reward = f"{tmp_path / 'mine.py'}:f"
-    with pytest.raises(DataError, match=TOO_LARGE):
-        score_in_run(grading(reward=reward), ROW, "an answer")
-
-
-def test_the_score_of_a_reward_model_is_bounded_too() -> None:
-    class Loud:
-        def score(self, question: str, answer: str, images: object) -> float:
-            return 1e30
-
-    settings = CaptionEnvironment.model_validate(
-        {"train_files": ["a.jsonl"], "test_files": ["a.jsonl"], "metric_weights": {"reward_model": 1}}
-    )
-    grading = Grading(graders=(CaptionGrader(settings, lambda split: [], Loud()),))
-    with pytest.raises(DataError, match=TOO_LARGE):
-        score_in_run(grading, ROW, "an answer")

@@ -20,7 +20,7 @@ from fovea.config.run import Config
 from fovea.environments.graders.judge import JudgeClient
 from fovea.environments.graders.reward_model import RewardScorer
 from fovea.environments.vqa import VqaGrader
-from fovea.errors import ConfigError, ModelError, ScoreError, UnscoredError
+from fovea.errors import ConfigError, ModelError, ScoreError
 from fovea.models.vision_reward import VisionRewardScorer
 from fovea.types import ImageRef, Message, Turn
 from fovea.utils.event_loop import wait_for
@@ -181,18 +181,6 @@ def test_a_function_of_a_part_and_of_a_whole_mixture_replaces_scores_of_sessions
     assert rewards(own) == [4.0] * 4
     assert rewards({**own, "reward": function}) == [7.0, 4.0] * 2
     assert rewards(own, reward=function) == [7.0] * 4
-
-
-def test_a_judge_that_fails_leaves_the_group_out(tmp_path: Path, serve: Callable[..., Endpoint]) -> None:
-    endpoint = serve((400, b"no"))
-    dropped = made(tmp_path, "vqa", model_reward={"judge": 0.5}, **judge(endpoint, on_failure="drop"))
-    with pytest.raises(UnscoredError, match=r"^test/0: the judge at .* gave no score: status 400"):
-        graded(dropped, "3")
-    stopped = made(tmp_path, "vqa", model_reward={"judge": 0.5}, **judge(endpoint))
-    with pytest.raises(Exception, match=r"set judge\.on_failure=drop to leave such groups out"):
-        graded(stopped, "3")
-    dropped.grading.close()
-    stopped.grading.close()
 
 
 @pytest.mark.parametrize("name", ["vqa", "geo3k"])

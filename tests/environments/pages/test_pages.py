@@ -35,7 +35,7 @@ def played(environment: Pages, task: Task, texts: Sequence[str]) -> tuple[list[A
     return pictures, wait_for(environment.graders[-1].score(task, turns))
 
 
-@pytest.mark.parametrize("settings", [{}, {"scale": 99}, {"menus": False, "side_px": 96}])
+@pytest.mark.parametrize("settings", [{}, {"scale": 99}])
 def test_clicks_on_the_centres_are_right(settings: dict[str, Any]) -> None:
     environment = Pages(PagesEnvironment(**settings), 0)
     for split in SPLITS:

@@ -322,11 +322,6 @@ def test_what_is_read_together_with_it_is_not_guessed() -> None:
     assert "prompts_per_step" not in recipe
 
 
-def test_a_run_has_no_recipe_without_its_advantage() -> None:
-    told = "algorithm.adv_estimator=[1, 2]: there is no such advantage here; set it to grpo, "
-    assert told in error_of("run.sh", "algorithm.adv_estimator=[1,2]", *GEO3K)
-
-
 @pytest.mark.parametrize(
     ("words", "circle"),
     [

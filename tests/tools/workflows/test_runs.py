@@ -66,18 +66,6 @@ def config_of(run: str) -> Config:
     return load_config([Path(run) / "config.yaml"], [])
 
 
-def test_the_inputs_are_the_settings_of_the_run(trained: dict[str, Any], folder: Path) -> None:
-    config = config_of(trained["run"])
-    gae, loss = config.algorithm.advantage, config.algorithm.loss
-    assert gae.name == "gae"
-    assert loss.name == "clip"
-    assert (config.environment.name, config.model.path, config.max_steps) == ("geospot", "model", 3)
-    assert config.environment.train_files == (str(folder / "places.csv"),)
-    assert (config.train.learning_rate, config.curriculum.enabled, config.checkpoint.every_steps) == (1e-3, False, 1)
-    assert (config.algorithm.ppo_epochs, loss.clip_low, loss.clip_high) == (2, 0.3, 0.3)
-    assert (gae.critic.value_coef, config.algorithm.entropy_coef, gae.gamma, gae.gae_lambda) == (0.25, 0.02, 0.9, 0.8)
-
-
 def test_the_outputs_are_those_of_the_published_page(trained: dict[str, Any]) -> None:
     metrics = read_metrics(Path(trained["run"]))
     assert trained["metrics_dataset"] == "runs/geospot/metrics.jsonl"
