@@ -27,7 +27,7 @@ _WHERE = rf"(?:is|will be) ((?:{'|'.join(_VERTICAL)}) and (?:{'|'.join(_HORIZONT
 
 
 def described(before: Sequence[str], after: Sequence[str]) -> str:
-    """What is true of a turn: `<observation>box is above and left, target is same row and right</observation>...`."""
+    """The true descriptions of a turn: `<observation>box is above and left, target is same row and right</obs...`."""
     return f"<observation>{_words(before, 'is')}</observation><prediction>{_words(after, 'will be')}</prediction>"
 
 
