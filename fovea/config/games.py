@@ -27,9 +27,12 @@ class GameEnvironment(DrawnRows):
     """Reward of the turn that solves the board."""
     format_reward: NonNegativeFloat = 0.02
     """Reward of every turn whose answer is in the format and plays a move."""
+    state_reward: NonNegativeFloat = 0.0
+    """Reward of every such turn for a right `<observation>` and a right `<prediction>` in its thought: where things are
+    from the player before its moves and after them. 0: neither is asked for."""
 
     @model_validator(mode="after")
-    def _moves_fit(self) -> GameEnvironment:
+    def _settings_fit(self) -> GameEnvironment:
         low, high = self.moves
         if low > high:
             raise ValueError(
@@ -39,6 +42,11 @@ class GameEnvironment(DrawnRows):
             raise ValueError(
                 f"environment.moves={list(self.moves)} has boards of {high} moves, but max_turns={self.max_turns} and "
                 f"max_actions_per_turn={self.max_actions_per_turn} allow fewer; lower the second number of moves"
+            )
+        if self.state_reward and not self.think:
+            raise ValueError(
+                "environment.state_reward is for descriptions in a thought, and environment.think=false asks for none; "
+                "set environment.think=true"
             )
         return self
 

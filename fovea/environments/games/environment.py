@@ -2,8 +2,8 @@
 
 The rules have no chance in them, so that the board after some turns follows from the task and the answers: an episode
 has no state to hold, and `reply` and the grader play it again. The rewards are those of VAGEN's FrozenLake and Sokoban
-(github.com/mll-lab-nu/VAGEN): `success_reward` for the turn that solves the board, and `format_reward` for every turn
-that is in the format and plays a move.
+(github.com/mll-lab-nu/VAGEN): `success_reward` for the turn that solves the board, `format_reward` for every turn that
+is in the format and plays a move, and `state_reward` for what such a turn says of the board (`description`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from fovea.data.order import LazyTasks
 from fovea.environments.base import Environment, Split
 from fovea.environments.games import frozen_lake, sokoban
 from fovea.environments.games.board import ACTIONS, Action, Board, solution
+from fovea.environments.games.description import HOW, described, description_f1
 from fovea.environments.games.drawing import draw
 from fovea.environments.games.frozen_lake import FrozenLake
 from fovea.environments.games.sokoban import Sokoban
@@ -46,8 +47,9 @@ class Game:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlayedTurn:
-    """The board after a turn, and the moves that were played in it."""
+    """The boards before and after a turn, and the moves that were played in it."""
 
+    before: Board
     board: Board
     actions: tuple[Action, ...]
     """Empty where the answer was not in the format, or named no move."""
@@ -98,7 +100,7 @@ class BoardGame(Environment):
 
     def reply(self, task: Task, turns: Sequence[Turn]) -> Sequence[Message] | None:
         """The picture of the new board, and what was wrong with an answer that played nothing."""
-        last = _played(self.settings, start_of(self._game, task), turns)[-1]
+        last = _played(self.settings, start_of(self._game, task), [turn.text for turn in turns])[-1]
         if last.board.is_solved or last.board.is_lost:
             return None
         picture = ImageRef(source=draw(last.board.lines), where=f"{task.id} after {len(turns)} turns")
@@ -110,10 +112,19 @@ class BoardGame(Environment):
         return self.demonstration(task)[0]
 
     def demonstration(self, task: Task) -> Sequence[str]:
-        """A shortest solution, as many moves per turn as are allowed."""
+        """A shortest solution, as many moves per turn as are allowed, with true descriptions if they are rewarded."""
         moves, size = task.answer.split(","), self.settings.max_actions_per_turn
-        turns = [",".join(moves[start : start + size]) for start in range(0, len(moves), size)]
-        return [f"<think></think><answer>{turn}</answer>" if self.settings.think else turn for turn in turns]
+        answers = [",".join(moves[start : start + size]) for start in range(0, len(moves), size)]
+        if not self.settings.think:
+            return answers
+        thoughts = [f"<think></think><answer>{answer}</answer>" for answer in answers]
+        if not self.settings.state_reward:
+            return thoughts
+        played = _played(self.settings, start_of(self._game, task), thoughts)
+        return [
+            text.replace("<think>", f"<think>{described(turn.before.lines, turn.board.lines)}")
+            for text, turn in zip(thoughts, played, strict=True)
+        ]
 
     def _task(self, split: Split, index: int, known: Collection[str]) -> Task:
         """The first board of a row's random numbers that fits and is not among the known ones."""
@@ -152,17 +163,21 @@ class GameGrader:
         self._game = game
 
     async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
-        played = _played(self._settings, start_of(self._game, task), turns)
+        settings, texts = self._settings, [turn.text for turn in turns]
+        played = _played(settings, start_of(self._game, task), texts)
         valid = [bool(turn.actions) for turn in played]
-        rewards = [self._settings.format_reward * is_valid for is_valid in valid]
+        rewards = [settings.format_reward * is_valid for is_valid in valid]
         is_solved = played[-1].board.is_solved
-        rewards[-1] += self._settings.success_reward * is_solved
-        return Score(
-            reward=sum(rewards),
-            accuracy=float(is_solved),
-            parts={"format": sum(valid) / len(valid), "solved": float(is_solved), "turns": float(len(turns))},
-            turns=tuple(rewards),
-        )
+        rewards[-1] += settings.success_reward * is_solved
+        parts = {"format": sum(valid) / len(valid), "solved": float(is_solved), "turns": float(len(turns))}
+        if settings.state_reward:
+            said = [
+                bool(turn.actions) * description_f1(text, turn.before.lines, turn.board.lines)
+                for text, turn in zip(texts, played, strict=True)
+            ]
+            rewards = [reward + settings.state_reward * f1 for reward, f1 in zip(rewards, said, strict=True)]
+            parts["state"] = sum(said) / len(said)
+        return Score(reward=sum(rewards), accuracy=float(is_solved), parts=parts, turns=tuple(rewards))
 
 
 def start_of(game: Game, task: Task) -> Board:
@@ -180,15 +195,15 @@ def actions_in(text: str, settings: GameEnvironment) -> tuple[Action, ...]:
     return tuple(action for action in known if action is not None)
 
 
-def _played(settings: GameEnvironment, board: Board, turns: Sequence[Turn]) -> list[PlayedTurn]:
+def _played(settings: GameEnvironment, board: Board, texts: Sequence[str]) -> list[PlayedTurn]:
     """The turns of an episode, played from its first board."""
     played = []
-    for turn in turns:
-        actions = actions_in(turn.text, settings)
+    for text in texts:
+        before, actions = board, actions_in(text, settings)
         for action in actions:
             # what follows the move that solves it is not played
             board = board if board.is_solved else board.after(action)
-        played.append(PlayedTurn(board=board, actions=actions))
+        played.append(PlayedTurn(before=before, board=board, actions=actions))
     return played
 
 
@@ -197,5 +212,6 @@ def _how(settings: GameEnvironment) -> str:
     if settings.max_actions_per_turn > 1:
         moves += f", up to {settings.max_actions_per_turn} with commas between them"
     if settings.think:
-        return f"Think in <think>...</think>, then move in <answer>...</answer>: {moves}."
+        how = HOW if settings.state_reward else ""
+        return f"Think in <think>...</think>{how}, then move in <answer>...</answer>: {moves}."
     return f"{moves}?"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import permutations
 from typing import Any
 
@@ -155,12 +155,61 @@ def test_several_moves_of_a_turn_stop_mattering_once_the_board_is_solved() -> No
     assert start_of(game_of(SokobanEnvironment()), task).lines == ("######", "#@$.-#", "######")
 
 
+@pytest.mark.parametrize("make", [lake, sokoban])
+def test_demonstrations_describe_the_board_before_and_after_each_turn(make: Callable[..., BoardGame]) -> None:
+    environment = make(think=True, state_reward=0.5, max_actions_per_turn=2, test_size=20)
+    for task in environment.tasks("test"):
+        texts = environment.demonstration(task)
+        _, score = played(environment, task, texts)
+        assert score.turns == pytest.approx([0.52] * (len(texts) - 1) + [1.52])
+        assert (score.accuracy, score.parts["state"]) == (1.0, 1.0)
+
+
+LEFT, RIGHT = "box is same row and left", "target is same row and right"
+
+
+@pytest.mark.parametrize(
+    ("thought", "expected"),
+    [
+        (f"<observation>{LEFT}, {RIGHT}</observation>", 0.5),
+        (f"<observation>The {LEFT}; THE {RIGHT.upper()} of me.</observation>", 0.5),
+        (f"<observation>{LEFT}</observation>", 0.25),
+        # two statements of which one is true: precision 1/2, recall 1
+        (f"<observation>{LEFT}, box is above and left, {RIGHT}</observation>", (2 / 3 + 1) / 2 / 2),
+        (f"<observation>{LEFT}, {RIGHT}, hole is above and left</observation>", 1 / 3),
+        ("<observation>box is above and left</observation>", 0.0),
+        (f"<observation>{LEFT}, {RIGHT}", 0.0),
+        (f"{LEFT}, {RIGHT}", 0.0),
+        (f"<observation></observation><observation>{LEFT}, {RIGHT}</observation>", 0.0),
+        (
+            f"<observation>{LEFT}, {RIGHT}</observation> so <prediction>box will be same row and left, "
+            "target will be same row and same column</prediction>",
+            1.0,
+        ),
+    ],
+)
+def test_a_description_is_worth_its_f1_by_kinds_of_things(thought: str, expected: float) -> None:
+    environment, task = sokoban(think=True, state_reward=0.5), task_of(("######", "#$@.-#", "######"))
+    _, score = played(environment, task, [f"<think>{thought}</think><answer>Right</answer>"])
+    assert score.parts["state"] == pytest.approx(expected)
+    assert score.turns == pytest.approx((0.02 + 0.5 * expected,))
+
+
+def test_a_description_without_a_move_earns_nothing() -> None:
+    environment, task = sokoban(think=True, state_reward=0.5), task_of(("######", "#$@.-#", "######"))
+    thought = f"<think><observation>{LEFT}, {RIGHT}</observation></think>"
+    replies, score = played(environment, task, [f"{thought}<answer>Jump</answer>", thought])
+    assert (score.turns, score.parts["state"]) == ((0.0, 0.0), 0.0)
+    assert "<observation>box is" in str(replies[0].parts[1])
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"moves": (5, 2)}, "environment.moves=[5, 2] has no number of moves"),
         ({"moves": (1, 7), "max_turns": 3, "max_actions_per_turn": 2}, "boards of 7 moves"),
         ({"side": 40}, "less than or equal to 12"),
+        ({"state_reward": 0.5}, "environment.think=false asks for none"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(settings: dict[str, Any], words: str) -> None:
