@@ -242,7 +242,7 @@ async def ask_target(
         return await _ask_server(target, eval_set, say)
     say("loading the model")
     model = open_model(target, eval_set.config, overrides, trust=trust)
-    eval_set = _called_by(model, eval_set, say)
+    eval_set = called_by(model, eval_set, say)
     engine = make_embedded(engine_settings(eval_set.config), model.processor, model.vlm)
     engine.load_weights(dict(engine.own_weights()), 0)
     # closed on every way out: the next target's engine needs the memory
@@ -256,7 +256,7 @@ async def ask_target(
         await engine.close()
 
 
-def _called_by(model: OpenedModel, eval_set: EvalSet, say: Say) -> EvalSet:
+def called_by(model: OpenedModel, eval_set: EvalSet, say: Say) -> EvalSet:
     """The rows with their tools, as this model calls them."""
     renderer = renderer_of(eval_set, model)
     return _with_tools(

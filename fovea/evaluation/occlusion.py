@@ -21,8 +21,6 @@ from fovea.models.policy_network import PolicyNetwork
 from fovea.train.packing import pack_row
 from fovea.types import Prompt
 
-MOST_PATCHES = 1024
-"""Passes of one map."""
 _CHUNK_TOKENS = 1024
 _DIM = 0.3
 """Brightness, without colour, of what the answer does not depend on."""
