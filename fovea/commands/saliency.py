@@ -29,8 +29,9 @@ from fovea.config.recipes import Override
 from fovea.environments.base import Split
 from fovea.environments.prompt_source import PromptedTask, PromptSource
 from fovea.errors import ConfigError, DataError
+from fovea.evaluation.answer_logprobs import answer_logprobs
 from fovea.evaluation.json_file import answer_files, read_answers
-from fovea.evaluation.occlusion import OcclusionMap, Patch, answer_logprobs, patches
+from fovea.evaluation.occlusion import OcclusionMap, Patch, patches
 from fovea.report.maps import (
     FOLDER,
     MAX_MAPS,
@@ -215,8 +216,8 @@ class Answer:
 class Occluder:
     """A model with the rows that it is asked, which makes maps of its answers."""
 
-    def __init__(self, name: str, model: OpenedModel, eval_set: EvalSet, source: PromptSource, split: Split) -> None:
-        self._name, self._split = name, split
+    def __init__(self, weights: str, model: OpenedModel, eval_set: EvalSet, source: PromptSource, split: Split) -> None:
+        self._weights, self._split = weights, split
         self._model, self.eval_set, self._source = model, eval_set, source
 
     @staticmethod
@@ -236,7 +237,8 @@ class Occluder:
             say("loading the model")
             model = open_model(target, rows.config, overrides, trust=trust)
             eval_set = called_by(model, rows, say)
-            yield Occluder(target.name, model, eval_set, source_of(eval_set, renderer_of(eval_set, model)), split)
+            weights = target.folder.name if isinstance(target, CheckpointTarget) else target.name
+            yield Occluder(weights, model, eval_set, source_of(eval_set, renderer_of(eval_set, model)), split)
 
     def maps(self, asked: Sequence[Asked], hidden: Hidden, say: Say) -> Iterator[Saliency]:
         """The maps of these answers, one after the other; ConfigError for a row that the split does not have."""
@@ -308,7 +310,7 @@ class Occluder:
             question=item.task.question,
             answer=answer.text,
             image=hidden.image,
-            weights=self._name,
+            weights=self._weights,
             logprob=found.logprob,
             patch_px=found.side_px,
             size=picture.size,
@@ -331,8 +333,7 @@ class Occluder:
         views = (self._source.view(item, _only(image, patch))() for row in grid for patch in row)
         whole, *hidden = answer_logprobs(
             self._model.vlm,
-            chain([item.prompt], views),
-            answer_T,
+            ((prompt, answer_T) for prompt in chain([item.prompt], views)),
             max_tokens=train.max_tokens_per_microbatch,
             temperature=temperature,
         )

@@ -43,7 +43,7 @@ class AnswerMap:
     image: int
     """Number of the picture in the prompt, from 1."""
     weights: str
-    """The checkpoint or model that gave the log-probs."""
+    """Name of the checkpoint or model that gave the log-probs; of a run no more, since where it lies is private."""
     logprob: float
     """Of the answer with the whole picture, in nats."""
     patch_px: int

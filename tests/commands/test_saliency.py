@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from fovea.cli.main import app
 from fovea.commands.saliency import Asked, Hidden, Occluder, row_numbers
-from fovea.commands.targets import find_checkpoint, parse_target
+from fovea.commands.targets import ModelTarget, find_checkpoint
 from fovea.config.environments import ShapesEnvironment
 from fovea.config.recipes import shipped_recipes
 from fovea.environments.shapes.environment import Shapes
@@ -38,8 +38,8 @@ def test_falls_are_those_of_transformers(row_tokens: int, tmp_path: Path) -> Non
     parts = tiny("qwen3_vl")
     save(parts, tmp_path)
     words, recipe = [f"train.max_tokens_per_microbatch={row_tokens}"], shipped_recipes()["shapes"]
-    target = parse_target(str(tmp_path))
-    with Occluder.of(target, words, print, recipe=recipe, split="test") as occluder:  # type: ignore[arg-type]
+    target = ModelTarget(name="tiny", path=str(tmp_path))
+    with Occluder.of(target, words, print, recipe=recipe, split="test") as occluder:
         (made,) = occluder.maps([Asked(row=2, answer=ANSWER)], Hidden(patch_px=SIDE), print)
     found = made.map
     environment = Shapes(ShapesEnvironment(), seed=0)
@@ -108,7 +108,7 @@ def saliency(run: Path, *words: str) -> list[AnswerMap]:
 def test_maps_of_greedy_answers_are_found_by_the_page(run: Path) -> None:
     made = saliency(run, "--rows", "0-2,5")
     assert [one.id for one in made] == ["test/0", "test/1", "test/2", "test/5"]
-    assert {one.weights for one in made} == {f"{run} step 1"}
+    assert {one.weights for one in made} == {"step-1"}
     rows = ViewedRun(run).answers(0)["rows"]
     assert [row["index"] for row in rows if row["answer"]["maps"]] == [0, 1, 2, 5], "answers of the same weights"
 

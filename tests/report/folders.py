@@ -100,7 +100,7 @@ def map_of(
     answer: str,
     *,
     image: int = 1,
-    weights: str = "step 5",
+    weights: str = "step-5",
     size: tuple[int, int] = (64, 48),
     patch_px: int = 32,
     falls: tuple[tuple[float, ...], ...] = ((0.5, 1.0), (0.0, -2.0)),

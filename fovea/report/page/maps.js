@@ -67,23 +67,27 @@ function drawAll(maps, figures) {
   });
 }
 
-/** Two layers: one takes the colour, one the light, each as much as the answer does not depend on a patch. */
+const DIM = 0.3; // brightness, without colour, of what the answer does not depend on, as in the PNG of `fovea saliency`
+
+/** Two layers, of which one takes colour and one light, so that a patch of share s is s times itself and 1 - s times dim grey. */
 function coverOf(map) {
   const shares = sharesOf(map);
-  return element("div", { class: "cover", "aria-hidden": "true" }, layer(map, shares, "grey", 128, 1), layer(map, shares, "dark", 0, DIMMED));
+  const bright = (share) => share + DIM * (1 - share);
+  return element("div", { class: "cover", "aria-hidden": "true" },
+    layer(map, "grey", 128, shares.map((share) => (DIM * (1 - share)) / bright(share))),
+    layer(map, "dark", 0, shares.map((share) => 1 - bright(share))));
 }
-
-const DIMMED = 0.7; // of the light, where the answer does not depend on the picture at all
 
 function sharesOf({ falls }) {
   const most = falls.flat().reduce((high, fall) => Math.max(high, fall), 0);
   return falls.flat().map((fall) => (most > 0 ? Math.max(0, fall) / most : 0));
 }
 
-function layer({ falls, patch_px: side, size: [width, height] }, shares, name, tone, strength) {
+/** Patches of one tone, each with its opacity. */
+function layer({ falls, patch_px: side, size: [width, height] }, name, tone, opacities) {
   const canvas = element("canvas", { class: name, width: falls[0].length, height: falls.length });
   const pixels = new ImageData(falls[0].length, falls.length);
-  shares.forEach((share, place) => pixels.data.set([tone, tone, tone, Math.round(255 * strength * (1 - share))], 4 * place));
+  opacities.forEach((opacity, place) => pixels.data.set([tone, tone, tone, Math.round(255 * opacity)], 4 * place));
   canvas.getContext("2d").putImageData(pixels, 0, 0);
   canvas.style.width = `${(100 * side * falls[0].length) / width}%`; // patches at the edge may reach over it
   canvas.style.height = `${(100 * side * falls.length) / height}%`;
@@ -92,7 +96,7 @@ function layer({ falls, patch_px: side, size: [width, height] }, shares, name, t
 
 function noteOf(map) {
   const most = map.falls.flat().reduce((high, fall) => Math.max(high, fall), 0);
-  return element("p", { class: "soft note" }, `log-prob ${shown(map.logprob)}, by at most ${shown(most)} lower with ${map.patch_px} px hidden · `, foreign(map.weights));
+  return element("p", { class: "soft note", title: `with ${map.patch_px} px hidden` }, `log-prob ${shown(map.logprob)}, up to ${shown(most)} lower · `, foreign(map.weights));
 }
 
 /** The command, ready to copy. */

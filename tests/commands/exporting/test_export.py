@@ -422,7 +422,9 @@ def test_the_commands(lora: Trained, merged: Path, tmp_path: Path) -> None:
     assert (of_run["count"], of_run["num_beyond_tokenizer"]) == (7, 0), "the special tokens but the end of a turn"
     assert "<|image_pad|>" in of_run["special"]
     assert "<|im_end|>" not in of_run["special"]
-    assert run["image_ablation"]["shuffled"]["n"] == 12
+    assert run["image_ablation"]["shuffled"]["n"] == run["picture_dependence"]["shuffled"]["n"] == 12
+    assert run["picture_dependence"]["blank"]["mean"] != 0.0
+    assert majority["picture_dependence"] is None
     assert (gold["accuracy"]["mean"], majority["image_ablation"], len(content["rows"])) == (1.0, None, 12)
     assert "data:image/png;base64," in files[1].read_text()
     taken = CliRunner().invoke(app, ["export", str(lora.folder), "--out", str(merged)])
