@@ -153,17 +153,10 @@ def saliency(
         (target, *others), overrides = sort_words(words)
         if others:
             raise ConfigError(f"{others[0]}: fovea saliency takes one model")
-        if out is not None and out.suffix != ".png":
-            raise ConfigError(f"--out {out}: the file is a PNG picture; name it {out.with_suffix('.png')}")
         from fovea.commands.saliency import Hidden, Wanted, row_numbers, write_maps
 
-        wanted = Wanted(
-            rows=row_numbers(rows),
-            split=split,
-            answer=answer,
-            recorded=recorded,
-            hidden=Hidden(image=image, patch_px=patch_px),
-        )
+        hidden = Hidden(image=image, patch_px=patch_px)
+        wanted = Wanted(rows=row_numbers(rows), split=split, answer=answer, recorded=recorded, hidden=hidden)
         for found, file in write_maps(
             target,
             wanted,

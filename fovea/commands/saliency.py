@@ -149,11 +149,13 @@ def _target(word: str) -> CheckpointTarget | ModelTarget:
 def _check(target: CheckpointTarget | ModelTarget, wanted: Wanted, out: Path | None) -> None:
     """ConfigError for options that contradict each other, and for more maps than there is room for."""
     number = len(wanted.rows)
+    if out is not None and out.suffix != ".png":
+        raise ConfigError(f"--out {out}: the file is a PNG picture; name it {out.with_suffix('.png')}")
     if wanted.answer is not None and wanted.recorded is not None:
         raise ConfigError("--answer and --recorded both name the answer; leave one out")
     if out is not None or isinstance(target, ModelTarget):
         if number > 1:
-            of_what = f"--out {out} takes one map" if out else f"{target.name} is no run and keeps no maps"
+            of_what = f"--out {out} takes one map" if out else f"{target.name} is not a run and keeps no maps"
             raise ConfigError(f"{number} rows, but {of_what}; ask for one row")
         return
     if (kept := len(map_files(target.run))) + number > MAX_MAPS:
@@ -175,7 +177,7 @@ def _asked(target: CheckpointTarget | ModelTarget, wanted: Wanted) -> tuple[Spli
     if name is None:
         return wanted.split, [Asked(row=row, answer=wanted.answer) for row in wanted.rows]
     if isinstance(target, ModelTarget):
-        raise ConfigError(f"--recorded {name}: {target.name} is no run, and has recorded no answers; name a run")
+        raise ConfigError(f"--recorded {name}: {target.name} is not a run, and has recorded no answers; name a run")
     if place := sample_place(name):
         return "train", [_sample(target.run, place)]
     if name not in (kept := answer_files(target.run)):

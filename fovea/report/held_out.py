@@ -50,7 +50,7 @@ class ShownRow:
     index: int = -1
     """Position in its split; -1 where it is not known."""
     maps: Sequence[MapJson] = ()
-    """Where the answer looks (`maps.map_json`)."""
+    """The maps of the answer (`maps.map_json`)."""
 
 
 def evaluations(run_dir: Path) -> list[str]:

@@ -103,7 +103,7 @@ def image_ablation_of(each: TargetMetrics) -> Mapping[str, Cell]:
 def dependence_of(each: TargetMetrics) -> Mapping[str, Estimate]:
     """How much likelier answers are with true images than with shuffled and with blank ones; none without controls."""
     found = each.picture_dependence
-    return {"than with shuffled": found.shuffled, "than with blank": found.blank} if found else {}
+    return {"true against shuffled": found.shuffled, "true against blank": found.blank} if found else {}
 
 
 def tables_of(summary: Summary) -> list[Table]:

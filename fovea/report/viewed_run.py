@@ -134,7 +134,7 @@ class ViewedRun:
         return answers_json(self.folder, number, self.maps())
 
     def maps(self) -> MapsOf:
-        """Where answers look; DataError for a damaged file."""
+        """The maps of answers; DataError for a damaged file."""
         with self._lock:
             state = [(path, path.stat().st_mtime_ns) for path in map_files(self.folder)]
             if state != self._maps[0]:  # there may be hundreds

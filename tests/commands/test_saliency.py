@@ -189,8 +189,8 @@ def test_other_rows_are_refused(text: str) -> None:
         (["MODEL", "--patch-px", "1"], "has 2304 patches, above the limit of 1024; set a larger one"),
         (["MODEL", "--answer", ""], "--answer: it has no token"),
         (["MODEL", "OTHER"], "OTHER: fovea saliency takes one model"),
-        (["MODEL", "--recorded", "test-final"], "is no run, and has recorded no answers; name a run"),
-        (["MODEL", "--rows", "0-1"], "is no run and keeps no maps; ask for one row"),
+        (["MODEL", "--recorded", "test-final"], "is not a run, and has recorded no answers; name a run"),
+        (["MODEL", "--rows", "0-1"], "is not a run and keeps no maps; ask for one row"),
         (["MODEL", "--out", "map.jpg"], "--out map.jpg: the file is a PNG picture; name it map.png"),
     ],
 )
