@@ -125,7 +125,7 @@ def ratio(first_S: NDArray[np.float64], second_S: NDArray[np.float64]) -> tuple[
     picks = np.random.default_rng(0).integers(len(first_S), size=(NUM_RESAMPLES, len(first_S)))
     with np.errstate(divide="ignore"):  # of few scenes, the next maps may all miss
         low, high = np.quantile(first_S[picks].mean(1) / second_S[picks].mean(1), (0.025, 0.975), method="nearest")
-    return float(first_S.mean() / second_S.mean()), float(low), float(high)
+        return float(first_S.mean() / second_S.mean()), float(low), float(high)
 
 
 def table_of(scenes: Sequence[Seen], title: str) -> Table:

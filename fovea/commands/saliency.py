@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -47,7 +48,9 @@ from fovea.report.maps import (
 from fovea.report.samples import read_step
 from fovea.run.rollout_step import rollout_sampling
 from fovea.types import ImageRef, PixelChange, Request
+from fovea.utils.bounded import check_inside
 from fovea.utils.event_loop import wait_for
+from fovea.utils.files import write_atomically
 from fovea.wiring.engine import make_embedded
 
 PATCHES_PER_SIDE = 16
@@ -113,8 +116,9 @@ class Saliency:
 
     def write(self, picture_file: Path) -> None:
         """Write the lit picture, and the numbers beside it as JSON."""
-        picture_file.parent.mkdir(parents=True, exist_ok=True)
-        self.map.over(self.picture).save(picture_file)
+        buffer = io.BytesIO()
+        self.map.over(self.picture).save(buffer, format="PNG")
+        write_atomically(picture_file, buffer.getvalue())  # in place of a link, which could lead to any file
         write_map(picture_file.with_suffix(".json"), self.numbers)
 
 
@@ -166,9 +170,11 @@ def _check(target: CheckpointTarget | ModelTarget, wanted: Wanted, out: Path | N
 
 def _file(target: CheckpointTarget | ModelTarget, split: Split, found: Saliency) -> Path:
     """The picture's file where none is named: in the run's folder, else here."""
-    if isinstance(target, CheckpointTarget):
-        return map_path(target.run, split, found.row, found.numbers).with_suffix(".png")
-    return Path("saliency.png")
+    if not isinstance(target, CheckpointTarget):
+        return Path("saliency.png")
+    path = map_path(target.run, split, found.row, found.numbers).with_suffix(".png")
+    check_inside(path.parent, target.run)
+    return path
 
 
 def _asked(target: CheckpointTarget | ModelTarget, wanted: Wanted) -> tuple[Split, list[Asked]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -139,6 +140,21 @@ def test_a_checkpoint_writes_into_its_run_unless_a_file_is_named(run: Path, tmp_
     fovea_here("saliency", str(run), "--patch-px", "24", "--row", "2", "--out", str(tmp_path / "one.png"))
     assert len(read_maps(run)) == 2
     assert (tmp_path / "one.json").is_file()
+
+
+def test_no_link_of_a_run_is_written_through(run: Path, tmp_path: Path) -> None:
+    saliency(run)
+    (picture,) = (run / FOLDER).glob("*.png")
+    picture.unlink()
+    picture.symlink_to(tmp_path / "elsewhere.png")
+    fovea_here("saliency", str(run), "--patch-px", "24")
+    assert not (tmp_path / "elsewhere.png").exists()
+    shutil.rmtree(run / FOLDER)
+    (run / FOLDER).symlink_to(tmp_path)
+    done = CliRunner().invoke(app, ["saliency", str(run), "--patch-px", "24"])
+    assert "leads out of" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+    (run / FOLDER).unlink()
 
 
 def test_a_full_folder_takes_no_more(run: Path) -> None:
