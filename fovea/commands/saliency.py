@@ -26,6 +26,7 @@ from fovea.commands.targets import (
     parse_target,
     shared_settings,
 )
+from fovea.config.loading import keys_of
 from fovea.config.recipes import Override
 from fovea.environments.base import Split
 from fovea.environments.prompt_source import PromptedTask, PromptSource
@@ -135,6 +136,8 @@ def write_maps(
     """Write the maps of a target's answers; yields each with the file of its picture."""
     target = _target(word)
     _check(target, wanted, out)
+    if out is None and isinstance(target, CheckpointTarget):
+        _check_rows(target, overrides, recipe)
     split, asked = _asked(target, wanted)
     with Occluder.of(target, overrides, say, recipe=recipe, split=split, trust=trust) as occluder:
         for found in occluder.maps(asked, wanted.hidden, say):
@@ -168,6 +171,16 @@ def _check(target: CheckpointTarget | ModelTarget, wanted: Wanted, out: Path | N
         )
 
 
+def _check_rows(target: CheckpointTarget, overrides: Sequence[Override], recipe: Path | None) -> None:
+    """ConfigError for other rows than the run's, under whose ids the page would show the maps; files may have moved."""
+    changed = [key for key in sorted(keys_of(overrides)) if key == "seed" or key.startswith("environment.")]
+    given = ["--recipe"] * (recipe is not None) + [key for key in changed if not key.endswith("_files")]
+    if given:
+        raise ConfigError(
+            f"{given[0]} changes the rows, and {target.run} keeps maps of the rows of the run; give --out FILE"
+        )
+
+
 def _file(target: CheckpointTarget | ModelTarget, split: Split, found: Saliency) -> Path:
     """The picture's file where none is named: in the run's folder, else here."""
     if not isinstance(target, CheckpointTarget):
@@ -185,6 +198,8 @@ def _asked(target: CheckpointTarget | ModelTarget, wanted: Wanted) -> tuple[Spli
     if isinstance(target, ModelTarget):
         raise ConfigError(f"--recorded {name}: {target.name} is not a run, and has recorded no answers; name a run")
     if place := sample_place(name):
+        if len(wanted.rows) > 1:
+            raise ConfigError(f"--recorded {name} is one answer, whose row is known; leave --rows out")
         return "train", [_sample(target.run, place)]
     if name not in (kept := answer_files(target.run)):
         raise ConfigError(
@@ -283,7 +298,7 @@ class Occluder:
     def _given(self, text: str) -> Answer:
         ids = self._model.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
         if not ids:
-            raise ConfigError("--answer: it has no token; give a text, or leave it out for the model's answer")
+            raise ConfigError("the answer has no token; give a text (--answer), or leave it out for the model's answer")
         return Answer(text, np.array(ids, dtype=np.int64))
 
     async def _greedy(self, rows: Sequence[int]) -> list[Answer]:
