@@ -20,6 +20,7 @@ from fovea.config.base import Tree, over
 from fovea.config.environments import Gradable
 from fovea.config.recipes import find_recipe, parse_override
 from fovea.errors import ConfigError
+from fovea.utils.shown_text import printable
 
 TARGETS_HELP = (
     "A run, a checkpoint, a model folder or hub id (ORG/NAME or ORG/NAME@REVISION), a server (http://HOST:PORT or "
@@ -109,20 +110,34 @@ def saliency(
             autocompletion=complete_run,
         ),
     ],
-    row: Annotated[int, typer.Option(min=0, help="Number of the row in its split, from 0.")] = 0,
+    rows: Annotated[
+        str, typer.Option("--row", "--rows", metavar="ROWS", help="Rows of the split, from 0: 3, or 0-9, or 3,5,8.")
+    ] = "0",
     recipe: Annotated[
         str | None,
         typer.Option(metavar="RECIPE", autocompletion=complete_recipe, help="Rows; default: the run's."),
     ] = None,
-    split: Annotated[Literal["test", "dev", "train"], typer.Option(help="Split of the row.")] = "test",
+    split: Annotated[Literal["test", "dev", "train"], typer.Option(help="Split of the rows.")] = "test",
     image: Annotated[int, typer.Option(min=1, help="Number of the picture in the prompt.")] = 1,
     patch_px: Annotated[
         int | None, typer.Option(min=1, help="Side of a patch in pixels of the picture; default: a 16th of the longer.")
     ] = None,
     answer: Annotated[str | None, typer.Option(metavar="TEXT", help="Answer; default: the model's greedy one.")] = None,
-    out: Annotated[Path, typer.Option(metavar="FILE", help="PNG to write, with a .json of its numbers.")] = Path(
-        "saliency.png"
-    ),
+    recorded: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WHICH",
+            help="Answers that the run has recorded: an evaluation, such as test-before, or STEP:GROUP:ANSWER of a "
+            "sample of training, numbered from 1.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="PNG to write, with a .json of its numbers; default: in the run's folder, where its page finds it.",
+        ),
+    ] = None,
     trust: Trust = False,
     quiet: Quiet = False,
     debug: Debug = False,
@@ -130,28 +145,29 @@ def saliency(
     """Show where a picture matters for an answer.
 
     Hides one patch of the picture at a time, and writes the picture lit where the answer becomes less likely.
-    Examples: fovea saliency runs/shapes --row 3; fovea saliency runs/boxes --row 7 --patch-px 4 --answer '[2,3,5,6]'.
+    `fovea view` shows the maps of a run over its pictures.
+    Examples: fovea saliency runs/shapes --rows 0-9; fovea saliency runs/shapes --recorded 50:1:3;
+    fovea saliency runs/boxes --row 7 --patch-px 4 --answer '[2,3,5,6]'.
     """
     with one_line_errors(debug=debug):
         (target, *others), overrides = sort_words(words)
         if others:
             raise ConfigError(f"{others[0]}: fovea saliency takes one model")
-        if out.suffix != ".png":
-            raise ConfigError(f"--out {out}: the file is a PNG picture; name it {out.with_suffix('.png')}")
-        from fovea.commands.saliency import Asked, saliency_of
+        from fovea.commands.saliency import Hidden, Wanted, row_numbers, write_maps
 
-        found = saliency_of(
+        hidden = Hidden(image=image, patch_px=patch_px)
+        wanted = Wanted(rows=row_numbers(rows), split=split, answer=answer, recorded=recorded, hidden=hidden)
+        for found, file in write_maps(
             target,
-            Asked(row=row, image=image, patch_px=patch_px, answer=answer),
+            wanted,
             overrides,
             (lambda _: None) if quiet else _say,
             recipe=None if recipe is None else find_recipe(recipe),
-            split=split,
+            out=out,
             trust=trust,
-        )
-        found.write(out)
-        typer.echo(f"{found.task_id}: {found.answer}")
-        typer.echo(str(out))
+        ):
+            _say(printable(f"{found.id}: {found.answer}"))
+            _say(str(file))
 
 
 def sort_words(words: list[str]) -> tuple[list[str], list[str]]:

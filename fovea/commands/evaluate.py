@@ -37,10 +37,12 @@ from fovea.environments.prompt_source import PromptSource, RendersPrompts
 from fovea.environments.tools.base import Tool
 from fovea.environments.tools.session import ToolUse
 from fovea.errors import DataError
+from fovea.evaluation.answer_logprobs import answer_logprobs
 from fovea.evaluation.baselines import baseline_answers, majority_answers
 from fovea.evaluation.chat_server import ChatModel, EmptyPrompts
 from fovea.evaluation.comparison import EvalResults, EvalRow, TargetAnswers, TargetMetrics, target_metrics
-from fovea.evaluation.controls import image_controls, pictured_tasks
+from fovea.evaluation.controls import image_controls, pictured_tasks, usable_tasks
+from fovea.evaluation.dependence import dependence
 from fovea.evaluation.evaluator import AnsweredRow, AnswersRows, image_type_of
 from fovea.evaluation.json_file import write_json
 from fovea.models.processor import describe_banned
@@ -242,21 +244,38 @@ async def ask_target(
         return await _ask_server(target, eval_set, say)
     say("loading the model")
     model = open_model(target, eval_set.config, overrides, trust=trust)
-    eval_set = _called_by(model, eval_set, say)
+    eval_set = called_by(model, eval_set, say)
     engine = make_embedded(engine_settings(eval_set.config), model.processor, model.vlm)
     engine.load_weights(dict(engine.own_weights()), 0)
     # closed on every way out: the next target's engine needs the memory
     try:
         evaluator = make_evaluator(eval_set.config, engine, eval_set.environment, eval_set.grading)
-        answers = await _ask_model(
-            target.name, evaluator, source_of(eval_set, renderer_of(eval_set, model)), eval_set, say
-        )
-        return replace(answers, banned=describe_banned(model.processor))
+        source = source_of(eval_set, renderer_of(eval_set, model))
+        answers = await _ask_model(target.name, evaluator, source, eval_set, say)
     finally:
         await engine.close()
+    answers = replace(answers, banned=describe_banned(model.processor))
+    return _with_dependence(answers, model, source, eval_set, say) if answers.blank else answers
 
 
-def _called_by(model: OpenedModel, eval_set: EvalSet, say: Say) -> EvalSet:
+def _with_dependence(
+    answers: TargetAnswers, model: OpenedModel, source: PromptSource, eval_set: EvalSet, say: Say
+) -> TargetAnswers:
+    """The answers with their dependence on the pictures that the controls exchange."""
+    tasks = [task for task in usable_tasks(source, eval_set.size) if task.images]
+    say(f"log-probs of the answers to {len(tasks)} rows with shuffled images, and with blank ones")
+    scores = partial(
+        answer_logprobs,
+        model.vlm,
+        max_tokens=model.config.train.max_tokens_per_microbatch,
+        temperature=model.config.rollout.temperature,
+    )
+    changed = image_controls(source, tasks, eval_set.open_image)
+    shuffled, blank = [dependence(source, other, answers.greedy, scores) for other in changed]
+    return replace(answers, shuffled_dependence=shuffled, blank_dependence=blank)
+
+
+def called_by(model: OpenedModel, eval_set: EvalSet, say: Say) -> EvalSet:
     """The rows with their tools, as this model calls them."""
     renderer = renderer_of(eval_set, model)
     return _with_tools(

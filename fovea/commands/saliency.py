@@ -1,10 +1,12 @@
-"""`fovea saliency`: the occlusion map of one answer, as a picture and as numbers."""
+"""`fovea saliency`: occlusion maps of answers, as pictures and as numbers, kept with their run for the page."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
-from contextlib import closing
+import io
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -13,16 +15,43 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from fovea.commands.evaluate import EvalSet, Say, engine_settings, renderer_of, source_of
-from fovea.commands.targets import Baseline, OpenedModel, ServerTarget, open_model, parse_target, shared_settings
+from fovea.commands.evaluate import EvalSet, Say, called_by, engine_settings, renderer_of, source_of
+from fovea.commands.targets import (
+    Baseline,
+    CheckpointTarget,
+    ModelTarget,
+    OpenedModel,
+    ServerTarget,
+    open_model,
+    parse_target,
+    shared_settings,
+)
+from fovea.config.loading import keys_of
 from fovea.config.recipes import Override
 from fovea.environments.base import Split
 from fovea.environments.prompt_source import PromptedTask, PromptSource
-from fovea.errors import ConfigError
-from fovea.evaluation.occlusion import MOST_PATCHES, OcclusionMap, Patch, answer_logprobs, patches
+from fovea.errors import ConfigError, DataError
+from fovea.evaluation.answer_logprobs import answer_logprobs
+from fovea.evaluation.json_file import answer_files, read_answers
+from fovea.evaluation.occlusion import OcclusionMap, Patch, patches
+from fovea.report.maps import (
+    FOLDER,
+    MAX_MAPS,
+    MAX_PATCHES,
+    AnswerMap,
+    SamplePlace,
+    map_files,
+    map_path,
+    mapped_text,
+    sample_place,
+    write_map,
+)
+from fovea.report.samples import read_step
 from fovea.run.rollout_step import rollout_sampling
 from fovea.types import ImageRef, PixelChange, Request
+from fovea.utils.bounded import check_inside
 from fovea.utils.event_loop import wait_for
+from fovea.utils.files import write_atomically
 from fovea.wiring.engine import make_embedded
 
 PATCHES_PER_SIDE = 16
@@ -31,140 +60,319 @@ PATCHES_PER_SIDE = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """The answer whose map is asked for."""
+    """An answer whose map is asked for."""
 
-    row: int
+    row: int | None = None
+    """Number in its split, from 0; None: found by the id."""
+    id: str | None = None
+    """Task id, where it was recorded."""
+    answer: str | None = None
+    """None: the model's greedy answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hidden:
+    """The parts of a prompt's pictures that are hidden, one at a time."""
+
     image: int = 1
     """Number of the picture in the prompt."""
     patch_px: int | None = None
+    """None: a 16th of the longer side."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """The maps that the command makes."""
+
+    rows: Sequence[int]
+    split: Split = "test"
     answer: str | None = None
-    """None: the model's greedy answer."""
+    recorded: str | None = None
+    """An evaluation of the run, or STEP:GROUP:ANSWER of a sample; its split counts then."""
+    hidden: Hidden = Hidden()
+
+
+def row_numbers(text: str) -> list[int]:
+    """The rows that 3, 0-9 or 3,5,8 name; ConfigError for other text, and for more than a run keeps maps of."""
+    rows: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"([0-9]{1,15})(?:-([0-9]{1,15}))?", part.strip())
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+        if not first <= last < first + MAX_MAPS:
+            raise ConfigError(
+                f"--rows {text}: give numbers from 0, such as 3, 0-9 or 3,5,8, of at most {MAX_MAPS} rows"
+            )
+        rows += range(first, last + 1)
+    return list(dict.fromkeys(rows))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saliency:
     """A map, and what it is of."""
 
-    task_id: str
-    question: str
-    answer: str
+    row: int
+    numbers: AnswerMap
     map: OcclusionMap
     picture: Image.Image
 
-    def write(self, file: Path) -> None:
+    def write(self, picture_file: Path) -> None:
         """Write the lit picture, and the numbers beside it as JSON."""
-        file.parent.mkdir(parents=True, exist_ok=True)
-        self.map.over(self.picture).save(file)
-        numbers = {
-            "id": self.task_id,
-            "question": self.question,
-            "answer": self.answer,
-            "logprob": self.map.logprob,
-            "patch_px": self.map.side_px,
-            "falls": [[round(float(fall), 6) for fall in falls_C] for falls_C in self.map.falls_RC],
-        }
-        file.with_suffix(".json").write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+        buffer = io.BytesIO()
+        self.map.over(self.picture).save(buffer, format="PNG")
+        write_atomically(picture_file, buffer.getvalue())  # in place of a link, which could lead to any file
+        write_map(picture_file.with_suffix(".json"), self.numbers)
 
 
-def saliency_of(
+def write_maps(
     word: str,
-    asked: Asked,
+    wanted: Wanted,
     overrides: Sequence[Override],
     say: Say,
     *,
     recipe: Path | None,
-    split: Split,
+    out: Path | None = None,
     trust: bool = False,
-) -> Saliency:
-    """The occlusion map of a target's answer to a row."""
+) -> Iterator[tuple[AnswerMap, Path]]:
+    """Write the maps of a target's answers; yields each with the file of its picture."""
+    target = _target(word)
+    _check(target, wanted, out)
+    if out is None and isinstance(target, CheckpointTarget):
+        _check_rows(target, overrides, recipe)
+    split, asked = _asked(target, wanted)
+    with Occluder.of(target, overrides, say, recipe=recipe, split=split, trust=trust) as occluder:
+        for found in occluder.maps(asked, wanted.hidden, say):
+            file = out or _file(target, split, found)
+            found.write(file)
+            yield found.numbers, file
+
+
+def _target(word: str) -> CheckpointTarget | ModelTarget:
     target = parse_target(word)
     if isinstance(target, Baseline | ServerTarget):
         raise ConfigError(f"{word} has no picture to hide parts of here; name a run, a checkpoint or a model folder")
-    eval_set = EvalSet.of(shared_settings([target], recipe, overrides, trust=trust), split)
-    with closing(eval_set.grading):
-        if not 0 <= asked.row < len(eval_set.tasks):
-            raise ConfigError(f"--row {asked.row}: the {split} split has rows 0 to {len(eval_set.tasks) - 1}")
-        say("loading the model")
-        model = open_model(target, eval_set.config, overrides, trust=trust)
-        source = source_of(eval_set, renderer_of(eval_set, model))
-        item = source.render(eval_set.tasks[asked.row])
-        answer_T = _answer(asked, item, model, eval_set)
-        picture = _picture(asked, item, eval_set)
-        grid = _grid(asked, picture.size)
-        say(f"{sum(map(len, grid))} patches of {grid[0][0].side} px")
-        return Saliency(
-            task_id=item.task.id,
-            question=item.task.question,
-            answer=str(model.processor.tokenizer.decode(answer_T, skip_special_tokens=True)),
-            map=_map(asked, item, answer_T, grid, source, model),
-            picture=picture,
+    return target
+
+
+def _check(target: CheckpointTarget | ModelTarget, wanted: Wanted, out: Path | None) -> None:
+    """ConfigError for options that contradict each other, and for more maps than there is room for."""
+    number = len(wanted.rows)
+    if out is not None and out.suffix != ".png":
+        raise ConfigError(f"--out {out}: the file is a PNG picture; name it {out.with_suffix('.png')}")
+    if wanted.answer is not None and wanted.recorded is not None:
+        raise ConfigError("--answer and --recorded both name the answer; leave one out")
+    if out is not None or isinstance(target, ModelTarget):
+        if number > 1:
+            of_what = f"--out {out} takes one map" if out else f"{target.name} is not a run and keeps no maps"
+            raise ConfigError(f"{number} rows, but {of_what}; ask for one row")
+        return
+    if (kept := len(map_files(target.run))) + number > MAX_MAPS:
+        raise ConfigError(
+            f"{target.run / FOLDER} has {kept} maps, and {number} more are above the limit of {MAX_MAPS}; delete some"
         )
 
 
-def _answer(asked: Asked, item: PromptedTask, model: OpenedModel, eval_set: EvalSet) -> NDArray[np.int64]:
-    """Token ids of the given text, or of the model's greedy completion."""
-    if asked.answer is not None:
-        ids = model.processor.tokenizer(asked.answer, add_special_tokens=False)["input_ids"]
-        if not ids:
-            raise ConfigError("--answer: it has no token; give a text, or leave it out for the model's answer")
-        return np.array(ids, dtype=np.int64)
-    engine = make_embedded(engine_settings(eval_set.config), model.processor, model.vlm)
-    engine.load_weights(dict(engine.own_weights()), 0)
-    sampling = replace(rollout_sampling(eval_set.config, eval_set.environment), temperature=0.0)
+def _check_rows(target: CheckpointTarget, overrides: Sequence[Override], recipe: Path | None) -> None:
+    """ConfigError for other rows than the run's, under whose ids the page would show the maps; files may have moved."""
+    changed = [key for key in sorted(keys_of(overrides)) if key == "seed" or key.startswith("environment.")]
+    given = ["--recipe"] * (recipe is not None) + [key for key in changed if not key.endswith("_files")]
+    if given:
+        raise ConfigError(
+            f"{given[0]} changes the rows, and {target.run} keeps maps of the rows of the run; give --out FILE"
+        )
 
-    async def drawn() -> NDArray[np.int64]:
+
+def _file(target: CheckpointTarget | ModelTarget, split: Split, found: Saliency) -> Path:
+    """The picture's file where none is named: in the run's folder, else here."""
+    if not isinstance(target, CheckpointTarget):
+        return Path("saliency.png")
+    path = map_path(target.run, split, found.row, found.numbers).with_suffix(".png")
+    check_inside(path.parent, target.run)
+    return path
+
+
+def _asked(target: CheckpointTarget | ModelTarget, wanted: Wanted) -> tuple[Split, list[Asked]]:
+    """The answers with their split."""
+    name = wanted.recorded
+    if name is None:
+        return wanted.split, [Asked(row=row, answer=wanted.answer) for row in wanted.rows]
+    if isinstance(target, ModelTarget):
+        raise ConfigError(f"--recorded {name}: {target.name} is not a run, and has recorded no answers; name a run")
+    if place := sample_place(name):
+        if len(wanted.rows) > 1:
+            raise ConfigError(f"--recorded {name} is one answer, whose row is known; leave --rows out")
+        return "train", [_sample(target.run, place)]
+    if name not in (kept := answer_files(target.run)):
+        raise ConfigError(
+            f"--recorded {name}: {target.run} has no answers of that name; give one of {', '.join(kept) or 'none'}, or "
+            "STEP:GROUP:ANSWER of a sample of training"
+        )
+    answers = {each.index: each for each in read_answers(target.run, name, sys.maxsize)}
+    if missing := [row for row in wanted.rows if row not in answers]:
+        raise ConfigError(f"--row {missing[0]}: {name} has no answer to it, only to {len(answers)} others")
+    found = [answers[row] for row in wanted.rows]
+    asked = [Asked(row=each.index, id=each.id, answer=mapped_text(each.answer)) for each in found]
+    return ("test" if name.startswith("test-") else "dev"), asked
+
+
+def _sample(run: Path, place: SamplePlace) -> Asked:
+    where = f"--recorded {place.step}:{place.group}:{place.answer}"
+    try:
+        groups = read_step(run, place.step)
+    except FileNotFoundError as error:
+        raise ConfigError(f"{where}: {run} has no samples of step {place.step}; `fovea view` lists them") from error
+    group = next(iter(groups[place.group - 1 : place.group]), None)
+    answer = next(iter(group.answers[place.answer - 1 : place.answer]), None) if group else None
+    if group is None or answer is None:
+        of_what = f"answers 1 to {len(group.answers)} in that group" if group else f"groups 1 to {len(groups)}"
+        raise ConfigError(f"{where}: step {place.step} has {of_what}")
+    return Asked(id=group.id, answer=mapped_text(answer))
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer that the model has given, or might give."""
+
+    text: str
+    token_ids_T: NDArray[np.int64]
+
+
+class Occluder:
+    """A model with the rows that it is asked, which makes maps of its answers."""
+
+    def __init__(self, weights: str, model: OpenedModel, eval_set: EvalSet, source: PromptSource, split: Split) -> None:
+        self._weights, self._split = weights, split
+        self._model, self.eval_set, self._source = model, eval_set, source
+
+    @staticmethod
+    @contextmanager
+    def of(
+        target: CheckpointTarget | ModelTarget,
+        overrides: Sequence[Override],
+        say: Say,
+        *,
+        recipe: Path | None,
+        split: Split,
+        trust: bool = False,
+    ) -> Iterator[Occluder]:
+        """The model of a target on the rows of a split, until the block ends."""
+        rows = EvalSet.of(shared_settings([target], recipe, overrides, trust=trust), split)
+        with closing(rows.grading):
+            say("loading the model")
+            model = open_model(target, rows.config, overrides, trust=trust)
+            eval_set = called_by(model, rows, say)
+            weights = target.folder.name if isinstance(target, CheckpointTarget) else target.name
+            yield Occluder(weights, model, eval_set, source_of(eval_set, renderer_of(eval_set, model)), split)
+
+    def maps(self, asked: Sequence[Asked], hidden: Hidden, say: Say) -> Iterator[Saliency]:
+        """The maps of these answers, one after the other; ConfigError for a row that the split does not have."""
+        rows = list(map(self._row, asked))
+        for row, answer in zip(rows, self._answers(rows, asked), strict=True):
+            yield self._saliency(row, answer, hidden, say)
+
+    def _row(self, asked: Asked) -> int:
+        tasks = self.eval_set.tasks
+        if asked.row is None:
+            return self._row_of(asked.id or "")
+        if not asked.row < len(tasks):
+            raise ConfigError(f"--row {asked.row}: the {self._split} split has rows 0 to {len(tasks) - 1}")
+        if asked.id is not None and tasks[asked.row].id != asked.id:
+            raise DataError(f"row {asked.row} of the {self._split} split is not {asked.id}; give the data of the run")
+        return asked.row
+
+    def _row_of(self, task_id: str) -> int:
+        """The number of the task with this id."""
+        tasks = self.eval_set.tasks
+        last = task_id.rpartition("/")[2]
+        likely = int(last) if re.fullmatch("[0-9]{1,15}", last) else len(tasks)
+        for row in chain(range(likely, len(tasks))[:1], range(len(tasks))):
+            if tasks[row].id == task_id:
+                return row
+        raise DataError(f"no row of the {self._split} split has the id {task_id!r}; give the data of the run")
+
+    def _answers(self, rows: Sequence[int], asked: Sequence[Asked]) -> list[Answer]:
+        """The given answers, and the model's greedy ones in place of the others."""
+        missing = [row for row, each in zip(rows, asked, strict=True) if each.answer is None]
+        drawn = iter(wait_for(self._greedy(missing)))
+        return [next(drawn) if each.answer is None else self._given(each.answer) for each in asked]
+
+    def _given(self, text: str) -> Answer:
+        ids = self._model.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not ids:
+            raise ConfigError("the answer has no token; give a text (--answer), or leave it out for the model's answer")
+        return Answer(text, np.array(ids, dtype=np.int64))
+
+    async def _greedy(self, rows: Sequence[int]) -> list[Answer]:
+        if not rows:
+            return []
+        config, drawn = self.eval_set.config, list[Answer]()
+        engine = make_embedded(engine_settings(config), self._model.processor, self._model.vlm)
+        engine.load_weights(dict(engine.own_weights()), 0)
+        sampling = replace(rollout_sampling(config, self.eval_set.environment), temperature=0.0)
         try:
-            (completion,) = await engine.generate(Request(id="saliency", prompt=item.prompt, sampling=sampling))
-            return completion.token_ids_T
+            for row in rows:
+                request = Request(id=f"saliency-{row}", prompt=self._item(row).prompt, sampling=sampling)
+                (completion,) = await engine.generate(request)
+                drawn.append(Answer(completion.text, completion.token_ids_T))
+            return drawn
         finally:
             await engine.close()
 
-    return wait_for(drawn())
+    def _item(self, row: int) -> PromptedTask:
+        return self._source.render(self.eval_set.tasks[row])
+
+    def _saliency(self, row: int, answer: Answer, hidden: Hidden, say: Say) -> Saliency:
+        item = self._item(row)
+        picture = self._picture(hidden.image, item)
+        grid = _grid(hidden.patch_px, picture.size)
+        say(f"{item.task.id}: {sum(map(len, grid))} patches of {grid[0][0].side} px")
+        found = self._map(hidden.image, item, answer.token_ids_T, grid)
+        if not np.isfinite([found.logprob, *found.falls_RC.flat]).all():
+            raise DataError(f"{item.task.id}: the answer has a token that this model never draws; give another answer")
+        numbers = AnswerMap(
+            id=item.task.id,
+            question=item.task.question,
+            answer=answer.text,
+            image=hidden.image,
+            weights=self._weights,
+            logprob=found.logprob,
+            patch_px=found.side_px,
+            size=picture.size,
+            falls=tuple(tuple(float(f"{fall:.4g}") for fall in falls_C) for falls_C in found.falls_RC),
+        )
+        return Saliency(row=row, numbers=numbers, map=found, picture=picture)
+
+    def _picture(self, image: int, item: PromptedTask) -> Image.Image:
+        messages = self.eval_set.environment.prompt(item.task)
+        refs = [part for message in messages for part in message.parts if isinstance(part, ImageRef)]
+        if not 1 <= image <= len(refs):
+            raise ConfigError(f"--image {image}: the prompt of {item.task.id} has {len(refs)} picture(s)")
+        return self.eval_set.open_image(refs[image - 1])
+
+    def _map(
+        self, image: int, item: PromptedTask, answer_T: NDArray[np.int64], grid: list[list[Patch]]
+    ) -> OcclusionMap:
+        train, temperature = self._model.config.train, self._model.config.rollout.temperature
+        # one after the other: the processed pictures of all patches together may take more memory than there is
+        views = (self._source.view(item, _only(image, patch))() for row in grid for patch in row)
+        whole, *hidden = answer_logprobs(
+            self._model.vlm,
+            ((prompt, answer_T) for prompt in chain([item.prompt], views)),
+            max_tokens=train.max_tokens_per_microbatch,
+            temperature=temperature,
+        )
+        falls_RC = (whole - np.array(hidden, np.float32)).reshape(len(grid), -1)
+        return OcclusionMap(logprob=whole, falls_RC=falls_RC, side_px=grid[0][0].side)
 
 
-def _refs(item: PromptedTask, eval_set: EvalSet) -> list[ImageRef]:
-    messages = eval_set.environment.prompt(item.task)
-    return [part for message in messages for part in message.parts if isinstance(part, ImageRef)]
-
-
-def _picture(asked: Asked, item: PromptedTask, eval_set: EvalSet) -> Image.Image:
-    refs = _refs(item, eval_set)
-    if not 1 <= asked.image <= len(refs):
-        raise ConfigError(f"--image {asked.image}: the prompt of {item.task.id} has {len(refs)} picture(s)")
-    return eval_set.open_image(refs[asked.image - 1])
-
-
-def _grid(asked: Asked, size: tuple[int, int]) -> list[list[Patch]]:
-    side_px = asked.patch_px or -(-max(size) // PATCHES_PER_SIDE)
+def _grid(patch_px: int | None, size: tuple[int, int]) -> list[list[Patch]]:
+    side_px = patch_px or -(-max(size) // PATCHES_PER_SIDE)
     grid = patches(size, side_px)
-    if (number := sum(map(len, grid))) > MOST_PATCHES:
+    if (number := sum(map(len, grid))) > MAX_PATCHES:
         raise ConfigError(
             f"--patch-px {side_px}: a picture of {size[0]} x {size[1]} px has {number} patches, above the limit of "
-            f"{MOST_PATCHES}; set a larger one"
+            f"{MAX_PATCHES}; set a larger one"
         )
     return grid
-
-
-def _map(
-    asked: Asked,
-    item: PromptedTask,
-    answer_T: NDArray[np.int64],
-    grid: list[list[Patch]],
-    source: PromptSource,
-    model: OpenedModel,
-) -> OcclusionMap:
-    train, temperature = model.config.train, model.config.rollout.temperature
-    # one after the other: the processed pictures of all patches together may take more memory than there is
-    views = (source.view(item, _only(asked.image, patch))() for row in grid for patch in row)
-    whole, *hidden = answer_logprobs(
-        model.vlm,
-        chain([item.prompt], views),
-        answer_T,
-        max_tokens=train.max_tokens_per_microbatch,
-        temperature=temperature,
-    )
-    falls_RC = (whole - np.array(hidden, np.float32)).reshape(len(grid), -1)
-    return OcclusionMap(logprob=whole, falls_RC=falls_RC, side_px=grid[0][0].side)
 
 
 def _only(image: int, patch: Patch) -> Callable[[int], PixelChange]:

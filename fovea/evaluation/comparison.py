@@ -51,6 +51,10 @@ class TargetAnswers:
     """Greedy answers with another row's images; rows without images, or without a partner to swap with, are absent."""
     blank: Mapping[str, AnsweredRow] = field(default_factory=dict)
     """Greedy answers with grey images."""
+    shuffled_dependence: Mapping[str, float] = field(default_factory=dict)
+    """Nats per token by which each greedy answer is likelier with its true images than with shuffled ones."""
+    blank_dependence: Mapping[str, float] = field(default_factory=dict)
+    """The same for blank images."""
     skipped: Mapping[int, str] = field(default_factory=dict)
     """Reason by index of the rows that this target could not answer."""
     unscored: tuple[str, ...] = ()
@@ -89,6 +93,14 @@ class ImageAblation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PictureDependence:
+    """How much likelier a token of the greedy answers is with the true images, in nats: the mean over rows."""
+
+    shuffled: Estimate
+    blank: Estimate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TargetMetrics:
     """Metrics of one target. All but `pass_at` and `majority` are of greedy answers."""
 
@@ -109,6 +121,8 @@ class TargetMetrics:
     """Accuracy of the majority vote over the sampled answers; None without them."""
     image_ablation: ImageAblation | None
     """None where no control was run."""
+    picture_dependence: PictureDependence | None
+    """None where no control was run, and of servers, which give no log-probs of given tokens."""
     rows_skipped: int
     rows_unscored: int
     """Rows left out because their grader gave no score."""
@@ -143,6 +157,7 @@ def _target_metrics(target: TargetAnswers, first: TargetAnswers | None, rows: Se
         pass_at=_pass_at(sampled),
         majority=estimate([majority(answers).accuracy for answers in sampled]) if sampled else None,
         image_ablation=_image_ablation(target, rows) if target.shuffled or target.blank else None,
+        picture_dependence=_picture_dependence(target, rows),
         rows_skipped=len(target.skipped),
         rows_unscored=len(target.unscored),
     )
@@ -162,6 +177,15 @@ def _pass_at(sampled: Sequence[Sequence[SampledAnswer]]) -> dict[int, Estimate]:
     scores = [[answer.accuracy for answer in answers] for answers in sampled]
     ks = budgets(min(map(len, scores), default=0))
     return {k: estimate([best_of(k, of_row) for of_row in scores]) for k in ks}
+
+
+def _picture_dependence(target: TargetAnswers, rows: Sequence[EvalRow]) -> PictureDependence | None:
+    def mean(of_rows: Mapping[str, float]) -> Estimate:
+        return mean_estimate([of_rows[row.id] for row in rows if row.id in of_rows])
+
+    if not target.blank_dependence:
+        return None
+    return PictureDependence(shuffled=mean(target.shuffled_dependence), blank=mean(target.blank_dependence))
 
 
 def _image_ablation(target: TargetAnswers, rows: Sequence[EvalRow]) -> ImageAblation:

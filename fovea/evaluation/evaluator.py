@@ -33,6 +33,8 @@ class AnsweredRow:
     image_type: str | None = None
     """The row's value of `evaluate.image_type_key`; None where that is not set."""
     answers: tuple[SampledAnswer, ...]
+    token_ids: tuple[int, ...] = ()
+    """Of the first turn of the first answer; empty of a server or a baseline."""
 
 
 def image_type_of(task: Task, key: str | None) -> str | None:
@@ -55,6 +57,7 @@ def answered_row(task: Task, index: int, episodes: Sequence[Episode], image_type
         truth=task.answer,
         image_type=image_type_of(task, image_type_key),
         answers=tuple(map(sampled_answer, episodes)),
+        token_ids=next((tuple(turn.completion.token_ids_T.tolist()) for turn in episodes[0].tokens[:1]), ()),
     )
 
 

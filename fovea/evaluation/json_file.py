@@ -122,6 +122,8 @@ class HeldOutAnswer:
     """A line of a file of answers."""
 
     id: str
+    index: int
+    """Position in its split; -1 in files of earlier versions."""
     kind: str
     image_type: str | None
     question: str
@@ -164,6 +166,7 @@ def _from_json(row: dict[str, Any]) -> HeldOutAnswer:
     )
     return HeldOutAnswer(
         id=str(row["id"]),
+        index=int(row.get("index", -1)),
         kind=str(row["kind"]),
         image_type=None if row.get("image_type") is None else str(row["image_type"]),
         question=str(row.get("question", "")),

@@ -1,29 +1,18 @@
 """Occlusion maps: where a picture matters for an answer (Zeiler and Fergus, arXiv 1311.2901).
 
-One patch at a time is painted in the mean colour of the picture, and the log-prob of the answer's tokens is computed
-again, exactly, by the network that training uses.
+One patch at a time is painted in the mean colour of the picture, and the log-prob of the answer is computed again.
 
 Axes: `R`, `C` rows and columns of patches; `Y`, `X` pixels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from fovea.models.policy_network import PolicyNetwork
-from fovea.train.packing import pack_row
-from fovea.types import Prompt
-
-MOST_PATCHES = 1024
-"""Passes of one map."""
-_CHUNK_TOKENS = 1024
 _DIM = 0.3
 """Brightness, without colour, of what the answer does not depend on."""
 
@@ -66,22 +55,3 @@ def patches(size: tuple[int, int], side_px: int) -> list[list[Patch]]:
     """Rows of patches that cover a picture of this width and height."""
     width, height = size
     return [[Patch(top, left, side_px) for left in range(0, width, side_px)] for top in range(0, height, side_px)]
-
-
-@torch.inference_mode()
-def answer_logprobs(
-    vlm: PolicyNetwork, prompts: Iterable[Prompt], answer_T: NDArray[np.int64], *, max_tokens: int, temperature: float
-) -> list[float]:
-    """The log-prob of an answer after each prompt, in rows of at most `max_tokens` or one prompt.
-
-    Prompts of one row are in memory at a time.
-    """
-    found: list[float] = []
-    left = iter(prompts)
-    for first in left:
-        more = max_tokens // (first.num_tokens + len(answer_T)) - 1
-        some = [first, *islice(left, max(0, more))]
-        row = pack_row(vlm.family, some, [[answer_T]] * len(some), vlm.device)
-        scores = vlm(row, temperature=temperature, chunk_tokens=_CHUNK_TOKENS)
-        found += scores.logprobs_A.view(len(some), -1).sum(1).tolist()
-    return found

@@ -33,7 +33,7 @@ from fovea.report.summary import (
     not_scored_text,
     stages_on_test,
 )
-from fovea.report.tables import image_ablation_of, rewards_of, sampled_of
+from fovea.report.tables import DEPENDENCE, dependence_of, image_ablation_of, rewards_of, sampled_of
 
 Cell: TypeAlias = Estimate | Difference | None
 Bar: TypeAlias = tuple[float, float, float]
@@ -130,6 +130,7 @@ def target_summary(metrics: TargetMetrics, reference: str) -> RunSummary:
         ],
         ("Sampled answers, in %", ""): [_share_row(name, [value]) for name, value in sampled_of(metrics).items()],
         ("Image ablation (shuffled, blank): accuracy in %, of rows with images", "images"): ablation,
+        (DEPENDENCE, "images"): [_row(name, [value], mean_text) for name, value in dependence_of(metrics).items()],
     }
     return RunSummary(
         headline=(_accuracy_stat("accuracy", metrics.accuracy),),

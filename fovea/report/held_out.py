@@ -15,6 +15,7 @@ from fovea.evaluation.answer import SampledAnswer
 from fovea.evaluation.comparison import EvalRow
 from fovea.evaluation.json_file import ANSWERS_FOLDER, HeldOutAnswer, answer_files, read_answers
 from fovea.report.images import image_path, png_bytes, write_image
+from fovea.report.maps import MapJson, MapsOf, maps_json
 from fovea.report.record_json import answer_to_json
 from fovea.report.records import RecordedAnswer, RecordedMessage, RecordedTurn
 from fovea.utils.bounded import read_file
@@ -46,6 +47,10 @@ class ShownRow:
     answer: SampledAnswer
     images: tuple[str, ...] = ()
     """Names of its pictures."""
+    index: int = -1
+    """Position in its split; -1 where it is not known."""
+    maps: Sequence[MapJson] = ()
+    """The maps of the answer (`maps.map_json`)."""
 
 
 def evaluations(run_dir: Path) -> list[str]:
@@ -53,12 +58,15 @@ def evaluations(run_dir: Path) -> list[str]:
     return answer_files(run_dir)[:MAX_EVALUATIONS]
 
 
-def answers_json(run_dir: Path, number: int) -> dict[str, Any]:
+def answers_json(run_dir: Path, number: int, maps: MapsOf) -> dict[str, Any]:
     """The name and the rows of the evaluation with this place in `evaluations`; IndexError where there is none."""
     name = evaluations(run_dir)[number]
     pictures = read_pictures(run_dir, name.partition("-")[0])
-    rows = read_answers(run_dir, name, MAX_ROWS)
-    return {"name": name, "rows": [row_json(shown(row, row.answer, pictures.get(row.id, ()))) for row in rows]}
+    rows = [
+        replace(shown(row, row.answer, pictures.get(row.id, ())), maps=maps_json(maps, row.id, row.answer))
+        for row in read_answers(run_dir, name, MAX_ROWS)
+    ]
+    return {"name": name, "rows": list(map(row_json, rows))}
 
 
 def row_json(row: ShownRow) -> dict[str, Any]:
@@ -71,7 +79,11 @@ def row_json(row: ShownRow) -> dict[str, Any]:
         "question": _cut(row.question),
         "truth": _cut(row.truth),
         "images": list(row.images),
-        "answer": answer_to_json(RecordedAnswer(score=answer, turns=_turns(row.answer))),
+        "index": row.index,
+        "answer": {
+            **answer_to_json(RecordedAnswer(score=answer, turns=_turns(row.answer))),
+            "maps": list(row.maps),
+        },
     }
 
 
@@ -99,6 +111,7 @@ def shown(row: HeldOutAnswer | EvalRow, answer: SampledAnswer, images: Sequence[
         truth=row.truth,
         answer=answer,
         images=tuple(images),
+        index=row.index,
     )
 
 

@@ -19,6 +19,7 @@ MODULES = (
     "overview.js",
     "heat.js",
     "marks.js",
+    "maps.js",
     "groups.js",
     "list.js",
     "filters.js",

@@ -16,6 +16,7 @@ from fovea.utils.shown_text import printable
 Cell = Estimate | Difference | None
 TARGETS_PER_TABLE = 2
 """Columns of figures in 80 of the terminal, with room for the names of figures and targets."""
+DEPENDENCE = "Dependence on the picture: nats per token of the answer"
 FIGURE_WIDTH = 20
 """Characters of a figure with its interval: `-3.8 [-10.4, +12.2]`."""
 
@@ -33,6 +34,7 @@ def tables(metrics: Sequence[TargetMetrics], title: str) -> list[Table]:
     made += _side_by_side(
         metrics, "Image ablation (shuffled, blank), accuracy in %", image_ablation_of, show=percent_text
     )
+    made += _side_by_side(metrics, DEPENDENCE, dependence_of, show=mean_text)
     return made
 
 
@@ -96,6 +98,12 @@ def image_ablation_of(each: TargetMetrics) -> Mapping[str, Cell]:
         "lost by shuffling": ablation.lost_by_shuffling,
         "lost by blanking": ablation.lost_by_blanking,
     }
+
+
+def dependence_of(each: TargetMetrics) -> Mapping[str, Estimate]:
+    """How much likelier answers are with true images than with shuffled and with blank ones; none without controls."""
+    found = each.picture_dependence
+    return {"true against shuffled": found.shuffled, "true against blank": found.blank} if found else {}
 
 
 def tables_of(summary: Summary) -> list[Table]:

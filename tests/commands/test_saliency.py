@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,13 +13,20 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from fovea.cli.main import app
-from fovea.commands.saliency import Asked, saliency_of
+from fovea.commands.saliency import Asked, Hidden, Occluder, row_numbers
+from fovea.commands.targets import ModelTarget, find_checkpoint
 from fovea.config.environments import ShapesEnvironment
 from fovea.config.recipes import shipped_recipes
 from fovea.environments.shapes.environment import Shapes
+from fovea.errors import ConfigError
 from fovea.evaluation.occlusion import OcclusionMap
+from fovea.report.maps import FOLDER, MAX_MAPS, AnswerMap, read_maps
+from fovea.report.samples import read_step
+from fovea.report.viewed_run import ViewedRun
 from fovea.types import ImageRef
 from tests.reference import reference_logprobs
+from tests.runs import QUICK, fovea_here
+from tests.tables import table
 from tests.tiny_models import renderer, save, tiny
 
 SIDE = 20
@@ -30,9 +38,11 @@ ANSWER = "It is red."
 def test_falls_are_those_of_transformers(row_tokens: int, tmp_path: Path) -> None:
     parts = tiny("qwen3_vl")
     save(parts, tmp_path)
-    asked = Asked(row=2, patch_px=SIDE, answer=ANSWER)
     words, recipe = [f"train.max_tokens_per_microbatch={row_tokens}"], shipped_recipes()["shapes"]
-    found = saliency_of(str(tmp_path), asked, words, print, recipe=recipe, split="test").map
+    target = ModelTarget(name="tiny", path=str(tmp_path))
+    with Occluder.of(target, words, print, recipe=recipe, split="test") as occluder:
+        (made,) = occluder.maps([Asked(row=2, answer=ANSWER)], Hidden(patch_px=SIDE), print)
+    found = made.map
     environment = Shapes(ShapesEnvironment(), seed=0)
     task = environment.tasks("test")[2]
     (message,) = environment.prompt(task)
@@ -53,6 +63,7 @@ def test_falls_are_those_of_transformers(row_tokens: int, tmp_path: Path) -> Non
         hidden[SIDE * row : SIDE * (row + 1), SIDE * column : SIDE * (column + 1)] = pixels.mean((0, 1)).round()
         assert found.falls_RC[row, column] == pytest.approx(whole - logprob(hidden), abs=1e-4)
     assert np.abs(found.falls_RC).max() > 1e-3, "a tiny model reads its picture"
+    assert np.allclose(made.numbers.falls, found.falls_RC, rtol=1e-3)
 
 
 def test_the_command_writes_the_picture_and_the_numbers(tmp_path: Path) -> None:
@@ -64,6 +75,7 @@ def test_the_command_writes_the_picture_and_the_numbers(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == str(out)
     numbers = json.loads(out.with_suffix(".json").read_text(encoding="utf-8"))
     assert (numbers["id"], np.shape(numbers["falls"]), numbers["patch_px"]) == ("test/0", (2, 2), 24)
+    assert (numbers["size"], numbers["weights"]) == ([48, 48], str(tmp_path / "model"))
     assert Image.open(out).size == (48, 48)
 
 
@@ -76,6 +88,118 @@ def test_the_picture_is_lit_where_the_log_prob_falls_most() -> None:
     assert 30 < shown_YXC[4, 4, 0] < 200
 
 
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a checkpoint, answers and samples."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    settings = ("max_steps=1", "checkpoint.every_steps=1", "log.samples_every_steps=1", "rollout.max_new_tokens=6")
+    fovea_here("train", "recipes/shapes.yaml", f"run_dir={folder}", *QUICK, *settings)
+    return folder
+
+
+def saliency(run: Path, *words: str) -> list[AnswerMap]:
+    """The maps that a command has written into the folder of a run, which is empty before."""
+    for path in (run / FOLDER).glob("*"):
+        path.unlink()
+    fovea_here("saliency", str(run), "--patch-px", "24", *words)
+    assert len(list((run / FOLDER).glob("*.png"))) == len(list((run / FOLDER).glob("*.json")))
+    return [one for of_answer in read_maps(run).values() for one in of_answer]
+
+
+def test_maps_of_greedy_answers_are_found_by_the_page(run: Path) -> None:
+    made = saliency(run, "--rows", "0-2,5")
+    assert [one.id for one in made] == ["test/0", "test/1", "test/2", "test/5"]
+    assert {one.weights for one in made} == {"step-1"}
+    rows = ViewedRun(run).answers(0)["rows"]
+    assert [row["index"] for row in rows if row["answer"]["maps"]] == [0, 1, 2, 5], "answers of the same weights"
+
+
+def test_maps_of_recorded_answers_are_found_by_the_page(run: Path) -> None:
+    record = read_step(run, 1)[1]
+    (made,) = saliency(run, "--recorded", "1:2:3")
+    assert (made.id, made.answer) == (record.id, record.answers[2].turns[0].text)
+    page = ViewedRun(run).step(1)
+    same = [answer.turns[0].text == made.answer for answer in record.answers]
+    assert [bool(answer["maps"]) for answer in page["groups"][1]["answers"]] == same
+    before = saliency(run, "--recorded", "test-before", "--row", "3")
+    assert [(one.id, one.answer) for one in before] == [
+        (row["id"], row["answer"]["text"])
+        for number, name in enumerate(ViewedRun(run).facts()["evaluations"])
+        if name == "test-before"
+        for row in ViewedRun(run).answers(number)["rows"]
+        if row["index"] == 3
+    ]
+
+
+def test_a_checkpoint_writes_into_its_run_unless_a_file_is_named(run: Path, tmp_path: Path) -> None:
+    saliency(run)
+    checkpoint = run / "checkpoints" / "step-1"
+    assert find_checkpoint(checkpoint).run == run.resolve()
+    fovea_here("saliency", str(checkpoint), "--patch-px", "24", "--row", "1")
+    assert len(read_maps(run)) == 2
+    fovea_here("saliency", str(run), "--patch-px", "24", "--row", "2", "--out", str(tmp_path / "one.png"))
+    assert len(read_maps(run)) == 2
+    assert (tmp_path / "one.json").is_file()
+
+
+def test_no_link_of_a_run_is_written_through(run: Path, tmp_path: Path) -> None:
+    saliency(run)
+    (picture,) = (run / FOLDER).glob("*.png")
+    picture.unlink()
+    picture.symlink_to(tmp_path / "elsewhere.png")
+    fovea_here("saliency", str(run), "--patch-px", "24")
+    assert not (tmp_path / "elsewhere.png").exists()
+    shutil.rmtree(run / FOLDER)
+    (run / FOLDER).symlink_to(tmp_path)
+    done = CliRunner().invoke(app, ["saliency", str(run), "--patch-px", "24"])
+    assert "leads out of" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+    (run / FOLDER).unlink()
+
+
+def test_a_full_folder_takes_no_more(run: Path) -> None:
+    saliency(run)
+    for number in range(MAX_MAPS - 1):
+        (run / FOLDER / f"{number}.json").touch()
+    done = CliRunner().invoke(app, ["saliency", str(run)])
+    assert f"has {MAX_MAPS} maps, and 1 more are above the limit of {MAX_MAPS}; delete some" in done.stderr
+    saliency(run)
+
+
+@table(
+    ("words", "message"),
+    [
+        (["--recorded", "test-later"], "has no answers of that name; give one of test-final, test-before"),
+        (["--recorded", "9:1:1"], "has no samples of step 9; `fovea view` lists them"),
+        (["--recorded", "1:7:1"], "--recorded 1:7:1: step 1 has groups 1 to 4"),
+        (["--recorded", "1:0:1"], "step 1 has groups 1 to 4"),
+        (["--recorded", "1:1:5"], "step 1 has answers 1 to 4 in that group"),
+        (["--recorded", "test-final", "--row", "700"], "--row 700: test-final has no answer to it, only to 16 others"),
+        (["--recorded", "1:1:1", "--rows", "0-1"], "--recorded 1:1:1 is one answer, whose row is known; leave --rows"),
+        (["environment.level=2"], "environment.level changes the rows"),
+        (["seed=2"], "seed changes the rows"),
+        (["--recipe", "shapes"], "--recipe changes the rows"),
+        (["--recorded", "test-final", "--answer", "red"], "--answer and --recorded both name the answer"),
+        (["--rows", "0,1", "--out", "map.png"], "2 rows, but --out map.png takes one map; ask for one row"),
+    ],
+)
+def test_wrong_words_about_a_run_are_one_line(run: Path, words: list[str], message: str) -> None:
+    done = CliRunner().invoke(app, ["saliency", str(run), *words])
+    assert done.exit_code == 2
+    assert message in done.stderr
+
+
+def test_rows_are_numbers_and_ranges() -> None:
+    assert row_numbers("3") == [3]
+    assert row_numbers("0-3, 2,7") == [0, 1, 2, 3, 7]
+
+
+@table("text", ["", "a", "-1", "3-1", "1.5", "0-1000", "1-2-3", "1,"])
+def test_other_rows_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="give numbers from 0"):
+        row_numbers(text)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -83,8 +207,10 @@ def test_the_picture_is_lit_where_the_log_prob_falls_most() -> None:
         (["MODEL", "--row", "5000"], "--row 5000: the test split has rows 0 to"),
         (["MODEL", "--image", "2"], "--image 2: the prompt of test/0 has 1 picture(s)"),
         (["MODEL", "--patch-px", "1"], "has 2304 patches, above the limit of 1024; set a larger one"),
-        (["MODEL", "--answer", ""], "--answer: it has no token"),
+        (["MODEL", "--answer", ""], "the answer has no token; give a text"),
         (["MODEL", "OTHER"], "OTHER: fovea saliency takes one model"),
+        (["MODEL", "--recorded", "test-final"], "is not a run, and has recorded no answers; name a run"),
+        (["MODEL", "--rows", "0-1"], "is not a run and keeps no maps; ask for one row"),
         (["MODEL", "--out", "map.jpg"], "--out map.jpg: the file is a PNG picture; name it map.png"),
     ],
 )

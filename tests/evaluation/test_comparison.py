@@ -46,6 +46,8 @@ def results() -> EvalResults:
         samples=answered({0: [1, 1], 1: [0, 1], 2: [0, 0], 3: [0, 0]}),
         shuffled=answered({0: 0, 1: 0, 2: 1}),
         blank=answered({0: 0, 1: 0, 2: 0, 3: 1}),
+        shuffled_dependence={"test/0": 1.0, "test/2": 0.5, "test/9": 7.0},
+        blank_dependence={"test/0": 1.0, "test/1": 2.0, "test/2": -0.5, "test/3": 0.5},
         skipped={4: "row 4 has no image"},
     )
     return EvalResults(rows=tuple(map(row, range(4))), targets=(first, second))
@@ -94,6 +96,14 @@ def test_what_a_control_loses_is_told_on_the_rows_it_has() -> None:
     assert ablation.lost_by_blanking.mean == 0.5
 
 
+def test_dependence_is_a_mean_over_the_rows_of_all_targets() -> None:
+    base, trained = target_metrics(results())
+    assert base.picture_dependence is None
+    assert trained.picture_dependence is not None
+    shuffled, blank = trained.picture_dependence.shuffled, trained.picture_dependence.blank
+    assert (shuffled.mean, shuffled.n, blank.mean, blank.n) == (0.75, 2, 0.75, 4)
+
+
 def test_tables_say_what_was_read_and_nothing_else() -> None:
     console = Console(width=160, record=True, file=io.StringIO())
     for table in tables(target_metrics(results()), "Accuracy of 4 rows"):
@@ -107,6 +117,7 @@ def test_tables_say_what_was_read_and_nothing_else() -> None:
         "image type",
         "pass@2",
         "Image ablation",
+        "Dependence on the picture: nats per token",
     ):
         assert heading in text, heading
     assert "+25.0" in text

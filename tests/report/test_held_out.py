@@ -62,6 +62,7 @@ def test_answers_come_row_by_row(client: TestClient, folder: Path) -> None:
         "question": "How many?",
         "truth": "3",
         "images": [],
+        "index": 0,
     }
     assert (answer["text"], answer["reward"], answer["accuracy"], answer["finish"]) == ("3", 1.0, 1.0, "stop")
     assert (second["answer"]["text"], second["answer"]["accuracy"]) == ("4", 0.0)

@@ -3,26 +3,28 @@
 import { answerCard } from "./answer.js";
 import { element, foreign, words } from "./dom.js";
 import { legend } from "./heat.js";
+import { commandOf } from "./maps.js";
 import { picture } from "./marks.js";
 import { whole } from "./numbers.js";
 
-/** The group `group` of a step of the run with place `run`; `scale` is that of the heat, `title` names the run where several are shown, `repeats` holds metrics that repeat others. */
-export function groupView(run, step, group, { heat, scale, title, repeats }) {
+/** The group `group` with place `place` of a step of the run with number `run` and these facts; `scale` is that of the heat, `title` names the run where several are shown. */
+export function groupView(run, facts, step, place, group, { heat, scale, title }) {
   const images = group.messages.flatMap((message) => message.parts.filter((part) => typeof part !== "string"));
   const marks = group.answers.flatMap((answer, number) => answer.marks.map((mark) => [number, mark]));
   const readout = element("p", { class: "readout soft", "aria-live": "polite", hidden: heat === "none" }, legend(heat, scale));
-  const options = { heat, scale, repeats, firstImage: images.length + 1, onToken: (facts) => readout.replaceChildren(foreign(facts)) };
+  const figures = images.map((image, place) => picture(run, image, place + 1, marks.filter(([, mark]) => mark.image === place + 1)));
+  const options = { heat, scale, figures, repeats: facts.repeats, firstImage: images.length + 1, onToken: (text) => readout.replaceChildren(foreign(text)) };
+  const command = (number) => commandOf(facts, group.id && `${step}:${place + 1}:${number + 1}`);
   const root = element("article", { class: `group${images.length ? "" : " text-only"}` },
     element("p", { class: "soft place" }, title ? element("strong", { class: `run${run % 6}` }, foreign(title)) : null,
       title ? " · " : "", `step ${whole(step)} · `, foreign(group.kind), group.id ? [" · ", foreign(group.id)] : null),
-    images.length ? element("div", { class: "images" }, images.map((image, place) =>
-      picture(run, image, place + 1, marks.filter(([, mark]) => mark.image === place + 1)))) : null,
+    images.length ? element("div", { class: "images" }, figures) : null,
     element("div", { class: "text" },
       words(group.prompt, "words question"),
       element("p", { class: "truth" }, element("span", { class: "soft" }, "Truth: "), foreign(group.truth)),
       promptAsRead(group),
       readout,
-      element("ol", { class: "answers" }, group.answers.map((answer, number) => answerCard(run, answer, number, { ...options, label: numbered(answer, number) })))));
+      element("ol", { class: "answers" }, group.answers.map((answer, number) => answerCard(run, answer, number, { ...options, command: command(number), label: numbered(answer, number) })))));
   root.addEventListener("pointerover", (event) => pointOut(root, event.target));
   root.addEventListener("pointerleave", () => pointOut(root, root));
   root.addEventListener("focusin", (event) => pointOut(root, event.target));

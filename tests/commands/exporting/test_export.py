@@ -415,6 +415,11 @@ def test_the_commands(lora: Trained, merged: Path, tmp_path: Path) -> None:
     assert "Image ablation" in done.stdout
     content = json.loads(files[0].read_text())
     run, exported, majority, gold = content["targets"]
+    # log-probs of merged weights are equal up to rounding
+    of_run, of_export = run.pop("picture_dependence"), exported.pop("picture_dependence")
+    for control in ("shuffled", "blank"):
+        assert of_run[control] == pytest.approx(of_export[control], abs=1e-4)
+    assert (of_run["shuffled"]["n"], of_run["blank"]["mean"] != 0.0) == (12, True)
     assert {**run, "target": ""} == {**exported, "target": "", "versus_first": None, "versus_first_by_kind": {}}
     assert set(run["pass_at"]) == {"1", "2", "3"}
     of_run, of_export = content["banned_tokens"].values()
@@ -423,6 +428,7 @@ def test_the_commands(lora: Trained, merged: Path, tmp_path: Path) -> None:
     assert "<|image_pad|>" in of_run["special"]
     assert "<|im_end|>" not in of_run["special"]
     assert run["image_ablation"]["shuffled"]["n"] == 12
+    assert majority["picture_dependence"] is None
     assert (gold["accuracy"]["mean"], majority["image_ablation"], len(content["rows"])) == (1.0, None, 12)
     assert "data:image/png;base64," in files[1].read_text()
     taken = CliRunner().invoke(app, ["export", str(lora.folder), "--out", str(merged)])

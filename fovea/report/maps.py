@@ -1,0 +1,164 @@
+"""Occlusion maps of a run's answers: JSON in the folder `saliency`, each beside a picture to look at.
+
+Axes: `R`, `C` rows and columns of patches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import shlex
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from fovea.errors import DataError
+from fovea.evaluation.answer import SampledAnswer
+from fovea.report.records import RecordedAnswer
+from fovea.utils.bounded import read_file
+from fovea.utils.files import write_atomically
+from fovea.utils.shown_text import printable
+
+FOLDER = "saliency"
+MAX_MAPS = 500
+"""Maps of a run."""
+MAX_PATCHES = 1024
+"""Of a picture; each is a pass of the model."""
+_MAX_MIB = 0.25
+"""Of a file: the patches take 20 KB, the rest is the question and the answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerMap:
+    """How far the log-prob of an answer falls when a patch of a picture is hidden."""
+
+    id: str
+    """Task id."""
+    question: str
+    answer: str
+    image: int
+    """Number of the picture in the prompt, from 1."""
+    weights: str
+    """Name of the checkpoint or model that gave the log-probs; of a run no more, since where it lies is private."""
+    logprob: float
+    """Of the answer with the whole picture, in nats."""
+    patch_px: int
+    size: tuple[int, int]
+    """Width and height of the picture in pixels."""
+    falls: tuple[tuple[float, ...], ...]
+    """Nats [R][C]; below 0 where the answer is likelier without the patch."""
+
+    def __post_init__(self) -> None:
+        columns, rows = (-(-side // self.patch_px) for side in self.size)
+        if rows * columns > MAX_PATCHES or [len(row) for row in self.falls] != [columns] * rows:
+            raise ValueError(f"no {rows} x {columns} patches of {self.patch_px} px in {self.size}")
+        if not all(map(math.isfinite, (self.logprob, *(fall for row in self.falls for fall in row)))):
+            raise ValueError("a log-prob that is not finite")
+
+
+MapJson: TypeAlias = dict[str, Any]
+MapsOf: TypeAlias = Mapping[tuple[str, str], Sequence[AnswerMap]]
+"""Maps by task id and answer."""
+
+
+def map_path(run_dir: Path, split: str, row: int, found: AnswerMap) -> Path:
+    """The file of a map; a later map of the same answer has the same one."""
+    words = json.dumps([found.id, found.answer, found.image]).encode()
+    return run_dir / FOLDER / f"{split}-{row:06d}-{hashlib.sha256(words).hexdigest()[:12]}.json"
+
+
+def write_map(path: Path, found: AnswerMap) -> None:
+    """Write a map as JSON."""
+    write_atomically(path, (json.dumps(asdict(found), allow_nan=False) + "\n").encode("ascii"))
+
+
+def map_files(run_dir: Path) -> list[Path]:
+    """The files of a run's maps, MAX_MAPS at most."""
+    return sorted((run_dir / FOLDER).glob("*.json"))[:MAX_MAPS]
+
+
+def read_maps(run_dir: Path) -> MapsOf:
+    """All maps of a run; DataError where a file holds none."""
+    found: dict[tuple[str, str], list[AnswerMap]] = defaultdict(list)
+    for path in map_files(run_dir):
+        one = _read_map(path, run_dir)
+        found[one.id, one.answer].append(one)
+    return found
+
+
+def _read_map(path: Path, run_dir: Path) -> AnswerMap:
+    try:
+        row = json.loads(read_file(path, within=run_dir, max_mib=_MAX_MIB))
+        width, height = row["size"]
+        return AnswerMap(
+            id=str(row["id"]),
+            question=str(row["question"]),
+            answer=str(row["answer"]),
+            image=_count(row["image"]),
+            weights=str(row["weights"]),
+            logprob=float(row["logprob"]),
+            patch_px=_count(row["patch_px"]),
+            size=(_count(width), _count(height)),
+            falls=tuple(tuple(map(float, of_row)) for of_row in row["falls"]),
+        )
+    except DataError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+        raise DataError(f"{path} holds no map ({error!r}); delete that file") from error
+
+
+def _count(value: object) -> int:
+    if isinstance(value, int) and value > 0:
+        return value
+    raise ValueError(f"{value!r} is not a whole number above 0")
+
+
+def map_json(found: AnswerMap) -> MapJson:
+    """A map as the page gets it beside the answer."""
+    return {
+        "image": found.image,
+        "weights": found.weights,
+        "logprob": found.logprob,
+        "patch_px": found.patch_px,
+        "size": found.size,
+        "falls": found.falls,
+    }
+
+
+def maps_json(maps: MapsOf, task_id: str, answer: SampledAnswer | RecordedAnswer) -> list[MapJson]:
+    """The maps of an answer."""
+    return list(map(map_json, maps.get((task_id, mapped_text(answer)), ())))
+
+
+def mapped_text(answer: SampledAnswer | RecordedAnswer) -> str:
+    """The text that a map is of: the answer's first turn, the only one that the prompt's pictures are before."""
+    if answer.turns:
+        return answer.turns[0].text
+    return answer.score.text if isinstance(answer, RecordedAnswer) else answer.text
+
+
+def command_of(folder: str) -> str:
+    """The command that makes maps of a run, for a shell; "" for a folder that no shell should be given."""
+    return f"fovea saliency {shlex.quote(folder)}" if folder and printable(folder) == folder else ""
+
+
+_SAMPLE = re.compile(r"([0-9]{1,15}):([0-9]{1,6}):([0-9]{1,6})")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplePlace:
+    """The place of a recorded answer of training; group and answer count from 1, as on the page."""
+
+    step: int
+    group: int
+    answer: int
+
+
+def sample_place(text: str) -> SamplePlace | None:
+    """The place that STEP:GROUP:ANSWER says; None for other text."""
+    found = _SAMPLE.fullmatch(text)
+    return SamplePlace(*map(int, found.groups())) if found else None
