@@ -1,7 +1,6 @@
 """Counting in scenes, where the text of some questions tells the answer: RL could learn to read in place of looking.
 
-    fovea train recipes/told.yaml
-    fovea train recipes/told.yaml algorithm.views.name=papo
+    fovea train boxes environment=benchmarks/told_scenes.py:ToldScenes max_steps=100
 
 Rows whose text tells the number are of kind `told`, the others of kind `seen`.
 """
