@@ -1,6 +1,7 @@
-"""Counting in scenes, where the text of some questions tells the answer: RL could learn to read in place of looking.
+r"""Counting in scenes, where the text of some questions tells the answer: RL could learn to read in place of looking.
 
-    fovea train boxes environment=benchmarks/told_scenes.py:ToldScenes max_steps=100
+    fovea train boxes environment=benchmarks/told_scenes.py:ToldScenes rollout.max_new_tokens=8 \
+        rollout.samples_per_prompt=8 warmup.stop_accuracy=0.5 evaluate.shared_images=ignore max_steps=100
 
 Rows whose text tells the number are of kind `told`, the others of kind `seen`.
 """
