@@ -1,0 +1,57 @@
+r"""Counting in scenes, where the text of some questions tells the answer: RL could learn to read in place of looking.
+
+    fovea train boxes environment=benchmarks/told_scenes.py:ToldScenes rollout.max_new_tokens=8 \
+        rollout.samples_per_prompt=8 warmup.stop_accuracy=0.5 evaluate.shared_images=ignore max_steps=100
+
+Rows whose text tells the number are of kind `told`, the others of kind `seen`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from fovea.config.environments import ShapesEnvironment
+from fovea.data.order import LazyTasks
+from fovea.environments.base import Split
+from fovea.environments.shapes.environment import Shapes, ShapesGrader
+from fovea.environments.shapes.questions import KINDS, MAX_COUNT
+from fovea.types import Message, Score, Task, Turn
+
+SIZES: Mapping[Split, int] = {"train": 6000, "dev": 200, "test": 400}
+TOLD_OF_TEN = 3
+"""Rows of every ten whose text tells the answer."""
+
+
+class ToldScenes:
+    """Counting questions of the demo's scenes, three tenths of them with the number in the text."""
+
+    def __init__(self) -> None:
+        rows = {split: size * len(KINDS) for split, size in SIZES.items()}
+        config = ShapesEnvironment(train_size=rows["train"], dev_size=rows["dev"], test_size=rows["test"])
+        self._shapes = Shapes(config, seed=0)
+        self._grader = ShapesGrader()
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        scenes = self._shapes.tasks(split)
+        return LazyTasks(lambda row: _task(scenes, row), range(SIZES[split]), kind_of=_kind)
+
+    def prompt(self, task: Task) -> Sequence[Message]:
+        return self._shapes.prompt(task)
+
+    def target(self, task: Task) -> str:
+        return self._shapes.target(task)
+
+    async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+        return await self._grader.score(task, turns)
+
+
+def _task(scenes: Sequence[Task], row: int) -> Task:
+    task = scenes[row * len(KINDS)]  # the demo's kinds alternate, and the first is counting
+    told = f"There are {task.answer}. " if _kind(row) == "told" else ""
+    return replace(task, question=f"{told}{task.question}", kind=_kind(row))
+
+
+def _kind(row: int) -> str:
+    # four rows in a row have the four answers: a kind tells nothing about the answer
+    return "told" if row // MAX_COUNT % 10 < TOLD_OF_TEN else "seen"
