@@ -137,6 +137,8 @@ class GroundingShapesEnvironment(DrawnRows):
     name: Literal["grounding_shapes"] = "grounding_shapes"
     ask: Literal["box", "boxes", "point"] = "box"
     """The answer: the box of one shape, the boxes of all shapes of a colour, or a point in the box."""
+    num_shapes: Annotated[int, Field(ge=1, le=6)] = 3
+    """Shapes of a scene."""
     scale: Annotated[int, Field(ge=10, le=10_000)] = 1000
     """Coordinates of the right and the lower edge; Qwen3-VL gives places from 0 to 1000."""
     reward_kind: RewardKind | None = None

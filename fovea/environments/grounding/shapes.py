@@ -27,8 +27,6 @@ from fovea.types import ImageRef, Message, Score, Task, Turn
 
 _PLACES = "places"
 """Key of the task's row that holds its true boxes, in the coordinates of answers."""
-_NUM_SHAPES = 3
-"""Shapes of a scene, of which a question names one, or those of a colour."""
 
 
 class GroundingShapes(Environment):
@@ -52,7 +50,7 @@ class GroundingShapes(Environment):
 
     def _task(self, split: Split, index: int) -> Task:
         settings, rng = self._settings, row_generator(self._seed, split, index)
-        kinds = rng.permutation(len(COLOURS) * len(SHAPES))[:_NUM_SHAPES]
+        kinds = rng.permutation(len(COLOURS) * len(SHAPES))[: settings.num_shapes]
         things = [Thing(colour=COLOURS[kind // len(SHAPES)], shape=SHAPES[kind % len(SHAPES)]) for kind in kinds]
         spots = grid_spots(len(things), rng)
         canvas_YXC = paint(things, spots, UNIT_SIDE, rng)
