@@ -21,11 +21,12 @@ import fovea
 from fovea.environments.custom.importing import import_file
 from fovea.environments.graders.grading import Grading
 from fovea.errors import ConfigError, ScoreError, UnscoredError
+from fovea.metrics.log import read_metrics
 from fovea.types import Task, Turn
 from fovea.utils.event_loop import wait_for
 from tests.environments.custom.process_rewards import REWARDS, TASK, graded
 from tests.grading import score_in_run
-from tests.runs import ROOT, environment, until_killed
+from tests.runs import ROOT, arguments, environment, until_killed
 
 
 def is_gone(pid: float) -> bool:
@@ -242,3 +243,81 @@ def test_a_process_ends_with_a_trainer_that_is_killed(text: str, tmp_path: Path)
     wait_until_gone(pid)
     wait_until_gone(of_the_reward)
     started.communicate()
+
+
+NOW_AND_THEN = """
+import os, re
+from pathlib import Path
+
+CALLS = Path(__file__).with_name("calls")
+
+def score(task, text, images):
+    CALLS.with_name(f"pid-{os.getpid()}").touch()
+    with CALLS.open("a") as calls:
+        calls.write(".")
+    if CALLS.stat().st_size == 6:
+        re.match(r"(a+)+$", "a" * 40 + "b")
+    if CALLS.stat().st_size == 30:
+        os.kill(os.getpid(), 9)
+    return len(text) % 3
+"""
+
+
+@pytest.mark.kill
+def test_a_run_goes_on_after_a_hang_and_a_crash(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(NOW_AND_THEN)
+    limits = ("reward_timeout_seconds=2", "reward_on_failure=drop", "reward_in=process")
+    given = arguments(tmp_path / "run", f"reward={tmp_path / 'own.py'}:score", "max_steps=3", *limits)
+    done = subprocess.run(
+        [sys.executable, "-m", "fovea", *given],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    unscored = (tmp_path / "run" / "unscored.jsonl").read_text()
+    assert "took more than reward_timeout_seconds=2, and its process was killed" in unscored
+    assert "ended its process (killed by signal 9, Killed)" in unscored
+    assert sum(row["groups/unscored"] for row in read_metrics(tmp_path / "run")) <= 2
+    assert not [
+        each for each in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(each.info["cmdline"] or [])
+    ]
+
+
+HOLDS_LATER = """
+import re
+from pathlib import Path
+
+def score(task, text, images):
+    Path(__file__).with_name("pids").open("a").write(f"{__import__('os').getpid()}\\n")
+    if task.id.startswith("train") and len(Path(__file__).with_name("pids").read_text().splitlines()) > 2:
+        re.match(r"(a+)+$", "a" * 40 + "b")
+    return 1.0
+"""
+
+
+@pytest.mark.kill
+def test_two_signals_end_a_run_amid_a_hang(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(HOLDS_LATER)
+    own = (f"reward={tmp_path / 'own.py'}:score", "reward_timeout_seconds=600", "reward_in=process")
+    given = arguments(tmp_path / "run", *own, "evaluate.before_training=false")
+    started = subprocess.Popen(
+        [sys.executable, "-m", "fovea", *given], cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True
+    )
+    with until_killed(started) as process:
+        pids = tmp_path / "pids"
+        while not pids.exists() or len(pids.read_text().splitlines()) <= 2:
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.05)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        assert process.stderr is not None
+        while "a second signal ends it at once" not in process.stderr.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    assert process.returncode == 130
+    for pid in set(pids.read_text().split()):
+        wait_until_gone(int(pid))
