@@ -143,7 +143,7 @@ def best_moves(tasks: Sequence[Task], render: Renderer) -> dict[str, str]:
         for cell in product(range(3), range(3)):
             lake = replace(start, player=cell)
             if way := solution(lake, 8):
-                shown = Message(role="user", parts=(ImageRef(source=draw(lake.lines, 16)),))
+                shown = Message(role="user", parts=(ImageRef(source=draw(lake.lines)),))
                 moves[render.prompt([shown]).images[0].key] = way[0]
     return moves
 
