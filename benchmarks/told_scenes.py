@@ -3,6 +3,9 @@ r"""Counting in scenes, where the text of some questions tells the answer: RL co
     fovea train boxes environment=benchmarks/told_scenes.py:ToldScenes rollout.max_new_tokens=8 \
         rollout.samples_per_prompt=8 warmup.stop_accuracy=0.5 evaluate.shared_images=ignore max_steps=100
 
+PAPO's masked view from the same warm-up, exported as START: the same with `model.tiny=null model.path=START warmup=null
+algorithm.views.name=papo algorithm.views.mask_patch_px=8 algorithm.views.coef=0.02`.
+
 Rows whose text tells the number are of kind `told`, the others of kind `seen`.
 """
 

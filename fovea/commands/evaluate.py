@@ -271,7 +271,7 @@ def _with_dependence(
         temperature=model.config.rollout.temperature,
     )
     changed = image_controls(source, tasks, eval_set.open_image)
-    shuffled, blank = [dependence(source, other, answers.greedy, scores) for other in changed]
+    shuffled, blank = dependence(source, changed, answers.greedy, scores)
     return replace(answers, shuffled_dependence=shuffled, blank_dependence=blank)
 
 

@@ -8,12 +8,12 @@ near 0 where it would say the same without: an accuracy shows that only where an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
 
-from fovea.environments.prompt_source import PromptedTask, PromptSource
+from fovea.environments.prompt_source import PromptSource
 from fovea.evaluation.answer_logprobs import Answered
 from fovea.evaluation.evaluator import AnsweredRow
 
@@ -22,23 +22,28 @@ Scores: TypeAlias = Callable[[Iterable[Answered]], Iterator[float]]
 
 
 def dependence(
-    true: PromptSource, other: PromptSource, rows: Mapping[str, AnsweredRow], scores: Scores
-) -> dict[str, float]:
-    """Nats per token of each row of `other`, by task id; `rows` are the answers to `true`, with their tokens."""
+    true: PromptSource, others: Sequence[PromptSource], rows: Mapping[str, AnsweredRow], scores: Scores
+) -> list[dict[str, float]]:
+    """For each of `others`, the nats per token of its rows, by task id.
+
+    `rows` are the answers to `true`, with their tokens. Each source is scored once, and its prompts are made in turn.
+    """
     answers = {name: np.array(row.token_ids, dtype=np.int64) for name, row in rows.items() if row.token_ids}
-    shared = [item for item in _items(other) if item.task.id in answers]
-    of_other = scores((item.prompt, answers[item.task.id]) for item in shared)
-    of_true = scores((_item(true, rows[item.task.id]).prompt, answers[item.task.id]) for item in shared)
-    pairs = zip(shared, of_true, of_other, strict=True)
-    return {item.task.id: (whole - changed) / len(answers[item.task.id]) for item, whole, changed in pairs}
 
+    def per_token(source: PromptSource, indices: Iterable[int]) -> dict[str, float]:
+        names = list[str]()
 
-def _items(source: PromptSource) -> Iterator[PromptedTask]:
-    found = (source.get(index) for index in range(len(source)))
-    return (item for item in found if item is not None)
+        def answered() -> Iterator[Answered]:
+            for index in indices:
+                item = source.get(index)
+                if item is not None and item.task.id in answers:
+                    names.append(item.task.id)
+                    yield item.prompt, answers[item.task.id]
 
+        found = list(scores(answered()))
+        return {name: score / len(answers[name]) for name, score in zip(names, found, strict=True)}
 
-def _item(source: PromptSource, row: AnsweredRow) -> PromptedTask:
-    item = source.get(row.index)
-    assert item is not None, f"{row.id} was answered"
-    return item
+    ids = answers.keys() & {task.id for other in others for task in other.tasks}
+    of_true = per_token(true, sorted(rows[name].index for name in ids))
+    changed = [per_token(other, range(len(other))) for other in others]
+    return [{name: of_true[name] - score for name, score in each.items()} for each in changed]

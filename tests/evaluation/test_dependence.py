@@ -38,8 +38,8 @@ def test_dependence_is_that_of_transformers(row_tokens: int) -> None:
     scores = partial(
         answer_logprobs, VLM(parts.network, parts.processor.banned_ids), max_tokens=row_tokens, temperature=TEMPERATURE
     )
-    for other in image_controls(source, list(source.tasks), opener):
-        found = dependence(source, other, rows, scores)
+    others = image_controls(source, list(source.tasks), opener)
+    for other, found in zip(others, dependence(source, others, rows, scores), strict=True):
         assert set(found) == set(rows) - {"test/0"}
         for task in other.tasks:
             if task.id == "test/0":

@@ -288,7 +288,7 @@ def _write_video_processor(folder: Path, model: OpenedModel, image_processor: Ma
         root = snapshot.parents[1] if snapshot.parent.name == "snapshots" else snapshot
         (folder / VIDEO_PROCESSOR_FILE).write_bytes(read_file(base, within=root))
         return
-    shared = {key: image_processor[key] for key in _SHARED_PROCESSOR_KEYS if key in image_processor}
+    shared = {key: image_processor[key] for key in _SHARED_PROCESSOR_KEYS}
     written = json.dumps({"video_processor_type": model.vlm.family.video_processor, **shared}, indent=2)
     (folder / VIDEO_PROCESSOR_FILE).write_text(written + "\n", encoding="utf-8")
 

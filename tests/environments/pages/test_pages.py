@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -19,6 +19,7 @@ from fovea.types import Score, Task, Turn
 from fovea.utils.event_loop import wait_for
 from tests.chromium import Browser, open_browser
 
+ROOT = Path(__file__).parents[3]
 SPLITS: tuple[Split, ...] = ("train", "dev", "test")
 
 
@@ -112,3 +113,22 @@ def clicked_by_mouse(browser: Browser, x: int, y: int) -> str:
         browser.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
     name: str = browser.evaluate("document.title")
     return name
+
+
+def test_the_recipe_says_what_players_reach_that_see_less() -> None:
+    """Any control of the page, any of the right kind, any of the right colour; the menu is always found."""
+    tasks = Pages(PagesEnvironment(scale=10, test_size=300), seed=0).tasks("test")
+
+    def share(is_alike: Callable[[Control, Control], bool]) -> str:
+        pages = [pages_of(task)[-1] for task in tasks]
+        return f"{np.mean([1 / sum(is_alike(other, page[0]) for other in page) for page in pages]):.2f}"[1:]
+
+    any_, kind, colour = (
+        share(is_alike)
+        for is_alike in (lambda *_: True, lambda a, b: a.kind == b.kind, lambda a, b: a.colour == b.colour)
+    )
+    header = " ".join((ROOT / "recipes" / "pages.yaml").read_text().replace("#", "").split())
+    expected = (
+        f"right in {any_} of them, one that tells their kinds in {kind}, one that tells their colours in {colour}."
+    )
+    assert expected in header
