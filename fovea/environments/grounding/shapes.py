@@ -23,7 +23,7 @@ from fovea.environments.shapes.scenes import (
     paint,
     with_noise,
 )
-from fovea.types import ImageRef, Message, Score, Task, Turn
+from fovea.types import AnswerEnd, ImageRef, Message, Score, Task, Turn
 
 _PLACES = "places"
 """Key of the task's row that holds its true boxes, in the coordinates of answers."""
@@ -35,6 +35,7 @@ class GroundingShapes(Environment):
     def __init__(self, settings: GroundingShapesEnvironment, seed: int) -> None:
         self._settings = settings
         self._seed = seed
+        self.answer_end = AnswerEnd(closing="]]" if settings.ask == "boxes" else "]")
         self.graders = (GroundingShapesGrader(settings),)
 
     def tasks(self, split: Split) -> Sequence[Task]:

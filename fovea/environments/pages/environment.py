@@ -38,7 +38,7 @@ class Pages(Environment):
     def tasks(self, split: Split) -> Sequence[Task]:
         settings = self._settings
         sizes = {"train": settings.train_size, "dev": settings.dev_size, "test": settings.test_size}
-        return LazyTasks(lambda index: self._task(split, index), range(sizes[split]), kind_of=_kind)
+        return LazyTasks(lambda index: self._task(split, index), range(sizes[split]), kind_of=kind_of)
 
     def prompt(self, task: Task) -> Sequence[Message]:
         return (Message(role="user", parts=(*task.images, task.question)),)
@@ -59,7 +59,7 @@ class Pages(Environment):
         return [f"{round(x * self._settings.scale)},{round(y * self._settings.scale)}" for x, y in centres]
 
     def _task(self, split: Split, index: int) -> Task:
-        rng, kind = row_generator(self._seed, split, index), _kind(index)
+        rng, kind = row_generator(self._seed, split, index), kind_of(index)
         while True:
             controls = random_controls(int(rng.integers(3, 6)), rng)
             closed = random_controls(3, rng, menu=True) if kind == MENU else ()
@@ -111,7 +111,8 @@ def click_in(text: str, scale: int) -> tuple[float, float] | None:
     return int(found[1]) / scale, int(found[2]) / scale
 
 
-def _kind(index: int) -> str:
+def kind_of(index: int) -> str:
+    """The kind of a row."""
     return _KINDS[index % 2]
 
 

@@ -59,9 +59,16 @@ class Control:
 
 
 def random_controls(count: int, rng: np.random.Generator, *, menu: bool = False) -> tuple[Control, ...]:
-    """Controls that differ in kind or colour, each somewhere in its cell of the grid; `menu` puts that one first."""
+    """Controls that differ in kind or colour, each somewhere in its cell of the grid; `menu` puts that one first.
+
+    The second has the first's kind and the third its colour, so that neither word of its name is enough to find it.
+    """
     looks: list[tuple[Any, Any]] = list(product(KINDS, COLOURS))
-    chosen = [looks[place] for place in rng.permutation(len(looks))[:count]]
+    shuffled = [looks[place] for place in rng.permutation(len(looks))]
+    kind, colour = shuffled[0]
+    same_kind = next(look for look in shuffled[1:] if look[0] == kind)
+    same_colour = next(look for look in shuffled[1:] if look[1] == colour)
+    chosen = list(dict.fromkeys([shuffled[0], same_kind, same_colour, *shuffled]))[:count]
     cells = rng.permutation(_CELLS**2)[:count]
     shown = [(MENU, MENU), *chosen[1:]] if menu else chosen
     return tuple(_placed(kind, colour, int(cell), rng) for (kind, colour), cell in zip(shown, cells, strict=True))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from fovea.config.grounding import GroundingShapesEnvironment
+from fovea.environments.answer_end import find_answer_end
 from fovea.environments.base import Split
 from fovea.environments.grounding.shapes import GroundingShapes
 from fovea.environments.shapes.scenes import SHAPES, Spot, Thing, box_of, paint
@@ -36,6 +37,8 @@ def test_the_true_answer_earns_full_marks(ask: str, settings: dict[str, Any]) ->
             result = scored(made.graders, task, made.target(task))
             assert (result.reward, result.accuracy, result.parts["format"]) == (1, 1, 1)
             assert {mark.label for mark in result.marks} == {"truth", "answer"}
+            # with stop_after_answer, a response ends with its answer, not before
+            assert find_answer_end(made.target(task) + "]", made.answer_end) == len(made.target(task))
 
 
 @pytest.mark.parametrize("shape", SHAPES)

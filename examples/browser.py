@@ -1,0 +1,173 @@
+"""Clicks in a real browser: Chromium shows the pages of `pages`, its screenshots are the pictures, its mouse clicks.
+
+    pip install playwright && playwright install chromium
+    fovea train examples/browser.yaml
+
+Answers are those of `pages`, so that a model trained there can be evaluated here. What was hit, the page itself says;
+the reward is GUI-R1's (arXiv 2504.10458), 0.2 for the form of an answer and 0.8 for a hit. The browser ends with the
+run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from playwright.async_api import Browser, Page, async_playwright
+
+from fovea.config.games import PagesEnvironment
+from fovea.data.order import LazyTasks
+from fovea.environments.base import Split
+from fovea.environments.pages.environment import Pages, click_in, kind_of, pages_of
+from fovea.environments.pages.page import MENU, html
+from fovea.processes.session_processes import session_environment
+from fovea.types import ImageRef, Mark, Message, Score, Task, Turn
+from fovea.utils.event_loop import BackgroundLoop
+
+SIDE_PX = 48
+"""Side of the window: 9 visual tokens of the tiny models."""
+FORMAT_WEIGHT = 0.2
+
+
+class Chromium:
+    """One Chromium without a window and without network, started when it is first used."""
+
+    def __init__(self) -> None:
+        self._loop = BackgroundLoop("chromium")
+        self._browser: Browser | None = None
+        self._free: list[Page] = []
+        self._starting = asyncio.Lock()
+
+    async def open(self, source: str) -> Page:
+        """A page that shows this HTML, for one episode."""
+        return await self._loop.run(self._open(source))
+
+    def screenshot_of(self, source: str) -> ImageRef:
+        """The picture of this HTML."""
+        return self._loop.wait(self._screenshot_of(source))
+
+    async def click(self, page: Page, x: float, y: float) -> str:
+        """Click at a place, in shares of the window; returns the name of what the page says was hit."""
+        return await self._loop.run(_click(page, x, y))
+
+    async def show(self, page: Page, source: str) -> ImageRef:
+        """Show other HTML on a page; returns its picture."""
+        return await self._loop.run(_show(page, source))
+
+    def close(self, page: Page) -> None:
+        """Give a page back: to show other HTML takes a tenth of the time of a new page."""
+        self._free.append(page)
+
+    async def _open(self, source: str) -> Page:
+        page = self._free.pop() if self._free else await self._new_page()
+        await page.set_content(source)
+        return page
+
+    async def _new_page(self) -> Page:
+        async with self._starting:
+            if self._browser is None:
+                self._browser = await _launched()
+        return await self._browser.new_page(viewport={"width": SIDE_PX, "height": SIDE_PX}, offline=True)
+
+    async def _screenshot_of(self, source: str) -> ImageRef:
+        page = await self._open(source)
+        picture = await _picture(page)
+        self.close(page)
+        return picture
+
+
+async def _launched() -> Browser:
+    """The Chromium of this machine, or Playwright's where there is none."""
+    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    playwright = await async_playwright().start()
+    return await playwright.chromium.launch(executable_path=program, env=session_environment())
+
+
+async def _click(page: Page, x: float, y: float) -> str:
+    await page.mouse.click(x * SIDE_PX, y * SIDE_PX)
+    name: str = await page.title()
+    return name
+
+
+async def _show(page: Page, source: str) -> ImageRef:
+    await page.set_content(source)
+    return await _picture(page)
+
+
+async def _picture(page: Page) -> ImageRef:
+    with Image.open(io.BytesIO(await page.screenshot())) as image:
+        return ImageRef(source=np.asarray(image.convert("RGB")), where="a screenshot")
+
+
+class BrowserPages:
+    """The environment; `environment.settings` are those of `pages`."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._scale = PagesEnvironment(**settings).scale
+        self._pages = Pages(PagesEnvironment(**settings), seed=0)
+        self._chromium = Chromium()
+        self.max_turns = self._pages.max_turns
+        self.prompt, self.target, self.demonstration = (
+            self._pages.prompt,
+            self._pages.target,
+            self._pages.demonstration,
+        )
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        rows = self._pages.tasks(split)
+        return LazyTasks(lambda index: self._seen(rows[index]), range(len(rows)), kind_of=kind_of)
+
+    async def open(self, task: Task, seed: int) -> Episode:
+        sources = [html(controls) for controls in pages_of(task)]
+        return Episode(task, self._scale, sources, self._chromium, await self._chromium.open(sources[0]))
+
+    def _seen(self, task: Task) -> Task:
+        """The task with a screenshot."""
+        return replace(task, images=(self._chromium.screenshot_of(html(pages_of(task)[0])),))
+
+
+class Episode:
+    """A task on one page of the browser: after a click on its menu, the page with the menu open."""
+
+    def __init__(self, task: Task, scale: int, sources: Sequence[str], chromium: Chromium, page: Page) -> None:
+        self._task, self._scale, self._sources = task, scale, sources
+        self._chromium, self._page = chromium, page
+        self._hits: list[bool] = []
+
+    async def reply(self, turns: Sequence[Turn]) -> Sequence[Message] | None:
+        await self._play(turns[-1].text)
+        if not self._hits[-1] or len(self._hits) == len(self._sources):
+            return None
+        return [Message(role="user", parts=(await self._chromium.show(self._page, self._sources[len(self._hits)]),))]
+
+    async def score(self, turns: Sequence[Turn]) -> Score:
+        if len(self._hits) < len(turns):  # the last turn of the limit gets no reply
+            await self._play(turns[-1].text)
+        clicks = [click_in(turn.text, self._scale) for turn in turns]
+        rewards = [
+            ((1 - FORMAT_WEIGHT) * hit + FORMAT_WEIGHT * (click is not None)) / len(self._sources)
+            for hit, click in zip(self._hits, clicks, strict=True)
+        ]
+        return Score(
+            reward=sum(rewards),
+            accuracy=float(sum(self._hits) == len(self._sources)),
+            parts={"format": float(np.mean([click is not None for click in clicks]))},
+            marks=() if clicks[0] is None else (Mark(image=1, xy=clicks[0], label="click"),),
+            turns=tuple(rewards),
+        )
+
+    async def close(self) -> None:
+        self._chromium.close(self._page)
+
+    async def _play(self, text: str) -> None:
+        """Click where an answer says, and note whether the page names the control that is next."""
+        click = click_in(text, self._scale)
+        is_last = len(self._hits) == len(self._sources) - 1
+        hit = None if click is None else await self._chromium.click(self._page, *click)
+        self._hits.append(hit == (self._task.answer if is_last else MENU))
