@@ -61,7 +61,7 @@ class Chromium:
         return await self._loop.run(_show(page, source))
 
     def close(self, page: Page) -> None:
-        """Give a page back: to show other HTML takes a tenth of the time of a new page."""
+        """Give a page back, for the next episode."""
         self._free.append(page)
 
     async def _open(self, source: str) -> Page:
