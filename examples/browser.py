@@ -62,7 +62,8 @@ class Chromium:
 
     def close(self, page: Page) -> None:
         """Give a page back, for the next episode."""
-        self._free.append(page)
+        if not page.is_closed():  # a browser that ended has closed its pages
+            self._free.append(page)
 
     async def _open(self, source: str) -> Page:
         page = self._free.pop() if self._free else await self._new_page()

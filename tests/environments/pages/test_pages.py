@@ -62,6 +62,13 @@ def test_a_wrong_click_ends_the_episode_and_a_menu_is_half_of_its_task() -> None
     assert (pictures, score.reward, score.turns) == ([], 0.0, (0.0,))
 
 
+def test_neither_word_of_a_control_is_enough_to_find_it() -> None:
+    for task in Pages(PagesEnvironment(), 0).tasks("train")[:100]:
+        asked, same_kind, same_colour, *_ = pages_of(task)[-1]
+        assert (same_kind.kind, same_colour.colour) == (asked.kind, asked.colour)
+        assert len({control.name for control in pages_of(task)[-1]}) == len(pages_of(task)[-1])
+
+
 def test_no_page_is_in_two_splits() -> None:
     environment = Pages(PagesEnvironment(), 0)
     seen = {
