@@ -55,6 +55,22 @@ class PromptedTask:
     masked: Prompt | None = None
     """The prompt of a term of the loss."""
 
+    @property
+    def num_bytes(self) -> int:
+        """About the memory of the task and the prompt, in which pictures take nearly all."""
+        held = sum(_held_bytes(image) for image in self.task.images)
+        pixels = sum(image.num_bytes for image in self.prompt.images)
+        return 1024 + self.prompt.token_ids_L.nbytes * 4 + pixels + held
+
+
+def _held_bytes(image: ImageRef) -> int:
+    source = image.source
+    if isinstance(source, np.ndarray):
+        return source.nbytes
+    if isinstance(source, (bytes, str)):
+        return len(source)
+    return source.width * source.height * len(source.getbands())
+
 
 class PromptSource:
     """Prompts of one split."""
@@ -125,9 +141,7 @@ class PromptSource:
         if cached is None:
             cached = self.read(index, lambda: self._rendered(index))
             if cached is not None:
-                prompt = cached.prompt
-                num_bytes = 1024 + prompt.token_ids_L.nbytes * 4 + sum(image.num_bytes for image in prompt.images)
-                self._cache.put(index, cached, num_bytes)
+                self._cache.put(index, cached, cached.num_bytes)
         return cached
 
     def read(self, index: int, make: Callable[[], Made]) -> Made | None:

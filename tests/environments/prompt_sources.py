@@ -50,8 +50,13 @@ def make_source(
     folder: Path | None = None,
     prefetch_threads: int = 0,
     most_tokens: int | None = None,
+    images: Sequence[ImageRef] = (),
 ) -> tuple[PromptSource, PixelRenderer]:
-    tasks = [Task(id=f"row {index}", question=question, answer="a") for index, question in enumerate(questions)]
+    """The source and its renderer; `images` belong to each task."""
+    tasks = [
+        Task(id=f"row {index}", question=question, answer="a", images=tuple(images))
+        for index, question in enumerate(questions)
+    ]
     renderer = PixelRenderer(most_tokens)
     source = PromptSource(
         tasks,

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from fovea.data.order import EpochOrder, Order
 from fovea.environments.prompt_source import PromptSource
 from fovea.errors import DataError
+from fovea.types import ImageRef
 from tests.environments.prompt_sources import make_source
 
 QUESTIONS = ["a", "bad", "b", "c", "bad", "d", "e", "too long a question"]
@@ -35,6 +39,22 @@ def test_memory_is_bounded_and_the_least_recently_used_leave() -> None:
     assert renderer.rendered == 3, "used last but one"
     source.get(1)
     assert renderer.rendered == 4, "had left"
+
+
+@pytest.mark.parametrize("kind", ["pixels", "file content", "address", "Pillow's"])
+def test_the_bound_counts_the_pictures_that_tasks_hold(kind: str) -> None:
+    """Prompts of one mebibyte, whose tasks hold another: two of them are three mebibytes or more."""
+    pixels_YXC = np.zeros((1024, 1024 // 3 + 1, 3), dtype=np.uint8)
+    sources: dict[str, Any] = {
+        "pixels": pixels_YXC,
+        "file content": b" " * 2**20,
+        "address": "data:" + " " * 2**20,
+        "Pillow's": Image.fromarray(pixels_YXC),
+    }
+    source, renderer = make_source(["a", "b"], cache_gib=2.5 / 1024, images=[ImageRef(source=sources[kind])])
+    for index in (0, 1, 0):
+        source.get(index)
+    assert renderer.rendered == 3
 
 
 def test_bad_rows_are_skipped_counted_and_listed(tmp_path: Path) -> None:

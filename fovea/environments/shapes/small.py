@@ -1,6 +1,6 @@
-r"""Scenes of small objects, whose shapes show only in a box that is enlarged.
+r"""Scenes of one small object, whose shape shows only in a box that is enlarged.
 
-The model sees the scene reduced to its picture's size, in which an object is about three pixels wide: its colour shows,
+The model sees the scene reduced to its picture's size, in which the object is about three pixels wide: its place shows,
 its shape hardly. `\zoom{x1,y1,x2,y2}` answers with the box, cut from the whole scene and enlarged to that size.
 """
 
@@ -25,10 +25,10 @@ from fovea.types import AnswerEnd, ImageRef, Message, Task, Turn
 
 _ZOOM = re.compile(r"\\zoom\{(\d{1,5}),(\d{1,5}),(\d{1,5}),(\d{1,5})\}")
 _SHRINK = 0.25
-"""Radius of an object, relative to that of `shapes`."""
+"""Radius of the object, relative to that of `shapes`."""
 _REACH = 6.0
-"""Half the side of a demonstration's box, on a scene of `UNIT_SIDE`; its object is enlarged to the size in `shapes`."""
-_NUM_THINGS = 3
+"""Half the side of a demonstration's box, on a scene of `UNIT_SIDE`; the object is enlarged to its size in `shapes`."""
+_QUESTION = "Which shape is shown?"
 _SCENE_SIDE_PX = 4 * UNIT_SIDE
 """Side of the scene, from which boxes are cut: a demonstration's box is shown in all its pixels."""
 _SMALLEST_BOX = 1 / 24
@@ -84,22 +84,20 @@ class SmallShapes(Environment):
 
     def _task(self, split: Split, index: int) -> Task:
         rng, answer = row_generator(self._seed, split, index), SHAPES[index % len(SHAPES)]
-        colours = [COLOURS[place] for place in rng.permutation(len(COLOURS))[:_NUM_THINGS]]
-        shapes = [answer, *(SHAPES[int(rng.integers(len(SHAPES)))] for _ in colours[1:])]
-        things = [Thing(shape=shape, colour=colour) for shape, colour in zip(shapes, colours, strict=True)]
-        spots = [replace(spot, radius=spot.radius * _SHRINK) for spot in grid_spots(len(things), rng)]
-        canvas_YXC = paint(things, spots, _SCENE_SIDE_PX, rng)
+        thing = Thing(shape=answer, colour=COLOURS[int(rng.integers(len(COLOURS)))])
+        (spot,) = grid_spots(1, rng)
+        canvas_YXC = paint([thing], [replace(spot, radius=spot.radius * _SHRINK)], _SCENE_SIDE_PX, rng)
         pixels_YXC = with_noise(canvas_YXC, split, rng)
         how = (
             rf" Zoom into a box with \zoom{{x1,y1,x2,y2}}, 0 to {self._settings.scale}." if self._settings.zoom else ""
         )
         return Task(
             id=f"{split}/{index}",
-            question=f"Which shape is {colours[0]}?{how}",
+            question=_QUESTION + how,
             answer=answer,
             images=(ImageRef(source=pixels_YXC, where=f"shapes_small {split}/{index}"),),
             kind="shape",
-            row={"box": _box_around(spots[0])},
+            row={"box": _box_around(spot)},
         )
 
 

@@ -44,6 +44,8 @@ GB = 10**9
 VERL = "geo3k_qwen2_5_vl_7b.yaml"
 FROZEN, LORA = "model.freeze_vision_tower=true", "model.lora={rank: 64, alpha: 32, targets: all-linear}"
 MACHINE = re.compile(r"^# Machine: (?P<count>\d+) (?P<kind>x|CPU core,) (?P<memory>\d+) GB$", re.MULTILINE)
+TINY = ["model.path=null", "model.tiny={}"]
+"""In place of the demo's model, which it has made."""
 BEFORE = {
     "geo3k_sglang": "geo3k",
     "geo3k_vllm": "geo3k_qwen2_5_vl_7b",
@@ -73,7 +75,9 @@ def planned(name: str, folder: Path) -> tuple[Config, RunPlan]:
     """The settings of a recipe, and their plan on the machine that its head names."""
     files = [shipped_recipes()[each] for each in (BEFORE.get(name), name) if each is not None]
     config = load_config(files, [f"run_dir={folder}/run"])
-    if config.model.path is not None:
+    if config.model.path == "./exported/demo":
+        config = load_config(files, TINY)
+    elif config.model.path is not None:
         config = load_config(files, [f"model.path={folder_of(folder, MODELS[config.model.path])}"])
     (named,) = MACHINE.finditer(files[-1].read_text(encoding="utf-8"))
     count, memory_gb = int(named["count"]), int(named["memory"])
@@ -137,7 +141,8 @@ def test_it_fits_8_gpus_under_megatron(recipe: str, sizes: dict[str, Any], tmp_p
     ],
 )
 def test_a_plan_assumes_the_prompts_that_the_demo_has(recipe: str, tokens: int, tmp_path: Path) -> None:
-    config = load_config([RECIPES / f"{recipe}.yaml"], [f"run_dir={tmp_path}/run"])
+    made = TINY if recipe == "shapes_small" else []
+    config = load_config([RECIPES / f"{recipe}.yaml"], [f"run_dir={tmp_path}/run", *made])
     environment = make_environment(config).environment
     located = locate_model(config, tmp_path, lambda: environment)
     renderer = Renderer(load_processor(located), make_opener(config.data, tmp_path))
