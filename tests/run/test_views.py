@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,14 +21,17 @@ from fovea.train.base import Needs
 from fovea.types import Batch, Prompt, Sample
 from fovea.utils.event_loop import wait_for
 from fovea.wiring.run import build
+from tests.cluster.ray_environment import own_ray
+from tests.cluster.torchrun_runs import compare, settings
 from tests.fakes import BanditEnvironment
-from tests.runs import QUICK, ROOT, train_here, untimed
+from tests.runs import QUICK, ROOT, command, fovea_here, train_here, untimed
 
 SHORT = [
     *(x for x in QUICK if not x.startswith(("rollout.", "log.samples"))),
     *("rollout.prompts_per_step=3", "rollout.samples_per_prompt=4", "max_steps=2", "evaluate.before_training=false"),
     *("evaluate.test_size=4", "log.samples_every_steps=1"),
 ]
+SAMPLES = ["rollout.samples_per_prompt=4", "algorithm.views.mask_patch_px=8"]
 BOTH = ["rollout.views.share=0.25", "algorithm.views=vppo", "algorithm.minibatches=2"]
 SAME, OTHER = 1e-5, 1e-3
 
@@ -77,6 +81,21 @@ def test_a_run_with_views_ends_and_two_are_the_same(tmp_path: Path) -> None:
     assert untimed(tmp_path / "a") == untimed(tmp_path / "b")
     assert all(row["views/noise_step"] == 500 for row in found[0])
     assert all(row["rollout_train_max"] < SAME for row in found[0])
+
+
+@pytest.mark.slow
+def test_an_engine_of_another_process_draws_on_the_same_views(tmp_path: Path) -> None:
+    """A learner and an engine that Ray starts, against one process."""
+    pytest.importorskip("ray", reason="needs the extra ray")
+    by_ray = ("cluster.gpus_per_node=2", "cluster.placement=disaggregated", "cluster.rollout_gpus=1")
+    words = settings("recipes/shapes.yaml", tmp_path / "ray", *SAMPLES, *BOTH, *by_ray)
+    with own_ray() as own:
+        done = subprocess.run(
+            command("train", *words), cwd=ROOT, env=own, capture_output=True, text=True, timeout=300, check=False
+        )
+    assert done.returncode == 0, done.stderr + done.stdout
+    fovea_here("train", *settings("recipes/shapes.yaml", tmp_path / "one", *SAMPLES, *BOTH))
+    compare(tmp_path / "one", tmp_path / "ray")
 
 
 def test_null_is_the_run_without_the_settings(tmp_path: Path) -> None:
