@@ -84,6 +84,7 @@ COVERS: dict[str, tuple[str, ...]] = {
         "tests/chromium.py",
         "tests/benchmarks/test_view_picture.py",
         "tests/test_docs_site.py",
+        *("examples/browser.py", "tests/environments/pages/test_browser_pages.py"),
     ),
     "talk": ("examples/talk", "tests/talk"),
     "oldest": (*VERSIONS, "requirements/oldest.txt"),

@@ -222,7 +222,7 @@ def openings(browser: Browser, address: str, ready: str) -> list[Wait]:
 
 def busy_ms(browser: Browser) -> float:
     """Processor time that the page's thread has spent on scripts, styles and layout since it was opened."""
-    metrics = browser.call("Performance.getMetrics")["metrics"]
+    metrics = browser.protocol.send("Performance.getMetrics")["metrics"]
     seconds: float = next(each["value"] for each in metrics if each["name"] == "TaskDuration")
     return 1000 * seconds
 
@@ -265,8 +265,8 @@ def main() -> None:
         one, other, short = (Path(parent, name) for name in ("one", "other", "short"))
         for folder, length in ((one, steps), (other, steps), (short, SHORT)):
             make_run(folder, length)
-        with open_browser(Path(parent, "profile")) as browser:
-            browser.call("Performance.enable", timeDomain="threadTicks")
+        with open_browser() as browser:
+            browser.protocol.send("Performance.enable", {"timeDomain": "threadTicks"})
             show(table_of(browser, one, other, short, steps))
 
 

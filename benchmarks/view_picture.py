@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=0, help="group of that step, from 0 on")
     parser.add_argument("--out", type=Path, default=Path("docs"))
     given = parser.parse_args()
-    with TemporaryDirectory() as profile, open_browser(Path(profile)) as browser:
+    with open_browser() as browser:
         for file in take(browser, given.runs, given.out, step=given.step, group=given.group):
             print(f"{file}: {file.stat().st_size / 1000:.0f} kB")
 

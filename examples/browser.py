@@ -62,17 +62,21 @@ class Chromium:
 
     def close(self, page: Page) -> None:
         """Give a page back, for the next episode."""
-        if not page.is_closed():  # a browser that ended has closed its pages
-            self._free.append(page)
+        self._free.append(page)
 
     async def _open(self, source: str) -> Page:
-        page = self._free.pop() if self._free else await self._new_page()
+        while self._free:
+            page = self._free.pop()
+            if not page.is_closed():  # a browser that ended has closed its pages
+                break
+        else:
+            page = await self._new_page()
         await page.set_content(source)
         return page
 
     async def _new_page(self) -> Page:
         async with self._starting:
-            if self._browser is None:
+            if self._browser is None or not self._browser.is_connected():
                 self._browser = await _launched()
         return await self._browser.new_page(viewport={"width": SIDE_PX, "height": SIDE_PX}, offline=True)
 

@@ -82,22 +82,18 @@ def test_the_site_has_every_page_and_loads_nothing_from_elsewhere(site: Path) ->
 
 
 @pytest.mark.browser
-def test_the_search_finds_a_setting_and_asks_nobody_else(site: Path, tmp_path: Path) -> None:
-    with served(site) as address, open_browser(tmp_path) as page:
-        page.call("Network.enable")
-        page.open(f"{address}/get-started.html?q=samples_per_prompt", dark=True)
+def test_the_search_finds_a_setting_and_asks_nobody_else(site: Path) -> None:
+    with served(site) as address, open_browser() as browser:
+        asked: list[str] = []
+        browser.page.on("request", lambda request: asked.append(request.url))
+        browser.open(f"{address}/get-started.html?q=samples_per_prompt", dark=True)
         found = "a.md-search-result__link[href$='#rolloutsamples_per_prompt']"
-        page.wait_for(f"document.querySelector({json.dumps(found)})")
-        assert page.evaluate("document.body.dataset.mdColorScheme") == "slate"
-        asked = [
-            event["params"]["request"]["url"]
-            for event in page.events
-            if event.get("method") == "Network.requestWillBeSent"
-        ]
+        browser.wait_for(f"document.querySelector({json.dumps(found)})")
+        assert browser.evaluate("document.body.dataset.mdColorScheme") == "slate"
         assert asked
         assert all(url.startswith((address, "data:", "about:", "blob:")) for url in asked)
-        assert not page.problems
-        page.open(f"{address}/index.html", width=390)
-        page.wait_for("document.readyState == 'complete'")
-        assert page.evaluate("document.documentElement.scrollWidth") <= 390
-        assert not page.problems
+        assert not browser.problems
+        browser.open(f"{address}/index.html", width=390)
+        browser.wait_for("document.readyState == 'complete'")
+        assert browser.evaluate("document.documentElement.scrollWidth") <= 390
+        assert not browser.problems

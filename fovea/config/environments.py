@@ -170,7 +170,7 @@ class ShapesZoomEnvironment(ShapesEnvironment):
 
 
 class SmallShapesEnvironment(DrawnRows):
-    """Scenes whose objects are too small for the picture that the model sees; a box of them may be seen enlarged."""
+    """Scenes of an object too small for the picture that the model sees, which may see a box of the scene enlarged."""
 
     name: Literal["shapes_small"] = "shapes_small"
     zoom: bool = True

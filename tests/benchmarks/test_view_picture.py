@@ -28,7 +28,7 @@ def colours(file: Path) -> int:
 @pytest.mark.browser
 def test_pictures_of_one_run_and_of_two(tmp_path: Path) -> None:
     one, other = write_run(tmp_path / "one"), write_run(tmp_path / "other", recorded=(1, 5))
-    with open_browser(tmp_path / "profile") as browser:
+    with open_browser() as browser:
         taken = take(browser, [one], tmp_path)
         assert browser.evaluate("document.querySelectorAll('.token').length") > 0
         assert [file.name for file in taken] == ["view_overview.png", "view_curves.png", "view_samples.png"]

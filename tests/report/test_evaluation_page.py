@@ -104,7 +104,7 @@ def test_rows_of_every_outcome_and_kind_come_first() -> None:
 @pytest.mark.browser
 def test_targets_stand_beside_each_other_in_a_browser(tmp_path: Path) -> None:
     file = write(tmp_path / "page", ATTACK)
-    with open_browser(tmp_path / "profile") as browser:
+    with open_browser() as browser:
         browser.open(file.as_uri())
         browser.wait_for("document.querySelector('.figures-table')")
         assert browser.evaluate("document.title") == f"{ATTACK} · Fovea"

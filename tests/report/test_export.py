@@ -207,9 +207,9 @@ def test_the_bundle_has_no_import_or_export_left() -> None:
     assert "</script" not in page_file(SCRIPT)
 
 
-def look(page: Path, profile: Path) -> tuple[str, str]:
+def look(page: Path) -> tuple[str, str]:
     """Title and text of a page in a real browser."""
-    with open_browser(profile) as browser:
+    with open_browser() as browser:
         browser.open(page.resolve().as_uri() + "#samples")
         browser.wait_for("document.readyState === 'complete' && (!self.main || document.querySelector('.truth'))")
         return browser.evaluate("document.title"), browser.evaluate("document.body.innerText")
@@ -219,8 +219,8 @@ def look(page: Path, profile: Path) -> tuple[str, str]:
 def test_injected_scripts_do_not_run_in_a_browser(tmp_path: Path) -> None:
     control = tmp_path / "control.html"
     control.write_text(f"<!doctype html><title>clean</title><body>{ATTACKS[0]}")
-    assert look(control, tmp_path / "profile")[0] == "owned", "the browser runs no scripts at all"
-    title, text = look(hostile(tmp_path / "run", ATTACK), tmp_path / "profile")
+    assert look(control)[0] == "owned", "the browser runs no scripts at all"
+    title, text = look(hostile(tmp_path / "run", ATTACK))
     assert title == "run · Fovea"
     assert ATTACKS[0] in text
 
@@ -229,4 +229,4 @@ def test_injected_scripts_do_not_run_in_a_browser(tmp_path: Path) -> None:
 def test_the_policy_alone_stops_a_script(tmp_path: Path) -> None:
     report = hostile(tmp_path / "run", "x")
     report.write_text(report.read_text().replace("<main", f"{ATTACKS[0]}{ATTACKS[1]}<main"))
-    assert look(report, tmp_path / "profile")[0] == "run · Fovea"
+    assert look(report)[0] == "run · Fovea"

@@ -49,8 +49,8 @@ TRAINING = [
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with open_browser(tmp_path_factory.mktemp("profile")) as opened:
+def browser() -> Iterator[Browser]:
+    with open_browser() as opened:
         yield opened
 
 

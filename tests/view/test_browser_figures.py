@@ -25,8 +25,8 @@ Y_LABELS = "[...document.querySelector('.plot').querySelectorAll('text:not(.x)')
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with open_browser(tmp_path_factory.mktemp("profile")) as opened:
+def browser() -> Iterator[Browser]:
+    with open_browser() as opened:
         yield opened
 
 

@@ -31,8 +31,8 @@ SAMPLE = "samples?step=4&group=0"
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with open_browser(tmp_path_factory.mktemp("profile")) as opened:
+def browser() -> Iterator[Browser]:
+    with open_browser() as opened:
         yield opened
 
 
@@ -90,7 +90,7 @@ def test_an_answer_without_a_map_shows_the_command(browser: Browser, folder: Pat
         assert browser.evaluate(COVERS) == 0, "one answer at a time"
         assert browser.evaluate(f"{BUTTONS}.map((each) => each.ariaPressed)") == ["false", "true"]
         assert text_of(browser, ".command code") == f"fovea saliency {folder} --recorded 4:1:2"
-        browser.call("Browser.grantPermissions", permissions=["clipboardReadWrite", "clipboardSanitizedWrite"])
+        browser.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
         browser.evaluate("document.querySelector('.command button').click()")
         browser.wait_for("document.querySelector('.command button').textContent === 'copied'")
         open_page(browser, f"{address}#held-out", f"{BUTTONS}.length === 2")
@@ -102,7 +102,7 @@ def test_an_answer_without_a_map_shows_the_command(browser: Browser, folder: Pat
 def test_where_copying_is_not_allowed_the_command_is_selected(browser: Browser, folder: Path) -> None:
     with served(folder) as address:
         open_page(browser, f"{address}#{SAMPLE}", GROUP)
-        browser.evaluate("navigator.clipboard.writeText = () => Promise.reject(new Error('no'))")
+        browser.evaluate("void (navigator.clipboard.writeText = () => Promise.reject(new Error('no')))")
         browser.evaluate(f"{BUTTONS}[1].click()")
         browser.evaluate("document.querySelector('.command button').click()")
         browser.wait_for("getSelection().toString().startsWith('fovea saliency ')")

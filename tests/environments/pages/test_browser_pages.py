@@ -7,22 +7,22 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
+from examples.browser import BrowserPages
 from fovea.environments.pages.environment import pages_of
 from fovea.environments.pages.page import picture
 from fovea.types import Score, Task, Turn
 from tests.chromium import chromium
 
-pytest.importorskip("playwright", reason="examples/browser.py needs playwright")
+pytestmark = pytest.mark.browser
 SETTINGS = {"scale": 48, "train_size": 20, "dev_size": 10, "test_size": 10}
 
 
 @pytest.fixture(scope="module")
 def environment() -> Any:
     chromium()
-    from examples.browser import BrowserPages  # noqa: PLC0415 - needs playwright
-
     return BrowserPages(SETTINGS)
 
 
@@ -73,3 +73,18 @@ def test_a_click_beside_it_ends_the_episode(environment: Any) -> None:
     assert score(decoy, control) == ((0.1, 0), 1)
     assert score("the menu", control) == ((0, 0), 1)
     assert score(menu, "49,1") == ((0.5, 0), 2)
+
+
+def test_a_browser_that_is_killed_starts_again(environment: Any) -> None:
+    task = environment.tasks("test")[0]
+
+    async def full_marks() -> bool:
+        return (await played(environment, task, environment.demonstration(task)))[1].accuracy == 1
+
+    assert asyncio.run(full_marks())
+    browsers = [each for each in psutil.Process().children(recursive=True) if "chrom" in each.name()]
+    assert browsers
+    for each in browsers:
+        each.kill()
+    psutil.wait_procs(browsers, timeout=30)
+    assert asyncio.run(full_marks())

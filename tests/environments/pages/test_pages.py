@@ -87,7 +87,7 @@ def test_clicks_in_answers() -> None:
 
 def test_a_browser_shows_the_same_page_and_clicks_the_same_controls(tmp_path: Path) -> None:
     rng, side = np.random.default_rng(0), 192
-    with open_browser(tmp_path / "profile") as browser:
+    with open_browser() as browser:
         for has_menu in (False, True):
             controls = random_controls(5, rng, menu=has_menu)
             browser.open(f"data:text/html,{quote(html(controls))}", width=side, height=side)
@@ -116,8 +116,7 @@ def hit(controls: Sequence[Control], x: float, y: float) -> str:
 def clicked_by_mouse(browser: Browser, x: int, y: int) -> str:
     """Click with the browser's mouse, and the name of the control that it says was clicked."""
     browser.evaluate("document.title = ''")
-    for kind in ("mousePressed", "mouseReleased"):
-        browser.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+    browser.page.mouse.click(x, y)
     name: str = browser.evaluate("document.title")
     return name
 
