@@ -89,7 +89,7 @@ class Browser:
 def open_browser() -> Iterator[Browser]:
     """A browser that ends with the block."""
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox", "--hide-scrollbars"])
+        browser = playwright.chromium.launch(executable_path=chromium())
         try:
             yield Browser(browser.new_page())
         finally:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
-import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from fovea.config.algorithm import Algorithm
@@ -17,6 +14,7 @@ from fovea.models.tiny import TinyParts
 from fovea.train.base import ModelFacts
 from fovea.types import Batch, Completion, Group, Sample, SampleGroup, Score, Task
 from fovea.wiring.outputs import peak_tflops
+from tests.flops import NOT_COUNTED_BY_TORCH
 from tests.policies import make_policy
 from tests.records import all_actions, one_turn
 from tests.tables import table
@@ -24,27 +22,6 @@ from tests.tiny_models import image, mixed_prompts, renderer, tiny, user
 
 ONE_TERATION = 1e12
 FEW_PER_CENT = 0.05
-
-
-def products(_sum: Sequence[int], left: Sequence[int], right: Sequence[int], **_: object) -> int:
-    return 2 * left[0] * left[1] * right[1]
-
-
-def scores_and_sums(query: Sequence[int], key: Sequence[int], *_: object, **__: object) -> int:
-    batch, heads, queries, width = query
-    return 2 * 2 * batch * heads * queries * key[2] * width
-
-
-def their_gradients(_gradient: object, query: Sequence[int], key: Sequence[int], *_: object, **__: object) -> int:
-    return 2 * scores_and_sums(query, key)
-
-
-NOT_COUNTED_BY_TORCH = {
-    torch.ops.aten.addmm_: products,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: scores_and_sums,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: their_gradients,
-}
-"""Operators that it has no formula for."""
 
 
 def group(*lengths: int) -> Group:

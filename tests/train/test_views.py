@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.flop_counter import FlopCounterMode
 
 from fovea.advantages import with_advantages
 from fovea.config.algorithm import Algorithm
@@ -17,6 +18,7 @@ from fovea.samples import replace_samples
 from fovea.train.base import Needs
 from fovea.train.ranks import ALONE
 from fovea.types import Batch, Metrics
+from tests.flops import NOT_COUNTED_BY_TORCH
 from tests.policies import GRADIENT_TOLERANCE, NUM_TOKENS, make_batch, make_policy, update_gradients
 from tests.reference import largest_relative_difference, reference_logprobs
 from tests.tiny_models import mixed_prompts, tiny
@@ -93,6 +95,29 @@ def test_gradients_are_those_of_two_passes(algorithm: Algorithm, family: str) ->
     assert largest_relative_difference(expected, found) < GRADIENT_TOLERANCE
     assert metrics["picture/dependence"] == pytest.approx(dependence, rel=1e-3)
     assert metrics["actions_trained"] == sum(len(s.token_ids_T) for s in make_batch(tiny(family)).samples)
+
+
+def counted(algorithm: Algorithm) -> tuple[int, int]:
+    """Floating point operations of scoring and of the update of a step, as torch counts them."""
+    parts = tiny("qwen3_vl", hidden_size=128, num_heads=4, num_kv_heads=2, intermediate_size=512)
+    policy, batch = make_policy(parts, algorithm=algorithm), masked_batch(parts)
+    if algorithm.views is None:
+        batch = Batch(groups=tuple(replace(group, masked=None) for group in batch.groups))
+    scoring, update = (FlopCounterMode(display=False, custom_mapping=NOT_COUNTED_BY_TORCH) for _ in range(2))
+    with scoring:
+        batch = policy.annotate(batch, Needs.of(algorithm))
+    with update:
+        policy.update(batch)
+    return scoring.get_total_flops(), update.get_total_flops()
+
+
+def test_the_masked_view_costs_one_more_prompt_and_one_more_pass_of_the_completions() -> None:
+    """A constant view is scored, a third of an update; a view with gradients is one more half of the update."""
+    (nothing, plain), (scoring, constant), (also_nothing, through) = map(counted, (Algorithm(), CONSTANT, THROUGH))
+    assert nothing == also_nothing == 0
+    assert constant == pytest.approx(plain, rel=0.01)
+    assert scoring == pytest.approx(plain / 3, rel=0.1)
+    assert through == pytest.approx(2 * plain, rel=0.05)
 
 
 @pytest.mark.parametrize("settings", [{"max_tokens_per_microbatch": 150}, {"backend": {"logits_mib": 0.005}}], ids=str)
