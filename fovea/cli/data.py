@@ -60,19 +60,27 @@ def geospot_europe(
     hold_out_places: Annotated[
         bool, typer.Option("--hold-out-places", help="Mark nameless places of these countries; the test has others.")
     ] = False,
+    move_degrees: Annotated[
+        float, typer.Option(min=0, max=10, help="Move the middle of each map by up to so many degrees; 0: one map.")
+    ] = 0.0,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Render one map of Europe with marks at 26 cities, offline.
+    """Render a map of Europe with marks at 26 cities, offline.
 
-    The map never moves: a tiny model learns to name the marked city, its region, country and coordinates.
+    A tiny model learns to name the marked city, its region, country and coordinates.
     """
     with one_line_errors(debug=debug):
-        from fovea.tools.data_sets.europe import write_one_map
+        from fovea.tools.data_sets.europe import write_europe
 
         _say("drawing maps ...", quiet)
-        files = write_one_map(
-            out, num_rows=rows, seed=seed, image_side_px=image_side_px, hold_out_places=hold_out_places
+        files = write_europe(
+            out,
+            num_rows=rows,
+            seed=seed,
+            image_side_px=image_side_px,
+            hold_out_places=hold_out_places,
+            move_degrees=move_degrees,
         )
         _report("geospot_europe", files, quiet=quiet)
 

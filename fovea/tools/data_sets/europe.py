@@ -1,20 +1,20 @@
-"""Marks on one map of Europe that never moves: a city of each of 26 countries, with its region.
+"""Marks on a map of Europe: a city of each of 26 countries, with its region.
 
 The maps of `maps.py` are centred near the mark, so that only the shape of coasts and borders says where it is. Here
 the place of the mark on the picture says it, which a tiny model learns in minutes. Train, validation and test files
-share the cities, but no drawing, pixel for pixel: the mark moves by a pixel, and tints and noise differ. With places
-held out, marks are at any city of these countries, a tenth of which only the test file has; country and coordinates are
-asked, since nobody can name a place that he has not met.
+share the cities, but no drawing, pixel for pixel: the mark moves by a pixel, and tints and noise differ. Where the map
+moves from picture to picture, the place of the mark on the land says it. With places held out, marks are at any city of
+these countries, a tenth of which only the test file has; country and coordinates are asked, since nobody can name a
+place that he has not met.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
 from fovea.data.writing import write_rows
@@ -23,6 +23,7 @@ from fovea.tools.data_sets.maps import (
     SCHEMA,
     MapCity,
     MapView,
+    World,
     draw_mark,
     is_test,
     load_world,
@@ -83,39 +84,63 @@ def held_out_cities(view: MapView) -> dict[str, list[MapCity]]:
     return {split: [city for city in some if is_test(city) == (split == "test")] for split in _SHARES}
 
 
-def write_one_map(
-    folder: Path, *, num_rows: int, seed: int, image_side_px: int, hold_out_places: bool = False
+def write_europe(
+    folder: Path,
+    *,
+    num_rows: int,
+    seed: int,
+    image_side_px: int,
+    hold_out_places: bool = False,
+    move_degrees: float = 0.0,
 ) -> Iterator[Path]:
     """Write train, validation (a twentieth) and test (a tenth) files, equal for equal arguments; yield each."""
-    view = MapView(_CENTRE, image_side_px, _WIDTH_DEGREES, (0.0, 0.0))
-    cities = held_out_cities(view) if hold_out_places else dict.fromkeys(_SHARES, europe_cities())
-    map_YXC = tinted(view.sample(load_world()))
+    window = _Window(side_px=image_side_px, move_degrees=move_degrees)
+    cities = held_out_cities(window.at(0, 0)) if hold_out_places else dict.fromkeys(_SHARES, europe_cities())
     drawn: set[bytes] = set()
     for stream, (split, share) in enumerate(_SHARES.items()):
         rng = np.random.default_rng([seed, stream])
-        rows = _rows(map_YXC, view, cities[split], max(int(num_rows * share), 1), rng, drawn)
+        rows = _rows(window, cities[split], max(int(num_rows * share), 1), rng, drawn)
         yield write_rows(folder / f"{split}.parquet", SCHEMA, rows)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Window:
+    """The part of the world on the maps, whose middle moves by up to `move_degrees` north or south, east or west."""
+
+    side_px: int
+    move_degrees: float
+
+    def at(self, north: float, east: float) -> MapView:
+        """The view whose middle has moved by so many degrees."""
+        middle = LatLon(_CENTRE.lat + north, _CENTRE.lon + east)
+        return MapView(middle, self.side_px, _WIDTH_DEGREES, (0.0, 0.0))
+
+    def view(self, city: MapCity, rng: np.random.Generator) -> MapView:
+        """A view that shows a city."""
+        if not self.move_degrees:
+            return self.at(0, 0)
+        while True:
+            view = self.at(*rng.uniform(-self.move_degrees, self.move_degrees, 2))
+            if view.shows(city.at):
+                return view
+
+
 def _rows(
-    map_YXC: NDArray[np.uint8],
-    view: MapView,
-    cities: list[MapCity],
-    size: int,
-    rng: np.random.Generator,
-    drawn: set[bytes],
+    window: _Window, cities: list[MapCity], size: int, rng: np.random.Generator, drawn: set[bytes]
 ) -> Iterator[dict[str, object]]:
     """Rows without the drawings in `drawn`, to which they are added."""
+    world = load_world()
     while size:
         city = cities[rng.integers(len(cities))]
-        image = _drawing(map_YXC, view, city, rng)
+        image = _drawing(world, window.view(city, rng), city, rng)
         if image.tobytes() not in drawn:
             drawn.add(image.tobytes())
             size -= 1
             yield row_of(city, image, "wide")
 
 
-def _drawing(map_YXC: NDArray[np.uint8], view: MapView, city: MapCity, rng: np.random.Generator) -> Image.Image:
+def _drawing(world: World, view: MapView, city: MapCity, rng: np.random.Generator) -> Image.Image:
+    map_YXC = tinted(view.sample(world))
     noise = rng.integers(-_TINT, _TINT + 1, 3) + rng.integers(-_NOISE, _NOISE + 1, map_YXC.shape)
     image = Image.fromarray(np.clip(map_YXC + noise, 0, 255).astype(np.uint8))
     x, y = np.array(view.pixel(city.at)) + rng.uniform(-_MARK_MOVES_PX, _MARK_MOVES_PX, 2)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 from typer.testing import CliRunner
 
 from fovea.cli.main import app
@@ -113,6 +116,19 @@ def test_places_held_out_are_in_no_other_file_and_nobody_asks_for_their_names(tm
     assert not places["test"] & (places["train"] | places["validation"])
     assert {row["country"] for row in rows["test"]} <= {row["country"] for row in rows["train"]}
     assert {(row["city"], row["region"]) for split in SPLITS for row in rows[split]} == {(None, None)}
+
+
+@pytest.mark.parametrize(("degrees", "least", "most"), [(0, 0, 3), (3, 4, 10)])
+def test_the_map_moves_below_the_mark(degrees: int, least: int, most: int, tmp_path: Path) -> None:
+    """Widest spread of the marks of one city, in pixels of .9 degrees; a mark moves by a pixel itself."""
+    written("geospot-europe", tmp_path, "--move-degrees", str(degrees))
+    rows = pq.read_table(tmp_path / "train.parquet").to_pylist()
+    marks: dict[str, list[int]] = {}
+    for row in rows:
+        map_YXC = np.asarray(Image.open(io.BytesIO(row["image"]["bytes"])), dtype=int)
+        distance_YX = np.abs(map_YXC - (214, 24, 40)).sum(axis=2)  # from the mark's colour
+        marks.setdefault(row["city"], []).append(int(distance_YX.argmin() % 64))
+    assert least < max(max(places) - min(places) for places in marks.values()) < most
 
 
 @pytest.mark.parametrize("name", RECIPES)
