@@ -91,7 +91,7 @@ async def _launched() -> Browser:
     """The Chromium of this machine, or Playwright's where there is none."""
     program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     playwright = await async_playwright().start()
-    return await playwright.chromium.launch(executable_path=program, env=session_environment())
+    return await playwright.chromium.launch(executable_path=program, env={**session_environment()})
 
 
 async def _click(page: Page, x: float, y: float) -> str:
