@@ -43,7 +43,7 @@ def test_memory_is_bounded_and_the_least_recently_used_leave() -> None:
 
 @pytest.mark.parametrize("kind", ["pixels", "file content", "address", "Pillow's"])
 def test_the_bound_counts_the_pictures_that_tasks_hold(kind: str) -> None:
-    """Prompts of one mebibyte, whose tasks hold another: two of them are three mebibytes or more."""
+    """Prompts of one mebibyte, whose tasks hold another: the two of them are four mebibytes."""
     pixels_YXC = np.zeros((1024, 1024 // 3 + 1, 3), dtype=np.uint8)
     sources: dict[str, Any] = {
         "pixels": pixels_YXC,

@@ -29,6 +29,7 @@ _SHRINK = 0.25
 _REACH = 6.0
 """Half the side of a demonstration's box, on a scene of `UNIT_SIDE`; the object is enlarged to its size in `shapes`."""
 _QUESTION = "Which shape is shown?"
+"""The question of `shapes` about a single object, which the demo's model knows."""
 _SCENE_SIDE_PX = 4 * UNIT_SIDE
 """Side of the scene, from which boxes are cut: a demonstration's box is shown in all its pixels."""
 _SMALLEST_BOX = 1 / 24
