@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from playwright.async_api import Browser, Page, async_playwright
+from playwright.async_api import Browser, Page, Playwright, async_playwright
 
 from fovea.config.games import PagesEnvironment
 from fovea.data.order import LazyTasks
@@ -40,6 +40,7 @@ class Chromium:
 
     def __init__(self) -> None:
         self._loop = BackgroundLoop("chromium")
+        self._playwright: Playwright | None = None
         self._browser: Browser | None = None
         self._free: list[Page] = []
         self._starting = asyncio.Lock()
@@ -77,7 +78,8 @@ class Chromium:
     async def _new_page(self) -> Page:
         async with self._starting:
             if self._browser is None or not self._browser.is_connected():
-                self._browser = await _launched()
+                self._playwright = self._playwright or await async_playwright().start()
+                self._browser = await _launched(self._playwright)
         return await self._browser.new_page(viewport={"width": SIDE_PX, "height": SIDE_PX}, offline=True)
 
     async def _screenshot_of(self, source: str) -> ImageRef:
@@ -87,10 +89,9 @@ class Chromium:
         return picture
 
 
-async def _launched() -> Browser:
+async def _launched(playwright: Playwright) -> Browser:
     """The Chromium of this machine, or Playwright's where there is none."""
     program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    playwright = await async_playwright().start()
     return await playwright.chromium.launch(executable_path=program, env={**session_environment()})
 
 
