@@ -8,13 +8,7 @@ from typing import Any
 
 from fovea.environments.base import Environment, Split
 from fovea.environments.curriculum import Stages
-from fovea.environments.custom.checks import (
-    check_answer,
-    check_demonstration,
-    check_messages,
-    check_task,
-    check_tasks,
-)
+from fovea.environments.custom.checks import check_answer, check_demonstration, check_messages, check_task, check_tasks
 from fovea.environments.custom.grader import UserGrader
 from fovea.environments.graders.limited_calls import CallThreads
 from fovea.errors import DataError, describe_error, named

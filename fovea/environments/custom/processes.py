@@ -19,10 +19,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from fovea.environments.graders.base import NoScoreError
 from fovea.errors import ConfigError, first_line, named
 from fovea.processes.child import ChildProcess
-from fovea.types import Mark, Score, Task, Turn
+from fovea.types import Score, Task, Turn
 from fovea.utils.launch import module_command, with_this_fovea, without_torchrun
 
 HEADER = struct.Struct("!Q")
@@ -33,6 +35,7 @@ START_SECONDS = 300.0
 END_SECONDS = 5.0
 """Longest end of a process that has closed its socket."""
 POLL_SECONDS = 0.01
+_SCORES = TypeAdapter(Score)
 
 
 class RewardProcesses:
@@ -181,22 +184,10 @@ def _pickled(task: Task, text: str) -> bytes:
 def _score(answer: Mapping[str, Any]) -> Score:
     if "failed" in answer:
         raise NoScoreError(answer["failed"])
-    marks = tuple(Mark(image=image, xy=tuple(xy), label=label) for image, xy, label in answer["marks"])
-    return Score(
-        reward=answer["reward"],
-        accuracy=answer["accuracy"],
-        parts=answer["parts"],
-        image_parts=tuple(answer["image_parts"]),
-        marks=marks,
-    )
+    return _SCORES.validate_python(answer)
 
 
 def score_to_json(score: Score) -> dict[str, Any]:
-    """A score as the answer of a process."""
-    return {
-        "reward": score.reward,
-        "accuracy": score.accuracy,
-        "parts": dict(score.parts),
-        "image_parts": [dict(parts) for parts in score.image_parts],
-        "marks": [(mark.image, mark.xy, mark.label) for mark in score.marks],
-    }
+    """A score as the answer of a process, which knows of no turns."""
+    answer: dict[str, Any] = _SCORES.dump_python(score, mode="json", exclude={"turns"})
+    return answer

@@ -6,7 +6,8 @@ truth is missing or of a kind that the environment does not have.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from types import ModuleType
@@ -40,7 +41,8 @@ def grader_of(name: Gradable, rows: Iterable[Row]) -> OfflineGrader:
 
         return partial(_geospot, reward)
     if name == "caption":
-        return partial(_caption, CiderD(islice(_reference_sets(rows), IDF_ROWS)))
+        cider = CiderD(islice(_reference_sets(rows), IDF_ROWS))
+        return lambda prediction, row, where: caption.grade(prediction, _captions(row, where), cider=cider)
     return _GRADERS[name]
 
 
@@ -59,16 +61,12 @@ def _vqa(prediction: str, row: Row, where: str) -> Grade:
     """A row with `options` is multiple choice."""
     truth = _truth(row, where)
     if row.get("options") is None:
-        truths = vqa.answers_of(_as_list(truth), where)
+        truths = vqa.answers_of(truth if isinstance(truth, list) else [truth], where)
         if not vqa.is_gradable(truths):
             raise never_right(truths[0], where)
         return vqa.grade(prediction, truths)
     options = options_of(row["options"], where)
     return vqa.grade(prediction, true_letter(plain_answer(truth, where), options, where), options=options)
-
-
-def _caption(cider: CiderD, prediction: str, row: Row, where: str) -> Grade:
-    return caption.grade(prediction, captions_of(_truth(row, where), where), cider=cider)
 
 
 def _geospot(geospot: ModuleType, prediction: str, row: Row, where: str) -> Grade:
@@ -107,23 +105,14 @@ def _grounding(prediction: str, row: Row, where: str) -> Grade:
 
 
 def _size(cell: object, where: str) -> tuple[float, float]:
-    if (
-        isinstance(cell, list | tuple)
-        and len(cell) == 2
-        and all(isinstance(side, int | float) and side > 0 for side in cell)
-    ):
-        return float(cell[0]), float(cell[1])
-    raise bad_row(
-        where, f"size and frame are a width and a height, such as [640, 480], not {cell!r:.40}", "answer_kind"
-    )
+    match cell:
+        case int() | float() as width, int() | float() as height if width > 0 and height > 0:
+            return float(width), float(height)
+    problem = f"size and frame are a width and a height, such as [640, 480], not {cell!r:.40}"
+    raise bad_row(where, problem, "answer_kind")
 
 
-_GRADERS: Mapping[Gradable, OfflineGrader] = {
-    "geo3k": _geo3k,
-    "vqa": _vqa,
-    "shapes": _shapes,
-    "grounding": _grounding,
-}
+_GRADERS: Mapping[Gradable, OfflineGrader] = {"geo3k": _geo3k, "vqa": _vqa, "shapes": _shapes, "grounding": _grounding}
 
 
 def _truth(row: Row, where: str) -> object:
@@ -133,14 +122,11 @@ def _truth(row: Row, where: str) -> object:
     return truth
 
 
-def _as_list(truth: object) -> Sequence[object]:
-    return truth if isinstance(truth, list) else [truth]
+def _captions(row: Row, where: str) -> list[str]:
+    return captions_of(_truth(row, where), where)
 
 
 def _reference_sets(rows: Iterable[Row]) -> Iterator[list[str]]:
-    """The references of each row; rows without a caption are counted when they are graded."""
     for row in rows:
-        try:
-            yield captions_of(_truth(row, "row"), "row")
-        except DataError:
-            continue
+        with suppress(DataError):  # a row without a caption is counted when it is graded
+            yield _captions(row, "row")

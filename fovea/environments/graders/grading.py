@@ -67,11 +67,11 @@ class Grading:
         """
         if not self.waits:
             return [await self._score(task, turns) for turns in answers]
-        scores = self._side_by_side(task, answers)
-        return await (scores if self.calls is None else self.calls.loop.run(scores))
 
-    async def _side_by_side(self, task: Task, answers: Sequence[Sequence[Turn]]) -> list[Score]:
-        return await asyncio.gather(*(self._score(task, turns) for turns in answers))
+        async def side_by_side() -> list[Score]:
+            return await asyncio.gather(*(self._score(task, turns) for turns in answers))
+
+        return await (side_by_side() if self.calls is None else self.calls.loop.run(side_by_side()))
 
     async def _score(self, task: Task, turns: Sequence[Turn]) -> Score:
         grader = self.graders[-1]
@@ -88,15 +88,8 @@ class Grading:
                 f"{task.id}: {len(score.turns)} rewards of turns for an episode of {len(turns)}; give one for each turn"
             )
         for reward in (score.reward, *score.turns):
-            problem = _problem(reward)
-            if problem is not None:
+            if not abs(reward) <= REWARD_LIMIT:
+                is_large = math.isfinite(reward)
+                problem = f", beyond {REWARD_LIMIT:g}; scale it down" if is_large else "; return a finite number"
                 raise DataError(f"{task.id}: the reward of {turns[-1].text[:80]!r} is {reward:g}{problem}")
         return score
-
-
-def _problem(reward: float) -> str | None:
-    if not math.isfinite(reward):
-        return "; return a finite number"
-    if abs(reward) > REWARD_LIMIT:
-        return f", beyond {REWARD_LIMIT:g}; scale it down"
-    return None

@@ -88,11 +88,8 @@ class JudgeClient:
     def __init__(self, settings: Judge, default_prompt: str = ANSWER_PROMPT) -> None:
         self._settings = settings
         self._prompt = settings.prompt or default_prompt
-        bounds = CallBounds(
-            timeout_seconds=settings.timeout_seconds,
-            calls_at_once=settings.max_concurrency,
-            max_reply_bytes=MAX_REPLY_BYTES,
-        )
+        timeout_seconds, at_once = settings.timeout_seconds, settings.max_concurrency
+        bounds = CallBounds(timeout_seconds=timeout_seconds, calls_at_once=at_once, max_reply_bytes=MAX_REPLY_BYTES)
         self._server = JsonServer(settings.url.rstrip("/"), bounds, bearer(settings.api_key_env, "judge.api_key_env"))
 
     async def aclose(self) -> None:

@@ -137,7 +137,11 @@ class LimitedCalls:
         try:
             return await self.call(lambda: grader.score(task, turns), self.limits.max_retries, LATE_OR_BUSY)
         except NoScoreError as error:
-            raise self._failure(error) from error
+            text = f"{self.limits.name} {error}"
+            if self.limits.on_failure == "drop":
+                raise UnscoredError(text) from error
+            fix = f"fix it, or set {self.limits.settings}on_failure=drop to leave such groups out"
+            raise ScoreError(f"{text}; {fix}") from error
 
     async def call(
         self, make: Callable[[], Awaitable[Result]], max_retries: int, again: tuple[type[NoScoreError], ...]
@@ -167,12 +171,6 @@ class LimitedCalls:
             if not limit.expired():  # the code's own error, of a socket for instance
                 raise NoScoreError(f"raised {first_line(error)}") from error
             raise LateError(f"took more than {self.limits.time_setting}={timeout_seconds or 0:g}") from error
-
-    def _failure(self, error: NoScoreError) -> ScoreError:
-        text = f"{self.limits.name} {error}"
-        if self.limits.on_failure == "drop":
-            return UnscoredError(text)
-        return ScoreError(f"{text}; fix it, or set {self.limits.settings}on_failure=drop to leave such groups out")
 
 
 def _watch(limits: CallLimits) -> LoopWatch:

@@ -139,8 +139,9 @@ def _without_name(answer: str) -> str:
         return answer  # `x = 5, x = 6` are two equations, and no way from one to the other
     value = formula_value(without_unit(last))
     is_named = _NAME.fullmatch(first) is not None
-    if not between and _NAME.fullmatch(last) and _is_plain(first):
-        return without_unit(first)
+    bare = without_unit(first)
+    if not between and _NAME.fullmatch(last) and formula_value(bare) is not None and not _has_letter(bare):
+        return bare  # the value in `12 = x`
     if value is None or not (is_named or _equal(formula_value(first), value)):
         return answer
     steps = [formula_value(part) for part in between]
@@ -150,40 +151,26 @@ def _without_name(answer: str) -> str:
     return answer
 
 
-def _is_plain(part: str) -> bool:
-    """True if a text is a formula without letters, such as the value in `12 = x`."""
-    return formula_value(without_unit(part)) is not None and not _has_letter(without_unit(part))
-
-
 def _has_letter(part: str) -> bool:
     return re.search(r"(?<![A-Za-z\\])[A-Za-z]", part) is not None
 
 
 # Relations: `b + a = 90` is `a + b = 90`, `60 > x` is `x < 60`.
 
-_SWAPPED = {
-    "=": "=",
-    r"\cong": r"\cong",
-    r"\sim": r"\sim",
-    "<": ">",
-    ">": "<",
-    r"\le": r"\ge",
-    r"\ge": r"\le",
-}
+_SWAPPED = {"=": "=", r"\cong": r"\cong", r"\sim": r"\sim", "<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
 """The relation that holds when the sides of each are swapped."""
 _RELATION = re.compile(r"(=|<|>|\\(?:cong|sim|le|ge)(?![A-Za-z]))")
 
 
 def _same_relation(given: str, truth: str) -> bool:
     """True if two texts are the same relation; each has exactly one sign between two sides."""
-    given_parts, truth_parts = _RELATION.split(given), _RELATION.split(truth)
-    if len(given_parts) != 3 or len(truth_parts) != 3:
-        return False
-    left, relation, right = given_parts
-    truth_left, truth_relation, truth_right = truth_parts
-    if relation == truth_relation and _same_sides((left, right), (truth_left, truth_right)):
-        return True
-    return _SWAPPED[relation] == truth_relation and _same_sides((right, left), (truth_left, truth_right))
+    match _RELATION.split(given), _RELATION.split(truth):
+        case [[left, relation, right], [truth_left, truth_relation, truth_right]]:
+            sides = (truth_left, truth_right)
+            if relation == truth_relation and _same_sides((left, right), sides):
+                return True
+            return _SWAPPED[relation] == truth_relation and _same_sides((right, left), sides)
+    return False
 
 
 def _same_sides(given: tuple[str, str], truth: tuple[str, str]) -> bool:

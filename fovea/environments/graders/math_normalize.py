@@ -9,23 +9,14 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Mapping
+from itertools import chain
 
 _MAX_WRAPPERS = 20
 # Digits of a repeating decimal; more would not fit a float64.
 _MAX_REPEATING = 6
 
-INVISIBLE: Mapping[int, str] = dict.fromkeys(
-    [
-        0xAD,
-        0x61C,
-        *range(0x200B, 0x2010),
-        *range(0x202A, 0x202F),
-        *range(0x2060, 0x206A),
-        *range(0xFE00, 0xFE10),
-        0xFEFF,
-    ],
-    "",
-)
+_WIDTHLESS = (range(0x200B, 0x2010), range(0x202A, 0x202F), range(0x2060, 0x206A), range(0xFE00, 0xFE10))
+INVISIBLE: Mapping[int, str] = dict.fromkeys([0xAD, 0x61C, *chain(*_WIDTHLESS), 0xFEFF], "")
 """Characters without width: joiners, soft hyphens, directions of writing, variants of emoji."""
 _SYMBOLS = {
     **dict.fromkeys("\N{DEGREE SIGN}\N{MASCULINE ORDINAL INDICATOR}\N{RING ABOVE}\N{RING OPERATOR}", r"\circ "),
@@ -36,8 +27,7 @@ _SYMBOLS = {
     "\N{RATIO}": ":",
     "\N{GREEK SMALL LETTER PI}": r"\pi ",
     "\N{SQUARE ROOT}": r"\sqrt ",
-    "\N{ANGLE}": r"\angle ",
-    "\N{MEASURED ANGLE}": r"\angle ",
+    **dict.fromkeys("\N{ANGLE}\N{MEASURED ANGLE}", r"\angle "),
     "\N{APPROXIMATELY EQUAL TO}": r"\cong ",
     "\N{ALMOST EQUAL TO}": r"\approx ",
     "\N{LESS-THAN OR EQUAL TO}": r"\le ",

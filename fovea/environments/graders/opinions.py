@@ -54,26 +54,19 @@ class OpinionOfJudge:
     async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
         """NoScoreError where the judge gives none."""
         # images may come from far away, and must not hold up the replies to other calls
-        images = await asyncio.to_thread(_opened, task, self._open_image)
+        images = await asyncio.to_thread(lambda: [self._open_image(ref) for ref in task.images])
         judged = await self._ask(images, question_of(task), turns[-1].text, self._references(task))
         return Score(reward=judged, accuracy=judged)
 
 
-class OpinionOfRewardModel:
+class OpinionOfRewardModel(OpinionOfJudge):
     """A reward model as a grader of the last turn."""
 
     def __init__(self, model: ScoresAnswers, open_image: OpenImage) -> None:
-        self._model = model
-        self._open_image = open_image
+        async def ask(images: Sequence[Image], question: str, answer: str, _references: object) -> float:
+            return await asyncio.to_thread(model.score, question, answer, images)
 
-    async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
-        images = await asyncio.to_thread(_opened, task, self._open_image)
-        scored = await asyncio.to_thread(self._model.score, question_of(task), turns[-1].text, images)
-        return Score(reward=scored, accuracy=scored)
-
-
-def _opened(task: Task, open_image: OpenImage) -> list[Image]:
-    return [open_image(ref) for ref in task.images]
+        super().__init__(ask, open_image)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,16 +99,15 @@ class WithModelReward:
     """Each model with the name of its score among the parts and the share of its score in the reward."""
 
     async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
-        graders = [self.own, *(model for _, model, _ in self.models)]
-        own, *scores = await gather_or_cancel([grader.score(task, turns) for grader in graders])
-        own_share, parts = 1 - sum(share for *_, share in self.models), dict(own.parts)
-        reward = own_share * own.reward
-        for (name, _, share), score in zip(self.models, scores, strict=True):
+        names, models, shares = zip(*self.models, strict=True)
+        own, *scores = await gather_or_cancel([grader.score(task, turns) for grader in (self.own, *models)])
+        weighted = list(zip((1 - sum(shares), *shares), (own, *scores), strict=True))
+        parts = {name: score.reward for name, score in zip(names, scores, strict=True)}
+        reward = weighted[0][0] * own.reward
+        for share, score in weighted[1:]:
             reward += share * score.reward
-            parts[name] = score.reward
-        shares = [own_share, *(share for *_, share in self.models)]
-        by_turn = weighted_turns(list(zip(shares, [own, *scores], strict=True)), len(turns))
-        return replace(own, reward=reward, parts=parts, turns=by_turn)
+        by_turn = weighted_turns(weighted, len(turns))
+        return replace(own, reward=reward, parts={**own.parts, **parts}, turns=by_turn)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,14 +148,8 @@ class WithSecondOpinion:
 
     async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
         own = await self.rule.score(task, turns)
-        rule_says = own.accuracy > 0
-        if rule_says and self.ask == "wrong":
-            return _noted(own, overruled=False)
-        judge_says = (await self.judge.score(task, turns)).reward >= ACCEPT_SCORE
-        if judge_says == rule_says:
-            return _noted(own, overruled=False)
-        return _noted(self.rule.overruled(own, right=judge_says), overruled=True)
-
-
-def _noted(score: Score, *, overruled: bool) -> Score:
-    return replace(score, parts={**score.parts, "overruled": float(overruled)})
+        judge_says = rule_says = own.accuracy > 0
+        if not rule_says or self.ask == "always":
+            judge_says = (await self.judge.score(task, turns)).reward >= ACCEPT_SCORE
+        score = own if judge_says == rule_says else self.rule.overruled(own, right=judge_says)
+        return replace(score, parts={**score.parts, "overruled": float(judge_says != rule_says)})

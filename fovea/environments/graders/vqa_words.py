@@ -186,9 +186,8 @@ def listed_options(options: Sequence[str]) -> str:
 
 def true_letter(answer: str, options: Sequence[str], where: str) -> str:
     """The letter of the true answer, which a row gives as the option's text, its letter, or its place from 0."""
-    for place, option in enumerate(options):
-        if option == answer:
-            return LETTERS[place]
+    if answer in options:
+        return LETTERS[options.index(answer)]
     letter = answer.strip("(). ").upper()
     if len(letter) == 1 and letter in LETTERS[: len(options)]:
         return letter

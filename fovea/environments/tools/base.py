@@ -11,6 +11,9 @@ from PIL import Image
 from fovea.data.images import OpenImage, Size
 from fovea.types import ImageRef, ToolSpec
 
+PICTURE_NUMBER = {"type": "integer", "description": "Number of the picture, from 1 in the order seen. Default: 1."}
+"""JSON schema of an argument that chooses a picture."""
+
 
 class ToolError(Exception):
     """A call that a tool cannot serve. Its text is the answer to the model: one line with the cause and the fix."""

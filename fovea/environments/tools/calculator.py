@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from math import acos, asin, atan, ceil, cos, degrees, exp, floor, hypot, log, radians, sin, sqrt, tan
+from typing import Any
 
 from fovea.environments.tools.base import Picture, ToolError
 from fovea.types import ImageRef, ToolSpec
@@ -14,26 +16,10 @@ MAX_DEPTH = 50
 LARGEST = 1e100
 """Beyond this a result is refused: so no number takes more memory than another."""
 _TOKEN = re.compile(r"\s*(?:(\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?)|([A-Za-z]+)|(\*\*|[-+*/%^(),]))")
-_FUNCTIONS: Mapping[str, Callable[..., float]] = {
-    "sqrt": math.sqrt,
-    "abs": abs,
-    "round": round,
-    "floor": math.floor,
-    "ceil": math.ceil,
-    "sin": math.sin,
-    "cos": math.cos,
-    "tan": math.tan,
-    "asin": math.asin,
-    "acos": math.acos,
-    "atan": math.atan,
-    "exp": math.exp,
-    "log": math.log,
-    "hypot": math.hypot,
-    "degrees": math.degrees,
-    "radians": math.radians,
-    "min": min,
-    "max": max,
-}
+_CALLABLE: tuple[Any, ...] = (
+    *(sqrt, abs, round, floor, ceil, sin, cos, tan, asin, acos, atan, exp, log, hypot, degrees, radians, min, max),
+)
+_FUNCTIONS = {function.__name__: function for function in _CALLABLE}
 _CONSTANTS = {"pi": math.pi, "e": math.e}
 
 

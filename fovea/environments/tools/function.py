@@ -12,14 +12,13 @@ from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 from PIL import Image
 from transformers.utils.chat_template_utils import get_json_schema
 
-from fovea.environments.tools.base import Picture, ToolError
+from fovea.environments.tools.base import PICTURE_NUMBER, Picture, ToolError
 from fovea.environments.tools.results import as_parts
 from fovea.errors import ConfigError, first_line, result_or_error
 from fovea.types import ImageRef, ToolSpec
 
 Given: TypeAlias = Literal["one", "all"]
 """The pictures that a parameter gets: the one that the model chooses, or all of the conversation."""
-_NUMBER = {"type": "integer", "description": "Number of the picture, from 1 in the order seen. Default: 1."}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +65,7 @@ def function_tool(function: object, shown: str) -> FunctionTool:
     hints, parameters = _parameters(function, shown)
     pictures = {each: which for each in parameters if (which := _pictures_of(hints[each])) is not None}
     schema = _schema(function, hints, [parameters[each] for each in parameters if each not in pictures], shown)
-    numbers = {each: _NUMBER for each, which in pictures.items() if which == "one"}
+    numbers = {each: PICTURE_NUMBER for each, which in pictures.items() if which == "one"}
     parameters_schema = {**schema["parameters"], "properties": {**schema["parameters"]["properties"], **numbers}}
     spec = ToolSpec(name=name, description=schema["description"], parameters=parameters_schema)
     return FunctionTool(function=function, spec=spec, pictures=pictures)

@@ -10,11 +10,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from PIL import Image, ImageDraw
 
-from fovea.environments.tools.base import THOUSANDTHS, Frame, Picture, ToolError
+from fovea.environments.tools.base import PICTURE_NUMBER, THOUSANDTHS, Frame, Picture, ToolError
 from fovea.types import ImageRef, ToolSpec
 
 Result: TypeAlias = Image.Image | str
@@ -22,7 +22,15 @@ Apply: TypeAlias = Callable[[Image.Image, list[float], Mapping[str, Any]], Resul
 """A function of the picture, the coordinates in its pixels and the other arguments."""
 MIN_SIDE_PX = 2
 COLOURS = ("red", "green", "blue", "yellow", "white", "black")
-_BOX = "[x1, y1, x2, y2], left, top, right, bottom"
+
+
+class Coordinates(NamedTuple):
+    """An argument that holds coordinates."""
+
+    name: str
+    about: str
+    fewest: int
+    most: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +41,7 @@ class PictureTool:
     about: str
     """Description, without that of the coordinates."""
     apply: Apply
-    coordinates: str = ""
-    """Name of the argument with coordinates; empty: there is none."""
-    coordinates_about: str = ""
-    num_coordinates: tuple[int, int] = (0, 0)
-    """Fewest and most numbers in it."""
+    coordinates: Coordinates | None = None
     others: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     """JSON schemas of the other arguments."""
     required: tuple[str, ...] = ()
@@ -47,22 +51,16 @@ class PictureTool:
     @property
     def spec(self) -> ToolSpec:
         places: dict[str, Mapping[str, object]] = {}
-        if self.coordinates:
-            fewest, most = self.num_coordinates
-            places[self.coordinates] = {
-                "type": "array",
-                "items": {"type": "number"},
-                "minItems": fewest,
-                "maxItems": most,
-                "description": f"{self.coordinates_about}; {self.frame.description}.",
-            }
-        which = {"type": "integer", "description": "Number of the picture, from 1 in the order seen. Default: 1."}
+        if self.coordinates is not None:
+            name, about, fewest, most = self.coordinates
+            numbers = {"type": "array", "items": {"type": "number"}, "minItems": fewest, "maxItems": most}
+            places[name] = numbers | {"description": f"{about}; {self.frame.description}."}
         return ToolSpec(
             name=self.name,
             description=self.about,
             parameters={
                 "type": "object",
-                "properties": {**places, **self.others, "image": which},
+                "properties": {**places, **self.others, "image": PICTURE_NUMBER},
                 "required": [*places, *self.required],
             },
         )
@@ -76,30 +74,29 @@ class PictureTool:
         return replace(self, frame=frame)
 
     def demonstrated(self, arguments: Mapping[str, object], pictures: Sequence[Picture]) -> Mapping[str, object]:
-        values: Any = arguments.get(self.coordinates)
-        if values is None:
+        if self.coordinates is None or self.coordinates.name not in arguments:
             return arguments
+        values: Any = arguments[self.coordinates.name]
         size = self.frame.size(_picture(arguments, pictures).seen)
         scaled = [round(value * size[axis % 2] / 1000) for axis, value in enumerate(values)]
-        return {**arguments, self.coordinates: scaled}
+        return {**arguments, self.coordinates.name: scaled}
 
     def _result(self, arguments: Mapping[str, object], picture: Picture) -> Result:
         image = picture.opened()
-        places = self._in_pixels(arguments.get(self.coordinates, ()), picture, image)
+        places: list[float] = []
+        if self.coordinates is not None:
+            places = self._in_pixels(self.coordinates.name, arguments[self.coordinates.name], picture, image)
         return self.apply(image, places, arguments)
 
-    def _in_pixels(self, values: Any, picture: Picture, image: Image.Image) -> list[float]:
+    def _in_pixels(self, name: str, values: Any, picture: Picture, image: Image.Image) -> list[float]:
         """Coordinates in pixels of the picture; ToolError for one outside it, or an odd number of them."""
         if len(values) % 2:
-            raise ToolError(f"{self.coordinates} has {len(values)} numbers; give x and y of every point")
-        if not values:
-            return []
+            raise ToolError(f"{name} has {len(values)} numbers; give x and y of every point")
         frame = self.frame.size(picture.seen)
         for axis, value in enumerate(values):
             if not 0 <= value <= frame[axis % 2]:
                 raise ToolError(
-                    f"{self.coordinates} holds {value:g}, outside the picture; give "
-                    f"{'xy'[axis % 2]} from 0 to {frame[axis % 2]}"
+                    f"{name} holds {value:g}, outside the picture; give {'xy'[axis % 2]} from 0 to {frame[axis % 2]}"
                 )
         return [value * image.size[axis % 2] / frame[axis % 2] for axis, value in enumerate(values)]
 
@@ -130,24 +127,12 @@ def _enlarged(part: Image.Image, image: Image.Image) -> Image.Image:
     return part.resize(size, Image.Resampling.BICUBIC)
 
 
-def _zoom(image: Image.Image, box: list[float], _others: Mapping[str, Any]) -> Image.Image:
-    return _enlarged(_cut(image, box), image)
-
-
 def _zoom_at(image: Image.Image, point: list[float], others: Mapping[str, Any]) -> Image.Image:
     factor = others.get("factor", 2)
     width, height = image.width / factor, image.height / factor
     left = min(max(point[0] - width / 2, 0), image.width - width)
     top = min(max(point[1] - height / 2, 0), image.height - height)
     return _enlarged(_cut(image, (left, top, left + width, top + height)), image)
-
-
-def _crop(image: Image.Image, box: list[float], _others: Mapping[str, Any]) -> Image.Image:
-    return _cut(image, box)
-
-
-def _rotate(image: Image.Image, _none: list[float], others: Mapping[str, Any]) -> Image.Image:
-    return image.rotate(-others["degrees"], Image.Resampling.BICUBIC, expand=True)
 
 
 def _draw(image: Image.Image, places: list[float], others: Mapping[str, Any]) -> Image.Image:
@@ -195,21 +180,18 @@ def _points(places: Sequence[float]) -> list[tuple[float, float]]:
     return list(zip(places[::2], places[1::2], strict=True))
 
 
+_BOX = Coordinates("box", "[x1, y1, x2, y2], left, top, right, bottom", 4, 4)
 ZOOM = PictureTool(
     name="zoom",
     about="Enlarge a box of a picture.",
-    apply=_zoom,
-    coordinates="box",
-    coordinates_about=_BOX,
-    num_coordinates=(4, 4),
+    apply=lambda image, box, _others: _enlarged(_cut(image, box), image),
+    coordinates=_BOX,
 )
 ZOOM_AT = PictureTool(
     name="zoom_at",
     about="Enlarge a picture around a point.",
     apply=_zoom_at,
-    coordinates="point",
-    coordinates_about="[x, y] of the middle",
-    num_coordinates=(2, 2),
+    coordinates=Coordinates("point", "[x, y] of the middle", 2, 2),
     others={
         "factor": {"type": "number", "minimum": 1, "maximum": 16, "description": "Magnification, 1 to 16. Default: 2."}
     },
@@ -217,15 +199,13 @@ ZOOM_AT = PictureTool(
 CROP = PictureTool(
     name="crop",
     about="Cut a box out of a picture, without enlarging it.",
-    apply=_crop,
-    coordinates="box",
-    coordinates_about=_BOX,
-    num_coordinates=(4, 4),
+    apply=lambda image, box, _others: _cut(image, box),
+    coordinates=_BOX,
 )
 ROTATE = PictureTool(
     name="rotate",
     about="Turn a picture clockwise.",
-    apply=_rotate,
+    apply=lambda image, _, others: image.rotate(-others["degrees"], Image.Resampling.BICUBIC, expand=True),
     others={"degrees": {"type": "number", "minimum": -360, "maximum": 360, "description": "Angle, clockwise."}},
     required=("degrees",),
 )
@@ -233,9 +213,9 @@ DRAW = PictureTool(
     name="draw",
     about="Draw a line, a box or dots onto a copy of a picture.",
     apply=_draw,
-    coordinates="points",
-    coordinates_about="[x1, y1, x2, y2, ...] of the line's points, the dots, or two corners of the box",
-    num_coordinates=(2, 40),
+    coordinates=Coordinates(
+        "points", "[x1, y1, x2, y2, ...] of the line's points, the dots, or two corners of the box", 2, 40
+    ),
     others={
         "shape": {"type": "string", "enum": ["line", "box", "dots"], "description": "Default: line."},
         "colour": {"type": "string", "enum": list(COLOURS), "description": "Default: red."},
@@ -245,8 +225,6 @@ MEASURE = PictureTool(
     name="measure",
     about="Measure the lengths between points of a picture in its pixels, the angles at them, and the area inside.",
     apply=_measure,
-    coordinates="points",
-    coordinates_about="[x1, y1, x2, y2, ...] of two points or more",
-    num_coordinates=(4, 40),
+    coordinates=Coordinates("points", "[x1, y1, x2, y2, ...] of two points or more", 4, 40),
 )
 PICTURE_TOOLS = (ZOOM, ZOOM_AT, CROP, ROTATE, DRAW, MEASURE)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
-from fovea.environments.base import BringsTools, Environment, OpensSessions, Session, Split, UsesTools
-from fovea.environments.sessions import score_of
+from fovea.environments.answer_end import declared_end
+from fovea.environments.base import BringsTools, Environment, Session, Split, UsesTools
+from fovea.environments.sessions import open_session, score_of
 from fovea.environments.tools.arguments import check_arguments
 from fovea.environments.tools.base import BadResultError, Frame, Picture, TakesCoordinates, Tool, ToolError
 from fovea.environments.tools.printed import PrintedText
@@ -61,7 +60,7 @@ class WithTools(Environment):
         self._use = use
         self._tools = tuple(tools)
         self.max_turns = environment.max_turns if max_turns is None else max_turns
-        self.answer_end = getattr(environment, "answer_end", None)
+        self.answer_end = declared_end(environment)
 
     def tasks(self, split: Split) -> Sequence[Task]:
         return self._environment.tasks(split)
@@ -77,82 +76,67 @@ class WithTools(Environment):
 
     def demonstration(self, task: Task) -> Sequence[str]:
         """The demonstration with calls in the format of the model, and their coordinates in its frame."""
-        pictures = pictures_of(task, self.prompt(task), (), self._use.limits)
+        pictures = _pictures_of(task, self.prompt(task), (), self._use.limits)
         tools = {tool.spec.name: tool for tool in self.tools(task)}
         return [self._rewritten(text, tools, pictures) for text in self._environment.demonstration(task)]
 
     async def open(self, task: Task, seed: int) -> Session:
-        inner = await self._inner(task, seed)
+        inner = await open_session(self._environment, task, seed)
         tools = self._with_further(inner.tools()) if isinstance(inner, BringsTools) else self.tools(task)
-        return ToolSession(inner, ToolCalls(task, tools, self._use))
+        return ToolSession(inner, task, tools, self._use)
 
     def _with_further(self, own: Sequence[Tool]) -> Sequence[Tool]:
         frame = self._use.frame
         return [each.in_frame(frame) if isinstance(each, TakesCoordinates) else each for each in (*own, *self._tools)]
 
-    async def _inner(self, task: Task, seed: int) -> Session:
-        if isinstance(self._environment, OpensSessions):
-            return await self._environment.open(task, seed)
-        return StatelessReplies(self._environment, task)
-
     def _rewritten(self, text: str, tools: Mapping[str, Tool], pictures: Sequence[Picture]) -> str:
         calls = [each for each in DEMONSTRATED.parse(text, ()) if isinstance(each, ToolCall)]
         if not calls:
             return text
-        framed = [ToolCall(name=each.name, arguments=_framed(each, tools, pictures)) for each in calls]
-        return self._use.format.written(text.partition("<tool_call>")[0].strip(), framed)
+        for place, call in enumerate(calls):
+            if isinstance(tool := tools.get(call.name), TakesCoordinates):
+                calls[place] = replace(call, arguments=tool.demonstrated(call.arguments, pictures))
+        return self._use.format.written(text.partition("<tool_call>")[0].strip(), calls)
 
 
-def _framed(call: ToolCall, tools: Mapping[str, Tool], pictures: Sequence[Picture]) -> Mapping[str, object]:
-    tool = tools.get(call.name)
-    return tool.demonstrated(call.arguments, pictures) if isinstance(tool, TakesCoordinates) else call.arguments
-
-
-def pictures_of(task: Task, asked: Sequence[Message], later: Sequence[Message], limits: ResultLimits) -> list[Picture]:
+def _pictures_of(task: Task, asked: Sequence[Message], later: Sequence[Message], limits: ResultLimits) -> list[Picture]:
     """The pictures of an episode: those of the task, as its prompt `asked` shows them, then those of later messages."""
-    shown = images_in(asked)
+    shown = _images_in(asked)
     # a prompt may show a reduced copy: tools work on the original, where it is plain which one that is
     refs = task.images if len(task.images) == len(shown) else shown
-    pairs = [*zip(refs, shown, strict=True), *((ref, ref) for ref in images_in(later))]
+    pairs = [*zip(refs, shown, strict=True), *((ref, ref) for ref in _images_in(later))]
     return [Picture(ref=ref, open_image=limits.open_image, shown=seen) for ref, seen in pairs]
 
 
-def images_in(messages: Sequence[Message]) -> list[ImageRef]:
-    """The images of messages, in order."""
+def _images_in(messages: Sequence[Message]) -> list[ImageRef]:
     return [part for message in messages for part in message.parts if isinstance(part, ImageRef)]
 
 
-class StatelessReplies:
-    """Session of an environment without sessions: its replies."""
+class ToolSession:
+    """Session that answers turns with calls by their results; the environment's session answers the others."""
 
-    def __init__(self, environment: Environment, task: Task) -> None:
-        self._environment = environment
-        self._task = task
-
-    async def reply(self, turns: Sequence[Turn]) -> Sequence[Message] | None:
-        replied: Any = self._environment.reply(self._task, turns)
-        messages: Sequence[Message] | None = await replied if inspect.isawaitable(replied) else replied
-        return messages
-
-    async def close(self) -> None: ...
-
-
-class ToolCalls:
-    """The tools of one episode, called as a run's model asks for them."""
-
-    def __init__(self, task: Task, tools: Sequence[Tool], use: ToolUse) -> None:
+    def __init__(self, inner: Session, task: Task, tools: Sequence[Tool], use: ToolUse) -> None:
+        self._inner = inner
         self._task = task
         self._tools = {tool.spec.name: tool for tool in tools}
-        self._specs = [tool.spec for tool in tools]
         self._use = use
 
-    async def results(self, turns: Sequence[Turn]) -> list[Message]:
+    async def reply(self, turns: Sequence[Turn]) -> Sequence[Message] | None:
+        return await self._results(turns) or await self._inner.reply(turns)
+
+    async def score(self, turns: Sequence[Turn]) -> Score | None:
+        return await score_of(self._inner, turns)
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+    async def _results(self, turns: Sequence[Turn]) -> list[Message]:
         """A message for each call of the last turn, in order; none: it calls nothing."""
-        found = self._use.format.parse(turns[-1].text, self._specs)
+        found = self._use.format.parse(turns[-1].text, [tool.spec for tool in self._tools.values()])
         if not found:
             return []
         later = [message for turn in turns[1:] for message in turn.messages]
-        pictures = pictures_of(self._task, turns[0].messages, later, self._use.limits)
+        pictures = _pictures_of(self._task, turns[0].messages, later, self._use.limits)
         made = await asyncio.gather(*(self._result(call, pictures) for call in found[:MAX_CALLS]))
         return [*made, *[failed("", f"at most {MAX_CALLS} calls are made in a turn")] * (len(found) > MAX_CALLS)]
 
@@ -196,20 +180,3 @@ def failed(tool: str, problem: str) -> Message:
     """The answer to a call that failed."""
     text = " ".join(problem.split())[:MAX_ERROR_CHARACTERS]
     return Message(role="tool", tool=tool, parts=(f"Error: {text}",), failed=True)
-
-
-class ToolSession:
-    """Session that answers turns with calls by their results; the environment's session answers the others."""
-
-    def __init__(self, inner: Session, calls: ToolCalls) -> None:
-        self._inner = inner
-        self._calls = calls
-
-    async def reply(self, turns: Sequence[Turn]) -> Sequence[Message] | None:
-        return await self._calls.results(turns) or await self._inner.reply(turns)
-
-    async def close(self) -> None:
-        await self._inner.close()
-
-    async def score(self, turns: Sequence[Turn]) -> Score | None:
-        return await score_of(self._inner, turns)
