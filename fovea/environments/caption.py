@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from threading import Lock
 from typing import cast
@@ -97,11 +98,8 @@ class CaptionGrader:
     def _reference_sets(self, split: Split) -> Iterator[list[str]]:
         tasks = self._tasks(split)
         for index in range(min(len(tasks), IDF_ROWS)):
-            try:
-                references = self.references(tasks[index])
-            except DataError:
-                continue  # a bad row is counted when the run comes to it
-            yield references
+            with suppress(DataError):  # a bad row is counted when the run comes to it
+                yield self.references(tasks[index])
 
 
 class JudgedCaptionGrader:

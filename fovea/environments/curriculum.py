@@ -70,7 +70,8 @@ class CurriculumProgress:
         """Advance to the stage of a step (counted from 0), and return a line for the log if the stage changed."""
         before = self._stage
         if self._settings.enabled:
-            self._stage = self._by_success() if self._settings.advance == "success" else self._by_step(step)
+            by_success = self._settings.advance == "success"
+            self._stage = self._by_success() if by_success else sum(start <= step for start in self._starts)
         if self._stage == before and step > 0:
             return None
         return self.describe() if self._says_something else None
@@ -109,9 +110,6 @@ class CurriculumProgress:
     @property
     def _says_something(self) -> bool:
         return len(self._stages) > 1 or bool(self._settings.level_weights)
-
-    def _by_step(self, step: int) -> int:
-        return sum(start <= step for start in self._starts)
 
     def _by_success(self) -> int:
         full = len(self._recent) == self._recent.maxlen

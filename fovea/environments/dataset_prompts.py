@@ -18,11 +18,8 @@ Texts: TypeAlias = list[tuple[Role, str]]
 """Roles and texts of messages, before their images are put in."""
 
 _ROLES: dict[object, Role] = {
-    "system": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
+    **{"system": "system", "user": "user", "human": "user"},
+    **{"assistant": "assistant", "gpt": "assistant"},
 }
 ON_BAD_ROW = "fix the row, or set data.on_bad_row=skip"
 
@@ -65,8 +62,8 @@ def interleaved(texts: Texts, images: Sequence[ImageRef], where: str) -> tuple[M
     num_marks = sum(text.count(IMAGE_MARK) for _, text in texts)
     if num_marks == 0:
         *history, (role, question) = texts
-        first = Message(role=role, parts=(*images, question))
-        return (*(Message(role=role, parts=(text,)) for role, text in history), first)
+        last = Message(role=role, parts=(*images, question))
+        return (*(Message(role=role, parts=(text,)) for role, text in history), last)
     if num_marks != len(images):
         problem = f"{num_marks} {IMAGE_MARK} marks but {len(images)} images, which do not pair up"
         raise bad_row(where, problem, "image_marks")
@@ -136,9 +133,7 @@ def _part_text(part: object, where: str) -> str:
 
 def _parts(text: str, images: Iterator[ImageRef]) -> tuple[str | ImageRef, ...]:
     before, *after = text.split(IMAGE_MARK)
-    parts: list[str | ImageRef] = [before]
-    for piece in after:
-        parts += [next(images), piece]
+    parts = (before, *(part for piece in after for part in (next(images), piece)))
     return tuple(part for part in parts if part != "")
 
 

@@ -1,16 +1,9 @@
 """From a row of a file to a prompt: the common part of every environment with data files.
 
-    environment.train_files   names of files, opened as `data.rows.Rows`
-    FileSplits (file_splits)  deals the rows to train, dev and test, no image in two of them
-    FileTasks.tasks           a lazy sequence: reading task i reads row i, finds its columns and checks its cells
-    FileTasks.prompt          the task as messages: system prompt, template, images at their marks
-    PromptSource              renders the messages, keeps prompts in a cache, and lists bad rows
-
-Where no setting names a column, it is the first of these that the row has.
-
-* question: `problem` (hiyouga/geometry3k, RLinf), `prompt` (verl), `question`, `conversations`, `messages`;
-* answer: `answer`, `reward_model` (verl: its `ground_truth`), or the assistant's reply at the end of the messages;
-* images: `images`, `image`.
+`FileSplits` deals the rows to train, dev and test; reading task i reads row i, finds its columns and checks its cells.
+Where no setting names a column, it is the first that the row has: of `PROMPT_KEYS` the question; of `answer` and
+`reward_model` (verl: its `ground_truth`) the answer, or the assistant's reply at the end of the messages; of `images`
+and `image` the images.
 """
 
 from __future__ import annotations
@@ -41,6 +34,7 @@ from fovea.errors import BadRowError, DataError
 from fovea.types import Message, Task
 
 PROMPT_KEYS = ("problem", "prompt", "question", "conversations", "messages")
+"""`problem` is hiyouga/geometry3k's and RLinf's, `prompt` verl's."""
 _IMAGE_NAME = re.compile(r"data:image/.*|\S.*\.(?:png|jpe?g|webp|gif|bmp|tiff?)", re.IGNORECASE | re.DOTALL)
 
 Row: TypeAlias = Mapping[str, object]
@@ -66,9 +60,8 @@ class FileTasks(Environment):
         self._splits = FileSplits(settings, access, self._check)
 
     def tasks(self, split: Split) -> Sequence[Task]:
-        settings = self._settings
-        make = partial(self._task, split)
-        return self._splits.tasks(split, make, kind_key=settings.kind_key, level_key=settings.level_key)
+        kind_key, level_key = self._settings.kind_key, self._settings.level_key
+        return self._splits.tasks(split, partial(self._task, split), kind_key=kind_key, level_key=level_key)
 
     def prompt(self, task: Task) -> Sequence[Message]:
         """The messages of a prompt: the system prompt, earlier messages, the question in its template."""
@@ -99,8 +92,8 @@ class FileTasks(Environment):
             )
         interleaved(self._framed(texts), images, where)
         answer = self._answer(row, key, where)
-        task_id = f"{split}/{index}"
-        task = Task(id=task_id, question=texts[-1][1], answer=answer, images=images, kind=kind, row=row)
+        asked = texts[-1][1]
+        task = Task(id=f"{split}/{index}", question=asked, answer=answer, images=images, kind=kind, row=row)
         if self._is_gradable is not None and not self._is_gradable(task):
             raise never_right(answer, where)
         return task
@@ -139,10 +132,7 @@ class FileTasks(Environment):
 
 
 def check_question(settings: FileEnvironment, columns: Sequence[str], source: str) -> None:
-    """Raise DataError where no setting names the column of the question and none of its usual names is there.
-
-    `source` is what gave the rows.
-    """
+    """DataError where no setting names the column of the question, and the rows of `source` have no usual one."""
     if settings.prompt_key is None and not set(PROMPT_KEYS) & set(columns):
         others = [column for column in columns if column not in {*settings.answer_names, *settings.image_names}]
         raise DataError(
@@ -152,10 +142,7 @@ def check_question(settings: FileEnvironment, columns: Sequence[str], source: st
 
 
 def check_pictures(settings: FileEnvironment, rows: Rows, source: str) -> None:
-    """Raise DataError where the images are in a column that no setting names, and not under one of their usual names.
-
-    Rows without any image are left alone. `source` is what gave the rows.
-    """
+    """DataError where the images of the rows of `source` are in a column that no setting names, and in no usual one."""
     names = settings.image_names
     if settings.names_images or set(names) & set(rows.columns) or not len(rows):
         return
@@ -179,9 +166,9 @@ def _holds_image(cell: object) -> bool:
 
 
 def check_answer(settings: FileEnvironment, columns: Sequence[str], first: Row | None, source: str) -> None:
-    """Raise DataError where no setting names the column of the answer and none of its usual names is there.
+    """DataError where no setting names the column of the answer, and the rows of `source` have no usual one.
 
-    The answer may be the reply that ends the messages of a row, as in the `first` one. `source` is what gave the rows.
+    The answer may be the reply that ends the messages of a row, as in the `first` one.
     """
     key = prompt_key(first or {}, settings)
     has_reply = first is not None and key is not None and ends_with_reply(first.get(key))

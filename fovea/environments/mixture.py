@@ -61,14 +61,11 @@ class Mixture(Environment):
         return part.environment.prompt(own)
 
     def _tools_of(self, task: Task) -> Sequence[Tool]:
-        """The tools of the part that a task belongs to."""
         part, own = part_and_task(task, self._parts)
         return part.environment.tools(own) if isinstance(part.environment, UsesTools) else ()
 
     def turns_of(self, task: Task) -> int:
-        """The most turns of an episode of the part that a task belongs to."""
-        part, _ = part_and_task(task, self._parts)
-        return part.environment.max_turns
+        return part_and_task(task, self._parts)[0].environment.max_turns
 
     def reply(self, task: Task, turns: Sequence[Turn]) -> Sequence[Message] | None:
         part, own = part_and_task(task, self._parts)

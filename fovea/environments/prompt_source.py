@@ -116,8 +116,7 @@ class PromptSource:
         taken: list[PromptedTask] = []
         bad_in_a_row = 0
         while len(taken) < n and (indices := order.take(n - len(taken))):
-            for index in indices:
-                prompted = self.get(index)
+            for prompted in map(self.get, indices):
                 bad_in_a_row = 0 if prompted else bad_in_a_row + 1
                 taken += [prompted] if prompted else []
             if bad_in_a_row > MAX_BAD_IN_A_ROW:
@@ -207,14 +206,11 @@ class PromptSource:
         """
         numbers = count()
 
-        def changed(message: Message) -> Message:
-            parts = (
-                replace(part, change=change(next(numbers))) if isinstance(part, ImageRef) else part
-                for part in message.parts
-            )
-            return replace(message, parts=tuple(parts))
+        def changed(part: str | ImageRef) -> str | ImageRef:
+            return replace(part, change=change(next(numbers))) if isinstance(part, ImageRef) else part
 
-        messages = [changed(each) for each in self._environment.prompt(item.task)]
+        asked = self._environment.prompt(item.task)
+        messages = [replace(each, parts=tuple(map(changed, each.parts))) for each in asked]
 
         def rendered() -> Prompt:
             prompt = self.render(item.task, messages).prompt
@@ -237,12 +233,10 @@ class PromptSource:
     def _coming(self, order: RowOrder, n: int) -> dict[int, Callable[[], PromptedTask]]:
         """Calls that render the next n rows of an order, without advancing it."""
         position = order.state()
-        coming = order.take(n)
+        coming = [index for index in order.take(n) if index not in self.bad_rows and index not in self._cache]
         order.restore(position)
         works: dict[int, Callable[[], PromptedTask]] = {}
         for index in coming:
-            if index in self.bad_rows or index in self._cache:
-                continue
             # read by this thread, since code of the user's own may not be made for several; raised when the row's turn
             # comes, which may be never
             with suppress(Exception):

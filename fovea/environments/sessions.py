@@ -12,9 +12,10 @@ import logging
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from fovea.config.splits import SessionLimits
+from fovea.environments.answer_end import declared_end
 from fovea.environments.base import Environment, LimitsTurns, OpensSessions, ScoresEpisode, Session, Split, UsesTools
 from fovea.environments.custom.checks import check_messages
 from fovea.environments.graders.base import LateError, NoScoreError, TryAgainError
@@ -36,10 +37,6 @@ from fovea.types import Message, Score, Task, Turn
 LOG = logging.getLogger(__name__)
 SETTINGS = "environment.session."
 Result = TypeVar("Result")
-
-
-ReplyFunction: TypeAlias = Callable[[Task, Sequence[Turn]], Any]
-"""A stateless reply, plain or async."""
 
 
 class EnvironmentWithSessions(Environment, OpensSessions, Protocol):
@@ -95,7 +92,7 @@ async def score_of(session: Session, turns: Sequence[Turn]) -> Score | None:
 class WaitingReplies:
     """The stateless replies of code that may wait, as a session: plain ones are called in threads."""
 
-    def __init__(self, reply: ReplyFunction, task: Task, threads: CallThreads) -> None:
+    def __init__(self, reply: Callable[[Task, Sequence[Turn]], Any], task: Task, threads: CallThreads) -> None:
         self._reply = reply
         self._task = task
         self._threads = threads
@@ -123,11 +120,12 @@ class LimitedSessions(Environment):
     ) -> None:
         """`name` is what messages call the environment; without `asks_score` graders score its episodes."""
         self.asks_score = asks_score
-        self._environment = environment
+        self.inside = environment
+        """The environment without limits."""
         self._limits = limits
         self._name = name
         self.max_turns = environment.max_turns
-        self.answer_end = getattr(environment, "answer_end", None)
+        self.answer_end = declared_end(environment)
         self.max_open = limits.max_concurrent
         if isinstance(environment, UsesTools):
             self.tools = environment.tools
@@ -144,35 +142,30 @@ class LimitedSessions(Environment):
         )
         weakref.finalize(self, self._calls.loop.close)
 
-    @property
-    def inside(self) -> EnvironmentWithSessions:
-        """The environment without limits."""
-        return self._environment
-
     def without_scores(self) -> LimitedSessions:
         """The same environment, whose episodes graders score."""
-        return LimitedSessions(self._environment, self._limits, self._name, asks_score=False)
+        return LimitedSessions(self.inside, self._limits, self._name, asks_score=False)
 
     def tasks(self, split: Split) -> Sequence[Task]:
-        return self._environment.tasks(split)
+        return self.inside.tasks(split)
 
     def prompt(self, task: Task) -> Sequence[Message]:
-        return self._environment.prompt(task)
+        return self.inside.prompt(task)
 
     def reply(self, task: Task, turns: Sequence[Turn]) -> Sequence[Message] | None:
-        return self._environment.reply(task, turns)
+        return self.inside.reply(task, turns)
 
     def target(self, task: Task) -> str:
-        return self._environment.target(task)
+        return self.inside.target(task)
 
     def demonstration(self, task: Task) -> Sequence[str]:
-        return self._environment.demonstration(task)
+        return self.inside.demonstration(task)
 
     async def open(self, task: Task, seed: int) -> LimitedSession:
-        """Begin an episode; FailedEpisodeError or, with `on_failure=stop`, SessionError where the session fails."""
+        """FailedEpisodeError or, with `on_failure=stop`, SessionError where the session fails."""
         session = LimitedSession(self._calls, self._limits, f"{task.id}: {self._name}", asks_score=self.asks_score)
         try:
-            await session.begin(partial(self._environment.open, task, seed))
+            await session.begin(partial(self.inside.open, task, seed))
         except BaseException:
             await session.close()
             raise
@@ -191,8 +184,6 @@ class LimitedSession:
         self._opened: Session | None = None
 
     async def begin(self, opening: Callable[[], Awaitable[Session]]) -> None:
-        """Open the session."""
-
         async def opens() -> None:
             # kept here: what was opened is closed also if the caller was cancelled meanwhile
             self._opened = await opening()

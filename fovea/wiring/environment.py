@@ -34,11 +34,10 @@ from fovea.environments.adapters.nemo_gym import NemoGym
 from fovea.environments.base import Environment, MakesEnvironment, OpensSessions
 from fovea.environments.caption import Caption, CaptionGrader, JudgedCaptionGrader
 from fovea.environments.curriculum import Stages
-from fovea.environments.custom.environment import UserEnvironment, user_graders
+from fovea.environments.custom.environment import UserEnvironment, UserSessions, user_graders
+from fovea.environments.custom.grader import reward_grader
 from fovea.environments.custom.loading import checked_environment, checked_reward, load_environment, load_reward
 from fovea.environments.custom.processes import RewardProcesses
-from fovea.environments.custom.sessions import UserSessions
-from fovea.environments.custom.several import reward_grader
 from fovea.environments.custom.trl import RewardFunction
 from fovea.environments.dataset_tasks import OwnRows
 from fovea.environments.games.environment import BoardGame

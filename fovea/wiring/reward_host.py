@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from fovea.config.sections import Data
+from fovea.environments.custom.grader import reward_grader
 from fovea.environments.custom.loading import load_reward
 from fovea.environments.custom.processes import HEADER, score_to_json
-from fovea.environments.custom.several import reward_grader
 from fovea.environments.graders.base import Grader, NoScoreError
 from fovea.environments.graders.limited_calls import result_of
 from fovea.errors import FoveaError, first_line, named, result_or_error

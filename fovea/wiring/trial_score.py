@@ -11,9 +11,8 @@ from fovea.config.splits import SplitFiles
 from fovea.data.images import ImageOpener, is_url
 from fovea.data.readers.base import listed
 from fovea.environments.base import Environment, Split
-from fovea.environments.custom.grader import UserGrader
+from fovea.environments.custom.grader import SeveralRewards, UserGrader
 from fovea.environments.custom.processes import RewardProcesses
-from fovea.environments.custom.several import SeveralRewards
 from fovea.environments.dataset_tasks import OwnRows
 from fovea.environments.graders.opinions import WithToolBonus
 from fovea.errors import DataError, UnscoredError

@@ -1,4 +1,4 @@
-"""Graders from the user's code: a reward function, or the `score` of a class.
+"""Graders from the user's code: reward functions, whose weighted sum is the reward, or the `score` of a class.
 
 Whatever that code does, a score is finite, or its absence is named: the call raised, or what it returned is not a
 score.
@@ -10,14 +10,15 @@ import asyncio
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import SupportsFloat, TypeAlias, overload
 
 from PIL.Image import Image
 
-from fovea.config.rewards import OVERLONG
+from fovea.config.rewards import OVERLONG, part_name
 from fovea.data.images import OpenImage
 from fovea.environments.custom.trl import RewardFunction, is_async
-from fovea.environments.graders.base import NoScoreError
+from fovea.environments.graders.base import Grader, NoScoreError, weighted_turns
 from fovea.environments.graders.limited_calls import BlockingCalls
 from fovea.errors import describe_error, named
 from fovea.types import ImageRef, Mark, Score, Task, Turn
@@ -42,16 +43,16 @@ class UserGrader:
         """Stages of one environment share `threads`, which count the calls that were given up."""
         self._function = function
         self._threads = threads
-        self.call = self._awaited if inspect.iscoroutinefunction(function) else self._in_a_thread
+        self._is_async = inspect.iscoroutinefunction(function)
 
     async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
         """NoScoreError where the function raises, or returns what is not a score."""
         return checked_score(await self.call(task, turns), task, turns)
 
-    async def _in_a_thread(self, task: Task, turns: Sequence[Turn]) -> object:
-        return await self._threads.run(lambda: self._function(task, turns))
-
-    async def _awaited(self, task: Task, turns: Sequence[Turn]) -> object:
+    async def call(self, task: Task, turns: Sequence[Turn]) -> object:
+        """The result of the function, unchecked; NoScoreError where it raises."""
+        if not self._is_async:
+            return await self._threads.run(lambda: self._function(task, turns))
         with named(lambda error: NoScoreError(describe_error(error))):
             returned = self._function(task, turns)
             assert inspect.isawaitable(returned), self._function
@@ -63,6 +64,66 @@ class UserGrader:
                 if running is not None and running.cancelling():  # by the time limit, or since the run ends
                     raise
                 raise NoScoreError(describe_error(error)) from error
+
+
+def reward_grader(
+    reward: str | Sequence[str],
+    functions: Sequence[RewardFunction],
+    weights: Sequence[float] | None,
+    open_image: OpenImage,
+    calls: BlockingCalls,
+) -> Grader:
+    """The grader of the functions that the setting `reward` names."""
+    graders = [UserGrader(score_function(function, open_image), calls) for function in functions]
+    return graders[0] if isinstance(reward, str) else SeveralRewards(reward, graders, weights)
+
+
+class SeveralRewards:
+    """The user's reward functions by name, called one after the other.
+
+    Each is logged under its name, without its weight, and its parts as NAME/PART. One that returns None has no say in
+    this episode, as with TRL. The accuracy is that of the first that answers.
+    """
+
+    def __init__(self, specs: Sequence[str], graders: Sequence[UserGrader], weights: Sequence[float] | None) -> None:
+        """`specs` are the names of the functions in the settings; without `weights` each counts once."""
+        names = [part_name(spec) for spec in specs]
+        self._graders = dict(zip(names, graders, strict=True))
+        self._weights = dict(zip(names, weights or [1.0] * len(names), strict=True))
+
+    async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+        """NoScoreError where a function raises, returns what is not a score, or all return None."""
+        scores = {name: await self._score(name, task, turns) for name in self._graders}
+        found = {name: score for name, score in scores.items() if score is not None}
+        if not found:
+            raise NoScoreError("returned None, each of them; one has to return a number or named parts")
+        parts: dict[str, float] = {}
+        for name, score in found.items():
+            parts |= {name: score.reward, **{f"{name}/{part}": value for part, value in score.parts.items()}}
+        return Score(
+            reward=sum(self._weights[name] * score.reward for name, score in found.items()),
+            accuracy=next(iter(found.values())).accuracy,
+            parts=parts,
+            image_parts=_image_parts(found),
+            marks=tuple(mark for score in found.values() for mark in score.marks),
+            turns=weighted_turns([(self._weights[name], score) for name, score in found.items()], len(turns)),
+        )
+
+    async def _score(self, name: str, task: Task, turns: Sequence[Turn]) -> Score | None:
+        try:
+            returned = await self._graders[name].call(task, turns)
+            return None if returned is None else checked_score(returned, task, turns)
+        except NoScoreError as error:
+            raise NoScoreError(f"(in {name}) {error}") from error
+
+
+def _image_parts(scores: Mapping[str, Score]) -> tuple[Mapping[str, float], ...]:
+    """Parts of each image, from all rewards that distinguish images."""
+    given = {name: score.image_parts for name, score in scores.items() if score.image_parts}
+    return tuple(
+        {f"{name}/{part}": value for name, each in zip(given, image, strict=True) for part, value in each.items()}
+        for image in zip(*given.values(), strict=True)
+    )
 
 
 def checked_score(returned: object, task: Task, turns: Sequence[Turn]) -> Score:
@@ -96,24 +157,19 @@ class OpenedImages(Sequence[Image]):
     """The images of a task, each opened at its first use."""
 
     def __init__(self, refs: Sequence[ImageRef], open_image: OpenImage) -> None:
-        self._refs = refs
-        self._open_image = open_image
-        self._opened: dict[int, Image] = {}
+        self._num_images = len(refs)
+        self._opened = cache(lambda place: open_image(refs[place]))
 
     def __len__(self) -> int:
-        return len(self._refs)
+        return self._num_images
 
     @overload
     def __getitem__(self, index: int) -> Image: ...
     @overload
     def __getitem__(self, index: slice) -> Sequence[Image]: ...
     def __getitem__(self, index: int | slice) -> Image | Sequence[Image]:
-        if isinstance(index, slice):
-            return [self[place] for place in range(len(self))[index]]
-        place = range(len(self))[index]
-        if place not in self._opened:
-            self._opened[place] = self._open_image(self._refs[place])
-        return self._opened[place]
+        place = range(self._num_images)[index]
+        return [self._opened(each) for each in place] if isinstance(place, range) else self._opened(place)
 
 
 def score_of(returned: object, *, num_images: int) -> Score:
@@ -144,10 +200,7 @@ def _checked(score: Score, num_images: int) -> Score:
     """The score with plain numbers throughout."""
     _check_forms(score.parts, score.image_parts, score.marks)
     _check_turns(score.turns)
-    num_parts = max(map(len, (score.parts, *score.image_parts)))
-    if num_parts > MAX_PARTS:
-        raise ValueError(f"{num_parts} parts, and each is a separate metric; return at most {MAX_PARTS}")
-    _check_names(score.parts)
+    _check_parts(score.parts, max(map(len, (score.parts, *score.image_parts))))
     if score.image_parts and len(score.image_parts) != num_images:
         raise ValueError(f"{IMAGE_PARTS} for {len(score.image_parts)} images, but the task has {num_images}")
     if len(score.marks) > MAX_MARKS:
@@ -186,8 +239,10 @@ def _check_turns(turns: object) -> None:
         _number(value, f"the reward of turn {place}")
 
 
-def _check_names(parts: Mapping[str, object]) -> None:
-    """ValueError for a part whose name can be no metric's."""
+def _check_parts(parts: Mapping[str, object], most: int) -> None:
+    """ValueError for too many parts, and for one whose name can be no metric's."""
+    if most > MAX_PARTS:
+        raise ValueError(f"{most} parts, and each is a separate metric; return at most {MAX_PARTS}")
     if OVERLONG in parts:
         raise ValueError(
             f"a part {OVERLONG}: the metric reward/{OVERLONG} is the penalty of algorithm.{OVERLONG}; rename it"

@@ -20,18 +20,11 @@ from fovea.environments.custom.trl import RewardFunction, called_as_by_trl, is_o
 from fovea.errors import ConfigError, FoveaError, describe_error, result_or_error
 from fovea.types import AnswerEnd
 
-METHODS: Mapping[str, tuple[str, ...]] = {
-    "tasks": ("split",),
-    "prompt": ("task",),
-    "score": ("task", "turns"),
-    "target": ("task",),
-}
+TASK, TURNS = ("task",), ("task", "turns")
+METHODS: Mapping[str, tuple[str, ...]] = {"tasks": ("split",), "prompt": TASK, "score": TURNS, "target": TASK}
 """The methods of an environment, with the arguments that each is called with."""
 MORE_METHODS: Mapping[str, tuple[str, ...]] = {
-    "reply": ("task", "turns"),
-    "open": ("task", "seed"),
-    "demonstration": ("task",),
-    "tools": ("task",),
+    **{"reply": TURNS, "open": ("task", "seed"), "demonstration": TASK, "tools": TASK},
     "at": ("stage",),
 }
 """The methods of environments of several turns, with or without sessions, and of several stages."""
@@ -63,12 +56,12 @@ def load_environment(settings: OwnEnvironment) -> Any:
 
 def checked_environment(user: Any, name: str) -> Any:
     """An object of the user's that has the methods of an environment; ConfigError where it lacks one."""
-    optional = {"reply", "open", "demonstration", "tools"} | (set() if hasattr(user, "stages") else {"at"})
+    needed = METHODS.keys() | ({"at"} if hasattr(user, "stages") else set())
     # its sessions may score
-    optional |= {"score"} if hasattr(user, "open") else set()
+    needed -= {"score"} if hasattr(user, "open") else set()
     for method, parameters in {**METHODS, **MORE_METHODS}.items():
         bound = getattr(user, method, None)
-        if bound is None and method in optional:
+        if bound is None and method not in needed:
             continue
         if not callable(bound):
             raise ConfigError(f"environment={name} has no method {method}; add {method}({', '.join(parameters)})")
@@ -92,9 +85,8 @@ def _check_turns(user: Any, name: str) -> None:
     max_turns = getattr(user, "max_turns", None)
     for method in ("reply", "open"):
         if hasattr(user, method) and max_turns is None:
-            raise ConfigError(
-                f"environment={name} has a method {method}, but no max_turns; add max_turns = 4, or another bound"
-            )
+            fix = "add max_turns = 4, or another bound"
+            raise ConfigError(f"environment={name} has a method {method}, but no max_turns; {fix}")
     if max_turns is not None and (not isinstance(max_turns, int) or max_turns < 1):
         raise ConfigError(f"environment={name} has max_turns={max_turns!r}; set a whole number from 1 on")
 
@@ -117,10 +109,15 @@ def _instance(made: type, settings: OwnEnvironment) -> object:
 def load_named(spec: str, setting: str) -> object:
     """The object that a file defines under a name."""
     path, name = check_named(spec, setting)
-    module = _imported(path, setting)
+    module, error = result_or_error(lambda: import_file(path))
+    if error is not None:
+        raise ConfigError(f"{setting}: {path} cannot be imported: it {describe_error(error)}; fix it") from error
+    assert isinstance(module, ModuleType), path
     if not hasattr(module, name):
         near = difflib.get_close_matches(name, vars(module), n=1)
-        meant = f"did you mean {near[0]}?" if near else f"define it, or name another: {_public(module)}"
+        public = [each for each, value in vars(module).items() if not each.startswith("_") and callable(value)]
+        others = ", ".join(public) or "it defines none"
+        meant = f"did you mean {near[0]}?" if near else f"define it, or name another: {others}"
         raise ConfigError(f"{setting}={spec}: {path} has no {name}; {meant}")
     return getattr(module, name)
 
@@ -155,19 +152,6 @@ def name_of(given: object) -> str:
         given = given.func
     named = given if hasattr(given, "__qualname__") else type(given)
     return f"{FROM_PYTHON}{named.__module__}.{named.__qualname__}"
-
-
-def _imported(path: Path, setting: str) -> ModuleType:
-    module, error = result_or_error(lambda: import_file(path))
-    if error is not None:
-        raise ConfigError(f"{setting}: {path} cannot be imported: it {describe_error(error)}; fix it") from error
-    assert isinstance(module, ModuleType), path
-    return module
-
-
-def _public(module: ModuleType) -> str:
-    names = [name for name, value in vars(module).items() if not name.startswith("_") and callable(value)]
-    return ", ".join(names) or "it defines none"
 
 
 def _check_call(function: Callable[..., object], parameters: Sequence[str], setting: str, shown: str) -> None:

@@ -99,10 +99,10 @@ class WithModelReward:
     """Each model with the name of its score among the parts and the share of its score in the reward."""
 
     async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
-        names, models, shares = zip(*self.models, strict=True)
-        own, *scores = await gather_or_cancel([grader.score(task, turns) for grader in (self.own, *models)])
+        graders, shares = [model for _, model, _ in self.models], [share for *_, share in self.models]
+        own, *scores = await gather_or_cancel([grader.score(task, turns) for grader in (self.own, *graders)])
         weighted = list(zip((1 - sum(shares), *shares), (own, *scores), strict=True))
-        parts = {name: score.reward for name, score in zip(names, scores, strict=True)}
+        parts = {name: score.reward for (name, *_), score in zip(self.models, scores, strict=True)}
         reward = weighted[0][0] * own.reward
         for share, score in weighted[1:]:
             reward += share * score.reward

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import io
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from threading import Lock
+from typing import TextIO
 
 from fovea.environments.answer_end import declared_end
 from fovea.environments.base import BringsTools, Environment, Session, Split, UsesTools
 from fovea.environments.sessions import open_session, score_of
-from fovea.environments.tools.arguments import check_arguments
 from fovea.environments.tools.base import BadResultError, Frame, Picture, TakesCoordinates, Tool, ToolError
-from fovea.environments.tools.printed import PrintedText
-from fovea.environments.tools.results import ResultLimits, checked_parts
+from fovea.environments.tools.results import ResultLimits, check_arguments, checked_parts
 from fovea.errors import describe_error, first_line
 from fovea.types import ImageRef, Message, Score, Task, ToolCall, Turn
 from fovea.utils.tool_calls.base import BadCall, CallFormat
@@ -21,6 +25,9 @@ from fovea.utils.tool_calls.json_calls import JsonCalls
 MAX_CALLS = 8
 """Calls of a turn that are made; further ones are answered by an error."""
 MAX_ERROR_CHARACTERS = 300
+MAX_KEPT_CHARACTERS = 200
+"""Of the text that a call prints."""
+_CALL: ContextVar[io.StringIO | None] = ContextVar("call", default=None)
 DEMONSTRATED = JsonCalls()
 """The format in which demonstrations have calls, whatever the model's is (`demonstrated_call`)."""
 
@@ -31,6 +38,58 @@ def demonstrated_call(name: str, arguments: Mapping[str, object], text: str = ""
     Where the run's model writes calls or coordinates in another form, Fovea rewrites them.
     """
     return DEMONSTRATED.written(text, [ToolCall(name=name, arguments=arguments)])
+
+
+class _Router(io.TextIOBase):
+    """Standard output that gives a call's text to the call, and any other to the stream below."""
+
+    def __init__(self, below: TextIO) -> None:
+        self.below = below
+
+    def write(self, text: str) -> int:
+        call = _CALL.get()
+        if call is None:
+            return self.below.write(text)
+        call.write(text[: max(0, MAX_KEPT_CHARACTERS - call.tell())])
+        return len(text)
+
+    def flush(self) -> None:
+        self.below.flush()
+
+    def fileno(self) -> int:
+        return self.below.fileno()
+
+    def isatty(self) -> bool:
+        return self.below.isatty()
+
+
+class PrintedText:
+    """Keeps what calls print from the console; calls may overlap, in tasks of one loop and in threads they start."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._num_calls = 0
+
+    @contextmanager
+    def of_call(self) -> Iterator[io.StringIO]:
+        """The beginning of what is printed within the block, also by `asyncio.to_thread`."""
+        kept = io.StringIO()
+        token = _CALL.set(kept)
+        self._count(1)
+        try:
+            yield kept
+        finally:
+            self._count(-1)
+            _CALL.reset(token)
+
+    def _count(self, change: int) -> None:
+        """Route standard output while any call runs."""
+        with self._lock:
+            if self._num_calls == 0:
+                sys.stdout = _Router(sys.stdout)
+            self._num_calls += change
+            if self._num_calls == 0 and isinstance(sys.stdout, _Router):
+                sys.stdout = sys.stdout.below
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +114,6 @@ class WithTools(Environment):
     def __init__(
         self, environment: Environment, use: ToolUse, tools: Sequence[Tool] = (), *, max_turns: int | None = None
     ) -> None:
-        """`max_turns` is in place of the environment's."""
         self._environment = environment
         self._use = use
         self._tools = tuple(tools)
@@ -75,7 +133,7 @@ class WithTools(Environment):
         return self._with_further(self._environment.tools(task) if isinstance(self._environment, UsesTools) else ())
 
     def demonstration(self, task: Task) -> Sequence[str]:
-        """The demonstration with calls in the format of the model, and their coordinates in its frame."""
+        """The environment's, with calls in the format of the model, and their coordinates in its frame."""
         pictures = _pictures_of(task, self.prompt(task), (), self._use.limits)
         tools = {tool.spec.name: tool for tool in self.tools(task)}
         return [self._rewritten(text, tools, pictures) for text in self._environment.demonstration(task)]
