@@ -18,6 +18,7 @@ from fovea.data.rows import InMemory, RowAccess
 from fovea.environments.dataset_tasks import FileTasks
 from fovea.errors import BadRowError, ConfigError, DataError
 from fovea.types import ImageRef, Task
+from tests.tables import table
 
 SHARED = Path(__file__).parents[3] / "shared" / "data" / "geo3k"
 PICTURE = Image.new("RGB", (4, 4))
@@ -48,10 +49,8 @@ def test_layouts_stand_side_by_side() -> None:
             {"problem": "<image>Hub?", "answer": r"\boxed{1}", "images": [PICTURE]},
             {"prompt": [{"role": "user", "content": "Verl <image>?"}], "reward_model": {"ground_truth": "2"}}
             | {"images": [PICTURE], "extra_info": {"answer": "no"}},
-            {
-                "conversations": [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "Three."}],
-                "image": PICTURE,
-            },
+            {"conversations": [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "Three."}]}
+            | {"image": PICTURE},
             {
                 "messages": [
                     {"role": "system", "content": "Be brief."},
@@ -64,13 +63,8 @@ def test_layouts_stand_side_by_side() -> None:
         ]
     )
     tasks = files.tasks("train")
-    assert [said(files, task)[-1] for task in tasks] == [
-        ("user", "#Hub?"),
-        ("user", "Verl #?"),
-        ("user", "#Who?"),
-        ("user", "#Parts?"),
-        ("user", "Text alone?"),
-    ]
+    asked = ("#Hub?", "Verl #?", "#Who?", "#Parts?", "Text alone?")
+    assert [said(files, task)[-1] for task in tasks] == [("user", text) for text in asked]
     assert said(files, tasks[3])[0] == ("system", "Be brief.")
     assert [task.answer for task in tasks] == ["1", "2", "Three.", "4", "5"]
     assert tasks[1].row["extra_info"] == {"answer": "no"}
@@ -99,28 +93,6 @@ def test_image_key_is_short_for_one_of_image_keys() -> None:
         load_config([], [*given, "environment.image_key=photo", "environment.image_keys=[photo]"])
 
 
-def test_native_image_places_are_image_marks() -> None:
-    """As in rows that hold the text of a rendered prompt; messages and system prompts included."""
-    native = "<|vision_start|><|image_pad|><|vision_end|>"
-    rows: list[dict[str, object]] = [
-        {"problem": f"Compare {native} with {native}.", "answer": "1", "images": [PICTURE, PICTURE]},
-        {"problem": [{"role": "user", "content": f"{native}Which?"}], "answer": "1", "images": [PICTURE]},
-        {"problem": f"{native}{native}?", "answer": "1", "images": [PICTURE]},
-    ]
-    files = tasks_of(rows)
-    first, second = (files.prompt(files.tasks("train")[index])[-1].parts for index in range(2))
-    assert [part if isinstance(part, str) else "image" for part in first] == [
-        "Compare ",
-        "image",
-        " with ",
-        "image",
-        ".",
-    ]
-    assert [part if isinstance(part, str) else "image" for part in second] == ["image", "Which?"]
-    with pytest.raises(BadRowError, match="2 <image> marks but 1 images"):
-        files.tasks("train")[2]
-
-
 def test_kinds_come_from_a_column() -> None:
     rows = [{"problem": "?", "answer": "1", "type": kind} for kind in ("count", "colour", None, 3)]
     files = tasks_of(rows, kind_key="type")
@@ -128,9 +100,7 @@ def test_kinds_come_from_a_column() -> None:
     assert [task.kind for task in files.tasks("test")] == ["count", "colour", "all", "3"]
 
 
-@pytest.mark.parametrize(
-    "cell", ["pictures/one.PNG", "https://host/one.jpeg", {"bytes": b"x", "path": None}, ["one.webp"]]
-)
+@table("cell", ["pictures/one.PNG", "https://host/one.jpeg", {"bytes": b"x", "path": None}, ["one.webp"]])
 def test_images_under_a_name_that_is_not_known_are_told(cell: object) -> None:
     rows = [{"problem": "?", "answer": "1", "file_name": cell}]
     with pytest.raises(DataError, match=r"no column is called images or image, but file_name holds images; set "):
@@ -139,9 +109,8 @@ def test_images_under_a_name_that_is_not_known_are_told(cell: object) -> None:
 
 
 def test_rows_without_images_are_asked_without() -> None:
-    rows = [
-        {"problem": "What opens a.png", "answer": "b.png", "type": "c.png", "source": "a page", "n": 3, "url": None}
-    ]
+    names = {"problem": "What opens a.png", "answer": "b.png", "type": "c.png"}
+    rows = [names | {"source": "a page", "n": 3, "url": None}]
     assert tasks_of(rows, kind_key="type").tasks("train")[0].images == ()
 
 
@@ -162,25 +131,50 @@ def test_a_frame_is_a_data_set() -> None:
     assert (second.answer, second.images) == ("2.5", ())
 
 
-@pytest.mark.parametrize(
-    ("row", "reason"),
+def row(problem: object = "<image>?", answer: object = "12", num_images: int = 1) -> dict[str, object]:
+    return {"images": [PICTURE] * num_images, "problem": problem, "answer": answer}
+
+
+@table(
+    ("cells", "reason", "problem"),
     [
-        ({"answer": "1"}, "prompt_empty"),
-        ({"problem": "?"}, "answer_missing"),
-        ({"problem": "?", "answer": float("inf")}, "answer_kind"),
-        ({"problem": "?", "answer": True}, "answer_kind"),
-        ({"problem": [], "answer": "1"}, "prompt_role"),
-        ({"problem": [{"role": "user", "content": [{"type": "audio"}]}], "answer": "1"}, "prompt_kind"),
-        ({"problem": "half \ud83d", "answer": "1"}, "text_damaged"),
-        ({"conversations": [{"from": "human", "value": "Who?"}]}, "answer_missing"),
+        ({"answer": "1"}, "prompt_empty", "the row has no question"),
+        ({"problem": "?"}, "answer_missing", "no column is called answer or reward_model"),
+        ({"conversations": [{"from": "human", "value": "Who?"}]}, "answer_missing", "no column is called answer"),
+        (row(answer=float("inf")), "answer_kind", "the answer is inf, not a text or a number"),
+        (row(answer=True), "answer_kind", "the answer is of type bool"),
+        (row(answer=None), "answer_missing", "the answer is missing, so nothing can be right"),
+        (row(answer=" "), "answer_missing", "the answer is empty, so nothing can be right"),
+        (row(answer=r"\boxed{}"), "answer_missing", "the answer is empty"),
+        (row(answer={"style": "rule"}), "answer_missing", "the answer is missing"),
+        (row(num_images=2), "image_marks", "1 <image> marks but 2 images, which do not pair up"),
+        (row("<image><image>?"), "image_marks", "2 <image> marks but 1 images, which do not pair up"),
+        (row("<image>"), "prompt_empty", "the prompt is empty, so there is nothing to answer"),
+        (row("   "), "prompt_empty", "the prompt is empty"),
+        (row("half \ud83d"), "text_damaged", "the text holds half a character"),
+        (row(7), "prompt_kind", "the prompt is of type int, not a text"),
+        (row([]), "prompt_role", "the last message is missing"),
+        (row(["Find x."]), "prompt_kind", "a value of type str is not a message {role, content}"),
+        (row([{"role": "assistant", "content": "a"}]), "prompt_role", "the last message is assistant"),
+        (row([{"role": "tool", "content": "a"}]), "prompt_role", "is 'tool', not one of system, user"),
+        (row([{"role": "user", "content": None}]), "prompt_kind", "the prompt is of type NoneType"),
+        (
+            row([{"role": "user", "content": [{"type": "audio"}]}]),
+            "prompt_kind",
+            "is of type 'audio', not text or image",
+        ),
+        (row() | {"images": [7]}, "image_kind", "image 1: a value of type int is not an image"),
     ],
 )
-def test_bad_rows_have_reasons(row: dict[str, object], reason: str) -> None:
-    rows = [{"problem": "?", "answer": "1"}, row]
+def test_bad_rows_say_what_is_wrong(cells: dict[str, object], reason: str, problem: str) -> None:
     with pytest.raises(BadRowError) as error:
-        tasks_of(rows).tasks("train")[1]
+        tasks_of([row(), cells]).tasks("train")[1]
+    text = str(error.value)
     assert error.value.reason == reason
-    assert "row 1" in str(error.value)
+    assert problem in text
+    assert "row 1" in text
+    assert text.endswith("data.on_bad_row=skip")
+    assert "\n" not in text
 
 
 def test_a_file_without_a_question_says_which_columns_it_has() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -24,6 +25,8 @@ from tests.tables import table
 
 SHARED = Path(__file__).parents[3] / "shared" / "data" / "geo3k"
 VERL = {"prompt_key": "prompt", "answer_key": "reward_model"}
+NATIVE = "<|vision_start|><|image_pad|><|vision_end|>"
+"""In rows that hold the text of a rendered prompt."""
 
 
 def image(grey: int = 0) -> dict[str, object]:
@@ -50,7 +53,7 @@ def parts_of(environment: Environment, task: Task) -> list[tuple[str, list[str]]
     ]
 
 
-@pytest.mark.parametrize(
+@table(
     ("problem", "num_images", "parts"),
     [
         ("<image>Find x.", 1, ["#1", "Find x."]),
@@ -58,14 +61,16 @@ def parts_of(environment: Environment, task: Task) -> list[tuple[str, list[str]]
         ("Find x.", 2, ["#1", "#2", "Find x."]),
         ("Find x <image><image>", 2, ["Find x ", "#1", "#2"]),
         ("What is 2 + 2?", 0, ["What is 2 + 2?"]),
+        (f"Compare {NATIVE} with {NATIVE}.", 2, ["Compare ", "#1", " with ", "#2", "."]),
+        ([{"role": "user", "content": f"{NATIVE}Which?"}], 1, ["#1", "Which?"]),
     ],
 )
-def test_images_go_where_their_marks_are(problem: str, num_images: int, parts: list[str], tmp_path: Path) -> None:
-    environment = geo3k(tmp_path, [row(), row(problem, num_images=num_images)])
-    task = environment.tasks("test")[1]
+def test_images_go_where_their_marks_are(problem: object, num_images: int, parts: list[str], tmp_path: Path) -> None:
+    environment = geo3k(tmp_path, [row(problem, num_images=num_images)])
+    (task,) = environment.tasks("test")
     assert parts_of(environment, task) == [("user", parts)]
-    assert task.question == problem
-    assert task.id == "test/1"
+    assert isinstance(problem, list) or task.question == problem.replace(NATIVE, "<image>")
+    assert task.id == "test/0"
 
 
 def test_verl_layout(tmp_path: Path) -> None:
@@ -89,7 +94,7 @@ def test_verl_layout(tmp_path: Path) -> None:
         geo3k(tmp_path, [verl], system_prompt="Be brief.", **VERL).tasks("test")[0]
 
 
-@pytest.mark.parametrize(("cell", "answer"), [(r"\boxed{12}", "12"), (" 12 ", "12"), (12, "12"), (2.5, "2.5")])
+@table(("cell", "answer"), [(r"\boxed{12}", "12"), (" 12 ", "12"), (12, "12"), (2.5, "2.5")])
 def test_answers_are_unboxed(cell: object, answer: str, tmp_path: Path) -> None:
     assert geo3k(tmp_path, [row(answer=cell)]).tasks("test")[0].answer == answer
 
@@ -105,7 +110,6 @@ def test_several_image_columns_and_paths_beside_the_file(tmp_path: Path) -> None
 
 
 def test_dev_has_rows_of_its_own(tmp_path: Path) -> None:
-    """Of the files that are named; test rows stay out of it."""
     pq.write_table(pa.Table.from_pylist([row(answer="7"), row(answer="8")]), tmp_path / "validation.parquet")
     rows = [row(answer=str(n)) for n in range(5)]
     environment = geo3k(tmp_path, rows, dev_files=(str(tmp_path / "validation.parquet"),))
@@ -115,27 +119,49 @@ def test_dev_has_rows_of_its_own(tmp_path: Path) -> None:
     assert len(environment.tasks("train")) == 5
 
 
-@pytest.mark.parametrize(
-    ("text", "accuracy", "formatted"),
+THINK = {"think_tags": True}
+TAGS = {"think_tags": True, "answer_tags": True, "format_weight": 0.5}
+
+
+@table(
+    ("settings", "text", "accuracy", "formatted"),
     [
-        (r"so \boxed{x = 12.0}", 1, 1),
-        (r"\boxed{11}, no, \boxed{12}", 1, 1),
-        (r"\boxed{12}, no, \boxed{11}", 0, 1),
-        (r"\boxed{}", 0, 1),
-        (r"12", 0, 0),
-        (r"\boxed{12", 0, 0),
+        ({}, r"so \boxed{x = 12.0}", 1, 1),
+        ({}, r"\boxed{11}, no, \boxed{12}", 1, 1),
+        ({}, r"\boxed{12}, no, \boxed{11}", 0, 1),
+        ({}, r"\boxed{}", 0, 1),
+        ({}, r"12", 0, 0),
+        ({}, r"\boxed{12", 0, 0),
+        ({"format_weight": 1.0}, r"\boxed{13}", 0, 1),
+        (THINK, r"<think>6 + 6</think> \boxed{12}", 1, 1),
+        (THINK, r" <think>6 + 6</think>\boxed{13}", 0, 1),
+        (THINK, r"6 + 6</think> \boxed{12}", 1, 1),  # the chat template has written the opening tag
+        (THINK, r"\boxed{12}", 1, 0),
+        (THINK, r"<think>\boxed{12}</think>", 1, 0),
+        (THINK, r"<think></think>\boxed{12}", 1, 0),
+        (THINK, r"<think>6</think><think>6</think>\boxed{12}", 1, 0),
+        (THINK, r"<think>6 <think>6</think>\boxed{12}", 1, 0),
+        (THINK, r"<think>6 + 6</think> 12", 0, 0),
+        (TAGS, "<think>6 + 6</think> <answer> 12 </answer>", 1, 1),
+        (TAGS, "<think>6 + 6</think><answer>13</answer>", 0, 1),
+        (TAGS, "<answer>13</answer> no, <answer>12</answer>", 1, 0),
+        (TAGS, r"<think>6 + 6</think> \boxed{12}", 0, 0),
+        (TAGS, "<think>6 + 6</think> <answer>12", 0, 0),
     ],
 )
-def test_reward_weighs_accuracy_and_format(text: str, accuracy: float, formatted: float, tmp_path: Path) -> None:
-    for weight in (0.1, 0.0, 1.0):
-        environment = geo3k(tmp_path, [row()], format_weight=weight)
-        score = scored(environment.graders, environment.tasks("test")[0], text)
-        assert score.reward == (1 - weight) * accuracy + weight * formatted
-        assert score.accuracy == accuracy
-        assert score.parts == {"answer": accuracy, "format": formatted}
+def test_the_reward_weighs_accuracy_and_form(
+    settings: dict[str, Any], text: str, accuracy: float, formatted: float, tmp_path: Path
+) -> None:
+    truth = "<answer> 12 </answer>" if settings is TAGS else "12"  # as in R1-V's rows
+    environment, weight = geo3k(tmp_path, [row(answer=truth)], **settings), settings.get("format_weight", 0.1)
+    (task,) = environment.tasks("test")
+    score = scored(environment.graders, task, text)
+    assert score.parts == {"answer": accuracy, "format": formatted}
+    assert (score.accuracy, score.reward) == (accuracy, (1 - weight) * accuracy + weight * formatted)
+    assert scored(environment.graders, task, environment.target(task)).reward == 1
 
 
-@pytest.mark.parametrize(
+@table(
     ("settings", "right", "wrong"),
     [
         ({}, 1.0, 0.1),
@@ -153,7 +179,7 @@ def test_both_public_rewards(settings: dict[str, object], right: float, wrong: f
     assert [score.accuracy for score in scores] == [1, 0]
 
 
-@pytest.mark.parametrize(
+@table(
     ("settings", "problem"),
     [
         ({"reward_max_val": 1, "format_weight": 0.1}, r"format_weight=0\.1 shares the reward, but .* make it binary"),
@@ -167,49 +193,6 @@ def test_rewards_that_contradict_each_other_are_refused(settings: dict[str, obje
         Geo3kEnvironment.model_validate({"train_files": ["a"], "test_files": ["a"], **settings})
 
 
-@pytest.mark.parametrize(
-    ("text", "accuracy", "formatted"),
-    [
-        (r"<think>6 + 6</think> \boxed{12}", 1, 1),
-        (r" <think>6 + 6</think>\boxed{13}", 0, 1),
-        (r"6 + 6</think> \boxed{12}", 1, 1),  # the chat template has written the opening tag
-        (r"\boxed{12}", 1, 0),
-        (r"<think>\boxed{12}</think>", 1, 0),
-        (r"<think></think>\boxed{12}", 1, 0),
-        (r"<think>6</think><think>6</think>\boxed{12}", 1, 0),
-        (r"<think>6 <think>6</think>\boxed{12}", 1, 0),
-        (r"<think>6 + 6</think> 12", 0, 0),
-    ],
-)
-def test_a_form_with_reasoning(text: str, accuracy: float, formatted: float, tmp_path: Path) -> None:
-    environment = geo3k(tmp_path, [row()], think_tags=True)
-    (task,) = environment.tasks("test")
-    score = scored(environment.graders, task, text)
-    assert score.parts == {"answer": accuracy, "format": formatted}
-    assert score.reward == pytest.approx(0.9 * accuracy + 0.1 * formatted)
-    assert scored(environment.graders, task, environment.target(task)).reward == 1
-
-
-@pytest.mark.parametrize(
-    ("text", "accuracy", "formatted"),
-    [
-        ("<think>6 + 6</think> <answer> 12 </answer>", 1, 1),
-        ("<think>6 + 6</think><answer>13</answer>", 0, 1),
-        ("<answer>13</answer> no, <answer>12</answer>", 1, 0),
-        (r"<think>6 + 6</think> \boxed{12}", 0, 0),
-        ("<think>6 + 6</think> <answer>12", 0, 0),
-    ],
-)
-def test_an_answer_in_tags(text: str, accuracy: float, formatted: float, tmp_path: Path) -> None:
-    """The truth is in tags too, as in R1-V's rows."""
-    rows = [row(answer="<answer> 12 </answer>")]
-    environment = geo3k(tmp_path, rows, think_tags=True, answer_tags=True, format_weight=0.5)
-    (task,) = environment.tasks("test")
-    score = scored(environment.graders, task, text)
-    assert (score.accuracy, score.parts["format"], score.reward) == (accuracy, formatted, (accuracy + formatted) / 2)
-    assert scored(environment.graders, task, environment.target(task)).reward == 1
-
-
 def test_a_grade_says_why() -> None:
     assert grade(r"\boxed{6+6}", "12").reason == "boxed '6+6' equals '12'"
     assert grade(r"\boxed{13}", "12").reason == "boxed '13' is not '12'"
@@ -217,38 +200,6 @@ def test_a_grade_says_why() -> None:
 
 
 @table(
-    ("cells", "problem"),
-    [
-        (row(num_images=2), "1 <image> marks but 2 images, which do not pair up"),
-        (row("<image><image>Find x."), "2 <image> marks but 1 images, which do not pair up"),
-        (row("<image>", "12"), "the prompt is empty, so there is nothing to answer"),
-        (row(None), "the row has no question"),
-        (row("   "), "the prompt is empty"),
-        (row(7), "the prompt is of type int, not a text"),
-        (row(answer=None), "the answer is missing, so nothing can be right"),
-        (row(answer=" "), "the answer is empty, so nothing can be right"),
-        (row(answer=r"\boxed{}"), "the answer is empty"),
-        (row(answer={"style": "rule"}), "the answer is missing"),
-        (row([]), "the last message is missing"),
-        (row(["Find x."]), "a value of type str is not a message {role, content}"),
-        (row([{"role": "assistant", "content": "a"}]), "the last message is assistant"),
-        (row([{"role": "tool", "content": "a"}]), "the role of a message is 'tool', not one of system, user"),
-        (row([{"role": "user", "content": None}]), "the prompt is of type NoneType"),
-        (row() | {"images": [7]}, "image 1: a value of type int is not an image"),
-    ],
-)
-def test_bad_rows_say_what_is_wrong(cells: dict[str, object], problem: str, tmp_path: Path) -> None:
-    tasks = geo3k(tmp_path, [cells]).tasks("train")
-    assert len(tasks) == 1
-    with pytest.raises(DataError) as error:
-        tasks[0]
-    assert str(error.value).startswith("test.parquet row 0")
-    assert problem in str(error.value)
-    assert str(error.value).endswith("or set data.on_bad_row=skip")
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"prompt_key": "question"}, "environment.prompt_key: test.parquet has no column 'question'; its columns"),
@@ -264,17 +215,17 @@ def test_settings_that_do_not_fit_the_file(settings: dict[str, object], message:
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "num_rows"),
-    [("fixture", {}, (64, 32)), ("fixture_verl", {}, (64, 32)), ("full", {}, (2101, 300))],
+    ("train", "test", "num_rows"),
+    [
+        ("fixture_train.parquet", "fixture_test.parquet", (64, 32)),
+        ("fixture_verl_train.parquet", "fixture_verl_test.parquet", (64, 32)),
+        ("train.parquet", "validation.parquet", (2101, 300)),
+    ],
 )
-def test_gold_answers_of_the_real_data_score_full_marks(
-    name: str, settings: dict[str, object], num_rows: tuple[int, int]
-) -> None:
-    names = ("train", "validation") if name == "full" else (f"{name}_train", f"{name}_test")
-    files = [SHARED / f"{one}.parquet" for one in names]
-    if not all(file.exists() for file in files):
+def test_gold_answers_of_the_real_data_score_full_marks(train: str, test: str, num_rows: tuple[int, int]) -> None:
+    config = {"train_files": (str(SHARED / train),), "test_files": (str(SHARED / test),), "dev_share": 0}
+    if not all((SHARED / name).exists() for name in (train, test)):
         pytest.skip(f"the shared Geometry3K files are not here ({SHARED})")
-    config = {"train_files": (str(files[0]),), "test_files": (str(files[1]),), "dev_share": 0, **settings}
     environment = Geo3k(Geo3kEnvironment.model_validate(config), RowAccess())
     splits: tuple[Split, ...] = ("train", "test")
     for split, expected in zip(splits, num_rows, strict=True):
@@ -287,17 +238,16 @@ def test_gold_answers_of_the_real_data_score_full_marks(
             assert (score.reward, score.accuracy) == (1.0, 1.0), task.id
 
 
-@pytest.mark.parametrize("truth", ["$", "degrees", "{5", "5}", "\N{ZERO WIDTH SPACE}", r"\text{}", r"\boxed{5"])
+@table("truth", ["$", "degrees", "{5", "5}", "\N{ZERO WIDTH SPACE}", r"\text{}", r"\boxed{5"])
 def test_an_answer_that_is_wrong_word_for_word_is_a_bad_row(tmp_path: Path, truth: str) -> None:
     tasks = geo3k(tmp_path, [row(), row(answer=truth)]).tasks("test")
-    with pytest.raises(
-        BadRowError, match=r"row 1: the answer .* is wrong even when it is given word for word"
-    ) as caught:
+    problem = r"^test\.parquet row 1: the answer .* is wrong even when it is given word for word"
+    with pytest.raises(BadRowError, match=problem) as caught:
         [tasks[index] for index in range(len(tasks))]
     assert caught.value.reason == "answer_never_right"
 
 
-@pytest.mark.parametrize(
+@table(
     "truth",
     ["$5$", r"\$5", "5 degrees", "5\N{DEGREE SIGN}", "5\N{ZERO WIDTH SPACE}", "\N{SOFT HYPHEN}5", "\u20605", "5 cm"],
 )
