@@ -32,6 +32,7 @@ from fovea.utils.event_loop import gather_or_cancel, wait_for
 from tests.chat_server import Endpoint, endpoints, says
 from tests.environments.judge_model import COLOURS, PROMPT, QUESTION, description, make_judge, picture
 from tests.grading import score_in_run
+from tests.tables import table
 
 SERVER_START_SECONDS = 170
 TIMEOUT_SECONDS = 1.0
@@ -64,11 +65,6 @@ def client(url: str, **settings: object) -> Grading:
 def ask(judge: Grading, answer: str = "a dog", shown: str = "red") -> float:
     task = Task(id="t", question=QUESTION, answer="a red square", kind=shown)
     return score_in_run(judge, task, answer).reward
-
-
-def test_a_score_is_the_share_of_the_best(serve: Callable[..., Endpoint]) -> None:
-    endpoint = serve(says("It is not a dog.\n**Score: 7.5**"))
-    assert ask(client(endpoint.url)) == 0.75
 
 
 def test_what_the_judge_is_sent(serve: Callable[..., Endpoint], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,12 +188,12 @@ def test_a_limit_of_more_than_a_hundred_calls_is_kept(
     assert endpoint.most_running == 120
 
 
-@pytest.mark.parametrize("reply", ["Score: 7", "x\nscore: 7/10\n\n", "**Score:** 7.0", "- Score: 7."])
+@table("reply", ["Score: 7", "It is not a dog.\n**Score: 7.0**", "x\nscore: 7/10\n\n", "**Score:** 7.0", "- Score: 7."])
 def test_scores_are_read(reply: str) -> None:
     assert parsed_score(reply) == 7
 
 
-@pytest.mark.parametrize(
+@table(
     "reply", ["", "7", "Score: -1", "Score: 7 of 10", "Score: 7\nScore: 8", "Score: 7\nbut", "Score: nan", "Score: 7/5"]
 )
 def test_anything_else_is_no_score(reply: str) -> None:

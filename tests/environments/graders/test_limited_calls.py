@@ -1,20 +1,21 @@
-"""Limits of graders: whose timeout it is, errors that come together, and rewards that would drown all others."""
+"""Limits of graders: whose timeout it is, errors that come together, large rewards; rewards of turns in sums."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from threading import Event
 
 import pytest
 from PIL import Image
 
 from fovea.environments.custom.grader import UserGrader, score_function
-from fovea.environments.graders.base import NoScoreError
+from fovea.environments.graders.base import NoScoreError, weighted_turns
 from fovea.environments.graders.grading import Grading
 from fovea.environments.graders.limited_calls import CallLimits, CallThreads, LimitedCalls
+from fovea.environments.graders.opinions import WithModelReward
 from fovea.errors import DataError, ScoreError
 from fovea.types import ImageRef, Score, Task, Turn
 from fovea.utils.event_loop import gather_or_cancel, wait_for
@@ -106,3 +107,36 @@ def test_a_reward_and_a_sum_of_parts_beyond_the_limit(returned: object) -> None:
 
 def test_a_reward_at_the_limit_is_a_reward() -> None:
     assert score_in_run(returning(-1e6), ROW, "an answer").reward == -1e6
+
+
+BY_TURN, WHOLE = Score(reward=3, accuracy=1, turns=(1, 2)), Score(reward=0.5, accuracy=0.5)
+TURNS = (Turn(messages=(), text="first"), Turn(messages=(), text="second"))
+
+
+@dataclass(frozen=True, slots=True)
+class Says:
+    """A grader with one opinion."""
+
+    opinion: Score
+
+    async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+        return self.opinion
+
+
+def test_a_score_of_the_whole_episode_counts_with_the_last_turn() -> None:
+    assert weighted_turns([(0.5, BY_TURN), (2, WHOLE)], 2) == (0.5, 2)
+    assert weighted_turns([(1, WHOLE), (2, WHOLE)], 2) == ()
+
+
+def test_a_models_share_leaves_turns_that_sum_to_the_reward() -> None:
+    """Turns of 1 and 2 at 3/4, the model's .5 at 1/4."""
+    grader = WithModelReward(own=Says(BY_TURN), models=[("judge", Says(WHOLE), 0.25)])
+    score = asyncio.run(grader.score(ROW, TURNS))
+    assert score.turns == (0.75, 1.625)
+    assert score.reward == pytest.approx(sum(score.turns))
+
+
+def test_the_limit_of_a_reward_is_that_of_a_turns() -> None:
+    grading = Grading(graders=(Says(Score(reward=0, accuracy=0, turns=(2e6, -2e6))),))
+    with pytest.raises(DataError, match=r"train/0: the reward of 'second' is 2e\+06, beyond 1e\+06; scale it down"):
+        asyncio.run(grading.scores(ROW, [TURNS]))

@@ -54,27 +54,18 @@ def test_empty_answers_are_never_right() -> None:
     assert not same_answer(r"\text{}", " ")
 
 
-@pytest.mark.parametrize(
-    "formula",
-    [
-        "9**9**9**9",
-        "9^{9^{9^9}}",
-        "10^{500}",
-        "1/0",
-        r"\sqrt{-1}",
-        "(-8)^{1/3}",
-        "9!",
-        "(-1)^{9e99*9e99*9e99*9e99*0}",
-        "9e99*9e99*9e99*9e99*0",
-    ],
-)
+NO_VALUE = [
+    *("9**9**9**9", "9^{9^{9^9}}", "10^{500}", "1/0", r"\sqrt{-1}", "(-8)^{1/3}", "9!"),
+    *("(-1)^{9e99*9e99*9e99*9e99*0}", "9e99*9e99*9e99*9e99*0"),
+]
+
+
+@table("formula", NO_VALUE)
 def test_no_value(formula: str) -> None:
     assert formula_value(formula) is None
 
 
-@pytest.mark.parametrize(
-    "code", ['__import__("os").system("touch PWNED")', 'exec("1+1")', r"\sin(\sin(10^{500}))", "12.0e99999999"]
-)
+@table("code", ['__import__("os").system("touch PWNED")', 'exec("1+1")', r"\sin(\sin(10^{500}))", "12.0e99999999"])
 def test_nothing_is_executed(code: str) -> None:
     assert not same_answer(code, "12")
     assert not Path("PWNED").exists()
@@ -108,19 +99,14 @@ LATEX = st.lists(
     ),
     max_size=30,
 ).map("".join)
+ANSWERS = st.one_of(LATEX, st.text(max_size=60))
 
 
-@settings(max_examples=400, deadline=None)
-@given(LATEX, LATEX)
+@settings(max_examples=600, deadline=None)
+@given(ANSWERS, ANSWERS)
 def test_never_raises_and_is_symmetric(one: str, other: str) -> None:
+    last_boxed(one)
     assert same_answer(one, other) == same_answer(other, one)
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.text(max_size=60))
-def test_any_text_is_graded(text: str) -> None:
-    last_boxed(text)
-    assert same_answer(text, "12") in (True, False)
 
 
 @settings(max_examples=200, deadline=None)
@@ -171,7 +157,7 @@ def check_any_answer(text: str, latex: str, truth: str) -> None:
 
 @pytest.mark.slow
 @settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.lists(st.one_of(LATEX, st.text(max_size=60)), min_size=20, max_size=20), LATEX, st.sampled_from(OWN))
+@given(st.lists(ANSWERS, min_size=20, max_size=20), LATEX, st.sampled_from(OWN))
 def test_twenty_thousand_answers_are_graded_in_time(texts: list[str], latex: str, case: dict[str, object]) -> None:
     for text in texts:
         within_a_second(lambda text=text: check_any_answer(text, latex, str(case["truth"])))
@@ -181,55 +167,20 @@ def test_shared_cases() -> None:
     if not CASES.exists():
         pytest.skip(f"the shared grading cases are not here ({CASES})")
     cases = [json.loads(line) for line in CASES.read_text(encoding="utf-8").splitlines()]
-    wrong = []
-    for case in cases:
-        boxed = last_boxed(case["prediction"])
-        is_right = boxed is not None and same_answer(boxed, case["truth"])
-        if case["strength"] == "must" and is_right != case["expected"]:
-            wrong.append(case)
-    assert wrong == []
+    needed = [case for case in cases if case["strength"] == "must"]
+    assert [case for case in needed if grade(case["prediction"], case["truth"]).score != case["expected"]] == []
 
 
 # Names alone are left out: `x = y` says the value y of x, and is right for both.
 TRUTHS = [
-    *(
-        "12",
-        "60",
-        "6",
-        "5.5",
-        "6.71",
-        r"3 \sqrt { 5 }",
-        "3",
-        "4",
-        "-8",
-        "1200",
-        r"13 \pi",
-        "2:3",
-        "0.75",
-        "4 4/11",
-        "50%",
-    ),
-    *("x < 60", "x \\ge 4", "A B = C D", "a + b = 90", r"\angle 1 \cong \angle 4", r"\angle 6 and \angle 2", "3, 4"),
-    *("20 y^2 - 10 y", "[0, 60]", "(3, 4)", "not enough information", "AB and CD"),
+    *("12", "60", "6", "5.5", "6.71", r"3 \sqrt { 5 }", "3", "4", "-8", "1200", r"13 \pi", "2:3", "0.75", "4 4/11"),
+    *("50%", "x < 60", "x \\ge 4", "A B = C D", "a + b = 90", r"\angle 1 \cong \angle 4"),
+    *(r"\angle 6 and \angle 2", "3, 4", "20 y^2 - 10 y", "[0, 60]", "(3, 4)", "not enough information", "AB and CD"),
 ]
 BETWEEN = [
-    *(
-        r" \approx ",
-        " = ",
-        " = x = ",
-        r" \text{ or } ",
-        " or ",
-        ", ",
-        " and ",
-        r" \pm ",
-        " < ",
-        r" \le ",
-        ": ",
-        "; ",
-        " ",
-    ),
-    *(r" \ne ", "|", "/", " + ", " - ", r" \cong ", r" \rightarrow ", r" \text{ to } ", "(", r" \cdot ", " cm ", "}"),
-    *(r"\} or \boxed{", r"}, so \boxed{", r" \approx 6 = ", r" \approx x = ", " is not "),
+    *(r" \approx ", " = ", " = x = ", r" \text{ or } ", " or ", ", ", " and ", r" \pm ", " < ", r" \le ", ": ", "; "),
+    *(" ", r" \ne ", "|", "/", " + ", " - ", r" \cong ", r" \rightarrow ", r" \text{ to } ", "(", r" \cdot ", " cm "),
+    *("}", r"\} or \boxed{", r"}, so \boxed{", r" \approx 6 = ", r" \approx x = ", " is not "),
 ]
 BEFORE = ["", "x = ", "AB = ", "x: ", r"\angle A = ", "[", "(", "{", r"\{", "|", r"\approx ", r"x \approx ", "= ", "-"]
 

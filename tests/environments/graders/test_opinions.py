@@ -81,15 +81,6 @@ def test_a_judge_is_a_part_of_any_reward(tmp_path: Path, serve: Callable[..., En
         each.grading.close()
 
 
-def test_it_is_a_part_of_the_users_own_reward_too(tmp_path: Path, serve: Callable[..., Endpoint]) -> None:
-    (tmp_path / "mine.py").write_text("def score(task, text, images): return {'words': len(text.split())}")
-    endpoint = serve(says("Score: 10"))
-    own = made(tmp_path, "vqa", reward=f"{tmp_path / 'mine.py'}:score", model_reward={"judge": 0.5}, **judge(endpoint))
-    score = graded(own, "one two three")
-    assert (score.reward, score.parts) == (2.0, {"words": 3.0, "judge": 1.0})
-    own.grading.close()
-
-
 def test_it_is_a_part_of_the_reward_of_every_part_of_a_mixture(tmp_path: Path, serve: Callable[..., Endpoint]) -> None:
     (tmp_path / "mine.py").write_text("def score(task, text, images): return {'words': len(text.split())}")
     own = {"environment": {"name": "vqa", **files(tmp_path, ROWS)}, "reward": f"{tmp_path / 'mine.py'}:score"}

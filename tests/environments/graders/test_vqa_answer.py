@@ -46,7 +46,7 @@ def test_shared_cases() -> None:
     assert scores == pytest.approx([case["expected"] for case in cases])
 
 
-@pytest.mark.parametrize(
+@table(
     ("response", "answer"),
     [
         (r"first \boxed{2}, then \boxed{3}", "3"),
@@ -87,7 +87,7 @@ def test_spelling(text: str, words: str) -> None:
     assert spelled(text) == words
 
 
-@pytest.mark.parametrize(
+@table(
     ("answer", "truths", "accuracy"),
     [
         ("2", ["2"] + ["3"] * 9, 0.3),  # 9 subsets of 10 hold it: 9 * (1/3) / 10
@@ -137,9 +137,7 @@ def test_options_of_a_row() -> None:
 def test_options_under_letters_are_in_the_order_of_these() -> None:
     assert options_of({"B": "dog", "(a)": "cat"}, "row 1") == ("cat", "dog")
     with pytest.raises(BadRowError, match=r"row 1: the options have the keys \['1', '2'\], not the letters from A on"):
-        options_of(
-            {"1": "cat", "2": "dog"}, "row 1"
-        )  # of which an answer `1` could be the first or, from 0, the second
+        options_of({"1": "cat", "2": "dog"}, "row 1")  # an answer `1` could be the first or, from 0, the second
     with pytest.raises(BadRowError, match="the options have the keys"):
         options_of({"A": "cat", "C": "dog"}, "row 1")
 
@@ -186,9 +184,7 @@ def test_twenty_thousand_answers_are_graded_in_time(texts: list[str], truth: str
         within_a_second(lambda text=text: check_any_answer(text, truth))
 
 
-@pytest.mark.parametrize(
-    "part", ["a", "1,", "the ", "'", "-", "(", "answer is ", "<answer>", "yes ", "is ", ".", "\\boxed{"]
-)
+@table("part", ["a", "1,", "the ", "'", "-", "(", "answer is ", "<answer>", "yes ", "is ", ".", "\\boxed{"])
 def test_long_answers_end_quickly(part: str) -> None:
     text = part * (200_000 // len(part))
     assert grade(text, "3").score == 0

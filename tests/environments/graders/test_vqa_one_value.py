@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import permutations, product
 from pathlib import Path
 
@@ -50,21 +50,16 @@ def right_for(answer: str, truths: Sequence[str] = TRUTHS) -> list[str]:
     return [truth for truth in truths if grade(answer, truth).score > 0]
 
 
-def hedges() -> Iterator[str]:
-    for opening, (one, other), connective in product(("", "yes ", "it is ", "the "), PAIRS, CONNECTIVES):
-        yield f"{opening}{one}{connective}{other}"
-
-
-PAIRS = list(permutations(("yes", "no", "0", "2", "red", "night", "A"), 2))
-
-
 def test_every_truth_is_right_for_itself_alone() -> None:
     assert [right_for(truth) for truth in TRUTHS] == [[truth] for truth in TRUTHS]
 
 
 def test_no_pair_of_answers_is_right_for_two_truths() -> None:
     truths = ("yes", "no", "0", "2", "red", "night", "A")
-    assert [answer for answer in hedges() if len(right_for(answer, truths)) > 1] == []
+    openings = ("", "yes ", "it is ", "the ")
+    parts = product(openings, permutations(truths, 2), CONNECTIVES)
+    answers = [f"{opening}{one}{connective}{other}" for opening, (one, other), connective in parts]
+    assert [answer for answer in answers if len(right_for(answer, truths)) > 1] == []
 
 
 @settings(max_examples=600, deadline=None)
@@ -140,15 +135,9 @@ def test_things_behind_a_number_leave_it(answer: str) -> None:
 
 
 DENIED = [
-    *(
-        "correct, there is none",
-        "Yes, there are zero dogs.",
-        "true, I have none",
-        "Yes, it lacks a dog",
-        "yep, we got 0",
-    ),
-    *("Correct, there are none of them", "yes, there is nil", "Yes, they carry none", "yes, theres 0"),
-    "yes, I disagree",
+    *("correct, there is none", "Yes, there are zero dogs.", "true, I have none", "Yes, it lacks a dog"),
+    *("yep, we got 0", "Correct, there are none of them", "yes, there is nil", "Yes, they carry none"),
+    *("yes, theres 0", "yes, I disagree"),
 ]
 
 
