@@ -13,10 +13,9 @@ import pytest
 from PIL import Image
 
 from fovea.environments.custom.environment import UserEnvironment
-from fovea.environments.custom.loading import checked_environment
-from fovea.errors import ConfigError, DataError
+from fovea.errors import DataError
 from fovea.types import ImageRef, Message, Task, Turn
-from tests.fakes import BanditEnvironment
+from tests.tables import table
 
 PICTURE = Image.new("RGB", (2, 2))
 TASK = Task(id="train/0", question="Which colour?", answer="red", images=(ImageRef(source=PICTURE),))
@@ -53,25 +52,19 @@ def test_what_is_documented_passes() -> None:
     assert returns(reply=None).reply(TASK, [TURN]) is None
 
 
-@pytest.mark.parametrize(
+@table(
     ("tasks", "problem"),
     [
         ([TASK, replace(TASK, answer="x")], "holds two rows of id 'train/0'; give every row of a split a separate id"),
         ([TASK, "row"], "holds 'row' (of type str); return a list of fovea.types.Task"),
-        (
-            [replace(TASK, answer=3)],
-            "Task of id 'train/0' with answer=3 (of type int); give a text, such as answer=str(...)",
-        ),  # type: ignore[arg-type]
+        ([replace(TASK, answer=3)], "id 'train/0' with answer=3 (of type int); give a text, such as answer=str(...)"),  # type: ignore[arg-type]
         (
             [replace(TASK, question="caf\udce9?")],
             r"with question='caf\udce9?' (of type str): character 3 is half of a pair, which neither a tokenizer nor a "
             "file takes; decode the bytes with errors='replace'",
         ),
         ([replace(TASK, id=3)], "Task of id 3 with id=3 (of type int); give a text, such as id=str(...)"),  # type: ignore[arg-type]
-        (
-            [replace(TASK, images=(PICTURE,))],  # type: ignore[arg-type]
-            "give a picture as ImageRef(source=picture), of fovea.types",
-        ),
+        ([replace(TASK, images=(PICTURE,))], "give a picture as ImageRef(source=picture), of fovea.types"),  # type: ignore[arg-type]
         ([replace(TASK, images=PICTURE)], "(of type Image); give a tuple, images=(ImageRef(source=...),)"),  # type: ignore[arg-type]
         (
             [replace(TASK, images=(ImageRef(source=Path("a.png")),))],  # type: ignore[arg-type]
@@ -109,27 +102,20 @@ def test_rows_that_are_made_on_access_are_checked_where_they_come_by() -> None:
     tasks = environment.tasks("train")
     assert set(lazy.made) == {0}
     assert environment.prompt(tasks[0]) == [PROMPT]
-    with pytest.raises(
-        DataError, match=r"^mine\.py:C\.tasks holds a Task of id 'train/0' with answer=5 \(of type int\); give a text"
-    ):
+    problem = r"^mine\.py:C\.tasks holds a Task of id 'train/0' with answer=5 \(of type int\); give a text"
+    with pytest.raises(DataError, match=problem):
         environment.prompt(tasks[5])
 
 
-@pytest.mark.parametrize(
+@table(
     ("messages", "problem"),
     [
         ("Dark or light?", "returned 'Dark or light?' (of type str); return a list of fovea.types.Message, [Message("),
         (PROMPT, "(of type Message); return a list of fovea.types.Message, [Message("),
         ([], "returned [] (of type list); return a list of fovea.types.Message"),
         ([{"role": "user"}], "returned a list that holds {'role': 'user'} (of type dict); return a list of"),
-        (
-            [Message(role="human", parts=("?",))],  # type: ignore[arg-type]
-            "returned a Message with role='human' (of type str); set one of system, user, assistant",
-        ),
-        (
-            [Message(role="user", parts="Dark?")],
-            "with parts='Dark?' (of type str); give a tuple, such as parts=(task.question,)",
-        ),  # type: ignore[arg-type]
+        ([Message(role="human", parts=("?",))], "with role='human' (of type str); set one of system, user, assistant"),  # type: ignore[arg-type]
+        ([Message(role="user", parts="Dark?")], "with parts='Dark?' (of type str); give a tuple, such as parts=(task."),
         ([Message(role="user", parts=("\ud800",))], r"with the part '\ud800' (of type str): character 0 is half of a"),
         ([Message(role="user", parts=(PICTURE, "?"))], "(of type Image); give a picture as ImageRef(source=picture)"),  # type: ignore[arg-type]
     ],
@@ -140,14 +126,11 @@ def test_messages_that_are_none_are_named(messages: Any, problem: str) -> None:
     assert "\n" not in str(refused.value)
     with pytest.raises(DataError, match=rf"^train/0: mine\.py:C\.reply .*{re.escape(problem)}"):
         returns(reply=messages).reply(TASK, [TURN])
-
-
-def test_a_reply_may_be_none() -> None:
     with pytest.raises(DataError, match=r"\)\], or None to end the episode$"):
         returns(reply="more").reply(TASK, [TURN])
 
 
-@pytest.mark.parametrize(
+@table(
     ("answers", "problem"),
     [
         ("dark", "returned 'dark' (of type str); return a list with one text for every turn"),
@@ -165,14 +148,3 @@ def test_a_demonstration_that_is_none_is_named(answers: Any, problem: str) -> No
 def test_a_target_is_a_text() -> None:
     with pytest.raises(DataError, match=r"^train/0: mine\.py:C\.target returned the answer 3 \(of type int\); return"):
         returns(target=3).target(TASK)
-
-
-def test_stages_come_with_their_steps() -> None:
-    class Staged(BanditEnvironment):
-        stages = ("easy", "hard")
-
-        def at(self, stage: int) -> object:
-            return self
-
-    with pytest.raises(ConfigError, match=r"environment=Staged has stages, but no default_starts; add"):
-        checked_environment(Staged(), "Staged")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 import threading
 import time
@@ -21,7 +22,7 @@ from fovea.config.loading import load_config
 from fovea.config.run import Config
 from fovea.environments.curriculum import CurriculumProgress, Stage, Stages
 from fovea.environments.custom.environment import UserEnvironment
-from fovea.environments.custom.grader import OpenedImages, UserGrader, score_function, score_of
+from fovea.environments.custom.grader import OpenedImages, UserGrader, checked_score, score_function, score_of
 from fovea.environments.custom.loading import checked_reward, load_reward
 from fovea.environments.graders.grading import Grading
 from fovea.environments.graders.limited_calls import MAX_LATE_CALLS, CallLimits, CallThreads, LimitedCalls
@@ -56,6 +57,7 @@ class NoTarget:
 class WrongScore(NoTarget):
     target = prompt = lambda self, task: "a"
     score = lambda self, task: 0
+value = 1
 class Breaks:
     def __init__(self): raise KeyError("no such key")
 """
@@ -75,7 +77,7 @@ def own(function: Callable[..., object], **limits: object) -> Grading:
     return Grading(graders=(grader,), calls=LimitedCalls(CallLimits(name="mine.py:f", **limits)))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
+@table(
     ("returned", "reward", "accuracy", "parts"),
     [
         (0.5, 0.5, 0.5, {}),
@@ -101,26 +103,6 @@ def test_parts_of_images_are_no_part_of_the_sum() -> None:
     score = score_of({"answer": 1, "image_parts": images}, num_images=2)
     assert score.reward == 1
     assert score.image_parts == ({"seen": 1.0}, {"seen": 0.5, "named": 2.0})
-    with pytest.raises(ValueError, match="image_parts for 2 images, but the task has 1"):
-        score_of({"answer": 1, "image_parts": images}, num_images=1)
-    with pytest.raises(ValueError, match="not a list of mappings"):
-        score_of({"answer": 1, "image_parts": [1, 2]}, num_images=2)
-
-
-@pytest.mark.parametrize(
-    ("fields", "problem"),
-    [
-        ({"parts": None}, "None as parts, which is not a mapping of names to numbers"),
-        ({"image_parts": None}, "None as image_parts, which is not a list of mappings"),
-        ({"marks": None}, "None as marks, which is not a list of fovea.types.Mark"),
-        ({"marks": (Mark(image=1, xy=None),)}, "a mark at None; give x, y"),  # type: ignore[arg-type]
-        ({"marks": (Mark(image="1", xy=(0, 1)),)}, "'1' as the image of a mark"),  # type: ignore[arg-type]
-    ],
-)
-def test_a_field_of_a_score_that_is_of_another_type_is_no_score(fields: dict[str, Any], problem: str) -> None:
-    """And so within what `reward_on_failure` covers."""
-    with pytest.raises(ValueError, match=problem):
-        score_of(Score(reward=1.0, accuracy=1.0, **fields), num_images=1)
 
 
 def test_names_and_places_of_a_score_are_plain() -> None:
@@ -132,20 +114,36 @@ def test_names_and_places_of_a_score_are_plain() -> None:
     assert json.dumps([score.marks[0].image, score.marks[0].xy]) == "[1, [0.5, 1.0]]"
 
 
+BOX = Mark(image=2, xy=(0.1, 0.2, np.float32(0.5), 1), label="truth")
+
+
 def test_marks_are_kept_beside_the_parts() -> None:
-    box = Mark(image=2, xy=(0.1, 0.2, np.float32(0.5), 1), label="truth")
-    score = score_of({"answer": 1, "marks": [box]}, num_images=2)
-    assert score == Score(
-        reward=1, accuracy=1, parts={"answer": 1}, marks=(Mark(image=2, xy=(0.1, 0.2, 0.5, 1.0), label="truth"),)
-    )
-    for marks, problem in {
-        (1, 2): "not a list of fovea.types.Mark",
-        (replace(box, image=3),): "a mark on image 3, but the task has 2 images, counted from 1",
-        (replace(box, xy=(0.5,)),): "give x, y of a point or x1, y1, x2, y2 of a box",
-        (box,) * 101: "101 marks; return at most 100",
-    }.items():
-        with pytest.raises(ValueError, match=problem):
-            score_of({"answer": 1, "marks": marks}, num_images=2)
+    score = score_of({"answer": 1, "marks": [BOX]}, num_images=2)
+    mark = Mark(image=2, xy=(0.1, 0.2, 0.5, 1.0), label="truth")
+    assert score == Score(reward=1, accuracy=1, parts={"answer": 1}, marks=(mark,))
+
+
+def test_rewards_of_turns_sum_to_the_reward() -> None:
+    expected = Score(reward=0.75, accuracy=0.75, turns=(1.0, -0.25))
+    turns = (Turn(messages=(), text="a"), Turn(messages=(), text="b"))
+    for returned in ({"turns": [1, np.float32(-0.25)]}, {"turns": [1, -0.25], "reward": 0.75}, expected):
+        assert checked_score(returned, TASK, turns) == expected
+    named = score_of({"turns": [1.0], "answer": 0.5, "accuracy": 0}, num_images=1)
+    assert named == Score(reward=1.0, accuracy=0.0, parts={"answer": 0.5, "accuracy": 0.0}, turns=(1.0,))
+
+
+def scores(**fields: Any) -> Score:
+    return Score(**{"reward": 1.0, "accuracy": 1.0, **fields})
+
+
+MANY = {str(n): 0.0 for n in range(101)}
+NO_TURNS = [
+    (None, "None as turns, which is not a list with the reward of every turn"),
+    ("12", "'12' as turns, which is not a list"),
+    ([1, None], "None as the reward of turn 2, which is not a number"),
+    ([math.nan, 1], "nan as the reward of turn 1, which is not finite"),
+    ([1, 1], "a reward of 1, but turns that sum to 2; give turns without a reward"),
+]
 
 
 @table(
@@ -156,21 +154,36 @@ def test_marks_are_kept_beside_the_parts() -> None:
         (float("nan"), "nan, which is not finite"),
         ({}, "{}, which names no part and no reward"),
         ({"image_parts": []}, "which names no part and no reward"),
-        ({str(n): 0.0 for n in range(101)}, "101 parts, and each is a separate metric; return at most 100"),
+        (MANY, "101 parts, and each is a separate metric; return at most 100"),
         ({"overlong": 0.0, "found": 1.0}, "a part overlong: the metric reward/overlong is the penalty of algorithm"),
         ({"caf\udce9": 0.0}, r"a part 'caf\udce9', which holds half of a UTF-16 pair, which no plot shows; rename it"),
-        ({"reward": 1, "image_parts": [{str(n): 0.0 for n in range(101)}]}, "101 parts, and each is a separate metric"),
+        ({"reward": 1, "image_parts": [MANY]}, "101 parts, and each is a separate metric"),
+        ({"reward": 1, "image_parts": [{"seen": 1}]}, "image_parts for 1 images, but the task has 2"),
+        ({"reward": 1, "image_parts": [1, 2]}, "[1, 2] as image_parts, which is not a list of mappings"),
         ({"answer": float("inf")}, "inf as answer, which is not finite"),
         ({"answer": 1, "format": None}, "None as format, which is not a number"),
         (np.ones(2), "which is not one number"),
         (torch.ones(2), "which is not one number"),
         (Score(reward=float("nan"), accuracy=0), "nan as reward"),
         (Score(reward=0, accuracy=float("nan")), "nan as accuracy"),
+        (scores(parts=None), "None as parts, which is not a mapping of names to numbers"),
+        (scores(image_parts=None), "None as image_parts, which is not a list of mappings"),
+        (scores(marks=None), "None as marks, which is not a list of fovea.types.Mark"),
+        (scores(marks=(1, 2)), "(1, 2) as marks, which is not a list of fovea.types.Mark"),
+        (scores(marks=(replace(BOX, xy=None),)), "a mark at None; give x, y of a point or x1, y1, x2, y2 of a box"),
+        (scores(marks=(replace(BOX, xy=(0.5,)),)), "a mark at (0.5,); give x, y of a point"),
+        (scores(marks=(replace(BOX, image="1"),)), "'1' as the image of a mark"),
+        (scores(marks=(replace(BOX, image=3),)), "a mark on image 3, but the task has 2 images, counted from 1"),
+        (scores(marks=(BOX,) * 101), "101 marks; return at most 100"),
+        *((scores(turns=turns), problem) for turns, problem in NO_TURNS),
+        *(({"reward": 1.0, "turns": turns}, problem) for turns, problem in NO_TURNS),
+        ({"turns": [1, -0.25]}, "2 rewards as turns of an episode of 1; give one each"),
     ],
 )
 def test_what_is_no_score_is_named(returned: object, problem: str) -> None:
+    task = replace(TASK, images=(ImageRef(source=b""),) * 2)
     with pytest.raises(ScoreError, match=rf"^train/0: mine\.py:f returned .*{re.escape(problem)}") as failed:
-        score_in_run(own(lambda task, text, images: returned), TASK, ANSWER)
+        score_in_run(own(lambda task, text, images: returned), task, ANSWER)
     assert str(failed.value).endswith("or set reward_on_failure=drop to leave such groups out")
     assert not isinstance(failed.value, UnscoredError)
 
@@ -267,10 +280,7 @@ def test_a_function_is_found_in_its_file(tmp_path: Path, monkeypatch: pytest.Mon
         ("mine.py:zzz", r"define it, or name another: score, other, partly"),
         ("mine.py:value", "is int, no function"),
         ("mine.py:other", r"other takes \(text\), but is called as other\(task, text, images\); write def other\(task"),
-        (
-            "broken.py:score",
-            r"broken\.py cannot be imported: it raised ZeroDivisionError: division by zero at broken.py:1;",
-        ),
+        ("broken.py:score", r"broken\.py cannot be imported: it raised ZeroDivisionError: .* at broken.py:1;"),
         ("syntax.py:score", r"syntax\.py cannot be imported: it raised SyntaxError: .*; fix it"),
         ("leaves.py:score", r"leaves\.py cannot be imported: it raised SystemExit: 0 at leaves.py:1; fix it"),
     ],
@@ -308,14 +318,14 @@ def test_a_class_is_the_environment(tmp_path: Path) -> None:
     assert environment.prompt(task)[0].parts == ("?",)
     assert score_in_run(made.grading, task, environment.target(task)).accuracy == 1
     assert score_in_run(made.grading, task, ANSWER) == Score(reward=2.0, accuracy=0.0)
-    assert environment.target(task) == "b"
+    assert (environment.target(task), environment.demonstration(task)) == ("b", ("b",))
     assert environment.reply(task, [Turn(messages=(), text=ANSWER)]) is None
     assert made.stages == Stages()
     (other,) = environment_of(f"environment={{name: own, file: '{file}:Letters'}}").environment.tasks("dev")
     assert environment_of(f"environment={file}:Letters").environment.target(other) == "a"
 
 
-@pytest.mark.parametrize(
+@table(
     ("name", "settings", "problem"),
     [
         ("NoTarget", "", r"NoTarget has no method target; add target\(task\)"),
@@ -324,17 +334,13 @@ def test_a_class_is_the_environment(tmp_path: Path) -> None:
         ("Breaks", "environment.settings.a=1", "environment.settings is set, but .* takes none"),
         ("Task", "", "cannot be made: it raised TypeError"),
         ("Letter", "", "did you mean Letters"),
+        ("value", "", "is not a class; name one with the methods tasks, prompt, score, target"),
     ],
 )
 def test_a_class_that_is_none_is_named(name: str, settings: str, problem: str, tmp_path: Path) -> None:
     file = written(tmp_path, CLASS)
     with pytest.raises(ConfigError, match=problem):
         environment_of(f"environment={file}:{name}", *filter(None, [settings]))
-
-
-def test_a_value_is_no_class(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is not a class; name one with the methods tasks, prompt, score, target"):
-        environment_of(f"environment={written(tmp_path, 'x = 1', 'one.py')}:x")
 
 
 class Failing(BanditEnvironment):
@@ -353,9 +359,8 @@ class Failing(BanditEnvironment):
 
 def test_what_a_class_does_wrong_is_named() -> None:
     environment = UserEnvironment(Failing(), "mine.py:C")
-    with pytest.raises(
-        DataError, match=r"^train/0: mine\.py:C\.prompt raised RuntimeError: no prompt at .*\.py:\d+; fix it"
-    ):
+    prompt = r"^train/0: mine\.py:C\.prompt raised RuntimeError: no prompt at .*\.py:\d+; fix it"
+    with pytest.raises(DataError, match=prompt):
         environment.prompt(TASK)
     with pytest.raises(DataError, match=r"^train/0: mine\.py:C\.target raised RuntimeError: no target"):
         environment.target(TASK)
@@ -363,9 +368,8 @@ def test_what_a_class_does_wrong_is_named() -> None:
         environment.tasks("train")
     with pytest.raises(DataError, match=r"holds 'no task' \(of type str\); return a list of fovea\.types\.Task"):
         environment.tasks("dev")
-    with pytest.raises(
-        ScoreError, match=r"^train/0: Failing\.score raised RuntimeError: no score at .*\.py:\d+; fix it"
-    ):
+    score = r"^train/0: Failing\.score raised RuntimeError: no score at .*\.py:\d+; fix it"
+    with pytest.raises(ScoreError, match=score):
         score_in_run(make_environment(CONFIG, Failing()).grading, TASK, ANSWER)
 
 
@@ -391,12 +395,6 @@ def test_a_class_may_have_stages() -> None:
     assert score_in_run(made.grading.at(curriculum.stage), TASK, ANSWER).reward == 1
     assert score_in_run(made.grading, TASK, ANSWER).reward == 1
 
-    class NoStages(Growing):
-        at = None  # type: ignore[assignment]
-
-    with pytest.raises(ConfigError, match=r"NoStages has no method at; add at\(stage\)"):
-        make_environment(CONFIG, NoStages())
-
 
 class Asks(BanditEnvironment):
     """Scores without a thread, and has two turns."""
@@ -411,6 +409,9 @@ class Asks(BanditEnvironment):
     def reply(self, task: Task, turns: Sequence[Turn]) -> list[Message] | None:
         return None if len(turns) > 1 else [Message(role="user", parts=("again",))]
 
+    def demonstration(self, task: Task) -> list[str]:
+        return ["first", "then"]
+
 
 def test_a_score_may_be_async_and_a_class_may_reply() -> None:
     config = CONFIG.model_copy(update={"reward_timeout_seconds": 0.05})
@@ -424,7 +425,7 @@ def test_a_score_may_be_async_and_a_class_may_reply() -> None:
     assert made.environment.reply(TASK, [turn]) == [Message(role="user", parts=("again",))]
     assert made.environment.reply(TASK, [turn, turn]) is None
     assert made.environment.max_turns == 2
-    assert made.environment.demonstration(TASK) == (made.environment.target(TASK),)
+    assert made.environment.demonstration(TASK) == ["first", "then"]
 
 
 class Plain:
@@ -443,38 +444,17 @@ class Plain:
         return 0.0
 
 
-class RepliesForEver(Plain):
-    def reply(self, task: Task, turns: Sequence[Turn]) -> list[Message]:
-        return []
-
-
-class NoTurns(Plain):
-    max_turns = 0
-
-
-class Tagged(Plain):
-    answer_end = "</a>"
-
-
-def test_a_class_says_how_many_turns_it_takes_and_where_answers_end() -> None:
+@table(
+    ("attributes", "problem"),
+    [
+        ({"answer_end": "</a>"}, r"Own has answer_end='</a>'; set fovea.types.AnswerEnd\(\), for a box"),
+        ({"reply": lambda self, task, turns: []}, "Own has a method reply, but no max_turns; add max_turns = 4"),
+        ({"max_turns": 0}, "Own has max_turns=0; set a whole number from 1 on"),
+        ({"stages": (), "default_starts": (), "at": None}, r"Own has no method at; add at\(stage\)"),
+        ({"stages": ("a",), "at": lambda self, stage: self}, r"environment=Own has stages, but no default_starts; add"),
+    ],
+)
+def test_attributes_of_a_class_that_do_not_fit_are_named(attributes: dict[str, Any], problem: str) -> None:
     assert make_environment(CONFIG, Plain()).environment.max_turns == 1
-    with pytest.raises(ConfigError, match=r"Tagged has answer_end='</a>'; set fovea.types.AnswerEnd\(\), for a box"):
-        make_environment(CONFIG, Tagged())
-    with pytest.raises(ConfigError, match="RepliesForEver has a method reply, but no max_turns; add max_turns = 4"):
-        make_environment(CONFIG, RepliesForEver())
-    with pytest.raises(ConfigError, match="NoTurns has max_turns=0; set a whole number from 1 on"):
-        make_environment(CONFIG, NoTurns())
-
-
-class Shows(Plain):
-    max_turns = 2
-
-    def reply(self, task: Task, turns: Sequence[Turn]) -> None:
-        return None
-
-    def demonstration(self, task: Task) -> list[str]:
-        return ["first", "then"]
-
-
-def test_a_class_may_demonstrate_every_turn() -> None:
-    assert make_environment(CONFIG, Shows()).environment.demonstration(TASK) == ["first", "then"]
+    with pytest.raises(ConfigError, match=problem):
+        make_environment(CONFIG, type("Own", (Plain,), attributes)())
