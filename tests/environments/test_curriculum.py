@@ -18,6 +18,7 @@ from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.wiring.environment import stages_of as stages_of_environment
 from tests.fakes import STAGES, BanditEnvironment, bandit_run, staged_run
+from tests.tables import table
 
 
 def stages_of(curriculum: CurriculumProgress, steps: Sequence[int]) -> list[int]:
@@ -107,29 +108,21 @@ def test_a_checkpoint_of_more_stages_is_refused() -> None:
         CurriculumProgress(STAGES).restore({"stage": 4, "recent_rewards": []})
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
+@table(
+    ("stages", "settings", "message"),
     [
-        ({"starts": [5]}, "curriculum.starts has 1 steps for 3 stages, .* write 2"),
-        ({"level_weights": [{}]}, "curriculum.level_weights has 1 tables, but the environment has 3 stages"),
+        (STAGES, {"starts": [5]}, "curriculum.starts has 1 steps for 3 stages, .* write 2"),
+        (STAGES, {"level_weights": [{}]}, "curriculum.level_weights has 1 tables, but the environment has 3 stages"),
+        # as of geospot with your own reward, which scores all steps alike
+        (None, {"starts": [5, 9]}, r"curriculum.starts=\[5, 9\], but this run has one stage: .* take .* out"),
+        (None, {"advance": "success"}, "curriculum.advance=success, but this run has one stage: .* take .* out"),
     ],
 )
-def test_schedules_that_do_not_fit(settings: dict[str, object], message: str) -> None:
+def test_schedules_that_do_not_fit(stages: Stages | None, settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        CurriculumProgress(STAGES, config.Curriculum.model_validate(settings))
-
-
-def test_starts_of_a_run_without_stages() -> None:
-    """As of geospot with your own reward, which scores all steps alike."""
-    with pytest.raises(ConfigError, match=r"curriculum.starts=\[5, 9\], but this run has one stage: .* take .* out"):
-        CurriculumProgress(None, config.Curriculum(starts=(5, 9)))
-
-
-def test_success_in_a_run_without_stages() -> None:
-    """It would end no stage, and the setting would do nothing."""
-    with pytest.raises(ConfigError, match=r"curriculum.advance=success, but this run has one stage: .* take .* out"):
-        CurriculumProgress(None, config.Curriculum(advance="success"))
-    assert CurriculumProgress(None, config.Curriculum(advance="success", level_weights=({"a": 1}, {"b": 1}))).stage == 0
+        CurriculumProgress(stages, config.Curriculum.model_validate(settings))
+    by_level = config.Curriculum(advance="success", level_weights=({"a": 1}, {"b": 1}))
+    assert CurriculumProgress(None, by_level).stage == 0
 
 
 class LevelledBandit(BanditEnvironment):
@@ -168,7 +161,7 @@ def test_level_weights_are_relative_to_the_share_of_rows() -> None:
     assert Counter(levels[row] for row in order.take(4000))["easy"] == pytest.approx(1000, abs=150)
 
 
-@pytest.mark.parametrize(
+@table(
     ("levels", "weights", "message"),
     [
         (None, {"easy": 1}, "curriculum.level_weights is set, but the rows have no levels; remove it"),

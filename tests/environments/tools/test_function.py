@@ -161,10 +161,7 @@ def unknown_type(x: Missing) -> int:  # type: ignore[name-defined]  # noqa: F821
         (no_docstring, "mine.py:tool has no docstring, by which the model learns of it; say in it what it does"),
         (no_type, "mine.py:tool has no type for x; annotate it, such as x: float"),
         (several, r"mine.py:tool takes \*numbers: 'int'; give every argument a separate name"),
-        (
-            undescribed,
-            r"mine.py:tool cannot be described to the model \(DocstringParsing.*describe every argument below",
-        ),
+        (undescribed, r"mine.py:tool cannot be described to the model \(DocstringParsing.*every argument below"),
         (own_type, r"mine.py:tool cannot be described to the model \(TypeHintParsing.*use str, int, float"),
         (unknown_type, r"mine.py:tool has a type that cannot be read \(NameError: name 'Missing'"),
         (lambda x: x, r"mine.py:tool has no name \(<lambda>\); write it as def NAME"),

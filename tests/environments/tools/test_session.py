@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -109,6 +110,18 @@ def replies(use: Use, text: str, *tools: Tool, environment: Environment | None =
     return asyncio.run(run())
 
 
+def results(use: Use, text: str, *tools: Tool, environment: Environment | None = None) -> list[Message]:
+    found = replies(use, text, *tools, environment=environment)
+    assert found is not None
+    return list(found)
+
+
+def picture_of(message: Message) -> Image.Image:
+    (part,) = message.parts
+    assert isinstance(part, ImageRef)
+    return from_array(part)
+
+
 def call(name: str, **arguments: object) -> str:
     return demonstrated_call(name, arguments)
 
@@ -116,21 +129,13 @@ def call(name: str, **arguments: object) -> str:
 def test_calls_of_a_turn_are_answered_in_order_and_other_turns_by_the_environment() -> None:
     use = Use(JsonCalls())
     text = call("zoom", box=[0, 0, 500, 500]) + call("calculator", expression="6 * 7") + call("zoom", box=[0, 0, 9])
-    found = replies(use, text, Calculator())
-    assert found is not None
-    assert [(each.role, each.tool, each.failed) for each in found] == [
-        ("tool", "zoom", False),
-        ("tool", "calculator", False),
-        ("tool", "zoom", True),
-    ]
-    (picture,), (number,), (problem,) = (each.parts for each in found)
-    assert isinstance(picture, ImageRef)
-    assert from_array(picture).getpixel((40, 20)) == (255, 0, 0)
-    assert (number, problem) == ("42", "Error: box has 3 entries; give 4")
+    zoomed, computed, failed = found = results(use, text, Calculator())
+    assert [(each.tool, each.failed) for each in found] == [("zoom", False), ("calculator", False), ("zoom", True)]
+    assert {each.role for each in found} == {"tool"}
+    assert picture_of(zoomed).getpixel((40, 20)) == (255, 0, 0)
+    assert (*computed.parts, *failed.parts) == ("42", "Error: box has 3 entries; give 4")
     assert replies(use, "It is red.") is None
-    again = replies(use, "It is blue.")
-    assert again is not None
-    assert again[0].parts == ("Try again.",)
+    assert results(use, "It is blue.")[0].parts == ("Try again.",)
     assert use.warnings == []
 
 
@@ -147,9 +152,7 @@ def test_a_tool_may_look_at_pictures_that_came_back() -> None:
 
     found = asyncio.run(run())
     assert found is not None
-    (part,) = found[0].parts
-    assert isinstance(part, ImageRef)
-    assert set(from_array(part).get_flattened_data()) == {(0, 255, 0)}
+    assert set(picture_of(found[0]).get_flattened_data()) == {(0, 255, 0)}
 
 
 @table(
@@ -158,10 +161,7 @@ def test_a_tool_may_look_at_pictures_that_came_back() -> None:
         ("<tool_call>zoom(1)</tool_call>", "Error: the tool call is not valid JSON"),
         (call("zoon", box=[0, 0, 1, 1]), "Error: there is no tool zoon; the tools are zoom, lookup, chatty, picture"),
         (call("zoom"), "Error: zoom needs the argument box; its arguments are box, image"),
-        (
-            call("zoom", box=[0, 0, 9, 9], colour="red"),
-            "Error: zoom has no argument colour; its arguments are box, image",
-        ),
+        (call("zoom", box=[0, 0, 9, 9], colour="red"), "Error: zoom has no argument colour; its arguments are box"),
         (call("zoom", box="0 0 9 9"), "Error: box is '0 0 9 9'; give array"),
         (call("zoom", box=[0, 0, "9", 9]), "Error: box[2] is '9'; give number"),
         (call("zoom", box=[0, 0, 9, 9], image=True), "Error: image is True; give integer"),
@@ -171,20 +171,16 @@ def test_a_tool_may_look_at_pictures_that_came_back() -> None:
 )
 def test_a_call_that_fails_is_one_line_for_the_model(text: str, says: str) -> None:
     tools = [function_tool(lookup, "lookup"), function_tool(chatty, "chatty"), made("x")]
-    found = replies(Use(JsonCalls()), text, *tools)
-    assert found is not None
-    (message,) = found
+    (message,) = results(Use(JsonCalls()), text, *tools)
+    part = str(message.parts[0])
     assert message.failed
-    (part,) = message.parts
-    assert isinstance(part, str)
     assert part.startswith(says)
     assert "\n" not in part
     assert "Traceback" not in part
 
 
 def test_only_so_many_calls_of_a_turn_are_made() -> None:
-    found = replies(Use(JsonCalls()), call("calculator", expression="1") * 20, Calculator())
-    assert found is not None
+    found = results(Use(JsonCalls()), call("calculator", expression="1") * 20, Calculator())
     assert len(found) == 9
     assert found[-1].parts == ("Error: at most 8 calls are made in a turn",)
 
@@ -192,18 +188,12 @@ def test_only_so_many_calls_of_a_turn_are_made() -> None:
 @table(
     ("result", "says"),
     [
-        (
-            Image.new("RGB", (20_000, 1_000)),
-            "picture returned a picture of 20000x1000 pixels; the limit is 16 megapixels",
-        ),
+        (Image.new("RGB", (20_000, 1_000)), "returned a picture of 20000x1000 pixels; the limit is 16 megapixels"),
         (np.zeros((5000, 5000, 3), np.uint8), "picture returned a picture of 5000x5000 pixels"),
         (np.zeros((4, 4), np.float32), "an array of float32 with shape [4, 4] is not an RGB picture"),
         (ImageRef(source=b"no picture"), "picture returned a picture that cannot be shown"),
         (ImageRef(source="/etc/passwd"), "picture returned the path /etc/passwd, which is not inside data.image_root"),
-        (
-            ImageRef(source="https://example.org/a.png"),
-            "picture returned the path https://example.org/a.png, which is not",
-        ),
+        (ImageRef(source="https://a.org/a.png"), "picture returned the path https://a.org/a.png, which is not"),
         ([quartered()] * 9, "picture returned 9 pictures; the limit is 8"),
         (Image.new("RGB", (1000, 1)), "the image processor refuses it"),
         (None, "picture returned an object of type NoneType; a tool returns a text"),
@@ -211,10 +201,9 @@ def test_only_so_many_calls_of_a_turn_are_made() -> None:
 )
 def test_a_result_that_cannot_be_shown_is_one_line_that_names_the_tool(result: object, says: str) -> None:
     use = Use(JsonCalls())
-    found = replies(use, call("picture"), made(result))
-    assert found is not None
-    assert found[0].failed
-    assert says in str(found[0].parts[0])
+    (message,) = results(use, call("picture"), made(result))
+    assert message.failed
+    assert says in str(message.parts[0])
     (line,) = use.warnings
     assert line.startswith("tool picture ")
     assert "\n" not in line
@@ -223,24 +212,19 @@ def test_a_result_that_cannot_be_shown_is_one_line_that_names_the_tool(result: o
 def test_a_path_inside_the_folder_of_images_is_opened(tmp_path: Path) -> None:
     quartered().save(tmp_path / "a.png")
     use = Use(JsonCalls(), image_root=str(tmp_path))
-    inside = replies(use, call("picture"), made(ImageRef(source=str(tmp_path / "a.png"))))
-    outside = replies(use, call("picture"), made(ImageRef(source=str(tmp_path / ".." / "a.png"))))
-    assert inside is not None
-    assert outside is not None
-    assert (inside[0].failed, outside[0].failed) == (False, True)
+    for place, fails in {"a.png": False, "../a.png": True}.items():
+        (message,) = results(use, call("picture"), made(ImageRef(source=str(tmp_path / place))))
+        assert message.failed == fails
 
 
 def test_a_long_text_is_cut_with_a_note() -> None:
-    found = replies(Use(JsonCalls()), call("picture"), made("ab" * 5_000))
-    assert found is not None
-    assert found[0].parts == ("ab" * 4_000 + "... (2000 more characters)",)
+    (message,) = results(Use(JsonCalls()), call("picture"), made("ab" * 5_000))
+    assert message.parts == ("ab" * 4_000 + "... (2000 more characters)",)
 
 
 def test_prints_of_a_tool_stay_out_of_the_console_and_are_named_once(capsys: pytest.CaptureFixture[str]) -> None:
     use, tool, stdout = Use(JsonCalls()), function_tool(chatty, "chatty"), sys.stdout
-    found = replies(use, call("chatty") * 3, tool)
-    assert found is not None
-    assert [each.parts for each in found] == [("done",)] * 3
+    assert [each.parts for each in results(use, call("chatty") * 3, tool)] == [("done",)] * 3
     assert use.warnings == ["tool chatty printed 'now I work', which the model does not see; return it (said once)"]
     print("of the run")
     assert capsys.readouterr().out == "of the run\n"
@@ -262,12 +246,9 @@ def test_prints_of_a_tool_stay_out_of_the_console_and_are_named_once(capsys: pyt
 def test_a_demonstration_is_in_the_format_and_the_frame_of_the_model(format_: CallFormat, text: str) -> None:
     frame = Frame(description="in pixels", size=lambda ref: from_array(ref).size)
     use = Use(format_, frame)
-    wrapped = WithTools(Scene(), use.use)
-    first, second = wrapped.demonstration(TASK)
+    first, second = WithTools(Scene(), use.use).demonstration(TASK)
     assert (first, second) == (text, "red")
-    found = replies(use, first)
-    assert found is not None
-    assert not found[0].failed
+    assert not results(use, first)[0].failed
 
 
 class Reduced(Scene):
@@ -279,50 +260,39 @@ class Reduced(Scene):
 
 def test_tools_work_on_the_original_of_a_picture_that_the_prompt_shows_smaller() -> None:
     frame = Frame(description="in pixels", size=lambda ref: from_array(ref).size)
-    found = replies(Use(JsonCalls(), frame), call("zoom", box=[0, 0, 40, 20]), environment=Reduced())
-    assert found is not None
-    (part,) = found[0].parts
-    assert isinstance(part, ImageRef)
-    assert from_array(part).size == (80, 40)
-
-
-class Scored:
-    def __init__(self) -> None:
-        self.closed = 0
-
-    async def reply(self, turns: Sequence[Turn]) -> Sequence[Message] | None:
-        return None
-
-    async def score(self, turns: Sequence[Turn]) -> Score:
-        return Score(reward=0.25, accuracy=1.0)
-
-    async def close(self) -> None:
-        self.closed += 1
+    (message,) = results(Use(JsonCalls(), frame), call("zoom", box=[0, 0, 40, 20]), environment=Reduced())
+    assert picture_of(message).size == (80, 40)
 
 
 class Game(Scene):
-    def __init__(self) -> None:
-        self.session = Scored()
+    """An environment that is its own session."""
 
-    async def open(self, task: Task, seed: int) -> Scored:
-        return self.session
+    closed = 0
+
+    async def open(self, task: Task, seed: int) -> Any:
+        return AsyncMock(spec=("reply", "score", "close"), score=self.scored, close=self.closing)
+
+    async def scored(self, turns: Sequence[Turn]) -> Score:
+        return Score(reward=0.25, accuracy=1.0)
+
+    async def closing(self) -> None:
+        self.closed += 1
 
 
 def test_sessions_of_an_environment_keep_their_score_and_are_closed() -> None:
     game = Game()
     wrapped = WithTools(game, Use(JsonCalls()).use)
 
-    async def run() -> float:
+    async def run() -> Score | None:
         session = await wrapped.open(TASK, 0)
         assert isinstance(session, ScoresEpisode)
-        score = await session.score([])
         await session.close()
-        assert score is not None
-        return score.reward
+        return await session.score([])
 
-    assert asyncio.run(run()) == 0.25
-    assert game.session.closed == 1
+    assert asyncio.run(run()) == Score(reward=0.25, accuracy=1.0)
+    assert game.closed == 1
     assert isinstance(wrapped, OpensSessions)
     assert isinstance(wrapped, UsesTools)
     plain = asyncio.run(WithTools(Scene(), Use(JsonCalls()).use).open(TASK, 0))
+    assert isinstance(plain, ScoresEpisode)
     assert asyncio.run(plain.score([])) is None
