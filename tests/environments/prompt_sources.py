@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from PIL import Image
@@ -35,11 +35,8 @@ class PixelRenderer:
         self.rendered += 1
         pixels = np.zeros((1024, 256), dtype=np.float32)
         image = PromptImage(key=question, tensors={"pixels": pixels}, num_tokens=256, grid=(1, 32, 32))
-        return Prompt(
-            token_ids_L=np.zeros(len(question), dtype=np.int64),
-            unexpanded_ids_U=np.zeros(len(question), dtype=np.int64),
-            images=(image,),
-        )
+        ids = np.zeros(len(question), dtype=np.int64)
+        return Prompt(token_ids_L=ids, unexpanded_ids_U=ids, images=(image,))
 
 
 def make_source(
@@ -57,16 +54,9 @@ def make_source(
         Task(id=f"row {index}", question=question, answer="a", images=tuple(images))
         for index, question in enumerate(questions)
     ]
-    renderer = PixelRenderer(most_tokens)
-    source = PromptSource(
-        tasks,
-        BanditEnvironment(),
-        renderer,
-        max_prompt_tokens=10,
-        on_bad_row=on_bad_row,
-        cache_gib=cache_gib,
-        bad_rows=BadRows(folder),
-    )
+    renderer, environment = PixelRenderer(most_tokens), BanditEnvironment()
+    limits: Any = {"max_prompt_tokens": 10, "on_bad_row": on_bad_row, "cache_gib": cache_gib}
+    source = PromptSource(tasks, environment, renderer, **limits, bad_rows=BadRows(folder))
     source.render_ahead(prefetch_threads)
     return source, renderer
 
@@ -77,11 +67,5 @@ def opener(ref: ImageRef) -> Image.Image:
 
 
 def source_of(tasks: Sequence[Task], renderer: RendersPrompts | None = None) -> PromptSource:
-    return PromptSource(
-        tasks,
-        Shapes(ShapesEnvironment(), seed=0),
-        renderer or BanditRenderer(),
-        max_prompt_tokens=1000,
-        on_bad_row="skip",
-        cache_gib=0.0,
-    )
+    limits: Any = {"max_prompt_tokens": 1000, "on_bad_row": "skip", "cache_gib": 0.0}
+    return PromptSource(tasks, Shapes(ShapesEnvironment(), seed=0), renderer or BanditRenderer(), **limits)

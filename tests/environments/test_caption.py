@@ -23,7 +23,6 @@ from fovea.environments.graders.opinions import OpinionOfJudge
 from fovea.environments.graders.reward_model import RewardScorer
 from fovea.errors import DataError, ModelError
 from fovea.models.tiny import build_tokenizer
-from fovea.types import ImageRef
 from fovea.utils.shown_text import without_marks
 from tests.environments.files import COLOURS, files, row
 from tests.environments.reward_model import TEXTS, save_reward_model
@@ -58,25 +57,15 @@ def test_references_score_full_marks_and_the_mean_is_weighed(tmp_path: Path) -> 
 
 
 def test_all_references_count(tmp_path: Path) -> None:
-    captions = ["a cat on a mat by the door", {"caption": "one cat lies here and sleeps"}]
-    rows = [
-        row("Describe it.", ["a cat on a mat by the door"], captions=["one cat lies here and sleeps"]) for _ in "12"
-    ]
-    environment, graders = caption(settings_of(tmp_path, rows, references_key="captions", metric_weights={"chrf": 1}))
-    task = environment.tasks("test")[0]
-    assert graders[0].references(task) == ["a cat on a mat by the door", "one cat lies here and sleeps"]
-    assert scored(graders, task, "one cat lies here and sleeps").reward == 1
-    assert captions[0] == environment.target(task)
+    said = ["a cat on a mat by the door", "one cat lies here and sleeps"]
+    in_column = row("Describe it.", said[:1], captions=[{"caption": said[1]}])
+    for cells, more in ((in_column, {"references_key": "captions"}), (row("Describe it.", said), {})):
+        environment, graders = caption(settings_of(tmp_path, [cells] * 2, metric_weights={"chrf": 1}, **more))
+        task = environment.tasks("test")[0]
+        assert (graders[0].references(task), environment.target(task)) == (said, said[0])
+        assert [scored(graders, task, text).reward for text in said] == [1, 1]
     with pytest.raises(DataError, match="the answer is"):
         Caption(settings_of(tmp_path, [row("Describe it.", [None])]), RowAccess()).tasks("test")[0]
-
-
-def test_an_answer_that_is_a_list_is_all_references(tmp_path: Path) -> None:
-    said = ["a cat on a mat by the door", "one cat lies here and sleeps"]
-    environment, graders = caption(settings_of(tmp_path, [row("Describe it.", said)], metric_weights={"chrf": 1}))
-    (task,) = environment.tasks("test")
-    assert graders[0].references(task) == said
-    assert [scored(graders, task, text).reward for text in said] == [1, 1]
 
 
 def test_a_reference_that_is_there_twice_counts_twice_in_a_run_and_in_a_file(tmp_path: Path) -> None:
@@ -91,7 +80,7 @@ def test_a_reference_that_is_there_twice_counts_twice_in_a_run_and_in_a_file(tmp
 
 
 def test_a_word_that_every_reference_has_tells_nothing(tmp_path: Path) -> None:
-    """One row: every IDF is 0, and all that is left is equality."""
+    """Every IDF is 0, and all that is left is equality."""
     environment, graders = caption(settings_of(tmp_path, ROWS[:1]))
     (task,) = environment.tasks("train")
     assert [scored(graders, task, text).reward for text in (TEXTS[0].upper(), "a red square")] == [1, 0]
@@ -115,34 +104,21 @@ def test_grading_without_and_with_a_reference_set() -> None:
     assert "the score is cider" in graded.reason
 
 
-class Said:
-    """Notes what it is asked."""
+def test_the_judge_gets_image_question_and_answer(tmp_path: Path) -> None:
+    asked: list[object] = []
 
-    def __init__(self) -> None:
-        self.asked: list[object] = []
-
-    async def score(
-        self, images: Sequence[Image.Image], question: str, answer: str, references: Sequence[str]
-    ) -> float:
-        self.asked.append((images[0].getpixel((0, 0)), question, answer, list(references)))
+    async def says(images: Sequence[Image.Image], *texts: object) -> float:
+        asked.append((images[0].getpixel((0, 0)), *texts))
         return 0.5
 
-
-def test_the_judge_gets_image_question_and_answer(tmp_path: Path) -> None:
-    config = settings_of(tmp_path, metric_weights={"judge": 3, "chrf": 1})
-    said = Said()
-
-    def opener(ref: ImageRef) -> Image.Image:
-        return ImageOpener(max_mib=1, max_megapixels=1)(ref)
-
-    environment, (metrics,) = caption(config)
-    graders = [JudgedCaptionGrader(metrics, OpinionOfJudge(said.score, opener, metrics.references))]
+    environment, (metrics,) = caption(settings_of(tmp_path, metric_weights={"judge": 3, "chrf": 1}))
+    opener = ImageOpener(max_mib=1, max_megapixels=1)
+    graders = [JudgedCaptionGrader(metrics, OpinionOfJudge(says, opener, metrics.references))]
     task = environment.tasks("test")[1]
     score = scored(graders, task, f"<think>x</think>\n{TEXTS[1]}")
-    assert said.asked == [(COLOURS["green"], "Describe it.", TEXTS[1], [TEXTS[1]])]
+    assert asked == [(COLOURS["green"], "Describe it.", TEXTS[1], [TEXTS[1]])]
     assert (score.reward, score.parts) == ((3 * 0.5 + 1) / 4, {"judge": 0.5, "chrf": 1.0})
     assert len(environment.prompt(task)) == 1
-    assert environment.target(task) == TEXTS[1]
 
 
 @pytest.mark.parametrize(

@@ -209,13 +209,6 @@ def test_code_of_ones_own_in_a_part(tmp_path: Path) -> None:
     assert not any(thread.is_alive() for thread in started)
 
 
-def test_a_reward_of_the_run_scores_all_parts(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(OWN)
-    graded = make_environment(config_of(parts_in(tmp_path), reward=f"{tmp_path}/own.py:half"))
-    assert [reward_of(graded, part, "nothing") for part in ("words", "scenes")] == [0.5, 0.5]
-    graded.grading.close()
-
-
 def test_a_reward_beyond_the_limit_names_its_part(tmp_path: Path) -> None:
     (tmp_path / "large.py").write_text("def large(task, text, images):\n    return 1e7\n")
     parts = parts_in(tmp_path)
@@ -247,20 +240,13 @@ def test_the_recipe_of_the_page(tmp_path: Path) -> None:
 
 
 def test_stages_of_a_part_are_refused(tmp_path: Path) -> None:
-    staged = (
-        OWN
-        + """
+    stages = """
     default_starts = (5,)
-
-    @property
-    def stages(self):
-        from fovea.environments.curriculum import Stage
-        return (Stage(name="easy"), Stage(name="hard"))
-
+    stages = (Stage(name="easy"), Stage(name="hard"))
     def at(self, stage):
         return self
 """
-    )
+    staged = f"from fovea.environments.curriculum import Stage\n{OWN}{stages}"
     (tmp_path / "own.py").write_text(staged)
     parts = parts_in(tmp_path) | {"sums": {"environment": f"{tmp_path}/own.py:Sums"}}
     with pytest.raises(ConfigError, match=r"environment\.parts\.sums has 2 stages.*curriculum\.enabled=false"):

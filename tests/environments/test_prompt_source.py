@@ -15,6 +15,7 @@ from fovea.environments.prompt_source import PromptSource
 from fovea.errors import DataError
 from fovea.types import ImageRef
 from tests.environments.prompt_sources import make_source
+from tests.tables import table
 
 QUESTIONS = ["a", "bad", "b", "c", "bad", "d", "e", "too long a question"]
 
@@ -41,17 +42,13 @@ def test_memory_is_bounded_and_the_least_recently_used_leave() -> None:
     assert renderer.rendered == 4, "had left"
 
 
-@pytest.mark.parametrize("kind", ["pixels", "file content", "address", "Pillow's"])
-def test_the_bound_counts_the_pictures_that_tasks_hold(kind: str) -> None:
+PIXELS_YXC = np.zeros((1024, 1024 // 3 + 1, 3), dtype=np.uint8)
+
+
+@table("picture", [PIXELS_YXC, b" " * 2**20, "data:" + " " * 2**20, Image.fromarray(PIXELS_YXC)])
+def test_the_bound_counts_the_pictures_that_tasks_hold(picture: Any) -> None:
     """Prompts of one mebibyte, whose tasks hold another: the two of them are four mebibytes."""
-    pixels_YXC = np.zeros((1024, 1024 // 3 + 1, 3), dtype=np.uint8)
-    sources: dict[str, Any] = {
-        "pixels": pixels_YXC,
-        "file content": b" " * 2**20,
-        "address": "data:" + " " * 2**20,
-        "Pillow's": Image.fromarray(pixels_YXC),
-    }
-    source, renderer = make_source(["a", "b"], cache_gib=2.5 / 1024, images=[ImageRef(source=sources[kind])])
+    source, renderer = make_source(["a", "b"], cache_gib=2.5 / 1024, images=[ImageRef(source=picture)])
     for index in (0, 1, 0):
         source.get(index)
     assert renderer.rendered == 3
@@ -74,12 +71,6 @@ def test_a_prompt_and_its_completion_are_no_longer_than_the_model() -> None:
     assert "4 tokens, images included, and the model has positions for 3 beside a completion" in source.bad_rows[1]
 
 
-def test_bad_rows_stop_the_run_where_asked() -> None:
-    source, _ = make_source(["bad"], on_bad_row="error")
-    with pytest.raises(DataError, match="row 3: no image; drop the row"):
-        source.take(order_of(source), 1)
-
-
 def test_a_data_set_of_bad_rows_alone_ends() -> None:
     source, _ = make_source(["bad"])
     with pytest.raises(DataError, match=r"bad rows in a row, the last one: .*; set data\.on_bad_row=error"):
@@ -88,17 +79,16 @@ def test_a_data_set_of_bad_rows_alone_ends() -> None:
 
 def test_skipping_does_not_disturb_the_order_of_the_rest() -> None:
     """What a resumed run takes next does not depend on when the rows were found bad."""
-    questions = ["a", "bad", "b", "c", "bad", "d"]
-    whole, _ = make_source(questions)
-    order = order_of(whole)
-    expected = [item.task.id for _ in range(6) for item in whole.take(order, 3)]
-    first, _ = make_source(questions)
-    order = order_of(first)
-    taken = [item.task.id for _ in range(3) for item in first.take(order, 3)]
-    second, _ = make_source(questions)
-    resumed = order_of(second)
-    resumed.restore(order.state())
-    assert taken + [item.task.id for _ in range(3) for item in second.take(resumed, 3)] == expected
+
+    def taken(num_steps: int, state: Any = None) -> tuple[list[str], Any]:
+        source, _ = make_source(["a", "bad", "b", "c", "bad", "d"])
+        order = order_of(source)
+        if state is not None:
+            order.restore(state)
+        return [item.task.id for _ in range(num_steps) for item in source.take(order, 3)], order.state()
+
+    first, state = taken(3)
+    assert first + taken(3, state)[0] == taken(6)[0]
 
 
 def test_rendering_ahead_changes_neither_rows_nor_their_order(tmp_path: Path) -> None:

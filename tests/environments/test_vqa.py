@@ -114,15 +114,6 @@ def test_the_recipe_runs_on_rows_of_this_test(tmp_path: Path) -> None:
     assert summary.steps == 2
 
 
-@pytest.mark.slow
-def test_the_recipe_runs_on_real_rows(tmp_path: Path) -> None:
-    if not SHARED.is_dir():
-        pytest.skip(f"the shared VQA rows are not here ({SHARED})")
-    names = [f"environment.{split}_files=[{SHARED / f'fixture_{split}.parquet'}]" for split in ("train", "test")]
-    summary = train(build(config_of(tmp_path, *names)))
-    assert (summary.final.num_rows, len(summary.final.accuracies)) == (48, 4)
-
-
 @pytest.mark.parametrize(("name", "num_rows"), [("fixture_train", 96), ("fixture_test", 48), ("nlvr_vqa_train", 3956)])
 def test_gold_answers_of_the_real_rows_score_full_marks(name: str, num_rows: int) -> None:
     file = SHARED / f"{name}.parquet"

@@ -25,6 +25,7 @@ from fovea.types import ImageRef, Mark, Score, Task
 from fovea.wiring.environment import make_environment
 from tests.fakes import BanditEnvironment
 from tests.grading import score_in_run
+from tests.tables import table
 
 TASK = replace(
     BanditEnvironment().tasks("train")[0], question="Which letter?", row={"solution": "b", "prompt": "Which letter?"}
@@ -37,10 +38,8 @@ def right(completions: list[str], solution: list[str], **columns: Any) -> list[f
 
 
 def short(prompts: list[str], completions: list[str], log_extra: object = None, **columns: Any) -> list[float | None]:
-    return [
-        None if "?" in text else (len(prompt) - len(text)) / 8
-        for prompt, text in zip(prompts, completions, strict=True)
-    ]
+    lengths = [len(prompt) - len(text) for prompt, text in zip(prompts, completions, strict=True)]
+    return [None if "?" in text else length / 8 for text, length in zip(completions, lengths, strict=True)]
 
 
 async def polite(completions: list[str], **columns: Any) -> list[float | None]:
@@ -94,7 +93,7 @@ def test_the_weighted_sum_is_that_of_trls_trainer(monkeypatch: pytest.MonkeyPatc
         assert logged == pytest.approx(theirs_FR[place].tolist(), nan_ok=True)
 
 
-@pytest.mark.parametrize(
+@table(
     ("answer", "reward", "accuracy", "parts"),
     [
         ("b", 1 + 0.1 * 12 / 8, 1, {"right": 1, "short": 12 / 8}),
@@ -165,7 +164,7 @@ def breaks(completions: list[str], unknown_column: list[str]) -> list[float]:
     return [0.0]
 
 
-@pytest.mark.parametrize(
+@table(
     ("function", "message"),
     [
         (nothing, r"\(in nothing\) returned nan, which is not finite; fix it, or set reward_on_failure=drop"),
@@ -178,9 +177,8 @@ def test_the_function_that_fails_is_named(function: Callable[..., Any], message:
 
 
 def test_a_list_is_written_in_a_recipe(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(
-        "def one(task, text, images): return 1\ndef half(completions, **columns): return [0.5]\n"
-    )
+    both = "def one(task, text, images): return 1\ndef half(completions, **columns): return [0.5]\n"
+    (tmp_path / "mine.py").write_text(both)
     names = [f"{tmp_path}/mine.py:one", f"{tmp_path}/mine.py:half"]
     config = load_config([], ["model.tiny={}", f"reward=[{','.join(names)}]", "reward_weights=[1,-1]"])
     assert config.rewards == {"reward": tuple(names)}

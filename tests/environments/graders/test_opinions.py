@@ -32,6 +32,7 @@ from tests.environments.reward_model import save_reward_model
 from tests.grading import score_in_run
 from tests.reference import model_inputs
 from tests.rollout.sessions import ScoredEpisodes, limited, rolled_out
+from tests.tables import table
 from tests.tiny_models import renderer, save, tiny, user
 
 ROWS = [row("How many circles?", "3", "red"), row("What colour?", "blue", "blue")]
@@ -60,8 +61,7 @@ def graded(environment: GradedEnvironment, text: str, index: int = 0) -> Any:
 
 def test_a_judge_is_a_part_of_any_reward(tmp_path: Path, serve: Callable[..., Endpoint]) -> None:
     endpoint = serve(says("Fair.\nScore: 5"))
-    reward = {"model_reward": {"judge": 0.25}, **judge(endpoint)}
-    vqa = made(tmp_path, "vqa", **reward)
+    vqa = made(tmp_path, "vqa", model_reward={"judge": 0.25}, **judge(endpoint))
     score = graded(vqa, r"\boxed{3}")
     assert (score.reward, score.accuracy) == (0.75 * 1 + 0.25 * 0.5, 1.0)
     assert score.parts == {"answer": 1.0, "judge": 0.5}
@@ -71,14 +71,7 @@ def test_a_judge_is_a_part_of_any_reward(tmp_path: Path, serve: Callable[..., En
     assert "<question>\nHow many circles?\n</question>" in text["text"]
     assert "<truth>\n3\n</truth>" in text["text"]
     assert "<answer>\n\\boxed{3}\n</answer>" in text["text"]
-
-    shapes = made(tmp_path, {"name": "shapes", "train_size": 4, "dev_size": 2, "test_size": 2}, **reward)
-    target = shapes.environment.target(shapes.environment.tasks("test")[0])
-    assert graded(shapes, target).parts["judge"] == 0.5
-    geo3k = made(tmp_path, "geo3k", **reward)
-    assert graded(geo3k, "no idea").reward == pytest.approx(0.25 * 0.5)
-    for each in (vqa, shapes, geo3k):
-        each.grading.close()
+    vqa.grading.close()
 
 
 def test_it_is_a_part_of_the_reward_of_every_part_of_a_mixture(tmp_path: Path, serve: Callable[..., Endpoint]) -> None:
@@ -112,7 +105,7 @@ def test_rewards_of_sessions_are_replaced_by_a_function_and_shared_with_a_judge(
         own.grading.close()
 
 
-@pytest.mark.parametrize(
+@table(
     ("text", "failed", "bonus"),
     [(r"\boxed{3}", False, 1.2), (r"\boxed{3}", True, 0.0), (r"\boxed{3}", None, 0.0), (r"\boxed{4}", False, 0.0)],
 )
@@ -199,8 +192,7 @@ def test_a_format_that_is_missing_stays_missing(tmp_path: Path, serve: Callable[
 
 
 def test_all_answers_may_be_asked_about(tmp_path: Path, serve: Callable[..., Endpoint]) -> None:
-    endpoint = serve(says("Score: 2"))
-    vqa = made(tmp_path, "vqa", second_opinion="always", **judge(endpoint))
+    vqa = made(tmp_path, "vqa", second_opinion="always", **judge(serve(says("Score: 2"))))
     score = graded(vqa, r"\boxed{3}")
     assert (score.reward, score.accuracy, score.parts["overruled"]) == (0.0, 0.0, 1.0)
     assert graded(vqa, r"\boxed{4}").parts["overruled"] == 0.0
@@ -211,7 +203,7 @@ JUDGE = {"judge": {"url": "http://127.0.0.1:1/v1", "model": "m"}}
 SCENES: dict[str, object] = {"name": "shapes"}
 
 
-@pytest.mark.parametrize(
+@table(
     ("environment", "settings", "message"),
     [
         (SCENES, {"second_opinion": "wrong", **JUDGE}, r"second_opinion overrules the rule of environment\.name=vqa"),
@@ -237,7 +229,6 @@ def test_a_key_that_is_missing_is_named(tmp_path: Path) -> None:
 
 
 def test_a_judge_and_a_reward_model_share_a_reward(tmp_path: Path, serve: Callable[..., Endpoint]) -> None:
-    (tmp_path / "text").mkdir()
     save_reward_model(tmp_path / "text")
     models = {"reward_model": {"path": str(tmp_path / "text")}, **judge(serve(says("Score: 5")))}
     vqa = made(tmp_path, "vqa", model_reward={"judge": 0.25, "reward_model": 0.25}, **models)
@@ -301,7 +292,6 @@ def test_marks_that_an_answer_spells_are_letters_to_a_reward_model(tmp_path: Pat
 
 
 def test_the_folder_says_what_the_reward_model_reads(tmp_path: Path) -> None:
-    (tmp_path / "text").mkdir()
     (tmp_path / "vision").mkdir()
     save_reward_model(tmp_path / "text")
     vision_reward_model(tmp_path / "vision")
