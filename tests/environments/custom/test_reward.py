@@ -188,6 +188,14 @@ def test_what_is_no_score_is_named(returned: object, problem: str) -> None:
     assert not isinstance(failed.value, UnscoredError)
 
 
+@table("returned", [1e30, -1e308, {"answer": 2e6}, {"answer": 9e5, "format": 9e5}, Score(reward=1e7, accuracy=1)])
+def test_a_reward_and_a_sum_of_parts_beyond_the_limit(returned: object) -> None:
+    problem = r"^train/0: the reward of 'an answer' is -?\d.*, beyond 1e\+06; scale it down$"
+    with pytest.raises(DataError, match=problem):
+        score_in_run(own(lambda task, text, images: returned), TASK, ANSWER)
+    assert score_in_run(own(lambda task, text, images: -1e6), TASK, ANSWER).reward == -1e6
+
+
 def raises(task: Task, text: str, images: Sequence[Image.Image]) -> float:
     raise ValueError("first line\nsecond line")
 

@@ -1,4 +1,4 @@
-"""Limits of graders: whose timeout it is, errors that come together, large rewards; rewards of turns in sums."""
+"""Limits of graders: whose timeout it is, errors that come together; rewards of turns in sums."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from dataclasses import dataclass, replace
 from threading import Event
 
 import pytest
-from PIL import Image
 
-from fovea.environments.custom.grader import UserGrader, score_function
 from fovea.environments.graders.base import NoScoreError, weighted_turns
 from fovea.environments.graders.grading import Grading
-from fovea.environments.graders.limited_calls import CallLimits, CallThreads, LimitedCalls
+from fovea.environments.graders.limited_calls import CallLimits, LimitedCalls
 from fovea.environments.graders.opinions import WithModelReward
 from fovea.errors import DataError, ScoreError
-from fovea.types import ImageRef, Score, Task, Turn
+from fovea.types import Score, Task, Turn
 from fovea.utils.event_loop import gather_or_cancel, wait_for
 from tests.fakes import BanditEnvironment
 from tests.grading import score_in_run
@@ -85,30 +83,6 @@ def test_of_two_rewards_that_raise_the_second_prints_no_traceback(caplog: pytest
 
 
 ROW = BanditEnvironment().tasks("train")[0]
-TOO_LARGE = r"^train/0: the reward of 'an answer' is -?\d.*, beyond 1e\+06; scale it down$"
-
-
-def unopened(ref: ImageRef) -> Image.Image:
-    raise AssertionError(f"{ref} was opened")
-
-
-def returning(returned: object) -> Grading:
-    grader = UserGrader(score_function(lambda task, text, images: returned, unopened), CallThreads("mine.py:f"))
-    return Grading(graders=(grader,), calls=LimitedCalls(CallLimits(name="mine.py:f")))
-
-
-@pytest.mark.parametrize(
-    "returned", [1e30, -1e308, {"answer": 2e6}, {"answer": 9e5, "format": 9e5}, Score(reward=1e7, accuracy=1)]
-)
-def test_a_reward_and_a_sum_of_parts_beyond_the_limit(returned: object) -> None:
-    with pytest.raises(DataError, match=TOO_LARGE):
-        score_in_run(returning(returned), ROW, "an answer")
-
-
-def test_a_reward_at_the_limit_is_a_reward() -> None:
-    assert score_in_run(returning(-1e6), ROW, "an answer").reward == -1e6
-
-
 BY_TURN, WHOLE = Score(reward=3, accuracy=1, turns=(1, 2)), Score(reward=0.5, accuracy=0.5)
 TURNS = (Turn(messages=(), text="first"), Turn(messages=(), text="second"))
 
