@@ -22,10 +22,7 @@ class MakesEnvironment(Protocol):
 
 
 class Session(Protocol):
-    """The model's counterpart in one episode, with state: a game, a page of a browser, a connection to a server.
-
-    One that scores its episode itself is a `ScoresEpisode`.
-    """
+    """The model's counterpart in one episode, with state, such as a game; it may score it (`ScoresEpisode`)."""
 
     async def reply(self, turns: Sequence[Turn]) -> Sequence[Message] | None:
         """The messages that answer the last of these turns; None ends the episode."""
@@ -93,10 +90,7 @@ class LimitsTurns(Protocol):
 
 
 class Environment(Protocol):
-    """A task family. Stateless: everything that a method needs is in its arguments. Graders score it.
-
-    An environment that is also an `OpensSessions` has state for each episode.
-    """
+    """A task family. Stateless: all that a method needs is in its arguments. Graders, or its sessions, score it."""
 
     max_turns: int = 1
     """The most turns of an episode; `reply` is asked while there are fewer."""

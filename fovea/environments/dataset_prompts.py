@@ -75,25 +75,23 @@ def plain_answer(cell: object, where: str) -> str:
     r"""The bare answer: out of verl's struct, out of its `\boxed{}` or `<answer>` tags."""
     if isinstance(cell, Mapping):
         cell = cell.get("ground_truth")
-    cell = _written_number(cell)
     if cell is None:
         raise bad_row(where, "the answer is missing, so nothing can be right", "answer_missing")
-    if not isinstance(cell, str):
-        is_large = isinstance(cell, int) and not isinstance(cell, bool)
-        seen = cell if isinstance(cell, float) else "too large" if is_large else f"of type {type(cell).__name__}"
-        raise bad_row(where, f"the answer is {seen}, not a text or a number", "answer_kind")
-    found = (last_boxed(cell), last_tagged(cell))
-    answer = next((each for each in found if each is not None), cell).strip()
+    unfit = ""
+    if isinstance(cell, bool) or not isinstance(cell, str | int | float):
+        unfit = f"of type {type(cell).__name__}"
+    elif isinstance(cell, float) and not math.isfinite(cell):
+        unfit = str(cell)
+    elif isinstance(cell, int) and cell.bit_length() > _MAX_BITS:
+        unfit = "too large"
+    if unfit:
+        raise bad_row(where, f"the answer is {unfit}, not a text or a number", "answer_kind")
+    text = str(cell)
+    found = (last_boxed(text), last_tagged(text))
+    answer = next((each for each in found if each is not None), text).strip()
     if not answer:
         raise bad_row(where, "the answer is empty, so nothing can be right", "answer_missing")
     return checked_text(answer, where)
-
-
-def _written_number(cell: object) -> object:
-    """A finite number within float64 as text; any other cell unchanged."""
-    if isinstance(cell, int) and not isinstance(cell, bool):
-        return str(cell) if cell.bit_length() <= _MAX_BITS else cell
-    return str(cell) if isinstance(cell, float) and math.isfinite(cell) else cell
 
 
 def checked_text(text: str, where: str) -> str:

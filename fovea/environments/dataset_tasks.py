@@ -104,7 +104,11 @@ class FileTasks(Environment):
         return texts[:-1] if answer_key(row, key, self._settings) == key else texts
 
     def _answer(self, row: Row, key: str, where: str) -> str:
-        cell = self._answer_cell(row, key, where)
+        column = answer_key(row, key, self._settings)
+        cell = row.get(column)
+        if column == key:
+            texts = texts_of(cell, where)
+            cell = texts[-1][1] if texts and texts[-1][0] == "assistant" else None
         try:
             return self._read_answer(cell, where)
         except BadRowError as error:
@@ -114,13 +118,6 @@ class FileTasks(Environment):
             problem = f"no column is called {' or '.join(names)} (the columns are {listed(list(row))})"
             fix = f"set environment.answer_key{nearest(names, list(row))}, or data.on_bad_row=skip"
             raise BadRowError(f"{where}: {problem}, so nothing can be right; {fix}", error.reason) from None
-
-    def _answer_cell(self, row: Row, key: str, where: str) -> object:
-        answer = answer_key(row, key, self._settings)
-        if answer != key:
-            return row.get(answer)
-        texts = texts_of(row.get(key), where)
-        return texts[-1][1] if texts and texts[-1][0] == "assistant" else None
 
     def _framed(self, texts: Texts) -> Texts:
         """The messages with system prompt and template."""
@@ -166,10 +163,7 @@ def _holds_image(cell: object) -> bool:
 
 
 def check_answer(settings: FileEnvironment, columns: Sequence[str], first: Row | None, source: str) -> None:
-    """DataError where no setting names the column of the answer, and the rows of `source` have no usual one.
-
-    The answer may be the reply that ends the messages of a row, as in the `first` one.
-    """
+    """DataError where no setting names the column of the answer, none is usual, and no reply ends the `first` row."""
     key = prompt_key(first or {}, settings)
     has_reply = first is not None and key is not None and ends_with_reply(first.get(key))
     if settings.answer_key is None and not set(settings.answer_names) & set(columns) and not has_reply:

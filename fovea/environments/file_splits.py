@@ -39,10 +39,9 @@ class Sides(NamedTuple):
 def split_by_image(images: Iterable[Sequence[bytes]], *, share: float, seed: int) -> Sides:
     """Hold out about `share` of the rows, given the hashes of each row's images.
 
-    Rows that share an image, directly or through other rows, form a group; a row without images is a separate group.
+    Rows that share an image, directly or through other rows, form a group; a row without images is a separate one.
     Whole groups are taken in the order of their seeded hashes, those that still fit into the share; if none fits, the
-    smallest one. Nothing is held out of a single group. Rows that are added later do not change the order of the
-    groups that were there.
+    smallest one. Nothing is held out of a single group. Later rows do not change the order of the earlier groups.
     """
     hashes_of_rows = list(images)
     groups = _groups(hashes_of_rows)
@@ -126,10 +125,7 @@ class FileSplits:
         kind_key: str | None = None,
         level_key: str | None = None,
     ) -> LazyTasks:
-        """The tasks of a split, each made from its rows, its row's number and its kind.
-
-        Kinds and levels are the cells of two columns. DataError where rows are to be held out and all share an image.
-        """
+        """The tasks of a split; kinds and levels are cells of two columns. DataError where all rows share an image."""
         rows, numbers = self._rows(split)
         kinds, levels = _cells(rows, kind_key), _cells(rows, level_key)
         return LazyTasks(

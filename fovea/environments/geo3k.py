@@ -1,9 +1,7 @@
 r"""Geometry problems with a diagram, from Parquet files in one of two public layouts.
 
-* hub: `problem` is a text with `<image>` marks, `images` a list, `answer` is bare or `\boxed{...}`;
-* verl: `prompt` is a list of {role, content}, the user's last; `reward_model` holds `ground_truth`.
-
-The cells of `prompt_key` and `answer_key` tell them apart. Some diagrams of the public test split are in the train
+In the hub's, `problem` is a text with `<image>` marks and `answer` bare or in `\boxed{...}`; in verl's, `prompt` is a
+list of {role, content} and `reward_model` holds `ground_truth`. Some diagrams of the public test split are in the train
 split too (172 of 601 rows): accuracy on these rows is on new questions, not on new diagrams.
 """
 

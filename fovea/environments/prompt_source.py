@@ -186,10 +186,7 @@ class PromptSource:
     def render(
         self, task: Task, messages: Sequence[Message] | None = None, *, where: str | None = None
     ) -> PromptedTask:
-        """The prompt of a task by the rules of this source, of these or its own messages; DataError if bad.
-
-        Neither the prompt nor a failure is kept. `where` names the row in an error.
-        """
+        """The prompt of a task, of these or its own messages, which is not kept; DataError if bad, with `where`."""
         where = where or task.id
         asked = self._environment.prompt(task) if messages is None else messages
         # a processed image takes thousands of times the memory of its file: a row too long is refused before
@@ -200,10 +197,7 @@ class PromptSource:
         return PromptedTask(task=task, prompt=prompt)
 
     def view(self, item: PromptedTask, change: Callable[[int], PixelChange]) -> Callable[[], Prompt]:
-        """A function, for any thread, that renders the prompt of a task with changed pictures, by the number of each.
-
-        It has the token ids of the prompt.
-        """
+        """A function, for any thread, that renders the prompt, of equal token ids, with pictures changed by number."""
         numbers = count()
 
         def changed(part: str | ImageRef) -> str | ImageRef:

@@ -1,7 +1,4 @@
-"""One task of an event loop in which all calls of a session run, one after another.
-
-Clients with cancel scopes, such as those of anyio (MCP's), must be opened and closed in one task.
-"""
+"""One task of an event loop for all calls of a session: cancel scopes of anyio (MCP) need a single task."""
 
 from __future__ import annotations
 
@@ -16,10 +13,7 @@ Make: TypeAlias = Callable[[], Awaitable[Result]]
 
 
 class SessionTask:
-    """Calls in one task of a background loop; they are awaited on another loop.
-
-    A call whose caller is cancelled is cancelled too, and the task goes on with the next one.
-    """
+    """Calls in one task of a background loop, awaited on another; a cancelled caller ends its call, not the task."""
 
     def __init__(self, loop: BackgroundLoop) -> None:
         self._loop = loop

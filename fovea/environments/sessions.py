@@ -6,8 +6,6 @@ since an engine that computes on the run's loop would hold them up.
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import logging
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,7 +17,7 @@ from fovea.environments.answer_end import declared_end
 from fovea.environments.base import Environment, LimitsTurns, OpensSessions, ScoresEpisode, Session, Split, UsesTools
 from fovea.environments.custom.checks import check_messages
 from fovea.environments.graders.base import LateError, NoScoreError, TryAgainError
-from fovea.environments.graders.limited_calls import CallLimits, CallThreads, LimitedCalls
+from fovea.environments.graders.limited_calls import CallLimits, CallThreads, LimitedCalls, called, without_ends
 from fovea.environments.session_task import SessionTask
 from fovea.errors import (
     ClusterError,
@@ -75,10 +73,7 @@ def unreadable(session: Session, error: DataError) -> FoveaError:
 
 
 async def goes_on(session: Session, turns: Sequence[Turn]) -> bool:
-    """True if an episode that has reached its last turn would go on.
-
-    A session that may wait is not asked, since its answer would not be used.
-    """
+    """True if an episode at its last turn would go on; a session that may wait is not asked."""
     return not isinstance(session, OwnReplies) or await session.reply(turns) is not None
 
 
@@ -103,13 +98,6 @@ class WaitingReplies:
 
     async def close(self) -> None:
         """Nothing is held."""
-
-
-async def called(threads: CallThreads, function: Callable[..., Any], *arguments: object) -> Any:
-    """The result of the user's function, awaited if it is async, else called in a thread."""
-    if inspect.iscoroutinefunction(function):
-        return await function(*arguments)
-    return await threads.run(lambda: function(*arguments))
 
 
 class LimitedSessions(Environment):
@@ -151,9 +139,6 @@ class LimitedSessions(Environment):
 
     def prompt(self, task: Task) -> Sequence[Message]:
         return self.inside.prompt(task)
-
-    def reply(self, task: Task, turns: Sequence[Turn]) -> Sequence[Message] | None:
-        return self.inside.reply(task, turns)
 
     def target(self, task: Task) -> str:
         return self.inside.target(task)
@@ -248,17 +233,12 @@ class LimitedSession:
 
 async def _of_session(make: Callable[[], Awaitable[Result]]) -> Result:
     """The result of the session's code; NoScoreError for whatever it raises but errors that end the run."""
-    try:
-        return await make()
-    except (ScoreError, ConfigError, ClusterError, OutOfMemoryError, TimeoutError):
-        raise
-    except FoveaError as error:
-        raise NoScoreError(f"failed: {error}") from error
-    except Exception as error:
-        raise NoScoreError(describe_error(error)) from error
-    # which would end the event loop of the sessions, or look like its end
-    except (asyncio.CancelledError, SystemExit, KeyboardInterrupt) as error:
-        running = asyncio.current_task()
-        if running is not None and running.cancelling():  # by the deadline, or since the run ends
+    with without_ends():
+        try:
+            return await make()
+        except (ScoreError, ConfigError, ClusterError, OutOfMemoryError, TimeoutError):
             raise
-        raise NoScoreError(describe_error(error)) from error
+        except FoveaError as error:
+            raise NoScoreError(f"failed: {error}") from error
+        except Exception as error:
+            raise NoScoreError(describe_error(error)) from error

@@ -1,8 +1,4 @@
-"""Questions about images with short answers: counts, attributes, existence, yes or no, multiple choice.
-
-`graders.vqa_claim` finds the answer in a response and compares it with the truth; `graders.vqa_words` does so with the
-options of multiple choice.
-"""
+"""Questions about images with short answers: counts, attributes, existence, yes or no, multiple choice."""
 
 from __future__ import annotations
 
@@ -74,10 +70,7 @@ def task_options(task: Task, config: VqaEnvironment) -> tuple[str, ...]:
 
 
 def grade(prediction: str, truth: str | Sequence[str], *, options: Sequence[str] = ()) -> Grade:
-    """A response against the true answer, or against those of several annotators (soft accuracy).
-
-    With `options` the truth is a letter, and right is that letter, or the text of its option.
-    """
+    """A response against one answer or several annotators (soft accuracy); with `options` the truth is a letter."""
     truths = [truth] if isinstance(truth, str) else list(truth)
     found = found_answer(prediction)
     claim = claim_of(found)

@@ -1,7 +1,9 @@
-"""The environment `caption`: overlap with references, the judge beside it, a reward model, its settings."""
+"""The environment `caption`: overlap with references, CIDEr-D against its authors' code, a judge, a reward model."""
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,9 +18,8 @@ from fovea.config.environments import CaptionEnvironment
 from fovea.config.rewards import RewardModel
 from fovea.data.images import ImageOpener
 from fovea.data.rows import RowAccess
-from fovea.environments.caption import Caption, CaptionGrader, JudgedCaptionGrader, bleu, chrf, grade
+from fovea.environments.caption import Caption, CaptionGrader, CiderD, JudgedCaptionGrader, bleu, chrf, grade, words_of
 from fovea.environments.graders.by_name import grader_of
-from fovea.environments.graders.cider import CiderD
 from fovea.environments.graders.opinions import OpinionOfJudge
 from fovea.environments.graders.reward_model import RewardScorer
 from fovea.errors import DataError, ModelError
@@ -188,3 +189,55 @@ def test_any_caption_is_graded(text: str, truth: str) -> None:
 def test_twenty_thousand_captions_are_graded_in_time(texts: list[str], truth: str) -> None:
     for text in texts:
         within_a_second(lambda text=text: check_any_caption(text, truth))
+
+
+REFERENCES = [
+    ["a red dog runs on the green grass", "the dog runs on grass"],
+    ["two cats sleep on a warm bed", "a cat and a cat on a bed", "two sleeping cats"],
+    ["a man rides a bike down the busy street", "a cyclist in the street"],
+    ["a green ball on the grass"],
+]
+CAPTIONS = ["a red dog runs on the grass", "two cats sleep on a bed on a bed on a bed", "a man rides a horse", "ball"]
+# of pycocoevalcap 1.2, CiderScorer(n=4, sigma=6.0), on the rows above
+PUBLISHED = [5.64174275, 1.1413488, 1.72675303, 1.40273034]
+
+
+def test_cider_by_hand() -> None:
+    """Two images, one reference each; `a` is in both, so that its IDF is log(2/2) = 0."""
+    cider = CiderD([["a cat"], ["a dog"]])
+    # cosine 1 for words and pairs; no longer n-grams
+    assert cider.score("a cat", ["a cat"]) == pytest.approx(10 * 2 / 4)
+    # words: only `cat` weighs, clipped from 2 to 1: (1 * 1) / (2 * 1); one word more. Pairs: both of `a cat, cat cat`
+    # weigh log 2 (`cat cat` is nowhere, which counts as once)
+    expected = 10 * math.exp(-1 / (2 * 36)) * (1 / 2 + 1 / math.sqrt(2)) / 4
+    assert cider.score("a cat cat", ["a cat"]) == pytest.approx(expected)
+    assert cider.score("dog", ["a cat"]) == 0
+    assert cider.score("", ["a cat"]) == cider.score("a cat", [""]) == 0
+    assert cider.score("a cat", []) == 0
+
+
+def test_the_published_code_gives_the_same() -> None:
+    cider = CiderD(REFERENCES)
+    scores = [cider.score(caption, references) for caption, references in zip(CAPTIONS, REFERENCES, strict=True)]
+    assert scores == pytest.approx(PUBLISHED, abs=1e-7)
+
+
+def test_the_published_code_gives_the_same_on_random_texts() -> None:
+    published = pytest.importorskip("pycocoevalcap.cider.cider_scorer", reason="pycocoevalcap is not installed")
+    rng = random.Random(0)
+
+    def text(most: int) -> str:
+        return " ".join(rng.choice("abcdefgh") for _ in range(rng.randint(1, most)))
+
+    references = [[text(12) for _ in range(rng.randint(1, 5))] for _ in range(200)]
+    captions = [text(14) for _ in references]
+    scorer = published.CiderScorer(n=4, sigma=6.0)
+    for caption, own in zip(captions, references, strict=True):
+        scorer += (caption, own)
+    cider = CiderD(references)
+    own_scores = [cider.score(caption, own) for caption, own in zip(captions, references, strict=True)]
+    assert own_scores == pytest.approx(list(scorer.compute_score()[1]), abs=1e-9)
+
+
+def test_words_of_captions() -> None:
+    assert words_of("A dog's  BALL, well-worn (2)!") == ["a", "dog's", "ball", "well-worn", "2"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from fovea.environments.base import Environment, Session, Split
@@ -11,8 +11,8 @@ from fovea.environments.curriculum import Stages
 from fovea.environments.custom.checks import check_answer, check_demonstration, check_messages, check_task, check_tasks
 from fovea.environments.custom.grader import UserGrader, checked_score
 from fovea.environments.graders.base import NoScoreError
-from fovea.environments.graders.limited_calls import CallThreads
-from fovea.environments.sessions import WaitingReplies, called
+from fovea.environments.graders.limited_calls import CallThreads, called
+from fovea.environments.sessions import WaitingReplies
 from fovea.errors import DataError, describe_error, named
 from fovea.types import Message, Score, Task, Turn
 
@@ -30,46 +30,45 @@ class UserEnvironment(Environment):
             self.tools = user.tools
 
     def tasks(self, split: Split) -> Sequence[Task]:
-        with self._named("tasks", split):
+        with named(lambda error: DataError(f"{split}: {self._name}.tasks {describe_error(error)}; fix it")):
             tasks: Sequence[Task] = self._user.tasks(split)
             check_tasks(tasks, f"{self._name}.tasks({split!r})")
         return tasks
 
     def prompt(self, task: Task) -> Sequence[Message]:
         check_task(task, f"{self._name}.tasks")  # it may have been made on access
-        with self._named("prompt", task.id):
-            messages: Sequence[Message] = self._user.prompt(task)
-            check_messages(messages, self._method("prompt", task.id))
+        messages: Sequence[Message] = self._checked("prompt", check_messages, task)
         return messages
 
     def reply(self, task: Task, turns: Sequence[Turn]) -> Sequence[Message] | None:
         if not hasattr(self._user, "reply"):
             return None
-        with self._named("reply", task.id):
-            messages: Sequence[Message] | None = self._user.reply(task, turns)
+
+        def check(messages: object, made: str) -> None:
             if messages is not None:
-                check_messages(messages, self._method("reply", task.id), ", or None to end the episode")
+                check_messages(messages, made, ", or None to end the episode")
+
+        messages: Sequence[Message] | None = self._checked("reply", check, task, turns)
         return messages
 
     def target(self, task: Task) -> str:
-        with self._named("target", task.id):
-            answer: str = self._user.target(task)
-            check_answer(answer, self._method("target", task.id))
+        answer: str = self._checked("target", check_answer, task)
         return answer
 
     def demonstration(self, task: Task) -> Sequence[str]:
         if not hasattr(self._user, "demonstration"):
             return (self.target(task),)
-        with self._named("demonstration", task.id):
-            answers: Sequence[str] = self._user.demonstration(task)
-            check_demonstration(answers, self._method("demonstration", task.id), self.max_turns)
+        check = partial(check_demonstration, max_turns=self.max_turns)
+        answers: Sequence[str] = self._checked("demonstration", check, task)
         return answers
 
-    def _named(self, method: str, where: str) -> AbstractContextManager[None]:
-        return named(lambda error: DataError(f"{self._method(method, where)} {describe_error(error)}; fix it"))
-
-    def _method(self, method: str, where: str) -> str:
-        return f"{where}: {self._name}.{method}"
+    def _checked(self, method: str, check: Callable[[Any, str], None], task: Task, *arguments: object) -> Any:
+        """The result of a method of the user's for a task; DataError, which names both, where it is wrong."""
+        made = f"{task.id}: {self._name}.{method}"
+        with named(lambda error: DataError(f"{made} {describe_error(error)}; fix it")):
+            returned = getattr(self._user, method)(task, *arguments)
+            check(returned, made)
+        return returned
 
 
 class UserSessions(UserEnvironment):

@@ -1,12 +1,7 @@
-"""Graders from the user's code: reward functions, whose weighted sum is the reward, or the `score` of a class.
-
-Whatever that code does, a score is finite, or its absence is named: the call raised, or what it returned is not a
-score.
-"""
+"""Graders from the user's code, whose score is finite or named as absent: the call raised, or returned no score."""
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +14,7 @@ from fovea.config.rewards import OVERLONG, part_name
 from fovea.data.images import OpenImage
 from fovea.environments.custom.trl import RewardFunction, is_async
 from fovea.environments.graders.base import Grader, NoScoreError, weighted_turns
-from fovea.environments.graders.limited_calls import BlockingCalls
+from fovea.environments.graders.limited_calls import BlockingCalls, called, without_ends
 from fovea.errors import describe_error, named
 from fovea.types import ImageRef, Mark, Score, Task, Turn
 
@@ -43,7 +38,6 @@ class UserGrader:
         """Stages of one environment share `threads`, which count the calls that were given up."""
         self._function = function
         self._threads = threads
-        self._is_async = inspect.iscoroutinefunction(function)
 
     async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
         """NoScoreError where the function raises, or returns what is not a score."""
@@ -51,19 +45,9 @@ class UserGrader:
 
     async def call(self, task: Task, turns: Sequence[Turn]) -> object:
         """The result of the function, unchecked; NoScoreError where it raises."""
-        if not self._is_async:
-            return await self._threads.run(lambda: self._function(task, turns))
-        with named(lambda error: NoScoreError(describe_error(error))):
-            returned = self._function(task, turns)
-            assert inspect.isawaitable(returned), self._function
-            try:
-                return await returned
-            # which would end the event loop of the graders, or look like its end
-            except (asyncio.CancelledError, SystemExit, KeyboardInterrupt) as error:
-                running = asyncio.current_task()
-                if running is not None and running.cancelling():  # by the time limit, or since the run ends
-                    raise
-                raise NoScoreError(describe_error(error)) from error
+        with without_ends(), named(lambda error: NoScoreError(describe_error(error))):
+            returned: object = await called(self._threads, self._function, task, turns)
+        return returned
 
 
 def reward_grader(

@@ -1,7 +1,4 @@
-"""Imports of the user's files: what such a file imports is found as if python had been started with it.
-
-All of it is in the process that trains or evaluates; workers and engines are sent tokens and weights, and no code.
-"""
+"""Imports of the user's files: what such a file imports is found as if python had been started with it."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import importlib.util
 import itertools
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
@@ -88,7 +85,11 @@ def _modules_beside(folder: Path) -> Iterator[None]:
             with suppress(ValueError):  # the file has removed it
                 sys.path.remove(each)
         sys.path += [each for each in folders if each not in sys.path]
-        _put_back(others)
+        # found under their names again by the code that imported them; later ones live on in theirs
+        names = {name.partition(".")[0] for name in others}
+        for name in [name for name in sys.modules if name.partition(".")[0] in names]:
+            del sys.modules[name]
+        sys.modules.update(others)
 
 
 def _modules_of_other_folders(folder: Path) -> dict[str, ModuleType]:
@@ -107,11 +108,3 @@ def _is_from_elsewhere(module: ModuleType, folder: Path) -> bool:
     file = getattr(module, "__file__", None)
     known = (folder, *(Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")))
     return file is not None and not any(Path(file).resolve().is_relative_to(each.resolve()) for each in known)
-
-
-def _put_back(modules: Mapping[str, ModuleType]) -> None:
-    """Let these be found under their names again, by the code that imported them; later ones live on in theirs."""
-    names = {name.partition(".")[0] for name in modules}
-    for name in [name for name in sys.modules if name.partition(".")[0] in names]:
-        del sys.modules[name]
-    sys.modules.update(modules)

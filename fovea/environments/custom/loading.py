@@ -1,7 +1,4 @@
-"""The user's code, named `path/to/file.py:name`: imported from its file, and checked before the run begins.
-
-It is trusted: importing runs the code at its top level. Relative paths start at the working directory.
-"""
+"""The user's code, `path/to/file.py:name`: imported, which runs its top level, and checked before the run begins."""
 
 from __future__ import annotations
 

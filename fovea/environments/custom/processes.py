@@ -50,10 +50,7 @@ class RewardProcesses:
         self._idle: list[RewardProcess] = []
 
     async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
-        """NoScoreError where the function raises, is late, ends its process, or returns what is not a score.
-
-        ConfigError where it cannot be imported. The time to start a process is not part of the limit.
-        """
+        """NoScoreError where a call fails or is late, not counting the start; ConfigError where the import fails."""
         message = _pickled(task, turns[-1].text)
         try:
             try:

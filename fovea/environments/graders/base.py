@@ -11,16 +11,10 @@ from fovea.types import Score, Task, Turn
 
 
 class Grader(Protocol):
-    """Scores an episode. Stateless: everything that `score` needs is in its arguments.
-
-    A grader knows nothing of timeouts, retries or failures: `graders.grading` wraps these around it.
-    """
+    """Scores an episode; stateless. `graders.grading` wraps timeouts, retries and failures around it."""
 
     async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
-        """The reward, accuracy and named parts of an episode, whose last turn is the model's final answer.
-
-        Raises NoScoreError where it has none, TryAgainError where another call may have one.
-        """
+        """The score of an episode, by its last turn; NoScoreError without one, TryAgainError if another call may."""
         ...
 
 
@@ -49,10 +43,7 @@ class Grade:
 
 
 def weighted_turns(scores: Sequence[tuple[float, Score]], num_turns: int) -> tuple[float, ...]:
-    """Rewards of the turns of the weighted sum of some scores; () where none of them has any.
-
-    A score without rewards of turns counts with the last turn.
-    """
+    """Rewards of turns in the weighted sum of scores, if any has some; one of a whole episode is of the last turn."""
     if not any(score.turns for _, score in scores):
         return ()
     given = [(weight, score.turns or (*[0.0] * (num_turns - 1), score.reward)) for weight, score in scores]

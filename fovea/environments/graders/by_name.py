@@ -1,8 +1,4 @@
-"""Graders for answers in a file: the same code that scores a run, applied to a prediction and its row's `truth`.
-
-A grader takes a prediction, its row, and the words by which an error names the row. It raises DataError where the
-truth is missing or of a kind that the environment does not have.
-"""
+"""Graders for answers in a file: the code that scores a run, applied to a prediction and the `truth` of its row."""
 
 from __future__ import annotations
 
@@ -16,10 +12,9 @@ from typing import TypeAlias
 from fovea.config.environments import Gradable
 from fovea.config.grounding import REWARD_KINDS
 from fovea.environments import caption, geo3k, vqa
-from fovea.environments.caption import captions_of
+from fovea.environments.caption import IDF_ROWS, CiderD, captions_of
 from fovea.environments.dataset_prompts import bad_row, never_right, plain_answer
 from fovea.environments.graders.base import Grade
-from fovea.environments.graders.cider import IDF_ROWS, CiderD
 from fovea.environments.graders.vqa_words import options_of, true_letter
 from fovea.environments.grounding.grade import Rule, in_shares
 from fovea.environments.grounding.grade import grade as grade_places
@@ -32,10 +27,7 @@ OfflineGrader: TypeAlias = Callable[[str, Row, str], Grade]
 
 
 def grader_of(name: Gradable, rows: Iterable[Row]) -> OfflineGrader:
-    """The grader of an environment; only that of captions reads `rows`, for document frequencies.
-
-    MissingExtraError where geospot's gazetteer is not installed.
-    """
+    """The grader of an environment; captions' reads `rows`. MissingExtraError without geospot's gazetteer."""
     if name == "geospot":
         from fovea.environments.geospot import reward  # noqa: PLC0415 (its gazetteer is an extra)
 

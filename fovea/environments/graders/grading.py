@@ -60,11 +60,7 @@ class Grading:
             self.calls.loop.close(*(client.aclose for client in self.clients))
 
     async def scores(self, task: Task, answers: Sequence[Sequence[Turn]]) -> list[Score]:
-        """The scores of several episodes of one task, in their order.
-
-        Raises ScoreError where there is none, UnscoredError where the settings say to leave the group (of a rollout) or
-        the row (of an evaluation) out then, and DataError for a reward that is not finite or beyond the limit.
-        """
+        """The scores of episodes of one task; ScoreError, UnscoredError to drop them, DataError for bad rewards."""
         if not self.waits:
             return [await self._score(task, turns) for turns in answers]
 

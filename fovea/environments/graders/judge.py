@@ -1,15 +1,10 @@
-"""A model as judge: one call of a chat endpoint per completion.
-
-A call that fails raises; it is never a score of 0. `limited_calls` bounds the time of a call, its retries and the
-number of calls at once. The score is parsed strictly: one line `Score: N`, the last one, within range.
-"""
+"""A model as judge: one call of a chat endpoint for each completion; a call that fails raises, and scores nothing."""
 
 from __future__ import annotations
 
 import asyncio
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import httpx2
 from PIL.Image import Image
@@ -97,11 +92,7 @@ class JudgeClient:
         await self._server.close()
 
     async def score(self, images: Sequence[Image], question: str, answer: str, references: Sequence[str]) -> float:
-        """The judge's score over `MAX_SCORE`: 0..1.
-
-        Raises TryAgainError where another call may succeed, NoScoreError for any other refusal, and ConfigError for a
-        wrong address, model or key.
-        """
+        """The judge's score in 0..1; TryAgainError, NoScoreError, or ConfigError for a wrong address, model or key."""
         body = await asyncio.to_thread(self._body, images, question, answer, references)
         try:
             reply = await self._server.post("/chat/completions", body)
@@ -145,11 +136,8 @@ def _image_part(image: Image) -> dict[str, object]:
     return {"type": "image_url", "image_url": {"url": png_url(small)}}
 
 
-def _text_of(reply: Any) -> str:
-    try:
-        text = reply["choices"][0]["message"]["content"]
-    except (LookupError, TypeError):
-        text = None
-    if not isinstance(text, str):
-        raise TryAgainError(f"gave no score: the reply is not a chat completion ({reply!r:.120})")
-    return text
+def _text_of(reply: object) -> str:
+    match reply:
+        case {"choices": [{"message": {"content": str() as text}}, *_]}:
+            return text
+    raise TryAgainError(f"gave no score: the reply is not a chat completion ({reply!r:.120})")

@@ -4,12 +4,13 @@ and retries."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import inspect
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from threading import Thread
-from typing import Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from fovea.environments.graders.base import Grader, LateError, NoScoreError, TryAgainError
 from fovea.errors import ScoreError, UnscoredError, describe_error, first_line, result_or_error
@@ -62,6 +63,25 @@ class CallThreads:
                 f"{len(self._late)} calls of {self._name} still run after {self._setting} each, and a thread cannot be "
                 f"ended; make it end, or raise {self._setting}"
             )
+
+
+async def called(threads: BlockingCalls, function: Callable[..., Any], *arguments: object) -> Any:
+    """The result of the user's function, awaited if it is async, else called in a thread."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*arguments)
+    return await threads.run(lambda: function(*arguments))
+
+
+@contextmanager
+def without_ends() -> Iterator[None]:
+    """NoScoreError for errors of awaited code that would end its event loop, or look like its end."""
+    try:
+        yield
+    except (asyncio.CancelledError, SystemExit, KeyboardInterrupt) as error:
+        running = asyncio.current_task()
+        if running is not None and running.cancelling():  # by the time limit, or since the run ends
+            raise
+        raise NoScoreError(describe_error(error)) from error
 
 
 def result_of(result: object, error: BaseException | None) -> object:
@@ -130,10 +150,7 @@ class LimitedCalls:
         self._calling = _watch(limits).calling if limits.may_hold_lock else nullcontext
 
     async def score(self, grader: Grader, task: Task, turns: Sequence[Turn]) -> Score:
-        """The score of the first try that gives one; to be awaited on `loop`.
-
-        Raises ScoreError where none does, UnscoredError with `on_failure: drop`.
-        """
+        """The score of the first try that gives one, awaited on `loop`; else ScoreError, or UnscoredError to drop."""
         try:
             return await self.call(lambda: grader.score(task, turns), self.limits.max_retries, LATE_OR_BUSY)
         except NoScoreError as error:
@@ -146,11 +163,7 @@ class LimitedCalls:
     async def call(
         self, make: Callable[[], Awaitable[Result]], max_retries: int, again: tuple[type[NoScoreError], ...]
     ) -> Result:
-        """The result of the first try that gives one; to be awaited on `loop`.
-
-        There are more tries after errors that are `again`. Raises the NoScoreError of the last one, LateError where it
-        took too long.
-        """
+        """The result of the first try that gives one, awaited on `loop`; errors of types in `again` are tried again."""
         for num_failed in range(1, max_retries + 2):
             try:
                 return await self._try(make)

@@ -29,10 +29,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def box_end(text: str) -> int | None:
-    r"""Index after the brace that closes the first `\boxed{...}`; a box that is empty or in another one does not count.
-
-    Models repeat "in \boxed{}" from their prompt, and go on to the answer.
-    """
+    r"""Index after the brace of the first `\boxed{...}` that is neither empty, as prompts have it, nor in another."""
     return next((box.stop + 1 for box, is_outermost in _closed_boxes(text) if is_outermost and text[box].strip()), None)
 
 

@@ -112,10 +112,7 @@ class WithModelReward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WithToolBonus:
-    """A grader's reward, and more for a right answer after a successful call of a tool (part `tool_bonus`).
-
-    Zheng et al., DeepEyes, arXiv 2505.14362.
-    """
+    """More reward for a right answer after a successful call of a tool (part `tool_bonus`), arXiv 2505.14362."""
 
     own: Grader
     bonus: float

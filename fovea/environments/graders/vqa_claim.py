@@ -81,9 +81,8 @@ UNCLEAR = NEGATIONS | YES_WORDS | DOUBTS | OTHER_NUMBER | _words("true correct")
 NOT_THINGS = _words("idea clue answer way longer matter problem comment only just")
 """Words behind a `no` by which it counts nothing: `no idea`, `No, only the man is`."""
 EMPHASIS = _words("indeed definitely certainly clearly absolutely sure please")
-COPULAS_OF_ONE = _words("is was looks appears seems")
 COPULAS_OF_SEVERAL = _words("are were look appear seem")
-COPULAS = COPULAS_OF_ONE | COPULAS_OF_SEVERAL
+COPULAS = COPULAS_OF_SEVERAL | _words("is was looks appears seems")
 PRONOUNS = _words("it this that these those they he she there both all")
 DETERMINERS = _words("the a an this that these those its his her their my your our both all each every")
 

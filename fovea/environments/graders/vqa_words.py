@@ -142,11 +142,7 @@ _OTHER = re.compile(r"^(?:(?:or|and)\b|,)?\s*\(?(?:[A-Za-z]\)?(?:$|[.):,]|\s+(?:
 
 
 def options_of(cell: object, where: str) -> tuple[str, ...]:
-    """The texts of a row's options, in the order of their letters.
-
-    Options without text at the end are dropped: a table has as many columns as its longest row. BadRowError unless 2
-    to 26 different ones are left.
-    """
+    """The texts of a row's options by letter, without empty ones at the end; BadRowError unless 2 to 26 differ."""
     texts = _by_letter(cell, where) if isinstance(cell, Mapping) else cell
     if not isinstance(texts, list | tuple):
         raise _not_options(cell, where)

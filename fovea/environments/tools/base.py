@@ -51,10 +51,9 @@ class Tool(Protocol):
         ...
 
     async def call(self, arguments: Mapping[str, object], pictures: Sequence[Picture]) -> Sequence[str | ImageRef]:
-        """The result: texts and pictures, in order.
+        """The result: texts and pictures, in order; an exception is a failed call, whose first line the model reads.
 
-        `arguments` have been checked against the spec. `pictures` are those of the conversation so far: the task's,
-        then those that tools returned. An exception is a failed call, and its first line the model's answer.
+        `arguments` have been checked against the spec; `pictures` are those of the conversation so far.
         """
         ...
 

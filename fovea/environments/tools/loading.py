@@ -23,10 +23,7 @@ BUILT_IN: Mapping[str, Tool] = {tool.name: tool for tool in PICTURE_TOOLS} | {Ca
 
 
 def load_tools(names: Sequence[str], *, allow_python: bool, given: Sequence[object] = ()) -> tuple[Tool, ...]:
-    """The named tools; ConfigError for one that is not found, cannot be a tool or is named twice.
-
-    `given` are the objects that the names describe, where Python code has given them.
-    """
+    """The named tools, or the `given` objects of these names; ConfigError for a wrong one, or one named twice."""
     objects = given or [_named(name, allow_python=allow_python) for name in names]
     tools = tuple(_tool(each, name) for each, name in zip(objects, names, strict=True))
     found = dict[str, str]()

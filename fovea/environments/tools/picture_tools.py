@@ -1,7 +1,4 @@
-"""Built-in tools that look closer at a picture, change it or measure on it.
-
-Coordinates are flat lists `[x, y, ...]` in the frame of the model; the functions here get them in pixels of the file.
-"""
+"""Built-in tools that look closer at a picture, change it or measure on it; coordinates are lists [x, y, ...]."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Programs that the model writes, each in a separate process: with limits of time and memory, without network.
 
-The process has an empty environment, an empty folder that is deleted after it, no rights to open a network or to start
-other processes, and one second more than its limit of processor time before it is killed. It reads whatever files the
-user may read: run untrusted models in a container.
+It has an empty environment and folder, and starts no other process. It reads whatever files the user may read: run
+untrusted models in a container.
 """
 
 from __future__ import annotations

@@ -33,10 +33,7 @@ DEMONSTRATED = JsonCalls()
 
 
 def demonstrated_call(name: str, arguments: Mapping[str, object], text: str = "") -> str:
-    """An answer of a demonstration that calls a tool, after this text; coordinates in thousandths.
-
-    Where the run's model writes calls or coordinates in another form, Fovea rewrites them.
-    """
+    """An answer of a demonstration that calls a tool, in thousandths; Fovea rewrites it in the form of the model."""
     return DEMONSTRATED.written(text, [ToolCall(name=name, arguments=arguments)])
 
 

@@ -26,6 +26,7 @@ from fovea.environments.custom.grader import OpenedImages, UserGrader, checked_s
 from fovea.environments.custom.loading import checked_reward, load_reward
 from fovea.environments.graders.grading import Grading
 from fovea.environments.graders.limited_calls import MAX_LATE_CALLS, CallLimits, CallThreads, LimitedCalls
+from fovea.environments.sessions import LimitedSessions
 from fovea.errors import ConfigError, DataError, ScoreError, UnscoredError
 from fovea.types import ImageRef, Mark, Message, Score, Task, Turn
 from fovea.wiring.environment import GradedEnvironment, make_environment
@@ -430,8 +431,9 @@ def test_a_score_may_be_async_and_a_class_may_reply() -> None:
     with pytest.raises(ScoreError, match=r"^train/0: Asks\.score took more than reward_timeout_seconds=0\.05; fix it"):
         score_in_run(made.grading, TASK, "wait")
     turn = Turn(messages=(), text="one")
-    assert made.environment.reply(TASK, [turn]) == [Message(role="user", parts=("again",))]
-    assert made.environment.reply(TASK, [turn, turn]) is None
+    assert isinstance(made.environment, LimitedSessions)
+    replies = [made.environment.inside.reply(TASK, turns) for turns in ([turn], [turn, turn])]
+    assert replies == [[Message(role="user", parts=("again",))], None]
     assert made.environment.max_turns == 2
     assert made.environment.demonstration(TASK) == ["first", "then"]
 
