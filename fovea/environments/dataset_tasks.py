@@ -104,11 +104,7 @@ class FileTasks(Environment):
         return texts[:-1] if answer_key(row, key, self._settings) == key else texts
 
     def _answer(self, row: Row, key: str, where: str) -> str:
-        column = answer_key(row, key, self._settings)
-        cell = row.get(column)
-        if column == key:
-            texts = texts_of(cell, where)
-            cell = texts[-1][1] if texts and texts[-1][0] == "assistant" else None
+        cell = self._answer_cell(row, key, where)
         try:
             return self._read_answer(cell, where)
         except BadRowError as error:
@@ -118,6 +114,13 @@ class FileTasks(Environment):
             problem = f"no column is called {' or '.join(names)} (the columns are {listed(list(row))})"
             fix = f"set environment.answer_key{nearest(names, list(row))}, or data.on_bad_row=skip"
             raise BadRowError(f"{where}: {problem}, so nothing can be right; {fix}", error.reason) from None
+
+    def _answer_cell(self, row: Row, key: str, where: str) -> object:
+        answer = answer_key(row, key, self._settings)
+        if answer != key:
+            return row.get(answer)
+        texts = texts_of(row.get(key), where)
+        return texts[-1][1] if texts and texts[-1][0] == "assistant" else None
 
     def _framed(self, texts: Texts) -> Texts:
         """The messages with system prompt and template."""

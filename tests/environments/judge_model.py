@@ -46,9 +46,7 @@ def make_judge(folder: Path) -> None:
     texts = [PROMPT.replace("{answer}", description(colour)) for colour in COLOURS]
     tokenizer = build_tokenizer([*texts, "Score: 9", "Score: 1"] * 20, 400)
     processor = LlavaProcessor(
-        image_processor=CLIPImageProcessorPil(
-            size={"shortest_edge": SIDE_PX}, crop_size={"height": SIDE_PX, "width": SIDE_PX}
-        ),
+        image_processor=CLIPImageProcessorPil(size={"shortest_edge": SIDE_PX}, crop_size=SIDE_PX),
         tokenizer=tokenizer,
         patch_size=PATCH_PX,
         vision_feature_select_strategy="full",
@@ -103,8 +101,7 @@ def _batch(processor: LlavaProcessor, cases: Sequence[tuple[str, str]]) -> tuple
     batch = dict(processor(images=images, text=texts, padding=True, return_tensors="pt"))
     labels = batch["input_ids"].clone()
     for row, reply in enumerate(replies):
-        num_reply = len(processor.tokenizer(reply)["input_ids"])
+        # the reply is all that is learned, up to the padding
         end = int(batch["attention_mask"][row].sum())
-        labels[row, : end - num_reply] = -100
-        labels[row, end:] = -100
+        labels[row, : end - len(processor.tokenizer(reply)["input_ids"])] = labels[row, end:] = -100
     return batch, labels

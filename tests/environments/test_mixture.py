@@ -77,11 +77,6 @@ def parts_in(folder: Path) -> dict[str, Any]:
     return {"words": {"share": 3.0, "environment": words}, "scenes": {"environment": scenes}}
 
 
-@pytest.fixture
-def mixed(tmp_path: Path) -> GradedEnvironment:
-    return make_environment(config_of(parts_in(tmp_path)))
-
-
 def reward_of(graded: GradedEnvironment, part: str, text: str) -> float:
     environment = graded.environment
     task = next(task for task in environment.tasks("train") if task.id.startswith(f"{part}/"))
@@ -89,7 +84,8 @@ def reward_of(graded: GradedEnvironment, part: str, text: str) -> float:
     return score.reward
 
 
-def test_every_task_goes_to_its_own_environment(mixed: GradedEnvironment, tmp_path: Path) -> None:
+def test_every_task_goes_to_its_own_environment(tmp_path: Path) -> None:
+    mixed = make_environment(config_of(parts_in(tmp_path)))
     environment = mixed.environment
     tasks = environment.tasks("train")
     assert len(tasks) == 110
@@ -209,17 +205,13 @@ def test_code_of_ones_own_in_a_part(tmp_path: Path) -> None:
     assert not any(thread.is_alive() for thread in started)
 
 
-def test_a_reward_beyond_the_limit_names_its_part(tmp_path: Path) -> None:
+def test_errors_name_their_part(tmp_path: Path) -> None:
     (tmp_path / "large.py").write_text("def large(task, text, images):\n    return 1e7\n")
     parts = parts_in(tmp_path)
     parts["words"]["reward"] = f"{tmp_path}/large.py:large"
     graded = make_environment(config_of(parts))
     with pytest.raises(DataError, match=r"environment\.parts\.words: train/\d+: the reward of '0' is 1e\+07, beyond"):
         reward_of(graded, "words", "0")
-
-
-def test_a_part_whose_files_are_missing_is_named(tmp_path: Path) -> None:
-    parts = parts_in(tmp_path)
     parts["words"]["environment"]["test_files"] = ["none.jsonl"]
     with pytest.raises(DataError, match=r"environment\.parts\.words: environment\.test_files: no such file"):
         make_environment(config_of(parts)).environment.tasks("test")

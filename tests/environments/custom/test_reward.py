@@ -78,32 +78,34 @@ def own(function: Callable[..., object], **limits: object) -> Grading:
     return Grading(graders=(grader,), calls=LimitedCalls(CallLimits(name="mine.py:f", **limits)))  # type: ignore[arg-type]
 
 
+def scores(reward: float = 1.0, accuracy: float = 1.0, **fields: Any) -> Score:
+    return Score(reward=reward, accuracy=accuracy, **fields)
+
+
+BOX = Mark(image=2, xy=(0.1, 0.2, 0.5, 1.0), label="truth")
+IMAGES = [{"seen": 1}, {"seen": 0.5, "named": np.int64(2)}]
+
+
 @table(
-    ("returned", "reward", "accuracy", "parts"),
+    ("returned", "score"),
     [
-        (0.5, 0.5, 0.5, {}),
-        (True, 1, 1, {}),
-        (-3, -3, 0, {}),
-        (np.float32(0.25), 0.25, 0.25, {}),
-        (torch.tensor(4.0), 4, 1, {}),
-        ({"answer": 0.5, "format": 0.25}, 0.75, 0.75, {"answer": 0.5, "format": 0.25}),
-        ({"answer": 0.5, "reward": 7, "accuracy": 0.1}, 7, 0.1, {"answer": 0.5, "accuracy": 0.1}),
-        (Score(reward=3, accuracy=0.5, parts={"a": 1}), 3, 0.5, {"a": 1}),
+        (0.5, scores(0.5, 0.5)),
+        (True, scores(1, 1)),
+        (-3, scores(-3, 0)),
+        (np.float32(0.25), scores(0.25, 0.25)),
+        (torch.tensor(4.0), scores(4, 1)),
+        ({"answer": 0.5, "format": 0.25}, scores(0.75, 0.75, parts={"answer": 0.5, "format": 0.25})),
+        ({"answer": 0.5, "reward": 7, "accuracy": 0.1}, scores(7, 0.1, parts={"answer": 0.5, "accuracy": 0.1})),
+        (scores(3, 0.5, parts={"a": 1}), scores(3, 0.5, parts={"a": 1})),
+        ({"a": 1, "image_parts": IMAGES}, scores(parts={"a": 1}, image_parts=({"seen": 1}, {"seen": 0.5, "named": 2}))),
+        ({"a": 1, "marks": [replace(BOX, xy=(0.1, 0.2, np.float32(0.5), 1))]}, scores(parts={"a": 1}, marks=(BOX,))),
+        ({"turns": [1.0], "a": 0.5, "accuracy": 0}, scores(1, 0, parts={"a": 0.5, "accuracy": 0}, turns=(1,))),
     ],
 )
-def test_what_a_function_returns_is_a_score(
-    returned: object, reward: float, accuracy: float, parts: dict[str, float]
-) -> None:
-    score = score_in_run(own(lambda task, text, images: returned), TASK, ANSWER)
-    assert score == Score(reward=reward, accuracy=accuracy, parts=parts)
-    assert type(score.reward) is float
-
-
-def test_parts_of_images_are_no_part_of_the_sum() -> None:
-    images = [{"seen": 1}, {"seen": 0.5, "named": np.int64(2)}]
-    score = score_of({"answer": 1, "image_parts": images}, num_images=2)
-    assert score.reward == 1
-    assert score.image_parts == ({"seen": 1.0}, {"seen": 0.5, "named": 2.0})
+def test_what_a_function_returns_is_a_score(returned: object, score: Score) -> None:
+    found = score_of(returned, num_images=2)
+    assert found == score
+    assert type(found.reward) is float
 
 
 def test_names_and_places_of_a_score_are_plain() -> None:
@@ -115,26 +117,11 @@ def test_names_and_places_of_a_score_are_plain() -> None:
     assert json.dumps([score.marks[0].image, score.marks[0].xy]) == "[1, [0.5, 1.0]]"
 
 
-BOX = Mark(image=2, xy=(0.1, 0.2, np.float32(0.5), 1), label="truth")
-
-
-def test_marks_are_kept_beside_the_parts() -> None:
-    score = score_of({"answer": 1, "marks": [BOX]}, num_images=2)
-    mark = Mark(image=2, xy=(0.1, 0.2, 0.5, 1.0), label="truth")
-    assert score == Score(reward=1, accuracy=1, parts={"answer": 1}, marks=(mark,))
-
-
 def test_rewards_of_turns_sum_to_the_reward() -> None:
-    expected = Score(reward=0.75, accuracy=0.75, turns=(1.0, -0.25))
     turns = (Turn(messages=(), text="a"), Turn(messages=(), text="b"))
+    expected = Score(reward=0.75, accuracy=0.75, turns=(1.0, -0.25))
     for returned in ({"turns": [1, np.float32(-0.25)]}, {"turns": [1, -0.25], "reward": 0.75}, expected):
         assert checked_score(returned, TASK, turns) == expected
-    named = score_of({"turns": [1.0], "answer": 0.5, "accuracy": 0}, num_images=1)
-    assert named == Score(reward=1.0, accuracy=0.0, parts={"answer": 0.5, "accuracy": 0.0}, turns=(1.0,))
-
-
-def scores(**fields: Any) -> Score:
-    return Score(**{"reward": 1.0, "accuracy": 1.0, **fields})
 
 
 MANY = {str(n): 0.0 for n in range(101)}

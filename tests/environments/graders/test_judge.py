@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from http.server import ThreadingHTTPServer
+from itertools import product
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -87,7 +88,7 @@ def test_what_the_judge_is_sent(serve: Callable[..., Endpoint], monkeypatch: pyt
     assert {key.lower(): value for key, value in endpoint.headers[0].items()}["authorization"] == "Bearer secret-key"
 
 
-@pytest.mark.parametrize(
+@table(
     ("reply", "reason"),
     [
         ((500, b"oh"), "status 500 ('oh')"),
@@ -121,7 +122,7 @@ def test_a_later_try_may_succeed(serve: Callable[..., Endpoint]) -> None:
     assert len(endpoint.requests) == 3
 
 
-@pytest.mark.parametrize(("status", "error"), [(401, ConfigError), (404, ConfigError), (400, ScoreError)])
+@table(("status", "error"), [(401, ConfigError), (404, ConfigError), (400, ScoreError)])
 def test_what_no_other_try_can_fix_is_not_tried_again(
     status: int, error: type[FoveaError], serve: Callable[..., Endpoint]
 ) -> None:
@@ -209,26 +210,15 @@ def test_a_real_model_behind_a_real_server(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(tmp_path / "judge")]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--device", "cpu"]
     log = (tmp_path / "log").open("w")
-    process = subprocess.Popen(
-        [*command, "--host", "127.0.0.1", "--port", str(port), "--device", "cpu"],
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
-        stdout=log,
-        stderr=log,
-    )
+    process = subprocess.Popen(command, env=os.environ | {"HF_HUB_OFFLINE": "1"}, stdout=log, stderr=log)
     try:
         _wait_for(f"http://127.0.0.1:{port}/health", process, tmp_path / "log")
-        judge = client(
-            f"http://127.0.0.1:{port}/v1",
-            model=str(tmp_path / "judge"),
-            prompt=PROMPT,
-            timeout_seconds=100,
-            max_new_tokens=16,
-        )
-        for shown in COLOURS:
-            for said in COLOURS:
-                score = ask(judge, description(said), shown)
-                assert score == (0.9 if shown == said else 0.1), (shown, said)
+        settings = {"model": str(tmp_path / "judge"), "prompt": PROMPT, "timeout_seconds": 100, "max_new_tokens": 16}
+        judge = client(f"http://127.0.0.1:{port}/v1", **settings)
+        for shown, said in product(COLOURS, COLOURS):
+            assert ask(judge, description(said), shown) == (0.9 if shown == said else 0.1), (shown, said)
     finally:
         process.terminate()
         process.wait(30)

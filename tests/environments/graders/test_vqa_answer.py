@@ -121,35 +121,36 @@ def test_options_are_picked_by_letter_or_text() -> None:
     assert picked_letter("dog", ("dog", "the dog")) is None
 
 
-def test_options_of_a_row() -> None:
-    assert options_of({"A": "cat", "B": 4}, "row 1") == ("cat", "4")
+@table(
+    ("cell", "options"),
+    [
+        ({"A": "cat", "B": 4}, ("cat", "4")),
+        ({"B": "dog", "(a)": "cat"}, ("cat", "dog")),
+        ({"A": "cat", "B": "dog", "C": None, "D": None}, ("cat", "dog")),
+        (["cat", "dog", math.nan, " "], ("cat", "dog")),
+        *((cell, "not a list of 2 to 26 texts") for cell in (None, ["one"], "cat", ["x"] * 27, ["cat", None, None])),
+        # an answer `1` could be the first or, from 0, the second
+        ({"1": "cat", "2": "dog"}, r"the options have the keys \['1', '2'\], not the letters from A on"),
+        ({"A": "cat", "C": "dog"}, "the options have the keys"),
+        (["cat", None, "dog"], "one is empty or there twice"),
+        (["red", " red "], "one is empty or there twice"),
+    ],
+)
+def test_options_of_a_row(cell: object, options: tuple[str, ...] | str) -> None:
+    if isinstance(options, tuple):
+        assert options_of(cell, "row 1") == options
+        return
+    with pytest.raises(BadRowError, match=f"^row 1: .*{options}") as caught:
+        options_of(cell, "row 1")
+    assert caught.value.reason == "options"
+
+
+def test_the_true_option_is_a_letter() -> None:
     assert listed_options(("cat", "dog")) == "A. cat\nB. dog"
     assert [true_letter(answer, OPTIONS, "row 1") for answer in ("red car", "c", "(C)", "2", "4")] == [*"CCCC", "D"]
     for answer in ("E", "7", "bird", ""):
         with pytest.raises(BadRowError, match=r"row 1: the answer .* is none of the 4 options"):
             true_letter(answer, OPTIONS, "row 1")
-    for cell in (None, ["one"], "cat", ["x"] * 27):
-        with pytest.raises(BadRowError, match=r"row 1: the options are .* not a list of 2 to 26 texts") as caught:
-            options_of(cell, "row 1")
-        assert caught.value.reason == "options"
-
-
-def test_options_under_letters_are_in_the_order_of_these() -> None:
-    assert options_of({"B": "dog", "(a)": "cat"}, "row 1") == ("cat", "dog")
-    with pytest.raises(BadRowError, match=r"row 1: the options have the keys \['1', '2'\], not the letters from A on"):
-        options_of({"1": "cat", "2": "dog"}, "row 1")  # an answer `1` could be the first or, from 0, the second
-    with pytest.raises(BadRowError, match="the options have the keys"):
-        options_of({"A": "cat", "C": "dog"}, "row 1")
-
-
-def test_options_without_text_are_none() -> None:
-    assert options_of({"A": "cat", "B": "dog", "C": None, "D": None}, "row 1") == ("cat", "dog")
-    assert options_of(["cat", "dog", math.nan, " "], "row 1") == ("cat", "dog")
-    for cell in (["cat", None, "dog"], ["red", "red", "blue"], ["red", " red "]):
-        with pytest.raises(BadRowError, match="one is empty or there twice"):
-            options_of(cell, "row 1")
-    with pytest.raises(BadRowError, match="not a list of 2 to 26 texts"):
-        options_of(["cat", None, None], "row 1")
 
 
 def test_long_numbers_are_compared_digit_by_digit() -> None:

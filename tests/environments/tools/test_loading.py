@@ -46,9 +46,6 @@ def test_tools_are_built_in_or_in_files_and_modules(file: Path) -> None:
     module = "fovea.environments.tools.picture_tools:ZOOM_AT"
     tools = load_tools(["zoom", "calculator", f"{file}:brightness", module], allow_python=False)
     assert [tool.spec.name for tool in tools] == ["zoom", "calculator", "brightness", "zoom_at"]
-
-
-def test_objects_from_python_code_are_tools() -> None:
     (tool,) = load_tools(["python:fovea.Calculator"], allow_python=False, given=[Calculator()])
     assert tool.spec.name == "calculator"
 
