@@ -94,11 +94,6 @@ def test_verl_layout(tmp_path: Path) -> None:
         geo3k(tmp_path, [verl], system_prompt="Be brief.", **VERL).tasks("test")[0]
 
 
-@table(("cell", "answer"), [(r"\boxed{12}", "12"), (" 12 ", "12"), (12, "12"), (2.5, "2.5")])
-def test_answers_are_unboxed(cell: object, answer: str, tmp_path: Path) -> None:
-    assert geo3k(tmp_path, [row(answer=cell)]).tasks("test")[0].answer == answer
-
-
 def test_several_image_columns_and_paths_beside_the_file(tmp_path: Path) -> None:
     Image.new("RGB", (4, 4), (1, 2, 3)).save(tmp_path / "b.png")
     cells = {"problem": "<image> or <image>?", "answer": "1", "one": image(), "two": "b.png"}

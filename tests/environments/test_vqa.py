@@ -52,13 +52,6 @@ def test_a_column_of_levels_is_what_a_curriculum_draws_by(tmp_path: Path) -> Non
         vqa(tmp_path, rows, level_key="depth").tasks("test")
 
 
-def test_question_types_are_kinds(tmp_path: Path) -> None:
-    rows = [{**one, "answer": str(one["answer"])} for one in ROWS]
-    tasks = vqa(tmp_path, rows, kind_key="question_type").tasks("test")
-    assert list(kinds_of(tasks)) == ["attribute", "counting", "existence", "statement"] * 3
-    assert [task.kind for task in tasks] == list(kinds_of(tasks))
-
-
 def test_answers_of_several_annotators(tmp_path: Path) -> None:
     answers = [{"answer": answer, "answer_id": n} for n, answer in enumerate(["red"] * 6 + ["maroon"] * 3 + ["brown"])]
     rows = [row("What colour?", "red", answers=answers), row("What colour?", "blue", answers=[])]
