@@ -53,11 +53,7 @@ class OpensSessions(Protocol):
 
 @runtime_checkable
 class UsesTools(Protocol):
-    """An environment whose model may call tools.
-
-    Fovea adds them to the prompt, calls them and returns their results; the environment is asked to reply only to turns
-    without a call. Turns with calls count among its `max_turns`.
-    """
+    """An environment whose model may call tools: Fovea answers turns with calls, which count among its `max_turns`."""
 
     def tools(self, task: Task) -> Sequence[Tool]:
         """The tools of an episode, the same for every call with one task."""

@@ -1,7 +1,6 @@
 """Descriptions of images: compared with references, judged by a model, or both.
 
-A metric is between 0 and 1, and 1 is the value of a reference itself: CIDEr-D is divided by the score of the true
-answer (its plain value is the part `cider_d`), chrF and BLEU by 100. A judge has a separate scale.
+1 is the value of a reference itself: CIDEr-D is over the score of the true answer (plain: `cider_d`), others over 100.
 """
 
 from __future__ import annotations

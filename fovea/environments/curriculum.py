@@ -1,8 +1,7 @@
 """The curriculum of a run: the stage that each step belongs to, its metrics, and its state for checkpoints.
 
-An environment with `Stages` has a grader for each of them, from the easiest to the last, and stays stateless; only the
-curriculum moves. Rows with levels (`data.order.LazyTasks`) are drawn by the stage's level weights. Without either there
-is one stage. Held-out rows are always scored by the last grader.
+An environment with `Stages` has a grader for each, and stays stateless. Rows with levels are drawn by the level weights
+of the stage. Without either there is one stage. Held-out rows are always scored by the last grader.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -25,6 +25,8 @@ HELD_OUT_SEED = 0
 KIND = "all"
 """The kind of tasks without a column of kinds."""
 _HASH_BYTES = 12
+MakeTask: TypeAlias = Callable[[Rows, int, str], Task]
+"""A function of rows, the number of one and its kind to its task."""
 
 
 class Sides(NamedTuple):
@@ -118,12 +120,7 @@ class FileSplits:
         self._opened: dict[Split, Rows] = {}
 
     def tasks(
-        self,
-        split: Split,
-        make: Callable[[Rows, int, str], Task],
-        *,
-        kind_key: str | None = None,
-        level_key: str | None = None,
+        self, split: Split, make: MakeTask, *, kind_key: str | None = None, level_key: str | None = None
     ) -> LazyTasks:
         """The tasks of a split; kinds and levels are cells of two columns. DataError where all rows share an image."""
         rows, numbers = self._rows(split)

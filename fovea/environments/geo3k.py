@@ -64,10 +64,9 @@ class Geo3kGrader:
 
 
 def grade(prediction: str, truth: str, *, find: FindsAnswer = last_boxed, think_tags: bool = False) -> Grade:
-    r"""A response against the true answer, by its last closed `\boxed{}`; the part `format` is 1 for one in form.
+    """A response against the true answer, by its last closed box; `format` is 1 for an answer in form, which with
 
-    The form is an answer that `find` reads; with `think_tags` it follows reasoning that `</think>` ends. The opening
-    tag may be missing: many chat templates have written it already.
+    `think_tags` follows `</think>`. The opening tag may be missing: many chat templates have written it already.
     """
     given = find(prediction)
     accuracy = float(given is not None and same_answer(given, truth))

@@ -1,8 +1,7 @@
 """Several environments in one run, each with its own rows, prompts and graders: a mixture deals every task to its own.
 
-A task of the mixture has the id `PART/ID` and the kind `PART`, or `PART/KIND` where its environment tells kinds apart,
-so that every metric by question type is one by environment, too. How often a part comes is its share, and not the
-number of its rows: `MixedTasks.shares` gives the weights by which `data.order.Order` draws kinds.
+A task has the id `PART/ID` and the kind `PART` or `PART/KIND`, so that metrics by question type are by part, too. A
+part comes by its share, whatever its number of rows: `MixedTasks.shares` weighs kinds for `data.order.Order`.
 """
 
 from __future__ import annotations

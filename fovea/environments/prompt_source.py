@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -171,16 +172,10 @@ class PromptSource:
 
     def with_tasks(self, tasks: Sequence[Task], seen_reply: SeenReply) -> PromptSource:
         """A source of other tasks and other replies under the same rules, without a cache."""
-        other = PromptSource(
-            tasks,
-            self._environment,
-            self.renderer,
-            max_prompt_tokens=self._max_prompt_tokens,
-            on_bad_row=self._on_bad_row,
-            cache_gib=0.0,
-            bad_rows=self._listed,
-        )
-        other.seen_reply = seen_reply
+        other = copy(self)
+        other.tasks, other.seen_reply = tasks, seen_reply
+        other.bad_rows, other._cache = {}, LRUCache(0.0)
+        other.render_ahead(0)
         return other
 
     def render(

@@ -38,8 +38,7 @@ from fovea.config.splits import RUN_DIR
 from fovea.data.images import is_url
 from fovea.data.order import place_of
 from fovea.data.readers.base import FORMATS
-from fovea.environments.custom.importing import imported_files
-from fovea.environments.custom.loading import name_of
+from fovea.environments.custom.loading import imported_files, name_of
 from fovea.errors import DataError
 from fovea.types import ImageRef, Task
 from fovea.utils.entry_points import registered

@@ -63,10 +63,9 @@ def reward_grader(
 
 
 class SeveralRewards:
-    """The user's reward functions by name, called one after the other.
+    """The user's reward functions by name; the accuracy is that of the first that answers.
 
-    Each is logged under its name, without its weight, and its parts as NAME/PART. One that returns None has no say in
-    this episode, as with TRL. The accuracy is that of the first that answers.
+    Each is logged without its weight, its parts as NAME/PART. One that returns None has no say, as with TRL.
     """
 
     def __init__(self, specs: Sequence[str], graders: Sequence[UserGrader], weights: Sequence[float] | None) -> None:

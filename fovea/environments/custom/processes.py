@@ -1,8 +1,6 @@
-"""Calls of the user's rewards in processes: one whose call is late is killed, and another is started.
+"""Calls of the user's rewards in processes: one whose call is late is killed, as no thread can be.
 
-No thread can be ended, and one that holds the interpreter lock stops its whole process; a process can be killed. A
-process gets its settings as JSON and each task as a pickle, since rows hold arrays and pictures. It answers with JSON:
-nothing that comes from it is unpickled.
+Settings go as JSON, tasks as pickles, since rows hold arrays. Answers are JSON: none of theirs is unpickled.
 """
 
 from __future__ import annotations

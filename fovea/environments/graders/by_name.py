@@ -77,10 +77,7 @@ def _geospot(geospot: ModuleType, prediction: str, row: Row, where: str) -> Grad
 
 
 def _grounding(prediction: str, row: Row, where: str) -> Grade:
-    """`size` is the picture's in the units of the truth, `frame` (default: `size`) the one of the predictions.
-
-    A list of places asks for several, four numbers for a box; `ask` says otherwise.
-    """
+    """`size` is in the units of the truth, `frame` in those of predictions; `ask` is read from the truth if missing."""
     truth = places_of(row.get("truth"), where)
     several = not (isinstance(row.get("truth"), list) and len(truth) == 1 and row["truth"] == list(truth[0]))
     kind = "point" if truth and len(truth[0]) == 2 else "box"

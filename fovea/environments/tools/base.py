@@ -15,6 +15,11 @@ PICTURE_NUMBER = {"type": "integer", "description": "Number of the picture, from
 """JSON schema of an argument that chooses a picture."""
 
 
+def object_schema(properties: Mapping[str, object], required: Sequence[str]) -> dict[str, object]:
+    """JSON schema of the arguments of a tool."""
+    return {"type": "object", "properties": properties, "required": list(required)}
+
+
 class ToolError(Exception):
     """A call that a tool cannot serve. Its text is the answer to the model: one line with the cause and the fix."""
 

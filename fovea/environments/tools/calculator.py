@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from math import acos, asin, atan, ceil, cos, degrees, exp, floor, hypot, log, radians, sin, sqrt, tan
 from typing import Any
 
-from fovea.environments.tools.base import Picture, ToolError
+from fovea.environments.tools.base import Picture, ToolError, object_schema
 from fovea.types import ImageRef, ToolSpec
 
 MAX_CHARACTERS = 200
@@ -32,11 +32,10 @@ class Calculator:
             "Compute an expression of numbers with + - * / % ^ and parentheses; pi, e, and the functions "
             f"{', '.join(_FUNCTIONS)}. Angles are in radians."
         ),
-        parameters={
-            "type": "object",
-            "properties": {"expression": {"type": "string", "description": "The expression, such as sqrt(3^2 + 4^2)."}},
-            "required": ["expression"],
-        },
+        parameters=object_schema(
+            {"expression": {"type": "string", "description": "The expression, such as sqrt(3^2 + 4^2)."}},
+            ["expression"],
+        ),
     )
 
     async def call(self, arguments: Mapping[str, object], _pictures: Sequence[Picture]) -> Sequence[str | ImageRef]:

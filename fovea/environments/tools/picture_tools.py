@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from PIL import Image, ImageDraw
 
-from fovea.environments.tools.base import PICTURE_NUMBER, THOUSANDTHS, Frame, Picture, ToolError
+from fovea.environments.tools.base import PICTURE_NUMBER, THOUSANDTHS, Frame, Picture, ToolError, object_schema
 from fovea.types import ImageRef, ToolSpec
 
 Result: TypeAlias = Image.Image | str
@@ -52,15 +52,8 @@ class PictureTool:
             name, about, fewest, most = self.coordinates
             numbers = {"type": "array", "items": {"type": "number"}, "minItems": fewest, "maxItems": most}
             places[name] = numbers | {"description": f"{about}; {self.frame.description}."}
-        return ToolSpec(
-            name=self.name,
-            description=self.about,
-            parameters={
-                "type": "object",
-                "properties": {**places, **self.others, "image": PICTURE_NUMBER},
-                "required": [*places, *self.required],
-            },
-        )
+        parameters = object_schema({**places, **self.others, "image": PICTURE_NUMBER}, [*places, *self.required])
+        return ToolSpec(name=self.name, description=self.about, parameters=parameters)
 
     async def call(self, arguments: Mapping[str, object], pictures: Sequence[Picture]) -> Sequence[str | ImageRef]:
         # on a thread: decoding and resizing a photo takes tens of milliseconds

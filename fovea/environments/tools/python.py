@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 
-from fovea.environments.tools.base import Picture, ToolError
+from fovea.environments.tools.base import Picture, ToolError, object_schema
 from fovea.errors import ConfigError
 from fovea.types import ImageRef, ToolSpec
 
@@ -55,11 +55,9 @@ class PythonTool:
             f"Run a Python program and return what it prints. It has {MAX_SECONDS} seconds, {MAX_MEMORY_MIB} MiB, the "
             "standard library only, no network, and no files of earlier programs."
         ),
-        parameters={
-            "type": "object",
-            "properties": {"code": {"type": "string", "description": "The program; print its results."}},
-            "required": ["code"],
-        },
+        parameters=object_schema(
+            {"code": {"type": "string", "description": "The program; print its results."}}, ["code"]
+        ),
     )
 
     def __init__(self, prefix: Sequence[str]) -> None:

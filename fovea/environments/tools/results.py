@@ -131,10 +131,7 @@ def _plain(value: object) -> object:
 
 
 def check_arguments(arguments: Mapping[str, object], tool: ToolSpec) -> dict[str, object]:
-    """The arguments, whole numbers as integers where the schema says so; ToolError for one that does not fit.
-
-    It knows the keywords of JSON schema that signatures of Python functions give, and leaves others to the tool.
-    """
+    """The arguments, whole floats as integers where wanted; ToolError for one against a keyword that is known here."""
     properties: Any = tool.parameters.get("properties", {})
     required: Any = tool.parameters.get("required", ())
     known = ", ".join(properties) or "none"

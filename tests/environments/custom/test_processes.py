@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 
 import fovea
-from fovea.environments.custom.importing import import_file
+from fovea.environments.custom.loading import import_file
 from fovea.environments.graders.grading import Grading
 from fovea.errors import ConfigError, ScoreError, UnscoredError
 from fovea.metrics.log import read_metrics
