@@ -85,11 +85,8 @@ class FileTasks(Environment):
         texts = self._question(row, key, where)
         check_prompt(texts, images, where)
         if self._settings.system_prompt is not None and texts[0][0] == "system":
-            raise BadRowError(
-                f"{where}: the row has a system message, and environment.system_prompt is set too; "
-                "unset environment.system_prompt",
-                "prompt_role",
-            )
+            problem = "the row has a system message, and environment.system_prompt is set too"
+            raise BadRowError(f"{where}: {problem}; unset environment.system_prompt", "prompt_role")
         interleaved(self._framed(texts), images, where)
         answer = self._answer(row, key, where)
         asked = texts[-1][1]

@@ -117,17 +117,16 @@ class LimitedSessions(Environment):
         self.max_open = limits.max_concurrent
         if isinstance(environment, UsesTools):
             self.tools = environment.tools
-        self._calls = LimitedCalls(
-            CallLimits(
-                name=name,
-                settings=SETTINGS,
-                time_limit="deadline_seconds",
-                calls_at_once=limits.max_concurrent,
-                timeout_seconds=limits.deadline_seconds,
-                may_hold_lock=True,
-                way_out="",
-            )
+        of_calls = CallLimits(
+            name=name,
+            settings=SETTINGS,
+            time_limit="deadline_seconds",
+            calls_at_once=limits.max_concurrent,
+            timeout_seconds=limits.deadline_seconds,
+            may_hold_lock=True,
+            way_out="",
         )
+        self._calls = LimitedCalls(of_calls)
         weakref.finalize(self, self._calls.loop.close)
 
     def without_scores(self) -> LimitedSessions:
@@ -217,10 +216,9 @@ class LimitedSession:
     async def _limited(
         self, method: str, make: Callable[[], Awaitable[Result]], again: tuple[type[NoScoreError], ...]
     ) -> Result:
+        retries = self._limits.retries
         try:
-            return await self._task.call(
-                lambda: self._calls.call(lambda: _of_session(make), self._limits.retries, again)
-            )
+            return await self._task.call(lambda: self._calls.call(lambda: _of_session(make), retries, again))
         except NoScoreError as error:
             reason = "deadline" if isinstance(error, LateError) else method
             raise self.failure(reason, f"{self._name}.{method} {error}") from error

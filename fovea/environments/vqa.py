@@ -82,11 +82,8 @@ def grade(prediction: str, truth: str | Sequence[str], *, options: Sequence[str]
         accuracy, read = soft_accuracy(found, truths), claim.number or claim.phrase
     expected = shown(truths[0]) if len(set(truths)) == 1 else f"what {len(truths)} annotators say"
     verdict = "is" if accuracy == 1 else "is in part" if accuracy else "is not"
-    return Grade(
-        score=accuracy,
-        parts={"answer": accuracy},
-        reason=f"{shown(found)}, read as {shown(read)}, {verdict} {expected}",
-    )
+    reason = f"{shown(found)}, read as {shown(read)}, {verdict} {expected}"
+    return Grade(score=accuracy, parts={"answer": accuracy}, reason=reason)
 
 
 def is_gradable(truths: Sequence[str]) -> bool:

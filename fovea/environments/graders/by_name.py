@@ -45,10 +45,6 @@ def _geo3k(prediction: str, row: Row, where: str) -> Grade:
     return geo3k.grade(prediction, truth)
 
 
-def _shapes(prediction: str, row: Row, where: str) -> Grade:
-    return shapes.grade(prediction, plain_answer(_truth(row, where), where))
-
-
 def _vqa(prediction: str, row: Row, where: str) -> Grade:
     """A row with `options` is multiple choice."""
     truth = _truth(row, where)
@@ -101,7 +97,12 @@ def _size(cell: object, where: str) -> tuple[float, float]:
     raise bad_row(where, problem, "answer_kind")
 
 
-_GRADERS: Mapping[Gradable, OfflineGrader] = {"geo3k": _geo3k, "vqa": _vqa, "shapes": _shapes, "grounding": _grounding}
+_GRADERS: Mapping[Gradable, OfflineGrader] = {
+    "geo3k": _geo3k,
+    "vqa": _vqa,
+    "shapes": lambda prediction, row, where: shapes.grade(prediction, plain_answer(_truth(row, where), where)),
+    "grounding": _grounding,
+}
 
 
 def _truth(row: Row, where: str) -> object:

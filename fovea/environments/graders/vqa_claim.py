@@ -57,11 +57,9 @@ _STEMS = (
     "four fif six seven eigh nin ten eleven twelf thirteen fourteen fifteen sixteen seventeen eighteen nineteen twentie"
     " thirtie fortie fiftie sixtie seventie eightie ninetie hundred thousand million billion trillion"
 )
-FRACTIONS = _words("half halves third thirds quarter quarters") | {
-    f"{stem}{end}" for stem in _STEMS.split() for end in ("th", "ths")
-}
-MULTIPLES = FRACTIONS | _words(
-    "pair pairs couple couples duo duos trio trios quartet quartets score scores gross myriad myriads lakh lakhs crore"
+MULTIPLES = {f"{stem}{end}" for stem in _STEMS.split() for end in ("th", "ths")} | _words(
+    "half halves third thirds quarter quarters"
+    " pair pairs couple couples duo duos trio trios quartet quartets score scores gross myriad myriads lakh lakhs crore"
     " crores mil mio mn bn tn pi st nd rd th ths twice thrice double doubles triple triples zillion zillions thou kilo"
     " mega giga tera percentage too permille ppm twos threes fours fives sixes sevens eights nines tens teens twenties"
     " thirties forties fifties sixties seventies eighties nineties"
