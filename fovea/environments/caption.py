@@ -1,7 +1,4 @@
-"""Descriptions of images: compared with references, judged by a model, or both.
-
-1 is the value of a reference itself: CIDEr-D is over the score of the true answer (plain: `cider_d`), others over 100.
-"""
+"""Descriptions of images: compared with references (1: a reference itself), judged by a model, or both."""
 
 from __future__ import annotations
 

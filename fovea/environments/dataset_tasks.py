@@ -120,7 +120,6 @@ class FileTasks(Environment):
         return texts[-1][1] if texts and texts[-1][0] == "assistant" else None
 
     def _framed(self, texts: Texts) -> Texts:
-        """The messages with system prompt and template."""
         settings, (role, question) = self._settings, texts[-1]
         if settings.prompt_template is not None:
             question = settings.prompt_template.replace("{prompt}", question)

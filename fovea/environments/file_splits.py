@@ -155,7 +155,6 @@ class FileSplits:
         return self._opened[split]
 
     def _share(self, split: Split) -> float:
-        """The share of the training rows that is held out for a split."""
         if split == "train" or self._files[split] is not None:
             return 0.0
         return self._settings.dev_share if split == "dev" else self._settings.test_share

@@ -115,7 +115,6 @@ def _is_list(value: object) -> TypeGuard[Sequence[object]]:
 
 
 def _typed(value: object) -> str:
-    """A value with its type, on one line."""
     shown = " ".join(repr(value).split())
     cut = shown if len(shown) <= _SHOWN_CHARACTERS else f"{shown[: _SHOWN_CHARACTERS - 3]}..."
     return f"{cut} (of type {type(value).__name__})"

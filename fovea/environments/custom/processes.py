@@ -49,7 +49,9 @@ class RewardProcesses:
 
     async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
         """NoScoreError where a call fails or is late, not counting the start; ConfigError where the import fails."""
-        message = _pickled(task, turns[-1].text)
+        why = "cannot be called in a process, since the task holds an object that cannot be pickled"
+        with named(lambda error: NoScoreError(f"{why} ({first_line(error)})")):
+            message = pickle.dumps((task, turns[-1].text), protocol=pickle.HIGHEST_PROTOCOL)
         try:
             try:
                 answer = await self._ask(await self._waiting(), message)
@@ -57,7 +59,9 @@ class RewardProcesses:
                 answer = await self._ask(await self._start(), message)
         except EOFError as error:
             raise NoScoreError(f"ended its process ({error})") from error
-        return _score(answer)
+        if "failed" in answer:
+            raise NoScoreError(answer["failed"])
+        return _SCORES.validate_python(answer)
 
     async def _ask(self, process: RewardProcess, message: bytes) -> dict[str, Any]:
         """The answer of a process, which then waits for the next call; EOFError says how a process has ended."""
@@ -82,7 +86,6 @@ class RewardProcesses:
             await self._idle.pop().kill()
 
     async def _waiting(self) -> RewardProcess:
-        """A process that waits for a call, or a new one where all have ended."""
         while self._idle:
             process = self._idle.pop()
             if process.is_running:
@@ -168,18 +171,6 @@ class RewardProcess:
         while (code := self._process.exit_code) is None:
             await asyncio.sleep(POLL_SECONDS)
         return code
-
-
-def _pickled(task: Task, text: str) -> bytes:
-    why = "cannot be called in a process, since the task holds an object that cannot be pickled"
-    with named(lambda error: NoScoreError(f"{why} ({first_line(error)})")):
-        return pickle.dumps((task, text), protocol=pickle.HIGHEST_PROTOCOL)
-
-
-def _score(answer: Mapping[str, Any]) -> Score:
-    if "failed" in answer:
-        raise NoScoreError(answer["failed"])
-    return _SCORES.validate_python(answer)
 
 
 def score_to_json(score: Score) -> dict[str, Any]:

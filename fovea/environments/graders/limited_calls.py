@@ -52,17 +52,14 @@ class CallThreads:
         try:
             result, error = await asyncio.wrap_future(done)
         except asyncio.CancelledError:
-            self._note_late(thread)
-            raise
-        return result_of(result, error)
-
-    def _note_late(self, thread: Thread) -> None:
-        self._late = [each for each in self._late if each.is_alive()] + [thread]
-        if len(self._late) >= self._max_late_calls:
+            self._late = [each for each in self._late if each.is_alive()] + [thread]
+            if len(self._late) < self._max_late_calls:
+                raise
             raise ScoreError(
                 f"{len(self._late)} calls of {self._name} still run after {self._setting} each, and a thread cannot be "
                 f"ended; make it end, or raise {self._setting}"
-            )
+            ) from None
+        return result_of(result, error)
 
 
 async def called(threads: BlockingCalls, function: Callable[..., Any], *arguments: object) -> Any:
@@ -93,7 +90,6 @@ def result_of(result: object, error: BaseException | None) -> object:
     return result
 
 
-LATE_OR_BUSY = (LateError, TryAgainError)
 FIRST_PAUSE_SECONDS = 0.5
 MAX_PAUSE_SECONDS = 30.0
 HELD_SECONDS = 60.0
@@ -152,7 +148,9 @@ class LimitedCalls:
     async def score(self, grader: Grader, task: Task, turns: Sequence[Turn]) -> Score:
         """The score of the first try that gives one, awaited on `loop`; else ScoreError, or UnscoredError to drop."""
         try:
-            return await self.call(lambda: grader.score(task, turns), self.limits.max_retries, LATE_OR_BUSY)
+            return await self.call(
+                lambda: grader.score(task, turns), self.limits.max_retries, (LateError, TryAgainError)
+            )
         except NoScoreError as error:
             text = f"{self.limits.name} {error}"
             if self.limits.on_failure == "drop":

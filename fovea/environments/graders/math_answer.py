@@ -208,7 +208,6 @@ def _in_order(answer: str) -> list[str]:
 
 
 def _between_commas(answer: str) -> list[str]:
-    """The parts between commas that stand in no brackets."""
     parts, depth = [""], 0
     for char in answer:
         depth += (char in "([{") - (char in ")]}")

@@ -155,7 +155,6 @@ def _said_once(answer: str) -> str:
 
 
 def _claim_of_all(sentences: list[str]) -> Claim | None:
-    """The claim of sentences that all claim the same."""
     claims = [_claim_of_sentence(sentence) for sentence in sentences if spelled(sentence)]
     first = claims[0] if claims else None
     if first and all(other and same_words(_value(first), _value(other)) for other in claims[1:]):

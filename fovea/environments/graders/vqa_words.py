@@ -211,7 +211,6 @@ def picked_letter(answer: str, options: Sequence[str]) -> str | None:
 
 
 def _letters_of_text(text: str, options: Sequence[str]) -> list[str]:
-    """The letters of the options with this text."""
     words = spelled(text)
     return [letter for letter, option in zip(LETTERS, options, strict=False) if words and spelled(option) == words]
 

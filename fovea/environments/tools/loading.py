@@ -35,7 +35,6 @@ def load_tools(names: Sequence[str], *, allow_python: bool, given: Sequence[obje
 
 
 def _tool(named: Any, shown: str) -> Tool:
-    """An object as a tool: a function, or an object with `spec` and `call`."""
     if isinstance(named, str):
         named = _named(named, allow_python=False)
     if hasattr(named, "spec") and callable(getattr(named, "call", None)) and not isinstance(named, type):
