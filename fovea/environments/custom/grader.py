@@ -63,10 +63,7 @@ def reward_grader(
 
 
 class SeveralRewards:
-    """The user's reward functions by name; the accuracy is that of the first that answers.
-
-    Each is logged without its weight, its parts as NAME/PART. One that returns None has no say, as with TRL.
-    """
+    """The user's reward functions by name; one that returns None has no say, as with TRL. The first gives accuracy."""
 
     def __init__(self, specs: Sequence[str], graders: Sequence[UserGrader], weights: Sequence[float] | None) -> None:
         """`specs` are the names of the functions in the settings; without `weights` each counts once."""

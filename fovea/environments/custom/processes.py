@@ -1,7 +1,4 @@
-"""Calls of the user's rewards in processes: one whose call is late is killed, as no thread can be.
-
-Settings go as JSON, tasks as pickles, since rows hold arrays. Answers are JSON: none of theirs is unpickled.
-"""
+"""Calls of the user's rewards in processes, since no thread can be killed; tasks go as pickles, answers are JSON."""
 
 from __future__ import annotations
 
