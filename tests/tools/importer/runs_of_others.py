@@ -14,6 +14,12 @@ def settings_in(text: str) -> Tree:
     return leaves(read_yaml(text, "a table of these tests"))
 
 
+def variants_in(text: str) -> dict[str, tuple[list[str], Tree]]:
+    """Words behind a command, and what they change in its table, by name."""
+    found = read_yaml(text, "variants of these tests")
+    return {name: (each["words"].split(), leaves(each["settings"])) for name, each in found.items()}
+
+
 def with_changes(table: Tree, changed: Tree) -> Tree:
     """The table with some settings changed, which take the place of a section, or of settings in one."""
 
@@ -95,7 +101,7 @@ log: {progress: true, tensorboard: false, wandb_project: verl_grpo_example_geo3k
 """)
 """What the resolved settings are to be, written by hand; every other setting is at Fovea's own default."""
 
-VERL_VARIANTS = """
+VERL_VARIANTS = variants_in("""
 as published: {words: "", settings: {}}
 frozen tower:
   words: actor_rollout_ref.actor.freeze_vision_tower=True
@@ -151,8 +157,7 @@ a known number of steps:
     train: {lr_warmup_steps: 6, lr_schedule: cosine, final_lr_frac: 0.2}
     reward: rewards.py:compute_score
     environment: {format_weight: null, think_tags: false}
-"""
-"""Words behind the script, and what they change in the table."""
+""")
 
 RLINF = """\
 cluster: {num_nodes: 1, component_placement: {"actor,rollout,reward": all}}
@@ -276,7 +281,7 @@ log: {tensorboard: true}
 """)
 """What the resolved settings are to be with runner.max_steps=750, written by hand; all others are at their defaults."""
 
-RLINF_VARIANTS = """
+RLINF_VARIANTS = variants_in("""
 as published: {words: "", settings: {}}
 PPO:
   words: >-
@@ -307,15 +312,14 @@ other GPUs, fixed micro-batches:
     train: {enable_dynamic_batch_size: false, groups_per_microbatch: 2, max_tokens_per_microbatch: 16384}
     checkpoint: {every_steps: 0}
     resume: never
-"""
-"""Words behind the YAML, and what they change in the table."""
+""")
 
 CASES = {
-    f"{system}: {name}": ([*command, *case["words"].split()], with_changes(table, leaves(case["settings"])))
+    f"{system}: {name}": ([*command, *words], with_changes(table, changed))
     for system, command, table, variants in (
         ("verl", ["run.sh"], VERL_TABLE, VERL_VARIANTS),
         ("RLinf", ["geo3k.yaml", "runner.max_steps=750"], RLINF_TABLE, RLINF_VARIANTS),
     )
-    for name, case in read_yaml(variants, "the variants").items()
+    for name, (words, changed) in variants.items()
 }
 """Words of the command, and the table of its recipe."""
