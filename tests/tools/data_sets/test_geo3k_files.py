@@ -74,13 +74,8 @@ def test_images_beside_the_table_go_into_the_files(tmp_path: Path) -> None:
 
 def test_a_data_set_as_the_hub_package_keeps_it(tmp_path: Path) -> None:
     """The way of a hub id, but for the download."""
-    features = datasets.Features(
-        {
-            "images": datasets.Sequence(datasets.Image()),
-            "problem": datasets.Value("string"),
-            "answer": datasets.Value("string"),
-        }
-    )
+    text = datasets.Value("string")
+    features = datasets.Features({"images": datasets.Sequence(datasets.Image()), "problem": text, "answer": text})
     splits = {split: datasets.Dataset.from_list(ROWS, features=features) for split in ("train", "validation", "test")}
     datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "saved"))
     result = fetched(tmp_path / "saved", tmp_path / "out")
@@ -125,13 +120,9 @@ def test_a_row_without_an_answer_stays_one(tmp_path: Path) -> None:
 )
 def test_without_a_network_the_error_names_the_ways_out(network: dict[str, str], tmp_path: Path) -> None:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    result = subprocess.run(
-        [sys.executable, "-m", "fovea", "data", "geo3k", "--out", str(tmp_path / "out")],
-        env={**clean, **network, "HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    variables = {**clean, **network, "HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "fovea", "data", "geo3k", "--out", str(tmp_path / "out")]
+    result = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout) == (2, "")
     last = result.stderr.splitlines()[-1]
     assert last.startswith("error: --from: the data set hiyouga/geometry3k cannot be loaded (ConnectionError: ")
