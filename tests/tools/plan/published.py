@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import transformers
 
 from fovea.config.loading import load_config
+from fovea.config.recipes import read_yaml
 from fovea.config.run import Config
 from fovea.tools.plan.model_sizes import ModelSizes, model_sizes
 from fovea.tools.plan.plan import with_settings
@@ -184,9 +184,5 @@ def sizes_of_published(config: Config) -> ModelSizes:
 
 
 def with_words(config: Config, words: Sequence[str]) -> Config:
-    pairs = [word.split("=") for word in words]
-    return with_settings(config, {key: _value(value) for key, value in pairs})
-
-
-def _value(text: str) -> object:
-    return json.loads(text) if text[0].isdigit() or text in ("true", "false") else text
+    pairs = (word.split("=") for word in words)
+    return with_settings(config, {key: read_yaml(value, key) for key, value in pairs})
