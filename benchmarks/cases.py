@@ -41,22 +41,10 @@ WORDS = [
     "there",
     "are",
 ]
-MID = TinyModel(
-    hidden_size=640,
-    num_layers=10,
-    num_heads=10,
-    num_kv_heads=5,
-    intermediate_size=2048,
-    image_side_px=224,
-)
+MID = TinyModel(hidden_size=640, num_layers=10, num_heads=10, num_kv_heads=5, intermediate_size=2048, image_side_px=224)
 MID_SIZES = FixedSizes(vision_hidden_size=384, vision_depth=6, vision_heads=6, patch_size_px=16, init_std=0.02)
 IMAGE_HEAVY = TinyModel(
-    hidden_size=512,
-    num_layers=6,
-    num_heads=8,
-    num_kv_heads=4,
-    intermediate_size=1536,
-    image_side_px=448,
+    hidden_size=512, num_layers=6, num_heads=8, num_kv_heads=4, intermediate_size=1536, image_side_px=448
 )
 HEAVY_SIZES = FixedSizes(vision_hidden_size=256, vision_depth=6, vision_heads=4, patch_size_px=16, init_std=0.02)
 

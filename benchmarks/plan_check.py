@@ -129,12 +129,7 @@ def measure(case: str) -> list[Row]:
         peaks = trace.peaks(PHASES)
         plan = make_plan(config)
     return [
-        Row(
-            case=case,
-            phase=phase.phase,
-            planned=phase.total / MIB,
-            measured=peaks[phase.phase][-1] / MIB,
-        )
+        Row(case=case, phase=phase.phase, planned=phase.total / MIB, measured=peaks[phase.phase][-1] / MIB)
         for phase in plan.phases
     ]
 

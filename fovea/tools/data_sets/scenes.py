@@ -125,7 +125,7 @@ FORMS = (
 """The forms of a caption; row i has the first 1 + i % 5 of them."""
 _NUMBERS = ("no", "a", "two", "three", "four")
 _CAPTIONS_SCHEMA = pa.schema(
-    [("images", pa.list_(IMAGE_TYPE)), ("problem", pa.string()), ("answer", pa.list_(pa.string()))],
+    [("images", pa.list_(IMAGE_TYPE)), ("problem", pa.string()), ("answer", pa.list_(pa.string()))]
 )
 
 

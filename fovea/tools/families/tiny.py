@@ -79,12 +79,7 @@ def llava(**changes: Any) -> Kind:
     return Kind(**shared | changes)
 
 
-MROPE = {
-    "rope_type": "default",
-    "rope_theta": 10000.0,
-    "mrope_section": [4, 2, 2],
-    "partial_rotary_factor": 0.5,
-}
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2], "partial_rotary_factor": 0.5}
 GLM_VISION = {
     "model_type": "glm4v_vision",
     "depth": 2,
@@ -196,11 +191,7 @@ KINDS: dict[str, Kind] = {
         },
         written="<IMG_CONTEXT>",
         text={"model_type": "qwen2"},
-        vision={
-            "model_type": "internvl_vision",
-            "image_size": [SIDE_PX, SIDE_PX],
-            "patch_size": [PATCH_PX, PATCH_PX],
-        },
+        vision={"model_type": "internvl_vision", "image_size": [SIDE_PX, SIDE_PX], "patch_size": [PATCH_PX, PATCH_PX]},
         config={"downsample_ratio": 0.5, "image_seq_length": PATCHES // 4},
     ),
     "gemma3": Kind(
@@ -272,14 +263,7 @@ KINDS: dict[str, Kind] = {
         image={"size": SQUARE, "min_patches": 1, "max_patches": 3, "crop_to_patches": True},
         processor={"patch_size": PATCH_PX, "img_size": SIDE_PX, "downsample_factor": 2},
         marks={"image_token": "<image>"},
-        others=(
-            "<|START_OF_IMG|>",
-            "<|END_OF_IMG|>",
-            "<|IMG_LINE_BREAK|>",
-            "<|IMG_PATCH|>",
-            "TILE",
-            "TILE_GLOBAL",
-        ),
+        others=("<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_LINE_BREAK|>", "<|IMG_PATCH|>", "TILE", "TILE_GLOBAL"),
         text={"model_type": "cohere2"},
         config={"downsample_factor": 2, "image_token_id": "<|IMG_PATCH|>", "image_token_index": "<|IMG_PATCH|>"},
     ),

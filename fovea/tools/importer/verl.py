@@ -345,30 +345,8 @@ def loggers(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     yield from trackers(source, key, project, default_project="verl_examples", needless=("console", "file"))
 
 
-RULES: dict[str, Rule] = {
-    rule.__name__: rule
-    for rule in (
-        algorithm,
-        backend,
-        bad_rows,
-        clip,
-        critic,
-        engine,
-        environment,
-        filter_groups,
-        gae,
-        importance,
-        kl,
-        loggers,
-        lora,
-        microbatches,
-        minibatches,
-        offload,
-        overlong,
-        recomputed,
-        reward,
-        run_dir,
-        steps,
-        warmup,
-    )
-}
+_RULES: tuple[Rule, ...] = (
+    *(algorithm, backend, bad_rows, clip, critic, engine, environment, filter_groups, gae, importance, kl, loggers),
+    *(lora, microbatches, minibatches, offload, overlong, recomputed, reward, run_dir, steps, warmup),
+)
+RULES = {rule.__name__: rule for rule in _RULES}

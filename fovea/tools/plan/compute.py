@@ -82,11 +82,7 @@ def compute_of(
             if scored
             else []
         ),
-        Compute(
-            phase="update",
-            flops=update,
-            seconds=_seconds(update, config, machine, roles.trainers),
-        ),
+        Compute(phase="update", flops=update, seconds=_seconds(update, config, machine, roles.trainers)),
     )
 
 

@@ -11,11 +11,19 @@ from fovea.config.run import Config
 from fovea.models.vision.tower_inputs import PASS_PATCHES
 from fovea.rollout.embedded.tuning import default_bytes
 from fovea.tools.plan import megatron
-from fovea.tools.plan.activations import FLOAT, Numerics, decoder_stages, embedding_stage, head_stage
+from fovea.tools.plan.activations import (
+    FLOAT,
+    Bytes,
+    Numerics,
+    PassStage,
+    decoder_stages,
+    embedding_stage,
+    head_stage,
+    peak_of,
+)
 from fovea.tools.plan.engine import CACHE, ServingRoom, token_bytes, with_batch_tokens
 from fovea.tools.plan.model_sizes import ModelSizes
-from fovea.tools.plan.recorded import Recorded, recorded_bytes
-from fovea.tools.plan.rollout import pool_bytes, prompt_demand, rollout_peak
+from fovea.tools.plan.rollout import Recorded, pool_bytes, prompt_demand, recorded_bytes, rollout_peak
 from fovea.tools.plan.states import (
     CRITIC,
     ENGINE,
@@ -26,9 +34,7 @@ from fovea.tools.plan.states import (
     gradient_bytes,
     has_own_critic,
 )
-from fovea.tools.plan.trainer import held_states
 from fovea.tools.plan.vision import VISION, feature_bytes, tower_stages
-from fovea.tools.plan.walk import Bytes, PassStage, peak_of
 from fovea.tools.plan.workload import Roles, RowShape, Workload
 from fovea.weights.push import BUCKET_BYTES
 
@@ -68,7 +74,7 @@ def _critic_peak(
 ) -> Bytes:
     """Peak of a separate critic's passes, which encode images by a separate tower and make no logits."""
     stages = _on_ranks(row_stages(config, sizes, row, numerics), config, ranks, numerics)[:-1]
-    return peak_of(stages, gradients_part=CRITIC, gradients_held=gradients_held).held
+    return peak_of(stages, gradients_part=CRITIC, gradients_held=gradients_held)
 
 
 def _graph_peak(config: Config, sizes: ModelSizes, work: Workload, numerics: Numerics) -> Bytes:
@@ -89,7 +95,7 @@ def _row_peak(
 ) -> Bytes:
     stages = row_stages(config, sizes, row, numerics, encodes=not recorded.vision_graph)
     stages = _on_ranks(stages, config, ranks, numerics)
-    return peak_of(stages, gradients_part=GRADIENTS, gradients_held=gradients_held).held
+    return peak_of(stages, gradients_part=GRADIENTS, gradients_held=gradients_held)
 
 
 def _on_ranks(stages: Sequence[PassStage], config: Config, ranks: int, numerics: Numerics) -> list[PassStage]:
@@ -191,7 +197,7 @@ class AroundPool:
 
 def _around_pool(config: Config, sizes: ModelSizes, work: Workload, roles: Roles, numerics: Numerics) -> AroundPool:
     features = Counter({VISION: _cached_features(config, sizes, work, numerics)})
-    policy = held_states(config, sizes, roles, numerics).on_device + features
+    policy = megatron.states_of_trainer(config, sizes, roles, numerics).on_device + features
     # the policy's tensors are in other processes, or sharded, so that an engine cannot use them
     width = 0 if roles.shares_tensors else numerics.width
     engine = Counter({ENGINE: sizes.parameters * width})
@@ -236,7 +242,7 @@ def _with_own_weights(
 ) -> tuple[PhaseMemory, ...]:
     """The phases with an engine that sleeps during the update, on a GPU, and gets a push of weights after it."""
     features = Counter({VISION: _cached_features(config, sizes, work, numerics)})
-    policy = held_states(config, sizes, roles, numerics).on_device + features
+    policy = megatron.states_of_trainer(config, sizes, roles, numerics).on_device + features
     update = policy + _update_peak(config, sizes, work, roles, numerics, Recorded())
     engine: Bytes = Counter() if room is None else room.bytes
     # tensors that have come and are not loaded yet: a bucket, with the tensor that filled it, at most the embedding

@@ -290,7 +290,7 @@ def test_advice_is_what_runs(tmp_path: Path) -> None:
         tmp_path, FEW_PROMPTS, "plan.gpus=1", "rollout.max_new_tokens=4096", "model.freeze_projector=false"
     )
     assert not make_plan(config, sizes).fits
-    tried = [settings for change in changes_for(config, make_plan(config, sizes)) for settings in change.tries]
+    tried = [settings for change in changes_for(config, make_plan(config, sizes)) for settings in change]
     cache = "rollout.engine.max_batch_tokens"
     assert min(settings[cache] for settings in tried if cache in settings) >= 1024 + 5 * 4096
     assert {"train.backend.cpu_offload", "model.lora.rank"} <= {key for settings in tried for key in settings}
