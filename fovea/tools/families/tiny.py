@@ -44,6 +44,7 @@ VISION = {
 }
 PATCHES = (SIDE_PX // PATCH_PX) ** 2
 SQUARE = {"height": SIDE_PX, "width": SIDE_PX}
+FULL = {"vision_feature_select_strategy": "full", "vision_feature_layer": -1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +75,7 @@ def llava(**changes: Any) -> Kind:
         "image": {"size": {"shortest_edge": SIDE_PX}, "crop_size": SQUARE},
         "processor": {"patch_size": PATCH_PX, "vision_feature_select_strategy": "full", "image_token": "<image>"},
         "marks": {"image_token": "<image>"},
-        "config": {"vision_feature_select_strategy": "full", "vision_feature_layer": -1},
+        "config": FULL,
     }
     return Kind(**shared | changes)
 
@@ -161,22 +162,14 @@ KINDS: dict[str, Kind] = {
             "crop_size": SQUARE,
             "image_grid_pinpoints": [[48, 96], [96, 48], [96, 96]],
         },
-        config={
-            "vision_feature_select_strategy": "full",
-            "vision_feature_layer": -1,
-            "image_grid_pinpoints": [[48, 96], [96, 48], [96, 96]],
-        },
+        config=FULL | {"image_grid_pinpoints": [[48, 96], [96, 48], [96, 96]]},
     ),
     "llava_onevision": llava(
         image_processor="LlavaOnevisionImageProcessor",
         image={"size": SQUARE, "image_grid_pinpoints": [[48, 48], [48, 96], [96, 48]]},
         processor={"num_image_tokens": PATCHES, "vision_feature_select_strategy": "full"},
         marks={"image_token": "<image>", "video_token": "<video>"},
-        config={
-            "vision_feature_select_strategy": "full",
-            "vision_feature_layer": -1,
-            "image_grid_pinpoints": [[48, 48], [48, 96], [96, 48]],
-        },
+        config=FULL | {"image_grid_pinpoints": [[48, 48], [48, 96], [96, 48]]},
         text={"model_type": "qwen2"},
     ),
     "internvl": Kind(

@@ -46,14 +46,19 @@ def update_peak(
     # all ranks have as many rows; gradients of the first are still there in the second
     gradients_held = work.rows_per_minibatch > 1
     held = _held_gradients(config, sizes, ranks, numerics)
-    rows = work.distinct_rows
-    peaks = [_row_peak(config, sizes, row, ranks, numerics, recorded, gradients_held) for row in rows]
+
+    def row_peak(row: RowShape, of: str) -> Bytes:
+        # a separate critic encodes images by a separate tower, and makes no logits
+        encodes = of == CRITIC or not recorded.vision_graph
+        stages = _on_ranks(row_stages(config, sizes, row, numerics, encodes=encodes), config, ranks, numerics)
+        return peak_of(stages[:-1] if of == CRITIC else stages, gradients_part=of, gradients_held=gradients_held)
+
+    peaks = [row_peak(row, GRADIENTS) for row in work.distinct_rows]
     if has_own_critic(config):
         if gradients_held:
             peaks = [Counter({CRITIC: held[CRITIC]}) + peak for peak in peaks]
         # after the policy's backward pass, whose gradients stay
-        of_critic = [_critic_peak(config, sizes, row, ranks, numerics, gradients_held) for row in rows]
-        peaks += [Counter({GRADIENTS: held[GRADIENTS]}) + peak for peak in of_critic]
+        peaks += [Counter({GRADIENTS: held[GRADIENTS]}) + row_peak(row, CRITIC) for row in work.distinct_rows]
     if recorded.vision_graph:
         peaks.append(_graph_peak(config, sizes, work, numerics))
     peak: Bytes = max(peaks, key=lambda peak: peak.total()) + recorded.bytes
@@ -69,33 +74,11 @@ def _held_gradients(config: Config, sizes: ModelSizes, ranks: int, numerics: Num
     return Counter({part: gradient_bytes(config, count, ranks, numerics) for part, count in numbers.items()})
 
 
-def _critic_peak(
-    config: Config, sizes: ModelSizes, row: RowShape, ranks: int, numerics: Numerics, gradients_held: bool
-) -> Bytes:
-    """Peak of a separate critic's passes, which encode images by a separate tower and make no logits."""
-    stages = _on_ranks(row_stages(config, sizes, row, numerics), config, ranks, numerics)[:-1]
-    return peak_of(stages, gradients_part=CRITIC, gradients_held=gradients_held)
-
-
 def _graph_peak(config: Config, sizes: ModelSizes, work: Workload, numerics: Numerics) -> Bytes:
     """The backward pass through the vision graph, whose activations are recorded, after those of all rows."""
     patches = work.rank_prompts * work.lengths.images * work.lengths.patches
     stages = tower_stages(config.train.gradient_checkpointing, sizes, min(patches, PASS_PATCHES), numerics)
     return Counter({VISION: max(stage.backward for stage in stages), GRADIENTS: FLOAT * sizes.trainable})
-
-
-def _row_peak(
-    config: Config,
-    sizes: ModelSizes,
-    row: RowShape,
-    ranks: int,
-    numerics: Numerics,
-    recorded: Recorded,
-    gradients_held: bool,
-) -> Bytes:
-    stages = row_stages(config, sizes, row, numerics, encodes=not recorded.vision_graph)
-    stages = _on_ranks(stages, config, ranks, numerics)
-    return peak_of(stages, gradients_part=GRADIENTS, gradients_held=gradients_held)
 
 
 def _on_ranks(stages: Sequence[PassStage], config: Config, ranks: int, numerics: Numerics) -> list[PassStage]:
