@@ -234,8 +234,8 @@ def draw_growth(found: Mapping[str, Mapping[str, Any]], path: Path, *, floor_of:
         if name in floor_of:
             floor = found[floor_of[name]]
             _draw(time_panel, floor, "seconds", FLOOR_COLOUR)
-            label = {"textcoords": "offset points", "ha": "right", "fontsize": 8, "color": TEXT_COLOUR}
-            time_panel.annotate("without a prompt", (floor["x"][-1], floor["seconds"][-1]), (0, -30), **label)
+            look: dict[str, Any] = {"textcoords": "offset points", "ha": "right", "fontsize": 8, "color": TEXT_COLOUR}
+            time_panel.annotate("without a prompt", (floor["x"][-1], floor["seconds"][-1]), (0, -30), **look)
         set_title(time_panel, _each(found[name]["seconds_each"]))
         if rows == 2:
             _draw(panels[1, column], found[name], "gib", ACCURACY_COLOUR)
