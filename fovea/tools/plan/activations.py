@@ -156,11 +156,6 @@ class Numerics:
         """Bytes that an RMS norm keeps of each number: its input on CUDA, the normalised float32 number on a CPU."""
         return self.width if self.cuda else FLOAT
 
-    @property
-    def copies_keys_by_head(self) -> bool:
-        """True for the attention of float32 on CUDA, which repeats keys for all completions and query heads."""
-        return self.cuda and self.width == FLOAT
-
 
 def decoder_stages(config: Config, sizes: ModelSizes, row: RowShape, numerics: Numerics) -> list[PassStage]:
     """A stage for every decoder layer; in the last one only tokens that predict an action go on after attention."""
@@ -279,7 +274,8 @@ def _saved_by_attention(sizes: ModelSizes, row: RowShape, numerics: Numerics) ->
     if not numerics.cuda:
         # padded blocks of queries, keys, values and outputs
         return row.block_tokens * ((2 * queries + 2 * keys) * width + log_sums)
-    gathered = 2 * row.keys * (queries if numerics.copies_keys_by_head else keys) * width
+    # attention of float32 repeats keys for all completions and query heads
+    gathered = 2 * row.keys * (queries if width == FLOAT else keys) * width
     # the output itself is what the output projection keeps
     return row.tokens * (queries * width + log_sums) + gathered
 

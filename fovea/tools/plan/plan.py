@@ -165,13 +165,8 @@ def advice_for(config: Config) -> list[Advice]:
 Planner = Callable[[Config], RunPlan]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Try:
-    """The settings with one try of a change, and their plan."""
-
-    settings: Settings
-    config: Config
-    planned: RunPlan
+Try: TypeAlias = tuple[Settings, Config, RunPlan]
+"""One try of a change, all settings with it, and their plan."""
 
 
 def _tries(config: Config, change: Change, plan: Planner) -> Iterator[Try]:
@@ -182,13 +177,13 @@ def _tries(config: Config, change: Change, plan: Planner) -> Iterator[Try]:
             planned = plan(changed)
         except (ValidationError, ConfigError, TrainError):
             continue  # TrainError: a completion no longer fits a micro-batch
-        yield Try(settings=settings, config=changed, planned=planned)
+        yield settings, changed, planned
 
 
 def _mildest(config: Config, change: Change, plan: Planner) -> Advice | None:
     """The first try with which the plan fits."""
-    fitting = (each for each in _tries(config, change, plan) if each.planned.fits)
-    return next((_advice(each.settings, each.planned) for each in fitting), None)
+    tries = _tries(config, change, plan)
+    return next((_advice(settings, planned) for settings, _, planned in tries if planned.fits), None)
 
 
 def _together(config: Config, planned: RunPlan, changes: Sequence[Change], plan: Planner) -> list[Advice]:
@@ -197,13 +192,13 @@ def _together(config: Config, planned: RunPlan, changes: Sequence[Change], plan:
     # twice: while the update's peak is the larger one, what saves memory in the rollout saves nothing
     for change in [*changes, *changes]:
         tries = list(_tries(config, change, plan))
-        for each in tries:
-            if each.planned.fits:
-                return [_advice(made | dict(each.settings), each.planned)]
-        best = min(tries, key=lambda each: each.planned.missing_bytes, default=None)
-        if best is not None and best.planned.missing_bytes < planned.missing_bytes:
-            config, planned = best.config, best.planned
-            made |= best.settings
+        for settings, _, tried in tries:
+            if tried.fits:
+                return [_advice(made | dict(settings), tried)]
+        best = min(tries, key=lambda each: each[2].missing_bytes, default=None)
+        if best is not None and best[2].missing_bytes < planned.missing_bytes:
+            settings, config, planned = best
+            made |= settings
     return []
 
 
