@@ -242,10 +242,7 @@ def test_captions_say_what_is_seen() -> None:
     red, blue = Thing(shape="circle", colour="red"), Thing(shape="square", colour="blue")
     said = captions([blue, red, blue], len(FORMS), np.random.default_rng(0))
     assert said[0] == "The image shows a red circle and two blue squares."
-    assert said[1] in (
-        "There is a red circle and two blue squares.",
-        "There are two blue squares and a red circle.",
-    )
+    assert said[1] in ("There is a red circle and two blue squares.", "There are two blue squares and a red circle.")
     assert all(all(name in caption for name in ("a red circle", "two blue squares")) for caption in said)
 
 

@@ -12,10 +12,8 @@ from socket import socket
 
 import numpy as np
 import pytest
-import torch
 from typer.testing import CliRunner
 
-from benchmarks.torch_memory import AllocationTrace
 from fovea.cli.main import app
 from fovea.config.algorithm import Algorithm
 from fovea.config.loading import load_config
@@ -42,7 +40,7 @@ from tests.tools.plan.published import (
     wide,
     with_words,
 )
-from tests.tools.plan.saved import GROUPS, TOKENS, config_for, measured_and_planned
+from tests.tools.plan.saved import GROUPS, TOKENS, config_for, measured_and_planned, peak_of_update
 
 CHUNK = 64
 TOLERANCE = 0.15
@@ -206,17 +204,9 @@ def test_peak_of_an_update_is_the_measured_one(logits_mib: float, tmp_path: Path
     """Whole passes and optimizer steps of a tiny policy, by torch's allocator."""
     parts = tiny("qwen3_vl", **wide("qwen3_vl"))
     backend = {"logits_mib": logits_mib}
-    policy, batch = make_policy(parts, backend=backend), make_batch(parts)
-    policy.update(batch)
-    trace = AllocationTrace()
-    trace.start()
-    with torch.profiler.record_function("update"):
-        policy.update(batch)
-    trace.stop()
-    (peak,) = trace.peaks(["update"])["update"]
+    batch = make_batch(parts)
     # what other tests have left is not this policy's: weights and moments are left out on both sides
-    measured = peak - trace.before
-
+    measured = peak_of_update(make_policy(parts, backend=backend), batch)
     groups, images = batch.groups, [one for group in batch.groups for one in group.prompt.images]
     lengths = {
         "prompt_tokens": sum(group.prompt.num_tokens for group in groups) // len(groups),
