@@ -19,8 +19,9 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image, ImageDraw, ImageFont
 
-from fovea.data.writing import IMAGE_TYPE, image_cell, write_rows
+from fovea.data.writing import IMAGE_TYPE, image_cell
 from fovea.environments.dataset_prompts import IMAGE_MARK
+from fovea.tools.data_sets.scenes import write_drawn
 
 UNSEEN = " unseen"
 _SIDE_PX = 48
@@ -28,7 +29,6 @@ _LOW, _MIDDLE, _HIGH = 8, 24, 40  # the middles of 3 x 3 visual tokens
 _FONT_PX = 13  # two digits fill a visual token
 _SHAKE_PX = 2
 _UNSEEN_SHARE = 0.5
-_SHARES = {"train": 1.0, "validation": 1 / 20, "test": 1 / 10}
 _SCHEMA = pa.schema(
     [("problem", pa.string()), ("images", pa.list_(IMAGE_TYPE)), ("answer", pa.string()), ("kind", pa.string())]
 )
@@ -151,30 +151,21 @@ def is_unseen(numbers: tuple[int, ...]) -> bool:
 
 def write_readable(folder: Path, *, num_rows: int, seed: int) -> Iterator[Path]:
     """Write train, validation (a twentieth) and test (a tenth) files, equal for equal arguments; yield each."""
-    drawn: set[bytes] = set()
-    for stream, (split, share) in enumerate(_SHARES.items()):
-        rng = np.random.default_rng([seed, stream])
-        rows = _rows(split, max(int(num_rows * share), 1), rng, drawn)
-        yield write_rows(folder / f"{split}.parquet", _SCHEMA, rows)
+    return write_drawn(folder, _SCHEMA, _draw, num_rows=num_rows, seed=seed)
 
 
-def _rows(split: str, size: int, rng: np.random.Generator, drawn: set[bytes]) -> Iterator[dict[str, object]]:
-    """Rows of all kinds in turn, without the drawings in `drawn`, to which they are added."""
-    index = 0
-    while index < size:
-        name = tuple(KINDS)[index % len(KINDS)]
-        kind, asks_unseen = KINDS[name], split == "test" and rng.random() < _UNSEEN_SHARE
-        asked = [numbers for numbers in kind.problems if is_unseen(numbers) == asks_unseen]
-        numbers = asked[rng.integers(len(asked))]
-        drawing = _Drawing(rng)
-        kind.draw(drawing, *numbers)
-        if (png := drawing.png()) in drawn:
-            continue
-        drawn.add(png)
-        index += 1
-        yield {
-            "problem": IMAGE_MARK + kind.question,
-            "images": [image_cell(png)],
-            "answer": str(kind.answer(*numbers)),
-            "kind": name + (UNSEEN if asks_unseen else ""),
-        }
+def _draw(split: str, index: int, rng: np.random.Generator) -> tuple[bytes, dict[str, object]]:
+    """A row, whose kind has its turn, and the bytes of its picture."""
+    name = tuple(KINDS)[index % len(KINDS)]
+    kind, asks_unseen = KINDS[name], split == "test" and rng.random() < _UNSEEN_SHARE
+    asked = [numbers for numbers in kind.problems if is_unseen(numbers) == asks_unseen]
+    numbers = asked[rng.integers(len(asked))]
+    drawing = _Drawing(rng)
+    kind.draw(drawing, *numbers)
+    png = drawing.png()
+    return png, {
+        "problem": IMAGE_MARK + kind.question,
+        "images": [image_cell(png)],
+        "answer": str(kind.answer(*numbers)),
+        "kind": name + (UNSEEN if asks_unseen else ""),
+    }

@@ -48,6 +48,38 @@ def write_rendered(
     ]
 
 
+SHARES = {"train": 1.0, "validation": 1 / 20, "test": 1 / 10}
+"""Rows of the files of `write_drawn`, as shares of the training rows."""
+
+
+def write_drawn(
+    folder: Path,
+    schema: Any,
+    draw: Callable[[str, int, np.random.Generator], tuple[bytes, Mapping[str, object]]],
+    *,
+    num_rows: int,
+    seed: int,
+) -> Iterator[Path]:
+    """Write train, validation (a twentieth) and test (a tenth) files, equal for equal arguments; yield each.
+
+    `draw` makes a row of a split by its index, and the bytes of its drawing, which no two rows share.
+    """
+    drawn: set[bytes] = set()
+
+    def rows(split: str, size: int, rng: np.random.Generator) -> Iterator[Mapping[str, object]]:
+        index = 0
+        while index < size:
+            drawing, row = draw(split, index, rng)
+            if drawing not in drawn:
+                drawn.add(drawing)
+                index += 1
+                yield row
+
+    for stream, (split, share) in enumerate(SHARES.items()):
+        made = rows(split, max(int(num_rows * share), 1), np.random.default_rng([seed, stream]))
+        yield write_rows(folder / f"{split}.parquet", schema, made)
+
+
 def scene_cell(things: Sequence[Thing], side_px: int, rng: np.random.Generator) -> dict[str, object]:
     """A picture of the things, on a grid or anywhere, without noise, which PNG cannot compress."""
     canvas_YXC = draw(things, side_px, rng, free=bool(rng.integers(2)))

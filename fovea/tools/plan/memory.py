@@ -10,7 +10,7 @@ from fovea.config.backends import DEFAULT_BATCH_TOKENS, EmbeddedSettings, Megatr
 from fovea.config.run import Config
 from fovea.models.vision.tower_inputs import PASS_PATCHES
 from fovea.rollout.embedded.tuning import default_bytes
-from fovea.tools.plan import megatron
+from fovea.tools.plan import megatron, states
 from fovea.tools.plan.activations import (
     FLOAT,
     Bytes,
@@ -24,16 +24,7 @@ from fovea.tools.plan.activations import (
 from fovea.tools.plan.engine import CACHE, ServingRoom, token_bytes, with_batch_tokens
 from fovea.tools.plan.model_sizes import ModelSizes
 from fovea.tools.plan.rollout import Recorded, pool_bytes, prompt_demand, recorded_bytes, rollout_peak
-from fovea.tools.plan.states import (
-    CRITIC,
-    ENGINE,
-    GATHERED,
-    GRADIENTS,
-    critic_trainable,
-    gathered_bytes,
-    gradient_bytes,
-    has_own_critic,
-)
+from fovea.tools.plan.states import CRITIC, ENGINE, GATHERED, GRADIENTS
 from fovea.tools.plan.vision import VISION, feature_bytes, tower_stages
 from fovea.tools.plan.workload import Roles, RowShape, Workload
 from fovea.weights.push import BUCKET_BYTES
@@ -54,7 +45,7 @@ def update_peak(
         return peak_of(stages[:-1] if of == CRITIC else stages, gradients_part=of, gradients_held=gradients_held)
 
     peaks = [row_peak(row, GRADIENTS) for row in work.distinct_rows]
-    if has_own_critic(config):
+    if states.has_own_critic(config):
         if gradients_held:
             peaks = [Counter({CRITIC: held[CRITIC]}) + peak for peak in peaks]
         # after the policy's backward pass, whose gradients stay
@@ -62,16 +53,16 @@ def update_peak(
     if recorded.vision_graph:
         peaks.append(_graph_peak(config, sizes, work, numerics))
     peak: Bytes = max(peaks, key=lambda peak: peak.total()) + recorded.bytes
-    peak[GATHERED] += gathered_bytes(sizes, ranks, numerics)
+    peak[GATHERED] += states.gathered_bytes(sizes, ranks, numerics)
     # the optimizer's step needs only gradients, which are more than the peak's where most of them were yet to come
     return max(peak, held, key=lambda moment: moment.total())
 
 
 def _held_gradients(config: Config, sizes: ModelSizes, ranks: int, numerics: Numerics) -> Bytes:
     """Gradients between two micro-batches, and before the optimizer's step."""
-    critic = critic_trainable(sizes) if has_own_critic(config) else 0
+    critic = states.critic_trainable(sizes) if states.has_own_critic(config) else 0
     numbers = {GRADIENTS: sizes.trainable, CRITIC: critic}
-    return Counter({part: gradient_bytes(config, count, ranks, numerics) for part, count in numbers.items()})
+    return Counter({part: states.gradient_bytes(config, count, ranks, numerics) for part, count in numbers.items()})
 
 
 def _graph_peak(config: Config, sizes: ModelSizes, work: Workload, numerics: Numerics) -> Bytes:
@@ -98,7 +89,7 @@ def _on_rank(stage: PassStage, config: Config, ranks: int, numerics: Numerics, *
     whole = trainable * numerics.width
     return replace(
         stage,
-        gradient=gradient_bytes(config, trainable, ranks, numerics),
+        gradient=states.gradient_bytes(config, trainable, ranks, numerics),
         backward=stage.backward + (0 if in_root else whole),
         pending=stage.pending * numerics.width // FLOAT + (whole if in_root else 0),
     )
