@@ -20,7 +20,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.box import MARKDOWN
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.plots import ACCURACY_COLOUR, REWARD_COLOUR, TEXT_COLOUR, tidy
 from benchmarks.printing import as_table
@@ -64,7 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     curves = [read_curve(name, Path(folder), options.metric) for name, folders in named for folder in folders]
     label = ACCURACY_LABEL if options.metric == ACCURACY else options.metric
     _draw(curves, options.out, label, with_entropy=options.entropy)
-    Console(width=TABLE_COLUMNS).print(_table(curves, label.capitalize()))
+    headers = ("run", "first", "half way", "best", "last", "last entropy", "engine gap", "tokens")
+    table = as_table(label.capitalize(), headers, map(_cells, curves))
+    table.box = MARKDOWN
+    Console(width=TABLE_COLUMNS).print(table)
 
 
 def read_curve(name: str, folder: Path, metric: str = ACCURACY) -> Curve:
@@ -115,13 +117,6 @@ def draw_name(panel: Axes, curves: Sequence[Curve], values: Sequence[list[float]
     if with_mean:
         tokens = [fmean(each) / 1000 for each in zip(*(curve.tokens for curve in curves), strict=True)]
         panel.plot(tokens, [fmean(each) for each in zip(*values, strict=True)], color=colour, linewidth=2.0)
-
-
-def _table(curves: Sequence[Curve], title: str) -> Table:
-    headers = ("run", "first", "half way", "best", "last", "last entropy", "engine gap", "tokens")
-    table = as_table(title, headers, map(_cells, curves))
-    table.box = MARKDOWN
-    return table
 
 
 def _cells(curve: Curve) -> list[str]:

@@ -24,12 +24,11 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from benchmarks.cases import HEAVY_SIZES, IMAGE_HEAVY, Case, make_parts
-from benchmarks.ours import Ours, share
+from benchmarks.ours import Ours, peak_gib, share
 from benchmarks.plots import ACCURACY_COLOUR, REWARD_COLOUR, TEXT_COLOUR, set_title, tidy
 from benchmarks.printing import as_table, show
 from benchmarks.process import last_number, restart_with_tuned_malloc
 from fovea.config.model import TinyModel
-from fovea.metrics.log import peak_rss_gib
 from fovea.models.tiny import FIXED
 
 MODULE = "benchmarks.growth"
@@ -98,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.alone:
         name, value = options.alone.split("=")
         axis = next(axis for axis in AXES if axis.name == name)
-        print(_peak_gib(_case(base, axis, int(value))))
+        print(peak_gib(_case(base, axis, int(value)), MEMORY_STEPS))
         return
     if arguments is None:
         restart_with_tuned_malloc(MODULE)
@@ -156,13 +155,6 @@ def _peaks(points: dict[tuple[str, int], Case], *, quick: bool) -> dict[Case, fl
             peaks[case] = last_number(MODULE, *(["--quick"] if quick else []), "--alone", f"{name}={value}")
             print(f"{name} {value}: {peaks[case]:.2f} GiB", flush=True)
     return peaks
-
-
-def _peak_gib(case: Case) -> float:
-    run = Ours(case, MEMORY_STEPS)
-    for _ in range(MEMORY_STEPS):
-        run.step()
-    return peak_rss_gib()
 
 
 def _growth(
@@ -236,7 +228,8 @@ def draw_growth(found: Mapping[str, Mapping[str, Any]], path: Path, *, floor_of:
             _draw(time_panel, floor, "seconds", FLOOR_COLOUR)
             look: dict[str, Any] = {"textcoords": "offset points", "ha": "right", "fontsize": 8, "color": TEXT_COLOUR}
             time_panel.annotate("without a prompt", (floor["x"][-1], floor["seconds"][-1]), (0, -30), **look)
-        set_title(time_panel, _each(found[name]["seconds_each"]))
+        each = found[name]["seconds_each"]
+        set_title(time_panel, f"{each:.2f} s each" if abs(each) >= 1 else f"{1000 * each:.3g} ms each")
         if rows == 2:
             _draw(panels[1, column], found[name], "gib", ACCURACY_COLOUR)
         panels[-1, column].set_xlabel(name, color=TEXT_COLOUR)
@@ -246,10 +239,6 @@ def draw_growth(found: Mapping[str, Mapping[str, Any]], path: Path, *, floor_of:
         panel.set_ylim(bottom=0)
         panel.set_xlim(left=0)
     figure.savefig(path, format="png")
-
-
-def _each(seconds: float) -> str:
-    return f"{seconds:.2f} s each" if abs(seconds) >= 1 else f"{1000 * seconds:.3g} ms each"
 
 
 def _draw(panel: Axes, growth: Mapping[str, Any], key: str, colour: str) -> None:

@@ -22,7 +22,7 @@ import torch
 from rich.table import Table
 
 from benchmarks.cases import CASES, FAMILIES, Case
-from benchmarks.ours import Ours
+from benchmarks.ours import Ours, peak_gib
 from benchmarks.printing import as_table, show
 from benchmarks.process import last_number, restart_with_tuned_malloc
 from benchmarks.timing import CLOCKS, PHASES, Clock, Speedup, StepTimes, medians, shown_ratio, spread, with_plain_share
@@ -40,7 +40,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parse(arguments)
     if options.alone:
         torch.set_num_threads(options.threads)
-        _run_alone(options.alone, replace(CASES[options.cases[0]], dtype=options.dtype), options.steps)
+        case = replace(CASES[options.cases[0]], dtype=options.dtype)
+        if options.alone == "ours":
+            print(peak_gib(case, options.steps))
+            return
+        from benchmarks import trl_side  # noqa: PLC0415
+
+        trl_side.train(case, options.steps, lambda _times: None)
+        print(peak_rss_gib())
         return
     restart_with_tuned_malloc(MODULE)
     torch.set_num_threads(options.threads)
@@ -106,18 +113,6 @@ def _compare(case: Case, name: str, steps: int, clock: Clock, *, memory: bool) -
         for phase in PHASES
     }
     return result | {"spread": spreads, "speedup": speedups}
-
-
-def _run_alone(side: str, case: Case, steps: int) -> None:
-    if side == "ours":
-        ours = Ours(case, steps)
-        for _ in range(steps):
-            ours.step()
-    else:
-        from benchmarks import trl_side  # noqa: PLC0415
-
-        trl_side.train(case, steps, lambda _times: None)
-    print(peak_rss_gib())
 
 
 def cpu_model() -> str:
