@@ -73,7 +73,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def rows_of(folder: Path, file: str = "train") -> list[dict[str, Any]]:
-    return pq.read_table(folder / f"{file}.parquet").to_pylist()
+    rows: list[dict[str, Any]] = pq.read_table(folder / f"{file}.parquet").to_pylist()
+    return rows
 
 
 def config_of(name: str, folder: Path, *overrides: str) -> Config:

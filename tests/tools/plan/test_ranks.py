@@ -47,12 +47,10 @@ def config_of(case: str, place: dict[str, Any], batch: Batch) -> Config:
             "train": {"enable_dynamic_batch_size": False, "groups_per_microbatch": 1},
             "rollout": {"prompts_per_step": GROUPS, "samples_per_prompt": len(lengths), "max_new_tokens": max(lengths)},
             "plan": {
-                "gpu": "cpu",
-                "gpus": 2,
+                **{"gpu": "cpu", "gpus": 2, "distinct_images": 1},
                 "prompt_tokens": group.prompt.num_tokens,
                 "image_tokens": group.prompt.images[0].num_tokens,
                 "completion_tokens": round(sum(lengths) / len(lengths)),
-                "distinct_images": 1,
             },
         }
     )
