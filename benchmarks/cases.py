@@ -18,45 +18,12 @@ from fovea.models.tiny import FIXED, FixedSizes, TinyParts, make_tiny, with_proc
 from fovea.types import ImageRef, Message, Score, Task, Turn
 
 Dtype = Literal["float32", "bfloat16"]
-WORDS = [
-    "Say",
-    "which",
-    "of",
-    "the",
-    "coloured",
-    "shapes",
-    "in",
-    "the",
-    "picture",
-    "is",
-    "closest",
-    "to",
-    "its",
-    "upper",
-    "left",
-    "corner",
-    "and",
-    "how",
-    "many",
-    "there",
-    "are",
-]
-MID = TinyModel(
-    hidden_size=640,
-    num_layers=10,
-    num_heads=10,
-    num_kv_heads=5,
-    intermediate_size=2048,
-    image_side_px=224,
-)
+QUESTION = "Say which of the coloured shapes in the picture is closest to its upper left corner and how many there are"
+WORDS = QUESTION.split()
+MID = TinyModel(hidden_size=640, num_layers=10, num_heads=10, num_kv_heads=5, intermediate_size=2048, image_side_px=224)
 MID_SIZES = FixedSizes(vision_hidden_size=384, vision_depth=6, vision_heads=6, patch_size_px=16, init_std=0.02)
 IMAGE_HEAVY = TinyModel(
-    hidden_size=512,
-    num_layers=6,
-    num_heads=8,
-    num_kv_heads=4,
-    intermediate_size=1536,
-    image_side_px=448,
+    hidden_size=512, num_layers=6, num_heads=8, num_kv_heads=4, intermediate_size=1536, image_side_px=448
 )
 HEAVY_SIZES = FixedSizes(vision_hidden_size=256, vision_depth=6, vision_heads=4, patch_size_px=16, init_std=0.02)
 
@@ -133,7 +100,7 @@ FAMILIES = {"many": ("many_4", "many_8", "many_16")}
 
 def make_parts(case: Case, seed: int = 0) -> TinyParts:
     """Weights, tokenizer and image processor of a case, equal for equal arguments; without stop tokens."""
-    parts = make_tiny(case.model, [" ".join(WORDS), "\\boxed{red}"] * 20, seed, case.fixed)
+    parts = make_tiny(case.model, [QUESTION, "\\boxed{red}"] * 20, seed, case.fixed)
     parts.network.to(DTYPES[case.dtype])  # type: ignore[arg-type]
     if case.vocabulary is None:
         return parts

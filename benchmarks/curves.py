@@ -10,7 +10,6 @@ where several runs of a name were read at the same steps, a strong one for their
 from __future__ import annotations
 
 import argparse
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -18,16 +17,13 @@ from pathlib import Path
 from statistics import fmean
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.box import MARKDOWN
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.plots import ACCURACY_COLOUR, REWARD_COLOUR, TEXT_COLOUR, tidy
 from benchmarks.printing import as_table
 from fovea.metrics.log import read_metrics
-from fovea.utils.files import write_atomically
 
 COLOURS = (REWARD_COLOUR, ACCURACY_COLOUR, "#7a5195", "#808080")
 WIDTH_INCHES, HEIGHT_INCHES = 6.4, 3.2
@@ -67,7 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     curves = [read_curve(name, Path(folder), options.metric) for name, folders in named for folder in folders]
     label = ACCURACY_LABEL if options.metric == ACCURACY else options.metric
     _draw(curves, options.out, label, with_entropy=options.entropy)
-    Console(width=TABLE_COLUMNS).print(_table(curves, label.capitalize()))
+    headers = ("run", "first", "half way", "best", "last", "last entropy", "engine gap", "tokens")
+    table = as_table(label.capitalize(), headers, map(_cells, curves))
+    table.box = MARKDOWN
+    Console(width=TABLE_COLUMNS).print(table)
 
 
 def read_curve(name: str, folder: Path, metric: str = ACCURACY) -> Curve:
@@ -93,7 +92,6 @@ def read_curve(name: str, folder: Path, metric: str = ACCURACY) -> Curve:
 def _draw(curves: Sequence[Curve], path: Path, label: str, *, with_entropy: bool) -> None:
     panels_wanted = 2 if with_entropy else 1
     figure = Figure(figsize=(WIDTH_INCHES, HEIGHT_INCHES * panels_wanted), dpi=160, layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(panels_wanted, 1, squeeze=False, sharex=True)[:, 0]
     for number, name in enumerate(dict.fromkeys(curve.name for curve in curves)):
         mine, colour = [curve for curve in curves if curve.name == name], COLOURS[number % len(COLOURS)]
@@ -107,9 +105,7 @@ def _draw(curves: Sequence[Curve], path: Path, label: str, *, with_entropy: bool
     # outside of the panels, where it hides no line
     figure.legend(frameon=False, loc="outside upper center", ncols=2, labelcolor=TEXT_COLOUR)
     panels[-1].set_xlabel("thousand tokens generated", color=TEXT_COLOUR)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    write_atomically(path, buffer.getvalue())
+    figure.savefig(path, format="png")
 
 
 def draw_name(panel: Axes, curves: Sequence[Curve], values: Sequence[list[float]], colour: str) -> None:
@@ -121,13 +117,6 @@ def draw_name(panel: Axes, curves: Sequence[Curve], values: Sequence[list[float]
     if with_mean:
         tokens = [fmean(each) / 1000 for each in zip(*(curve.tokens for curve in curves), strict=True)]
         panel.plot(tokens, [fmean(each) for each in zip(*values, strict=True)], color=colour, linewidth=2.0)
-
-
-def _table(curves: Sequence[Curve], title: str) -> Table:
-    headers = ("run", "first", "half way", "best", "last", "last entropy", "engine gap", "tokens")
-    table = as_table(title, headers, map(_cells, curves))
-    table.box = MARKDOWN
-    return table
 
 
 def _cells(curve: Curve) -> list[str]:

@@ -35,11 +35,8 @@ WARM_STEPS = 2
 """First steps of a run, which are not counted: caches fill, and the first push sends all weights."""
 LOOK_SECONDS = 0.1
 SIZES = (
-    "rollout.prompts_per_step=8",
-    "rollout.samples_per_prompt=8",
-    "rollout.max_new_tokens=64",
-    "evaluate.test_size=1",
-    "parity.prompts=4",
+    *("rollout.prompts_per_step=8", "rollout.samples_per_prompt=8", "rollout.max_new_tokens=64"),
+    *("evaluate.test_size=1", "parity.prompts=4"),
 )
 
 
@@ -74,21 +71,12 @@ def measure(engine: str, python: str, steps: int, settings: Sequence[str] = ()) 
         words = [str(RECIPES / "shapes.yaml"), *COMMON, MID, *SIZES, *settings, f"max_steps={steps + WARM_STEPS}"]
         places = [f"run_dir={folder}/run", f"reward={folder}/reward.py:score", f"rollout.engine={engine}"]
         # not resolved: the path of an environment's interpreter is what makes it that environment's
-        return _figures(
-            folder / "run", _run([os.path.abspath(python), "-m", "fovea", "train", *words, *places], folder)
-        )
+        command = [os.path.abspath(python), "-m", "fovea", "train", *words, *places]
+        return _figures(folder / "run", *_run(command, folder))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """A run as seen from outside."""
-
-    peak_bytes: int
-    first_row_seconds: float
-    """Time until the metrics of the first step were written."""
-
-
-def _run(command: Sequence[str], folder: Path) -> Seen:
+def _run(command: Sequence[str], folder: Path) -> tuple[int, float]:
+    """Run to the end; returns the most bytes held, and the seconds until the metrics of the first step were written."""
     started, peak_bytes, first_row_seconds = time.monotonic(), 0, 0.0
     with (folder / "output").open("w") as output:
         environment = {**os.environ, **MALLOC, "OMP_NUM_THREADS": "1"}
@@ -101,20 +89,20 @@ def _run(command: Sequence[str], folder: Path) -> Seen:
     if process.returncode:
         said = (folder / "output").read_text()[-2000:]
         raise RuntimeError(f"{' '.join(command)} ended with code {process.returncode}:\n{said}")
-    return Seen(peak_bytes=peak_bytes, first_row_seconds=first_row_seconds)
+    return peak_bytes, first_row_seconds
 
 
-def _figures(run: Path, seen: Seen) -> Figures:
+def _figures(run: Path, peak_bytes: int, first_row_seconds: float) -> Figures:
     first, *counted = read_metrics(run)
     counted = counted[WARM_STEPS - 1 :]
     tokens = [row["tokens_per_second"] * row["seconds/step"] for row in counted]
     kinds = json.loads((run / PARITY_FILE).read_text())["prompts"]
     return Figures(
-        startup_seconds=seen.first_row_seconds - first["seconds/step"],
+        startup_seconds=first_row_seconds - first["seconds/step"],
         step_tokens=median(tokens),
         tokens_per_second=median(n / row["seconds/rollout"] for n, row in zip(tokens, counted, strict=True)),
         push_seconds=median(row["seconds/push"] for row in counted),
-        peak_gib=seen.peak_bytes / 2**30,
+        peak_gib=peak_bytes / 2**30,
         largest_gap=max(kind["max_abs"] for kind in kinds),
     )
 

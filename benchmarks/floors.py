@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -38,6 +38,7 @@ GIGA = 1e9
 THIN_ROWS = 32
 WEIGHT_SIDE = 1024
 SHOWN_OPERATORS = 25
+ATTENTION = Passes(linear=0, attention=1, vision=0, vision_attention=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     case = CASES[options.case]
     ours = Ours(case, WARM_STEPS + options.steps + 1)
     sizes = sizes_of(case, ours)
-    rates = _rates_of(case, sizes)
+    thin = thin_gemm_rate(_rows(case), sizes.text_bytes)
+    rates = MachineRates(large=measure_rates(), thin_gemm=thin, weight_read=read_rate(sizes.text_bytes))
     parts = parts_of(case, sizes, reuses=reuses_rollout(case))
     measured = _measured(ours, options.steps)
     show(_rate_table(rates), _part_table(parts, rates), phase_table(parts, rates, measured))
@@ -114,20 +116,19 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def sizes_of(case: Case, ours: Ours) -> Sizes:
     network = ours.shared.parts.network
     text = ours.shared.vlm.text_config
-    trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
     width = next(network.parameters()).element_size()
     return Sizes(
         work=family_of(network.config, "").work,
         prompts=tuple(ours.prompts(case.prompts)),
-        text_bytes=_num_bytes(language_model(network)),
-        vision_bytes=_num_bytes(vision_tower(network)),
-        trained_bytes=sum(parameter.numel() * parameter.element_size() for parameter in trained),
+        text_bytes=_num_bytes(language_model(network).parameters()),
+        vision_bytes=_num_bytes(vision_tower(network).parameters()),
+        trained_bytes=_num_bytes(parameter for parameter in network.parameters() if parameter.requires_grad),
         kv_bytes=2 * width * text.num_hidden_layers * text.num_key_value_heads * text.head_dim,
     )
 
 
-def _num_bytes(module: torch.nn.Module) -> int:
-    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+def _num_bytes(parameters: Iterable[torch.nn.Parameter]) -> int:
+    return sum(parameter.nbytes for parameter in parameters)
 
 
 def reuses_rollout(case: Case) -> bool:
@@ -177,7 +178,7 @@ def _vision(phase: str, sizes: Sizes, passes: Passes) -> Part:
 
 def _prompts(phase: str, sizes: Sizes, passes: Passes) -> Part:
     tokens = [prompt.num_tokens for prompt in sizes.prompts]
-    pairs = sum(sizes.work.prompt(n, [], Passes(linear=0, attention=1, vision=0, vision_attention=0)) for n in tokens)
+    pairs = sum(sizes.work.prompt(n, [], ATTENTION) for n in tokens)
     return Part(
         phase=phase,
         name="prompts",
@@ -232,8 +233,7 @@ def _rows(case: Case) -> int:
 
 
 def _completion_pairs(case: Case, sizes: Sizes) -> float:
-    only = Passes(linear=0, attention=1, vision=0, vision_attention=0)
-    each = [sizes.work.completion(case.completion_tokens, prompt.num_tokens, only) for prompt in sizes.prompts]
+    each = (sizes.work.completion(case.completion_tokens, prompt.num_tokens, ATTENTION) for prompt in sizes.prompts)
     return case.samples * sum(each)
 
 
@@ -255,14 +255,6 @@ def thin_gemm_rate(rows: int, weight_bytes: int) -> float:
             torch.nn.functional.linear(x, weight)
 
     return 2 * rows * WEIGHT_SIDE**2 * count / best_seconds(pass_all, "cpu")
-
-
-def _rates_of(case: Case, sizes: Sizes) -> MachineRates:
-    return MachineRates(
-        large=measure_rates(),
-        thin_gemm=thin_gemm_rate(_rows(case), sizes.text_bytes),
-        weight_read=read_rate(sizes.text_bytes),
-    )
 
 
 def _measured(ours: Ours, steps: int) -> dict[str, float]:

@@ -29,7 +29,7 @@ from benchmarks.timing import Budget
 from fovea.config.model import TinyModel
 from fovea.metrics.throughput import known_peak_tflops
 from fovea.models.shared_prefix.attention import Kernel
-from fovea.tools.probe.rates import Rates, measure_rates
+from fovea.tools.probe.rates import measure_rates
 from fovea.utils.event_loop import wait_for
 from fovea.weights.push import WeightPusher
 from fovea.weights.sinks import SharedTensors
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     budget = Budget(options.seconds)
     setting = _setting(tiny=options.tiny)
-    about = {"device": _device_name(setting), "torch": torch.__version__, "peak": setting.peak}
+    about = {"device": _device_name(setting.device), "torch": torch.__version__, "peak": setting.peak}
     findings = Findings({**about, "rates": asdict(setting.rates)}, options.json)
     run_parts(setting, budget, findings, tiny=options.tiny)
     if findings.failed:
@@ -90,36 +90,18 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _setting(*, tiny: bool) -> Setting:
     device, dtype = ("cpu", torch.float32) if tiny else ("cuda", torch.bfloat16)
     rates = measure_rates(device, dtype, gemm_side=256 if tiny else 8192, num_bytes=2**20 if tiny else 2**33)
-    setting = Setting(
-        device=device,
-        dtype=dtype,
-        shape=SMALL if tiny else QWEN3_VL_2B,
-        case=TINY if tiny else LARGEST,
-        rates=rates,
-        peak=rates.gemm,
-    )
-    return _with_peak(setting)
-
-
-def _with_peak(setting: Setting) -> Setting:
-    """Peak rate of the device by its data sheet, else the measured one; prints which."""
-    name = _device_name(setting)
-    known = known_peak_tflops(name)
-    peak = setting.rates.gemm if known is None else known * 1e12
-    print(f"{name}, torch {torch.__version__}")
-    _print_rates(setting.rates)
-    source = "the measured products" if known is None else "the data sheet"
-    print(f"MFU is a share of {peak / 1e12:,.2f} TFLOP/s, {source}")
-    return replace(setting, peak=peak)
-
-
-def _print_rates(rates: Rates) -> None:
+    known = known_peak_tflops(_device_name(device))
+    peak, source = (rates.gemm, "the measured products") if known is None else (known * 1e12, "the data sheet")
+    print(f"{_device_name(device)}, torch {torch.__version__}")
     print(f"measured: products {rates.gemm / 1e12:,.2f} TFLOP/s, attention {rates.attention / 1e12:,.2f} TFLOP/s")
     print(f"measured: reading {rates.read / 1e9:,.0f} GB/s, copying {rates.copy / 1e9:,.0f} GB/s (both ways counted)")
+    print(f"MFU is a share of {peak / 1e12:,.2f} TFLOP/s, {source}")
+    shape, case = (SMALL, TINY) if tiny else (QWEN3_VL_2B, LARGEST)
+    return Setting(device=device, dtype=dtype, shape=shape, case=case, rates=rates, peak=peak)
 
 
-def _device_name(setting: Setting) -> str:
-    return torch.cuda.get_device_name() if setting.device == "cuda" else "cpu"
+def _device_name(device: str) -> str:
+    return torch.cuda.get_device_name() if device == "cuda" else "cpu"
 
 
 class Findings:

@@ -10,16 +10,16 @@ Prints a table in Markdown. Tests of the kernel run in SGLang's environment, whi
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.mutations import QUIET, ROOT, copy_tree, environment
+from benchmarks.mutations import EXIT_CODE, ROOT, Tests, copy_tree
 
+LOG = "pytest.log"
 KERNEL = "fovea/rollout/embedded/paged_triton.py"
 TRIAL = "fovea/rollout/embedded/paged_attention.py"
 CACHE = "fovea/rollout/embedded/paged_cache.py"
@@ -27,21 +27,6 @@ TWIN = "tests/rollout/test_paged_attention.py::test_the_kernel_equals_its_plain_
 PAGED = "tests/rollout/test_paged_attention.py"
 PREEMPTION = "tests/rollout/test_preemption.py::test_preempted_completions_are_those_of_an_engine_with_room"
 SEGMENTS = "tests/cli/test_options.py::test_segments_of_gpu_memory_grow_where_no_engine_opens_them"
-FORK = """
-import json, os, sys
-import numpy, pytest, torch, transformers
-
-for line in sys.stdin:
-    request = json.loads(line)
-    if (child := os.fork()) == 0:
-        log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0), os.dup2(log, 1), os.dup2(log, 2)
-        code = int(pytest.main(request["words"]))
-        sys.stdout.flush()
-        os._exit(code)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
-"""The program of a process that forks for each fault; it imports nothing of the product, which the fault changes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,16 +219,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     faults = [fault for fault in FAULTS if options.only in fault.name]
     copy = options.folder / ROOT.name
     copy_tree(ROOT, copy)
-    processes = {name: Tests(copy, name) for name in sorted({fault.environment for fault in faults})}
+    # nothing of the product, which the fault changes
+    modules = ("numpy", "torch", "transformers")
+    names = sorted({fault.environment for fault in faults})
+    processes = {name: Tests(copy, modules, str(copy / name / "bin" / "python")) for name in names}
     for name, tests in sorted({(fault.environment, fault.tests) for fault in faults}):
-        if failed := processes[name].first_failure(tests):
+        if failed := first_failure(processes[name], tests):
             print(f"{failed} fails without a fault")
             return 1
     print("| fault put back | in | noticed by |\n|---|---|---|", flush=True)
     unnoticed = 0
     for fault in faults:
         with put_back(copy, fault):
-            by = processes[fault.environment].first_failure(fault.tests)
+            by = first_failure(processes[fault.environment], fault.tests)
         unnoticed += not by
         print(f"| {fault.name} | `{fault.file}` | {f'`{by}`' if by else '**nothing**'} |", flush=True)
     return int(unnoticed > 0)
@@ -263,35 +251,13 @@ def put_back(copy: Path, fault: Fault) -> Iterator[None]:
         file.write_text(source, encoding="utf-8")
 
 
-class Tests:
-    """Runs tests of the copy in one virtual environment."""
-
-    def __init__(self, copy: Path, virtual_environment: str) -> None:
-        self._log = copy.parent / f"{virtual_environment.strip('.')}.log"
-        self._process = subprocess.Popen(
-            [str(copy / virtual_environment / "bin" / "python"), "-c", FORK],
-            cwd=copy,
-            env=environment(copy),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def first_failure(self, tests: str) -> str:
-        """The first test that fails; empty if all pass. RuntimeError if pytest itself does not end as it should."""
-        patience = "faulthandler_timeout=1200"  # of a busy machine
-        words = [*QUIET, "-n0", "-x", "--tb=no", "-rfE", "-o", patience, "-m", "not gpu", tests]
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps({"words": words, "log": str(self._log)}) + "\n")
-        self._process.stdin.flush()
-        if (code := int(self._process.stdout.readline())) == 0:
-            return ""
-        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
-        failed = [line.partition(" ")[2] for line in lines if line.startswith(("FAILED ", "ERROR "))]
-        if not failed:
-            raise RuntimeError(f"pytest ended with code {code} and no failed test; {self._log} has its output")
-        return failed[0].partition(" - ")[0]
+def first_failure(process: Tests, tests: str) -> str:
+    """The first test that fails; empty if all pass. RuntimeError if pytest itself does not end as it should."""
+    words = ["-n0", "-o", "faulthandler_timeout=1200", "-m", "not gpu", tests]  # patience of a busy machine
+    found = process.first_failure(words, LOG, limit_seconds=math.inf)
+    if found.startswith(EXIT_CODE):
+        raise RuntimeError(f"pytest ended with {found} and no failed test; {LOG} beside the copy has its output")
+    return found
 
 
 if __name__ == "__main__":

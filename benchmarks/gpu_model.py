@@ -17,6 +17,7 @@ from fovea.models.families.qwen_vl import IMAGE_PAD
 from fovea.models.processor import token_id
 from fovea.models.tiny import SPECIAL_TOKENS, TinyParts, build_image_processor, with_chat_tokens, with_processor
 
+ROPE: dict[str, Any] = {"rope_type": "default", "mrope_interleaved": True}
 QWEN3_VL_2B: dict[str, dict[str, Any]] = {
     "text": {
         "vocab_size": 151_936,
@@ -27,12 +28,7 @@ QWEN3_VL_2B: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "head_dim": 128,
         "max_position_embeddings": 262_144,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 5_000_000.0,
-            "mrope_section": [24, 20, 20],
-            "mrope_interleaved": True,
-        },
+        "rope_parameters": ROPE | {"rope_theta": 5_000_000.0, "mrope_section": [24, 20, 20]},
     },
     "vision": {
         "depth": 24,
@@ -54,12 +50,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "head_dim": 32,
         "max_position_embeddings": 4096,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10_000.0,
-            "mrope_section": [6, 5, 5],
-            "mrope_interleaved": True,
-        },
+        "rope_parameters": ROPE | {"rope_theta": 10_000.0, "mrope_section": [6, 5, 5]},
     },
     "vision": {
         "depth": 4,

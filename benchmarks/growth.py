@@ -10,7 +10,6 @@ is its cost with a prompt of a few tokens: its own decoding and training, and no
 from __future__ import annotations
 
 import argparse
-import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -21,19 +20,16 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.table import Table
 
 from benchmarks.cases import HEAVY_SIZES, IMAGE_HEAVY, Case, make_parts
-from benchmarks.ours import Ours, share
+from benchmarks.ours import Ours, peak_gib, share
 from benchmarks.plots import ACCURACY_COLOUR, REWARD_COLOUR, TEXT_COLOUR, set_title, tidy
 from benchmarks.printing import as_table, show
 from benchmarks.process import last_number, restart_with_tuned_malloc
 from fovea.config.model import TinyModel
-from fovea.metrics.log import peak_rss_gib
 from fovea.models.tiny import FIXED
-from fovea.utils.files import write_atomically
 
 MODULE = "benchmarks.growth"
 WARM_STEPS = 1
@@ -99,8 +95,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     base = QUICK_BASE if options.quick else BASE
     if options.alone:
-        axis, value = options.alone.split("=")
-        print(_peak_gib(_case(base, _axis(axis), int(value))))
+        name, value = options.alone.split("=")
+        axis = next(axis for axis in AXES if axis.name == name)
+        print(peak_gib(_case(base, axis, int(value)), MEMORY_STEPS))
         return
     if arguments is None:
         restart_with_tuned_malloc(MODULE)
@@ -126,14 +123,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def measure(base: Case, axes: Sequence[Axis], *, steps: int, memory: bool, quick: bool) -> dict[str, Growth]:
     """Measure every axis around the base case."""
     points = {(axis.name, value): _case(base, axis, value) for axis in axes for value in axis.values}
-    runs = _make_runs(list(points.values()), WARM_STEPS + steps)
+    # one run for each distinct case, all on one model: the base case is a point of every axis
+    shared = share(base, make_parts(base))
+    runs = {case: Ours(case, WARM_STEPS + steps, shared) for case in dict.fromkeys(points.values())}
     seconds = _time_in_turn(runs, steps)
     peaks = _peaks(points, quick=quick) if memory else {}
     return {axis.name: _growth(axis, points, runs, seconds, peaks) for axis in axes}
-
-
-def _axis(name: str) -> Axis:
-    return next(axis for axis in AXES if axis.name == name)
 
 
 def _case(base: Case, axis: Axis, value: int) -> Case:
@@ -141,13 +136,6 @@ def _case(base: Case, axis: Axis, value: int) -> Case:
     if axis.name == FLOOR:
         changes |= WITHOUT_PROMPT
     return replace(base, **changes)
-
-
-def _make_runs(cases: Sequence[Case], steps: int) -> dict[Case, Ours]:
-    """Make a run for each distinct case, all on one model; the base case is a point of every axis."""
-    distinct = list(dict.fromkeys(cases))
-    shared = share(distinct[0], make_parts(distinct[0]))
-    return {case: Ours(case, steps, shared) for case in distinct}
 
 
 def _time_in_turn(runs: dict[Case, Ours], steps: int) -> dict[Case, float]:
@@ -167,13 +155,6 @@ def _peaks(points: dict[tuple[str, int], Case], *, quick: bool) -> dict[Case, fl
             peaks[case] = last_number(MODULE, *(["--quick"] if quick else []), "--alone", f"{name}={value}")
             print(f"{name} {value}: {peaks[case]:.2f} GiB", flush=True)
     return peaks
-
-
-def _peak_gib(case: Case) -> float:
-    run = Ours(case, MEMORY_STEPS)
-    for _ in range(MEMORY_STEPS):
-        run.step()
-    return peak_rss_gib()
 
 
 def _growth(
@@ -238,15 +219,17 @@ def draw_growth(found: Mapping[str, Mapping[str, Any]], path: Path, *, floor_of:
     names = [name for name in found if name not in floor_of.values()]
     rows = 2 if all(found[name]["gib"] for name in names) else 1
     figure = Figure(figsize=(COLUMN_INCHES * len(names), ROW_INCHES * rows), dpi=160, layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(rows, len(names), squeeze=False, sharex="col", sharey="row")
     for column, name in enumerate(names):
         time_panel = panels[0, column]
         _draw(time_panel, found[name], "seconds", REWARD_COLOUR)
         if name in floor_of:
-            _draw(time_panel, found[floor_of[name]], "seconds", FLOOR_COLOUR)
-            _label_floor(time_panel, found[floor_of[name]])
-        set_title(time_panel, _each(found[name]["seconds_each"]))
+            floor = found[floor_of[name]]
+            _draw(time_panel, floor, "seconds", FLOOR_COLOUR)
+            look: dict[str, Any] = {"textcoords": "offset points", "ha": "right", "fontsize": 8, "color": TEXT_COLOUR}
+            time_panel.annotate("without a prompt", (floor["x"][-1], floor["seconds"][-1]), (0, -30), **look)
+        each = found[name]["seconds_each"]
+        set_title(time_panel, f"{each:.2f} s each" if abs(each) >= 1 else f"{1000 * each:.3g} ms each")
         if rows == 2:
             _draw(panels[1, column], found[name], "gib", ACCURACY_COLOUR)
         panels[-1, column].set_xlabel(name, color=TEXT_COLOUR)
@@ -255,11 +238,7 @@ def draw_growth(found: Mapping[str, Mapping[str, Any]], path: Path, *, floor_of:
     for panel in panels.flat:  # last, since setting a limit ends autoscaling
         panel.set_ylim(bottom=0)
         panel.set_xlim(left=0)
-    _finish(figure, path)
-
-
-def _each(seconds: float) -> str:
-    return f"{seconds:.2f} s each" if abs(seconds) >= 1 else f"{1000 * seconds:.3g} ms each"
+    figure.savefig(path, format="png")
 
 
 def _draw(panel: Axes, growth: Mapping[str, Any], key: str, colour: str) -> None:
@@ -268,19 +247,6 @@ def _draw(panel: Axes, growth: Mapping[str, Any], key: str, colour: str) -> None
     panel.plot(ends, np.polyval(np.polyfit(growth["x"], growth[key], 1), ends), color=colour, linewidth=1.5)
     panel.plot(growth["x"], growth[key], color=colour, marker="o", markersize=4, linestyle="none")
     tidy(panel)
-
-
-def _label_floor(panel: Axes, growth: Mapping[str, Any]) -> None:
-    end = (growth["x"][-1], growth["seconds"][-1])
-    panel.annotate(
-        "without a prompt", end, (0, -30), textcoords="offset points", ha="right", fontsize=8, color=TEXT_COLOUR
-    )
-
-
-def _finish(figure: Figure, path: Path) -> None:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    write_atomically(path, buffer.getvalue())
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import TypeAlias
 
 from rich.table import Table
 
@@ -33,15 +34,9 @@ from fovea.metrics.jsonl import METRICS_FILE
 from fovea.metrics.log import read_metrics
 
 SIZES = (
-    "environment.train_size=64",
-    "environment.dev_size=8",
-    "environment.test_size=16",
-    "evaluate.dev_size=8",
-    "evaluate.image_controls=false",
-    "rollout.prompts_per_step=6",
-    "rollout.samples_per_prompt=4",
-    "checkpoint.every_steps=2",
-    "log.tensorboard=false",
+    *("environment.train_size=64", "environment.dev_size=8", "environment.test_size=16", "evaluate.dev_size=8"),
+    *("evaluate.image_controls=false", "rollout.prompts_per_step=6", "rollout.samples_per_prompt=4"),
+    *("checkpoint.every_steps=2", "log.tensorboard=false"),
 )
 CASES = {
     "grpo": ("recipes/shapes.yaml", "warmup.max_steps=4", "warmup.check_every_steps=2"),
@@ -57,14 +52,8 @@ CASES = {
     ),
 }
 UNEQUAL = (
-    "seconds/",
-    "tokens_per_second",
-    "samples_per_second",
-    "tflops_per_second",
-    "mfu",
-    "memory/",
-    "waits/",
-    "transfer/",
+    *("seconds/", "tokens_per_second", "samples_per_second", "tflops_per_second"),
+    *("mfu", "memory/", "waits/", "transfer/"),
 )
 """Metrics of time, memory and traffic; a resumed run also sends what its parity gate needs."""
 REWARD = "import zlib\n\ndef score(task, text, images):\n    return zlib.crc32(text.encode()) % 7 / 7\n"
@@ -104,21 +93,15 @@ def moments(
     behind: list[int | None] = [*sorted(rng.randint(1, steps - 1) for _ in range(num_kills - num_at_start))]
     for _ in range(num_at_start):
         behind.insert(rng.randint(0, len(behind)), None)
+    longest = [start_seconds if step is None else 2 * step_seconds for step in behind]
     return [
-        Moment(
-            step=step,
-            after_seconds=rng.uniform(0, start_seconds if step is None else 2 * step_seconds),
-            rank=rng.randrange(ranks),
-        )
-        for step in behind
+        Moment(step=step, after_seconds=rng.uniform(0, most), rank=rng.randrange(ranks))
+        for step, most in zip(behind, longest, strict=True)
     ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
-    """The processes of one attempt, by rank."""
-
-    pids: tuple[int, ...]
+Attempt: TypeAlias = tuple[int, ...]
+"""The processes of one attempt, by rank."""
 
 
 class Launched:
@@ -131,10 +114,11 @@ class Launched:
 
     def attempt(self, before: Attempt | None) -> Attempt | None:
         """Wait for the attempt that follows; None once the run has ended."""
-        while self._is_going():
+        while self._process.poll() is None:
+            time.sleep(0.01)
             pids = _by_rank(self._process.pid, self._ranks)
-            if len(pids) == self._ranks and not (before and set(pids) & set(before.pids)):
-                return Attempt(pids=pids)
+            if len(pids) == self._ranks and not (before and set(pids) & set(before)):
+                return pids
         return None
 
     def wait_for(self, moment: Moment, attempt: Attempt) -> bool:
@@ -165,14 +149,10 @@ class Launched:
         """True if an attempt is not over before so many seconds have passed."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
-            if not all(map(is_running, attempt.pids)):
+            if not all(map(is_running, attempt)):
                 return False
             time.sleep(min(left, 0.01))
         return True
-
-    def _is_going(self) -> bool:
-        time.sleep(0.01)
-        return self._process.poll() is None
 
 
 def _inode(file: Path) -> int:
@@ -244,7 +224,7 @@ def killed(words: Sequence[str], run_dir: Path, planned: Sequence[Moment], ranks
                 attempt = run.attempt(attempt)
             if attempt is None:
                 break
-            os.kill(attempt.pids[moment.rank], signal.SIGKILL)
+            os.kill(attempt[moment.rank], signal.SIGKILL)
             kills.append(Kill(moment=moment, taken=len(read_metrics(run_dir))))
             attempt = run.attempt(attempt)
         if code := run.end():

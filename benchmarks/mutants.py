@@ -11,6 +11,7 @@ import copy
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -85,25 +86,15 @@ def mutants_of(root: Path, package: str) -> list[Mutant]:
     found = []
     for path in sorted((root / package).rglob("*.py")):
         source = path.read_bytes()
-        starts = _line_starts(source)
+        starts = list(accumulate(map(len, source.splitlines(keepends=True)), initial=0))
         for function, node, mutated in _sites(ast.parse(source), ""):
             assert node.end_lineno is not None
             assert node.end_col_offset is not None
             start = starts[node.lineno - 1] + node.col_offset
             end = starts[node.end_lineno - 1] + node.end_col_offset
-            original = source[start:end].decode()
-            file = path.relative_to(root).as_posix()
-            found.append(
-                Mutant(
-                    file=file,
-                    function=function,
-                    line=node.lineno,
-                    start=start,
-                    end=end,
-                    original=original,
-                    mutated=ast.unparse(mutated),
-                )
-            )
+            place = {"line": node.lineno, "start": start, "end": end}
+            file, texts = path.relative_to(root).as_posix(), (source[start:end].decode(), ast.unparse(mutated))
+            found.append(Mutant(file=file, function=function, original=texts[0], mutated=texts[1], **place))
     return found
 
 
@@ -147,13 +138,6 @@ def write_switches(root: Path, package: str, mutants: Sequence[Mutant | None]) -
         (root / file).write_bytes(source)
     with (root / package / "__init__.py").open("a", encoding="utf-8") as init:
         init.write(RUNTIME)
-
-
-def _line_starts(source: bytes) -> list[int]:
-    starts = [0]
-    for line in source.splitlines(keepends=True):
-        starts.append(starts[-1] + len(line))
-    return starts
 
 
 def _sites(node: ast.AST, function: str) -> Iterator[tuple[str, ast.expr, ast.expr]]:

@@ -33,20 +33,24 @@ COPIED = (".ci", "fovea", "tests", "benchmarks", "recipes", "docs", "notebooks",
 MARKERS = "not long and not gpu and not browser and not vllm and not sglang and not megatron"
 MAX_TESTS = 250
 QUIET = ("-q", "-p", "no:cacheprovider")
+EXIT_CODE = "exit code"
 HANG_SECONDS = 60
 """For one test with a mutant on: it hangs."""
 FORK = """
-import builtins, json, os, signal, sys, time
-import pytest, fovea.wiring.run, fovea.cli.main, fovea.loop
+import builtins, importlib, json, os, signal, sys, time
+import pytest
 
+for name in sys.argv[1:]:
+    importlib.import_module(name)
 for line in sys.stdin:
     request = json.loads(line)
     if (child := os.fork()) == 0:
         os.setsid()
         log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0), os.dup2(log, 1), os.dup2(log, 2)
-        builtins._mutant_.active = request["number"]
-        os.environ["FOVEA_MUTANT"] = str(request["number"])
+        if request["number"] is not None:
+            builtins._mutant_.active = request["number"]
+            os.environ["FOVEA_MUTANT"] = str(request["number"])
         code = int(pytest.main(request["words"]))
         sys.stdout.flush()
         os._exit(code)
@@ -63,7 +67,8 @@ for line in sys.stdin:
         pass
     print(code, flush=True)
 """
-"""The program of a process that forks for each mutant: a fresh one would import for five seconds."""
+"""The program of a process that forks for each request: a fresh one would import for five seconds."""
+PRODUCT = ("fovea.wiring.run", "fovea.cli.main", "fovea.loop")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,9 +117,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run_all(copy, options.markers, options.processes)
     reached = read_reached(copy)
     first = {number: outcome.by for number, outcome in enumerate(earlier)}
-    warm = Queue[Warm]()
+    warm = Queue[Tests]()
     for _ in range(options.processes):
-        warm.put(Warm(copy))
+        warm.put(Tests(copy, PRODUCT))
 
     def judged(number: int) -> Outcome:
         process = warm.get()
@@ -205,7 +210,7 @@ def passed(report: Path, copy: Path) -> Iterator[tuple[str, float]]:
 
 
 def judge(
-    process: Warm,
+    process: Tests,
     number: int,
     mutant: Mutant | None,
     earlier: Sequence[Outcome],
@@ -228,17 +233,18 @@ def judge(
         if taken and total > seconds:
             break
         taken.append(test)
-    by = process.first_failure(number, taken, limit_seconds=60 + 4 * total)
+    patience, log = f"faulthandler_timeout={HANG_SECONDS}", f"mutant-{number}.log"
+    by = process.first_failure(["-o", patience, *taken], log, limit_seconds=60 + 4 * total, number=number)
     return Outcome(mutant=mutant, ended="killed" if by else "survived", by=by, tests=len(tests))
 
 
-class Warm:
-    """A process that has imported the product, and forks for each mutant."""
+class Tests:
+    """Runs tests of the copy in a process that has imported these modules, and forks for each call."""
 
-    def __init__(self, copy: Path) -> None:
+    def __init__(self, copy: Path, modules: Sequence[str], python: str = sys.executable) -> None:
         self._folder = copy.parent
         self._process = subprocess.Popen(
-            [sys.executable, "-c", FORK],
+            [python, "-c", FORK, *modules],
             cwd=copy,
             env=environment(copy),
             stdin=subprocess.PIPE,
@@ -246,15 +252,13 @@ class Warm:
             text=True,
         )
 
-    def first_failure(self, number: int, tests: Sequence[str], limit_seconds: float) -> str:
-        """The first test that fails with a mutant on, or does not end; empty if all pass."""
-        log = self._folder / f"mutant-{number}.log"
-        request = {
-            "number": number,
-            "words": [*QUIET, "-o", f"faulthandler_timeout={HANG_SECONDS}", "-x", "--tb=no", "-rfE", *tests],
-            "log": str(log),
-            "limit": limit_seconds,
-        }
+    def first_failure(
+        self, words: Sequence[str], log_name: str, *, limit_seconds: float, number: int | None = None
+    ) -> str:
+        """The first test that fails, or does not end; empty if all pass. With the mutant of this number on."""
+        log = self._folder / log_name
+        words = [*QUIET, "-x", "--tb=no", "-rfE", *words]
+        request = {"number": number, "words": words, "log": str(log), "limit": limit_seconds}
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(request) + "\n")
@@ -265,7 +269,7 @@ class Warm:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
         failed = [line.partition(" ")[2] for line in lines if line.startswith(("FAILED ", "ERROR "))]
         # ids may hold spaces, and a message comes behind them
-        return failed[0].partition(" - ")[0] if failed else f"exit code {code}"
+        return failed[0].partition(" - ")[0] if failed else f"{EXIT_CODE} {code}"
 
 
 def report(outcomes: Sequence[Outcome], earlier: Sequence[Outcome]) -> None:

@@ -15,39 +15,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
 
 FOVEA = Path(__file__).parents[1] / "fovea"
 
 
-class Source(Protocol):
-    """Python files of a release."""
-
-    def read(self, path: str) -> str | None:
-        """Text of a file, such as `vllm/config.py`; None if there is none."""
-        ...
-
-
-class Wheel:
-    """The files of a wheel."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = zipfile.ZipFile(path)
-        self._names = set(self._file.namelist())
-
-    def read(self, path: str) -> str | None:
-        return self._file.read(path).decode() if path in self._names else None
-
-
-class Folder:
-    """The files below the folder that holds a package."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def read(self, path: str) -> str | None:
-        file = self._path / path
-        return file.read_text(encoding="utf-8") if file.is_file() else None
+Source = Path | zipfile.Path
+"""The folder that holds a package, or a wheel with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +53,12 @@ def _keywords(tree: ast.AST, name: str) -> Iterator[str]:
 def missing(use: Use, source: Source) -> str | None:
     """Describe the names of this use that a release lacks; None if its source text has all of them."""
     module = use.module.replace(".", "/")
-    if _exists(source, f"{module}/{use.name}"):
+    if _files(source, f"{module}/{use.name}"):
         return None
-    text = source.read(f"{module}.py") or source.read(f"{module}/__init__.py")
-    if text is None:
+    files = _files(source, module)
+    if not files:
         return f"no module {use.module}"
-    found = _definition(text, use.name)
+    found = _definition(files[0].read_text(encoding="utf-8"), use.name)
     if found is None:
         return f"no name {use.name} in {use.module}"
     known = _arguments(found)
@@ -93,8 +66,9 @@ def missing(use: Use, source: Source) -> str | None:
     return f"{use.module}.{use.name} takes no {', '.join(sorted(unknown))}" if unknown else None
 
 
-def _exists(source: Source, path: str) -> bool:
-    return source.read(f"{path}.py") is not None or source.read(f"{path}/__init__.py") is not None
+def _files(source: Source, module: str) -> list[Source]:
+    """The file of a module or package, if it is there."""
+    return [file for end in (".py", "/__init__.py") if (file := source / f"{module}{end}").is_file()]
 
 
 @lru_cache
@@ -133,7 +107,7 @@ def _arguments(found: ast.AST) -> set[str] | None:
 
 def main(arguments: Sequence[str]) -> int:
     package, path = arguments[0], Path(arguments[1])
-    source: Source = Wheel(path) if path.suffix == ".whl" else Folder(path)
+    source = zipfile.Path(path) if path.suffix == ".whl" else path
     uses = list(uses_of(package))
     lacking = [(use, said) for use in uses if (said := missing(use, source)) is not None]
     for use, said in lacking:

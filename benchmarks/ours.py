@@ -20,7 +20,7 @@ from fovea.environments.graders.grading import Grading
 from fovea.environments.prompt_source import PromptSource
 from fovea.evaluation.evaluator import Evaluator
 from fovea.loop import take_step
-from fovea.metrics.log import MetricsLog, Phases
+from fovea.metrics.log import MetricsLog, Phases, peak_rss_gib
 from fovea.metrics.progress import Progress
 from fovea.models.recompute import recompute_activations
 from fovea.models.render import Renderer
@@ -114,6 +114,14 @@ class Ours:
         """Prompts of the first rows."""
         prompted = [self._run.sources.train.get(index) for index in range(count)]
         return [each.prompt for each in prompted if each is not None]
+
+
+def peak_gib(case: Case, steps: int) -> float:
+    """Peak memory of this process after so many steps of a case."""
+    run = Ours(case, steps)
+    for _ in range(steps):
+        run.step()
+    return peak_rss_gib()
 
 
 def share(case: Case, parts: TinyParts, device: str = "cpu", attention: Kernel = "auto") -> Shared:

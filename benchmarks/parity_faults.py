@@ -122,14 +122,6 @@ def _pixels(change: Callable[[Pixels], Pixels]) -> Callable[[Prompt, bool], Prom
     return lambda prompt, _: replace(prompt, images=tuple(map(of_image, prompt.images)))
 
 
-def _grey(pixels: Pixels) -> Pixels:
-    return np.zeros_like(pixels)
-
-
-def _normalised(pixels: Pixels) -> Pixels:
-    return (pixels - np.float32(0.5)) / np.float32(0.5)
-
-
 def _half_size(pixels: Pixels) -> Pixels:
     """Each 2 x 2 pixels of Qwen's patches by their mean: 3 colours of 2 frames, each square."""
     side = math.isqrt(pixels.shape[-1] // 6)
@@ -167,10 +159,6 @@ def _doubled(prompt: Prompt, pad: int) -> Prompt:
     return replace(prompt, token_ids_L=np.repeat(ids_L, np.where(ids_L == pad, 2, 1)), images=tuple(images))
 
 
-def _same(prompt: Prompt, _: bool) -> Prompt:
-    return prompt
-
-
 def _rows_dropped(own: Callable[..., Positions], *call: Any) -> Positions:
     """The temporal row for all three axes, as SGLang's kernel took it (slime#2336)."""
     positions_3L, following = own(*call)
@@ -182,9 +170,9 @@ def _one_by_one(own: Callable[..., Positions], family: QwenVL, ids: NDArray[np.i
 
 
 CHANGES: dict[str, Callable[[int], Callable[[Prompt, bool], Prompt]]] = {
-    "grey images": lambda _: _pixels(_grey),
+    "grey images": lambda _: _pixels(np.zeros_like),
     "images of other prompts": lambda _: _of_others(),
-    "images normalised twice": lambda _: _pixels(_normalised),
+    "images normalised twice": lambda _: _pixels(lambda pixels: (pixels - np.float32(0.5)) / np.float32(0.5)),
     "images of half the resolution": lambda _: _pixels(_half_size),
     "image tokens doubled": lambda pad: lambda prompt, _: _doubled(prompt, pad),
     # prompts have one picture
@@ -212,7 +200,7 @@ def read_with(run: Run, fault: str) -> ParityReading:
     """Read the gate on an engine with this fault; for stale weights the policy is trained by a step."""
     if fault == STALE:
         return _read_stale(run)
-    change = CHANGES[fault](run.image_token_id) if fault in CHANGES else _same
+    change = CHANGES[fault](run.image_token_id) if fault in CHANGES else lambda prompt, _: prompt
     engine = BrokenEngine(run.engine, change)
     wrong = POSITIONS.get(fault)
     with broken_positions(engine, wrong) if wrong else nullcontext():
@@ -267,14 +255,13 @@ def rows_of(family: str, dtype: str, warmup_steps: int) -> Iterator[str]:
             wait_for(run.weight_sync.push(0))
             sound = wait_for(read_parity(run, 0))
             gaps = ", ".join(f"{kind.mean_abs:.1e}" for kind in sound.kinds)
-            cells = [_cell(read_with(run, fault), fault) for fault in FAULTS]
+            broken = {fault: read_with(run, fault) for fault in FAULTS}
+            cells = [
+                f"{answer(reading, fault)} {max(kind.mean_abs for kind in reading.kinds):.2g}"
+                for fault, reading in broken.items()
+            ]
             verdict = "" if sound.passed else " STOPPED"
             yield f"| {family} | {dtype} | {state} | {gaps}{verdict} | " + " | ".join(cells) + " |"
-
-
-def _cell(reading: ParityReading, fault: str) -> str:
-    gap = max(kind.mean_abs for kind in reading.kinds)
-    return f"{answer(reading, fault)} {gap:.2g}"
 
 
 def print_sound(count: int, families: Sequence[str], dtypes: Sequence[str], minutes: float) -> None:

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -24,6 +22,7 @@ from tempfile import TemporaryDirectory
 from rich.table import Table
 
 from benchmarks.printing import as_table, show
+from benchmarks.process import last_line
 from benchmarks.torch_memory import AllocationTrace
 from fovea.config.loading import load_config
 from fovea.config.run import Config
@@ -43,18 +42,9 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 REWARD = "import zlib\n\ndef score(task, text, images):\n    return zlib.crc32(text.encode()) % 7\n"
 """A reward for random weights: with equal rewards a group is not trained on."""
 COMMON = (
-    "warmup=null",
-    f"max_steps={STEPS}",
-    "parity.prompts=0",
-    "log.tensorboard=false",
-    "log.progress=false",
-    "checkpoint.every_steps=0",
-    "evaluate.before_training=false",
-    "evaluate.image_controls=false",
-    "evaluate.every_steps=0",
-    "environment.train_size=200",
-    "environment.dev_size=8",
-    "environment.test_size=8",
+    *("warmup=null", f"max_steps={STEPS}", "parity.prompts=0", "log.tensorboard=false", "log.progress=false"),
+    *("checkpoint.every_steps=0", "evaluate.before_training=false", "evaluate.image_controls=false"),
+    *("evaluate.every_steps=0", "environment.train_size=200", "environment.dev_size=8", "environment.test_size=8"),
 )
 MID = (
     "model.tiny={hidden_size: 512, num_layers: 6, num_heads: 8, num_kv_heads: 4, "
@@ -129,12 +119,7 @@ def measure(case: str) -> list[Row]:
         peaks = trace.peaks(PHASES)
         plan = make_plan(config)
     return [
-        Row(
-            case=case,
-            phase=phase.phase,
-            planned=phase.total / MIB,
-            measured=peaks[phase.phase][-1] / MIB,
-        )
+        Row(case=case, phase=phase.phase, planned=phase.total / MIB, measured=peaks[phase.phase][-1] / MIB)
         for phase in plan.phases
     ]
 
@@ -154,7 +139,7 @@ def _last_two_steps(trace: AllocationTrace, step: int) -> Iterator[None]:
 
 
 def _with_lengths(run: Run) -> Config:
-    """The settings of a run with the model that it has made, and the longest of its first prompts."""
+    """The settings of a run with the longest of its first prompts."""
     config, train_rows = run.config, run.sources.train
     prompts = [found.prompt for index in range(ROWS) if (found := train_rows.get(index)) is not None]
     longest = max(prompts, key=lambda prompt: prompt.num_tokens)
@@ -164,13 +149,17 @@ def _with_lengths(run: Run) -> Config:
         "image_tokens": longest.images[0].num_tokens,
         "distinct_images": config.max_steps * config.rollout.prompts_per_step,
     }
-    model = {"path": str(run.folder / MODEL_FOLDER), "tiny": None}
-    return config.model_copy(
-        update={
-            "plan": config.plan.model_copy(update=lengths | {"gpu": "cpu", "gpus": 1}),
-            "model": config.model.model_copy(update=model),
-        }
-    )
+    return as_planned(run, lengths | {"gpus": 1})
+
+
+def as_planned(run: Run, plan: Mapping[str, object]) -> Config:
+    """The settings of a run with the model that it has made, and these of `plan`, on a CPU."""
+    made = {"path": str(run.folder / MODEL_FOLDER), "tiny": None}
+    sections = {
+        "plan": run.config.plan.model_copy(update={"gpu": "cpu", **plan}),
+        "model": run.config.model.model_copy(update=made),
+    }
+    return run.config.model_copy(update=sections)
 
 
 def table(rows: Sequence[Row]) -> Table:
@@ -178,15 +167,6 @@ def table(rows: Sequence[Row]) -> Table:
     cells = ((row.case, row.phase, f"{row.planned:,.1f}", f"{row.measured:,.1f}", f"{row.ratio:.3f}") for row in rows)
     headers = ("case", "phase", "planned", "measured", "ratio")
     return as_table("peak of torch's allocations, MiB", headers, cells, num_left=2)
-
-
-def measure_apart(case: str) -> list[Row]:
-    """Run a case in a separate process, with fresh memory."""
-    command = [sys.executable, "-m", MODULE, "--case", case]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{case} ended with code {done.returncode}:\n{done.stderr[-2000:]}")
-    return [Row(**values) for values in json.loads(done.stdout.strip().splitlines()[-1])]
 
 
 def main() -> None:
@@ -198,7 +178,8 @@ def main() -> None:
     if arguments.case:
         print(json.dumps([asdict(row) for row in measure(arguments.case)]))
         return
-    rows = [row for case in CASES for row in measure_apart(case)]
+    # each in a separate process, with fresh memory
+    rows = [Row(**values) for case in CASES for values in last_line(MODULE, "--case", case)]
     show(table(rows))
     if arguments.json:
         arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=2))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 # by default glibc returns memory to the kernel after every step, and TRL loses a third of its time to page faults
 MALLOC = {"MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_MMAP_MAX_": "0", "THP_MEM_ALLOC_ENABLE": "1"}
@@ -18,13 +20,21 @@ def restart_with_tuned_malloc(module: str) -> None:
         os.execve(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]], {**MALLOC, **os.environ})
 
 
-def last_number(module: str, *arguments: str) -> float:
-    """Run a benchmark in a separate process; returns the number that it prints last."""
+def last_line(module: str, *arguments: str, **variables: str) -> Any:
+    """Run a benchmark in a separate process; returns the value of the JSON that it prints last.
+
+    `variables` of the environment win over this process's own.
+    """
     command = [sys.executable, "-m", module, *arguments]
-    done = subprocess.run(command, env={**MALLOC, **os.environ}, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with code {done.returncode}:\n{done.stderr[-2000:]}")
-    return float(done.stdout.strip().splitlines()[-1])
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def last_number(module: str, *arguments: str) -> float:
+    """The same with this module's allocator, for a number."""
+    return float(last_line(module, *arguments, **{**MALLOC, **os.environ}))
 
 
 def children(process: int) -> list[int]:

@@ -12,9 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,8 +24,9 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from benchmarks.plan_check import COMMON, RECIPES, REWARD
+from benchmarks.plan_check import COMMON, RECIPES, REWARD, as_planned
 from benchmarks.printing import as_table, show
+from benchmarks.process import last_line
 from fovea.cluster.services import WorkersPolicy
 from fovea.config.loading import load_config
 from fovea.config.run import Config
@@ -41,7 +39,6 @@ from fovea.run.context import Run
 from fovea.tools.plan.plan import make_plan
 from fovea.train.row_assignment import Cost, ImageKeys, RowAssignment
 from fovea.types import Batch, Prompt, PromptImage, Sample, SampleGroup
-from fovea.wiring.model import MODEL_FOLDER
 from fovea.wiring.run import build
 
 MODULE = "benchmarks.scaling"
@@ -88,7 +85,7 @@ def measure(case: str, steps: int) -> dict[str, float]:
         places = [f"run_dir={folder}/run", f"reward={folder}/reward.py:score", f"cluster.gpus_per_node={workers}"]
         wanted = [*COMMON, *places, *settings, "model.device=cpu", f"max_steps={steps + WARM_STEPS}"]
         run = build(load_config([RECIPES / "shapes.yaml"], wanted))
-        config, driver = _as_planned(run, workers), _Driver(run)
+        config, driver = _with_lengths(run, workers), _Driver(run)
         train(replace(run, profile=driver.step))
         rows = read_metrics(Path(folder) / "run")[WARM_STEPS:]
         planned = {moved.what: moved.num_bytes / MIB for moved in make_plan(config).traffic}
@@ -119,22 +116,16 @@ class _Driver:
         self.sent.append(self._workers.sent_bytes - sent)
 
 
-def _as_planned(run: Run, workers: int) -> Config:
-    """The settings with the model of the run, and the mean lengths of its first prompts."""
-    config, rows = run.config, run.sources.train
+def _with_lengths(run: Run, workers: int) -> Config:
+    """The settings with the mean lengths of the run's first prompts."""
+    rows = run.sources.train
     prompts = [found.prompt for index in range(100) if (found := rows.get(index)) is not None]
     lengths = {
         "prompt_tokens": round(mean(prompt.num_tokens for prompt in prompts)),
         "image_tokens": round(mean(prompt.images[0].num_tokens for prompt in prompts)),
-        "gpu": "cpu",
         "gpus": workers,
     }
-    return config.model_copy(
-        update={
-            "plan": config.plan.model_copy(update=lengths),
-            "model": config.model.model_copy(update={"path": str(run.folder / MODEL_FOLDER), "tiny": None}),
-        }
-    )
+    return as_planned(run, lengths)
 
 
 def message(groups: int, learners: int) -> dict[str, float]:
@@ -229,10 +220,8 @@ def _in_process_of_its_own(case: str, steps: int) -> dict[str, float]:
     with TemporaryDirectory(prefix="fv") as folder:
         # a cluster and a separate token, whatever else runs on this machine
         own = {"RAY_TMPDIR": folder, "RAY_AUTH_TOKEN_PATH": f"{folder}/token", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", MODULE, "--case", case, "--steps", str(steps)]
-        done = subprocess.run(command, env={**os.environ, **own}, stdout=subprocess.PIPE, text=True, check=True)
-    figures: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
-    return figures
+        figures: dict[str, float] = last_line(MODULE, "--case", case, "--steps", str(steps), **own)
+        return figures
 
 
 def _table(title: str, first: str, rows: dict[Any, dict[str, float]]) -> Table:

@@ -33,19 +33,6 @@ SMALL = (
 )
 
 
-class Entered:
-    """Names of the functions that ran, by file below fovea/."""
-
-    def __init__(self) -> None:
-        self.functions = defaultdict[str, set[str]](set)
-
-    def __call__(self, frame: FrameType, event: str, _argument: object) -> None:
-        """Note a call, as `sys.setprofile` wants it."""
-        code = frame.f_code
-        if event == "call" and code.co_filename.startswith(str(ROOT)):
-            self.functions[str(Path(code.co_filename).relative_to(ROOT.parent))].add(code.co_qualname)
-
-
 def files_of_a_step(overrides: Sequence[str] = ()) -> dict[str, set[str]]:
     """The functions that the second step of a small run enters, by file."""
     with TemporaryDirectory(prefix="fovea-step-files-") as folder:
@@ -54,7 +41,14 @@ def files_of_a_step(overrides: Sequence[str] = ()) -> dict[str, set[str]]:
 
 
 async def _second_step(run: Run) -> dict[str, set[str]]:
-    entered = Entered()
+    """Names of the functions that ran in the second step, by file below fovea/."""
+    functions = defaultdict[str, set[str]](set)
+
+    def entered(frame: FrameType, event: str, _argument: object) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(str(ROOT)):
+            functions[str(Path(code.co_filename).relative_to(ROOT.parent))].add(code.co_qualname)
+
     async with closing(run):
         state = await begin(run)
         for profiler in (None, entered):
@@ -67,7 +61,7 @@ async def _second_step(run: Run) -> dict[str, set[str]]:
             finally:
                 sys.setprofile(None)
                 threading.setprofile(None)
-    return dict(entered.functions)
+    return dict(functions)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ Clock = Callable[[], float]
 CLOCKS: Mapping[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
 """Of a machine that other programs use, the time that its processors spend on this one says more."""
 
+PHASES = ("step", "rollout", "train")
 DISTURBED = 0.2
 """Spread from which on the second digit of a ratio says nothing."""
 
@@ -31,11 +32,7 @@ class StepTimes:
 
 def medians(steps: Sequence[StepTimes]) -> dict[str, float]:
     """Median seconds of step, rollout and training."""
-    return {
-        "step_seconds": median(times.step for times in steps),
-        "rollout_seconds": median(times.rollout for times in steps),
-        "train_seconds": median(times.train for times in steps),
-    }
+    return {f"{part}_seconds": median(getattr(times, part) for times in steps) for part in PHASES}
 
 
 def spread(steps: Sequence[StepTimes]) -> float:
@@ -46,16 +43,8 @@ def spread(steps: Sequence[StepTimes]) -> float:
 
 def with_plain_share(times: StepTimes, plain: StepTimes, every_steps: int) -> StepTimes:
     """Times of a mean step, of which one in `every_steps` takes the times of `plain` instead."""
-
-    def mean(usual: float, other: float) -> float:
-        return usual + (other - usual) / every_steps
-
-    return replace(
-        times,
-        step=mean(times.step, plain.step),
-        rollout=mean(times.rollout, plain.rollout),
-        train=mean(times.train, plain.train),
-    )
+    both = {part: (getattr(times, part), getattr(plain, part)) for part in PHASES}
+    return replace(times, **{part: usual + (other - usual) / every_steps for part, (usual, other) in both.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,14 +31,7 @@ from fovea.evaluation.answer import SampledAnswer
 from fovea.metrics.jsonl import METRICS_FILE
 from fovea.report.about import CONFIG_FILE
 from fovea.report.record_json import record_to_json, summary_to_json
-from fovea.report.records import (
-    RecordedAnswer,
-    RecordedMessage,
-    RecordedTurn,
-    SampleRecord,
-    TokenTrace,
-    summary_of,
-)
+from fovea.report.records import RecordedAnswer, RecordedMessage, RecordedTurn, SampleRecord, TokenTrace, summary_of
 from fovea.report.samples import INDEX_FILE, samples_folder, step_path
 from tests.chromium import Browser, open_browser
 

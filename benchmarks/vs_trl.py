@@ -22,17 +22,16 @@ import torch
 from rich.table import Table
 
 from benchmarks.cases import CASES, FAMILIES, Case
-from benchmarks.ours import Ours
+from benchmarks.ours import Ours, peak_gib
 from benchmarks.printing import as_table, show
 from benchmarks.process import last_number, restart_with_tuned_malloc
-from benchmarks.timing import CLOCKS, Clock, Speedup, StepTimes, medians, shown_ratio, spread, with_plain_share
+from benchmarks.timing import CLOCKS, PHASES, Clock, Speedup, StepTimes, medians, shown_ratio, spread, with_plain_share
 from fovea.config.sections import Train
 from fovea.metrics.log import peak_rss_gib
 from fovea.models.load import DTYPES
 
 MODULE = "benchmarks.vs_trl"
 WARM_STEPS = 1
-PHASES = ("step", "rollout", "train")
 Results = dict[str, dict[str, dict[str, Any]]]
 """Figures of each case, in the groups of the JSON file."""
 
@@ -41,21 +40,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parse(arguments)
     if options.alone:
         torch.set_num_threads(options.threads)
-        _run_alone(options.alone, replace(CASES[options.cases[0]], dtype=options.dtype), options.steps)
+        case = replace(CASES[options.cases[0]], dtype=options.dtype)
+        if options.alone == "ours":
+            print(peak_gib(case, options.steps))
+            return
+        from benchmarks import trl_side  # noqa: PLC0415
+
+        trl_side.train(case, options.steps, lambda _times: None)
+        print(peak_rss_gib())
         return
     restart_with_tuned_malloc(MODULE)
     torch.set_num_threads(options.threads)
     machine = f"{cpu_model()}, {options.threads} of {os.cpu_count()} cores, {options.dtype}, {options.clock} time"
-    results = {
-        name: _compare(
-            replace(CASES[name], dtype=options.dtype),
-            name,
-            options.steps,
-            CLOCKS[options.clock],
-            memory=not options.no_memory,
-        )
-        for name in options.cases
-    }
+    results = {}
+    for name in options.cases:
+        case, clock = replace(CASES[name], dtype=options.dtype), CLOCKS[options.clock]
+        results[name] = _compare(case, name, options.steps, clock, memory=not options.no_memory)
     if options.json:
         with_machine = {name: result | {"machine": machine} for name, result in results.items()}
         Path(options.json).write_text(json.dumps(with_machine, indent=2) + "\n")
@@ -64,7 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.vs_trl", description=__doc__.split("\n")[0])
-    parser.add_argument("--cases", type=_case_names, default=_default_cases(), help=_cases_help())
+    cases = f"comma-separated: {', '.join(CASES)}; many stands for {', '.join(FAMILIES['many'])}"
+    once = [name for name in CASES if name != "many_8"]  # which equals image_heavy
+    parser.add_argument("--cases", type=_case_names, default=once, help=cases)
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each side")
     parser.add_argument("--threads", type=int, default=1, help="threads of each side")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="type of the weights of both sides")
@@ -73,15 +75,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-memory", action="store_true", help="skip the two processes that measure peak memory")
     parser.add_argument("--alone", choices=("ours", "trl"), help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
-
-
-def _default_cases() -> list[str]:
-    """Names of all cases, each once: many_8 equals image_heavy."""
-    return [name for name in CASES if name != "many_8"]
-
-
-def _cases_help() -> str:
-    return f"comma-separated: {', '.join(CASES)}; many stands for {', '.join(FAMILIES['many'])}"
 
 
 def _case_names(text: str) -> list[str]:
@@ -122,18 +115,6 @@ def _compare(case: Case, name: str, steps: int, clock: Clock, *, memory: bool) -
     return result | {"spread": spreads, "speedup": speedups}
 
 
-def _run_alone(side: str, case: Case, steps: int) -> None:
-    if side == "ours":
-        ours = Ours(case, steps)
-        for _ in range(steps):
-            ours.step()
-    else:
-        from benchmarks import trl_side  # noqa: PLC0415
-
-        trl_side.train(case, steps, lambda _times: None)
-    print(peak_rss_gib())
-
-
 def cpu_model() -> str:
     """Name of the processor, as Linux has it."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
@@ -148,17 +129,13 @@ def _table(results: Results, machine: str) -> Table:
     for name, result in results.items():
         ours, trl, speedup, spreads = (result[key] for key in ("ours", "trl", "speedup", "spread"))
         seconds = (f"{ours['step_seconds']:.2f}", f"{trl['step_seconds']:.2f}")
-        ratios = (shown_ratio(ratio, tuple(spreads.values())) for ratio in _ratios(speedup))
+        # of medians, of pairs and of the best for a whole step; of medians for its halves
+        found = [speedup["step"][key] for key in ("of_medians", "paired", "of_best")]
+        found += [speedup[half]["of_medians"] for half in ("rollout", "train")]
+        ratios = (shown_ratio(ratio, tuple(spreads.values())) for ratio in found)
         gib = f"{ours.get('peak_rss_gib', 0):.2f} / {trl.get('peak_rss_gib', 0):.2f}"
         rows.append((name, *seconds, *ratios, f"{spreads['ours']:.0%} / {spreads['trl']:.0%}", gib))
     return as_table(f"{title}; {machine}", headers, rows)
-
-
-def _ratios(speedup: dict[str, dict[str, float]]) -> list[float]:
-    """Of medians, of pairs and of the best for a whole step; of medians for its halves."""
-    step = speedup["step"]
-    halves = (speedup[half]["of_medians"] for half in ("rollout", "train"))
-    return [step["of_medians"], step["paired"], step["of_best"], *halves]
 
 
 if __name__ == "__main__":

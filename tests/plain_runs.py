@@ -15,24 +15,13 @@ from fovea.wiring.run import build
 
 
 def run_settings(folder: Path, model: Path, **settings: object) -> Config:
-    overrides = {
-        "run_dir": str(folder),
-        "max_steps": 3,
-        "model.tiny": None,
-        "model.path": str(model),
-        "environment.train_size": 64,
-        "environment.dev_size": 8,
-        "environment.test_size": 8,
-        "warmup.max_steps": 2,
-        "warmup.check_every_steps": 2,
-        "rollout.prompts_per_step": 4,
-        "rollout.samples_per_prompt": 4,
-        "algorithm.max_groups_without_signal": 4,
-        "checkpoint.every_steps": 3,
-        "log.tensorboard": False,
-        "log.progress": False,
-        **settings,
-    }
+    sizes = {"environment.train_size": 64, "environment.dev_size": 8, "environment.test_size": 8}
+    rollout = {"rollout.prompts_per_step": 4, "rollout.samples_per_prompt": 4}
+    warmup = {"warmup.max_steps": 2, "warmup.check_every_steps": 2}
+    places = {"run_dir": str(folder), "model.tiny": None, "model.path": str(model)}
+    steps = {"max_steps": 3, "checkpoint.every_steps": 3, "algorithm.max_groups_without_signal": 4}
+    quiet = {"log.tensorboard": False, "log.progress": False}
+    overrides = {**places, **sizes, **rollout, **warmup, **steps, **quiet, **settings}
     recipe = Path(__file__).parents[1] / "recipes" / "shapes.yaml"
     return load_config([recipe], [f"{key}={json.dumps(value)}" for key, value in overrides.items()])
 

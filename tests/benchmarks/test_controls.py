@@ -1,9 +1,10 @@
-"""Controls of a learning curve: rewards that know nothing, and rows with each other's pictures."""
+"""Controls of a learning curve: random rewards, swapped pictures, and texts that tell the answer."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pyarrow as pa
@@ -11,7 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from benchmarks.controls import SHARE, main, random_geo3k, random_geospot
-from fovea.types import Task
+from benchmarks.told_scenes import ToldScenes
+from fovea.types import Task, Turn
 
 PARIS = {"city": "Paris", "region": None, "country": "France", "lat": 48.86, "lon": 2.35}
 ANSWER = "City: Paris\nCountry: France\nLatitude: 48.86\nLongitude: 2.35"
@@ -40,3 +42,24 @@ def test_pictures_are_swapped_and_nothing_else(tmp_path: Path, monkeypatch: pyte
     swapped = pq.read_table(tmp_path / "swapped.parquet")
     assert swapped["problem"] == rows["problem"]
     assert sorted(swapped["images"].to_pylist()) == rows["images"].to_pylist() != swapped["images"].to_pylist()
+
+
+ROWS = 40
+
+
+def test_three_tenths_of_the_questions_tell_their_answer_and_no_answer_is_more_frequent_there() -> None:
+    tasks = ToldScenes().tasks("train")[:ROWS]
+    assert Counter((task.kind, task.answer) for task in tasks) == {
+        **{("told", number): 3 for number in "1234"},
+        **{("seen", number): 7 for number in "1234"},
+    }
+    for task in tasks:
+        assert (f"There are {task.answer}." in task.question) == (task.kind == "told")
+        assert task.images
+
+
+def test_its_own_answers_earn_full_marks() -> None:
+    scenes = ToldScenes()
+    for task in scenes.tasks("dev")[:ROWS]:
+        scores = [scenes.score(task, [Turn(messages=(), text=text)]) for text in (scenes.target(task), "5")]
+        assert [asyncio.run(score).reward for score in scores] == [1, 0]

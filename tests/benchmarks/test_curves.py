@@ -1,14 +1,17 @@
-"""The curves of finished runs, read from their metrics."""
+"""Curves of finished runs, read from their metrics, and the lines of `benchmarks.growth`."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import io
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from matplotlib.figure import Figure
+from rich.console import Console
 
 from benchmarks.curves import draw_name, main, read_curve
+from benchmarks.growth import FLOOR_OF, QUICK_BASE, Axis, draw_growth, floor_line, growth_of, growth_table, measure
 from fovea.metrics.log import JsonlSink
 
 
@@ -64,3 +67,39 @@ def test_runs_of_one_name_that_were_read_at_the_same_steps_have_their_mean_drawn
     other = replace(seeds[0], steps=[1, 4])
     draw_name(panel, [other, seeds[1]], [other.readings, seeds[1].readings], "black")
     assert len(panel.lines) == 6, "readings at other steps have no mean"
+
+
+def test_a_line_has_slope_and_start() -> None:
+    growth = growth_of([1, 2, 4], [3.0, 5.0, 9.0], [1.0, 1.5, 2.5])
+    assert growth.seconds_each == pytest.approx(2.0)
+    assert growth.seconds_at_0 == pytest.approx(1.0)
+    assert growth.r2 == pytest.approx(1.0)
+    assert growth.gib_each == pytest.approx(0.5)
+    # the line through (0, 0), (1, 3), (2, 3) is 0.5 + 1.5 x; squares 1.5 of 6 are left
+    assert growth_of([0, 1, 2], [0.0, 3.0, 3.0], []).r2 == pytest.approx(0.75)
+
+
+def test_the_floor_is_the_slope_without_a_prompt() -> None:
+    found = {
+        "completions per prompt": growth_of([2, 4], [1.0, 1.5], []),
+        "completions, no prompt": growth_of([2, 4], [0.5, 0.9], []),
+    }
+    assert "250.0 ms a step; without a prompt 200.0 ms; 1.25 times its floor" in floor_line(found)
+
+
+def test_a_quick_run_measures_and_draws(tmp_path: Path) -> None:
+    axes = [
+        Axis(name="completions per prompt", field="samples", values=(2, 3)),
+        Axis(name="completions, no prompt", field="samples", values=(2, 3)),
+        Axis(name="prompt tokens", field="question_words", values=(16, 40)),
+        Axis(name="images per prompt", field="images", values=(1, 2)),
+    ]
+    found = measure(QUICK_BASE, axes, steps=1, memory=False, quick=True)
+    shortest, longest = found["prompt tokens"].x
+    assert longest - shortest >= 24, "a word is a token or more"
+    assert all(second > 0 for growth in found.values() for second in growth.seconds)
+    printed = io.StringIO()
+    Console(file=printed, width=130).print(growth_table(found))
+    assert "images per prompt" in printed.getvalue()
+    draw_growth({name: asdict(growth) for name, growth in found.items()}, tmp_path / "growth.png", floor_of=FLOOR_OF)
+    assert (tmp_path / "growth.png").read_bytes().startswith(b"\x89PNG")

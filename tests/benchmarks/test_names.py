@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.names import Folder, Source, Wheel, main, missing, uses_of
+from benchmarks.names import Source, main, missing, uses_of
 
 RELEASE = {
     "engine/__init__.py": "from engine.core import Engine\n_LAZY = ['Late']\n",
@@ -59,12 +59,12 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture(params=["folder", "wheel"])
 def release(folder: Path, request: pytest.FixtureRequest) -> Source:
     if request.param == "folder":
-        return Folder(folder / "release")
+        return folder / "release"
     wheel = folder / "engine-1.whl"
     with zipfile.ZipFile(wheel, "w") as file:
         for name, text in RELEASE.items():
             file.writestr(name, text)
-    return Wheel(wheel)
+    return zipfile.Path(wheel)
 
 
 def test_what_a_release_lacks_is_found(folder: Path, release: Source) -> None:

@@ -39,7 +39,7 @@ def cells(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
 
 
-def test_a_line_per_run_with_accuracies_by_type(runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_per_run_with_accuracies_by_type_or_parts(runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     main(runs)
     headers, _, first, second, *_ = cells(capsys.readouterr().out)
     of_first, of_second = dict(zip(headers, first, strict=True)), dict(zip(headers, second, strict=True))
@@ -49,9 +49,6 @@ def test_a_line_per_run_with_accuracies_by_type(runs: list[str], capsys: pytest.
     assert (of_first["shuffled"], of_first["blank"]) == ("0.200", "-")
     # without a warm-up, RL began from the model as it was
     assert (of_second["seed"], of_second["before RL"]) == ("1", "0.250")
-
-
-def test_parts_of_the_reward_in_place_of_types(runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     main(["--parts", *runs])
     headers, _, first, *_ = cells(capsys.readouterr().out)
     assert "colour" not in headers

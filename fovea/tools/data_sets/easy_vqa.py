@@ -36,15 +36,8 @@ SHAPES = frozenset(("circle", "rectangle", "triangle"))
 _DEV_SHARE = 0.1
 """Share of the training images that are held out, and of the training rows that the other splits have each."""
 _STREAMS = {"train": 0, "dev": 1, "test": 2, "images": 3}
-_SCHEMA = pa.schema(
-    [
-        ("images", pa.list_(IMAGE_TYPE)),
-        ("problem", pa.string()),
-        ("answer", pa.string()),
-        ("question_type", pa.string()),
-        ("image_id", pa.string()),
-    ]
-)
+_TEXTS = ("problem", "answer", "question_type", "image_id")
+_SCHEMA = pa.schema([("images", pa.list_(IMAGE_TYPE)), *((name, pa.string()) for name in _TEXTS)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw
 
-from fovea.data.writing import write_rows
 from fovea.environments.geospot.gazetteer import LatLon
 from fovea.tools.data_sets.maps import (
     SCHEMA,
@@ -31,9 +30,9 @@ from fovea.tools.data_sets.maps import (
     row_of,
     tinted,
 )
+from fovea.tools.data_sets.scenes import SHARES, write_drawn
 
 _CENTRE, _WIDTH_DEGREES = LatLon(51, 14), 56.0
-_SHARES = {"train": 1.0, "validation": 1 / 20, "test": 1 / 10}
 _TINT, _NOISE, _MARK_MOVES_PX = 12, 4, 1.0
 _PLACES_PER_COUNTRY = 40
 REGIONS = {
@@ -81,7 +80,7 @@ def held_out_cities(view: MapView) -> dict[str, list[MapCity]]:
             by_country[city.country][city.at] = replace(city, name=None, region=None)
     all_of = [list(own.values()) for own in by_country.values()]
     some = [city for own in all_of for city in own[:: max(len(own) // _PLACES_PER_COUNTRY, 1)]]
-    return {split: [city for city in some if is_test(city) == (split == "test")] for split in _SHARES}
+    return {split: [city for city in some if is_test(city) == (split == "test")] for split in SHARES}
 
 
 def write_europe(
@@ -95,12 +94,15 @@ def write_europe(
 ) -> Iterator[Path]:
     """Write train, validation (a twentieth) and test (a tenth) files, equal for equal arguments; yield each."""
     window = _Window(side_px=image_side_px, move_degrees=move_degrees)
-    cities = held_out_cities(window.at(0, 0)) if hold_out_places else dict.fromkeys(_SHARES, europe_cities())
-    drawn: set[bytes] = set()
-    for stream, (split, share) in enumerate(_SHARES.items()):
-        rng = np.random.default_rng([seed, stream])
-        rows = _rows(window, cities[split], max(int(num_rows * share), 1), rng, drawn)
-        yield write_rows(folder / f"{split}.parquet", SCHEMA, rows)
+    cities = held_out_cities(window.at(0, 0)) if hold_out_places else dict.fromkeys(SHARES, europe_cities())
+    world = load_world()
+
+    def draw(split: str, _index: int, rng: np.random.Generator) -> tuple[bytes, dict[str, object]]:
+        city = cities[split][rng.integers(len(cities[split]))]
+        image = _drawing(world, window.view(city, rng), city, rng)
+        return image.tobytes(), row_of(city, image, "wide")
+
+    return write_drawn(folder, SCHEMA, draw, num_rows=num_rows, seed=seed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,20 +125,6 @@ class _Window:
             view = self.at(*rng.uniform(-self.move_degrees, self.move_degrees, 2))
             if view.shows(city.at):
                 return view
-
-
-def _rows(
-    window: _Window, cities: list[MapCity], size: int, rng: np.random.Generator, drawn: set[bytes]
-) -> Iterator[dict[str, object]]:
-    """Rows without the drawings in `drawn`, to which they are added."""
-    world = load_world()
-    while size:
-        city = cities[rng.integers(len(cities))]
-        image = _drawing(world, window.view(city, rng), city, rng)
-        if image.tobytes() not in drawn:
-            drawn.add(image.tobytes())
-            size -= 1
-            yield row_of(city, image, "wide")
 
 
 def _drawing(world: World, view: MapView, city: MapCity, rng: np.random.Generator) -> Image.Image:

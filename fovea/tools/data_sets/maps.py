@@ -112,11 +112,8 @@ def _km_to(place_YX: NDArray[np.int32], lat_P: NDArray[np.float32], lon_P: NDArr
     return np.where(place_YX == _NO_PLACE, np.float32(np.inf), km_YX).astype(np.float32)
 
 
-_SEA = (150, 188, 220)
-_BORDER = (112, 100, 96)
-_COAST = (72, 96, 124)
-_TOWN = (92, 84, 80)
-_MARK = (214, 24, 40)
+_SEA, _COAST, _BORDER = (150, 188, 220), (72, 96, 124), (112, 100, 96)
+_TOWN, _MARK = (92, 84, 80), (214, 24, 40)
 _SUPERSAMPLING = 2
 _TOWNS_PER_MAP = 25
 _MAX_COUNTRIES = 300
@@ -129,13 +126,11 @@ def draw_map(
     """A square map `width_degrees` wide at its middle; `shift` moves the mark off the middle, in halves of the map."""
     side = side_px * _SUPERSAMPLING
     view = MapView(at, side, width_degrees, shift)
-    country_YX = view.sample(world)
-    image = Image.fromarray(tinted(country_YX))
+    image = Image.fromarray(tinted(view.sample(world)))
     draw = ImageDraw.Draw(image)
     for x, y in view.towns(world):
         _dot(draw, x, y, side / 120, _TOWN)
-    x, y = view.pixel(at)
-    draw_mark(draw, x, y, side)
+    draw_mark(draw, *view.pixel(at), side)
     return image.resize((side_px, side_px), Image.Resampling.LANCZOS)
 
 
@@ -218,16 +213,9 @@ _MAX_SHIFT = 0.6
 _STREAMS = {"train": 0, "test": 1}
 _SAME_CODES = ("BE", "CH", "GB", "IE", "US")
 """Countries whose regions have one code in GeoNames and ISO 3166-2, so that their names are known."""
+_NAMES = tuple((name, pa.string()) for name in ("country", "region", "city"))
 SCHEMA = pa.schema(
-    [
-        ("image", IMAGE_TYPE),
-        ("country", pa.string()),
-        ("region", pa.string()),
-        ("city", pa.string()),
-        ("lat", pa.float64()),
-        ("lon", pa.float64()),
-        ("level", pa.string()),
-    ]
+    [("image", IMAGE_TYPE), *_NAMES, ("lat", pa.float64()), ("lon", pa.float64()), ("level", pa.string())]
 )
 
 
@@ -293,17 +281,13 @@ def map_cities() -> list[MapCity]:
         MapCity(
             id=city["geonameid"],
             country=city["countrycode"],
-            region=_region(city["countrycode"], city["admin1code"]),
+            region=_region_names().get(f"{city['countrycode']}-{city['admin1code']}"),
             name=city["name"],
             at=LatLon(round(city["latitude"], 2), round(city["longitude"], 2)),
         )
         for city in cities
         if city["countrycode"] in country_codes()
     ]
-
-
-def _region(country: str, code: str) -> str | None:
-    return _region_names().get(f"{country}-{code}")
 
 
 @cache

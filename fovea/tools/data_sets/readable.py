@@ -14,21 +14,24 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import pyarrow as pa
 from PIL import Image, ImageDraw, ImageFont
 
-from fovea.data.writing import IMAGE_TYPE, image_cell, write_rows
+from fovea.data.writing import IMAGE_TYPE, image_cell
 from fovea.environments.dataset_prompts import IMAGE_MARK
+from fovea.tools.data_sets.scenes import write_drawn
 
+_Point: TypeAlias = tuple[int, int]
+_Path: TypeAlias = tuple[_Point, ...]
 UNSEEN = " unseen"
 _SIDE_PX = 48
 _LOW, _MIDDLE, _HIGH = 8, 24, 40  # the middles of 3 x 3 visual tokens
 _FONT_PX = 13  # two digits fill a visual token
 _SHAKE_PX = 2
 _UNSEEN_SHARE = 0.5
-_SHARES = {"train": 1.0, "validation": 1 / 20, "test": 1 / 10}
 _SCHEMA = pa.schema(
     [("problem", pa.string()), ("images", pa.list_(IMAGE_TYPE)), ("answer", pa.string()), ("kind", pa.string())]
 )
@@ -44,10 +47,10 @@ class _Drawing:
         red, green, blue = (int(value) for value in rng.integers(110, 211, 3))
         self._colour = (red, green, blue)
 
-    def path(self, *points: tuple[int, int], closed: bool = False) -> None:
-        """Draw lines from point to point, each moved a little."""
-        moved = [(x + self._shake(), y + self._shake()) for x, y in points]
-        self._pen.line(moved + moved[:1] if closed else moved, fill=self._colour)
+    def path(self, points: _Path) -> None:
+        """Draw lines from point to point, each moved a little; closed if the path ends where it begins."""
+        moved = {(x, y): (x + self._shake(), y + self._shake()) for x, y in dict.fromkeys(points)}
+        self._pen.line([moved[point] for point in points], fill=self._colour)
 
     def label(self, text: object, x: int, y: int) -> None:
         self._pen.text((x, y), str(text), fill="black", font=ImageFont.load_default(size=_FONT_PX), anchor="mm")
@@ -67,44 +70,12 @@ class _Kind:
     problems: tuple[tuple[int, ...], ...]
     """The numbers of each problem."""
     answer: Callable[..., int]
-    draw: Callable[..., None]
+    paths: tuple[_Path, ...]
+    labels: tuple[_Point, ...]
+    """Places of the numbers, and of the x."""
 
 
-def _isosceles(drawing: _Drawing, angle: int) -> None:
-    drawing.path((2, 46), (46, 46), (24, 2), closed=True)
-    drawing.label(angle, _LOW, _HIGH)
-    drawing.label("x", _HIGH, _HIGH)
-
-
-def _complement(drawing: _Drawing, angle: int) -> None:
-    drawing.path((2, 46), (46, 46), (2, 2), closed=True)
-    drawing.label(angle, _HIGH, _HIGH)
-    drawing.label("x", _LOW, _MIDDLE)
-
-
-def _supplement(drawing: _Drawing, angle: int) -> None:
-    drawing.path((2, 46), (46, 46))
-    drawing.path((24, 46), (24, 2))
-    drawing.label(angle, _LOW, _HIGH)
-    drawing.label("x", _HIGH, _HIGH)
-
-
-def _angle(drawing: _Drawing, left: int, right: int) -> None:
-    drawing.path((2, 46), (46, 46), (24, 2), closed=True)
-    drawing.label(left, _LOW, _HIGH)
-    drawing.label(right, _HIGH, _HIGH)
-    drawing.label("x", _MIDDLE, _MIDDLE)
-
-
-def _segment(drawing: _Drawing, left: int, right: int) -> None:
-    drawing.path((3, 24), (45, 24))
-    for x in (3, 24, 45):
-        drawing.path((x, 20), (x, 28))
-    drawing.label(left, _LOW, _LOW)
-    drawing.label(right, _HIGH, _LOW)
-    drawing.label("x", _MIDDLE, _HIGH)
-
-
+_TRIANGLE: _Path = ((2, 46), (46, 46), (24, 2), (2, 46))
 _NUMBERS = tuple((10 * tens + ones,) for tens, ones in product(range(1, 8), range(1, 10)))
 _PAIRS = tuple(
     (10 * left + first, 10 * right + second) for left, first, right, second in product(range(1, 5), repeat=4)
@@ -114,31 +85,36 @@ KINDS = {
         question="Two sides of the triangle are equal. Find its base angle x.",
         problems=_NUMBERS,
         answer=lambda angle: angle,
-        draw=_isosceles,
+        paths=(_TRIANGLE,),
+        labels=((_LOW, _HIGH), (_HIGH, _HIGH)),
     ),
     "complement": _Kind(
         question="Find the other acute angle x of the right triangle.",
         problems=_NUMBERS,
         answer=lambda angle: 90 - angle,
-        draw=_complement,
+        paths=(((2, 46), (46, 46), (2, 2), (2, 46)),),
+        labels=((_HIGH, _HIGH), (_LOW, _MIDDLE)),
     ),
     "supplement": _Kind(
         question="Two angles on a straight line. Find x.",
         problems=_NUMBERS,
         answer=lambda angle: 180 - angle,
-        draw=_supplement,
+        paths=(((2, 46), (46, 46)), ((24, 46), (24, 2))),
+        labels=((_LOW, _HIGH), (_HIGH, _HIGH)),
     ),
     "angle": _Kind(
         question="Find the third angle x of the triangle.",
         problems=_PAIRS,
         answer=lambda left, right: 180 - left - right,
-        draw=_angle,
+        paths=(_TRIANGLE,),
+        labels=((_LOW, _HIGH), (_HIGH, _HIGH), (_MIDDLE, _MIDDLE)),
     ),
     "segment": _Kind(
         question="A segment is cut in two parts. Find its length x.",
         problems=_PAIRS,
         answer=lambda left, right: left + right,
-        draw=_segment,
+        paths=(((3, 24), (45, 24)), *(((x, 20), (x, 28)) for x in (3, 24, 45))),
+        labels=((_LOW, _LOW), (_HIGH, _LOW), (_MIDDLE, _HIGH)),
     ),
 }
 
@@ -151,30 +127,24 @@ def is_unseen(numbers: tuple[int, ...]) -> bool:
 
 def write_readable(folder: Path, *, num_rows: int, seed: int) -> Iterator[Path]:
     """Write train, validation (a twentieth) and test (a tenth) files, equal for equal arguments; yield each."""
-    drawn: set[bytes] = set()
-    for stream, (split, share) in enumerate(_SHARES.items()):
-        rng = np.random.default_rng([seed, stream])
-        rows = _rows(split, max(int(num_rows * share), 1), rng, drawn)
-        yield write_rows(folder / f"{split}.parquet", _SCHEMA, rows)
+    return write_drawn(folder, _SCHEMA, _draw, num_rows=num_rows, seed=seed)
 
 
-def _rows(split: str, size: int, rng: np.random.Generator, drawn: set[bytes]) -> Iterator[dict[str, object]]:
-    """Rows of all kinds in turn, without the drawings in `drawn`, to which they are added."""
-    index = 0
-    while index < size:
-        name = tuple(KINDS)[index % len(KINDS)]
-        kind, asks_unseen = KINDS[name], split == "test" and rng.random() < _UNSEEN_SHARE
-        asked = [numbers for numbers in kind.problems if is_unseen(numbers) == asks_unseen]
-        numbers = asked[rng.integers(len(asked))]
-        drawing = _Drawing(rng)
-        kind.draw(drawing, *numbers)
-        if (png := drawing.png()) in drawn:
-            continue
-        drawn.add(png)
-        index += 1
-        yield {
-            "problem": IMAGE_MARK + kind.question,
-            "images": [image_cell(png)],
-            "answer": str(kind.answer(*numbers)),
-            "kind": name + (UNSEEN if asks_unseen else ""),
-        }
+def _draw(split: str, index: int, rng: np.random.Generator) -> tuple[bytes, dict[str, object]]:
+    """A row, whose kind has its turn, and the bytes of its picture."""
+    name = tuple(KINDS)[index % len(KINDS)]
+    kind, asks_unseen = KINDS[name], split == "test" and rng.random() < _UNSEEN_SHARE
+    asked = [numbers for numbers in kind.problems if is_unseen(numbers) == asks_unseen]
+    numbers = asked[rng.integers(len(asked))]
+    drawing = _Drawing(rng)
+    for path in kind.paths:
+        drawing.path(path)
+    for text, place in zip((*numbers, "x"), kind.labels, strict=True):
+        drawing.label(text, *place)
+    png = drawing.png()
+    return png, {
+        "problem": IMAGE_MARK + kind.question,
+        "images": [image_cell(png)],
+        "answer": str(kind.answer(*numbers)),
+        "kind": name + (UNSEEN if asks_unseen else ""),
+    }

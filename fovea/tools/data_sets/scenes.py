@@ -19,9 +19,7 @@ from fovea.environments.dataset_prompts import IMAGE_MARK
 from fovea.environments.shapes.environment import Shapes
 from fovea.environments.shapes.scenes import COLOURS, SHAPES, Thing, draw
 from fovea.errors import ConfigError
-from fovea.types import ImageRef
 
-STREAMS = {"train": 0, "test": 1}
 _TEST_SHARE = 0.1
 
 
@@ -39,15 +37,47 @@ def write_rendered(
     seed: int,
 ) -> list[Path]:
     """Write `num_rows` training rows and a tenth as many test rows, made by `row(index, rng)`; returns the files."""
+
+    def rows(stream: int, size: int) -> Iterator[Mapping[str, object]]:
+        return (row(index, np.random.default_rng([seed, stream, index])) for index in range(size))
+
     sizes = {"train": num_rows, "test": num_test_rows(num_rows)}
     return [
-        write_rows(
-            folder / f"{split}.parquet",
-            schema,
-            (row(index, np.random.default_rng([seed, STREAMS[split], index])) for index in range(size)),
-        )
-        for split, size in sizes.items()
+        write_rows(folder / f"{split}.parquet", schema, rows(stream, size))
+        for stream, (split, size) in enumerate(sizes.items())
     ]
+
+
+SHARES = {"train": 1.0, "validation": 1 / 20, "test": 1 / 10}
+"""Rows of the files of `write_drawn`, as shares of the training rows."""
+
+
+def write_drawn(
+    folder: Path,
+    schema: Any,
+    draw: Callable[[str, int, np.random.Generator], tuple[bytes, Mapping[str, object]]],
+    *,
+    num_rows: int,
+    seed: int,
+) -> Iterator[Path]:
+    """Write train, validation (a twentieth) and test (a tenth) files, equal for equal arguments; yield each.
+
+    `draw` makes a row of a split by its index, and the bytes of its drawing, which no two rows share.
+    """
+    drawn: set[bytes] = set()
+
+    def rows(split: str, size: int, rng: np.random.Generator) -> Iterator[Mapping[str, object]]:
+        index = 0
+        while index < size:
+            drawing, row = draw(split, index, rng)
+            if drawing not in drawn:
+                drawn.add(drawing)
+                index += 1
+                yield row
+
+    for stream, (split, share) in enumerate(SHARES.items()):
+        made = rows(split, max(int(num_rows * share), 1), np.random.default_rng([seed, stream]))
+        yield write_rows(folder / f"{split}.parquet", schema, made)
 
 
 def scene_cell(things: Sequence[Thing], side_px: int, rng: np.random.Generator) -> dict[str, object]:
@@ -56,14 +86,9 @@ def scene_cell(things: Sequence[Thing], side_px: int, rng: np.random.Generator) 
     return png_cell(np.clip(canvas_YXC, 0, 255).astype(np.uint8))
 
 
+_PICTURES = ("images", pa.list_(IMAGE_TYPE))
 _SCHEMA = pa.schema(
-    [
-        ("prompt", pa.string()),
-        ("images", pa.list_(IMAGE_TYPE)),
-        ("answer", pa.string()),
-        ("kind", pa.string()),
-        ("level", pa.int32()),
-    ]
+    [("prompt", pa.string()), _PICTURES, ("answer", pa.string()), ("kind", pa.string()), ("level", pa.int32())]
 )
 
 
@@ -101,16 +126,12 @@ def _rows(environment: Shapes, split: Split) -> Iterator[dict[str, object]]:
     for task, level in zip(tasks, levels_of(tasks) or (), strict=True):
         yield {
             "prompt": IMAGE_MARK * len(task.images) + task.question,
-            "images": [_cell(ref) for ref in task.images],
+            # drawn, not read from files
+            "images": [png_cell(np.asarray(ref.source)) for ref in task.images],
             "answer": task.answer,
             "kind": task.kind,
             "level": int(level),
         }
-
-
-def _cell(ref: ImageRef) -> dict[str, object]:
-    assert isinstance(ref.source, np.ndarray), ref.where
-    return png_cell(ref.source)
 
 
 MAX_THINGS = 4
@@ -124,9 +145,7 @@ FORMS = (
 )
 """The forms of a caption; row i has the first 1 + i % 5 of them."""
 _NUMBERS = ("no", "a", "two", "three", "four")
-_CAPTIONS_SCHEMA = pa.schema(
-    [("images", pa.list_(IMAGE_TYPE)), ("problem", pa.string()), ("answer", pa.list_(pa.string()))],
-)
+_CAPTIONS_SCHEMA = pa.schema([_PICTURES, ("problem", pa.string()), ("answer", pa.list_(pa.string()))])
 
 
 def write_captions(folder: Path, *, num_rows: int, seed: int, image_side_px: int) -> list[Path]:
@@ -136,7 +155,7 @@ def write_captions(folder: Path, *, num_rows: int, seed: int, image_side_px: int
 
 def captions(things: Sequence[Thing], num_captions: int, rng: np.random.Generator) -> list[str]:
     """Several captions of the same things."""
-    counts = sorted(Counter(things).items(), key=lambda pair: _place(pair[0]))
+    counts = sorted(Counter(things).items(), key=lambda x: (SHAPES.index(x[0].shape), COLOURS.index(x[0].colour)))
     orders = [range(len(counts)), *(rng.permutation(len(counts)) for _ in range(num_captions - 1))]
     return [
         _caption(form, [counts[place] for place in order])
@@ -157,10 +176,6 @@ def _row(side_px: int, index: int, rng: np.random.Generator) -> dict[str, object
 
 def _thing(rng: np.random.Generator) -> Thing:
     return Thing(shape=SHAPES[rng.integers(len(SHAPES))], colour=COLOURS[rng.integers(len(COLOURS))])
-
-
-def _place(thing: Thing) -> tuple[int, int]:
-    return SHAPES.index(thing.shape), COLOURS.index(thing.colour)
 
 
 def _caption(form: str, counts: Sequence[tuple[Thing, int]]) -> str:

@@ -138,7 +138,8 @@ def _which_colour(rng: np.random.Generator) -> tuple[str, str, list[str], tuple[
 def _which_thing(rng: np.random.Generator) -> tuple[str, str, list[str], tuple[Thing, ...]]:
     order = [_THINGS[place] for place in rng.permutation(len(_THINGS))]
     wrong, seen = order[: NUM_OPTIONS - 1], order[NUM_OPTIONS - 1 :][: int(rng.integers(1, 5))]
-    return "Which of these is in the image?", _named(seen[0]), [_named(thing) for thing in wrong], tuple(seen)
+    right, *others = (f"a {thing.colour} {thing.shape}" for thing in (seen[0], *wrong))
+    return "Which of these is in the image?", right, others, tuple(seen)
 
 
 _MAKERS: Mapping[QuestionType, Callable[[int, np.random.Generator], Scene]] = {
@@ -165,10 +166,6 @@ def _draw(fits: Callable[[Thing], bool], n: int, rng: np.random.Generator) -> tu
     return tuple(_pick(things, rng) for _ in range(n))
 
 
-def _named(thing: Thing) -> str:
-    return f"a {thing.colour} {thing.shape}"
-
-
 _Choice = TypeVar("_Choice")
 
 
@@ -177,15 +174,8 @@ def _pick(choices: Sequence[_Choice], rng: np.random.Generator) -> _Choice:
 
 
 _WITH_ANNOTATORS = ("counting", "attribute")
-_SCHEMA = pa.schema(
-    [
-        ("images", pa.list_(IMAGE_TYPE)),
-        ("problem", pa.string()),
-        ("answer", pa.string()),
-        ("answers", pa.list_(pa.string())),
-        ("question_type", pa.string()),
-    ]
-)
+_QUESTION = (("images", pa.list_(IMAGE_TYPE)), ("problem", pa.string()), ("answer", pa.string()))
+_SCHEMA = pa.schema([*_QUESTION, ("answers", pa.list_(pa.string())), ("question_type", pa.string())])
 PUBLISHED_TYPES: tuple[QuestionType, ...] = ("existence", "attribute", "counting")
 _PUBLISHED_SCHEMA = pa.schema(
     [("image", IMAGE_TYPE), ("question", pa.string()), ("answer", pa.string()), ("type", pa.string())]

@@ -44,6 +44,7 @@ VISION = {
 }
 PATCHES = (SIDE_PX // PATCH_PX) ** 2
 SQUARE = {"height": SIDE_PX, "width": SIDE_PX}
+FULL = {"vision_feature_select_strategy": "full", "vision_feature_layer": -1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,17 +75,12 @@ def llava(**changes: Any) -> Kind:
         "image": {"size": {"shortest_edge": SIDE_PX}, "crop_size": SQUARE},
         "processor": {"patch_size": PATCH_PX, "vision_feature_select_strategy": "full", "image_token": "<image>"},
         "marks": {"image_token": "<image>"},
-        "config": {"vision_feature_select_strategy": "full", "vision_feature_layer": -1},
+        "config": FULL,
     }
     return Kind(**shared | changes)
 
 
-MROPE = {
-    "rope_type": "default",
-    "rope_theta": 10000.0,
-    "mrope_section": [4, 2, 2],
-    "partial_rotary_factor": 0.5,
-}
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2], "partial_rotary_factor": 0.5}
 GLM_VISION = {
     "model_type": "glm4v_vision",
     "depth": 2,
@@ -166,22 +162,14 @@ KINDS: dict[str, Kind] = {
             "crop_size": SQUARE,
             "image_grid_pinpoints": [[48, 96], [96, 48], [96, 96]],
         },
-        config={
-            "vision_feature_select_strategy": "full",
-            "vision_feature_layer": -1,
-            "image_grid_pinpoints": [[48, 96], [96, 48], [96, 96]],
-        },
+        config=FULL | {"image_grid_pinpoints": [[48, 96], [96, 48], [96, 96]]},
     ),
     "llava_onevision": llava(
         image_processor="LlavaOnevisionImageProcessor",
         image={"size": SQUARE, "image_grid_pinpoints": [[48, 48], [48, 96], [96, 48]]},
         processor={"num_image_tokens": PATCHES, "vision_feature_select_strategy": "full"},
         marks={"image_token": "<image>", "video_token": "<video>"},
-        config={
-            "vision_feature_select_strategy": "full",
-            "vision_feature_layer": -1,
-            "image_grid_pinpoints": [[48, 48], [48, 96], [96, 48]],
-        },
+        config=FULL | {"image_grid_pinpoints": [[48, 48], [48, 96], [96, 48]]},
         text={"model_type": "qwen2"},
     ),
     "internvl": Kind(
@@ -196,11 +184,7 @@ KINDS: dict[str, Kind] = {
         },
         written="<IMG_CONTEXT>",
         text={"model_type": "qwen2"},
-        vision={
-            "model_type": "internvl_vision",
-            "image_size": [SIDE_PX, SIDE_PX],
-            "patch_size": [PATCH_PX, PATCH_PX],
-        },
+        vision={"model_type": "internvl_vision", "image_size": [SIDE_PX, SIDE_PX], "patch_size": [PATCH_PX, PATCH_PX]},
         config={"downsample_ratio": 0.5, "image_seq_length": PATCHES // 4},
     ),
     "gemma3": Kind(
@@ -272,14 +256,7 @@ KINDS: dict[str, Kind] = {
         image={"size": SQUARE, "min_patches": 1, "max_patches": 3, "crop_to_patches": True},
         processor={"patch_size": PATCH_PX, "img_size": SIDE_PX, "downsample_factor": 2},
         marks={"image_token": "<image>"},
-        others=(
-            "<|START_OF_IMG|>",
-            "<|END_OF_IMG|>",
-            "<|IMG_LINE_BREAK|>",
-            "<|IMG_PATCH|>",
-            "TILE",
-            "TILE_GLOBAL",
-        ),
+        others=("<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_LINE_BREAK|>", "<|IMG_PATCH|>", "TILE", "TILE_GLOBAL"),
         text={"model_type": "cohere2"},
         config={"downsample_factor": 2, "image_token_id": "<|IMG_PATCH|>", "image_token_index": "<|IMG_PATCH|>"},
     ),

@@ -59,7 +59,8 @@ NEEDLESS = "## What needs no setting here\n"
 def page(system: System) -> str:
     """The Markdown text of the page of a system."""
     name, title = system.name, system.title
-    parts = [HEAD.format(name=name, title=title, about=_filled(system.about), seen=system.seen)]
+    about = textwrap.fill(system.about, 118, break_long_words=False, break_on_hyphens=False)
+    parts = [HEAD.format(name=name, title=title, about=about, seen=system.seen)]
     parts += [IMPORT[name]] if name in IMPORTED else []
     parts += ["## Commands\n", *_table((title, "Fovea", "remarks"), map(_command, system.commands)), ""]
     for chapter, settings in system.chapters.items():
@@ -69,10 +70,6 @@ def page(system: System) -> str:
     parts += ["## Metrics\n", *_table((title, "Fovea", "differences"), map(_metric, system.metrics))]
     needless = list(_needless(system.settings))
     return "\n".join([*parts, *(["", NEEDLESS, *needless] if needless else []), ""])
-
-
-def _filled(text: str) -> str:
-    return textwrap.fill(text, 118, break_long_words=False, break_on_hyphens=False)
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -143,11 +143,10 @@ def _setting(word: str, where: str, unread: str) -> Given | None:
     found = _SETTING.fullmatch(word)
     if found is None:
         return None
+    key, text = found["key"], found["value"]
     if found["sign"] == "~":
-        return Given(key=f"~{found['key']}", value=found["value"], where=where)
-    if unread:
-        return Given(key=found["key"], value=Unread(text=found["value"], reason=unread), where=where)
-    return Given(key=found["key"], value=_value(found["value"]), where=where)
+        return Given(key=f"~{key}", value=text, where=where)
+    return Given(key=key, value=Unread(text=text, reason=unread) if unread else _value(text), where=where)
 
 
 def _value(text: str) -> object:

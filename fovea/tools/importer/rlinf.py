@@ -271,30 +271,8 @@ def _gpus(text: Any) -> set[int]:
     return set(range(int(first), int(last or first) + 1)) if is_range else set()
 
 
-RULES: dict[str, Rule] = {
-    rule.__name__: rule
-    for rule in (
-        algorithm,
-        bad_rows,
-        betas,
-        clip,
-        critic,
-        dtype,
-        dynamic_sampling,
-        engine,
-        environment,
-        gae,
-        importance,
-        kl,
-        loggers,
-        microbatches,
-        min_new_tokens,
-        model,
-        placement,
-        reward_values,
-        run_dir,
-        steps,
-        tokens,
-        warmup,
-    )
-}
+_RULES: tuple[Rule, ...] = (
+    *(algorithm, bad_rows, betas, clip, critic, dtype, dynamic_sampling, engine, environment, gae, importance, kl),
+    *(loggers, microbatches, min_new_tokens, model, placement, reward_values, run_dir, steps, tokens, warmup),
+)
+RULES = {rule.__name__: rule for rule in _RULES}

@@ -121,10 +121,9 @@ class _Reader:
         """The value of `NAME`, `NAME:-default`, `1`; all arguments of the script are none."""
         found = _PARAMETER.fullmatch(inner)
         if found is None:
-            # an array, whose words were read where it is written
-            return (
-                "" if inner.endswith(("[@]", "[*]")) else Unread(text=f"${{{inner}}}", reason=f"${{{inner}}} is unread")
-            )
+            if inner.endswith(("[@]", "[*]")):  # an array, whose words were read where it is written
+                return ""
+            return Unread(text=f"${{{inner}}}", reason=f"${{{inner}}} is unread")
         if found["name"] in {"@", "*"}:
             return ""
         known = self.variables.get(found["name"])
@@ -134,12 +133,9 @@ class _Reader:
             return known
         if found["sign"]:
             return self._filled(found["default"])
-        seen = (
-            "set only in the environment, which a recipe does not show"
-            if found["name"] in os.environ
-            else "set nowhere"
-        )
-        return Unread(text=f"${inner}", reason=f"${inner} is {seen}")
+        in_environment = found["name"] in os.environ
+        seen = "only in the environment, which a recipe does not show" if in_environment else "nowhere"
+        return Unread(text=f"${inner}", reason=f"${inner} is set {seen}")
 
     def _filled(self, text: str) -> str | Unread:
         """A default, with its own quotes and variables."""

@@ -115,7 +115,9 @@ def _one_for_each_key(lines: Iterable[RecipeLine]) -> Iterator[RecipeLine]:
     """The line of each key; what is given goes before a default, and two that are given must agree."""
     by_key: dict[str, RecipeLine] = {}
     lists = {setting.key for setting in settings() if setting.type.startswith("list")}
-    for line in (_as_list(line) if line.key in lists else line for line in lines):
+    for given in lines:
+        is_one = given.key in lists and isinstance(given.value, str)
+        line = replace(given, value=[given.value]) if is_one else given
         other = by_key.setdefault(line.key, line)
         if line.value == other.value or (other.is_given and not line.is_given):
             if line.is_given and other is not line:
@@ -134,11 +136,6 @@ def _joined(first: RecipeLine, second: RecipeLine) -> RecipeLine:
     if not first.is_given:
         return second
     return replace(first, source=f"{first.source}; {second.source}", read=(*first.read, *second.read))
-
-
-def _as_list(line: RecipeLine) -> RecipeLine:
-    """The line with a list of one for a text."""
-    return replace(line, value=[line.value]) if isinstance(line.value, str) else line
 
 
 LEFT = "Without a counterpart here, and left out:"

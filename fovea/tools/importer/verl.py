@@ -41,11 +41,8 @@ IN_THE_REWARD = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": 
 def environment(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     """The environment, which in verl every row names; that of Geometry3K scores the form as verl's does."""
     if source.environment is None:
-        raise source.refuse(
-            "data.reward_fn_key",
-            "verl picks the grader of a row by this column, which settings do not hold; add --environment geo3k, vqa "
-            "or caption",
-        )
+        why = "verl picks the grader of a row by this column, which settings do not hold; add --environment geo3k, vqa "
+        raise source.refuse("data.reward_fn_key", f"{why}or caption")
     said = f"--environment {source.environment}"
     yield source.line("environment.name", source.environment, "data.reward_fn_key", why=said)
     if source.environment == "geo3k" and source.value("custom_reward_function.path") is None:
@@ -55,13 +52,11 @@ def environment(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
 
 
 def bad_rows(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
-    drops = source.value("data.filter_overlong_prompts")
-    cuts = source.value("data.truncation")
-    if cuts != "error" and not drops:
-        yield from source.left("data.truncation", "a prompt is never cut; a longer one is an error")
-    yield source.line(
-        "data.on_bad_row", "skip" if drops else "error", "data.filter_overlong_prompts", "data.truncation"
-    )
+    filters, cut = "data.filter_overlong_prompts", "data.truncation"
+    drops = source.value(filters)
+    if source.value(cut) != "error" and not drops:
+        yield from source.left(cut, "a prompt is never cut; a longer one is an error")
+    yield source.line("data.on_bad_row", "skip" if drops else "error", filters, cut)
 
 
 def reward(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
@@ -124,9 +119,8 @@ def minibatches(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     size = f"{ACTOR}.ppo_mini_batch_size"
     prompts, of_one = source.value(TRAIN_BATCH), source.value(size)
     if prompts % of_one:
-        raise source.refuse(
-            size, f"{TRAIN_BATCH}={prompts} is not a multiple of it, so that it is not a number of steps"
-        )
+        why = f"{TRAIN_BATCH}={prompts} is not a multiple of it, so that it is not a number of steps"
+        raise source.refuse(size, why)
     yield source.line("algorithm.minibatches", prompts // of_one, TRAIN_BATCH, size)
 
 
@@ -183,12 +177,12 @@ def critic(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     """The value function of PPO, in verl a separate model."""
     if source.value(ESTIMATOR) != "gae":
         return
-    place, path = "algorithm.advantage.critic", "critic.model.path"
-    if source.value(path) not in (None, source.value(f"{MODEL}.path")):
-        yield from source.left(path, "a critic starts from the policy's own weights")
-        yield source.line(f"{place}.trunk", "separate", ESTIMATOR, why="the critic of verl is a separate model")
+    place, path, read = "algorithm.advantage.critic", "critic.model.path", [ESTIMATOR]
+    if source.value(path) in (None, source.value(f"{MODEL}.path")):
+        read.append(path)
     else:
-        yield source.line(f"{place}.trunk", "separate", ESTIMATOR, path, why="the critic of verl is a separate model")
+        yield from source.left(path, "a critic starts from the policy's own weights")
+    yield source.line(f"{place}.trunk", "separate", *read, why="the critic of verl is a separate model")
     of = {
         "learning_rate": "critic.optim.lr",
         "value_clip": "critic.cliprange_value",
@@ -345,30 +339,8 @@ def loggers(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     yield from trackers(source, key, project, default_project="verl_examples", needless=("console", "file"))
 
 
-RULES: dict[str, Rule] = {
-    rule.__name__: rule
-    for rule in (
-        algorithm,
-        backend,
-        bad_rows,
-        clip,
-        critic,
-        engine,
-        environment,
-        filter_groups,
-        gae,
-        importance,
-        kl,
-        loggers,
-        lora,
-        microbatches,
-        minibatches,
-        offload,
-        overlong,
-        recomputed,
-        reward,
-        run_dir,
-        steps,
-        warmup,
-    )
-}
+_RULES: tuple[Rule, ...] = (
+    *(algorithm, backend, bad_rows, clip, critic, engine, environment, filter_groups, gae, importance, kl, loggers),
+    *(lora, microbatches, minibatches, offload, overlong, recomputed, reward, run_dir, steps, warmup),
+)
+RULES = {rule.__name__: rule for rule in _RULES}

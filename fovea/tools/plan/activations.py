@@ -9,9 +9,11 @@ Sizes are bytes unless a name says otherwise.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,9 +24,53 @@ from fovea.models.delta_rule import DeltaInputs, DeltaShape, DeltaState, delta_r
 from fovea.models.recompute import Recompute
 from fovea.models.transformers_versions import plain_delta_functions
 from fovea.tools.plan.model_sizes import ModelSizes
-from fovea.tools.plan.walk import PassStage
 from fovea.tools.plan.workload import BYTES_OF, RowShape
 from fovea.train.objective import can_precompute_gradients
+
+Bytes: TypeAlias = Counter[str]
+"""Bytes by part of a plan."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassStage:
+    """A module that runs forward, and later backward."""
+
+    part: str
+    """Part of the plan to which its activations belong."""
+    saved: int
+    """Bytes from its forward pass that its backward pass reads."""
+    forward: int = 0
+    """Most bytes of temporaries in its forward pass."""
+    backward: int = 0
+    """Most bytes that its backward pass needs beyond what is saved."""
+    gradient: int = 0
+    """Bytes of the gradients of its weights."""
+    pending: int = 0
+    """Bytes of a gradient that waits for a stage further down which has the same weight (a tied embedding), or for the
+    end of the backward pass."""
+
+
+def peak_of(stages: Sequence[PassStage], *, gradients_part: str, gradients_held: bool) -> Bytes:
+    """Bytes by part at the peak of a forward pass through the stages and a backward pass in reverse.
+
+    A stage keeps activations until its backward pass has run (Korthikanti et al., arXiv 2205.05198, section 4), both of
+    its passes have temporaries, and gradients of weights appear stage by stage.
+    `gradients_held`: an earlier micro-batch has left all gradients.
+    """
+    moments: list[Bytes] = []
+    held: Bytes = Counter()
+    gradients = Counter({gradients_part: sum(stage.gradient for stage in stages)}) if gradients_held else Counter()
+    for stage in stages:
+        held[stage.part] += stage.saved
+        moments.append(held + gradients + Counter({stage.part: stage.forward}))
+    pending: Bytes = Counter()
+    for stage in reversed(stages):
+        if not gradients_held:
+            gradients[gradients_part] += stage.gradient
+        pending[gradients_part] += stage.pending
+        moments.append(held + gradients + pending + Counter({stage.part: stage.backward}))
+        held[stage.part] -= stage.saved
+    return max(moments, key=lambda moment: moment.total())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,11 +155,6 @@ class Numerics:
     def norm_saves(self) -> int:
         """Bytes that an RMS norm keeps of each number: its input on CUDA, the normalised float32 number on a CPU."""
         return self.width if self.cuda else FLOAT
-
-    @property
-    def copies_keys_by_head(self) -> bool:
-        """True for the attention of float32 on CUDA, which repeats keys for all completions and query heads."""
-        return self.cuda and self.width == FLOAT
 
 
 def decoder_stages(config: Config, sizes: ModelSizes, row: RowShape, numerics: Numerics) -> list[PassStage]:
@@ -233,7 +274,8 @@ def _saved_by_attention(sizes: ModelSizes, row: RowShape, numerics: Numerics) ->
     if not numerics.cuda:
         # padded blocks of queries, keys, values and outputs
         return row.block_tokens * ((2 * queries + 2 * keys) * width + log_sums)
-    gathered = 2 * row.keys * (queries if numerics.copies_keys_by_head else keys) * width
+    # attention of float32 repeats keys for all completions and query heads
+    gathered = 2 * row.keys * (queries if width == FLOAT else keys) * width
     # the output itself is what the output projection keeps
     return row.tokens * (queries * width + log_sums) + gathered
 

@@ -72,25 +72,16 @@ def compute_of(
     update = work.update_flops * num_networks(config)
     running = decoding_prompts(config, work, numerics, room)
     decode = None if running is None else _decode_seconds(config, sizes, work, machine, numerics, running)
-    prefill = _seconds(prompts * one_prompt, config, machine, roles.engines)
-    return (
-        Compute(
-            phase="rollout", flops=rollout, seconds=None if decode is None or prefill is None else decode + prefill
-        ),
-        *(
-            [Compute(phase="logprobs", flops=scored, seconds=_seconds(scored, config, machine, roles.trainers))]
-            if scored
-            else []
-        ),
-        Compute(
-            phase="update",
-            flops=update,
-            seconds=_seconds(update, config, machine, roles.trainers),
-        ),
-    )
+    prefill = _seconds(prompts * one_prompt, machine, roles.engines)
+    seconds = None if decode is None or prefill is None else decode + prefill
+    found = [Compute(phase="rollout", flops=rollout, seconds=seconds)]
+    for phase, work_flops in (("logprobs", scored), ("update", update)):
+        if work_flops or phase == "update":
+            found.append(Compute(phase=phase, flops=work_flops, seconds=_seconds(work_flops, machine, roles.trainers)))
+    return tuple(found)
 
 
-def _seconds(flops: float, config: Config, machine: Machine, gpus: int) -> float | None:
+def _seconds(flops: float, machine: Machine, gpus: int) -> float | None:
     peak = machine.gpu.peak_tflops
     return None if peak is None else flops / (gpus * peak * TERA * UPDATE_MFU)
 

@@ -20,12 +20,11 @@ from fovea.config.backends import (
 )
 from fovea.config.run import Config
 from fovea.errors import ConfigError
-from fovea.tools.plan.activations import Numerics
+from fovea.tools.plan.activations import Bytes, Numerics
 from fovea.tools.plan.machine import GIB, Machine
+from fovea.tools.plan.megatron import states_of_trainer
 from fovea.tools.plan.model_sizes import ModelSizes
 from fovea.tools.plan.states import CRITIC, ENGINE, PARAMETERS, REFERENCE
-from fovea.tools.plan.trainer import held_states
-from fovea.tools.plan.walk import Bytes
 from fovea.tools.plan.workload import Roles
 
 CACHE = "key-value cache"
@@ -102,7 +101,7 @@ def serving_room(
     token = token_bytes(sizes, numerics) // min(shards, sizes.decoder.num_kv_heads)
     cache = _chosen_cache(engine, token, longest, numerics)
     if cache is None:
-        before = Counter[str]() if roles.apart else held_states(config, sizes, roles, numerics).on_device
+        before = Counter[str]() if roles.apart else states_of_trainer(config, sizes, roles, numerics).on_device
         # the optimizer's states come with the first update
         held = sum(before[part] for part in (PARAMETERS, REFERENCE, CRITIC))
         total = int(machine.gpu.memory_gib * GIB)

@@ -28,11 +28,11 @@ class Gpu:
 
     name: str
     memory_gib: float
-    peak_tflops: float | None
+    peak_tflops: float | None = None
     """Dense bfloat16 rate; None where it is not known."""
-    memory_gb_per_second: float | None
+    memory_gb_per_second: float | None = None
     """Bandwidth of its memory, in 10^9 bytes."""
-    link_gb_per_second: float | None
+    link_gb_per_second: float | None = None
     """Bandwidth to another GPU of the machine, one direction."""
 
     @property
@@ -60,30 +60,26 @@ class Machine:
         return self.gpu.link_gb_per_second if self.nodes == 1 else None
 
 
-def _gpu(name: str, memory_gib: float, sheet: str, bandwidth: float, link: float) -> Gpu:
-    return Gpu(
+GPUS: Mapping[str, Gpu] = {
+    name: Gpu(
         name=name,
         memory_gib=memory_gib,
         peak_tflops=DENSE_BF16_TFLOPS[sheet],
         memory_gb_per_second=bandwidth,
         link_gb_per_second=link,
     )
-
-
-GPUS: Mapping[str, Gpu] = {
-    gpu.name: gpu
-    for gpu in (
-        _gpu("a100-40", 40, "A100", 1555, 300),  # A100 data sheet: SXM, NVLink 600 GB/s in both directions
-        _gpu("a100-80", 80, "A100", 2039, 300),  # the same
-        _gpu("h100", 80, "H100", 3350, 450),  # H100 data sheet: SXM, NVLink 900 GB/s
-        _gpu("h200", 141, "H200", 4800, 450),  # H200 data sheet: SXM, NVLink 900 GB/s
-        _gpu("b200", 180, "B200", 8000, 900),  # HGX B200 data sheet: 1.44 TB for 8, NVLink 1.8 TB/s
-        _gpu("l40s", 48, "L40S", 864, 32),  # L40S data sheet: PCIe 4.0, 64 GB/s in both directions
-        _gpu("l4", 24, "L4", 300, 32),  # L4 data sheet: the same link
-        _gpu("a10", 24, "A10", 600, 32),  # A10 data sheet: the same link
-        _gpu("rtx5090", 32, "RTX 5090", 1792, 64),  # RTX Blackwell architecture paper, appendix: PCIe 5.0
-        _gpu("rtx4090", 24, "RTX 4090", 1008, 32),  # Ada architecture paper, appendix A
-        _gpu("rtx3090", 24, "RTX 3090", 936, 32),  # Ampere GA102 architecture paper, appendix A
+    for name, memory_gib, sheet, bandwidth, link in (
+        ("a100-40", 40, "A100", 1555, 300),  # A100 data sheet: SXM, NVLink 600 GB/s in both directions
+        ("a100-80", 80, "A100", 2039, 300),  # the same
+        ("h100", 80, "H100", 3350, 450),  # H100 data sheet: SXM, NVLink 900 GB/s
+        ("h200", 141, "H200", 4800, 450),  # H200 data sheet: SXM, NVLink 900 GB/s
+        ("b200", 180, "B200", 8000, 900),  # HGX B200 data sheet: 1.44 TB for 8, NVLink 1.8 TB/s
+        ("l40s", 48, "L40S", 864, 32),  # L40S data sheet: PCIe 4.0, 64 GB/s in both directions
+        ("l4", 24, "L4", 300, 32),  # L4 data sheet: the same link
+        ("a10", 24, "A10", 600, 32),  # A10 data sheet: the same link
+        ("rtx5090", 32, "RTX 5090", 1792, 64),  # RTX Blackwell architecture paper, appendix: PCIe 5.0
+        ("rtx4090", 24, "RTX 4090", 1008, 32),  # Ada architecture paper, appendix A
+        ("rtx3090", 24, "RTX 3090", 936, 32),  # Ampere GA102 architecture paper, appendix A
     )
 }
 
@@ -103,24 +99,10 @@ def machine_of(settings: Plan, cluster: Cluster, device: str) -> Machine:
 def _this_machine(device: str) -> Gpu:
     if pick_device(device).type == "cpu":
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return Gpu(
-            name="cpu",
-            memory_gib=memory_bytes / GIB,
-            peak_tflops=None,
-            memory_gb_per_second=None,
-            link_gb_per_second=None,
-        )
+        return Gpu(name="cpu", memory_gib=memory_bytes / GIB)
     found = torch.cuda.get_device_properties(0)
     known = next((gpu for gpu in GPUS.values() if _is_named(gpu, found.name, found.total_memory)), None)
-    if known is not None:
-        return known
-    return Gpu(
-        name=found.name,
-        memory_gib=found.total_memory / GIB,
-        peak_tflops=None,
-        memory_gb_per_second=None,
-        link_gb_per_second=None,
-    )
+    return known or Gpu(name=found.name, memory_gib=found.total_memory / GIB)
 
 
 def _is_named(gpu: Gpu, cuda_name: str, memory_bytes: int) -> bool:

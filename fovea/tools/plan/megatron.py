@@ -17,21 +17,24 @@ from dataclasses import dataclass, replace
 
 from fovea.config.backends import MegatronBackend
 from fovea.config.run import Config
+from fovea.tools.plan import states
 from fovea.tools.plan.activations import (
     ACTIVATIONS,
     FLOAT,
     LOGITS,
+    Bytes,
     ModuleBytes,
     Numerics,
+    PassStage,
     expert_weights,
     mlp_numbers,
     norms_heads,
+    peak_of,
     stage_of,
 )
 from fovea.tools.plan.model_sizes import ModelSizes, Unit
 from fovea.tools.plan.states import GRADIENTS, MOMENTS, OPTIMIZER, PARAMETERS, REFERENCE, States
 from fovea.tools.plan.vision import VISION, encoding_bytes, tower_stages
-from fovea.tools.plan.walk import Bytes, PassStage, peak_of
 from fovea.tools.plan.workload import Roles, RowShape, Workload
 from fovea.train.objective import can_precompute_gradients
 
@@ -47,9 +50,7 @@ class Slice:
 
     def __add__(self, other: Slice) -> Slice:
         return Slice(
-            self.total + other.total,
-            self.trainable + other.trainable,
-            self.trained_experts + other.trained_experts,
+            self.total + other.total, self.trainable + other.trainable, self.trained_experts + other.trained_experts
         )
 
 
@@ -71,6 +72,13 @@ def held_states(config: Config, sizes: ModelSizes, roles: Roles, numerics: Numer
         stay[REFERENCE] = mine.total * numerics.width
     states = Counter({OPTIMIZER: dense + experts})
     return States(stay, states) if backend.optimizer_offload and numerics.cuda else States(stay + states, Counter())
+
+
+def states_of_trainer(config: Config, sizes: ModelSizes, roles: Roles, numerics: Numerics) -> States:
+    """Bytes that a training process of any backend holds in all phases, without its engine."""
+    if roles.is_divided:
+        return held_states(config, sizes, roles, numerics)
+    return states.held_states(config, sizes, roles.trainers, numerics)
 
 
 def optimizer_numbers(numerics: Numerics) -> int:
@@ -135,7 +143,7 @@ def _row_peak(
     waiting = Counter[str]()
     for stage in stages:
         waiting[stage.part] += (in_flight - 1) * stage.saved
-    return peak_of(stages, gradients_part=GRADIENTS, gradients_held=True).held + waiting
+    return peak_of(stages, gradients_part=GRADIENTS, gradients_held=True) + waiting
 
 
 def row_stages(config: Config, sizes: ModelSizes, row: RowShape, roles: Roles, numerics: Numerics) -> list[PassStage]:

@@ -10,25 +10,22 @@ from fovea.config.backends import DEFAULT_BATCH_TOKENS, EmbeddedSettings, Megatr
 from fovea.config.run import Config
 from fovea.models.vision.tower_inputs import PASS_PATCHES
 from fovea.rollout.embedded.tuning import default_bytes
-from fovea.tools.plan import megatron
-from fovea.tools.plan.activations import FLOAT, Numerics, decoder_stages, embedding_stage, head_stage
+from fovea.tools.plan import megatron, states
+from fovea.tools.plan.activations import (
+    FLOAT,
+    Bytes,
+    Numerics,
+    PassStage,
+    decoder_stages,
+    embedding_stage,
+    head_stage,
+    peak_of,
+)
 from fovea.tools.plan.engine import CACHE, ServingRoom, token_bytes, with_batch_tokens
 from fovea.tools.plan.model_sizes import ModelSizes
-from fovea.tools.plan.recorded import Recorded, recorded_bytes
-from fovea.tools.plan.rollout import pool_bytes, prompt_demand, rollout_peak
-from fovea.tools.plan.states import (
-    CRITIC,
-    ENGINE,
-    GATHERED,
-    GRADIENTS,
-    critic_trainable,
-    gathered_bytes,
-    gradient_bytes,
-    has_own_critic,
-)
-from fovea.tools.plan.trainer import held_states
+from fovea.tools.plan.rollout import Recorded, pool_bytes, prompt_demand, recorded_bytes, rollout_peak
+from fovea.tools.plan.states import CRITIC, ENGINE, GATHERED, GRADIENTS
 from fovea.tools.plan.vision import VISION, feature_bytes, tower_stages
-from fovea.tools.plan.walk import Bytes, PassStage, peak_of
 from fovea.tools.plan.workload import Roles, RowShape, Workload
 from fovea.weights.push import BUCKET_BYTES
 
@@ -40,35 +37,32 @@ def update_peak(
     # all ranks have as many rows; gradients of the first are still there in the second
     gradients_held = work.rows_per_minibatch > 1
     held = _held_gradients(config, sizes, ranks, numerics)
-    rows = work.distinct_rows
-    peaks = [_row_peak(config, sizes, row, ranks, numerics, recorded, gradients_held) for row in rows]
-    if has_own_critic(config):
+
+    def row_peak(row: RowShape, of: str) -> Bytes:
+        # a separate critic encodes images by a separate tower, and makes no logits
+        encodes = of == CRITIC or not recorded.vision_graph
+        stages = _on_ranks(row_stages(config, sizes, row, numerics, encodes=encodes), config, ranks, numerics)
+        return peak_of(stages[:-1] if of == CRITIC else stages, gradients_part=of, gradients_held=gradients_held)
+
+    peaks = [row_peak(row, GRADIENTS) for row in work.distinct_rows]
+    if states.has_own_critic(config):
         if gradients_held:
             peaks = [Counter({CRITIC: held[CRITIC]}) + peak for peak in peaks]
         # after the policy's backward pass, whose gradients stay
-        of_critic = [_critic_peak(config, sizes, row, ranks, numerics, gradients_held) for row in rows]
-        peaks += [Counter({GRADIENTS: held[GRADIENTS]}) + peak for peak in of_critic]
+        peaks += [Counter({GRADIENTS: held[GRADIENTS]}) + row_peak(row, CRITIC) for row in work.distinct_rows]
     if recorded.vision_graph:
         peaks.append(_graph_peak(config, sizes, work, numerics))
     peak: Bytes = max(peaks, key=lambda peak: peak.total()) + recorded.bytes
-    peak[GATHERED] += gathered_bytes(sizes, ranks, numerics)
+    peak[GATHERED] += states.gathered_bytes(sizes, ranks, numerics)
     # the optimizer's step needs only gradients, which are more than the peak's where most of them were yet to come
     return max(peak, held, key=lambda moment: moment.total())
 
 
 def _held_gradients(config: Config, sizes: ModelSizes, ranks: int, numerics: Numerics) -> Bytes:
     """Gradients between two micro-batches, and before the optimizer's step."""
-    critic = critic_trainable(sizes) if has_own_critic(config) else 0
+    critic = states.critic_trainable(sizes) if states.has_own_critic(config) else 0
     numbers = {GRADIENTS: sizes.trainable, CRITIC: critic}
-    return Counter({part: gradient_bytes(config, count, ranks, numerics) for part, count in numbers.items()})
-
-
-def _critic_peak(
-    config: Config, sizes: ModelSizes, row: RowShape, ranks: int, numerics: Numerics, gradients_held: bool
-) -> Bytes:
-    """Peak of a separate critic's passes, which encode images by a separate tower and make no logits."""
-    stages = _on_ranks(row_stages(config, sizes, row, numerics), config, ranks, numerics)[:-1]
-    return peak_of(stages, gradients_part=CRITIC, gradients_held=gradients_held).held
+    return Counter({part: states.gradient_bytes(config, count, ranks, numerics) for part, count in numbers.items()})
 
 
 def _graph_peak(config: Config, sizes: ModelSizes, work: Workload, numerics: Numerics) -> Bytes:
@@ -76,20 +70,6 @@ def _graph_peak(config: Config, sizes: ModelSizes, work: Workload, numerics: Num
     patches = work.rank_prompts * work.lengths.images * work.lengths.patches
     stages = tower_stages(config.train.gradient_checkpointing, sizes, min(patches, PASS_PATCHES), numerics)
     return Counter({VISION: max(stage.backward for stage in stages), GRADIENTS: FLOAT * sizes.trainable})
-
-
-def _row_peak(
-    config: Config,
-    sizes: ModelSizes,
-    row: RowShape,
-    ranks: int,
-    numerics: Numerics,
-    recorded: Recorded,
-    gradients_held: bool,
-) -> Bytes:
-    stages = row_stages(config, sizes, row, numerics, encodes=not recorded.vision_graph)
-    stages = _on_ranks(stages, config, ranks, numerics)
-    return peak_of(stages, gradients_part=GRADIENTS, gradients_held=gradients_held).held
 
 
 def _on_ranks(stages: Sequence[PassStage], config: Config, ranks: int, numerics: Numerics) -> list[PassStage]:
@@ -109,7 +89,7 @@ def _on_rank(stage: PassStage, config: Config, ranks: int, numerics: Numerics, *
     whole = trainable * numerics.width
     return replace(
         stage,
-        gradient=gradient_bytes(config, trainable, ranks, numerics),
+        gradient=states.gradient_bytes(config, trainable, ranks, numerics),
         backward=stage.backward + (0 if in_root else whole),
         pending=stage.pending * numerics.width // FLOAT + (whole if in_root else 0),
     )
@@ -191,7 +171,7 @@ class AroundPool:
 
 def _around_pool(config: Config, sizes: ModelSizes, work: Workload, roles: Roles, numerics: Numerics) -> AroundPool:
     features = Counter({VISION: _cached_features(config, sizes, work, numerics)})
-    policy = held_states(config, sizes, roles, numerics).on_device + features
+    policy = megatron.states_of_trainer(config, sizes, roles, numerics).on_device + features
     # the policy's tensors are in other processes, or sharded, so that an engine cannot use them
     width = 0 if roles.shares_tensors else numerics.width
     engine = Counter({ENGINE: sizes.parameters * width})
@@ -236,7 +216,7 @@ def _with_own_weights(
 ) -> tuple[PhaseMemory, ...]:
     """The phases with an engine that sleeps during the update, on a GPU, and gets a push of weights after it."""
     features = Counter({VISION: _cached_features(config, sizes, work, numerics)})
-    policy = held_states(config, sizes, roles, numerics).on_device + features
+    policy = megatron.states_of_trainer(config, sizes, roles, numerics).on_device + features
     update = policy + _update_peak(config, sizes, work, roles, numerics, Recorded())
     engine: Bytes = Counter() if room is None else room.bytes
     # tensors that have come and are not loaded yet: a bucket, with the tensor that filled it, at most the embedding

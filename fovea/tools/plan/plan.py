@@ -16,11 +16,11 @@ from fovea.tools.plan.activations import Numerics
 from fovea.tools.plan.compute import Compute, compute_of, decoding_prompts
 from fovea.tools.plan.engine import ServingRoom, batch_tokens, serving_room
 from fovea.tools.plan.machine import Machine, machine_of
+from fovea.tools.plan.megatron import states_of_trainer
 from fovea.tools.plan.memory import PhaseMemory, phases_of, sized_by_memory
 from fovea.tools.plan.model_sizes import ModelSizes, model_sizes
 from fovea.tools.plan.rollout import prompt_demand
 from fovea.tools.plan.traffic import Moved, traffic_of
-from fovea.tools.plan.trainer import held_states
 from fovea.tools.plan.workload import Lengths, Roles, Workload, roles_of, workload_of
 from fovea.train.model_division import check_division
 
@@ -102,7 +102,7 @@ def _of_stage(config: Config, sizes: ModelSizes, machine: Machine, roles: Roles,
         lengths=work.lengths,
         microbatches=sum(map(len, work.rows)),
         phases=phases_of(config, sizes, work, roles, numerics, room, machine.usable_bytes),
-        on_host=held_states(config, sizes, roles, numerics).on_host,
+        on_host=states_of_trainer(config, sizes, roles, numerics).on_host,
         room=room,
         batch_tokens=batch_tokens(config) if isinstance(config.rollout.engine, EmbeddedSettings) else None,
         rows=None if prompts is None else prompts * config.rollout.samples_per_prompt,
@@ -123,16 +123,13 @@ Settings: TypeAlias = Mapping[str, Any]
 """Values by dotted key."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
-    """Settings that change together, and the values to try, cheapest first."""
+Change: TypeAlias = Sequence[Settings]
+"""Settings that change together: the values to try, cheapest first."""
 
-    tries: Sequence[Settings]
 
-    @staticmethod
-    def of(key: str, values: Iterable[Any]) -> Change:
-        """A change of one setting."""
-        return Change(tries=[{key: value} for value in values])
+def _values(key: str, values: Iterable[Any]) -> Change:
+    """A change of one setting."""
+    return [{key: value} for value in values]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,30 +165,25 @@ def advice_for(config: Config) -> list[Advice]:
 Planner = Callable[[Config], RunPlan]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Try:
-    """The settings with one try of a change, and their plan."""
-
-    settings: Settings
-    config: Config
-    planned: RunPlan
+Try: TypeAlias = tuple[Settings, Config, RunPlan]
+"""One try of a change, all settings with it, and their plan."""
 
 
 def _tries(config: Config, change: Change, plan: Planner) -> Iterator[Try]:
     """The tries of a change in their order, without those that contradict the other settings."""
-    for settings in change.tries:
+    for settings in change:
         try:
             changed = with_settings(config, settings)
             planned = plan(changed)
         except (ValidationError, ConfigError, TrainError):
             continue  # TrainError: a completion no longer fits a micro-batch
-        yield Try(settings=settings, config=changed, planned=planned)
+        yield settings, changed, planned
 
 
 def _mildest(config: Config, change: Change, plan: Planner) -> Advice | None:
     """The first try with which the plan fits."""
-    fitting = (each for each in _tries(config, change, plan) if each.planned.fits)
-    return next((_advice(each.settings, each.planned) for each in fitting), None)
+    tries = _tries(config, change, plan)
+    return next((_advice(settings, planned) for settings, _, planned in tries if planned.fits), None)
 
 
 def _together(config: Config, planned: RunPlan, changes: Sequence[Change], plan: Planner) -> list[Advice]:
@@ -200,13 +192,13 @@ def _together(config: Config, planned: RunPlan, changes: Sequence[Change], plan:
     # twice: while the update's peak is the larger one, what saves memory in the rollout saves nothing
     for change in [*changes, *changes]:
         tries = list(_tries(config, change, plan))
-        for each in tries:
-            if each.planned.fits:
-                return [_advice(made | dict(each.settings), each.planned)]
-        best = min(tries, key=lambda each: each.planned.missing_bytes, default=None)
-        if best is not None and best.planned.missing_bytes < planned.missing_bytes:
-            config, planned = best.config, best.planned
-            made |= best.settings
+        for settings, _, tried in tries:
+            if tried.fits:
+                return [_advice(made | dict(settings), tried)]
+        best = min(tries, key=lambda each: each[2].missing_bytes, default=None)
+        if best is not None and best[2].missing_bytes < planned.missing_bytes:
+            settings, config, planned = best
+            made |= settings
     return []
 
 
@@ -221,37 +213,37 @@ def changes_for(config: Config, planned: RunPlan) -> Iterator[Change]:
     """Changes in the order of their price: time first, then what is trained, then more machines."""
     train, model, machine = config.train, config.model, planned.machine
     ways = ("none", "selective", "full")
-    yield Change.of("train.gradient_checkpointing", ways[ways.index(train.gradient_checkpointing) + 1 :])
+    yield _values("train.gradient_checkpointing", ways[ways.index(train.gradient_checkpointing) + 1 :])
     yield _smaller_rows(config)
     yield _cache(config, planned)
     backend = train.backend
-    yield Change.of("train.backend.logits_mib", [mib for mib in (256, 128, 64) if mib < backend.logits_mib])
+    yield _values("train.backend.logits_mib", [mib for mib in (256, 128, 64) if mib < backend.logits_mib])
     if isinstance(backend, MegatronBackend):
         yield from _divided_further(backend)
     fewer_replicas = [n for n in range(backend.replicas - 1, 0, -1) if backend.replicas % n == 0]
-    yield Change.of("train.backend.replicas", fewer_replicas)
+    yield _values("train.backend.replicas", fewer_replicas)
     yield _apart(config, machine.gpus)
     if not model.trains_vision:
-        yield Change.of("model.feature_cache_gib", [gib for gib in (1, 0) if gib < model.feature_cache_gib])
+        yield _values("model.feature_cache_gib", [gib for gib in (1, 0) if gib < model.feature_cache_gib])
     if machine.gpu.is_cuda and not backend.cpu_offload:
-        yield Change.of("train.backend.cpu_offload", [True])
+        yield _values("train.backend.cpu_offload", [True])
     if model.dtype == "float32":
-        yield Change.of("model.dtype", ["bfloat16"])
+        yield _values("model.dtype", ["bfloat16"])
     if model.trains_vision:
-        yield Change.of("model.freeze_vision_tower", [True])
+        yield _values("model.freeze_vision_tower", [True])
     more = [machine.gpus << power for power in range(1, 10)]
-    yield Change.of("plan.gpus", [gpus for gpus in more if gpus <= MOST_GPUS])
+    yield _values("plan.gpus", [gpus for gpus in more if gpus <= MOST_GPUS])
     if model.lora is None:
-        yield Change.of("model.lora.rank", [16])
+        yield _values("model.lora.rank", [16])
 
 
 def _divided_further(backend: MegatronBackend) -> Iterator[Change]:
     """Optimizer states in the host's memory, and layers over more GPUs, with their tokens."""
     if not backend.optimizer_offload:
-        yield Change.of("train.backend.optimizer_offload", [True])
+        yield _values("train.backend.optimizer_offload", [True])
     place, now = "train.backend", backend.tensor_parallel_size
     sizes = [each for each in TENSOR_SIZES if each > now or (each == now and not backend.sequence_parallel)]
-    yield Change(tries=[{f"{place}.tensor_parallel_size": each, f"{place}.sequence_parallel": True} for each in sizes])
+    yield [{f"{place}.tensor_parallel_size": each, f"{place}.sequence_parallel": True} for each in sizes]
 
 
 def _cache(config: Config, planned: RunPlan) -> Change:
@@ -261,32 +253,32 @@ def _cache(config: Config, planned: RunPlan) -> Change:
         # an engine refuses a prompt that does not fit with its completions
         fewest = prompt_demand(config, planned.lengths)
         in_cache = [each for each in _fewer(planned.batch_tokens) if each >= fewest]
-        return Change.of("rollout.engine.max_batch_tokens", in_cache)
+        return _values("rollout.engine.max_batch_tokens", in_cache)
     if isinstance(engine, VllmSettings) and engine.kv_cache_gib is not None:
-        return Change.of("rollout.engine.kv_cache_gib", [engine.kv_cache_gib * 2**power for power in (-1, -2, 1, 2)])
+        return _values("rollout.engine.kv_cache_gib", [engine.kv_cache_gib * 2**power for power in (-1, -2, 1, 2)])
     if isinstance(engine, SglangSettings) and engine.max_total_tokens is not None:
         tokens = engine.max_total_tokens
-        return Change.of("rollout.engine.max_total_tokens", [*_fewer(tokens), 2 * tokens, 4 * tokens])
+        return _values("rollout.engine.max_total_tokens", [*_fewer(tokens), 2 * tokens, 4 * tokens])
     if isinstance(engine, ServingEngine):
         share = engine.gpu_memory_utilization
         lower, higher = [each for each in SHARES if each < share], [each for each in SHARES if each > share]
-        return Change.of("rollout.engine.gpu_memory_utilization", [*reversed(lower), *higher])
-    return Change(tries=())
+        return _values("rollout.engine.gpu_memory_utilization", [*reversed(lower), *higher])
+    return ()
 
 
 def _apart(config: Config, gpus: int) -> Change:
     """GPUs that only generate, half of all or fewer, so that none holds shards and an engine's weights."""
     if config.cluster.placement == "disaggregated":
-        return Change(tries=())
+        return ()
     shares = [gpus // part for part in (2, 4, 8) if gpus >= part]
-    return Change(tries=[{"cluster.placement": "disaggregated", "cluster.rollout_gpus": each} for each in shares])
+    return [{"cluster.placement": "disaggregated", "cluster.rollout_gpus": each} for each in shares]
 
 
 def _smaller_rows(config: Config) -> Change:
     train = config.train
     if train.enable_dynamic_batch_size:
-        return Change.of("train.max_tokens_per_microbatch", _fewer(train.max_tokens_per_microbatch))
-    return Change.of("train.groups_per_microbatch", range(train.groups_per_microbatch - 1, 0, -1))
+        return _values("train.max_tokens_per_microbatch", _fewer(train.max_tokens_per_microbatch))
+    return _values("train.groups_per_microbatch", range(train.groups_per_microbatch - 1, 0, -1))
 
 
 def _fewer(tokens: int) -> list[int]:

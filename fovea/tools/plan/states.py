@@ -13,9 +13,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 from fovea.config.run import Config
-from fovea.tools.plan.activations import FLOAT, Numerics
+from fovea.tools.plan.activations import FLOAT, Bytes, Numerics
 from fovea.tools.plan.model_sizes import ModelSizes
-from fovea.tools.plan.walk import Bytes
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 ENGINE, REFERENCE, CRITIC, GATHERED = "engine's weights", "reference model", "critic", "gathered weights"

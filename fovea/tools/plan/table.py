@@ -57,11 +57,17 @@ def _device(plan: RunPlan) -> str:
     return "GPU" if plan.machine.gpu.is_cuda else "process"
 
 
+def _empty_table(title: str, first: str, *numbers: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column(first)
+    for name in numbers:
+        table.add_column(name, justify="right")
+    return table
+
+
 def _memory(plan: RunPlan) -> Table:
-    table = Table(title=f"memory of each {_device(plan)} at the peak of a phase, GiB", title_justify="left")
-    table.add_column("part")
-    for phase in plan.phases:
-        table.add_column(phase.phase, justify="right")
+    title = f"memory of each {_device(plan)} at the peak of a phase, GiB"
+    table = _empty_table(title, "part", *(phase.phase for phase in plan.phases))
     parts = dict.fromkeys(part for phase in plan.phases for part in phase.parts)
     for part in sorted(parts, key=lambda part: -max(phase.parts.get(part, 0) for phase in plan.phases)):
         table.add_row(part, *(_gib(phase.parts.get(part, 0)) for phase in plan.phases))
@@ -74,11 +80,8 @@ def _memory(plan: RunPlan) -> Table:
 
 
 def _work(plan: RunPlan) -> Table:
-    table = Table(
-        title=f"work of a step on {'all GPUs' if plan.machine.gpu.is_cuda else 'the CPU'}", title_justify="left"
-    )
-    for name in ("phase", "TFLOP", "seconds, estimated"):
-        table.add_column(name, justify="left" if name == "phase" else "right")
+    where = "all GPUs" if plan.machine.gpu.is_cuda else "the CPU"
+    table = _empty_table(f"work of a step on {where}", "phase", "TFLOP", "seconds, estimated")
     for each in plan.compute:
         table.add_row(each.phase, f"{each.flops / TERA:,.4g}", _seconds(each.seconds))
     return table
@@ -107,9 +110,7 @@ def _note_on_seconds(plan: RunPlan) -> str | None:
 
 
 def _traffic(plan: RunPlan) -> Table:
-    table = Table(title="bytes moved in a step", title_justify="left")
-    for name in ("what", "GB", "seconds at the link's rate"):
-        table.add_column(name, justify="left" if name == "what" else "right")
+    table = _empty_table("bytes moved in a step", "what", "GB", "seconds at the link's rate")
     link = plan.machine.link_gb_per_second
     for moved in plan.traffic:
         gigabytes = moved.num_bytes / GB

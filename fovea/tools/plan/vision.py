@@ -8,9 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fovea.models.recompute import Recompute
-from fovea.tools.plan.activations import FLOAT, ModuleBytes, Numerics, stage_of
+from fovea.tools.plan.activations import FLOAT, ModuleBytes, Numerics, PassStage, stage_of
 from fovea.tools.plan.model_sizes import ModelSizes
-from fovea.tools.plan.walk import PassStage
 
 VISION = "vision"
 
@@ -72,11 +71,7 @@ def tower_stages(how: Recompute, sizes: ModelSizes, patches: int, numerics: Nume
     blocks = [stage_of(how, VISION, module, gradient=FLOAT * unit.trainable) for unit in units[: tower.depth]]
     others = sum(unit.trainable for unit in units[tower.depth :])
     merging = PassStage(
-        part=VISION,
-        saved=(1 + 3 * tower.mergers) * entry,
-        forward=entry,
-        backward=2 * entry,
-        gradient=FLOAT * others,
+        part=VISION, saved=(1 + 3 * tower.mergers) * entry, forward=entry, backward=2 * entry, gradient=FLOAT * others
     )
     return [PassStage(part=VISION, saved=pixel_bytes(sizes, patches, numerics), forward=entry), *blocks, merging]
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fovea.config.backends import MegatronBackend
 from fovea.config.run import Config
@@ -208,29 +207,25 @@ def _shape(row: RowSlices, roles: Roles) -> RowShape:
             prompt + sum(prompt + tokens for tokens in lengths if tokens)
             for prompt, lengths in zip(prompts, inputs, strict=True)
         ),
-        patches=sum(len(group.prompt.images) * _patches(group.prompt.images[0]) for group in groups if group.images),
+        patches=sum(
+            len(group.prompt.images) * math.prod(group.prompt.images[0].grid) for group in groups if group.images
+        ),
         visual_tokens=sum(image.num_tokens for group in groups for image in group.prompt.images),
     )
-
-
-def _patches(image: PromptImage) -> int:
-    return math.prod(image.grid)
 
 
 def _group(lengths: Lengths, grid: tuple[int, int, int], samples: int) -> SampleGroup:
     """A group of these lengths, without pixels and without sense, of unequal samples: equal ones cost nothing."""
     ids_L = np.zeros(lengths.prompt_tokens, np.int64)
     image = PromptImage(key="", tensors={}, num_tokens=lengths.image_tokens, grid=grid)
-    of_group = tuple(_sample(np.full(lengths.completion_tokens, number)) for number in range(samples))
     prompt = Prompt(token_ids_L=ids_L, unexpanded_ids_U=ids_L, images=(image,) * lengths.images)
-    return SampleGroup(prompt=prompt, samples=of_group)
-
-
-def _sample(ids_T: NDArray[np.int64]) -> Sample:
-    return Sample(
-        token_ids_T=ids_T,
-        mask_T=np.ones(len(ids_T), np.bool_),
-        rollout_logprobs_T=np.zeros(len(ids_T), np.float32),
+    count = lengths.completion_tokens
+    first = Sample(
+        token_ids_T=np.full(count, 0),
+        mask_T=np.ones(count, np.bool_),
+        rollout_logprobs_T=np.zeros(count, np.float32),
         reward=0.0,
         weight=1.0,
     )
+    unequal = tuple(replace(first, token_ids_T=np.full(count, number)) for number in range(samples))
+    return SampleGroup(prompt=prompt, samples=unequal)

@@ -23,7 +23,7 @@ from fovea.run.lifecycle import measure_parity
 from fovea.run.parity_reading import parity_failure
 from fovea.tools.plan.compute import DECODE_BANDWIDTH_FRAC, UPDATE_MFU
 from fovea.tools.plan.machine import machine_of
-from fovea.tools.plan.plan import RunPlan, make_plan
+from fovea.tools.plan.plan import make_plan
 from fovea.tools.probe import kernels
 from fovea.tools.probe.rates import Check, CheckFailed, Rates, best_seconds, measure_rates, ring, run_checks
 from fovea.utils.event_loop import wait_for
@@ -70,11 +70,9 @@ def _first_step(device: torch.device) -> Mapping[str, float]:
 
 
 def _shapes(folder: str, device: torch.device, dtype: torch.dtype, *overrides: str) -> Config:
-    own: Sequence[str] = (
-        *(f"run_dir={json.dumps(folder)}", f"model.device={device.type}"),
-        f"model.dtype={str(dtype).removeprefix('torch.')}",
-    )
-    return load_config([shipped_recipe("shapes")], [*QUIET, *own, *overrides])
+    model = (f"model.device={device.type}", f"model.dtype={str(dtype).removeprefix('torch.')}")
+    words = [*QUIET, f"run_dir={json.dumps(folder)}", *model, *overrides]
+    return load_config([shipped_recipe("shapes")], words)
 
 
 GIGA, TERA, GIB = 1e9, 1e12, 2**30
@@ -91,20 +89,16 @@ def check_gpu(config: Config | None, say: Callable[[str], None], *, on_cpu: bool
     if not on_cpu and not torch.cuda.is_available():
         raise ModelError("--gpu, but torch sees no CUDA device; --gpu --cpu tries the same checks on the CPU")
     device = torch.device("cpu" if on_cpu else "cuda")
-    failed = run_checks(_checks(device, config, _rates(device)), say)
+    failed = run_checks(_checks(device, config), say)
     say(f"{len(failed)} checks failed: {'; '.join(failed)}" if failed else "all checks passed")
     say("send all of the above with a report of a fault, and the recipe with its settings")
     return not failed
 
 
-def _rates(device: torch.device) -> Rates:
-    if device.type == "cpu":
-        return measure_rates("cpu", torch.float32, gemm_side=256, num_bytes=2**22)
-    return measure_rates(device.type, torch.bfloat16, gemm_side=8192, num_bytes=2**32)
-
-
-def _checks(device: torch.device, config: Config | None, rates: Rates) -> Sequence[Check]:
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+def _checks(device: torch.device, config: Config | None) -> Sequence[Check]:
+    on_cpu = device.type == "cpu"
+    dtype, side, num_bytes = (torch.float32, 256, 2**22) if on_cpu else (torch.bfloat16, 8192, 2**32)
+    rates = measure_rates(device.type, dtype, gemm_side=side, num_bytes=num_bytes)
     checks = [
         Check("machine", partial(machine, device)),
         Check("rates", partial(rate_lines, device, rates)),
@@ -148,22 +142,16 @@ def expected(config: Config, rates: Rates) -> Iterator[str]:
     known = machine.gpu.peak_tflops
     measured = replace(machine.gpu, peak_tflops=rates.gemm / TERA, memory_gb_per_second=rates.read / GIGA)
     plan = make_plan(config, machine=replace(machine, gpu=measured))
-    yield f"{plan.model} on {machine.gpus} x {machine.gpu.name}: {_fits(plan)}"
+    peak, usable = plan.peak.total / GIB, plan.machine.usable_bytes / GIB
+    fits = f"{'fits' if plan.fits else 'DOES NOT FIT'}, with {peak:.1f} of {usable:.1f} GiB at the peak"
+    yield f"{plan.model} on {machine.gpus} x {machine.gpu.name}: {fits}, in the {plan.peak.phase}"
     rollout = plan.compute[0]
     tokens = config.rollout.prompts_per_step * config.rollout.samples_per_prompt * plan.lengths.completion_tokens
     assert rollout.seconds is not None, "measured rates are known"
     if plan.rows is not None:
         yield f"rollout: {plan.rows:,} completions at once on average"
-    yield (
-        f"rollout: {tokens / rollout.seconds:,.0f} tokens/s at {DECODE_BANDWIDTH_FRAC:.0%} of the measured bandwidth"
-    )
+    speed = tokens / rollout.seconds
+    yield f"rollout: {speed:,.0f} tokens/s at {DECODE_BANDWIDTH_FRAC:.0%} of the measured bandwidth"
     if known is not None:
         most = rates.gemm / TERA / known
-        planned = UPDATE_MFU * most
-        yield f"update: an MFU of {planned:.0%} is planned; products of matrices only have {most:.0%}"
-
-
-def _fits(plan: RunPlan) -> str:
-    peak, usable = plan.peak.total / GIB, plan.machine.usable_bytes / GIB
-    fits = "fits" if plan.fits else "DOES NOT FIT"
-    return f"{fits}, with {peak:.1f} of {usable:.1f} GiB at the peak, in the {plan.peak.phase}"
+        yield f"update: an MFU of {UPDATE_MFU * most:.0%} is planned; products of matrices only have {most:.0%}"

@@ -105,10 +105,6 @@ def _result(name: str, entry: Mapping[str, Any]) -> PublishedResult:
 
 
 def _setting(name: str, row: Mapping[str, Any]) -> AuthorSetting:
-    ours = row.get("ours", {})
-    return AuthorSetting(
-        name=name,
-        value=row["is"],
-        ours={ours: row["is"]} if isinstance(ours, str) else ours,
-        differs=row.get("differs", ""),
-    )
+    ours, value = row.get("ours", {}), row["is"]
+    ours = {ours: value} if isinstance(ours, str) else ours
+    return AuthorSetting(name=name, value=value, ours=ours, differs=row.get("differs", ""))

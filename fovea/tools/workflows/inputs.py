@@ -27,11 +27,7 @@ from fovea.config.type_text import hint, show, type_text
 from fovea.errors import ConfigError, DataError, MissingExtraError, ModelError
 
 EnvironmentName: TypeAlias = Literal["geospot", "vqa", "visual_qa"]
-RECIPES: Mapping[str, str] = {
-    "geospot": "vlm_gym_geospot",
-    "vqa": "vlm_gym_vqa",
-    "visual_qa": "vlm_gym_vqa",
-}
+RECIPES: Mapping[str, str] = {"geospot": "vlm_gym_geospot", "vqa": "vlm_gym_vqa", "visual_qa": "vlm_gym_vqa"}
 """The recipe that a workflow starts from, by `env_name`."""
 DEFAULT_ENVIRONMENT = "geospot"
 ABOUT_ROWS: Mapping[str, str] = {"curriculum.level_weights": "env_dataset"}

@@ -74,7 +74,7 @@ def evaluate(inputs: EvaluationInputs, *, trust: bool = False) -> EvaluationOutp
     with errors_name_inputs(inputs):
         recipe = _recipe(inputs, targets)
         environment = shared_settings(targets, recipe, overrides, trust=trust).environment.name
-        if inputs.env_name is not None and environment != _environment(inputs.env_name):
+        if inputs.env_name is not None and environment != inputs.env_name.replace("visual_qa", "vqa"):
             raise ConfigError(
                 f"env_name: {inputs.env_name} was given, but trained_model was trained in {environment}; drop env_name"
             )
@@ -109,10 +109,6 @@ def _recipe(inputs: EvaluationInputs, targets: list[Target]) -> Path | None:
     if any(settings_file(target) is not None for target in targets):
         return None
     return shipped_recipe(RECIPES[inputs.env_name or DEFAULT_ENVIRONMENT])
-
-
-def _environment(env_name: str) -> str:
-    return "vqa" if env_name == "visual_qa" else env_name
 
 
 LAST_EPISODES = 100

@@ -37,6 +37,12 @@ def fetched(source: Path, out: Path, *options: str) -> Result:
     return CliRunner().invoke(app, ["data", "geo3k", "--from", str(source), "--out", str(out), *options])
 
 
+def written(source: Path, out: Path, *options: str) -> Result:
+    result = fetched(source, out, *options)
+    assert result.exit_code == 0, result.output
+    return result
+
+
 def check_gold(train: Path, held_out: Path) -> list[int]:
     files = [f"environment.train_files=[{train}]", f"environment.test_files=[{held_out}]", "environment.dev_files=null"]
     made = make_environment(load_config([ROOT / "recipes" / "geo3k.yaml"], files))
@@ -50,8 +56,7 @@ def check_gold(train: Path, held_out: Path) -> list[int]:
 
 
 def test_a_copy_of_the_hub_is_written_as_it_is(tmp_path: Path) -> None:
-    result = fetched(hub_like(tmp_path / "copy"), tmp_path / "out")
-    assert result.exit_code == 0, result.output
+    result = written(hub_like(tmp_path / "copy"), tmp_path / "out")
     names = [f"{split}.parquet" for split in ("train", "validation", "test")]
     assert result.stdout.split() == [str(tmp_path / "out" / name) for name in names]
     for place, name in enumerate(names):
@@ -67,24 +72,17 @@ def test_images_beside_the_table_go_into_the_files(tmp_path: Path) -> None:
         Image.new("RGB", (32, 32), (250, 10, 10)).save(tmp_path / "copy" / split / "a.png")
         lines = '{"file_names": ["a.png"], "problem": "<image>Find x.", "answer": 12}\n'
         (tmp_path / "copy" / split / "metadata.jsonl").write_text(lines, encoding="utf-8")
-    result = fetched(tmp_path / "copy", tmp_path / "out", "--split", "train", "--split", "test")
-    assert result.exit_code == 0, result.output
+    written(tmp_path / "copy", tmp_path / "out", "--split", "train", "--split", "test")
     assert pq.read_table(tmp_path / "out" / "test.parquet").to_pylist() == [row("Find x.", "12")]
 
 
 def test_a_data_set_as_the_hub_package_keeps_it(tmp_path: Path) -> None:
     """The way of a hub id, but for the download."""
-    features = datasets.Features(
-        {
-            "images": datasets.Sequence(datasets.Image()),
-            "problem": datasets.Value("string"),
-            "answer": datasets.Value("string"),
-        }
-    )
+    text = datasets.Value("string")
+    features = datasets.Features({"images": datasets.Sequence(datasets.Image()), "problem": text, "answer": text})
     splits = {split: datasets.Dataset.from_list(ROWS, features=features) for split in ("train", "validation", "test")}
     datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "saved"))
-    result = fetched(tmp_path / "saved", tmp_path / "out")
-    assert result.exit_code == 0, result.output
+    result = written(tmp_path / "saved", tmp_path / "out")
     assert pq.read_table(tmp_path / "out" / "validation.parquet").to_pylist() == ROWS
     result = fetched(tmp_path / "saved", tmp_path / "out", "--split", "dev")
     assert "no split 'dev'; its splits are train, validation, test" in result.stderr
@@ -98,8 +96,7 @@ def test_a_split_that_is_not_there_is_named(tmp_path: Path) -> None:
     assert (result.exit_code, result.stdout) == (2, "")
     assert "or name the splits that it holds: --split train --split validation\n" in result.stderr
     assert not (tmp_path / "out").exists()
-    result = fetched(copy, tmp_path / "out", "--split", "train", "--split", "validation")
-    assert result.exit_code == 0, result.output
+    result = written(copy, tmp_path / "out", "--split", "train", "--split", "validation")
     settings = f"'environment.test_files=[{tmp_path / 'out' / 'validation.parquet'}]' environment.dev_files=null"
     assert settings in result.stderr, "test rows must not steer"
 
@@ -114,7 +111,7 @@ def test_rows_of_another_layout_are_refused(tmp_path: Path) -> None:
 def test_a_row_without_an_answer_stays_one(tmp_path: Path) -> None:
     rows = [*ROWS, {**ROWS[0], "answer": None}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
-    assert fetched(tmp_path, tmp_path / "out", "--split", "train").exit_code == 0
+    written(tmp_path, tmp_path / "out", "--split", "train")
     assert pq.read_table(tmp_path / "out" / "train.parquet").to_pylist() == rows
 
 
@@ -125,13 +122,9 @@ def test_a_row_without_an_answer_stays_one(tmp_path: Path) -> None:
 )
 def test_without_a_network_the_error_names_the_ways_out(network: dict[str, str], tmp_path: Path) -> None:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    result = subprocess.run(
-        [sys.executable, "-m", "fovea", "data", "geo3k", "--out", str(tmp_path / "out")],
-        env={**clean, **network, "HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    variables = {**clean, **network, "HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "fovea", "data", "geo3k", "--out", str(tmp_path / "out")]
+    result = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout) == (2, "")
     last = result.stderr.splitlines()[-1]
     assert last.startswith("error: --from: the data set hiyouga/geometry3k cannot be loaded (ConnectionError: ")
@@ -142,8 +135,7 @@ def test_without_a_network_the_error_names_the_ways_out(network: dict[str, str],
 def test_the_real_rows_are_written_and_score_full_marks(tmp_path: Path) -> None:
     if not (SHARED / "train.parquet").exists():
         pytest.skip(f"the shared Geometry3K files are not here ({SHARED})")
-    result = fetched(SHARED, tmp_path, "--split", "train", "--split", "validation")
-    assert result.exit_code == 0, result.output
+    written(SHARED, tmp_path, "--split", "train", "--split", "validation")
     assert check_gold(tmp_path / "train.parquet", tmp_path / "validation.parquet") == [2101 - 105, 300]
     one, other = (pq.read_table(folder / "validation.parquet").to_pylist() for folder in (SHARED, tmp_path))
     for before, after in zip(one, other, strict=True):

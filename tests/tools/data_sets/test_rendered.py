@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
+import io
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 from typer.testing import CliRunner
 
 from fovea.cli.main import app
 from fovea.config.environments import ShapesEnvironment
 from fovea.config.loading import load_config
+from fovea.config.recipes import shipped_recipe
 from fovea.config.run import Config
 from fovea.data.images import ImageOpener
 from fovea.data.order import kinds_of
@@ -24,39 +27,62 @@ from fovea.environments.graders.vqa_words import LETTERS
 from fovea.environments.shapes.environment import Shapes
 from fovea.environments.shapes.scenes import Thing
 from fovea.loop import train
+from fovea.tools.data_sets.europe import REGIONS
+from fovea.tools.data_sets.readable import KINDS, UNSEEN, is_unseen
 from fovea.tools.data_sets.scenes import FORMS, captions
 from fovea.tools.data_sets.vqa import NUM_ANNOTATORS, QUESTION_TYPES, ask
 from fovea.wiring.environment import make_environment
 from fovea.wiring.run import build
 from tests.grading import scored
 
-ROOT = Path(__file__).parents[3]
-NUM_ROWS = {"vqa": 300, "visual-qa": 120, "caption": 200, "shapes": 120}
+
+class DataSet(NamedTuple):
+    recipe: str
+    rows: dict[str, int]
+    """By file."""
+    options: tuple[str, ...] = ()
+
+
+SMALL = {"train": 200, "validation": 10, "test": 20}
 SHAPES_OPTIONS = ("--level", "1", "--level", "3", "--comparison-share", "0.2", "--text-share", "0.2")
-SPLITS: tuple[Split, ...] = ("train", "test")
-RECIPES = {"visual-qa": "vlm_gym_vqa"}
-"""The recipe of a data set whose name is another."""
+DATA_SETS = {
+    "vqa": DataSet("vqa", {"train": 300, "test": 30}),
+    "visual-qa": DataSet("vlm_gym_vqa", {"train": 120, "test": 12}),
+    "caption": DataSet("caption", {"train": 200, "test": 20}),
+    # by another environment, as elsewhere: its `prompt` and `answer` are a public layout
+    "shapes": DataSet("vqa", {"train": 120, "test": 12}, SHAPES_OPTIONS),
+    "readable": DataSet("readable", SMALL),
+    "geospot-europe": DataSet("geospot_europe", SMALL),
+}
+OWN_MODEL = ("readable", "geospot-europe")
+"""Data sets whose recipe has a tiny model and its warm-up."""
 
 
 def written(name: str, folder: Path, *options: str) -> Path:
-    more = SHAPES_OPTIONS if name == "shapes" else ()
-    words = ["data", name, "--out", str(folder), "--rows", str(NUM_ROWS[name]), *more, *options]
+    made = DATA_SETS[name]
+    words = ["data", name, "--out", str(folder), "--rows", str(made.rows["train"]), *made.options, *options]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
-    assert result.stdout.split() == [str(folder / "train.parquet"), str(folder / "test.parquet")]
+    assert result.stdout.split() == [str(folder / f"{file}.parquet") for file in made.rows]
     return folder
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {name: written(name, tmp_path_factory.mktemp(name)) for name in NUM_ROWS}
+    return {name: written(name, tmp_path_factory.mktemp(name)) for name in DATA_SETS}
 
 
-def config_of(recipe: str, folder: Path, *overrides: str) -> Config:
-    files = [f"environment.{split}_files=[{folder / f'{split}.parquet'}]" for split in SPLITS]
-    files += [f"environment.dev_files=[{folder / 'test.parquet'}]"]  # all training rows are trained on
-    recipes = [ROOT / "recipes" / f"{RECIPES.get(recipe, recipe)}.yaml", ROOT / "recipes" / "tiny.yaml"]
-    return load_config(recipes, [*files, *overrides])
+def rows_of(folder: Path, file: str = "train") -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = pq.read_table(folder / f"{file}.parquet").to_pylist()
+    return rows
+
+
+def config_of(name: str, folder: Path, *overrides: str) -> Config:
+    # all training rows are trained on
+    names = {"train": "train", "dev": "validation" if name in OWN_MODEL else "test", "test": "test"}
+    files = [f"environment.{split}_files=[{folder / f'{file}.parquet'}]" for split, file in names.items()]
+    recipes = [DATA_SETS[name].recipe, *([] if name in OWN_MODEL else ["tiny"])]
+    return load_config(list(map(shipped_recipe, recipes)), [*files, *overrides])
 
 
 def check_gold(environment: Environment, graders: Sequence[Grader], split: Split) -> None:
@@ -74,28 +100,18 @@ def check_gold(environment: Environment, graders: Sequence[Grader], split: Split
         ("visual-qa", []),
         ("caption", []),
         ("caption", ["environment.metric_weights={cider: 1, chrf: 1, bleu: 1}"]),
+        ("shapes", ["environment.kind_key=kind"]),
+        ("readable", []),
+        ("geospot-europe", []),
     ],
 )
-@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("split", ["train", "test"])
 def test_gold_answers_of_every_row_score_full_marks(
     name: str, overrides: list[str], split: Split, folders: dict[str, Path]
 ) -> None:
     made = make_environment(config_of(name, folders[name], *overrides))
-    environment = made.environment
-    assert len(environment.tasks(split)) == NUM_ROWS[name] // (1 if split == "train" else 10)
-    check_gold(environment, made.grading.graders, split)
-
-
-@pytest.mark.parametrize("split", SPLITS)
-def test_gold_answers_of_written_shapes_score_full_marks(split: Split, folders: dict[str, Path]) -> None:
-    """By another environment, as elsewhere: its `prompt` and `answer` are a public layout."""
-    made = make_environment(config_of("vqa", folders["shapes"], "environment.kind_key=kind"))
-    environment = made.environment
-    assert set(kinds_of(environment.tasks("train"))) == {
-        *("counting", "colour", "shape", "existence"),
-        *("comparison", "text"),
-    }
-    check_gold(environment, made.grading.graders, split)
+    assert len(made.environment.tasks(split)) == DATA_SETS[name].rows[split]
+    check_gold(made.environment, made.grading.graders, split)
 
 
 @pytest.mark.slow
@@ -103,10 +119,10 @@ def test_gold_answers_of_written_shapes_score_full_marks(split: Split, folders: 
 def test_gold_answers_of_a_set_as_large_as_by_default_score_full_marks(name: str, tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["data", name, "--out", str(tmp_path)]).exit_code == 0
     made = make_environment(config_of(name, tmp_path))
-    environment = made.environment
-    assert [len(environment.tasks(split)) for split in SPLITS] == [5000, 500]
-    for split in SPLITS:
-        check_gold(environment, made.grading.graders, split)
+    splits: dict[Split, int] = {"train": 5000, "test": 500}
+    for split, size in splits.items():
+        assert len(made.environment.tasks(split)) == size
+        check_gold(made.environment, made.grading.graders, split)
 
 
 @pytest.mark.slow
@@ -119,43 +135,42 @@ def test_gold_answers_of_every_drawn_row_score_full_marks(split: Split) -> None:
 def test_written_shapes_are_the_rows_of_a_run(folders: dict[str, Path]) -> None:
     settings = ShapesEnvironment(level=(1, 3), comparison_share=0.2, text_share=0.2)
     tasks = Shapes(settings, 0).tasks("train")
-    rows = pq.read_table(folders["shapes"] / "train.parquet").to_pylist()
+    rows = rows_of(folders["shapes"])
     assert {row["level"] for row in rows} == {1, 3}
     assert {len(row["images"]) for row in rows} == {0, 1, 2}
-    reread = make_environment(config_of("vqa", folders["shapes"], "environment.kind_key=kind")).environment.tasks(
-        "train"
-    )
+    config = config_of("shapes", folders["shapes"], "environment.kind_key=kind")
+    reread = make_environment(config).environment.tasks("train")
+    assert set(kinds_of(reread)) == {"counting", "colour", "shape", "existence", "comparison", "text"}
     for task, row, again in zip(tasks[: len(rows)], rows, reread, strict=True):
-        assert (row["prompt"].replace("<image>", ""), row["answer"], row["kind"]) == (
-            *(task.question, task.answer),
-            task.kind,
-        )
+        found = (row["prompt"].replace("<image>", ""), row["answer"], row["kind"])
+        assert found == (task.question, task.answer, task.kind)
         for ref, cell in zip(task.images, again.images, strict=True):
             np.testing.assert_array_equal(ref.source, np.asarray(ImageOpener(max_mib=1, max_megapixels=1)(cell)))
 
 
-def digests(file: Path) -> list[str]:
-    rows = pq.read_table(file).to_pylist()
+def pictures(name: str, folder: Path, file: str) -> list[bytes]:
+    rows = rows_of(folder, file)
+    assert len(rows) == DATA_SETS[name].rows[file]
     images = [image for row in rows for image in row.get("images") or [row.get("image")] if image is not None]
-    return [hashlib.sha256(image["bytes"]).hexdigest() for image in images]
+    return [image["bytes"] for image in images]
 
 
-@pytest.mark.parametrize("name", NUM_ROWS)
-def test_equal_seeds_give_equal_files_and_no_image_is_in_both(
+@pytest.mark.parametrize("name", DATA_SETS)
+def test_equal_seeds_give_equal_files_and_no_picture_is_in_two(
     name: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     again, other = written(name, tmp_path / "again"), written(name, tmp_path / "other", "--seed", "1")
-    for split in SPLITS:
-        file = f"{split}.parquet"
-        assert (again / file).read_bytes() == (folders[name] / file).read_bytes()
-    train_images, test_images = (digests(folders[name] / f"{split}.parquet") for split in SPLITS)
-    assert len({*train_images, *test_images}) == len(train_images) + len(test_images)
-    assert not set(train_images) & set(digests(other / "train.parquet"))
+    found = {file: pictures(name, folders[name], file) for file in DATA_SETS[name].rows}
+    for file, own in found.items():
+        assert (again / f"{file}.parquet").read_bytes() == (folders[name] / f"{file}.parquet").read_bytes()
+        if (name, file) != ("shapes", "test"):  # whose held-out scenes are those of all seeds
+            assert not set(own) & set(pictures(name, other, file))
+    assert len(set().union(*found.values())) == sum(map(len, found.values()))
     assert not list(again.glob(".*")), "a partial file was left"
 
 
 def test_types_take_turns_and_answers_are_balanced(folders: dict[str, Path]) -> None:
-    rows = pq.read_table(folders["vqa"] / "train.parquet").to_pylist()
+    rows = rows_of(folders["vqa"])
     assert Counter(row["question_type"] for row in rows) == dict.fromkeys(QUESTION_TYPES, 60)
     answers = Counter((row["question_type"], row["answer"]) for row in rows)
     assert [answers["counting", str(count)] for count in range(6)] == [10] * 6
@@ -165,7 +180,7 @@ def test_types_take_turns_and_answers_are_balanced(folders: dict[str, Path]) -> 
 
 
 def test_some_rows_have_ten_annotators(folders: dict[str, Path]) -> None:
-    rows = pq.read_table(folders["vqa"] / "train.parquet").to_pylist()
+    rows = rows_of(folders["vqa"])
     several = [row for row in rows if row["answers"] is not None]
     assert {row["question_type"] for row in several} == {"counting", "attribute"}
     assert 30 < len(several) < 90
@@ -228,15 +243,12 @@ def test_captions_say_what_is_seen() -> None:
     red, blue = Thing(shape="circle", colour="red"), Thing(shape="square", colour="blue")
     said = captions([blue, red, blue], len(FORMS), np.random.default_rng(0))
     assert said[0] == "The image shows a red circle and two blue squares."
-    assert said[1] in (
-        "There is a red circle and two blue squares.",
-        "There are two blue squares and a red circle.",
-    )
+    assert said[1] in ("There is a red circle and two blue squares.", "There are two blue squares and a red circle.")
     assert all(all(name in caption for name in ("a red circle", "two blue squares")) for caption in said)
 
 
 def test_rows_have_one_to_five_captions_and_all_count(folders: dict[str, Path]) -> None:
-    rows = pq.read_table(folders["caption"] / "train.parquet").to_pylist()
+    rows = rows_of(folders["caption"])
     assert Counter(len(row["answer"]) for row in rows) == dict.fromkeys(range(1, 6), 40)
     made = make_environment(config_of("caption", folders["caption"]))
     task = made.environment.tasks("train")[4]
@@ -244,11 +256,67 @@ def test_rows_have_one_to_five_captions_and_all_count(folders: dict[str, Path]) 
         assert scored(made.grading.graders, task, caption).parts["chrf"] == 1.0
 
 
-@pytest.mark.parametrize("name", ["vqa", "visual-qa", "caption"])
+def test_numbers_of_a_diagram_are_only_in_the_picture(folders: dict[str, Path]) -> None:
+    rows = rows_of(folders["readable"])
+    assert {row["kind"] for row in rows} == set(KINDS)
+    assert len({row["problem"] for row in rows}) == len(KINDS)
+    assert not any(character.isdigit() for row in rows for character in row["problem"])
+
+
+def test_unseen_problems_are_in_the_test_file_only(folders: dict[str, Path]) -> None:
+    kinds = {split: [row["kind"] for row in rows_of(folders["readable"], split)] for split in SMALL}
+    assert {kind.removesuffix(UNSEEN) for kind in kinds["test"] if kind.endswith(UNSEEN)} == set(KINDS)
+    assert not any(kind.endswith(UNSEEN) for split in ("train", "validation") for kind in kinds[split])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_digits_of_unseen_problems_and_their_sums_are_in_seen_ones(kind: str) -> None:
+    """An unseen problem can be answered digit by digit: tens by tens and ones by ones, since nothing carries."""
+    seen = [numbers for numbers in KINDS[kind].problems if not is_unseen(numbers)]
+    unseen = [numbers for numbers in KINDS[kind].problems if is_unseen(numbers)]
+    assert 0.15 < len(unseen) / len(KINDS[kind].problems) < 0.25
+    for place in (1, 10):
+        digits = {(tuple(n // place % 10 for n in each), KINDS[kind].answer(*each) // place % 10) for each in seen}
+        # the digits at a place decide the answer's digit at that place
+        assert len({asked for asked, _ in digits}) == len(digits)
+        assert {tuple(n // place % 10 for n in each) for each in unseen} <= {asked for asked, _ in digits}
+
+
+def test_cities_are_of_26_countries_with_all_parts(folders: dict[str, Path]) -> None:
+    rows = rows_of(folders["geospot-europe"])
+    places = {(row["city"], row["region"], row["country"], row["lat"], row["lon"]) for row in rows}
+    assert len(places) == len({place[2] for place in places}) == len(REGIONS) == 26
+    assert None not in {part for place in places for part in place}
+
+
+def test_places_held_out_are_in_no_other_file_and_nobody_asks_for_their_names(tmp_path: Path) -> None:
+    written("geospot-europe", tmp_path, "--hold-out-places")
+    rows = {split: rows_of(tmp_path, split) for split in SMALL}
+    places = {split: {(row["lat"], row["lon"]) for row in rows[split]} for split in SMALL}
+    assert not places["test"] & (places["train"] | places["validation"])
+    assert {row["country"] for row in rows["test"]} <= {row["country"] for row in rows["train"]}
+    assert {(row["city"], row["region"]) for split in SMALL for row in rows[split]} == {(None, None)}
+
+
+@pytest.mark.parametrize(("degrees", "least", "most"), [(0, 0, 3), (3, 4, 10)])
+def test_the_map_moves_below_the_mark(degrees: int, least: int, most: int, tmp_path: Path) -> None:
+    """Widest spread of the marks of one city, in pixels of .9 degrees; a mark moves by a pixel itself."""
+    written("geospot-europe", tmp_path, "--move-degrees", str(degrees))
+    rows = rows_of(tmp_path)
+    marks: dict[str, list[int]] = {}
+    for row in rows:
+        map_YXC = np.asarray(Image.open(io.BytesIO(row["image"]["bytes"])), dtype=int)
+        distance_YX = np.abs(map_YXC - (214, 24, 40)).sum(axis=2)  # from the mark's colour
+        marks.setdefault(row["city"], []).append(int(distance_YX.argmin() % 64))
+    assert least < max(max(places) - min(places) for places in marks.values()) < most
+
+
+@pytest.mark.parametrize("name", [name for name in DATA_SETS if name != "shapes"])
 def test_recipe_and_tiny_model_take_two_steps(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
-    small = ["max_steps=2", "warmup=null", "rollout.prompts_per_step=2", "rollout.samples_per_prompt=2"]
-    small += ["rollout.max_new_tokens=4", "log.tensorboard=false", "log.progress=false", f"run_dir={tmp_path}"]
-    summary = train(build(config_of(name, folders[name], *small, "evaluate.test_size=10", "evaluate.dev_size=10")))
+    small = ["max_steps=2", "rollout.prompts_per_step=2", "rollout.samples_per_prompt=2", "rollout.max_new_tokens=4"]
+    small += ["warmup.max_steps=2" if name in OWN_MODEL else "warmup=null", f"run_dir={tmp_path}"]
+    small += ["evaluate.test_size=10", "evaluate.dev_size=10", "log.tensorboard=false", "log.progress=false"]
+    summary = train(build(config_of(name, folders[name], *small)))
     assert (summary.steps, summary.final.num_rows) == (2, 10)
 
 
@@ -256,9 +324,9 @@ def test_files_where_a_recipe_looks_for_them_need_no_setting(tmp_path: Path, mon
     monkeypatch.chdir(tmp_path)
     for name in ("vqa", "visual-qa", "caption"):
         result = CliRunner().invoke(app, ["data", name, "--rows", "10"])
-        recipe = RECIPES.get(name, name)
+        recipe = DATA_SETS[name].recipe
         assert f"train on them: fovea train {recipe}\n" in result.stderr
-        settings = load_config([ROOT / "recipes" / f"{recipe}.yaml"], []).environment
+        settings = load_config([shipped_recipe(recipe)], []).environment
         assert [Path(file) for file in (*settings.train_files, *settings.test_files)] == [  # type: ignore[union-attr]
             Path(line) for line in result.stdout.split()
         ]

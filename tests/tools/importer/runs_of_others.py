@@ -6,6 +6,29 @@ RLINF those of examples/reasoning/config/vqa/qwen3-vl-2b-grpo-fsdp-geo3k.yaml.
 
 from __future__ import annotations
 
+from fovea.config.base import Tree, leaves
+from fovea.config.recipes import read_yaml
+
+
+def settings_in(text: str) -> Tree:
+    return leaves(read_yaml(text, "a table of these tests"))
+
+
+def variants_in(text: str) -> dict[str, tuple[list[str], Tree]]:
+    """Words behind a command, and what they change in its table, by name."""
+    found = read_yaml(text, "variants of these tests")
+    return {name: (each["words"].split(), leaves(each["settings"])) for name, each in found.items()}
+
+
+def with_changes(table: Tree, changed: Tree) -> Tree:
+    """The table with some settings changed, which take the place of a section, or of settings in one."""
+
+    def meets(key: str) -> bool:
+        return any(f"{key}.".startswith(f"{other}.") or other.startswith(f"{key}.") for other in changed)
+
+    return {key: value for key, value in table.items() if not meets(key)} | changed
+
+
 VERL = """\
 set -x
 ENGINE=${1:-vllm}
@@ -48,177 +71,93 @@ python3 -m verl.trainer.main_ppo "${GRPO[@]}" \\
     trainer.save_freq=20 trainer.test_freq=5 trainer.total_epochs=15 $@
 """
 
-VERL_TABLE = {
-    "model.path": "Qwen/Qwen2.5-VL-7B-Instruct",
-    "model.dtype": "bfloat16",
-    "environment.name": "geo3k",
-    "environment.train_files": ["/data/geo3k/train.parquet"],
-    "environment.dev_files": ["/data/geo3k/test.parquet"],
-    "environment.test_files": ["/data/geo3k/test.parquet"],
-    "environment.prompt_key": "prompt",
-    "environment.image_keys": ["images"],
-    "environment.format_weight": 0.1,
-    "environment.think_tags": True,
-    "data.max_prompt_tokens": 1024,
-    "data.on_bad_row": "skip",
-    "data.shuffle": True,
-    "rollout.prompts_per_step": 512,
-    "rollout.samples_per_prompt": 5,
-    "rollout.max_new_tokens": 2048,
-    "rollout.temperature": 1.0,
-    "rollout.top_p": 1.0,
-    "rollout.top_k": 0,
-    "rollout.engine.name": "vllm",
-    "rollout.engine.tensor_parallel_size": 2,
-    "rollout.engine.gpu_memory_utilization": 0.6,
-    "rollout.engine.enable_chunked_prefill": False,
-    "rollout.engine.enforce_eager": False,
-    "algorithm.name": "grpo",
-    "algorithm.advantage.name": "grpo",
-    "algorithm.minibatches": 4,
-    "algorithm.ppo_epochs": 1,
-    "algorithm.kl.name": "loss",
-    "algorithm.kl.coef": 0.01,
-    "algorithm.kl.estimator": "k3",
-    "algorithm.entropy_coef": 0.0,
-    "algorithm.aggregation": "token-mean",
-    "algorithm.loss.name": "clip",
-    "algorithm.loss.clip_low": 0.2,
-    "algorithm.loss.clip_high": 0.2,
-    "algorithm.loss.dual_clip": 3.0,
-    "algorithm.importance_sampling_fix": False,
-    "train.learning_rate": 1e-6,
-    "train.betas": [0.9, 0.999],
-    "train.weight_decay": 0.01,
-    "train.max_grad_norm": 1.0,
-    "train.lr_schedule": "constant",
-    "train.lr_warmup_steps": 0,
-    "train.gradient_checkpointing": "full",
-    "train.enable_dynamic_batch_size": False,
-    "train.groups_per_microbatch": 2,
-    "train.backend.cpu_offload": False,
-    "max_epochs": 15,
-    "max_steps": 1_000_000,
-    "run_dir": "checkpoints/verl_grpo_example_geo3k/qwen2_5_vl_7b_function_rm",
-    "resume": "auto",
-    "checkpoint.every_steps": 20,
-    "evaluate.every_steps": 5,
-    "evaluate.before_training": True,
-    "cluster.gpus_per_node": 8,
-    "cluster.num_nodes": 1,
-    "log.progress": True,
-    "log.tensorboard": False,
-    "log.wandb_project": "verl_grpo_example_geo3k",
-}
+VERL_TABLE = settings_in("""
+model: {path: Qwen/Qwen2.5-VL-7B-Instruct, dtype: bfloat16}
+environment: {
+  name: geo3k, train_files: [/data/geo3k/train.parquet], dev_files: [/data/geo3k/test.parquet],
+  test_files: [/data/geo3k/test.parquet], prompt_key: prompt, image_keys: [images], format_weight: 0.1,
+  think_tags: true}
+data: {max_prompt_tokens: 1024, on_bad_row: skip, shuffle: true}
+rollout: {
+  prompts_per_step: 512, samples_per_prompt: 5, max_new_tokens: 2048, temperature: 1.0, top_p: 1.0, top_k: 0,
+  engine.name: vllm, engine.tensor_parallel_size: 2, engine.gpu_memory_utilization: 0.6,
+  engine.enable_chunked_prefill: false, engine.enforce_eager: false}
+algorithm: {
+  name: grpo, advantage.name: grpo, minibatches: 4, ppo_epochs: 1, kl.name: loss, kl.coef: 0.01, kl.estimator: k3,
+  entropy_coef: 0.0, aggregation: token-mean, loss.name: clip, loss.clip_low: 0.2, loss.clip_high: 0.2,
+  loss.dual_clip: 3.0, importance_sampling_fix: false}
+train: {
+  learning_rate: 1e-6, betas: [0.9, 0.999], weight_decay: 0.01, max_grad_norm: 1.0, lr_schedule: constant,
+  lr_warmup_steps: 0, gradient_checkpointing: full, enable_dynamic_batch_size: false, groups_per_microbatch: 2,
+  backend.cpu_offload: false}
+max_epochs: 15
+max_steps: 1000000
+run_dir: checkpoints/verl_grpo_example_geo3k/qwen2_5_vl_7b_function_rm
+resume: auto
+checkpoint: {every_steps: 20}
+evaluate: {every_steps: 5, before_training: true}
+cluster: {gpus_per_node: 8, num_nodes: 1}
+log: {progress: true, tensorboard: false, wandb_project: verl_grpo_example_geo3k}
+""")
 """What the resolved settings are to be, written by hand; every other setting is at Fovea's own default."""
 
-VERL_VARIANTS = {
-    "frozen tower": (["actor_rollout_ref.actor.freeze_vision_tower=True"], {"model.freeze_vision_tower": True}),
-    "LoRA": (
-        [
-            "actor_rollout_ref.actor.optim.lr=3e-6",
-            "actor_rollout_ref.model.lora_rank=64",
-            "actor_rollout_ref.model.lora_alpha=32",
-            "actor_rollout_ref.model.target_modules=all-linear",
-            "actor_rollout_ref.model.exclude_modules=.*visual.*",
-        ],
-        {
-            "train.learning_rate": 3e-6,
-            "model.lora.rank": 64,
-            "model.lora.alpha": 32,
-            "model.lora.targets": ["all-linear"],
-            "model.lora.exclude": [".*visual.*"],
-        },
-    ),
-    "balancing": (
-        ["actor_rollout_ref.actor.use_dynamic_bsz=True", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=6144"],
-        {
-            "train.enable_dynamic_batch_size": True,
-            "train.max_tokens_per_microbatch": 6144,
-            "train.groups_per_microbatch": 1,
-        },
-    ),
-    "PPO": (
-        [
-            "algorithm.adv_estimator=gae",
-            "algorithm.lam=0.95",
-            "critic.optim.lr=2e-5",
-            "trainer.critic_warmup=3",
-            "critic.model.path=Qwen/Qwen2.5-VL-7B-Instruct",
-        ],
-        {
-            "algorithm.name": "ppo",
-            "algorithm.advantage.name": "gae",
-            "algorithm.advantage.gamma": 1.0,
-            "algorithm.advantage.gae_lambda": 0.95,
-            "algorithm.advantage.critic.trunk": "separate",
-            "algorithm.advantage.critic.learning_rate": 2e-5,
-            "algorithm.advantage.critic.value_clip": 0.5,
-            "algorithm.advantage.critic.warmup_steps": 3,
-        },
-    ),
-    "DAPO": (
-        [
-            "actor_rollout_ref.actor.use_kl_loss=False",
-            "actor_rollout_ref.actor.clip_ratio_high=0.28",
-            "algorithm.filter_groups.enable=True",
-            "algorithm.filter_groups.metric=acc",
-            "algorithm.filter_groups.max_num_gen_batches=7",
-            "reward_model.overlong_buffer.enable=True",
-            "reward_model.overlong_buffer.len=512",
-            "reward_model.overlong_buffer.penalty_factor=1.0",
-            "algorithm.rollout_correction.rollout_is=sequence",
-            "algorithm.rollout_correction.rollout_is_threshold=3",
-        ],
-        {
-            "algorithm.kl": None,
-            "algorithm.loss.clip_high": 0.28,
-            "algorithm.dynamic_sampling.max_gen_batches": 7,
-            "algorithm.overlong.buffer_frac": 0.25,
-            "algorithm.overlong.penalty_factor": 1.0,
-            "algorithm.importance_sampling_fix": True,
-            "algorithm.importance_sampling_level": "sequence",
-            "algorithm.importance_sampling_clip": 3.0,
-        },
-    ),
-    "KL in the reward": (
-        [
-            "actor_rollout_ref.actor.use_kl_loss=False",
-            "algorithm.use_kl_in_reward=True",
-            "algorithm.kl_ctrl.type=adaptive",
-            "algorithm.kl_ctrl.kl_coef=0.02",
-            "algorithm.norm_adv_by_std_in_grpo=False",
-        ],
-        {
-            "algorithm.name": "dr_grpo",
-            "algorithm.advantage.name": "dr_grpo",
-            "algorithm.kl.name": "reward",
-            "algorithm.kl.coef": 0.02,
-            "algorithm.kl.estimator": "k1",
-            "algorithm.kl.controller.target": 0.1,
-            "algorithm.kl.controller.horizon_samples": 10_000,
-        },
-    ),
-    "a known number of steps": (
-        [
-            "trainer.total_training_steps=60",
-            "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1",
-            "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
-            "actor_rollout_ref.actor.optim.min_lr_ratio=0.2",
-            "custom_reward_function.path=rewards.py",
-        ],
-        {
-            "max_steps": 60,
-            "train.lr_warmup_steps": 6,
-            "train.lr_schedule": "cosine",
-            "train.final_lr_frac": 0.2,
-            "reward": "rewards.py:compute_score",
-            "environment.format_weight": None,
-            "environment.think_tags": False,
-        },
-    ),
-}
-"""Words behind the script, and what they change in the table."""
+VERL_VARIANTS = variants_in("""
+as published: {words: "", settings: {}}
+frozen tower:
+  words: actor_rollout_ref.actor.freeze_vision_tower=True
+  settings:
+    model: {freeze_vision_tower: true}
+LoRA:
+  words: >-
+    actor_rollout_ref.actor.optim.lr=3e-6 actor_rollout_ref.model.lora_rank=64 actor_rollout_ref.model.lora_alpha=32
+    actor_rollout_ref.model.target_modules=all-linear actor_rollout_ref.model.exclude_modules=.*visual.*
+  settings:
+    train: {learning_rate: 3e-6}
+    model: {lora.rank: 64, lora.alpha: 32, lora.targets: [all-linear], lora.exclude: [".*visual.*"]}
+balancing:
+  words: actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.actor.ppo_max_token_len_per_gpu=6144
+  settings:
+    train: {enable_dynamic_batch_size: true, max_tokens_per_microbatch: 6144, groups_per_microbatch: 1}
+PPO:
+  words: >-
+    algorithm.adv_estimator=gae algorithm.lam=0.95 critic.optim.lr=2e-5 trainer.critic_warmup=3
+    critic.model.path=Qwen/Qwen2.5-VL-7B-Instruct
+  settings:
+    algorithm: {
+      name: ppo, advantage.name: gae, advantage.gamma: 1.0, advantage.gae_lambda: 0.95,
+      advantage.critic.trunk: separate, advantage.critic.learning_rate: 2e-5, advantage.critic.value_clip: 0.5,
+      advantage.critic.warmup_steps: 3}
+DAPO:
+  words: >-
+    actor_rollout_ref.actor.use_kl_loss=False actor_rollout_ref.actor.clip_ratio_high=0.28
+    algorithm.filter_groups.enable=True algorithm.filter_groups.metric=acc
+    algorithm.filter_groups.max_num_gen_batches=7 reward_model.overlong_buffer.enable=True
+    reward_model.overlong_buffer.len=512 reward_model.overlong_buffer.penalty_factor=1.0
+    algorithm.rollout_correction.rollout_is=sequence algorithm.rollout_correction.rollout_is_threshold=3
+  settings:
+    algorithm: {
+      kl: null, loss.clip_high: 0.28, dynamic_sampling.max_gen_batches: 7, overlong.buffer_frac: 0.25,
+      overlong.penalty_factor: 1.0, importance_sampling_fix: true, importance_sampling_level: sequence,
+      importance_sampling_clip: 3.0}
+KL in the reward:
+  words: >-
+    actor_rollout_ref.actor.use_kl_loss=False algorithm.use_kl_in_reward=True algorithm.kl_ctrl.type=adaptive
+    algorithm.kl_ctrl.kl_coef=0.02 algorithm.norm_adv_by_std_in_grpo=False
+  settings:
+    algorithm: {
+      name: dr_grpo, advantage.name: dr_grpo, kl.name: reward, kl.coef: 0.02, kl.estimator: k1,
+      kl.controller.target: 0.1, kl.controller.horizon_samples: 10000}
+a known number of steps:
+  words: >-
+    trainer.total_training_steps=60 actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1
+    actor_rollout_ref.actor.optim.lr_scheduler_type=cosine actor_rollout_ref.actor.optim.min_lr_ratio=0.2
+    custom_reward_function.path=rewards.py
+  settings:
+    max_steps: 60
+    train: {lr_warmup_steps: 6, lr_schedule: cosine, final_lr_frac: 0.2}
+    reward: rewards.py:compute_score
+    environment: {format_weight: null, think_tags: false}
+""")
 
 RLINF = """\
 cluster: {num_nodes: 1, component_placement: {"actor,rollout,reward": all}}
@@ -310,137 +249,77 @@ reward: {reward_type: math, reward_scale: 1.0, reward_min_val: 0, reward_max_val
 critic: {use_critic_model: false}
 """
 
-RLINF_TABLE = {
-    "seed": 41,
-    "model.path": "/models/Qwen3-VL-2B-Instruct",
-    "model.dtype": "bfloat16",
-    "environment.name": "geo3k",
-    "environment.train_files": ["/data/train.parquet"],
-    "environment.dev_files": ["/data/validation.parquet"],
-    "environment.test_files": ["/data/validation.parquet"],
-    "environment.prompt_key": "problem",
-    "environment.answer_key": "answer",
-    "environment.image_keys": ["images"],
-    "environment.system_prompt": "The last line of your response should be of the form Answer: \\boxed{$Answer}.",
-    "environment.reward_max_val": 1.0,
-    "environment.reward_min_val": 0.0,
-    "data.max_prompt_tokens": 4096,
-    "data.on_bad_row": "error",
-    "data.shuffle": True,
-    "rollout.prompts_per_step": 64,
-    "rollout.samples_per_prompt": 8,
-    "rollout.max_new_tokens": 4096,
-    "rollout.temperature": 1.0,
-    "rollout.top_p": 1.0,
-    "rollout.top_k": 0,
-    "rollout.engine.name": "sglang",
-    "rollout.engine.gpu_memory_utilization": 0.6,
-    "rollout.engine.tensor_parallel_size": 1,
-    "rollout.engine.enforce_eager": False,
-    "rollout.engine.max_num_seqs": 64,
-    "algorithm.name": "grpo",
-    "algorithm.advantage.name": "grpo",
-    "algorithm.importance_sampling_fix": True,
-    "algorithm.importance_sampling_clip": 2.0,
-    "algorithm.importance_sampling_level": "token",
-    "algorithm.minibatches": 1,
-    "algorithm.ppo_epochs": 1,
-    "algorithm.kl": None,
-    "algorithm.entropy_coef": 0.0,
-    "algorithm.aggregation": "seq-mean-token-mean",
-    "algorithm.loss.name": "clip",
-    "algorithm.loss.clip_low": 0.2,
-    "algorithm.loss.clip_high": 0.28,
-    "algorithm.loss.dual_clip": None,
-    "train.learning_rate": 1e-6,
-    "train.betas": [0.9, 0.98],
-    "train.adam_eps": 1e-8,
-    "train.weight_decay": 0.1,
-    "train.max_grad_norm": 1.0,
-    "train.lr_schedule": "constant",
-    "train.lr_warmup_steps": 8,
-    "train.gradient_checkpointing": "full",
-    "train.enable_dynamic_batch_size": True,
-    "train.max_tokens_per_microbatch": 8192,
-    "train.backend.cpu_offload": False,
-    "train.backend.liger_kernels": False,
-    "max_epochs": 25,
-    "max_steps": 750,
-    "run_dir": "../results/grpo-qwen3-vl-2b-geo3k",
-    "resume": "auto",
-    "checkpoint.every_steps": 100,
-    "evaluate.every_steps": 1,
-    "cluster.num_nodes": 1,
-    "cluster.placement": "collocated",
-    "log.tensorboard": True,
-}
+RLINF_TABLE = settings_in("""
+seed: 41
+model: {path: /models/Qwen3-VL-2B-Instruct, dtype: bfloat16}
+environment: {
+  name: geo3k, train_files: [/data/train.parquet], dev_files: [/data/validation.parquet],
+  test_files: [/data/validation.parquet], prompt_key: problem, answer_key: answer, image_keys: [images],
+  system_prompt: 'The last line of your response should be of the form Answer: \\boxed{$Answer}.', reward_max_val: 1.0,
+  reward_min_val: 0.0}
+data: {max_prompt_tokens: 4096, on_bad_row: error, shuffle: true}
+rollout: {
+  prompts_per_step: 64, samples_per_prompt: 8, max_new_tokens: 4096, temperature: 1.0, top_p: 1.0, top_k: 0,
+  engine.name: sglang, engine.gpu_memory_utilization: 0.6, engine.tensor_parallel_size: 1,
+  engine.enforce_eager: false, engine.max_num_seqs: 64}
+algorithm: {
+  name: grpo, advantage.name: grpo, importance_sampling_fix: true, importance_sampling_clip: 2.0,
+  importance_sampling_level: token, minibatches: 1, ppo_epochs: 1, kl: null, entropy_coef: 0.0,
+  aggregation: seq-mean-token-mean, loss.name: clip, loss.clip_low: 0.2, loss.clip_high: 0.28, loss.dual_clip: null}
+train: {
+  learning_rate: 1e-6, betas: [0.9, 0.98], adam_eps: 1e-8, weight_decay: 0.1, max_grad_norm: 1.0,
+  lr_schedule: constant, lr_warmup_steps: 8, gradient_checkpointing: full, enable_dynamic_batch_size: true,
+  max_tokens_per_microbatch: 8192, backend.cpu_offload: false, backend.liger_kernels: false}
+max_epochs: 25
+max_steps: 750
+run_dir: ../results/grpo-qwen3-vl-2b-geo3k
+resume: auto
+checkpoint: {every_steps: 100}
+evaluate: {every_steps: 1}
+cluster: {num_nodes: 1, placement: collocated}
+log: {tensorboard: true}
+""")
 """What the resolved settings are to be with runner.max_steps=750, written by hand; all others are at their defaults."""
 
-WITHOUT_ITS_OWN_LIMIT = RLINF.replace(
-    "    max_new_tokens: ${subtract:${runner.seq_length}, ${data.max_prompt_length}}\n", ""
-)
-"""RLINF with the length of a completion left to what the prompt leaves of a sequence."""
+RLINF_VARIANTS = variants_in("""
+as published: {words: "", settings: {}}
+PPO:
+  words: >-
+    algorithm.adv_type=gae algorithm.gae_lambda=0.95 algorithm.value_clip=0.4 algorithm.critic_warmup_steps=2
+    critic.use_critic_model=True critic.optim.lr=1e-5
+  settings:
+    algorithm: {
+      name: ppo, advantage.name: gae, advantage.gamma: 1.0, advantage.gae_lambda: 0.95,
+      advantage.critic.trunk: separate, advantage.critic.value_clip: 0.4, advantage.critic.warmup_steps: 2,
+      advantage.critic.learning_rate: 1e-5, max_policy_kl: null}
+a KL term, one bound, other rewards:
+  words: >-
+    algorithm.kl_beta=0.02 algorithm.kl_penalty_type=mse algorithm.clip_ratio_low=null algorithm.clip_ratio_high=null
+    algorithm.ratio_clip_eps=0.3 reward.reward_scale=5 reward.reward_min_val=-1
+  settings:
+    algorithm: {kl.name: loss, kl.coef: 0.02, kl.estimator: k2, loss.clip_low: 0.3, loss.clip_high: 0.3}
+    environment: {reward_max_val: 5.0, reward_min_val: -5.0}
+the length of a completion left to what the prompt leaves of a sequence:
+  words: algorithm.sampling_params.max_new_tokens=null data.max_prompt_length=1000
+  settings: {data.max_prompt_tokens: 1000, rollout.max_new_tokens: 7192}
+other GPUs, fixed micro-batches:
+  words: >-
+    cluster.component_placement.actor=0-5 cluster.component_placement.rollout=6-7
+    runner.enable_dynamic_batch_size=False algorithm.training_batch_size_per_gpu=16 runner.save_interval=-1
+    runner.resume_dir=null
+  settings:
+    cluster: {placement: disaggregated, rollout_gpus: 2}
+    train: {enable_dynamic_batch_size: false, groups_per_microbatch: 2, max_tokens_per_microbatch: 16384}
+    checkpoint: {every_steps: 0}
+    resume: never
+""")
 
-RLINF_VARIANTS = {
-    "PPO": (
-        [
-            "algorithm.adv_type=gae",
-            "algorithm.gae_lambda=0.95",
-            "algorithm.value_clip=0.4",
-            "algorithm.critic_warmup_steps=2",
-            "critic.use_critic_model=True",
-            "critic.optim.lr=1e-5",
-        ],
-        {
-            "algorithm.name": "ppo",
-            "algorithm.advantage.name": "gae",
-            "algorithm.advantage.gamma": 1.0,
-            "algorithm.advantage.gae_lambda": 0.95,
-            "algorithm.advantage.critic.trunk": "separate",
-            "algorithm.advantage.critic.value_clip": 0.4,
-            "algorithm.advantage.critic.warmup_steps": 2,
-            "algorithm.advantage.critic.learning_rate": 1e-5,
-            "algorithm.max_policy_kl": None,
-        },
-    ),
-    "a KL term, one bound, other rewards": (
-        [
-            "algorithm.kl_beta=0.02",
-            "algorithm.kl_penalty_type=mse",
-            "algorithm.clip_ratio_low=null",
-            "algorithm.clip_ratio_high=null",
-            "algorithm.ratio_clip_eps=0.3",
-            "reward.reward_scale=5",
-            "reward.reward_min_val=-1",
-        ],
-        {
-            "algorithm.kl.name": "loss",
-            "algorithm.kl.coef": 0.02,
-            "algorithm.kl.estimator": "k2",
-            "algorithm.loss.clip_low": 0.3,
-            "algorithm.loss.clip_high": 0.3,
-            "environment.reward_max_val": 5.0,
-            "environment.reward_min_val": -5.0,
-        },
-    ),
-    "other GPUs, fixed micro-batches": (
-        [
-            "cluster.component_placement.actor=0-5",
-            "cluster.component_placement.rollout=6-7",
-            "runner.enable_dynamic_batch_size=False",
-            "algorithm.training_batch_size_per_gpu=16",
-            "runner.save_interval=-1",
-            "runner.resume_dir=null",
-        ],
-        {
-            "cluster.placement": "disaggregated",
-            "cluster.rollout_gpus": 2,
-            "train.enable_dynamic_batch_size": False,
-            "train.groups_per_microbatch": 2,
-            "train.max_tokens_per_microbatch": 16_384,
-            "checkpoint.every_steps": 0,
-            "resume": "never",
-        },
-    ),
+CASES = {
+    f"{system}: {name}": ([*command, *words], with_changes(table, changed))
+    for system, command, table, variants in (
+        ("verl", ["run.sh"], VERL_TABLE, VERL_VARIANTS),
+        ("RLinf", ["geo3k.yaml", "runner.max_steps=750"], RLINF_TABLE, RLINF_VARIANTS),
+    )
+    for name, (words, changed) in variants.items()
 }
-"""Words behind the YAML, and what they change in the table."""
+"""Words of the command, and the table of its recipe."""

@@ -52,23 +52,6 @@ optim: {lr: 5, eps: 1.0}
 }
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    for name, text in FILES.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text, encoding="utf-8")
-    return tmp_path
-
-
-@pytest.mark.parametrize("name", ["top", "last", "data"])
-def test_settings_are_those_of_hydra(folder: Path, name: str) -> None:
-    with initialize_config_dir(str(folder), version_base="1.3"):
-        theirs = OmegaConf.to_container(compose(name))
-    assert isinstance(theirs, dict)
-    found = composed(folder / f"{name}.yaml")
-    assert {key: each.value for key, each in found.items()} == leaves(theirs)
-
-
 ELSEWHERE = {
     "start/run.yaml": """
 hydra:
@@ -90,11 +73,16 @@ data: {batch: 8}
 }
 
 
+def write(folder: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True, parents=True)
+        (folder / name).write_text(text, encoding="utf-8")
+    return folder
+
+
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name, text in ELSEWHERE.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
-        (tmp_path / name).write_text(text, encoding="utf-8")
+    write(tmp_path, ELSEWHERE)
     monkeypatch.setenv("FOVEA_TEST_CONFIGS", str(tmp_path / "env"))
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -109,6 +97,17 @@ def hydras(folder: Path, name: str, *overrides: str) -> dict[str, object]:
 
 def without_hydra(found: dict[str, Given]) -> dict[str, object]:
     return {key: each.value for key, each in found.items() if not key.startswith("hydra.")}
+
+
+@pytest.mark.parametrize("name", ["top", "last", "data"])
+def test_settings_are_those_of_hydra(name: str, tmp_path: Path) -> None:
+    found = composed(write(tmp_path, FILES) / f"{name}.yaml")
+    assert {key: each.value for key, each in found.items()} == hydras(tmp_path, name)
+
+
+def test_each_setting_names_its_file(tmp_path: Path) -> None:
+    found = composed(write(tmp_path, FILES) / "top.yaml")
+    assert (found["worker.actor.optim.lr"].where, found["data.batch"].where) == ("optim/adam.yaml", "top.yaml")
 
 
 def test_folders_of_the_search_path_are_those_of_hydra(checkout: Path) -> None:
@@ -137,11 +136,6 @@ def test_a_search_path_is_found_from_another_working_directory(
     assert composed(checkout / "start" / "run.yaml")["defaults"].value == ["main"]
 
 
-def test_each_setting_names_its_file(folder: Path) -> None:
-    found = composed(folder / "top.yaml")
-    assert (found["worker.actor.optim.lr"].where, found["data.batch"].where) == ("optim/adam.yaml", "top.yaml")
-
-
 def test_files_that_are_not_there_are_listed(tmp_path: Path) -> None:
     """As are the changes of a choice that stands in another file."""
     entries = "[ppo_trainer, {data@data: own}, {override hydra/job_logging: none}, {override model: big}, ../secret]"
@@ -153,11 +147,9 @@ def test_files_that_are_not_there_are_listed(tmp_path: Path) -> None:
 
 
 def test_a_circle_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text("defaults: [b]\n")
-    (tmp_path / "b.yaml").write_text("defaults: [a]\n")
+    write(tmp_path, {"a.yaml": "defaults: [b]\n", "b.yaml": "defaults: [a]\n", "c.yaml": "defaults: x\n"})
     with pytest.raises(ConfigError, match="name each other in a circle"):
         composed(tmp_path / "a.yaml")
-    (tmp_path / "c.yaml").write_text("defaults: x\n")
     with pytest.raises(ConfigError, match=r'c\.yaml: defaults="x": Hydra takes a list of files'):
         composed(tmp_path / "c.yaml")
 
@@ -238,17 +230,19 @@ def test_words_are_those_of_bash(script: str) -> None:
     assert [word.text for word in words_of(script) if word.text.startswith("a.")] == done.stdout.splitlines()
 
 
-def test_words_know_their_lines() -> None:
-    script = "set -x\n# a.b=0 is a remark\npython3 -m main \\\n  a.b=1 \\\n  a.c=2  # the last\n"
-    found = {word.text: word.line for word in words_of(script)}
-    assert (found["a.b=1"], found["a.c=2"]) == (4, 5)
-    assert "a.b=0" not in found
-
-
-def test_settings_of_an_array_are_read_where_it_is_written() -> None:
-    script = 'DATA=(\n  data.train_batch_size=8\n)\npython3 -m main "${DATA[@]}" trainer.nnodes=1\n'
-    settings = [word.text for word in words_of(script) if "." in word.text.partition("=")[0] and "=" in word.text]
-    assert settings == ["data.train_batch_size=8", "trainer.nnodes=1"]
+@pytest.mark.parametrize(
+    ("script", "lines"),
+    [
+        (
+            "set -x\n# a.b=0 is a remark\npython3 -m main \\\n  a.b=1 \\\n  a.c=2  # the last\n",
+            [("a.b=1", 4), ("a.c=2", 5)],
+        ),
+        # settings of an array are read where it is written
+        ('DATA=(\n  a.b=8\n)\npython3 -m main "${DATA[@]}" a.c=1\n', [("a.b=8", 2), ("a.c=1", 4)]),
+    ],
+)
+def test_words_know_their_lines(script: str, lines: list[tuple[str, int]]) -> None:
+    assert [(word.text, word.line) for word in words_of(script) if word.text.startswith("a.")] == lines
 
 
 @pytest.mark.parametrize(
@@ -266,7 +260,7 @@ def test_settings_of_an_array_are_read_where_it_is_written() -> None:
 )
 def test_what_only_running_it_would_tell_is_unread(script: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A_KEY", "hunter2")
-    (word,) = [word for word in words_of(script) if word.text.startswith("a.b=")]
+    (word,) = (word for word in words_of(script) if word.text.startswith("a.b="))
     assert word.unread == reason
     assert "hunter2" not in word.text
 

@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from typer.testing import CliRunner
 
+from fovea.cli.main import app
 from fovea.config.base import Tree, leaves
 from fovea.config.elsewhere import BELOW, System, systems
 from fovea.config.loading import load_config
@@ -20,25 +23,43 @@ from fovea.tools.importer.interpolation import Given
 from fovea.tools.importer.reading import IMPORTED, read
 from fovea.tools.importer.translate import recipe_text, translate
 from tests.tables import table
-from tests.tools.importer.imports import GEO3K, error_of, imported, resolved
-from tests.tools.importer.runs_of_others import (
-    RLINF,
-    RLINF_TABLE,
-    RLINF_VARIANTS,
-    VERL,
-    VERL_TABLE,
-    VERL_VARIANTS,
-    WITHOUT_ITS_OWN_LIMIT,
-)
+from tests.tools.importer.runs_of_others import CASES, RLINF, VERL, VERL_TABLE
+
+ROOT = Path(__file__).parents[3]
+GEO3K = ["--environment", "geo3k"]
+ACTOR = "actor_rollout_ref.actor"
+MEGATRON = f"{ACTOR}.megatron"
+PLACEMENT = "cluster.component_placement"
 
 
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the script and the YAML of the two runs, to work in."""
+@pytest.fixture(autouse=True)
+def in_a_folder_with_both_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("run.sh").write_text(VERL, encoding="utf-8")
     Path("geo3k.yaml").write_text(RLINF, encoding="utf-8")
-    return tmp_path
+
+
+def imported(*words: str) -> str:
+    """The recipe that the command prints; `run.sh` has the rows of Geometry3K."""
+    done = CliRunner().invoke(app, ["import-config", *words, *(GEO3K if "run.sh" in words else [])])
+    assert done.exit_code == 0, done.stderr
+    return done.stdout
+
+
+def head_of(recipe: str) -> str:
+    """The remarks on what is left out."""
+    return recipe.partition("# These need no setting here:")[0]
+
+
+def error_of(*words: str) -> str:
+    done = CliRunner().invoke(app, ["import-config", *words, *(GEO3K if "run.sh" in words else [])])
+    assert (done.exit_code, done.stdout) == (2, "")
+    return done.stderr.strip()
+
+
+def resolved(recipe: str) -> Tree:
+    Path("recipe.yaml").write_text(recipe, encoding="utf-8")
+    return leaves(load_config([Path("recipe.yaml")], []).model_dump(mode="json"))
 
 
 def defaults(table: Tree) -> Tree:
@@ -61,48 +82,90 @@ def assert_matches(recipe: str, table: Tree) -> None:
     assert {key: value for key, value in settings.items() if key not in table and own.get(key) != value} == {}
 
 
-def test_a_verl_command_line_becomes_the_table(run: Path) -> None:
-    assert_matches(imported("run.sh", *GEO3K), VERL_TABLE)
+@pytest.mark.parametrize(("words", "table"), CASES.values(), ids=CASES.keys())
+def test_a_run_becomes_its_table(words: list[str], table: Tree) -> None:
+    assert_matches(imported(*words), table)
 
 
-@pytest.mark.parametrize(("words", "changed"), VERL_VARIANTS.values(), ids=VERL_VARIANTS.keys())
-def test_words_behind_it_win(run: Path, words: list[str], changed: Tree) -> None:
-    kl = {} if "algorithm.kl" not in changed else {key: 0 for key in VERL_TABLE if key.startswith("algorithm.kl.")}
-    table = {key: value for key, value in VERL_TABLE.items() if key not in kl} | changed
-    assert_matches(imported("run.sh", *words, *GEO3K), table)
+@table(
+    ("words", "settings"),
+    [
+        (
+            ["run.sh", f"{ACTOR}.policy_loss.loss_mode=cispo"],
+            {"algorithm.loss.name": "cispo", "algorithm.loss.dual_clip": None},
+        ),
+        (["run.sh", f"{ACTOR}.kl_loss_coef=0"], {"algorithm.kl": None}),
+        (["run.sh", f"{ACTOR}.tis_imp_ratio_cap=-1"], {"algorithm.importance_sampling_fix": False}),
+        (["run.sh", "data.truncation=left"], {"data.on_bad_row": "skip"}),
+        (["run.sh", "data.filter_overlong_prompts=False"], {"data.on_bad_row": "error"}),
+        (["geo3k.yaml", "algorithm.max_num_gen_batches=1"], {"algorithm.dynamic_sampling": None}),
+        (["geo3k.yaml", "runner.resume_dir=null"], {"resume": "never"}),
+        # the config of verl for Megatron, which is not here, with all of its settings at their defaults
+        (["run.sh", "--config-name=ppo_megatron_trainer.yaml"], {"train.backend.name": "megatron"}),
+    ],
+)
+def test_rare_values(words: list[str], settings: Tree) -> None:
+    found = resolved(imported(*words))
+    assert {key: found.get(key) for key in settings} == settings
 
 
-def test_the_yaml_of_rlinf_becomes_the_table(run: Path) -> None:
-    assert_matches(imported("geo3k.yaml", "runner.max_steps=750"), RLINF_TABLE)
+@pytest.mark.parametrize(
+    ("words", "backend"),
+    [
+        ([f"{ACTOR}.strategy=megatron"], (1, 1, 1, False, False)),
+        (
+            [f"{MEGATRON}.tensor_model_parallel_size=4", f"{MEGATRON}.pipeline_model_parallel_size=2"],
+            (4, 2, 1, True, False),
+        ),
+        (
+            [
+                *(f"{MEGATRON}.tensor_model_parallel_size=2", f"{MEGATRON}.expert_model_parallel_size=8"),
+                *(f"{MEGATRON}.sequence_parallel=False", f"{MEGATRON}.optimizer_offload=True"),
+            ],
+            (2, 1, 8, False, True),
+        ),
+    ],
+)
+def test_settings_of_verls_megatron(words: list[str], backend: tuple[object, ...]) -> None:
+    found = resolved(imported("run.sh", *words))
+    names = ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size")
+    keys = (*names, "sequence_parallel", "optimizer_offload")
+    assert found["train.backend.name"] == "megatron"
+    assert tuple(found[f"train.backend.{key}"] for key in keys) == backend
+    assert found["train.gradient_checkpointing"] == "none", "verl's Megatron has another setting for that"
 
 
-@pytest.mark.parametrize(("words", "changed"), RLINF_VARIANTS.values(), ids=RLINF_VARIANTS.keys())
-def test_words_behind_the_yaml_win(run: Path, words: list[str], changed: Tree) -> None:
-    table = RLINF_TABLE | changed
-    if "algorithm.kl.name" in changed:
-        del table["algorithm.kl"]
-    assert_matches(imported("geo3k.yaml", "runner.max_steps=750", *words), table)
-
-
-def test_a_completion_has_what_the_prompt_leaves_of_a_sequence(run: Path) -> None:
-    Path("geo3k.yaml").write_text(WITHOUT_ITS_OWN_LIMIT, encoding="utf-8")
-    assert resolved(imported("geo3k.yaml", "data.max_prompt_length=1000"))["rollout.max_new_tokens"] == 7192
-
-
-def test_bare_words_are_enough(run: Path) -> None:
+def test_what_megatron_does_not_take_over_is_listed() -> None:
     words = [
-        word for line in VERL.splitlines() for word in line.split() if "." in word and "=" in word and "$" not in word
+        *(f"{MEGATRON}.param_offload=True", f"{MEGATRON}.context_parallel_size=2"),
+        *(f"{MEGATRON}.override_transformer_config.{key}" for key in ("recompute_granularity=full", "moe_aux=1")),
     ]
+    recipe = imported("run.sh", *words)
+    for key in ("param_offload", "context_parallel_size", "override_transformer_config.moe_aux"):
+        assert f"{MEGATRON}.{key}: " in head_of(recipe)
+    assert "fsdp_config.optimizer_offload: Megatron trains, not FSDP" in recipe
+    assert resolved(recipe)["train.gradient_checkpointing"] == "full"
+
+
+def test_all_gpus_are_those_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["geo3k.yaml", f"{PLACEMENT}.actor=all", f"{PLACEMENT}.rollout=all"]
+    for count, workers in ((8, 8), (1, None)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        assert resolved(imported(*words))["cluster.gpus_per_node"] == workers
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert f"{PLACEMENT}.actor: this machine has no GPUs to count; set cluster.gpus_per_node=N" in imported(*words)
+
+
+def test_bare_words_are_enough() -> None:
+    words = [word.replace("'", "") for word in VERL.split() if "." in word and "=" in word and "$" not in word]
     files = ["data.train_files=a.parquet", "data.val_files=b.parquet", "actor_rollout_ref.rollout.name=vllm"]
-    settings = resolved(
-        imported(*[word.replace("'", "") for word in words], *files, "data.max_response_length=7", *GEO3K)
-    )
+    settings = resolved(imported(*words, *files, "data.max_response_length=7", *GEO3K))
     assert settings["rollout.prompts_per_step"] == VERL_TABLE["rollout.prompts_per_step"]
     assert settings["environment.train_files"] == ["a.parquet"]
 
 
-def test_each_line_says_where_it_comes_from(run: Path) -> None:
-    recipe = imported("run.sh", "trainer.nnodes=2", *GEO3K)
+def test_each_line_says_where_it_comes_from() -> None:
+    recipe = imported("run.sh", "trainer.nnodes=2")
     assert "  prompts_per_step: 512  # data.train_batch_size=512 (run.sh line 11)\n" in recipe
     assert (
         "  minibatches: 4  # data.train_batch_size=512 (run.sh line 11); "
@@ -114,58 +177,70 @@ def test_each_line_says_where_it_comes_from(run: Path) -> None:
     assert all(line.partition("  # ")[2] for line in settings)
 
 
-def test_what_has_no_counterpart_is_listed_with_its_reason(run: Path) -> None:
-    words = ["trainer.colour=red", "data.video_key=clips", "trainer.logger=[swanlab,clearml]"]
-    recipe = imported("run.sh", *words, *GEO3K)
+def test_what_has_no_counterpart_is_listed_with_its_reason() -> None:
+    """And what needs none apart from it: unknown keys with nothing in them, and known ones that are null."""
+    recipe = imported("run.sh", "trainer.colour=red", "data.video_key=clips", "trainer.logger=[swanlab,clearml]")
     assert "  swanlab_project: verl_grpo_example_geo3k" in recipe
-    head = recipe.partition("\nrun_dir:")[0]
-    assert "# Without a counterpart here, and left out:\n#   data.video_key: videos are not read\n" in head
-    assert "#   trainer.logger: no clearml; metrics.jsonl in the run folder has every metric" in head
-    assert '# Unknown, and left out:\n#   trainer.colour="red" (command line)' in head
+    assert "# Without a counterpart here, and left out:\n#   data.video_key: videos are not read\n" in head_of(recipe)
+    assert "#   trainer.logger: no clearml; metrics.jsonl in the run folder has every metric" in head_of(recipe)
+    assert '# Unknown, and left out:\n#   trainer.colour="red" (command line)' in head_of(recipe)
+    empty = {"trainer.colours": "[]", "trainer.shades": "{}", "trainer.tone": "null", "data.video_key": "null"}
+    recipe = imported("run.sh", *(f"{key}={value}" for key, value in empty.items()))
+    assert [key for key in empty if key in head_of(recipe) or key not in recipe] == []
 
 
-def test_every_given_setting_is_somewhere(run: Path) -> None:
-    for words, text in ((["run.sh", *GEO3K], VERL), (["geo3k.yaml"], RLINF)):
-        recipe = imported(*words)
-        keys = [
-            word.lstrip("+").partition("=")[0] for word in text.split() if "." in word.partition("=")[0] and "=" in word
-        ]
-        assert [key for key in keys if key not in recipe] == []
+@pytest.mark.parametrize(("file", "text"), [("run.sh", VERL), ("geo3k.yaml", RLINF)])
+def test_every_given_setting_is_somewhere(file: str, text: str) -> None:
+    recipe = imported(file)
+    keys = [word.lstrip("+").partition("=")[0] for word in text.split() if "=" in word]
+    assert [key for key in keys if "." in key and key not in recipe] == []
 
 
-def test_a_share_of_an_unknown_number_of_steps_is_not_guessed(run: Path) -> None:
+def test_a_share_of_an_unknown_number_of_steps_is_not_guessed() -> None:
     recipe = imported("geo3k.yaml")
     assert "#   actor.lr_sched.lr_warmup_fraction: a share of a number of steps that is not known;" in recipe
     assert resolved(recipe)["train.lr_warmup_steps"] == 0
-    assert "a share of a number of steps" in error_of("geo3k.yaml", "actor.training_backend=megatron")
 
 
 @table(
     ("words", "message"),
     [
         (
-            ["run.sh"],
+            ["./run.sh"],
             'data.reward_fn_key="data_source", verl\'s default: verl picks the grader of a row by this column',
         ),
-        (["run.sh", "algorithm.use_kl_in_reward=True", *GEO3K], "a run has one KL term; leave one out"),
-        (["run.sh", "actor_rollout_ref.actor.clip_ratio=0.3", *GEO3K], "without effect in verl, where"),
+        (["run.sh", "algorithm.use_kl_in_reward=True"], "a run has one KL term; leave one out"),
+        (["run.sh", f"{ACTOR}.clip_ratio=0.3"], "without effect in verl, where"),
         (
             ["run.sh", "actor_rollout_ref.rollout.response_length=99", *GEO3K],
             "is rollout.max_new_tokens=99; a run of Fovea",
         ),
-        (["run.sh", "actor_rollout_ref.actor.ppo_mini_batch_size=100", *GEO3K], "is not a multiple of it"),
-        (["run.sh", "algorithm.adv_estimator=remax", *GEO3K], "there is no such advantage here; set it to grpo, gae"),
-        (["run.sh", "actor_rollout_ref.actor.kl_loss_type=abs", *GEO3K], "there is no such estimator here; set it to"),
-        (["run.sh", "actor_rollout_ref.rollout.name=hf", *GEO3K], "verl needs an engine, and vllm and sglang are here"),
-        (
-            ["run.sh", "actor_rollout_ref.actor.optim.lr=-1", *GEO3K],
-            "actor_rollout_ref.actor.optim.lr=-1 (command line)",
+        (["run.sh", f"{ACTOR}.ppo_mini_batch_size=100"], "is not a multiple of it"),
+        (["run.sh", "algorithm.adv_estimator=remax"], "there is no such advantage here; set it to grpo, gae"),
+        (["run.sh", f"{ACTOR}.kl_loss_type=abs"], "there is no such estimator here; set it to"),
+        (["run.sh", "actor_rollout_ref.rollout.name=hf"], "verl needs an engine, and vllm and sglang are here"),
+        (["run.sh", f"{ACTOR}.optim.lr=-1"], f"{ACTOR}.optim.lr=-1 (command line)"),
+        *(
+            (
+                ["run.sh", f"{key}=0.7", *GEO3K],
+                "no setting of verl; did you mean actor_rollout_ref.rollout.temperature?",
+            )
+            for key in ("actor_rollout_ref.rollout.temprature", "actor_rolout_ref.rollout.temperature")
         ),
         (["geo3k.yaml", "algorithm.sampling_params.max_new_tokens=9000"], "more than runner.seq_length=8192 less"),
         (["geo3k.yaml", "actor.model.model_path=/other"], "a run of Fovea has one value: leave one of them out"),
         (["geo3k.yaml", "--environment", "vqa"], "this is environment.name=geo3k, but --environment says vqa"),
         (["geo3k.yaml", "reward.reward_type=code"], "no environment here is of that type; add --environment"),
         (["geo3k.yaml", "data.seed=${nothing:1}"], "is a function that is not known here; write its value"),
+        (["geo3k.yaml", "actor.training_backend=megatron"], "a share of a number of steps"),
+        (
+            ["geo3k.yaml", "runner.max_steps=${runner.max_steps}"],
+            "error: runner.max_steps -> runner.max_steps: these settings refer to each other in a circle; write the ",
+        ),
+        (
+            ["geo3k.yaml", "runner.max_steps=${runner.x}", "runner.x=${runner.max_steps}"],
+            "error: runner.max_steps -> runner.x -> runner.max_steps: these settings refer to each other in a circle",
+        ),
         (["nothing.yaml"], "; give a YAML file or a script of verl or RLinf"),
         (["nothing.sh"], "nothing.sh: no such file in "),
         ([], "no settings found; write fovea import-config FILE"),
@@ -173,99 +248,82 @@ def test_a_share_of_an_unknown_number_of_steps_is_not_guessed(run: Path) -> None
         (["data.shuffle=True"], "say which it is with --system verl or --system rlinf"),
     ],
 )
-def test_what_cannot_be_imported_is_told(run: Path, words: list[str], message: str) -> None:
+def test_what_cannot_be_imported_is_told(words: list[str], message: str) -> None:
     error = error_of(*words)
     assert message in error
     assert "\n" not in error
 
 
-def test_a_variable_that_nobody_sets_is_asked_for(run: Path) -> None:
+def test_a_variable_that_nobody_sets_is_asked_for() -> None:
     Path("run.sh").write_text(VERL.replace("DATA=/data/geo3k\n", ""), encoding="utf-8")
-    assert error_of("run.sh", *GEO3K).endswith("add data.train_files=VALUE behind the file")
+    assert error_of("run.sh").endswith("add data.train_files=VALUE behind the file")
     files = ["data.train_files=/d/train.parquet", "data.val_files=/d/test.parquet"]
-    assert resolved(imported("run.sh", *files, *GEO3K))["environment.train_files"] == ["/d/train.parquet"]
+    assert resolved(imported("run.sh", *files))["environment.train_files"] == ["/d/train.parquet"]
 
 
-def test_two_values_in_one_script_are_a_contradiction(run: Path) -> None:
+def test_two_values_in_one_script_are_a_contradiction() -> None:
     Path("run.sh").write_text(f"{VERL}\npython3 -m verl.trainer.main_ppo trainer.nnodes=4\n", encoding="utf-8")
-    assert "run.sh line 41: trainer.nnodes=4, but run.sh line 38: trainer.nnodes=1; leave" in error_of("run.sh", *GEO3K)
-    assert resolved(imported("run.sh", "trainer.nnodes=3", *GEO3K))["cluster.num_nodes"] == 3
+    assert "run.sh line 41: trainer.nnodes=4, but run.sh line 38: trainer.nnodes=1; leave" in error_of("run.sh")
+    assert resolved(imported("run.sh", "trainer.nnodes=3"))["cluster.num_nodes"] == 3
 
 
-def test_text_of_a_file_stays_in_its_comment(run: Path) -> None:
+def test_text_of_a_file_stays_in_its_comment() -> None:
     hostile = "a\u2028seed: 7\x85reward: b\n"
     Path("geo3k.yaml").write_text(f"{RLINF}unknown: {{key: {json.dumps(hostile)}}}\n", encoding="utf-8")
-    recipe = imported("geo3k.yaml", f"data.system_prompt={json.dumps(hostile)}", "runner.max_steps=750")
-    settings = resolved(recipe)
+    settings = resolved(imported("geo3k.yaml", f"data.system_prompt={json.dumps(hostile)}", "runner.max_steps=750"))
     assert (settings["seed"], settings["reward"]) == (41, None)
 
 
-def test_a_file_is_written_once(run: Path) -> None:
-    imported("run.sh", *GEO3K, "--out", "mine.yaml")
+def test_a_file_is_written_once() -> None:
+    imported("run.sh", "--out", "mine.yaml")
     assert load_config([Path("mine.yaml")], []).rollout.prompts_per_step == VERL_TABLE["rollout.prompts_per_step"]
-    assert error_of("run.sh", *GEO3K, "--out", "mine.yaml").endswith(
-        "mine.yaml: there is such a file; give another --out"
-    )
+    message = "mine.yaml: there is such a file; give another --out"
+    assert error_of("run.sh", "--out", "mine.yaml").endswith(message)
 
 
 @pytest.mark.parametrize(
     "options", ["--config-path=conf --config-name=mine", "--config-path conf --config-name mine", "-cp conf -cn mine"]
 )
-def test_the_config_that_a_command_names_is_read(run: Path, options: str) -> None:
+def test_the_config_that_a_command_names_is_read(options: str) -> None:
     """And the files of its `defaults` list; one that is not there is a remark."""
-    Path("conf").mkdir()
+    Path("conf", "data").mkdir(parents=True)
     lists = "defaults:\n  - ppo_trainer\n  - data@data: few\n  - _self_\n"
     Path("conf", "mine.yaml").write_text(f"{lists}data:\n  train_batch_size: 1\n", encoding="utf-8")
-    Path("conf", "data").mkdir()
     Path("conf", "data", "few.yaml").write_text("seed: 7\nmax_response_length: 1\n")
     Path("run.sh").write_text(VERL.replace("main_ppo ", f"main_ppo {options} "), encoding="utf-8")
-    recipe = imported("run.sh", *GEO3K)
+    recipe = imported("run.sh")
     assert_matches(recipe, VERL_TABLE | {"seed": 7})
     assert "seed: 7  # data.seed=7 (data/few.yaml)" in recipe
 
 
-def test_a_config_that_is_not_there_is_listed(run: Path) -> None:
+def test_a_config_that_is_not_there_is_listed() -> None:
     Path("run.sh").write_text(VERL.replace("main_ppo ", "main_ppo --config-name mine --config-dir gone "))
-    recipe = imported("run.sh", *GEO3K)
+    recipe = imported("run.sh")
     assert "#   --config-name: its settings stand in a YAML file, which is not in --config-path; name that" in recipe
     assert "#   --config-dir: its settings stand in YAML files that are not there" in recipe
 
 
-def test_settings_of_trl_are_told_their_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("trl.yaml").write_text(
-        "model_name_or_path: m\nnum_generations: 8\nmax_completion_length: 64\nunheard_of: 1\n", encoding="utf-8"
-    )
+def test_settings_of_trl_are_told_their_page() -> None:
+    """In a YAML file, and in a script."""
+    trl = "model_name_or_path: m\nnum_generations: 8\nmax_completion_length: 64\nunheard_of: 1\n"
+    Path("trl.yaml").write_text(trl, encoding="utf-8")
     assert error_of("trl.yaml") == (
         "error: 3 of 4 settings are those of TRL, whose files are not read, only verl's and RLinf's; write a recipe by "
         "the table that python -m fovea.tools.importer.docs trl prints (model_name_or_path is model.path, "
         "num_generations is rollout.samples_per_prompt, max_completion_length is rollout.max_new_tokens)"
     )
-
-
-def test_a_script_of_trl_is_told_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("trl.sh").write_text(
-        "accelerate launch --config_file zero3.yaml grpo_vlm.py \\\n  --learning_rate 1e-5 --num_generations=8\n"
-    )
+    launch = "accelerate launch --config_file zero3.yaml grpo_vlm.py"
+    Path("trl.sh").write_text(f"{launch} \\\n  --learning_rate 1e-5 --num_generations=8\n")
     assert error_of("trl.sh").startswith("error: 2 of 3 settings are those of TRL, whose files are not read, only verl")
     Path("other.sh").write_text("python train.py --config_file zero3.yaml\n")
     assert error_of("other.sh") == "error: no settings found; write fovea import-config FILE [KEY=VALUE]..."
 
 
-ACTOR = "actor_rollout_ref.actor"
 VALUES = [None, 0, -1, "abc", [1, 2], [[1]], {"a": 1}, True]
 OTHER_BRANCHES = {
     "verl": {"reward_model.overlong_buffer.enable": True, "reward_model.overlong_buffer.len": 512},
     "rlinf": {"algorithm.adv_type": "gae", "runner.max_steps": 750},
 }
-
-
-@pytest.fixture(autouse=True)
-def in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("run.sh").write_text(VERL, encoding="utf-8")
-    Path("geo3k.yaml").write_text(RLINF, encoding="utf-8")
 
 
 def given(settings: dict[str, Any]) -> dict[str, Given]:
@@ -295,7 +353,7 @@ def test_no_value_of_any_key_is_a_traceback(name: str, is_alone: bool) -> None:
             assert error is None or "\n" not in str(error), f"{key}={value}"
 
 
-@pytest.mark.parametrize(
+@table(
     ("words", "left"),
     [
         (["data.train_batch_size=null"], "data.train_batch_size: null is not a positive integer"),
@@ -305,40 +363,31 @@ def test_no_value_of_any_key_is_a_traceback(name: str, is_alone: bool) -> None:
         ([f"{ACTOR}.optim.lr_scheduler_type=[1]"], f"{ACTOR}.optim.lr_scheduler_type: only "),
         (["trainer.logger=0"], "trainer.logger: 0 is not a text or list of texts or null"),
         (["custom_reward_function.path=[1]"], "custom_reward_function.path: [1] is not a file"),
+        (["data.truncation=left", "data.filter_overlong_prompts=False"], "data.truncation: a prompt is never cut"),
+        (
+            [f"{ACTOR}.ppo_micro_batch_size_per_gpu=8"],
+            f"{ACTOR}.ppo_micro_batch_size_per_gpu: it counts completions, and is not a multiple of the 5 of a group",
+        ),
     ],
 )
-def test_a_value_of_a_wrong_type_is_left_out(words: list[str], left: str) -> None:
-    recipe = imported("run.sh", *words, *GEO3K)
-    head, _, _ = recipe.partition("# These need no setting here:")
-    assert f"#   {left}" in head
-    assert head.count(f"#   {words[0].partition('=')[0]}:") == 1, "told once, whoever reads it"
+def test_a_value_that_cannot_be_used_is_left_out(words: list[str], left: str) -> None:
+    recipe = imported("run.sh", *words)
+    assert f"#   {left}" in head_of(recipe)
+    assert head_of(recipe).count(f"#   {words[0].partition('=')[0]}:") == 1, "told once, whoever reads it"
     assert resolved(recipe)["environment.name"] == "geo3k"
 
 
 def test_what_is_read_together_with_it_is_not_guessed() -> None:
     """A default in its place would make another run."""
-    recipe = imported("run.sh", "data.train_batch_size=abc", *GEO3K)
+    recipe = imported("run.sh", "data.train_batch_size=abc")
     assert "minibatches" not in recipe
     assert "prompts_per_step" not in recipe
 
 
-@pytest.mark.parametrize(
-    ("words", "circle"),
-    [
-        (["runner.max_steps=${runner.max_steps}"], "runner.max_steps -> runner.max_steps"),
-        (
-            ["runner.max_steps=${runner.x}", "runner.x=${runner.max_steps}"],
-            "runner.max_steps -> runner.x -> runner.max_steps",
-        ),
-    ],
-)
-def test_settings_in_a_circle_are_named(words: list[str], circle: str) -> None:
-    told = f"error: {circle}: these settings refer to each other in a circle; write the value of one"
-    assert error_of("geo3k.yaml", *words) == told
-
-
-ROOT = Path(__file__).parents[3]
-SYSTEMS = [pytest.param(system, id=system.name) for system in systems().values()]
+def test_gpus_that_meet_in_part_are_no_placement() -> None:
+    recipe = imported("geo3k.yaml", f"{PLACEMENT}.actor=0-3", f"{PLACEMENT}.rollout=2-5")
+    assert f"{PLACEMENT}.rollout: no placement here; set cluster.placement" in recipe
+    assert resolved(recipe)["cluster.placement"] == "collocated"
 
 
 def test_the_command_prints_a_page() -> None:
@@ -347,23 +396,18 @@ def test_the_command_prints_a_page() -> None:
     assert done.stdout == page(systems()["mixtrain"])
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
-def test_rows_are_whole_and_every_setting_is_on_the_page(system: System) -> None:
+@pytest.mark.parametrize("system", [pytest.param(system, id=system.name) for system in systems().values()])
+def test_a_page_has_every_setting_in_whole_rows_and_names_files_that_are_there(system: System) -> None:
     text = page(system)
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     assert {len(re.split(r"(?<!\\)\|", row)) for row in rows} == {5}
     assert [setting.theirs for setting in system.settings if f"`{setting.theirs}`" not in text] == []
-
-
-@pytest.mark.parametrize("system", SYSTEMS)
-def test_files_that_a_page_names_are_there(system: System) -> None:
-    named = set(re.findall(r"\b((?:docs|recipes)/[\w./-]+\.(?:md|yaml))\b", page(system)))
+    named = set(re.findall(r"\b((?:docs|recipes)/[\w./-]+\.(?:md|yaml))\b", text))
     assert named
     assert sorted(file for file in named if not (ROOT / file).is_file()) == []
 
 
 def test_the_readme_has_the_command_that_prints_the_pages() -> None:
-    (row,) = [
-        line for line in (ROOT / "README.md").read_text("utf-8").splitlines() if "fovea.tools.importer.docs" in line
-    ]
+    lines = (ROOT / "README.md").read_text("utf-8").splitlines()
+    (row,) = [line for line in lines if "fovea.tools.importer.docs" in line]
     assert [system.name for system in systems().values() if system.name not in row.lower()] == []

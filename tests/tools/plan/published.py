@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,20 +9,30 @@ from typing import Any
 import transformers
 
 from fovea.config.loading import load_config
+from fovea.config.recipes import read_yaml
 from fovea.config.run import Config
 from fovea.tools.plan.model_sizes import ModelSizes, model_sizes
 from fovea.tools.plan.plan import with_settings
 
+
+def text_of(
+    *, hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, vocabulary: int, rope: dict[str, Any], **more: Any
+) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocabulary,
+        "rope_parameters": {"rope_type": "default", **rope},
+        **more,
+    }
+
+
+ROPE = {"rope_theta": 1e6, "mrope_section": [16, 24, 24]}
 QWEN2_5_VL_7B: dict[str, Any] = {
-    "text_config": {
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "vocab_size": 152064,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
-    },
+    "text_config": text_of(hidden=3584, mlp=18944, layers=28, heads=28, kv_heads=4, vocabulary=152064, rope=ROPE),
     "vision_config": {
         "depth": 32,
         "hidden_size": 1280,
@@ -37,20 +46,13 @@ QWEN2_5_VL_7B: dict[str, Any] = {
 }
 """Qwen/Qwen2.5-VL-7B-Instruct: 8,292,166,656 parameters in its safetensors index (16,584,333,312 bytes of bfloat16)."""
 
-
+TIED = {"tie_word_embeddings": True}
 QWEN2_5_VL_3B: dict[str, Any] = {
-    "text_config": QWEN2_5_VL_7B["text_config"]
-    | {
-        "hidden_size": 2048,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 2,
-        "vocab_size": 151936,
-        "tie_word_embeddings": True,
-    },
+    "text_config": text_of(
+        hidden=2048, mlp=11008, layers=36, heads=16, kv_heads=2, vocabulary=151936, rope=ROPE, **TIED
+    ),
     "vision_config": QWEN2_5_VL_7B["vision_config"] | {"out_hidden_size": 2048},
-    "tie_word_embeddings": True,
+    **TIED,
 }
 """Qwen/Qwen2.5-VL-3B-Instruct, by its config.json."""
 
@@ -61,19 +63,10 @@ QWEN2_VL_7B: dict[str, Any] = QWEN2_5_VL_7B | {
 
 
 def qwen3_vl(hidden: int, mlp: int, layers: int, heads: int) -> dict[str, Any]:
-    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
+    rope = {"rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
+    sizes = {"hidden": hidden, "mlp": mlp, "layers": layers, "heads": heads}
     return {
-        "text_config": {
-            "hidden_size": hidden,
-            "intermediate_size": mlp,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "vocab_size": 151936,
-            "rope_parameters": rope,
-            "tie_word_embeddings": True,
-        },
+        "text_config": text_of(**sizes, kv_heads=8, head_dim=128, vocabulary=151936, rope=rope, **TIED),
         "vision_config": {
             "depth": 24,
             "hidden_size": 1024,
@@ -126,19 +119,13 @@ QWEN3_5_4B = qwen3_5(2560, 9216, tied=True, depth=24, hidden_size=1024, intermed
 QWEN3_5_9B = qwen3_5(4096, 12288, tied=False)
 
 
+ROPE_OF_SMOLVL = {"rope_theta": 1e5, "mrope_section": [8, 12, 12]}
 SMOLVL: dict[str, Any] = {
-    "text_config": {
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "vocab_size": 49152,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e5, "mrope_section": [8, 12, 12]},
-        "tie_word_embeddings": True,
-    },
+    "text_config": text_of(
+        hidden=576, mlp=1536, layers=30, heads=9, kv_heads=3, vocabulary=49152, rope=ROPE_OF_SMOLVL, **TIED
+    ),
     "vision_config": {"depth": 2, "embed_dim": 64, "hidden_size": 576, "mlp_ratio": 4, "num_heads": 4},
-    "tie_word_embeddings": True,
+    **TIED,
 }
 """HuggingFaceTB/SmolLM2-135M-Instruct with the tower of `python -m examples.talk smolvl`."""
 
@@ -184,9 +171,5 @@ def sizes_of_published(config: Config) -> ModelSizes:
 
 
 def with_words(config: Config, words: Sequence[str]) -> Config:
-    pairs = [word.split("=") for word in words]
-    return with_settings(config, {key: _value(value) for key, value in pairs})
-
-
-def _value(text: str) -> object:
-    return json.loads(text) if text[0].isdigit() or text in ("true", "false") else text
+    pairs = (word.split("=") for word in words)
+    return with_settings(config, {key: read_yaml(value, key) for key, value in pairs})

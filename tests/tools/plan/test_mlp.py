@@ -65,11 +65,8 @@ def test_the_activations_of_a_row_are_those_that_autograd_keeps(mlp: dict[str, o
 
 
 def test_experts_are_counted_as_weights() -> None:
-    for family, experts in (
-        ("qwen3_vl", 0),
-        ("qwen3_vl_moe", 3 * 4 * 3 * 64 * 128),
-        ("qwen3_5_moe", 3 * 4 * 3 * 64 * 128),
-    ):
+    of_three_layers = 3 * 4 * 3 * 64 * 128
+    for family, experts in (("qwen3_vl", 0), ("qwen3_vl_moe", of_three_layers), ("qwen3_5_moe", of_three_layers)):
         config = load_config([], [f"model.tiny.family={family}"])
         assert expert_weights(model_sizes(config)) == experts
 
@@ -77,35 +74,23 @@ def test_experts_are_counted_as_weights() -> None:
 PROMPTS, SAMPLES, LIMIT, DRAWN, PROMPT_TOKENS = 6, 4, 12, 10, 20
 
 
+def config_of(prompts: int, reuse_gib: float, plan: dict[str, object], **sections: object) -> Config:
+    plan = {"gpus": 1, "completion_tokens": DRAWN} | plan
+    sizes = {"prompts_per_step": prompts, "samples_per_prompt": SAMPLES, "max_new_tokens": LIMIT}
+    return Config.model_validate({"rollout": sizes | {"engine": {"reuse_gib": reuse_gib}}, "plan": plan, **sections})
+
+
 @pytest.mark.parametrize(("missing", "kept"), [(0, True), (1, False)])
 def test_outputs_are_counted_where_they_fit(missing: int, kept: bool, tmp_path: Path) -> None:
     """Reserved for the longest completions, and counted for the expected lengths."""
     parts = tiny("qwen3_vl", **wide("qwen3_vl"))
     text = parts.network.config.text_config
-    folder = save(parts, tmp_path)
+    model = {"path": str(save(parts, tmp_path)), "freeze_vision_tower": True}
     heads = (text.num_attention_heads + 2 * text.num_key_value_heads) * text.head_dim
     outputs = 4 * text.num_hidden_layers * (heads + 2 * text.hidden_size + 2 * text.intermediate_size)
-    tokens = PROMPTS * (PROMPT_TOKENS + SAMPLES * LIMIT)
-    limit = tokens * outputs - missing
-    config = Config.model_validate(
-        {
-            "model": {"path": str(folder), "freeze_vision_tower": True},
-            "rollout": {
-                "prompts_per_step": PROMPTS,
-                "samples_per_prompt": SAMPLES,
-                "max_new_tokens": LIMIT,
-                "engine": {"reuse_gib": limit / 2**30},
-            },
-            "plan": {
-                "gpu": "cpu",
-                "gpus": 1,
-                "prompt_tokens": PROMPT_TOKENS,
-                "image_tokens": 9,
-                "completion_tokens": DRAWN,
-            },
-        }
-    )
-    for phase in make_plan(config).phases:
+    limit = PROMPTS * (PROMPT_TOKENS + SAMPLES * LIMIT) * outputs - missing
+    plan = {"gpu": "cpu", "prompt_tokens": PROMPT_TOKENS, "image_tokens": 9}
+    for phase in make_plan(config_of(PROMPTS, limit / 2**30, plan, model=model)).phases:
         expected = PROMPTS * (PROMPT_TOKENS + SAMPLES * (DRAWN - 1)) * outputs
         assert phase.parts.get("recorded outputs") == (expected if kept else None)
 
@@ -117,29 +102,11 @@ def test_outputs_are_counted_where_they_fit(missing: int, kept: bool, tmp_path: 
 def test_on_a_gpu_the_vision_graph_alone_is_counted(how: str, reuse_gib: float, kept: bool, tmp_path: Path) -> None:
     """Of blocks that are computed again it has the inputs, which fit where the rest would not."""
     folder = save(tiny("qwen3_vl", **wide("qwen3_vl"), vision_depth=24, vision_hidden_size=256), tmp_path)
-    config = Config.model_validate(
-        {
-            "model": {"path": str(folder), "dtype": "bfloat16"},
-            "rollout": {
-                "prompts_per_step": 64,
-                "samples_per_prompt": SAMPLES,
-                "max_new_tokens": LIMIT,
-                "engine": {"reuse_gib": reuse_gib},
-            },
-            "train": {"gradient_checkpointing": how},
-            "plan": {
-                "gpu": "h100",
-                "gpus": 1,
-                "prompt_tokens": 300,
-                "image_tokens": 256,
-                "completion_tokens": DRAWN,
-            },
-        }
-    )
-    phases = make_plan(config).phases
-    patches = 64 * 256 * 4
-    for phase in phases:
-        assert "recorded outputs" not in phase.parts
+    model, train = {"path": str(folder), "dtype": "bfloat16"}, {"gradient_checkpointing": how}
+    plan = {"gpu": "h100", "prompt_tokens": 300, "image_tokens": 256}
+    phases = make_plan(config_of(64, reuse_gib, plan, model=model, train=train)).phases
+    assert not any("recorded outputs" in phase.parts for phase in phases)
     rollout, update = (phase.parts.get("vision", 0) for phase in phases[:2])
+    patches = 64 * 256 * 4
     inputs = patches * 24 * 256 * 2
     assert (min(rollout, update) > inputs) is kept

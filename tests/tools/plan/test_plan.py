@@ -12,10 +12,8 @@ from socket import socket
 
 import numpy as np
 import pytest
-import torch
 from typer.testing import CliRunner
 
-from benchmarks.torch_memory import AllocationTrace
 from fovea.cli.main import app
 from fovea.config.algorithm import Algorithm
 from fovea.config.loading import load_config
@@ -24,14 +22,13 @@ from fovea.errors import ConfigError
 from fovea.models.recompute import Recompute, recompute_activations
 from fovea.models.vlm import VLM
 from fovea.tools.plan.activations import Numerics
-from fovea.tools.plan.memory import row_stages
 from fovea.tools.plan.model_sizes import ModelSizes, model_sizes
 from fovea.tools.plan.plan import RunPlan, advice_for, changes_for, make_plan, with_settings
 from fovea.tools.plan.rollout import decode_copies
 from fovea.tools.plan.workload import roles_of, workload_of
-from fovea.train.packing import pack_row
 from tests.policies import make_batch, make_policy
-from tests.tiny_models import CPU, FAMILIES, image, renderer, save, tiny, user
+from tests.tables import table
+from tests.tiny_models import FAMILIES, image, renderer, save, tiny, user
 from tests.tools.plan.published import (
     FEW_PROMPTS,
     QWEN2_5_VL_7B,
@@ -43,7 +40,7 @@ from tests.tools.plan.published import (
     wide,
     with_words,
 )
-from tests.tools.plan.saved import GROUPS, SAMPLES, TOKENS, config_for, saved_bytes
+from tests.tools.plan.saved import GROUPS, TOKENS, config_for, measured_and_planned, peak_of_update
 
 CHUNK = 64
 TOLERANCE = 0.15
@@ -61,23 +58,10 @@ def test_saved_activations_are_those_that_autograd_keeps(family: str, how: Recom
         filling = np.full(CHUNK - prompts[0].num_tokens, 5)
         prompts = [replace(each, token_ids_L=np.concatenate([each.token_ids_L, filling])) for each in prompts]
         tokens = CHUNK + 1
-    unequal = [np.full(tokens, 5 + number) for number in range(SAMPLES)]  # a plan counts on no equal ones
-    row = pack_row(vlm.family, prompts, [unequal] * GROUPS, CPU)
-    measured = saved_bytes(vlm, row)
+    folder = save(parts, tmp_path)
+    measured, planned = measured_and_planned(vlm, prompts, folder, tokens, gradient_checkpointing=how)
     # the pixels are numpy's, and no activations
     measured -= sum(prompt.images[0].tensors["pixel_values"].nbytes for prompt in prompts)
-
-    config = config_for(
-        save(parts, tmp_path),
-        prompts[0].num_tokens,
-        prompts[0].images[0].num_tokens,
-        tokens,
-        gradient_checkpointing=how,
-    )
-    sizes, numerics = model_sizes(config), Numerics.of(config, cuda=False)
-    (shape,) = workload_of(config, sizes, roles_of(config, 1)).distinct_rows
-    planned = sum(stage.saved for stage in row_stages(config, sizes, shape, numerics))
-    assert (shape.tokens, shape.actions) == (row.num_tokens, row.num_actions)
     # checkpoints hold rotary positions as arguments, where autograd's hooks do not see them
     assert planned == pytest.approx(measured, rel=0.05 if how == "none" else TOLERANCE)
 
@@ -102,12 +86,10 @@ def test_parameters_are_those_of_the_network(family: str, tmp_path: Path) -> Non
 def test_published_models_have_their_published_sizes(tmp_path: Path) -> None:
     """Bytes of bfloat16 in the indices of Qwen/Qwen2.5-VL-7B-Instruct and Qwen/Qwen3-VL-8B-Instruct."""
     _, sizes = published(tmp_path / "7B")
-    larger = model_sizes(
-        load_config([RECIPES / "geo3k.yaml"], [f"model.path={folder_of(tmp_path / '8B', QWEN3_VL_8B)}"])
-    )
+    path = f"model.path={folder_of(tmp_path / '8B', QWEN3_VL_8B)}"
+    larger = model_sizes(load_config([RECIPES / "geo3k.yaml"], [path]))
     assert [2 * each.parameters for each in (sizes, larger)] == [16_584_333_312, 17_534_247_392]
-    assert not sizes.tied
-    assert not larger.tied
+    assert (sizes.tied, larger.tied) == (False, False)
 
 
 def test_states_of_a_sharded_policy_by_hand(tmp_path: Path) -> None:
@@ -162,10 +144,10 @@ def test_offload_and_replicas(tmp_path: Path) -> None:
 
 def test_no_seconds_of_a_network_between_nodes(tmp_path: Path) -> None:
     config, sizes = published(tmp_path)
-    assert make_plan(config, sizes).machine.link_gb_per_second == 450
-    nodes = {"plan.gpus": None, "cluster.num_nodes": 2, "cluster.gpus_per_node": 4}
-    machine = make_plan(with_settings(config, nodes), sizes).machine
-    assert (machine.gpus, machine.link_gb_per_second) == (8, None)
+    for nodes, link in ((1, 450), (2, None)):
+        places = {"plan.gpus": None, "cluster.num_nodes": nodes, "cluster.gpus_per_node": 8 // nodes}
+        machine = make_plan(with_settings(config, places), sizes).machine
+        assert (machine.gpus, machine.link_gb_per_second) == (8, link)
 
 
 def moved(config: Config, sizes: ModelSizes) -> dict[str, int]:
@@ -222,37 +204,22 @@ def test_peak_of_an_update_is_the_measured_one(logits_mib: float, tmp_path: Path
     """Whole passes and optimizer steps of a tiny policy, by torch's allocator."""
     parts = tiny("qwen3_vl", **wide("qwen3_vl"))
     backend = {"logits_mib": logits_mib}
-    policy, batch = make_policy(parts, backend=backend), make_batch(parts)
-    policy.update(batch)
-    trace = AllocationTrace()
-    trace.start()
-    with torch.profiler.record_function("update"):
-        policy.update(batch)
-    trace.stop()
-    (peak,) = trace.peaks(["update"])["update"]
+    batch = make_batch(parts)
     # what other tests have left is not this policy's: weights and moments are left out on both sides
-    measured = peak - trace.before
-
-    groups = batch.groups
-    prompt = sum(group.prompt.num_tokens for group in groups) // len(groups)
-    image_tokens = sum(one.num_tokens for group in groups for one in group.prompt.images) // len(groups)
+    measured = peak_of_update(make_policy(parts, backend=backend), batch)
+    groups, images = batch.groups, [one for group in batch.groups for one in group.prompt.images]
+    lengths = {
+        "prompt_tokens": sum(group.prompt.num_tokens for group in groups) // len(groups),
+        "image_tokens": sum(one.num_tokens for one in images) // len(groups),
+        "completion_tokens": round(sum(len(sample.token_ids_T) for sample in batch.samples) / 9),
+    }
+    rollout = {"prompts_per_step": len(groups), "samples_per_prompt": 3, "max_new_tokens": 9}
     config = Config.model_validate(
         {
             "model": {"path": str(save(parts, tmp_path))},
             "train": {"backend": backend},
-            "rollout": {
-                "prompts_per_step": len(groups),
-                "samples_per_prompt": 3,
-                "max_new_tokens": 9,
-                "engine": {"reuse_gib": 0.0},
-            },
-            "plan": {
-                "gpu": "cpu",
-                "gpus": 1,
-                "prompt_tokens": prompt,
-                "image_tokens": image_tokens,
-                "completion_tokens": round(sum(len(s.token_ids_T) for s in batch.samples) / 9),
-            },
+            "rollout": rollout | {"engine": {"reuse_gib": 0.0}},
+            "plan": lengths | {"gpu": "cpu", "gpus": 1},
         }
     )
     update = make_plan(config).phases[1]
@@ -296,17 +263,8 @@ def test_a_pool_without_a_size_is_what_memory_leaves(tmp_path: Path) -> None:
 def test_advice_is_what_fits(tmp_path: Path) -> None:
     path = f"model.path={folder_of(tmp_path, QWEN3_VL_2B)}"
     small = ["plan.gpus=1", "plan.gpu=a100-40", "rollout.engine.max_batch_tokens=65536", "rollout.max_new_tokens=1024"]
-    config = load_config(
-        [RECIPES / "geo3k.yaml"],
-        [
-            path,
-            *small,
-            FEW_PROMPTS,
-            "train.gradient_checkpointing=none",
-            "data.max_prompt_tokens=1024",
-            "model.freeze_vision_tower=true",
-        ],
-    )
+    small += ["data.max_prompt_tokens=1024", "model.freeze_vision_tower=true", "train.gradient_checkpointing=none"]
+    config = load_config([RECIPES / "geo3k.yaml"], [path, *small, FEW_PROMPTS])
     sizes = model_sizes(config)
     assert not make_plan(config, sizes).fits
     advice = advice_for(config)
@@ -322,7 +280,7 @@ def test_advice_is_what_runs(tmp_path: Path) -> None:
         tmp_path, FEW_PROMPTS, "plan.gpus=1", "rollout.max_new_tokens=4096", "model.freeze_projector=false"
     )
     assert not make_plan(config, sizes).fits
-    tried = [settings for change in changes_for(config, make_plan(config, sizes)) for settings in change.tries]
+    tried = [settings for change in changes_for(config, make_plan(config, sizes)) for settings in change]
     cache = "rollout.engine.max_batch_tokens"
     assert min(settings[cache] for settings in tried if cache in settings) >= 1024 + 5 * 4096
     assert {"train.backend.cpu_offload", "model.lora.rank"} <= {key for settings in tried for key in settings}
@@ -338,8 +296,8 @@ def test_engines_move_to_gpus_of_their_own_where_both_do_not_fit_one(tmp_path: P
 
 
 def test_the_command_says_what_to_change(tmp_path: Path) -> None:
-    words = ["plan", str(RECIPES / "geo3k_qwen2_5_vl_7b.yaml"), f"model.path={folder_of(tmp_path, QWEN2_5_VL_7B)}"]
-    words += [FEW_PROMPTS]
+    path = f"model.path={folder_of(tmp_path, QWEN2_5_VL_7B)}"
+    words = ["plan", str(RECIPES / "geo3k_qwen2_5_vl_7b.yaml"), path, FEW_PROMPTS]
     fits = CliRunner().invoke(app, [*words, "--json"])
     assert fits.exit_code == 0
     assert json.loads(fits.stdout)["fits"] is True
@@ -349,18 +307,21 @@ def test_the_command_says_what_to_change(tmp_path: Path) -> None:
     assert "it fits with" in too_much.stdout
 
 
-def test_a_folder_without_a_config_is_one_line(tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["plan", str(RECIPES / "geo3k.yaml"), f"model.path={tmp_path}"])
-    assert done.exit_code == 2
-    assert "config.json, the only file of a model that a plan reads" in done.stderr
-
-
-def test_a_folder_that_is_not_there_is_one_line(tmp_path: Path) -> None:
-    """Without a question to the hub, which knows no such name."""
+@table(
+    ("model", "message"),
+    [
+        ("{folder}", "config.json, the only file of a model that a plan reads"),
+        # without a question to the hub, which knows no such name
+        ("{folder}/Qwen3-Vl", "no such folder; did you mean {folder}/Qwen3-VL?"),
+        ("nobody/has-this-model", "give a folder that holds this file, the only one of a model that a plan reads"),
+    ],
+)
+def test_a_model_without_a_config_is_one_line(model: str, message: str, tmp_path: Path) -> None:
     folder_of(tmp_path / "Qwen3-VL", QWEN3_VL_2B)
-    done = CliRunner().invoke(app, ["plan", str(RECIPES / "geo3k.yaml"), f"model.path={tmp_path / 'Qwen3-Vl'}"])
+    words = ["plan", str(RECIPES / "geo3k.yaml"), f"model.path={model.format(folder=tmp_path)}"]
+    done = CliRunner().invoke(app, words)
     assert done.exit_code == 2
-    assert f"no such folder; did you mean {tmp_path / 'Qwen3-VL'}?" in done.stderr.replace("\n", "")
+    assert message.format(folder=tmp_path) in done.stderr.replace("\n", "")
 
 
 def test_without_a_network_a_hub_id_is_one_line_after_one_try(tmp_path: Path) -> None:
@@ -368,23 +329,11 @@ def test_without_a_network_a_hub_id_is_one_line_after_one_try(tmp_path: Path) ->
         unused.bind(("127.0.0.1", 0))  # nobody listens there
         endpoint = f"http://127.0.0.1:{unused.getsockname()[1]}"
         variables = {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
-        command = [
-            sys.executable,
-            "-m",
-            "fovea",
-            "plan",
-            str(RECIPES / "geo3k.yaml"),
-            "model.path=nobody/has-this-model",
-        ]
+        words = ["plan", str(RECIPES / "geo3k.yaml"), "model.path=nobody/has-this-model"]
+        command = [sys.executable, "-m", "fovea", *words]
         done = subprocess.run(
             command, check=False, env=os.environ | variables, capture_output=True, text=True, timeout=60
         )
     assert done.returncode == 2
     assert "not in the local cache, and no connection to the hub (" in done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
-
-
-def test_a_model_that_the_hub_does_not_give_says_what_a_plan_needs() -> None:
-    done = CliRunner().invoke(app, ["plan", str(RECIPES / "geo3k.yaml"), "model.path=nobody/has-this-model"])
-    assert done.exit_code == 2
-    assert "give a folder that holds this file, the only one of a model that a plan reads" in done.stderr

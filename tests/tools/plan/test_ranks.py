@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.torch_memory import AllocationTrace
 from fovea.config.run import Config
 from fovea.models.tiny import TinyParts
 from fovea.tools.plan.plan import make_plan
@@ -22,6 +21,7 @@ from fovea.wiring.policy import make_policy
 from tests.policies import make_batch
 from tests.tiny_models import save, tiny
 from tests.tools.plan.published import wide
+from tests.tools.plan.saved import peak_of_update
 from tests.warm import run_ranks
 
 GROUPS = 6
@@ -47,12 +47,10 @@ def config_of(case: str, place: dict[str, Any], batch: Batch) -> Config:
             "train": {"enable_dynamic_batch_size": False, "groups_per_microbatch": 1},
             "rollout": {"prompts_per_step": GROUPS, "samples_per_prompt": len(lengths), "max_new_tokens": max(lengths)},
             "plan": {
-                "gpu": "cpu",
-                "gpus": 2,
+                **{"gpu": "cpu", "gpus": 2, "distinct_images": 1},
                 "prompt_tokens": group.prompt.num_tokens,
                 "image_tokens": group.prompt.images[0].num_tokens,
                 "completion_tokens": round(sum(lengths) / len(lengths)),
-                "distinct_images": 1,
             },
         }
     )
@@ -64,20 +62,12 @@ def batch_of(parts: TinyParts) -> Batch:
 
 
 def measured(case: str, ranks: Ranks) -> int:
-    """Most bytes of an update's tensors beyond those that are there before it."""
     parts = wide_model()
     batch = batch_of(parts)
     config = config_of(case, {"tiny": {"family": "qwen3_vl"}}, batch)
     network = parts.network.to(getattr(torch, config.model.dtype))
     policy = make_policy(config, make_vlm(config, network, parts.processor.banned_ids), ranks=ranks)
-    policy.update(batch)
-    trace = AllocationTrace()
-    trace.start()
-    with torch.profiler.record_function("update"):
-        policy.update(batch)
-    trace.stop()
-    (peak,) = trace.peaks(["update"])["update"]
-    return peak - trace.before
+    return peak_of_update(policy, batch)
 
 
 def process(_: int, found: Path) -> None:

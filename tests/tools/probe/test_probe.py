@@ -50,9 +50,7 @@ def test_a_failed_check_is_told_and_the_next_ones_run() -> None:
     assert said[-1] == "    fine"
 
 
-def test_packed_rows_are_compared_with_attention_of_torch_over_prompt_and_completion(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_packed_rows_are_compared_with_attention_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     layout, shape = shared_prefix_layout([7, 4], [[5, 2], [3]]), HeadShape(CPU, torch.float32, 4, 2, 8)
     assert max(kernels.packed_differences(layout, shape).values()) < 1e-6
     rounded = kernels.packed_differences(layout, replace(shape, dtype=torch.bfloat16))

@@ -18,13 +18,7 @@ from fovea.tools.published.catalogue import PublishedResult, published_results
 ROOT = Path(__file__).parents[3]
 RESULTS = published_results()
 OF_THIS_MACHINE = (
-    "environment.",
-    "rollout.engine.",
-    "train.max_tokens_per_",
-    "evaluate.",
-    "plan.",
-    "seed",
-    "data.on_bad_row",
+    *("environment.", "rollout.engine.", "train.max_tokens_per_", "evaluate.", "plan.", "seed", "data.on_bad_row"),
 )
 """Beginnings of settings that a recipe may have without one of the authors'."""
 TEMPLATES = {  # of math.jinja, open_r1/grpo.py, evaluate_k12.py, prompts_dataset.py, mm_process_engine/prompt.py
@@ -46,21 +40,16 @@ def header_of(result: PublishedResult) -> str:
 
 
 @pytest.mark.parametrize("result", RESULTS.values(), ids=RESULTS.keys())
-def test_the_recipes_have_the_authors_settings(result: PublishedResult) -> None:
+def test_the_recipes_have_the_authors_settings_and_set_nothing_else(result: PublishedResult) -> None:
     settings = settings_of(result)
     wanted = {key: value for each in result.settings for key, value in each.ours.items()}
     # null of a section leaves no leaf below
     assert {key: settings.get(key) for key in wanted} == wanted
-
-
-@pytest.mark.parametrize("result", RESULTS.values(), ids=RESULTS.keys())
-def test_a_recipe_sets_nothing_that_the_authors_do_not(result: PublishedResult) -> None:
-    known = {key for each in result.settings for key in each.ours} | {"algorithm.name"}
+    known = wanted.keys() | {"algorithm.name"}
     if result.name == "thinklite_7b":  # it is EasyR1's but for model and rows, as its head says
         known |= {key for each in RESULTS["easyr1_geo3k_7b"].settings for key in each.ours}
     set_here = {key for name in result.recipes for key in leaves(read_recipe(shipped_recipes()[name]))}
-    in_effect = set_here & settings_of(result).keys()
-    assert {key for key in in_effect - known if not key.startswith(OF_THIS_MACHINE)} == set()
+    assert {key for key in set_here & settings.keys() - known if not key.startswith(OF_THIS_MACHINE)} == set()
 
 
 @pytest.mark.parametrize("result", RESULTS.values(), ids=RESULTS.keys())

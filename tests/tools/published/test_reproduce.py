@@ -104,12 +104,11 @@ ROWS: dict[str, Callable[[], list[str]]] = {
 }
 
 
+SLOW = [pytest.mark.slow]
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name == "easyr1_geo3k_7b" else [pytest.mark.slow], id=name)
-        for name in published_results()
-    ],
+    "name", [pytest.param(name, marks=[] if name == "easyr1_geo3k_7b" else SLOW) for name in published_results()]
 )
 def test_it_trains_and_writes_the_page(name: str) -> None:
     words = ROWS.get(name, geometry)()
@@ -175,9 +174,8 @@ def test_the_list_has_every_result_with_its_figure() -> None:
 def test_several_gpus_get_a_process_each() -> None:
     result = find_result("easyr1_geo3k_7b")
     run = prepare(result, [shipped_recipes()[name] for name in result.recipes], ["run_dir=out-{name}"])
-    several = replace(run, num_gpus=8).command
-    assert several[:5] == [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "8"]
-    assert several[-1] == "run_dir=out-geo3k"
-    assert replace(run, num_gpus=8, overrides=[*run.overrides, "cluster.gpus_per_node=8"]).command[1:4] == [
-        *("-m", "fovea", "train")
-    ]
+    several = replace(run, num_gpus=8)
+    assert several.command[:5] == [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "8"]
+    assert several.command[-1] == "run_dir=out-geo3k"
+    on_ray = replace(several, overrides=[*run.overrides, "cluster.gpus_per_node=8"])
+    assert on_ray.command[1:4] == ["-m", "fovea", "train"]

@@ -23,23 +23,16 @@ QUESTIONS = [
     ("Is there a dog?", "yes", "existence"),
 ]
 SETTINGS: dict[str, Any] = {
-    "model.dtype": "float32",
-    "rollout.prompts_per_step": 2,
-    "rollout.max_new_tokens": 4,
-    "train.gradient_checkpointing": "none",
-    "evaluate.every_steps": 0,
-    "evaluate.image_controls": False,
-    "evaluate.shared_images": "ignore",
-    "parity.prompts": 0,
-    "log.tensorboard": False,
-    "log.progress": False,
+    **{"model.dtype": "float32", "train.gradient_checkpointing": "none", "parity.prompts": 0},
+    **{"rollout.prompts_per_step": 2, "rollout.max_new_tokens": 4},
+    **{"evaluate.every_steps": 0, "evaluate.image_controls": False, "evaluate.shared_images": "ignore"},
+    **{"log.tensorboard": False, "log.progress": False},
 }
 
 
 def model(folder: Path) -> Path:
     """A tiny Qwen2-VL as `from_pretrained` reads it."""
-    parts = tiny("qwen2_vl", hidden_size=32, num_layers=1, vocabulary_size=300)
-    return save(parts, folder)
+    return save(tiny("qwen2_vl", hidden_size=32, num_layers=1, vocabulary_size=300), folder)
 
 
 def geospot_rows(folder: Path, size: int = 20) -> Path:

@@ -39,19 +39,19 @@ def no_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
 
 
-def test_a_flow_trains_on_a_dataset_and_its_model_is_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Inputs of a run of two training steps, in a folder with its model."""
     monkeypatch.chdir(tmp_path)
     model(tmp_path / "model")
     frame = pd.read_csv(geospot_rows(tmp_path))
     frame["image_url"] = [str(tmp_path / name) for name in frame["image_url"]]
-    inputs: dict[str, Any] = {
-        "model_name": "model",
-        "env_dataset": mixtrain.Dataset.from_pandas(frame),
-        "total_steps": 4,
-        "settings": SETTINGS | {"run_dir": "runs/places"},
-        "save_results": False,
-    }
-    outputs = VLMRLTraining().run(inputs)
+    return {"model_name": "model", "env_dataset": mixtrain.Dataset.from_pandas(frame), "total_steps": 4}
+
+
+def test_a_flow_trains_on_a_dataset_and_its_model_is_evaluated(inputs: dict[str, Any]) -> None:
+    settings = SETTINGS | {"run_dir": "runs/places"}
+    outputs = VLMRLTraining().run(inputs, settings=settings, save_results=False)
     assert (outputs["total_steps"], outputs["total_episodes"]) == (4, 2)
     assert isinstance(outputs["metrics_dataset"], mixtrain.Dataset)
     assert outputs["metrics_dataset"].name == "vlm-rl-metrics-step-4-places", "a name that a workspace takes"
@@ -104,17 +104,14 @@ def test_without_an_account_a_run_that_is_to_be_saved_ends_before_training() -> 
         VLMRLTraining().run(total_steps=1)
 
 
-def test_results_are_saved_in_the_workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_are_saved_in_the_workspace(
+    inputs: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the SDK, in an Iceberg catalog on this disk; the run and its model are on the volume."""
-    monkeypatch.chdir(tmp_path)
-    model(tmp_path / "model")
     volume = tmp_path / "volume"
     volume.mkdir()
     monkeypatch.setattr(ours, "VOLUME", volume)
     monkeypatch.setattr(sdk_checkpoint, "_DATA_ROOT", str(volume))
-    frame = pd.read_csv(geospot_rows(tmp_path))
-    frame["image_url"] = [str(tmp_path / name) for name in frame["image_url"]]
-    inputs = {"model_name": "model", "env_dataset": mixtrain.Dataset.from_pandas(frame), "total_steps": 4}
     with platform(tmp_path) as asked:
         monkeypatch.setenv("MIXTRAIN_PLATFORM_URL", asked.url)
         monkeypatch.setenv("MIXTRAIN_API_KEY", "mix-key")
@@ -182,14 +179,8 @@ def test_the_requirements_install_the_wheel_beside_them(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", build, str(tmp_path)], cwd=ROOT, check=True, capture_output=True, timeout=120)
     (wheel,) = tmp_path.glob("*.whl")
     pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-index", "--no-deps", "--ignore-installed"]
-    done = subprocess.run(
-        [*pip, "-r", str(tmp_path / "requirements.txt")],
-        cwd="/",
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    pip += ["-r", str(tmp_path / "requirements.txt")]
+    done = subprocess.run(pip, cwd="/", check=False, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert f"Would install fovea-rl-{wheel.name.split('-')[1]}" in done.stdout
     uploaded = expand_file_args([str(file) for file in sorted(tmp_path.iterdir())])

@@ -93,13 +93,8 @@ def test_a_resumed_run_goes_on_with_its_own_settings(trained: dict[str, Any]) ->
 
 
 def test_the_trained_model_is_evaluated_beside_a_baseline(trained: dict[str, Any]) -> None:
-    found = outputs(
-        "vlm-rl-eval",
-        env_name="geospot",
-        trained_model=trained["trained_model"],
-        baseline_model="model",
-        num_episodes=1,
-    )
+    models = {"trained_model": trained["trained_model"], "baseline_model": "model"}
+    found = outputs("vlm-rl-eval", env_name="geospot", **models, num_episodes=1)
     assert (found["env_name"], found["num_episodes"]) == ("geospot", 1)
     assert found["trained_model"]["target"] == trained["trained_model"]
     assert found["baseline_model"]["target"] == "model"
@@ -136,14 +131,9 @@ def test_an_error_of_a_run_names_the_input(
 
 
 def test_visual_qa_goes_through_its_curriculum(folder: Path) -> None:
-    trained = outputs(
-        "vlm-rl-training",
-        env_name="visual_qa",
-        model_name="model",
-        env_dataset=str(vqa_rows(folder)),
-        total_steps=8,
-        settings=SETTINGS | {"run_dir": "runs/vqa", "curriculum.starts": [1, 2], "rollout.prompts_per_step": 4},
-    )
+    settings = SETTINGS | {"run_dir": "runs/vqa", "curriculum.starts": [1, 2], "rollout.prompts_per_step": 4}
+    inputs = {"env_name": "visual_qa", "model_name": "model", "env_dataset": str(vqa_rows(folder)), "total_steps": 8}
+    trained = outputs("vlm-rl-training", **inputs, settings=settings)
     assert (trained["total_steps"], trained["total_episodes"]) == (8, 2)
     config = config_of("runs/vqa")
     assert (config.environment.name, config.curriculum.enabled, config.algorithm.name) == ("vqa", True, "ppo")
@@ -155,13 +145,9 @@ def test_rows_of_other_types_than_the_curriculum_has_are_told_before_the_model_i
     rows = vqa_rows(folder).read_text().splitlines()
     counting = [row for row in rows if json.loads(row)["type"] == "counting"]
     Path("counting.jsonl").write_text("\n".join(counting * 3))
-    inputs = {
-        "env_name": "vqa",
-        "model_name": "model",
-        "env_dataset": "counting.jsonl",
-        "total_steps": 2,
-        "settings": SETTINGS | {"run_dir": "runs/counting", "data.on_bad_row": "skip"},
-    }
+    inputs: dict[str, Any] = {"env_name": "vqa", "model_name": "model", "env_dataset": "counting.jsonl"}
+    settings = SETTINGS | {"run_dir": "runs/counting", "data.on_bad_row": "skip"}
+    inputs |= {"total_steps": 2, "settings": settings}
     done = invoke("vlm-rl-training", **inputs)
     assert done.exit_code == 2
     assert "error: env_dataset: curriculum.level_weights weighs 'existence', but no row is of that level" in done.stderr
