@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from typing_extensions import TypedDict
 
-from fovea.config.base import Tree, check_depth
+from fovea.config.base import Tree, check_depth, nested
 from fovea.config.describe import listed, settings
 from fovea.data.rows import InMemory, given_rows
 from fovea.environments.base import Split
@@ -28,8 +28,6 @@ from fovea.wiring.given import ARGUMENTS, Frames
 RewardArgument: TypeAlias = str | Callable[..., object] | Sequence[str | Callable[..., object]] | None
 """A function of the task, the completion's text and the task's images (docs/own.md) or of TRL's signature, `path/to/
 file.py:function`, or a list of these."""
-
-
 ToolsArgument: TypeAlias = Sequence[str | Callable[..., object] | Tool]
 """Functions, tools, or names as `environment.tools` has them (docs/agents.md)."""
 
@@ -128,8 +126,6 @@ RowsArgument: TypeAlias = FileName | Sequence[FileName] | InMemory | None
 
 TEST_SHARE = 0.1
 """Share of the rows that is held out for the final figures where no test rows are given."""
-
-
 ASKED: Mapping[str, object] = {"environment.test_files": [], "environment.test_share": 0.0}
 """Settings that make room for test rows."""
 
@@ -253,17 +249,13 @@ def overrides_of(*given: Mapping[str, object]) -> list[Tree]:
                 if path in found:
                     raise ConfigError(f"arguments: {'.'.join(path)} is given twice; give it once")
                 found[path] = leaf
-    return [_tree(path, leaf) for path, leaf in found.items()]
+    return [nested(path, leaf) for path, leaf in found.items()]
 
 
 def is_set(key: str, *given: Mapping[str, object]) -> bool:
     """True if the mappings set a dotted key, or something below it."""
     path = tuple(key.split("."))
-    return any(next(iter(_paths(tree)))[: len(path)] == path for tree in overrides_of(*given))
-
-
-def _paths(tree: Tree) -> Iterator[Path]:
-    return (path for path, _ in _leaves((), tree))
+    return any(next(_leaves((), tree))[0][: len(path)] == path for tree in overrides_of(*given))
 
 
 def _leaves(path: Path, value: object, *, is_entry: bool = False) -> Iterator[tuple[Path, object]]:
@@ -294,11 +286,3 @@ def _as_in_yaml(value: Any) -> object:
     if isinstance(value, Mapping):
         return {key: _as_in_yaml(inner) for key, inner in value.items()}
     return [_as_in_yaml(inner) for inner in value] if isinstance(value, list | tuple) else value
-
-
-def _tree(path: Path, leaf: object) -> Tree:
-    tree: Any = leaf
-    for key in reversed(path):
-        tree = {key: tree}
-    whole: Tree = tree
-    return whole

@@ -6,6 +6,7 @@ Paths of the files are printed to stdout, progress and next commands to stderr. 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +23,7 @@ RowsOfThree = Annotated[
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Random seed.")]
 SideOfScene = Annotated[int, typer.Option(min=32, max=1024, help="Width and height of a scene.")]
-EASY_VQA, VISUAL_QA = Path("data/easy_vqa"), Path("data/visual_qa")
+EASY_VQA = Path("data/easy_vqa")
 TINY = "tiny"
 """Recipe that, given after another one, replaces its model with a tiny one."""
 
@@ -126,64 +127,40 @@ def readable(
         _report("readable", write_readable(out, num_rows=rows, seed=seed), quiet=quiet)
 
 
-@app.command()
-def vqa(
-    out: TwoSplits = Path("data/vqa"),
-    rows: TrainRows = 5_000,
-    seed: Seed = 0,
-    image_side_px: SideOfScene = 64,
-    quiet: Quiet = False,
-    debug: Debug = False,
-) -> None:
-    """Render scenes with questions, offline.
+def _drawn(command: str, recipe: str, folder: Path, write: str, help_text: str) -> None:
+    """Add the command of a data set of rendered scenes; `write` names its module and function in tools/data_sets."""
 
-    Counts, attributes, existence, yes or no, multiple choice.
-    """
-    with one_line_errors(debug=debug):
-        from fovea.tools.data_sets.vqa import write_vqa
+    def draw(
+        out: TwoSplits = folder,
+        rows: TrainRows = 5_000,
+        seed: Seed = 0,
+        image_side_px: SideOfScene = 64,
+        quiet: Quiet = False,
+        debug: Debug = False,
+    ) -> None:
+        with one_line_errors(debug=debug):
+            module, _, function = write.partition(":")
+            write_rows = getattr(import_module(f"fovea.tools.data_sets.{module}"), function)
+            _say("drawing scenes ...", quiet)
+            files = write_rows(out, num_rows=rows, seed=seed, image_side_px=image_side_px)
+            _report(recipe, files, TINY, quiet=quiet, folder=folder)
 
-        _say("drawing scenes ...", quiet)
-        _report("vqa", write_vqa(out, num_rows=rows, seed=seed, image_side_px=image_side_px), TINY, quiet=quiet)
-
-
-@app.command("visual-qa")
-def visual_qa(
-    out: TwoSplits = VISUAL_QA,
-    rows: TrainRows = 5_000,
-    seed: Seed = 0,
-    image_side_px: SideOfScene = 64,
-    quiet: Quiet = False,
-    debug: Debug = False,
-) -> None:
-    """Render scenes in mixtrain's visual QA layout, offline.
-
-    Existence, attributes, counts: the types of the curriculum of recipes/vlm_gym_vqa.yaml.
-    """
-    with one_line_errors(debug=debug):
-        from fovea.tools.data_sets.vqa import write_visual_qa
-
-        _say("drawing scenes ...", quiet)
-        files = write_visual_qa(out, num_rows=rows, seed=seed, image_side_px=image_side_px)
-        _report("vlm_gym_vqa", files, TINY, quiet=quiet, folder=VISUAL_QA)
+    app.command(command, help=help_text)(draw)
 
 
-@app.command()
-def caption(
-    out: TwoSplits = Path("data/caption"),
-    rows: TrainRows = 5_000,
-    seed: Seed = 0,
-    image_side_px: SideOfScene = 64,
-    quiet: Quiet = False,
-    debug: Debug = False,
-) -> None:
-    """Render scenes with one to five captions each, offline."""
-    with one_line_errors(debug=debug):
-        from fovea.tools.data_sets.scenes import write_captions
-
-        _say("drawing scenes ...", quiet)
-        _report(
-            "caption", write_captions(out, num_rows=rows, seed=seed, image_side_px=image_side_px), TINY, quiet=quiet
-        )
+_drawn(
+    *("vqa", "vqa", Path("data/vqa"), "vqa:write_vqa"),
+    "Render scenes with questions, offline.\n\nCounts, attributes, existence, yes or no, multiple choice.",
+)
+_drawn(
+    *("visual-qa", "vlm_gym_vqa", Path("data/visual_qa"), "vqa:write_visual_qa"),
+    "Render scenes in mixtrain's visual QA layout, offline.\n\n"
+    "Existence, attributes, counts: the types of the curriculum of recipes/vlm_gym_vqa.yaml.",
+)
+_drawn(
+    *("caption", "caption", Path("data/caption"), "scenes:write_captions"),
+    "Render scenes with one to five captions each, offline.",
+)
 
 
 @app.command("easy-vqa")

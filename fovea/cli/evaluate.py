@@ -153,10 +153,10 @@ def saliency(
         (target, *others), overrides = sort_words(words)
         if others:
             raise ConfigError(f"{others[0]}: fovea saliency takes one model")
-        from fovea.commands.saliency import Hidden, Wanted, row_numbers, write_maps
+        from fovea.commands.saliency import Wanted, row_numbers, write_maps
 
-        hidden = Hidden(image=image, patch_px=patch_px)
-        wanted = Wanted(rows=row_numbers(rows), split=split, answer=answer, recorded=recorded, hidden=hidden)
+        asked = {"answer": answer, "recorded": recorded}
+        wanted = Wanted(rows=row_numbers(rows), split=split, image=image, patch_px=patch_px, **asked)
         for found, file in write_maps(
             target,
             wanted,

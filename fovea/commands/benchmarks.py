@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fovea import __version__
-from fovea.commands.evaluate import EvalSet, OutputFiles, Say, check_servers, compare
+from fovea.commands.evaluate import EvalSet, OutputFiles, Say, check_servers, compare, print_progress, say_of
 from fovea.commands.targets import Target, parse_targets, settings_file, shared_settings
 from fovea.config.base import Tree
 from fovea.config.loading import dump_config, load_config, public_settings
@@ -179,19 +179,15 @@ def evaluate_benchmarks(  # noqa: PLR0913 (each is an option of the command)
     access = make_access(config.data)
     opened = [open_benchmark(BENCHMARKS[name], path, access) for name, path in benchmarks.items()]
     wait_for(check_servers(targets, config))
-    progress = Console(quiet=quiet)
-
-    def say(name: str, text: str) -> None:
-        progress.print(Text(printable(without_secrets(f"{name}: {text}")), style="dim"))
-
+    say = partial(print_progress, Console(quiet=quiet))
     found = []
     for each in opened:
         name = each.benchmark.name
         path = [f"bench.{name}={benchmarks[name]}"] if benchmarks[name] else []
         options = ["--recipe", str(recipe)] if recipe else []
-        again = shlex.join(["fovea", "eval", *words, f"bench={name}", *path, *overrides, *options])
-        again = printable(without_secrets(again))
-        found.append(_evaluate(targets, each, config, overrides, partial(say, name), again, trust=trust))
+        command = shlex.join(["fovea", "eval", *words, f"bench={name}", *path, *overrides, *options])
+        again = printable(without_secrets(command))
+        found.append(_evaluate(targets, each, config, overrides, partial(say_of, say, name), again, trust=trust))
     _write(found, config, output_files)
     return found
 

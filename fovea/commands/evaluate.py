@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -49,9 +49,10 @@ from fovea.models.processor import describe_banned
 from fovea.models.render import Renderer
 from fovea.report.evaluation import write_evaluation
 from fovea.report.tables import tables
+from fovea.rollout.base import Engine
 from fovea.run.fingerprint import GivenCode
 from fovea.run.rollout_step import evaluation_sampling
-from fovea.types import Message, Prompt, Task, ToolSpec
+from fovea.types import Task
 from fovea.utils.event_loop import wait_for
 from fovea.utils.http_json import JsonServer, bearer
 from fovea.utils.shown_text import printable, without_secrets
@@ -96,11 +97,7 @@ def evaluate_targets(  # noqa: PLR0913 (each is an option of the command)
     `rows` are asked in place of those of the test split.
     """
     targets = parse_targets(words, api_key_env)
-    progress = Console(quiet=quiet)
-
-    def say(text: str) -> None:
-        progress.print(Text(printable(without_secrets(text)), style="dim"))
-
+    say = partial(print_progress, Console(quiet=quiet))
     with ExitStack() as stack:
         if rows is None:
             config = shared_settings(targets, recipe, overrides, trust=trust)
@@ -112,6 +109,11 @@ def evaluate_targets(  # noqa: PLR0913 (each is an option of the command)
         stack.enter_context(closing(eval_set.grading))
         results = compare(targets, eval_set, overrides, say, trust=trust)
         return _write(results, eval_set, split, output_files)
+
+
+def print_progress(console: Console, text: str) -> None:
+    """Print a dim line, without passwords and keys."""
+    console.print(Text(printable(without_secrets(text)), style="dim"))
 
 
 def _settings_beside_rows(
@@ -203,7 +205,7 @@ def compare(
     if eval_set.config.threads is not None:
         torch.set_num_threads(eval_set.config.threads)
     answers = [
-        wait_for(ask_target(target, eval_set, overrides, partial(_say_of, say, target.name), trust=trust))
+        wait_for(ask_target(target, eval_set, overrides, partial(say_of, say, target.name), trust=trust))
         for target in targets
     ]
     common = set.intersection(*(set(each.greedy) for each in answers))
@@ -214,7 +216,7 @@ def compare(
     return EvalResults(rows=tuple(rows), targets=tuple(answers))
 
 
-def _say_of(say: Say, name: str, text: str) -> None:
+def say_of(say: Say, name: str, text: str) -> None:
     say(f"{name}: {text}")
 
 
@@ -245,8 +247,7 @@ async def ask_target(
     say("loading the model")
     model = open_model(target, eval_set.config, overrides, trust=trust)
     eval_set = called_by(model, eval_set, say)
-    engine = make_embedded(engine_settings(eval_set.config), model.processor, model.vlm)
-    engine.load_weights(dict(engine.own_weights()), 0)
+    engine = engine_of(model, eval_set.config)
     # closed on every way out: the next target's engine needs the memory
     try:
         evaluator = make_evaluator(eval_set.config, engine, eval_set.environment, eval_set.grading)
@@ -277,10 +278,8 @@ def _with_dependence(
 
 def called_by(model: OpenedModel, eval_set: EvalSet, say: Say) -> EvalSet:
     """The rows with their tools, as this model calls them."""
-    renderer = renderer_of(eval_set, model)
-    return _with_tools(
-        eval_set, partial(use_of_model, eval_set.config, model.processor, renderer, eval_set.open_image, say)
-    )
+    rendered = renderer_of(eval_set, model), eval_set.open_image
+    return _with_tools(eval_set, partial(use_of_model, eval_set.config, model.processor, *rendered, say))
 
 
 def _with_tools(eval_set: EvalSet, make_use: Callable[[], ToolUse]) -> EvalSet:
@@ -288,13 +287,13 @@ def _with_tools(eval_set: EvalSet, make_use: Callable[[], ToolUse]) -> EvalSet:
     return replace(eval_set, environment=environment)
 
 
-def engine_settings(config: Config) -> EmbeddedSettings:
-    """Settings of the engine that answers, whichever samples in training: it shares the network that is opened here."""
-    engine = config.rollout.engine
+def engine_of(model: OpenedModel, config: Config) -> Engine:
+    """The engine that answers, whichever samples in training: it shares the network that is opened here."""
+    settings = config.rollout.engine if isinstance(config.rollout.engine, EmbeddedSettings) else EmbeddedSettings()
     # no update follows, so that the engine need not keep activations for reuse
-    return (engine if isinstance(engine, EmbeddedSettings) else EmbeddedSettings()).model_copy(
-        update={"reuse_gib": 0.0}
-    )
+    engine = make_embedded(settings.model_copy(update={"reuse_gib": 0.0}), model.processor, model.vlm)
+    engine.load_weights(dict(engine.own_weights()), 0)
+    return engine
 
 
 def renderer_of(eval_set: EvalSet, model: OpenedModel) -> Renderer:
@@ -347,18 +346,15 @@ async def _ask_model(
     say(f"{eval_set.size} rows, greedy")
     unscored, later = list[str](), list[str]()
     greedy = _by_id(await evaluator.answers(source, eval_set.size, unscored=unscored))
-    samples: Mapping[str, AnsweredRow] = {}
+    samples = dict[str, AnsweredRow]()
     if n := config.evaluate.samples_per_prompt:
         sampling = evaluation_sampling(config, eval_set.environment)
         say(f"{eval_set.size} rows, {n} answers each at temperature {sampling.temperature:g}")
-        answered = await evaluator.answers(
-            source, eval_set.size, sampling=sampling, n=n, seed=config.seed, unscored=later
+        samples = _by_id(
+            await evaluator.answers(source, eval_set.size, sampling=sampling, n=n, seed=config.seed, unscored=later)
         )
-        samples = _by_id(answered)
-    shuffled: Mapping[str, AnsweredRow] = {}
-    blank: Mapping[str, AnsweredRow] = {}
-    if config.evaluate.image_controls:
-        shuffled, blank = await _controls(evaluator, source, eval_set, say, later)
+    controls = config.evaluate.image_controls
+    shuffled, blank = await _controls(evaluator, source, eval_set, say, later) if controls else ({}, {})
     _say_left_out([*unscored, *later], say)
     return TargetAnswers(
         name=name,
@@ -401,11 +397,9 @@ async def _ask_baseline(target: Baseline, eval_set: EvalSet, say: Say) -> Target
     if target.kind == "majority":
         say("counting the answers of training rows")
         answer_of = majority_answers(environment, environment.tasks("train"))
-    elif target.kind == "gold":
-        answer_of = environment.target
     else:
-        answer_of = partial(_constant, target.text)
-    source = source_of(eval_set, _NoRenderer())
+        answer_of = environment.target if target.kind == "gold" else lambda _: target.text
+    source = source_of(eval_set, EmptyPrompts())
     unscored = list[str]()
     answers = await baseline_answers(environment, eval_set.grading, source, eval_set.size, answer_of, unscored=unscored)
     _say_left_out(unscored, say)
@@ -416,24 +410,3 @@ async def _ask_baseline(target: Baseline, eval_set: EvalSet, say: Say) -> Target
         unscored=tuple(unscored),
         is_model=False,
     )
-
-
-def _constant(text: str, _task: Task) -> str:
-    return text
-
-
-class _NoRenderer:
-    """Stands in for a renderer with baselines, which need no token ids."""
-
-    most_tokens: int | None = None
-
-    def fewest_tokens(self, messages: Sequence[Message], where: str = "") -> int:
-        raise AssertionError(
-            f"baselines render no prompts, but {where} asked for the length of {len(messages)} messages"
-        )
-
-    def prompt(self, messages: Sequence[Message], where: str = "", tools: Sequence[ToolSpec] = ()) -> Prompt:
-        raise AssertionError(f"baselines render no prompts, but {where} asked for one of {len(messages)} messages")
-
-    def observation(self, messages: Sequence[Message], *, after: int, where: str = "") -> Prompt:
-        raise AssertionError(f"baselines give one answer, but {where} asked for a turn after token {after}")

@@ -27,8 +27,6 @@ from fovea.config.views import Papo, ViewsConfig, Vppo
 UpperClip: TypeAlias = Annotated[float, Field(ge=0, le=1e9)]
 """1e9 clips nothing, since ratios are at most exp(20)."""
 GateSteepness: TypeAlias = Annotated[float, Field(gt=0, le=1e9)]
-
-
 Coupling: TypeAlias = Literal["always", "off-policy", "never"]
 
 
@@ -41,17 +39,22 @@ class LossSettings(Member):
     not while the old log-probs are the present ones."""
 
 
-class ClippedLoss(LossSettings):
-    """PPO's ratio of each token, clipped."""
+class RatioBounds(LossSettings):
+    """Bounds of the importance ratio of each token."""
 
     couples_tokens = "never"
     aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {"clip_epsilon": ("clip_low", "clip_high")}
 
-    name: Literal["clip"] = "clip"
     clip_low: Fraction = 0.2
     """Lower bound of the importance ratio: 1 - clip_low (`clip_epsilon` sets both bounds)."""
     clip_high: UpperClip = 0.2
     """Upper bound of the importance ratio: 1 + clip_high (DAPO: 0.28)."""
+
+
+class ClippedLoss(RatioBounds):
+    """PPO's ratio of each token, clipped."""
+
+    name: Literal["clip"] = "clip"
     dual_clip: Annotated[float, Field(gt=1)] | None = 3.0
     """Dual clip: bound on the loss of a token (gspo: of a completion) with a negative advantage whose ratio runs away;
     null: off."""
@@ -62,7 +65,7 @@ class GspoLoss(LossSettings):
 
     # on-policy the ratio of a completion is 1, whatever its log-probs
     couples_tokens = "off-policy"
-    aliases: ClassVar[Mapping[str, tuple[str, ...]]] = ClippedLoss.aliases
+    aliases: ClassVar[Mapping[str, tuple[str, ...]]] = RatioBounds.aliases
 
     name: Literal["gspo"] = "gspo"
     clip_low: Fraction = 3e-4
@@ -74,17 +77,10 @@ class GspoLoss(LossSettings):
     null: off."""
 
 
-class CispoLoss(LossSettings):
+class CispoLoss(RatioBounds):
     """CISPO: REINFORCE weighted by the clipped, detached ratio, so that every token keeps a gradient."""
 
-    couples_tokens = "never"
-    aliases: ClassVar[Mapping[str, tuple[str, ...]]] = ClippedLoss.aliases
-
     name: Literal["cispo"] = "cispo"
-    clip_low: Fraction = 0.2
-    """Lower bound of the importance ratio: 1 - clip_low (`clip_epsilon` sets both bounds)."""
-    clip_high: UpperClip = 0.2
-    """Upper bound of the importance ratio: 1 + clip_high (DAPO: 0.28)."""
 
 
 class SapoLoss(LossSettings):
@@ -257,8 +253,6 @@ DEFAULTS_OF: dict[str, Tree] = {
     },
 }
 """The settings of `algorithm` that a name sets, unless they stand beside it."""
-
-
 AlgorithmName: TypeAlias = Literal[
     "grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce++", "reinforce++_baseline", "ppo"
 ]

@@ -25,12 +25,8 @@ from fovea.config.type_text import Example
 CPU_KV_CACHE_GIB, CPU_KV_CACHE_TOKENS = 1.0, 32_768
 """KV caches of vLLM and SGLang on a CPU where nothing is set: they would take a share of the machine's memory, which
 the trainer needs too."""
-
-
 DEFAULT_BATCH_TOKENS = 65_536
 """Tokens of the embedded engine's KV cache where nothing is set and no pool is sized by a GPU's free memory."""
-
-
 VLLM_TEMPERATURES = (0.01, 2)
 """Lowest and highest temperature of vLLM, which raises a lower one to the first."""
 VLLM_MAX_LORA_RANK = 512
@@ -318,20 +314,10 @@ class MegatronBackend(Section):
     """Memory for logits that exist at once; longer rows compute them in chunks, and where one importance ratio is of a
     whole completion (gspo off-policy, weights by completion on-policy) again in the backward pass."""
 
-    @property
-    def replicas(self) -> int:
-        """One: no ranks hold all weights by themselves."""
-        return 1
-
-    @property
-    def cpu_offload(self) -> bool:
-        """False: weights and optimizer stay on the device."""
-        return False
-
-    @property
-    def liger_kernels(self) -> bool:
-        """False: Megatron has its own kernels."""
-        return False
+    # settings of the other backend
+    replicas: ClassVar[int] = 1
+    cpu_offload: ClassVar[bool] = False
+    liger_kernels: ClassVar[bool] = False
 
 
 BackendConfig: TypeAlias = Annotated[TorchBackend | MegatronBackend, Field(discriminator="name")]

@@ -268,6 +268,12 @@ def leaves(tree: Tree, path: str = "") -> Tree:
     return found
 
 
+def nested(path: Iterable[str], value: object) -> Tree:
+    """`{a: {b: value}}` for the path `a`, `b`."""
+    first, *below = path
+    return {first: nested(below, value) if below else value}
+
+
 def check_depth(value: object, where: str, depth: int = 0) -> None:
     """ConfigError naming `where` for a value that holds itself, or nests deeper than settings do."""
     if depth > _DEEPEST:

@@ -10,10 +10,9 @@ from pydantic import ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
 from fovea.config.base import Fraction, HttpUrl, NonNegativeFloat, OpenUnion, PositiveFloat, PositiveInt, Section, Tree
-from fovea.config.file_rows import FileEnvironment
 from fovea.config.games import FrozenLakeEnvironment, PagesEnvironment, SokobanEnvironment
 from fovea.config.grounding import GroundingEnvironment, GroundingShapesEnvironment
-from fovea.config.splits import DrawnRows, EnvironmentSettings, SessionLimits, SplitFiles
+from fovea.config.splits import DrawnRows, EnvironmentSettings, FileEnvironment, SessionLimits, SplitFiles
 
 GeoPart: TypeAlias = Literal["country", "region", "city", "coordinates"]
 GeoColumn: TypeAlias = Literal["country", "region", "city", "lat", "lon"]

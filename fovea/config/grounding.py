@@ -7,8 +7,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field, model_validator
 
 from fovea.config.base import Fraction, PositiveInt
-from fovea.config.file_rows import FileEnvironment
-from fovea.config.splits import DrawnRows
+from fovea.config.splits import DrawnRows, FileEnvironment
 
 Ask: TypeAlias = Literal["box", "boxes", "point", "points"]
 Coordinates: TypeAlias = Literal["model", "pixels", "thousandths", "unit", "original"]

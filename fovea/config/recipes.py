@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import yaml
 
-from fovea.config.base import Tree
+from fovea.config.base import Tree, nested
 from fovea.config.type_text import show
 from fovea.errors import ConfigError
 from fovea.utils.bounded import MIB
@@ -150,11 +150,7 @@ def parse_override(text: str) -> Tree:
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise ConfigError(f"{COMMAND_LINE}: {text}: an override is written key=value, such as seed=1")
-    tree = read_yaml(value, f"{COMMAND_LINE}: {key}")
-    for part in reversed(key.split(".")):
-        tree = {part: tree}
-    assert isinstance(tree, dict)
-    return tree
+    return nested(key.split("."), read_yaml(value, f"{COMMAND_LINE}: {key}"))
 
 
 def read_yaml(content: str | bytes, where: str) -> Any:

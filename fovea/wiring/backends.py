@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from fovea.cluster.loopback import own_ray_on_loopback
 from fovea.cluster.placement import Placement
@@ -38,8 +38,7 @@ from fovea.wiring.policy import make_policy
 from fovea.wiring.workers import Setup, check_offload, make_megatron_worker, make_pusher, worker_of
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Backends:
+class Backends(NamedTuple):
     """Policy, engine and the weight sync between them, as the driver sees them."""
 
     policy: Policy
@@ -62,37 +61,24 @@ def _alone(config: Config, model: Model, processor: Processor) -> Backends:
     check_offload(config)
     set_threads(config)
     if trains_with_megatron(config):
-        return _alone_with_megatron(config, model, processor)
+        worker = make_megatron_worker(config, model, processor)
+        assert worker.policy is not None
+        assert worker.engine is not None
+        return Backends(worker.policy, worker.engine, worker.weight_sync, worker.kernel_notes)
     vlm = open_vlm(config, model, processor.banned_ids)
     notes = kernel_notes(config, vlm)
     tape = make_tape(config, vlm)
     policy = make_policy(config, vlm, tape)
     settings = config.rollout.engine
+    engine: Engine
     if isinstance(settings, EmbeddedSettings):
-        engine = make_embedded(settings, processor, vlm, tape, can_give_way=True)
-        free_first(policy, engine)
-        return Backends(
-            policy=LocalPolicy(policy),
-            engine=engine,
-            weight_sync=WeightPusher(policy.outgoing, [SharedTensors(engine)]),
-            kernel_notes=notes,
-        )
-    streamed = make_streamed(config, settings, model, processor)
-    sync = make_pusher(config, policy, [streamed])
-    return Backends(policy=LocalPolicy(policy), engine=streamed, weight_sync=sync, kernel_notes=notes)
-
-
-def _alone_with_megatron(config: Config, model: Model, processor: Processor) -> Backends:
-    """Policy and engine in this process, with weights that every push copies from one to the other."""
-    worker = make_megatron_worker(config, model, processor)
-    assert worker.policy is not None
-    assert worker.engine is not None
-    return Backends(
-        policy=worker.policy,
-        engine=worker.engine,
-        weight_sync=worker.weight_sync,
-        kernel_notes=worker.kernel_notes,
-    )
+        engine = embedded = make_embedded(settings, processor, vlm, tape, can_give_way=True)
+        free_first(policy, embedded)
+        sync = WeightPusher(policy.outgoing, [SharedTensors(embedded)])
+    else:
+        engine = streamed = make_streamed(config, settings, model, processor)
+        sync = make_pusher(config, policy, [streamed])
+    return Backends(LocalPolicy(policy), engine, sync, notes)
 
 
 def _on_torchrun(config: Config, model: Model) -> Backends:
@@ -170,10 +156,6 @@ def _backends_of(
     model = next(each.model for each in facts if each.model is not None)
     engine = next(each.engine for each in facts if each.engine is not None)
     workers = Workers(placement.learners(handles), placement.engines(handles), release)
-    return Backends(
-        policy=WorkersPolicy(workers, model),
-        engine=WorkersEngine(workers, engine),
-        weight_sync=WorkersWeights(workers),
-        # all devices of a run are alike
-        kernel_notes=tuple(dict.fromkeys(line for each in facts for line in each.kernel_notes)),
-    )
+    # all devices of a run are alike
+    notes = tuple(dict.fromkeys(line for each in facts for line in each.kernel_notes))
+    return Backends(WorkersPolicy(workers, model), WorkersEngine(workers, engine), WorkersWeights(workers), notes)

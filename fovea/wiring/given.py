@@ -20,10 +20,9 @@ from PIL import Image
 
 from fovea.config.base import variants_of
 from fovea.config.environments import RowsEnvironment
-from fovea.config.file_rows import FileEnvironment
 from fovea.config.grounding import GroundingEnvironment
 from fovea.config.run import Config
-from fovea.config.splits import ROWS_FOLDER, RUN_DIR, SplitFiles
+from fovea.config.splits import ROWS_FOLDER, RUN_DIR, FileEnvironment, SplitFiles
 from fovea.data.cells import image_refs
 from fovea.data.images import is_url
 from fovea.data.readers.base import check_named, listed, nearest

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from rich.table import Table
@@ -22,8 +22,7 @@ from fovea.metrics.trackers import TensorBoardTracker, TrackedRun, TrackerSink
 from fovea.train.base import ModelFacts
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChosenTracker:
+class ChosenTracker(NamedTuple):
     """A tracker that the settings choose; its package is installed."""
 
     name: str
@@ -39,44 +38,32 @@ def chosen_trackers(log: Log) -> list[ChosenTracker]:
     if (project := log.wandb_project) is not None:
         from fovea.metrics.wandb import WandbTracker
 
-        chosen.append(
-            ChosenTracker(
-                name="wandb",
-                setting=f"log.wandb_project={project}",
-                connect=lambda folder, run: WandbTracker(folder, project=project, run_id=run.id),
-            )
-        )
+        def wandb(folder: Path, run: TrackedRun) -> Tracker:
+            return WandbTracker(folder, project=project, run_id=run.id)
+
+        chosen.append(ChosenTracker("wandb", f"log.wandb_project={project}", wandb))
     if (experiment := log.mlflow_experiment) is not None:
         from fovea.metrics.mlflow import MlflowTracker
 
-        chosen.append(
-            ChosenTracker(
-                name="mlflow",
-                setting=f"log.mlflow_experiment={experiment}",
-                connect=lambda folder, run: MlflowTracker(
-                    experiment=experiment, run_name=folder.name, run_id=run.id, goes_on=run.last_step > 0
-                ),
-            )
-        )
+        def mlflow(folder: Path, run: TrackedRun) -> Tracker:
+            goes_on = run.last_step > 0
+            return MlflowTracker(experiment=experiment, run_name=folder.name, run_id=run.id, goes_on=goes_on)
+
+        chosen.append(ChosenTracker("mlflow", f"log.mlflow_experiment={experiment}", mlflow))
     if (swanlab_project := log.swanlab_project) is not None:
         from fovea.metrics.swanlab import SwanlabTracker
 
-        chosen.append(
-            ChosenTracker(
-                name="swanlab",
-                setting=f"log.swanlab_project={swanlab_project}",
-                connect=lambda folder, run: SwanlabTracker(folder, project=swanlab_project, run_id=run.id),
-            )
-        )
+        def swanlab(folder: Path, run: TrackedRun) -> Tracker:
+            return SwanlabTracker(folder, project=swanlab_project, run_id=run.id)
+
+        chosen.append(ChosenTracker("swanlab", f"log.swanlab_project={swanlab_project}", swanlab))
     if (tracker := log.tracker) is not None:
         assert isinstance(tracker, ConnectsTracker), tracker.name
-        chosen.append(
-            ChosenTracker(
-                name=tracker.name,
-                setting=f"log.tracker={tracker.name}",
-                connect=lambda folder, run: tracker.connect(folder, run.id),
-            )
-        )
+
+        def of_package(folder: Path, run: TrackedRun) -> Tracker:
+            return tracker.connect(folder, run.id)
+
+        chosen.append(ChosenTracker(tracker.name, f"log.tracker={tracker.name}", of_package))
     return chosen
 
 

@@ -18,7 +18,7 @@ from fovea.environments.tools.session import ToolUse, WithTools
 from fovea.errors import ConfigError
 from fovea.models.processor import Processor
 from fovea.models.render import Renderer
-from fovea.types import ImageRef, Message
+from fovea.types import Message
 from fovea.utils.tool_calls.detect import format_of
 from fovea.utils.tool_calls.json_calls import JsonCalls
 
@@ -105,13 +105,9 @@ def use_of_server(config: Config, opener: ImageOpener, warn: Callable[[str], Non
 
 def frame_of(renderer: Renderer) -> Frame:
     """The frame in which the renderer's model gives coordinates."""
-
-    def size(ref: ImageRef) -> tuple[int, int]:
-        return renderer.box_frame(ref)
-
-    if renderer.gives_pixels:
-        return Frame(description="in pixels of the picture in the size in which you see it", size=size)
-    return THOUSANDTHS
+    if not renderer.gives_pixels:
+        return THOUSANDTHS
+    return Frame(description="in pixels of the picture in the size in which you see it", size=renderer.box_frame)
 
 
 def _inside(environment: Environment) -> Environment:

@@ -13,7 +13,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from fovea.cli.main import app
-from fovea.commands.saliency import Asked, Hidden, Occluder, row_numbers
+from fovea.commands.saliency import Asked, Occluder, Wanted, row_numbers
 from fovea.commands.targets import ModelTarget, find_checkpoint
 from fovea.config.environments import ShapesEnvironment
 from fovea.config.recipes import shipped_recipes
@@ -41,7 +41,7 @@ def test_falls_are_those_of_transformers(row_tokens: int, tmp_path: Path) -> Non
     words, recipe = [f"train.max_tokens_per_microbatch={row_tokens}"], shipped_recipes()["shapes"]
     target = ModelTarget(name="tiny", path=str(tmp_path))
     with Occluder.of(target, words, print, recipe=recipe, split="test") as occluder:
-        (made,) = occluder.maps([Asked(row=2, answer=ANSWER)], Hidden(patch_px=SIDE), print)
+        (made,) = occluder.maps([Asked(row=2, answer=ANSWER)], Wanted(patch_px=SIDE), print)
     found = made.map
     environment = Shapes(ShapesEnvironment(), seed=0)
     task = environment.tasks("test")[2]

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from fovea.api.runs import TrainedRun
 from fovea.api.settings import TEST_SHARE, is_set, overrides_of
+from fovea.api.targets import TrainedRun
 from fovea.api.trainers import PPO
 from fovea.commands.evaluate import OutputFiles, evaluate_targets
 from fovea.commands.targets import Target, find_checkpoint, parse_target, settings_file, shared_settings
