@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, get_args
 import torch
 
 from fovea.api.settings import ASKED, RewardArgument, ToolsArgument, code_settings, given_code, overrides_of
-from fovea.commands.evaluate import OutputFiles, evaluate_targets
+from fovea.commands.evaluate import EvalOptions, evaluate_targets
 from fovea.commands.exporting.export import Exported
 from fovea.commands.exporting.export import export as export_model
 from fovea.config.recipes import find_recipe
@@ -124,21 +124,20 @@ def evaluate(  # noqa: PLR0913 (each is an option of the command)
         raise ConfigError(f"split={split!r} is none of the three splits; give {', '.join(map(repr, get_args(Split)))}")
     if rows is not None and split != "test":
         raise ConfigError(f"split={split!r} names rows, and rows gives others; leave either out")
-    named = (code_settings(environment, reward, tools), settings or {})
+    options = EvalOptions(
+        recipe=_one_recipe(recipe),
+        split=split,
+        json_file=_path(json_file),
+        html_file=_path(html_file),
+        trust=trust,
+        api_key_env=api_key_env,
+        quiet=quiet,
+    )
     made = {} if rows is None else ASKED
+    overrides = overrides_of(code_settings(environment, reward, tools), settings or {}, made)
+    words = [_word(target, "evaluate") for target in targets]
     with restored_threads():
-        return evaluate_targets(
-            [_word(target, "evaluate") for target in targets],
-            overrides_of(*named, made),
-            recipe=_one_recipe(recipe),
-            split=split,
-            output_files=OutputFiles(json_file=_path(json_file), html_file=_path(html_file)),
-            trust=trust,
-            api_key_env=api_key_env,
-            quiet=quiet,
-            given=given_code(environment, reward, tools),
-            rows=rows,
-        )
+        return evaluate_targets(words, overrides, options, given=given_code(environment, reward, tools), rows=rows)
 
 
 def export(

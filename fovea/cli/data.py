@@ -6,7 +6,6 @@ Paths of the files are printed to stdout, progress and next commands to stderr. 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
@@ -127,8 +126,8 @@ def readable(
         _report("readable", write_readable(out, num_rows=rows, seed=seed), quiet=quiet)
 
 
-def _drawn(command: str, recipe: str, folder: Path, write: str, help_text: str) -> None:
-    """Add the command of a data set of rendered scenes; `write` names its module and function in tools/data_sets."""
+def _drawn(command: str, recipe: str, folder: Path, help_text: str) -> None:
+    """Add the command of a data set of rendered scenes, on whose files the recipe trains."""
 
     def draw(
         out: TwoSplits = folder,
@@ -139,28 +138,26 @@ def _drawn(command: str, recipe: str, folder: Path, write: str, help_text: str) 
         debug: Debug = False,
     ) -> None:
         with one_line_errors(debug=debug):
-            module, _, function = write.partition(":")
-            write_rows = getattr(import_module(f"fovea.tools.data_sets.{module}"), function)
+            from fovea.tools.data_sets.scenes import write_captions
+            from fovea.tools.data_sets.vqa import write_visual_qa, write_vqa
+
             _say("drawing scenes ...", quiet)
-            files = write_rows(out, num_rows=rows, seed=seed, image_side_px=image_side_px)
+            write = {"vqa": write_vqa, "visual-qa": write_visual_qa, "caption": write_captions}[command]
+            files = write(out, num_rows=rows, seed=seed, image_side_px=image_side_px)
             _report(recipe, files, TINY, quiet=quiet, folder=folder)
 
     app.command(command, help=help_text)(draw)
 
 
-_drawn(
-    *("vqa", "vqa", Path("data/vqa"), "vqa:write_vqa"),
-    "Render scenes with questions, offline.\n\nCounts, attributes, existence, yes or no, multiple choice.",
-)
-_drawn(
-    *("visual-qa", "vlm_gym_vqa", Path("data/visual_qa"), "vqa:write_visual_qa"),
-    "Render scenes in mixtrain's visual QA layout, offline.\n\n"
-    "Existence, attributes, counts: the types of the curriculum of recipes/vlm_gym_vqa.yaml.",
-)
-_drawn(
-    *("caption", "caption", Path("data/caption"), "scenes:write_captions"),
-    "Render scenes with one to five captions each, offline.",
-)
+QUESTIONS = """Render scenes with questions, offline.
+
+Counts, attributes, existence, yes or no, multiple choice."""
+VISUAL_QA = """Render scenes in mixtrain's visual QA layout, offline.
+
+Existence, attributes, counts: the types of the curriculum of recipes/vlm_gym_vqa.yaml."""
+_drawn("vqa", "vqa", Path("data/vqa"), QUESTIONS)
+_drawn("visual-qa", "vlm_gym_vqa", Path("data/visual_qa"), VISUAL_QA)
+_drawn("caption", "caption", Path("data/caption"), "Render scenes with one to five captions each, offline.")
 
 
 @app.command("easy-vqa")

@@ -70,35 +70,26 @@ def evaluate(
         from fovea.utils.malloc import tune_allocators
 
         tune_allocators()
-        from fovea.commands.evaluate import OutputFiles, evaluate_targets
+        from fovea.commands.evaluate import EvalOptions, evaluate_targets
 
-        output_files = OutputFiles(json_file=json_file, html_file=html_file)
+        options = EvalOptions(
+            recipe=None if recipe is None else find_recipe(recipe),
+            split=split,
+            json_file=json_file,
+            html_file=html_file,
+            trust=trust,
+            api_key_env=api_key_env,
+            quiet=quiet,
+        )
         if benchmarks := [word for word in overrides if BENCHMARK.match(word)]:
             if split != "test":
                 raise ConfigError(f"--split {split}: benchmarks have test rows only; leave --split out")
             from fovea.commands.benchmarks import chosen, evaluate_benchmarks
 
-            evaluate_benchmarks(
-                targets,
-                chosen(benchmarks),
-                [word for word in overrides if word not in benchmarks],
-                recipe=None if recipe is None else find_recipe(recipe),
-                output_files=output_files,
-                trust=trust,
-                api_key_env=api_key_env,
-                quiet=quiet,
-            )
-            return
-        evaluate_targets(
-            targets,
-            overrides,
-            recipe=None if recipe is None else find_recipe(recipe),
-            split=split,
-            output_files=output_files,
-            trust=trust,
-            api_key_env=api_key_env,
-            quiet=quiet,
-        )
+            others = [word for word in overrides if word not in benchmarks]
+            evaluate_benchmarks(targets, chosen(benchmarks), others, options)
+        else:
+            evaluate_targets(targets, overrides, options)
 
 
 def saliency(

@@ -70,45 +70,47 @@ NO_TRAINING_ROWS: Override = {"environment": {"train_files": []}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OutputFiles:
-    """Optional output files of `fovea eval`, written in addition to the printed tables."""
+class EvalOptions:
+    """Options of `fovea eval`."""
 
+    recipe: Path | None = None
+    split: Split = "test"
     json_file: Path | None = None
+    """Written in addition to the printed tables, as `html_file` is."""
     html_file: Path | None = None
+    trust: bool = False
+    """Run code that the settings of the targets' own folders name."""
+    api_key_env: str | None = None
+    """Environment variable with the key for servers."""
+    quiet: bool = False
+    """Leave out the progress."""
 
 
-def evaluate_targets(  # noqa: PLR0913 (each is an option of the command)
+def evaluate_targets(
     words: Sequence[str],
     overrides: Sequence[Override],
+    options: EvalOptions,
     *,
-    recipe: Path | None,
-    split: Split,
-    output_files: OutputFiles,
-    trust: bool = False,
-    api_key_env: str | None = None,
-    quiet: bool = False,
     given: GivenCode | None = None,
     rows: InMemory | None = None,
 ) -> list[TargetMetrics]:
     """Evaluate all targets, print the tables and write the output files.
 
-    `trust` lets code run that the settings of the targets' own folders name; `api_key_env` is the environment variable
-    with the key for servers; `quiet` leaves out the progress; `given` are the objects that the settings describe;
-    `rows` are asked in place of those of the test split.
+    `given` are the objects that the settings describe; `rows` are asked in place of those of the test split.
     """
-    targets = parse_targets(words, api_key_env)
-    say = partial(print_progress, Console(quiet=quiet))
+    targets = parse_targets(words, options.api_key_env)
+    say = partial(print_progress, Console(quiet=options.quiet))
     with ExitStack() as stack:
         if rows is None:
-            config = shared_settings(targets, recipe, overrides, trust=trust)
+            config = shared_settings(targets, options.recipe, overrides, trust=options.trust)
         else:
-            config = _settings_beside_rows(targets, recipe, overrides, trust=trust)
+            config = _settings_beside_rows(targets, overrides, options)
             config = stack.enter_context(_asking(rows, config, say))
         wait_for(check_servers(targets, config))
-        eval_set = EvalSet.of(config, split, given)
+        eval_set = EvalSet.of(config, options.split, given)
         stack.enter_context(closing(eval_set.grading))
-        results = compare(targets, eval_set, overrides, say, trust=trust)
-        return _write(results, eval_set, split, output_files)
+        results = compare(targets, eval_set, overrides, say, trust=options.trust)
+        return _write(results, eval_set, options)
 
 
 def print_progress(console: Console, text: str) -> None:
@@ -116,14 +118,12 @@ def print_progress(console: Console, text: str) -> None:
     console.print(Text(printable(without_secrets(text)), style="dim"))
 
 
-def _settings_beside_rows(
-    targets: Sequence[Target], recipe: Path | None, overrides: Sequence[Override], *, trust: bool
-) -> Config:
+def _settings_beside_rows(targets: Sequence[Target], overrides: Sequence[Override], options: EvalOptions) -> Config:
     """The settings of a recipe or of the targets, else the defaults with the user's environment and reward."""
-    if recipe is None and all(settings_file(target) is None for target in targets):
+    if options.recipe is None and all(settings_file(target) is None for target in targets):
         others = [] if "environment.train_files" in keys_of(overrides) else [NO_TRAINING_ROWS]
         return load_config([], [*ONLY_ROWS, *overrides, *others])
-    return shared_settings(targets, recipe, overrides, trust=trust)
+    return shared_settings(targets, options.recipe, overrides, trust=options.trust)
 
 
 @contextmanager
@@ -139,22 +139,21 @@ def _asking(rows: InMemory, config: Config, say: Say) -> Iterator[Config]:
         yield written.config.with_files_of(folder)
 
 
-def _write(results: EvalResults, eval_set: EvalSet, split: Split, output_files: OutputFiles) -> list[TargetMetrics]:
-    """Print the tables, write the output files, and return what is in them."""
+def _write(results: EvalResults, eval_set: EvalSet, options: EvalOptions) -> list[TargetMetrics]:
     config, console = eval_set.config, Console()
     metrics = target_metrics(results)
     # rows that were given have no data set with a name
     of_what = "" if config.environment.name == "rows" else f" of {config.environment.name}"
-    title = f"{len(results.rows)} {split} rows{of_what}"
+    title = f"{len(results.rows)} {options.split} rows{of_what}"
     for table in tables(metrics, f"Accuracy in %, greedy, {title}"):
         console.print(table)
-    if output_files.json_file is not None:
-        about = {"environment": config.environment.name, "split": split, "fovea": __version__}
-        write_json(output_files.json_file, results, metrics, about, public_settings(config))
-        console.print(Text(f"metrics and answers: {output_files.json_file}"))
-    if output_files.html_file is not None:
+    if options.json_file is not None:
+        about = {"environment": config.environment.name, "split": options.split, "fovea": __version__}
+        write_json(options.json_file, results, metrics, about, public_settings(config))
+        console.print(Text(f"metrics and answers: {options.json_file}"))
+    if options.html_file is not None:
         page = write_evaluation(
-            output_files.html_file,
+            options.html_file,
             results,
             metrics,
             title=title,

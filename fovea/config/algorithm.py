@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from fovea.config.base import (
     Fraction,
@@ -20,7 +20,6 @@ from fovea.config.base import (
     Tree,
     long_forms,
     over,
-    refuse,
 )
 from fovea.config.views import Papo, ViewsConfig, Vppo
 
@@ -313,11 +312,6 @@ class Algorithm(Section):
         paper = cls.bundles.get(str(given.get("name")), {})
         return super().completed(over(long_forms(cls, paper), long_forms(cls, given)))
 
-    @model_validator(mode="after")
-    def _parts_fit(self) -> Algorithm:
-        refuse(_contradictions(self))
-        return self
-
     @property
     def needs_old_logprobs(self) -> bool:
         """True if turning rewards into advantages takes log-probs from before the update."""
@@ -343,42 +337,41 @@ class Algorithm(Section):
         """The settings of the value function; None where the advantage needs none."""
         return self.advantage.critic if isinstance(self.advantage, Gae) else None
 
-
-def _contradictions(settings: Algorithm) -> Iterator[str]:
-    """Parts of an algorithm that cannot work together or that nothing reads, and what would."""
-    advantage, defaults = settings.advantage.name, Algorithm.model_fields
-    of_tokens = advantage == "gae" or (advantage == "reinforce++" and isinstance(settings.kl, KlInReward))
-    if settings.loss.name == "gspo" and of_tokens:
-        where = "" if advantage == "gae" else " with a KL in the reward"
-        yield (
-            f"algorithm.loss=gspo weighs whole completions, but advantage={advantage}{where} gives every "
-            "token a separate advantage; set algorithm.loss=clip"
-        )
-    if settings.importance_sampling_fix and settings.old_logprobs == "engine":
-        yield (
-            "algorithm.importance_sampling_fix=true weighs tokens by the old log-probs over the engine's, which "
-            "algorithm.old_logprobs=engine makes the same; leave either out"
-        )
-    for key in () if settings.importance_sampling_fix else ("importance_sampling_clip", "importance_sampling_level"):
-        if getattr(settings, key) != defaults[key].default:
+    def contradictions(self) -> Iterator[str]:
+        """Parts of an algorithm that cannot work together or that nothing reads, and what would."""
+        advantage, defaults = self.advantage.name, type(self).model_fields
+        of_tokens = advantage == "gae" or (advantage == "reinforce++" and isinstance(self.kl, KlInReward))
+        if self.loss.name == "gspo" and of_tokens:
+            where = "" if advantage == "gae" else " with a KL in the reward"
             yield (
-                f"algorithm.{key}={getattr(settings, key)} shapes weights that importance_sampling_fix=false leaves "
-                f"out; set algorithm.importance_sampling_fix=true, or algorithm.{key}={defaults[key].default}"
+                f"algorithm.loss=gspo weighs whole completions, but advantage={advantage}{where} gives every "
+                "token a separate advantage; set algorithm.loss=clip"
             )
-    if isinstance(settings.advantage, Gae) and settings.through_masked:
-        yield (
-            "algorithm.views.through_masked=true adds a second view to every row, and a value function "
-            "(advantage=gae) reads one; set algorithm.views.through_masked=false"
-        )
-    if isinstance(settings.advantage, Gae) and settings.advantage.turn_lambda is None and settings.turn_discount != 1:
-        yield (
-            f"algorithm.turn_discount={settings.turn_discount} discounts from turn to turn, but advantage=gae without "
-            "turn_lambda discounts from token to token only; set algorithm.advantage.turn_lambda=0.95, or "
-            "algorithm.turn_discount=1"
-        )
-    one_step = settings.ppo_epochs * settings.minibatches == 1
-    if one_step and settings.max_policy_kl not in (None, settings.bundles[settings.name].get("max_policy_kl")):
-        yield (
-            f"algorithm.max_policy_kl={settings.max_policy_kl} ends the passes of a step, of which there is one; set "
-            "algorithm.ppo_epochs or algorithm.minibatches, or algorithm.max_policy_kl=null"
-        )
+        if self.importance_sampling_fix and self.old_logprobs == "engine":
+            yield (
+                "algorithm.importance_sampling_fix=true weighs tokens by the old log-probs over the engine's, which "
+                "algorithm.old_logprobs=engine makes the same; leave either out"
+            )
+        for key in () if self.importance_sampling_fix else ("importance_sampling_clip", "importance_sampling_level"):
+            if getattr(self, key) != defaults[key].default:
+                yield (
+                    f"algorithm.{key}={getattr(self, key)} shapes weights that importance_sampling_fix=false leaves "
+                    f"out; set algorithm.importance_sampling_fix=true, or algorithm.{key}={defaults[key].default}"
+                )
+        if isinstance(self.advantage, Gae) and self.through_masked:
+            yield (
+                "algorithm.views.through_masked=true adds a second view to every row, and a value function "
+                "(advantage=gae) reads one; set algorithm.views.through_masked=false"
+            )
+        if isinstance(self.advantage, Gae) and self.advantage.turn_lambda is None and self.turn_discount != 1:
+            yield (
+                f"algorithm.turn_discount={self.turn_discount} discounts from turn to turn, but advantage=gae without "
+                "turn_lambda discounts from token to token only; set algorithm.advantage.turn_lambda=0.95, or "
+                "algorithm.turn_discount=1"
+            )
+        one_step = self.ppo_epochs * self.minibatches == 1
+        if one_step and self.max_policy_kl not in (None, self.bundles[self.name].get("max_policy_kl")):
+            yield (
+                f"algorithm.max_policy_kl={self.max_policy_kl} ends the passes of a step, of which there is one; set "
+                "algorithm.ppo_epochs or algorithm.minibatches, or algorithm.max_policy_kl=null"
+            )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import reduce
 from operator import or_
 from types import NoneType
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, TypeVar, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -78,6 +78,15 @@ class Section(BaseModel):
     def completed(cls, given: Tree) -> Tree:
         """The settings as given, in their long forms; each union without a name is its first section."""
         return {key: _named(cls.field_of(key), value) for key, value in long_forms(cls, given).items()}
+
+    def contradictions(self) -> Iterator[str]:
+        """Yield an error text for each group of settings that do not go together."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        refuse(self.contradictions())
+        return self
 
     @model_validator(mode="before")
     @classmethod

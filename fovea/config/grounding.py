@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from fovea.config.base import Fraction, PositiveInt
 from fovea.config.splits import DrawnRows, FileEnvironment
@@ -107,27 +108,22 @@ class GroundingEnvironment(FileEnvironment):
         keys = {"action_key": self.action_key, "text_key": self.text_key}
         return super().named_columns + [(f"environment.{key}", name) for key, name in keys.items() if name is not None]
 
-    @model_validator(mode="after")
-    def _reward_fits(self) -> GroundingEnvironment:
-        _check_reward(self.reward_kind, self.asked)
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        yield from _unfit_reward(self.reward_kind, self.asked)
         if self.min_iou > 0 and self.rewarded != "iou":
-            raise ValueError(
+            yield (
                 f"environment.min_iou={self.min_iou:g} is a setting of reward_kind=iou, and this is {self.rewarded}; "
                 "drop it"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _action_has_a_point(self) -> GroundingEnvironment:
         settings = self.with_layout
         if settings.text_key is not None and settings.action_key is None:
-            raise ValueError(f"environment.text_key={self.text_key} is read with an action; set environment.action_key")
+            yield f"environment.text_key={self.text_key} is read with an action; set environment.action_key"
         if settings.action_key is not None and self.asked != "point":
-            raise ValueError(
+            yield (
                 f"environment.ask={self.asked}, but an action (environment.action_key) has one point; set "
                 "environment.ask=point"
             )
-        return self
 
 
 class GroundingShapesEnvironment(DrawnRows):
@@ -147,16 +143,13 @@ class GroundingShapesEnvironment(DrawnRows):
     test_size: PositiveInt = 600
     """Held-out scenes of the final table."""
 
-    @model_validator(mode="after")
-    def _reward_fits(self) -> GroundingShapesEnvironment:
-        _check_reward(self.reward_kind, self.ask)
-        return self
+    def contradictions(self) -> Iterator[str]:
+        yield from _unfit_reward(self.reward_kind, self.ask)
 
 
-def _check_reward(kind: RewardKind | None, ask: Ask) -> None:
-    """ValueError for a kind of reward that does not grade such answers."""
+def _unfit_reward(kind: RewardKind | None, ask: Ask) -> Iterator[str]:
     if kind is not None and kind not in REWARD_KINDS[ask]:
-        raise ValueError(
+        yield (
             f"environment.reward_kind={kind} does not grade the answers of environment.ask={ask}; choose "
             f"{' or '.join(REWARD_KINDS[ask])}"
         )

@@ -7,14 +7,15 @@ Precedence: the defaults below < recipe files, left to right < `key.sub=value` o
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
 from fovea.config.algorithm import Algorithm
 from fovea.config.backends import EmbeddedSettings, VllmServersSettings
-from fovea.config.base import FiniteFloat, MayChange, NonNegativeInt, PositiveFloat, PositiveInt, Section, Tree, refuse
+from fovea.config.base import FiniteFloat, MayChange, NonNegativeInt, PositiveFloat, PositiveInt, Section, Tree
 from fovea.config.checks import disagreements
 from fovea.config.environments import (
     Curriculum,
@@ -164,7 +165,6 @@ class Config(Section):
             tree["algorithm"] = ratio | algorithm
         return tree
 
-    @model_validator(mode="after")
-    def _sections_agree(self) -> Config:
-        refuse(disagreements(self))
-        return self
+    def contradictions(self) -> Iterator[str]:
+        """Contradictions between the settings of two sections."""
+        return disagreements(self)

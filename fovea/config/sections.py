@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from fovea.config.backends import BackendConfig, EmbeddedSettings, EngineConfig, TorchBackend
 from fovea.config.base import (
@@ -18,7 +18,6 @@ from fovea.config.base import (
     PositiveFloat,
     PositiveInt,
     Section,
-    refuse,
 )
 from fovea.config.views import RolloutViews
 
@@ -127,15 +126,13 @@ class Train(Section):
     for the least memory and a third more time; selective: all but attention and linear layers, for memory in between
     and little time."""
 
-    @model_validator(mode="after")
-    def _parts_fit(self) -> Train:
+    def contradictions(self) -> Iterator[str]:
         if self.groups_per_microbatch > 1 and self.enable_dynamic_batch_size:
-            raise ValueError(
+            yield (
                 f"train.groups_per_microbatch={self.groups_per_microbatch} counts groups, but "
                 "train.enable_dynamic_batch_size=true fills microbatches by tokens; set "
                 "train.enable_dynamic_batch_size=false, or train.groups_per_microbatch=1"
             )
-        return self
 
 
 class Warmup(Section):
@@ -268,34 +265,28 @@ class Cluster(Section):
         """Workers that Ray starts; 0: none."""
         return 0 if self.gpus_per_node is None else self.num_nodes * self.gpus_per_node
 
-    @model_validator(mode="after")
-    def _settings_agree(self) -> Cluster:
-        refuse(_disagreements(self))
-        return self
-
-
-def _disagreements(cluster: Cluster) -> Iterator[str]:
-    if cluster.num_nodes > 1 and cluster.gpus_per_node is None:
-        yield (
-            f"cluster.num_nodes={cluster.num_nodes} needs Ray, which starts as many workers per machine as "
-            "cluster.gpus_per_node says; set it"
-        )
-    if cluster.placement == "collocated" and cluster.rollout_gpus:
-        yield (
-            f"cluster.rollout_gpus={cluster.rollout_gpus} are only to generate, but in cluster.placement=collocated "
-            "every GPU trains too; set cluster.placement=disaggregated or hybrid, or leave rollout_gpus out"
-        )
-    if cluster.placement != "collocated" and not cluster.rollout_gpus:
-        yield (
-            f"cluster.placement={cluster.placement} needs GPUs that only generate; set cluster.rollout_gpus to their "
-            "number"
-        )
-    workers = cluster.num_ray_workers
-    if 0 < workers <= cluster.rollout_gpus:
-        yield (
-            f"cluster.rollout_gpus={cluster.rollout_gpus} leaves none of {workers} GPUs to train; lower it, or raise "
-            "cluster.gpus_per_node or cluster.num_nodes"
-        )
+    def contradictions(self) -> Iterator[str]:
+        if self.num_nodes > 1 and self.gpus_per_node is None:
+            yield (
+                f"cluster.num_nodes={self.num_nodes} needs Ray, which starts as many workers per machine as "
+                "cluster.gpus_per_node says; set it"
+            )
+        if self.placement == "collocated" and self.rollout_gpus:
+            yield (
+                f"cluster.rollout_gpus={self.rollout_gpus} are only to generate, but in cluster.placement=collocated "
+                "every GPU trains too; set cluster.placement=disaggregated or hybrid, or leave rollout_gpus out"
+            )
+        if self.placement != "collocated" and not self.rollout_gpus:
+            yield (
+                f"cluster.placement={self.placement} needs GPUs that only generate; set cluster.rollout_gpus to their "
+                "number"
+            )
+        workers = self.num_ray_workers
+        if 0 < workers <= self.rollout_gpus:
+            yield (
+                f"cluster.rollout_gpus={self.rollout_gpus} leaves none of {workers} GPUs to train; lower it, or raise "
+                "cluster.gpus_per_node or cluster.num_nodes"
+            )
 
 
 GpuName: TypeAlias = Literal[

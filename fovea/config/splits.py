@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from fovea.config.base import MayChange, Member, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from fovea.config.mcp import McpServers
@@ -80,18 +80,16 @@ class SplitFiles(EnvironmentSettings):
     dev_share: Annotated[float, Field(ge=0, le=0.5)] = 0.05
     """Share of the training rows that is held out for dev, by image, where dev_files is not set; 0: no dev rows."""
 
-    @model_validator(mode="after")
-    def _has_test_rows(self) -> SplitFiles:
+    def contradictions(self) -> Iterator[str]:
         if self.test_files is None and self.test_share == 0:
-            raise ValueError(
+            yield (
                 "environment.test_files: must be set, or environment.test_share=0.1 for a share of the training rows"
             )
         if self.test_files is not None and self.test_share > 0:
-            raise ValueError(
+            yield (
                 f"environment.test_share={self.test_share:g} holds training rows out for test, but "
                 "environment.test_files names others; set either"
             )
-        return self
 
     @property
     def image_names(self) -> tuple[str, ...]:
@@ -175,16 +173,15 @@ class FileEnvironment(SplitFiles):
     def names_images(self) -> bool:
         return self.image_key is not None or self.image_keys is not None
 
-    @model_validator(mode="after")
-    def _keys_agree(self) -> FileEnvironment:
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
         if self.image_key is not None and self.image_keys is not None:
-            raise ValueError(
+            yield (
                 f"environment.image_key={self.image_key} and environment.image_keys={list(self.image_keys)} are both "
                 "set; name all columns in environment.image_keys, and set environment.image_key=null"
             )
         if self.prompt_template is not None and self.prompt_template.count("{prompt}") != 1:
-            raise ValueError(
+            yield (
                 f"environment.prompt_template={self.prompt_template!r} does not hold {{prompt}} once, so that the "
                 "question has no place in it; write {prompt} where it belongs"
             )
-        return self

@@ -104,13 +104,9 @@ class GivenRows:
                 fix = "make it text, a number, a list or a mapping of these, or leave the column out"
                 if isinstance(value, Image.Image):
                     fix = f"if the column holds images, set environment.image_key={name}"
-                kind = (
-                    "a text with half a character"
-                    if isinstance(value, str)
-                    else f"a value of type {type(value).__name__}"
-                )
-                seen = f"{kind} cannot be kept in a file"
-                return DataError(f"{self.rows.where(row)}, column {name}: {seen}; {fix}")
+                is_text = isinstance(value, str)
+                kind = "a text with half a character" if is_text else f"a value of type {type(value).__name__}"
+                return DataError(f"{self.rows.where(row)}, column {name}: {kind} cannot be kept in a file; {fix}")
         kinds: dict[str, int] = {}
         for row, value in enumerate(values):
             if value is not None:
@@ -187,11 +183,6 @@ def digest_of(file: Path) -> str:
         for batch in table.iter_batches(batch_size=100):
             digest.update(batch.serialize())
     return digest.hexdigest()[:_DIGITS]
-
-
-def common_folder(paths: Sequence[str]) -> str:
-    """The deepest folder that holds all of the files."""
-    return os.path.commonpath([os.path.dirname(path) for path in paths])
 
 
 ARGUMENTS: Mapping[Split, str] = {"train": "rows", "dev": "dev_rows", "test": "test_rows"}
@@ -311,5 +302,5 @@ def _with_image_root(config: Config, frames: Frames, paths: list[str]) -> Config
             f"rows hold paths of images, and environment.{files} names files, whose paths may start elsewhere; set "
             "data.image_root to the folder that holds all images"
         )
-    root = {"image_root": common_folder(paths)}
+    root = {"image_root": os.path.commonpath([os.path.dirname(path) for path in paths])}
     return config.model_copy(update={"data": config.data.model_copy(update=root)})

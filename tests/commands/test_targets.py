@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fovea.cli.evaluate import sort_words
-from fovea.commands.evaluate import EvalSet, OutputFiles, evaluate_targets
+from fovea.commands.evaluate import EvalOptions, EvalSet, evaluate_targets
 from fovea.commands.targets import Baseline, CheckpointTarget, ModelTarget, parse_target, parse_targets, shared_settings
 from fovea.config.loading import dump_config
 from fovea.config.model import Model
@@ -206,6 +206,4 @@ def test_servers_are_asked_before_any_row_is_read(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(EvalSet, "of", read)
     targets = ["gold", "http://127.0.0.1:9"]
     with pytest.raises(ConfigError, match=r"http://127\.0\.0\.1:9: no OpenAI-compatible server answers there"):
-        evaluate_targets(
-            targets, [], recipe=shipped_recipe("shapes"), split="test", output_files=OutputFiles(), quiet=True
-        )
+        evaluate_targets(targets, [], EvalOptions(recipe=shipped_recipe("shapes"), quiet=True))
