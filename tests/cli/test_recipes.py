@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fovea.api.trainers import GRPO
 from fovea.cli import main as cli
 from fovea.cli.words import describe_recipe, sort_words
 from fovea.config.describe import describe
@@ -62,14 +61,10 @@ def test_no_recipe_is_called_as_a_setting_or_section() -> None:
     assert not keys & set(shipped_recipes())
 
 
-@pytest.mark.parametrize("words", [["train", "shapes", "--dry-run"], ["config", "shapes"], ["plan", "shapes"]])
-def test_commands_take_a_name(words: list[str]) -> None:
-    result = CliRunner().invoke(cli.app, words)
-    assert result.exit_code == 0, result.output
-
-
-def test_python_takes_a_name() -> None:
-    assert GRPO(recipe="shapes", seed=5).config.rollout.prompts_per_step == 40
+def test_commands_take_a_name() -> None:
+    for words in (["config", "shapes"], ["plan", "shapes"]):
+        result = CliRunner().invoke(cli.app, words)
+        assert result.exit_code == 0, result.output
 
 
 @pytest.mark.parametrize(

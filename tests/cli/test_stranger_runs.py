@@ -86,9 +86,7 @@ def sparse(path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [fifo, zeros, sparse])
-@pytest.mark.parametrize(
-    "name", ["metrics.jsonl", "summary.json", "versions.json", "config.yaml", "samples/index.jsonl"]
-)
+@pytest.mark.parametrize("name", FILES)
 def test_no_file_of_a_run_hangs_a_report_or_fills_memory(name: str, make: Callable[[Path], None], run: Path) -> None:
     make(run / name)
     assert name.rpartition("/")[2] in refused("report", str(run))
