@@ -48,7 +48,7 @@ from fovea.wiring.run import build
 from tests.policies import weights_of
 from tests.reference import model_inputs, reference_logprobs
 from tests.saved import saved_tensors
-from tests.tiny_models import image, renderer, tiny, user
+from tests.tiny_models import image, renderer, save, tiny, user
 
 SETTINGS: dict[str, Any] = {
     "threads": 1,
@@ -86,12 +86,6 @@ class Trained:
     """In the order in which the loop took them; the last five: dev of steps 2 and 4, test, its two controls."""
 
 
-def save_parts(parts: TinyParts, folder: Path) -> Path:
-    for part in (parts.network, parts.processor.tokenizer, parts.processor.image_processor):
-        part.save_pretrained(folder)
-    return folder
-
-
 def train_tiny(folder: Path, model: dict[str, Any], base: Path) -> Trained:
     run = build(Config.model_validate({**SETTINGS, "run_dir": str(folder), "model": model}))
     config = run.config
@@ -113,7 +107,7 @@ EVERYWHERE = ["language_model", "vision_tower", "projector"]
 def lora(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """A Qwen3-VL from a folder with adapters, and images held to a separate size."""
     folder = tmp_path_factory.mktemp("lora")
-    base = save_parts(tiny("qwen3_vl"), folder / "base")
+    base = save(tiny("qwen3_vl"), folder / "base")
     return train_tiny(
         folder / "run", {"path": str(base), "lora": {"rank": 4, "parts": EVERYWHERE}, "max_pixels": 1600}, base
     )
@@ -376,6 +370,9 @@ def test_what_cannot_be_exported_is_said_in_a_line(lora: Trained, full: Trained,
         export(lora.base.parent, tmp_path / "out")
     with pytest.raises(ConfigError, match="--push a/b/c: not a valid repository name; use ORG/NAME"):
         check_repo("a/b/c")
+    # a hub out of reach
+    with pytest.raises(ModelError, match=f"--push me/model: .*{tmp_path} is complete: upload it with `hf upload"):
+        push(tmp_path, "me/model")
 
 
 def test_push_is_one_upload_to_a_private_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -398,13 +395,7 @@ def test_push_is_one_upload_to_a_private_repository(tmp_path: Path, monkeypatch:
     ]
 
 
-def test_a_hub_out_of_reach_is_one_line_that_names_the_way_out(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=f"--push me/model: .*{tmp_path} is complete: upload it with `hf upload"):
-        push(tmp_path, "me/model")
-
-
-def test_the_commands(lora: Trained, merged: Path, tmp_path: Path) -> None:
-    """`fovea eval` on a checkpoint, the exported folder and baselines; `fovea export` into a folder that is taken."""
+def test_an_evaluation_beside_baselines(lora: Trained, merged: Path, tmp_path: Path) -> None:
     files = [tmp_path / "eval.json", tmp_path / "eval.html"]
     targets = [str(lora.folder), str(merged), "majority", "gold"]
     settings = ["evaluate.test_size=12", "evaluate.samples_per_prompt=3"]
@@ -431,7 +422,3 @@ def test_the_commands(lora: Trained, merged: Path, tmp_path: Path) -> None:
     assert majority["picture_dependence"] is None
     assert (gold["accuracy"]["mean"], majority["image_ablation"], len(content["rows"])) == (1.0, None, 12)
     assert "data:image/png;base64," in files[1].read_text()
-    taken = CliRunner().invoke(app, ["export", str(lora.folder), "--out", str(merged)])
-    assert taken.exit_code == 2
-    assert taken.stderr.startswith(f"error: {merged}: it exists and is not an empty folder")
-    assert taken.stderr.count("\n") == 1
