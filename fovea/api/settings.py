@@ -144,12 +144,6 @@ class RowsArguments:
         return {split: rows for split, rows in self._given.items() if not _file_names(rows)}
 
     @property
-    def _files(self) -> dict[str, object]:
-        """The settings that name the others."""
-        files = {split: _file_names(rows) for split, rows in self._given.items()}
-        return {f"environment.{split}_files": names for split, names in files.items() if names}
-
-    @property
     def _given(self) -> dict[Split, Any]:
         given: dict[Split, RowsArgument] = {"train": self.rows, "dev": self.dev_rows, "test": self.test_rows}
         return {split: rows for split, rows in given.items() if rows is not None}
@@ -177,7 +171,8 @@ class RowsArguments:
                 made["environment.test_share"] = TEST_SHARE
         if not is_set("environment.dev_files", *others):
             made["environment.dev_files"] = None
-        return made | self._files
+        named = {f"environment.{split}_files": _file_names(rows) for split, rows in self._given.items()}
+        return made | {key: names for key, names in named.items() if names}
 
 
 def _file_names(rows: Any) -> list[str]:

@@ -28,24 +28,16 @@ Trust: TypeAlias = Annotated[
     ),
 ]
 Quiet: TypeAlias = Annotated[bool, typer.Option("--quiet", "-q", help="Print results and errors only.")]
-
-
 _ARGUMENT = re.compile(r"(?<![\w.])(?:(trust)=True|(recipe|api_key_env)=([\w./-]+))")
 """An argument of a Python function, as errors name it that both the functions and the commands have."""
 
 
 def with_options(text: str) -> str:
     """The text with options of the command line, as `--recipe FILE`, in place of arguments of Python functions."""
-    return _ARGUMENT.sub(_option, text)
-
-
-def _option(argument: re.Match[str]) -> str:
-    flag, name, value = argument.groups()
-    return f"--{flag}" if flag else f"--{name.replace('_', '-')} {value}"
+    return _ARGUMENT.sub(lambda at: f"--{at[1]}" if at[1] else f"--{at[2].replace('_', '-')} {at[3]}", text)
 
 
 def _reader_has_gone() -> bool:
-    """True if nobody reads stdout any more."""
     watched = select.poll()
     watched.register(sys.stdout, select.POLLOUT)
     return any(events & select.POLLERR for _, events in watched.poll(0))

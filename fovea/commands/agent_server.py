@@ -161,7 +161,6 @@ class AgentConversations:
 
 
 def _keys(messages: Sequence[Message]) -> Iterator[str]:
-    """A hash of the conversation up to each message."""
     digest = hashlib.sha256()
     for message in messages:
         digest.update(f"{message.role}\0{len(message.parts)}\0".encode())

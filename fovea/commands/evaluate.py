@@ -322,7 +322,6 @@ async def check_servers(targets: Sequence[Target], config: Config) -> None:
 
 @asynccontextmanager
 async def _model_of(target: ServerTarget, config: Config) -> AsyncIterator[ChatModel]:
-    """The model of a server, with a connection that ends with the block."""
     server = JsonServer(target.url, SERVER_BOUNDS, bearer(target.api_key_env, "api_key_env"))
     try:
         yield await ChatModel.of(server, target.model, config.model.chat_template_kwargs)

@@ -107,7 +107,6 @@ def _finite(number: str) -> float:
 
 
 def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """Line numbers and lines, blank lines skipped."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():

@@ -183,7 +183,6 @@ def _file(target: CheckpointTarget | ModelTarget, split: Split, found: Saliency)
 
 
 def _asked(target: CheckpointTarget | ModelTarget, wanted: Wanted) -> tuple[Split, list[Asked]]:
-    """The answers with their split."""
     name = wanted.recorded
     if name is None:
         return wanted.split, [Asked(row=row, answer=wanted.answer) for row in wanted.rows]
@@ -282,7 +281,6 @@ class Occluder:
         raise DataError(f"no row of the {self._split} split has the id {task_id!r}; give the data of the run")
 
     def _answers(self, rows: Sequence[int], asked: Sequence[Asked]) -> list[Answer]:
-        """The given answers, and the model's greedy ones in place of the others."""
         missing = [row for row, each in zip(rows, asked, strict=True) if each.answer is None]
         drawn = iter(wait_for(self._greedy(missing)))
         return [next(drawn) if each.answer is None else self._given(each.answer) for each in asked]

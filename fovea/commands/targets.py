@@ -267,7 +267,6 @@ def _environment(config: Config) -> Section:
 
 
 def _reward(config: Config) -> str:
-    """The reward functions, with their weights where they have some."""
     weights = "" if config.reward_weights is None else f" with reward_weights={list(config.reward_weights)}"
     return f"{', '.join(reward_tuple(config.reward)) or None}{weights}"
 

@@ -202,7 +202,6 @@ class VllmSettings(ServingEngine):
 
 
 def _vllm_complaints(name: str, use: EngineUse) -> Iterator[str]:
-    """Check that vLLM draws from the distribution that is trained."""
     for key, value, off in (("top_p", use.top_p, 1), ("top_k", use.top_k, 0), ("min_p", use.min_p, 0)):
         if value != off:
             yield (

@@ -381,7 +381,6 @@ def _hint_for_fields(key: str, value: object) -> str | None:
 
 
 def _parts(layer: Tree) -> Sequence[str]:
-    """The names of the parts of a mixture in a layer."""
     found: Any = layer
     for name in _PARTS.split("."):
         found = found.get(name) if isinstance(found, dict) else None

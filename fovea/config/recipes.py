@@ -6,7 +6,6 @@ import difflib
 import itertools
 import os
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -193,9 +192,6 @@ def _near_recipes(recipe: Path) -> str:
         return f"did you mean {' or '.join(known[each] for each in near)}?"
     nearest = [found[each] for each in difflib.get_close_matches(name, found, cutoff=0)]
     there_are = "there are" if len(found) == len(nearest) else "the nearest names are"
-    here = f"{there_are} {', '.join(nearest)}" if found else f"no *.yaml in {_named(folders)}"
+    nothing = f"no *.yaml in {' or '.join(f'{folder}/' for folder in folders)}"
+    here = f"{there_are} {', '.join(nearest)}" if found else nothing
     return f"{here}; `fovea recipes` lists others"
-
-
-def _named(folders: Sequence[Path]) -> str:
-    return " or ".join(f"{folder}/" for folder in folders)

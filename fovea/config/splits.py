@@ -112,7 +112,8 @@ class SplitFiles(EnvironmentSettings):
 
     def inside(self, run_folder: str) -> SplitFiles:
         """The same settings with the names of files in the run folder completed."""
-        return self._renamed(lambda file: run_folder + file.removeprefix(RUN_DIR) if _is_own(file) else file)
+        own = f"{RUN_DIR}/"
+        return self._renamed(lambda file: f"{run_folder}/{file.removeprefix(own)}" if file.startswith(own) else file)
 
     def of_any_run(self) -> SplitFiles:
         """The same settings with rows that Python code has given in no run folder of a name: to compare those of runs.
@@ -125,10 +126,6 @@ class SplitFiles(EnvironmentSettings):
         names = ("train_files", "dev_files", "test_files")
         given = {name: files for name in names if (files := getattr(self, name)) is not None}
         return self.model_copy(update={name: tuple(map(rename, files)) for name, files in given.items()})
-
-
-def _is_own(file: str) -> bool:
-    return file.startswith(f"{RUN_DIR}/")
 
 
 class FileEnvironment(SplitFiles):

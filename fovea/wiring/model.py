@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -54,8 +54,9 @@ def load_on_ranks(settings: Model, device: torch.device, ranks: Ranks) -> PreTra
 
 
 def _send(network: PreTrainedModel, device: torch.device, ranks: Ranks) -> None:
-    """Broadcast names, shapes and types of all tensors, then one after the other."""
-    tensors = {name: tensor.detach() for name, tensor in _tensors(network)}
+    # tied parameters once, and also buffers that no file holds, such as rotary frequencies
+    both = chain(network.named_parameters(), network.named_buffers())
+    tensors = {name: tensor.detach() for name, tensor in both}
     ranks.gather([[name, list(x.shape), str(x.dtype).removeprefix("torch.")] for name, x in tensors.items()])
     for tensor in tensors.values():
         _broadcast(tensor.to(device).contiguous(), ranks)
@@ -70,11 +71,6 @@ def _fill(network: PreTrainedModel, device: torch.device, ranks: Ranks) -> None:
         module: Any = network.get_submodule(path)
         setattr(module, leaf, nn.Parameter(tensor) if isinstance(getattr(module, leaf), nn.Parameter) else tensor)
     network.tie_weights()
-
-
-def _tensors(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All parameters, tied ones once, and all buffers, also those that no file holds, such as rotary frequencies."""
-    return chain(network.named_parameters(), network.named_buffers())
 
 
 def _broadcast(tensor: Tensor, ranks: Ranks) -> None:

@@ -245,7 +245,6 @@ def _print_remarks(
 
 
 def _resumed(config: Config, checkpoints: Checkpoints) -> SavedCheckpoint | None:
-    """The checkpoint to go on from; None: start anew."""
     if config.resume_from is not None:
         return checkpoints.resume_from(config.resume_from)
     return checkpoints.resume() if config.resume == "auto" else None

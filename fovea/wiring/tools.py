@@ -31,7 +31,6 @@ def make_tools(config: Config, given: Sequence[object] = ()) -> tuple[Tool, ...]
 
 
 def _with_servers(loaded: Sequence[Tool], servers: McpServers) -> tuple[Tool, ...]:
-    """These tools and those of MCP servers; ConfigError where two have one name."""
     from fovea.environments.adapters.mcp import McpConnection  # an optional extra; the module reports its absence
 
     named = {tool.spec.name: tool for tool in loaded}

@@ -24,14 +24,12 @@ from fovea.cli.main import app
 from fovea.config.loading import dump_config
 from fovea.config.run import Config
 from fovea.types import ImageRef, Message, Score, Task
-from tests.api.small import SETTINGS
+from tests.api.small import SETTINGS, SHAPES
 from tests.runs import untimed
 from tests.saved import saved_bytes
 from tests.tables import table
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
-
-SHAPES = {"environment": {"name": "shapes", "train_size": 8, "dev_size": 2, "test_size": 2}}
 
 
 def of_shapes(**more: Any) -> fovea.TrainedRun:

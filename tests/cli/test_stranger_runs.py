@@ -24,13 +24,8 @@ from fovea.view.server import make_app
 
 PRIVATE = b"-----BEGIN OPENSSH PRIVATE KEY-----"
 NAME = "0123456789abcdef"
-RECORD = {
-    "kind": "k",
-    "prompt": "q",
-    "truth": "t",
-    "messages": [{"role": "user", "parts": [{"image": NAME}, "q"]}],
-    "answers": [],
-}
+MESSAGE = {"role": "user", "parts": [{"image": NAME}, "q"]}
+RECORD = {"kind": "k", "prompt": "q", "truth": "t", "messages": [MESSAGE], "answers": []}
 LEVELS = list(zip("abcdefghi", "bcdefghij", strict=True))
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in LEVELS

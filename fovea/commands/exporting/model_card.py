@@ -156,7 +156,6 @@ def _percent(value: float | None) -> str:
 
 
 def _plain(text: str) -> str:
-    """Text on one line with Markdown's special characters escaped."""
     return re.sub(r"([\\`*_{}\[\]<>#|~!&$])", r"\\\1", " ".join(text.split()))
 
 
