@@ -259,17 +259,13 @@ def _leaves(path: Path, value: object, *, is_entry: bool = False) -> Iterator[tu
     The names of a section may be dotted. The entries of a mapping that is itself a setting have names of the user's.
     """
     if isinstance(value, Mapping) and value:
-        is_entry = is_entry or _is_mapping(path)
+        _, own_key = listed(".".join(map(str, path)))
+        is_entry = is_entry or any(each.key == own_key and each.type.startswith("mapping") for each in settings())
         for key, inner in value.items():
             names = key.split(".") if isinstance(key, str) and not is_entry else (key,)
             yield from _leaves((*path, *names), inner, is_entry=is_entry)
     else:
         yield path, _as_in_yaml(value)
-
-
-def _is_mapping(path: Path) -> bool:
-    _, key = listed(".".join(map(str, path)))
-    return any(setting.key == key and setting.type.startswith("mapping") for setting in settings())
 
 
 def _as_in_yaml(value: Any) -> object:

@@ -16,6 +16,7 @@ from fovea.cli.texts import Debug, Quiet, one_line_errors
 app = typer.Typer(help="Fetch or render a data set.", no_args_is_help=True, rich_markup_mode=None)
 
 TwoSplits = Annotated[Path, typer.Option(help="Folder of train.parquet and test.parquet.")]
+ThreeSplits = Annotated[Path, typer.Option(help="Folder of train.parquet, validation.parquet and test.parquet.")]
 TrainRows = Annotated[int, typer.Option(min=1, help="Training rows; a tenth as many test rows come on top.")]
 RowsOfThree = Annotated[
     int, typer.Option(min=1, help="Training rows; a twentieth validation and a tenth test rows come on top.")
@@ -51,9 +52,7 @@ def geospot(
 
 @app.command("geospot-europe")
 def geospot_europe(
-    out: Annotated[Path, typer.Option(help="Folder of train.parquet, validation.parquet and test.parquet.")] = Path(
-        "data/geospot_europe"
-    ),
+    out: ThreeSplits = Path("data/geospot_europe"),
     rows: RowsOfThree = 4_000,
     seed: Seed = 0,
     image_side_px: Annotated[int, typer.Option(min=32, max=1024, help="Width and height of the map.")] = 64,
@@ -107,9 +106,7 @@ def geo3k(
 
 @app.command()
 def readable(
-    out: Annotated[Path, typer.Option(help="Folder of train.parquet, validation.parquet and test.parquet.")] = Path(
-        "data/readable"
-    ),
+    out: ThreeSplits = Path("data/readable"),
     rows: RowsOfThree = 8_000,
     seed: Seed = 0,
     quiet: Quiet = False,

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict
 from functools import reduce
 from pathlib import Path
@@ -14,8 +12,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from fovea.cli.texts import Debug, Quiet, Trust, one_line_errors
-from fovea.cli.words import complete_recipe, complete_run
+from fovea.cli.texts import Debug, Quiet, Trust, complete_recipe, complete_run, one_line_errors
 from fovea.config.base import Tree, over
 from fovea.config.environments import Gradable
 from fovea.config.recipes import find_recipe, parse_override
@@ -305,7 +302,10 @@ def serve(
         if allow_private_addresses and not allow_urls:
             raise ConfigError("--allow-private-addresses says which images are read at URLs; add --allow-urls")
         if for_agents is not None:
-            _refuse_beside_agents({"KEY=VALUE": words, "--name": name, "--for-training": for_training})
+            for option, value in {"KEY=VALUE": words, "--name": name, "--for-training": for_training}.items():
+                if value:
+                    of_another = "is about the server of another engine than --for-agents starts; leave it out"
+                    raise ConfigError(f"{option} {of_another}")
             return _serve_agents(source, for_agents, host, port, api_key_env, trust=trust)
         from fovea.commands.serve import ServedModel, ServerAddress
         from fovea.commands.serve import serve as serve_model
@@ -323,23 +323,11 @@ def serve(
             source=source, name=name, arguments=arguments, weights_dir=for_training, url_limits=limits, trust=trust
         )
         address = ServerAddress(host=host, port=port, api_key_env=api_key_env)
-        with _stopped_by_ctrl_c():
+        try:
             serve_model(served, address, launch, _say, start_seconds=start_seconds)
-
-
-@contextmanager
-def _stopped_by_ctrl_c() -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt:
-        _say("stopped")
-        raise typer.Exit(130) from None
-
-
-def _refuse_beside_agents(options: Mapping[str, object]) -> None:
-    given = [option for option, value in options.items() if value]
-    if given:
-        raise ConfigError(f"{given[0]} is about the server of another engine than --for-agents starts; leave it out")
+        except KeyboardInterrupt:
+            _say("stopped")
+            raise typer.Exit(130) from None
 
 
 def _serve_agents(source: str, folder: Path, host: str, port: int, api_key_env: str | None, *, trust: bool) -> None:

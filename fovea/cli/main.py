@@ -19,10 +19,22 @@ from fovea.cli.cluster import app as cluster_app
 from fovea.cli.data import app as data_app
 from fovea.cli.doctor import check_parity, findings, print_families, probe, probe_gpu
 from fovea.cli.evaluate import evaluate, export, grade, saliency, serve
-from fovea.cli.texts import Debug, Quiet, after_training, one_line_errors
+from fovea.cli.texts import (
+    Debug,
+    Quiet,
+    Words,
+    after_training,
+    bare_key,
+    complete_run,
+    complete_word,
+    is_key,
+    is_recipe,
+    one_line_errors,
+    recipes,
+    sort_words,
+)
 from fovea.cli.tools import app as workflow_app
 from fovea.cli.tools import import_config, plan, reproduce
-from fovea.cli.words import Words, bare_key, complete_run, complete_word, is_key, is_recipe, recipes, sort_words
 from fovea.config.base import MAY_CHANGE, leaves
 from fovea.config.describe import describe, is_choice
 from fovea.config.loading import dropped_settings, dump_config, load_config, load_run_config

@@ -13,8 +13,7 @@ from typing import Annotated, Literal, TypeAlias
 
 import typer
 
-from fovea.cli.texts import Debug, Trust, one_line_errors
-from fovea.cli.words import WIDTH, Words, sort_words
+from fovea.cli.texts import WIDTH, Debug, Trust, Words, one_line_errors, sort_words
 from fovea.config.loading import load_config
 from fovea.errors import ConfigError
 from fovea.tools.importer.reading import read, system_of, where_of

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from fovea import __version__
 from fovea.commands.targets import (
+    CONSTANT,
     Baseline,
     OpenedModel,
     ServerTarget,
@@ -209,7 +210,8 @@ def compare(
     ]
     common = set.intersection(*(set(each.greedy) for each in answers))
     if not common:
-        raise DataError(f"no row has a scored answer of every target; {targets[0].name}: {_first_reason(answers[0])}")
+        reason = next(iter([*answers[0].skipped.values(), *answers[0].unscored]), "no row was skipped")
+        raise DataError(f"no row has a scored answer of every target; {targets[0].name}: {reason}")
     index_of = {row.id: row.index for row in answers[0].greedy.values() if row.id in common}
     rows = [_row(eval_set, index) for index in sorted(index_of.values())]
     return EvalResults(rows=tuple(rows), targets=tuple(answers))
@@ -217,10 +219,6 @@ def compare(
 
 def say_of(say: Say, name: str, text: str) -> None:
     say(f"{name}: {text}")
-
-
-def _first_reason(answers: TargetAnswers) -> str:
-    return next(iter([*answers.skipped.values(), *answers.unscored]), "no row was skipped")
 
 
 def _row(eval_set: EvalSet, index: int) -> EvalRow:
@@ -392,11 +390,12 @@ def _by_id(answered: Sequence[AnsweredRow]) -> dict[str, AnsweredRow]:
 
 async def _ask_baseline(target: Baseline, eval_set: EvalSet, say: Say) -> TargetAnswers:
     environment = eval_set.environment
-    if target.kind == "majority":
+    if target.name == "majority":
         say("counting the answers of training rows")
         answer_of = majority_answers(environment, environment.tasks("train"))
     else:
-        answer_of = environment.target if target.kind == "gold" else lambda _: target.text
+        text = target.name.removeprefix(CONSTANT)
+        answer_of = environment.target if target.name == "gold" else lambda _: text
     source = source_of(eval_set, EmptyPrompts())
     unscored = list[str]()
     answers = await baseline_answers(environment, eval_set.grading, source, eval_set.size, answer_of, unscored=unscored)

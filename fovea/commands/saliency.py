@@ -126,7 +126,9 @@ def write_maps(
     trust: bool = False,
 ) -> Iterator[tuple[AnswerMap, Path]]:
     """Write the maps of a target's answers; yields each with the file of its picture."""
-    target = _target(word)
+    target = parse_target(word)
+    if isinstance(target, Baseline | ServerTarget):
+        raise ConfigError(f"{word} has no picture to hide parts of here; name a run, a checkpoint or a model folder")
     _check(target, wanted, out)
     if out is None and isinstance(target, CheckpointTarget):
         _check_rows(target, overrides, recipe)
@@ -136,13 +138,6 @@ def write_maps(
             file = out or _file(target, split, found)
             found.write(file)
             yield found.numbers, file
-
-
-def _target(word: str) -> CheckpointTarget | ModelTarget:
-    target = parse_target(word)
-    if isinstance(target, Baseline | ServerTarget):
-        raise ConfigError(f"{word} has no picture to hide parts of here; name a run, a checkpoint or a model folder")
-    return target
 
 
 def _check(target: CheckpointTarget | ModelTarget, wanted: Wanted, out: Path | None) -> None:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from peft import PeftModel
 from safetensors import SafetensorError
@@ -52,12 +52,9 @@ CONSTANT = "constant:"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """A target without a model."""
+    """A target without a model: majority, gold, or constant:TEXT with the answer to every question."""
 
     name: str
-    kind: Literal["majority", "gold", "constant"]
-    text: str = ""
-    """The answer of `constant` to every question."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,10 +107,8 @@ def parse_targets(words: Sequence[str], api_key_env: str | None = None) -> list[
 
 def parse_target(word: str) -> Target:
     """Parse a target; ConfigError when it is none."""
-    if word.startswith(CONSTANT):
-        return Baseline(name=word, kind="constant", text=word.removeprefix(CONSTANT))
-    if word in ("majority", "gold"):
-        return Baseline(name=word, kind="majority" if word == "majority" else "gold")
+    if word in ("majority", "gold") or word.startswith(CONSTANT):
+        return Baseline(name=word)
     if word.startswith(("http://", "https://")):
         return _server_target(word)
     folder = Path(word)

@@ -236,16 +236,14 @@ class _Layers:
 
     def _explain(self, error: ValidationError) -> str:
         """Every setting that does not fit, once each: pydantic has an error for each type that a value may be of."""
-        found: dict[str, Mapping[str, Any]] = {}
+        found: dict[str, tuple[Any, Mapping[str, Any]]] = {}
         for details in error.errors(include_url=False):
-            key, _ = _locate(self.values, details["loc"], is_missing=details["type"] == "missing")
-            found.setdefault(key, dict(details))
-        return _all_of([self._explain_one(details) for details in found.values()])
+            key, value = _locate(self.values, details["loc"], is_missing=details["type"] == "missing")
+            found.setdefault(key, (value, dict(details)))
+        return _all_of([self._explain_one(key, *about) for key, about in found.items()])
 
-    def _explain_one(self, details: Mapping[str, Any]) -> str:
-        is_missing = details["type"] == "missing"
-        key, value = _locate(self.values, details["loc"], is_missing=is_missing)
-        is_missing = is_missing and value is None
+    def _explain_one(self, key: str, value: Any, details: Mapping[str, Any]) -> str:
+        is_missing = details["type"] == "missing" and value is None
         # what a section lacks is for the layer to give that chose it
         asked = f"{key.rpartition('.')[0]}.{NAME}" if is_missing else key
         sources = dict.fromkeys(source for _, source in self._sources_at(asked))

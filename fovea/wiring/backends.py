@@ -97,7 +97,7 @@ def _on_ray(config: Config, model: Model) -> Backends:
             f"{num_processes()} processes; leave torchrun or cluster.gpus_per_node out"
         )
     placement = placement_of(config, config.cluster.num_ray_workers)
-    setup = Setup(config=_with_absolute_interpreter(config), model=_with_absolute_path(model), placement=placement)
+    setup = _for_elsewhere(config, model, placement)
     use_token()
     own_ray_on_loopback()
     # imported here, since the package may be absent; the module names what to install
@@ -110,19 +110,15 @@ def _on_ray(config: Config, model: Model) -> Backends:
         raise
 
 
-def _with_absolute_path(model: Model) -> Model:
-    """The same model for processes with another working directory, as the workers of a Ray cluster have."""
-    path = None if model.path is None else Path(model.path).expanduser()
-    return model if path is None or not path.exists() else model.model_copy(update={"path": str(path.absolute())})
-
-
-def _with_absolute_interpreter(config: Config) -> Config:
-    """The same settings for such processes."""
+def _for_elsewhere(config: Config, model: Model, placement: Placement) -> Setup:
+    """The setup of processes with another working directory, as the workers of a Ray cluster have."""
     engine = config.rollout.engine
-    if not isinstance(engine, StreamedSettings) or engine.python is None:
-        return config
-    engine = engine.model_copy(update={"python": absolute(engine.python)})
-    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": engine})})
+    if isinstance(engine, StreamedSettings) and engine.python is not None:
+        engine = engine.model_copy(update={"python": absolute(engine.python)})
+        config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": engine})})
+    if model.path is not None and (path := Path(model.path).expanduser()).exists():
+        model = model.model_copy(update={"path": str(path.absolute())})
+    return Setup(config=config, model=model, placement=placement)
 
 
 def placement_of(config: Config, num_workers: int) -> Placement:

@@ -82,7 +82,10 @@ class GivenRows:
     def _type_of(self, name: str) -> Any:
         values = list(self.rows.column(name))
         if name in self.image_columns:
-            is_list = any(isinstance(value, list | tuple) for value in map(_unpacked, values))
+            unpacked = (
+                cell.tolist() if isinstance(cell, np.ndarray) and cell.dtype == object else cell for cell in values
+            )
+            is_list = any(isinstance(cell, list | tuple) for cell in unpacked)
             return pa.list_(IMAGE_TYPE) if is_list else IMAGE_TYPE
         try:
             kind = pa.array(values).type
@@ -155,10 +158,6 @@ def _has_empty_mapping(kind: Any) -> bool:
     """True if one of Arrow's types is, or has inside, a struct without fields, which Parquet does not know."""
     inner = [kind.field(index).type for index in range(kind.num_fields)]
     return (pa.types.is_struct(kind) and not inner) or any(map(_has_empty_mapping, inner))
-
-
-def _unpacked(cell: object) -> object:
-    return cell.tolist() if isinstance(cell, np.ndarray) and cell.dtype == object else cell
 
 
 def _encoded(image: Image.Image, where: str) -> bytes:

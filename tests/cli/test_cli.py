@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 from fovea import __version__
 from fovea.cli import cluster, doctor
 from fovea.cli import main as cli
-from fovea.cli.words import OPTIONS
+from fovea.cli.texts import OPTIONS
 from fovea.config.loading import load_config
 from fovea.config.run import Config
 from fovea.errors import TrainError

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fovea.cli import main as cli
-from fovea.cli.words import describe_recipe, sort_words
+from fovea.cli.texts import describe_recipe, sort_words
 from fovea.config.describe import describe
 from fovea.config.recipes import find_recipe, shipped_recipes
 from fovea.errors import DataError

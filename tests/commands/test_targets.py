@@ -53,9 +53,8 @@ def test_words_are_targets_and_settings(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_baselines_and_hub_ids() -> None:
-    assert parse_target("majority") == Baseline(name="majority", kind="majority")
-    assert parse_target("gold") == Baseline(name="gold", kind="gold")
-    assert parse_target("constant:no idea") == Baseline(name="constant:no idea", kind="constant", text="no idea")
+    for word in ("majority", "gold", "constant:no idea"):
+        assert parse_target(word) == Baseline(name=word)
     assert parse_target("org/name-2B") == ModelTarget(name="org/name-2B", path="org/name-2B")
     assert parse_target("org/name@abc123") == ModelTarget(name="org/name@abc123", path="org/name", revision="abc123")
     for word in ("nonsense", "./org/name", "/org/name", "a/b/c"):
