@@ -154,10 +154,7 @@ class RowsArguments:
             given_rows(rows, ARGUMENTS[split])
 
     def settings(self, *others: Mapping[str, object]) -> dict[str, object]:
-        """The settings that make room for the rows; `others` are those that the user has given beside them.
-
-        Rows replace the files of a recipe in all splits: what is not given is held out of `rows`.
-        """
+        """Settings that make room for the rows in all splits, beside the `others` that the user has given."""
         if self.rows is None:
             if self._given:
                 raise ConfigError("test_rows and dev_rows are given, but no rows to train on; give rows, too")
@@ -223,10 +220,7 @@ class Settings(TypedDict, total=False):
 
 
 def overrides_of(*given: Mapping[str, object]) -> list[Tree]:
-    """One override for each setting in the mappings; ConfigError for a setting that comes twice.
-
-    The keys of a mapping may be dotted names, as on the command line; the mappings below them are sections.
-    """
+    """One override for each setting, with dotted or nested names; ConfigError for one that comes twice."""
     found: dict[Path, object] = {}
     for mapping in given:
         if not isinstance(mapping, Mapping):

@@ -129,10 +129,7 @@ def _state_of_extra(name: str, extra: Extra, package: str) -> str:
 
 
 def check_parity(recipes: Sequence[Path], overrides: Sequence[str]) -> bool:
-    """Run the parity gate on a recipe's engine and trainer and print the result; False when it fails.
-
-    The run is built in a temporary folder, which is deleted afterwards.
-    """
+    """Run a recipe's parity gate, in a temporary folder, and print the result; False when it fails."""
     with TemporaryDirectory(prefix="fovea-doctor-") as folder:
         config = _without_side_effects(recipes, overrides, folder)
         from fovea.run.lifecycle import measure_parity

@@ -194,10 +194,7 @@ def train(
 
 
 def _train(config: Config, spent_seconds: float) -> None:
-    """Run the loop that the settings call for, and print what to do next.
-
-    `spent_seconds` are those of the attempts before this one.
-    """
+    """Run the loop of the settings, and say what to do next; `spent_seconds` are of the attempts before."""
     from fovea.utils.malloc import tune_allocators, use_expandable_segments
 
     tune_allocators()

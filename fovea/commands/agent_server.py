@@ -348,10 +348,7 @@ def _error(status: int, message: str) -> Response:
 
 
 def serve_agents(source: str, folder: Path, address: ServerAddress, say: Callable[[str], None], *, trust: bool) -> None:
-    """Serve a run's checkpoint to agents on this machine until Ctrl-C, recording in `folder`.
-
-    Without `api_key_env` a key is made and printed. ConfigError for what is not a run.
-    """
+    """Serve a run's checkpoint to agents on this machine until Ctrl-C; ConfigError for what is not a run."""
     target = parse_target(source)
     if not isinstance(target, CheckpointTarget):
         raise ConfigError(f"{source}: not a run or a checkpoint, which --for-agents serves; name one")

@@ -95,10 +95,7 @@ def evaluate_targets(
     given: GivenCode | None = None,
     rows: InMemory | None = None,
 ) -> list[TargetMetrics]:
-    """Evaluate all targets, print the tables and write the output files.
-
-    `given` are the objects that the settings describe; `rows` are asked in place of those of the test split.
-    """
+    """Evaluate all targets, print tables and write files; `rows` are asked in place of those of the test split."""
     targets = parse_targets(words, options.api_key_env)
     say = partial(print_progress, Console(quiet=options.quiet))
     with ExitStack() as stack:

@@ -289,10 +289,7 @@ class OpenedModel:
 def open_model(
     target: CheckpointTarget | ModelTarget, shared: Config | None, overrides: Sequence[Override], *, trust: bool = False
 ) -> OpenedModel:
-    """Load the model of a target; `shared` has the settings for models that bring none.
-
-    Only those `overrides` of the sections `model` and `train` apply to checkpoints.
-    """
+    """Load a target; `shared` is for models without settings; checkpoints take `overrides` of model and train."""
     if isinstance(target, CheckpointTarget):
         own = [each for each in overrides if section_of(each) in ("model", "train")]
         check_packages(target.run / CONFIG_FILE, overrides, trust=trust)
@@ -347,10 +344,7 @@ def _without_first_adapter(config: Config) -> Config:
 def open_checkpoint(
     target: CheckpointTarget, overrides: Sequence[Override] = (), *, trust: bool = False
 ) -> OpenedModel:
-    """Load the model of a run with the weights of one of its checkpoints.
-
-    Code that the run's settings name is needed only where its tiny model has to be made again; it runs by `trust`.
-    """
+    """Load a checkpoint; code that the settings name, to make a tiny model again, runs by `trust`."""
     check_packages(target.run / CONFIG_FILE, overrides, trust=trust)
     return _open_checkpoint(target, overrides, trust=trust)
 

@@ -187,10 +187,7 @@ def _named(field: FieldInfo | None, value: Any) -> Any:
 
 
 def sections_of(field: FieldInfo) -> tuple[type[Section], ...]:
-    """The sections that a field may hold: one, one per member of a union, or none (a plain setting).
-
-    The members of other packages are among them once they have been imported.
-    """
+    """The sections that a field may hold, also those of packages that have been imported; none: a plain setting."""
     named, union = tuple(_sections_in(field.annotation)), _open_union(field)
     if union is None:
         return named

@@ -37,10 +37,7 @@ OLD_KEYS = Path(__file__).with_name("moved.yaml")
 
 
 def describe(prefix: str = "") -> list[Setting]:
-    """Every key at or below `prefix`, those of all unions and optional sections too; ConfigError for an unknown one.
-
-    For a choice, such as `environment=geo3k`, the keys that only this member of the union has.
-    """
+    """Every key at or below `prefix`, or of a choice such as `environment=geo3k` only; ConfigError where none is."""
     if is_choice(prefix):
         return _describe_choice(prefix)
     _, inner = listed(prefix)
@@ -94,10 +91,7 @@ def unknown_name(key: str, field: FieldInfo, name: object) -> str:
 
 
 def unknown_key(key: str, choices: Collection[str] = ()) -> str:
-    """The complaint about a key that its section lacks, with the one that may be meant.
-
-    `choices` are members of unions that are chosen (`environment.name=geo3k`): no setting of another one is meant.
-    """
+    """The complaint about an unknown key, with a near one, but of no member of a union beside the `choices`."""
     part, inner = listed(key)
     if part:
         return f"{part}: {unknown_key(inner, _within(part, choices))}"
@@ -148,10 +142,7 @@ def _with_near_keys(key: str, known: Sequence[str]) -> str:
 
 
 def without_settled(layer: Tree, merged: Tree, path: str = "") -> Tree:
-    """The settings of a layer less those of earlier versions that hold without being set: so older runs can be read.
-
-    `merged`: this layer over the earlier ones, which says what sections there are.
-    """
+    """The settings of a layer less those of earlier versions that hold anyway in `merged`, to read older runs."""
     left = {name: value for name, value in layer.items() if not _is_settled(f"{path}{name}", value, merged)}
     sections = {name: value for name, value in left.items() if isinstance(value, dict)}
     inner = {name: without_settled(value, merged, f"{path}{name}.") for name, value in sections.items()}

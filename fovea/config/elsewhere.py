@@ -112,10 +112,7 @@ def _counterpart(key: str, row: dict[str, Any]) -> Counterpart:
 
 
 def hint_for(key: str) -> str | None:
-    """Counterpart of another system's key, whole or without its first sections; None if it has the same name.
-
-    No news is a key whose counterpart has its last name: the table of our own settings has that too.
-    """
+    """Counterpart of another system's key, also of its last parts; None where only sections differ."""
     if hint := _section_of_another_system(key):
         return hint
     found = _meant(key)

@@ -144,10 +144,7 @@ def placement_of(config: Config, num_workers: int) -> Placement:
 def _backends_of(
     handles: Sequence[WorkerHandle], placement: Placement, release: Callable[[], None] = lambda: None
 ) -> Backends:
-    """Wait until all workers, by rank, are ready; make one policy and one engine of theirs.
-
-    `release` is called once they are closed.
-    """
+    """Make one policy and one engine of all workers, by rank; `release` is called once they are closed."""
     facts = wait_for(call_each((handle, Call(method="describe")) for handle in handles))
     model = next(each.model for each in facts if each.model is not None)
     engine = next(each.engine for each in facts if each.engine is not None)

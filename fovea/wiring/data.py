@@ -69,10 +69,7 @@ def prefetch_threads(device: torch.device) -> int:
 
 
 def within_epochs(config: Config, tasks: Callable[[], Sequence[Task]]) -> Config:
-    """The settings of a run that `max_epochs` may end before `max_steps`, where its schedules end too.
-
-    Bad rows, and the further rows that dynamic sampling draws, end it earlier still. `tasks` gives the training rows.
-    """
+    """The settings of a run that `max_epochs` of the training rows may end before `max_steps`, as its schedules."""
     if config.max_epochs is None:
         return config
     num_steps = math.ceil(config.max_epochs * len(tasks()) / config.rollout.prompts_per_step)

@@ -227,10 +227,7 @@ def named_environment(config: Config) -> GradedEnvironment:
 
 
 def package_environment(config: Config, settings: EnvironmentSettings) -> GradedEnvironment:
-    """Make the environment of another package: by Fovea's adapter of a standard, or by the package's own settings.
-
-    Two adapters need an optional extra, and their modules report its absence.
-    """
+    """Make the environment of another package: by an adapter, which reports a missing extra, or by its settings."""
     access = make_access(config.data)
     match settings:
         case GymnasiumEnvironment():

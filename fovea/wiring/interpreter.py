@@ -37,10 +37,7 @@ def absolute(setting: str) -> str:
 
 
 def variables_of(interpreter: str) -> dict[str, str | None]:
-    """Changes to this process's environment variables for an interpreter elsewhere; None removes a variable.
-
-    Nothing is imported from where this one finds its packages, or from its working directory.
-    """
+    """Variables for an interpreter elsewhere (None: removed), which then imports nothing of this one's packages."""
     return {
         "PATH": f"{os.path.dirname(interpreter)}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
         "PYTHONPATH": _checkout(),

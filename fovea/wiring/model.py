@@ -109,18 +109,12 @@ def locate_model(
 
 
 def open_vlm(config: Config, settings: Model, banned_ids: Sequence[int], ranks: Ranks = ALONE) -> PolicyNetwork:
-    """Load the network of `settings` onto its device, with frozen parts and adapters of the config.
-
-    On several `ranks` every process calls this, and the first one reads the network for all.
-    """
+    """Load a network onto its device, read by the first of `ranks`, with frozen parts and adapters of the config."""
     return make_vlm(config, load_on_ranks(settings, pick_device(config.model.device), ranks), banned_ids)
 
 
 def make_vlm(config: Config, network: PreTrainedModel, banned_ids: Sequence[int]) -> PolicyNetwork:
-    """Wrap a network for the policy, on its device, with frozen parts and adapters of the config.
-
-    `banned_ids` are those of the model's processor.
-    """
+    """Wrap a network for the policy, on its device, with frozen parts and adapters of the config."""
     device = pick_device(config.model.device)
     choose_trainable(network, config.model, config.seed)
     fast = config.model.fast_path == "auto" and family_of_network(network).fast_path is not None

@@ -106,10 +106,7 @@ def make_profile(config: Config, folder: Path, start_step: int, progress: Progre
 
 
 def peak_tflops(settings: Log, facts: ModelFacts, progress: Progress) -> float | None:
-    """Peak TFLOP/s of all training processes together, the denominator of `mfu`; None where nothing gives it.
-
-    The peak of one is a setting, or the GPU's by its data sheet.
-    """
+    """Peak TFLOP/s of all training processes, by the settings or the data sheet, for `mfu`; None where unknown."""
     each = settings.peak_tflops
     if each is None and facts.device_name is not None:
         each = known_peak_tflops(facts.device_name)

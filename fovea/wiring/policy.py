@@ -25,10 +25,7 @@ from fovea.train.torch.sharding import shard
 
 
 def make_policy(config: Config, vlm: PolicyNetwork, tape: Tape | None = None, ranks: Ranks = ALONE) -> TorchPolicy:
-    """Make the policy, with a reference model where a KL term needs a copy and a value function for PPO.
-
-    On several `ranks` every process calls this with the same model, which is sharded in place.
-    """
+    """Make the policy, sharded in place over `ranks`, with the reference model and value function it needs."""
     critic = config.algorithm.critic
     reference = copy.deepcopy(vlm).requires_grad_(False) if config.copies_reference else None
     value_model = make_value_model(vlm) if critic is not None and critic.trunk == "separate" else None

@@ -1,7 +1,4 @@
-"""The process of a reward (`fovea.environments.custom.processes` is the other end): one call after the other.
-
-It imports no torch, unless the user's file does.
-"""
+"""The process of a reward, whose other end is `fovea.environments.custom.processes`; it imports no torch."""
 
 from __future__ import annotations
 

@@ -56,10 +56,7 @@ def with_tools(
     tools: Sequence[Tool],
     make_use: Callable[[], ToolUse],
 ) -> Environment:
-    """The environment with these tools and those that it brings, called within the limits of its sessions.
-
-    An environment without tools is returned as it is, without a call of `make_use`.
-    """
+    """The environment with these tools and its own, within the limits of sessions; without any, as it is."""
     if not uses_tools(environment, tools):
         return environment
     if not tools and isinstance(environment, Mixture) and isinstance(config.environment, MixtureEnvironment):

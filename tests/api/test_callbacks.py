@@ -20,6 +20,7 @@ from fovea.metrics.names import definition_of
 from fovea.run import recorded
 from fovea.run.callbacks import Callbacks
 from tests.api.small import PHOTOS, SETTINGS, SHAPES, picture, rows, score
+from tests.cluster.torchrun_runs import run_on
 from tests.tables import table
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -156,3 +157,20 @@ def test_the_pictures_of_a_run_are_in_tensorboard(tmp_path: Path, monkeypatch: p
         np.testing.assert_array_equal(np.asarray(shown), np.asarray(picture(truth.removeprefix("    truth: "))))
         assert question.strip() in {row["question"] for row in given}
         assert reward.startswith("    reward ")
+
+
+@pytest.mark.slow
+def test_a_script_under_torchrun_trains_as_in_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    printed = run_on(2, "tests.api.trained_script", str(tmp_path / "two"))
+    after = [line for line in printed.splitlines() if line.startswith("after train")]
+    assert after == ["after train, rank 0 steps 2"], "the rest of the script runs once"
+    called = [line for line in printed.splitlines() if line.startswith("callback")]
+    assert called == ["callback, rank 0 step 1", "callback, rank 0 step 2"]
+    two = fovea.load_run("two")
+    assert two.summary is not None
+    settings = {**SETTINGS, "run_dir": "one", "threads": 1}
+    one = fovea.GRPO(rows=rows(), reward=score, environment=PHOTOS, settings=settings).train()
+    for mine, theirs in zip(one.metrics, two.metrics, strict=True):
+        for name in ("reward", "accuracy", "response_tokens_mean"):
+            assert theirs[name] == pytest.approx(mine[name]), name

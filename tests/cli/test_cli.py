@@ -18,10 +18,12 @@ from typer.testing import CliRunner, Result
 from fovea import __version__
 from fovea.cli import cluster, doctor
 from fovea.cli import main as cli
-from fovea.cli.texts import OPTIONS
+from fovea.cli.texts import OPTIONS, describe_recipe, sort_words
+from fovea.config.describe import describe
 from fovea.config.loading import load_config
+from fovea.config.recipes import find_recipe, shipped_recipes
 from fovea.config.run import Config
-from fovea.errors import TrainError
+from fovea.errors import DataError, TrainError
 from fovea.run.signals import Stop
 from fovea.utils.installing import pip_install
 from tests.tables import table
@@ -319,3 +321,62 @@ def test_a_cluster_without_a_status_is_an_error(monkeypatch: pytest.MonkeyPatch)
     ended = CliRunner().invoke(cluster.app, ["status"])
     assert ended.exit_code == 3
     assert "the cluster gave no status for 0 s" in ended.stderr
+
+
+def test_the_list_names_every_recipe_with_what_it_needs() -> None:
+    result = fovea("recipes")
+    assert result.exit_code == 0, result.output
+    names = {path.stem for path in (ROOT / "recipes").rglob("*.yaml")}
+    assert {line.split()[0] for line in result.stdout.partition("\n\n")[0].splitlines() if line[0] != " "} == names
+    assert "shapes              The demo: a tiny Qwen3-VL learns" in result.stdout
+    assert f"{'':<20}needs one CPU core, three minutes; no files, no network\n" in result.stdout
+
+
+def test_a_recipe_is_printed_as_it_is() -> None:
+    result = fovea("recipes", "tiny")
+    assert result.stdout == (ROOT / "recipes" / "tiny.yaml").read_text(encoding="utf-8")
+    unknown = fovea("recipes", "shape")
+    assert unknown.exit_code == DataError.exit_code
+    assert "shape: no recipe that comes with Fovea; there are boxes, caption, easy_vqa, " in unknown.stderr
+
+
+def test_a_head_without_its_needs_is_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("# A recipe of mine.\nseed: 0\n")
+    with pytest.raises(DataError, match="lacks a sentence or a line `# Needs: "):
+        describe_recipe(file)
+
+
+def test_a_name_stands_for_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shapes = ROOT / "recipes" / "shapes.yaml"
+    assert sort_words(["shapes", "seed=1", "tiny"]) == ([shapes, ROOT / "recipes" / "tiny.yaml"], ["seed=1"])
+    (tmp_path / "vqa").mkdir()
+    assert find_recipe("vqa") == ROOT / "recipes" / "vqa.yaml"  # a folder of rows is not a recipe
+    (tmp_path / "shapes").write_text("seed: 3\n")
+    assert find_recipe("shapes") == Path("shapes")  # your own file is
+
+
+def test_no_recipe_is_called_as_a_setting_or_section() -> None:
+    keys = {part for each in describe() for part in (each.key, each.key.partition(".")[0])}
+    assert not keys & set(shipped_recipes())
+
+
+def test_commands_take_a_name() -> None:
+    for words in (["config", "shapes"], ["plan", "shapes"]):
+        result = fovea(*words)
+        assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize(
+    ("word", "near"),
+    [("shape", "did you mean shapes?"), ("recipes/vqa.yaml", "did you mean vqa"), ("qqq", "`fovea recipes`")],
+)
+def test_a_name_that_is_none_is_told_the_nearest(
+    word: str, near: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = fovea("train", word)
+    assert result.exit_code == 2
+    assert f"{word}: no such recipe; " in result.stderr
+    assert near in result.stderr

@@ -107,10 +107,7 @@ def reloaded_logprobs(reloaded: Reloaded, probe: Probe, device: torch.device) ->
 
 
 def check(model: OpenedModel, reloaded: Reloaded, probe: Probe, *, merged: bool) -> float:
-    """Largest log-prob difference between checkpoint and reloaded folder; ModelError naming what differs.
-
-    With `merged` the folder holds every weight, and each must be equal bit for bit.
-    """
+    """Largest log-prob difference of the reloaded folder, which if `merged` has equal weights; ModelError otherwise."""
     # cheap and specific checks first: a wrong weight or token is named as such, not as a log-prob difference
     different = None
     if merged:

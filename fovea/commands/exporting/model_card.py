@@ -1,7 +1,4 @@
-"""Model card (README.md) of an exported folder: base model, training, results, how to load it.
-
-Question types and settings may hold text from a data set, and are escaped so that none ends a table or a code block.
-"""
+"""Model card (README.md) of an exported folder, in which text from a data set ends no table or code block."""
 
 from __future__ import annotations
 
