@@ -42,22 +42,17 @@ def given_code(environment: object, reward: RewardArgument, tools: ToolsArgument
     rewards = _listed(reward)
     for each in rewards:
         _check_reward(each)
+    if isinstance(tools, str) or not isinstance(tools, Sequence):
+        raise ConfigError(f"tools={tools!r:.60} is of type {type(tools).__name__}; give a list, such as tools=[zoom]")
+    given = [each for each in tools if not isinstance(each, str)]
+    load_tools([name_of(each) for each in given], allow_python=False, given=given)
     is_setting = environment is None or isinstance(environment, str | Mapping)
     is_named = all(isinstance(each, str) for each in rewards)
     return GivenCode(
         environment=None if is_setting else environment,
         rewards=() if is_named else [load_reward(each) if isinstance(each, str) else each for each in rewards],
-        tools=() if all(isinstance(each, str) for each in _listed_tools(tools)) else tuple(tools),
+        tools=() if all(isinstance(each, str) for each in tools) else tuple(tools),
     )
-
-
-def _listed_tools(tools: ToolsArgument) -> ToolsArgument:
-    """The tools; ConfigError for what is not a list of them."""
-    if isinstance(tools, str) or not isinstance(tools, Sequence):
-        raise ConfigError(f"tools={tools!r:.60} is of type {type(tools).__name__}; give a list, such as tools=[zoom]")
-    given = [each for each in tools if not isinstance(each, str)]
-    load_tools([name_of(each) for each in given], allow_python=False, given=given)
-    return tools
 
 
 def _listed(reward: RewardArgument) -> Sequence[str | Callable[..., object]]:

@@ -124,11 +124,16 @@ def evaluate(  # noqa: PLR0913 (each is an option of the command)
         raise ConfigError(f"split={split!r} is none of the three splits; give {', '.join(map(repr, get_args(Split)))}")
     if rows is not None and split != "test":
         raise ConfigError(f"split={split!r} names rows, and rows gives others; leave either out")
+    files = recipe_files(recipe)
+    if len(files) > 1:
+        raise ConfigError(
+            f"recipe names {len(files)} recipes, of which fovea.evaluate takes one; give the others as settings={{...}}"
+        )
     options = EvalOptions(
-        recipe=_one_recipe(recipe),
+        recipe=files[0] if files else None,
         split=split,
-        json_file=_path(json_file),
-        html_file=_path(html_file),
+        json_file=None if json_file is None else Path(json_file),
+        html_file=None if html_file is None else Path(html_file),
         trust=trust,
         api_key_env=api_key_env,
         quiet=quiet,
@@ -159,15 +164,6 @@ def export(
     )
 
 
-def _one_recipe(recipe: Recipe | None) -> Path | None:
-    files = recipe_files(recipe)
-    if len(files) > 1:
-        raise ConfigError(
-            f"recipe names {len(files)} recipes, of which fovea.evaluate takes one; give the others as settings={{...}}"
-        )
-    return files[0] if files else None
-
-
 def _word(target: Target, function: str) -> str:
     if isinstance(target, TrainedRun):
         return str(target.folder)
@@ -178,7 +174,3 @@ def _word(target: Target, function: str) -> str:
             "(save_pretrained)"
         )
     return os.fspath(target)
-
-
-def _path(file: str | os.PathLike[str] | None) -> Path | None:
-    return None if file is None else Path(file)

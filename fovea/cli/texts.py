@@ -110,17 +110,13 @@ ONE_WORD = re.compile(r"[\w.+-]+")
 def complete_word(ctx: typer.Context, incomplete: str) -> list[str]:
     """The recipes by name that a word may become, and the settings, with their `=` and the values of choices."""
     before = [str(word) for word in ctx.params.get("words") or []]
-    if (key := _key_before(before)) is not None:
-        return [value for value in _choices(key) if value.startswith(incomplete)]
+    # bash takes `=` for a separate word
+    names = before[:-1] if before[-1:] == ["="] else before
+    if names and names[-1] in _types():
+        return [value for value in _choices(names[-1]) if value.startswith(incomplete)]
     key, equals, _ = incomplete.partition("=")
     settings = _values(key) if equals else _keys(incomplete)
     return [*complete_recipe(incomplete), *(word for word in settings if word.startswith(incomplete))]
-
-
-def _key_before(words: list[str]) -> str | None:
-    """The setting whose value is completed: bash takes `=` for a separate word."""
-    names = words[:-1] if words and words[-1] == "=" else words
-    return names[-1] if names and names[-1] in _types() else None
 
 
 def _keys(incomplete: str) -> list[str]:

@@ -72,13 +72,6 @@ def benchmark_table(found: Sequence[BenchmarkResult]) -> Table:
     return table
 
 
-def below_table(found: Sequence[BenchmarkResult]) -> list[str]:
-    """Whose the published figures are, and the commands that give the scores."""
-    figures = [(each.benchmark.name, figure) for each in found for figure in each.benchmark.published]
-    sources = dict.fromkeys(f"{name}: {_source(figure)}" for name, figure in figures)
-    return [*sources, *(each.command for each in found)]
-
-
 def write_benchmarks(path: Path, found: Sequence[BenchmarkResult], settings: str) -> Path:
     """Write the page to `path` and return that; each benchmark is an evaluation of every target."""
     data, names = PageData(), [each.benchmark.name for each in found]
@@ -224,7 +217,9 @@ def _evaluate(
 def _write(found: Sequence[BenchmarkResult], config: Config, options: EvalOptions) -> None:
     console = Console()
     console.print(benchmark_table(found))
-    for line in below_table(found):
+    figures = [(each.benchmark.name, figure) for each in found for figure in each.benchmark.published]
+    sources = dict.fromkeys(f"{name}: {_source(figure)}" for name, figure in figures)
+    for line in (*sources, *(each.command for each in found)):
         console.print(Text(line), soft_wrap=True)
     if options.json_file is not None:
         content = {each.benchmark.name: _json(each) for each in found}

@@ -11,7 +11,6 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -358,7 +357,12 @@ def _open_checkpoint(target: CheckpointTarget, overrides: Sequence[Override], *,
                 f"{target.name} is a checkpoint of train.backend=megatron, with a pickle among its files, which can "
                 "run code when it is read; add trust=True, if the run is your own"
             )
-        model = locate_model(config, target.run, partial(_environment_of, config, file, overrides, trust=trust))
+
+        def environment() -> Environment:
+            check_trust(config, file, overrides, trust=trust)
+            return make_environment(config).environment
+
+        model = locate_model(config, target.run, environment)
         processor = load_processor(model)
         vlm = open_vlm(config, model, processor.banned_ids)
         left_out = _load_trained(target.folder, config, model, vlm)
@@ -372,8 +376,3 @@ def _load_trained(checkpoint: Path, config: Config, model: Model, vlm: PolicyNet
     saved = saved_by_megatron(config, model, vlm.banned_ids, checkpoint)
     copy_weights(saved.weights, dict(factored_weights(vlm.network)))
     return saved.left_out
-
-
-def _environment_of(config: Config, file: Path, overrides: Sequence[Override], *, trust: bool) -> Environment:
-    check_trust(config, file, overrides, trust=trust)
-    return make_environment(config).environment

@@ -163,14 +163,12 @@ def _message(key: str, found: list[tuple[System, Counterpart]]) -> str:
     if not with_ours:
         return f"{key} is not a setting here: {found[0][1].none}; remove it"
     distinct = {each.ours: (system, each) for system, each in reversed(with_ours)}
-    counterparts = [_described(key, system, each) for system, each in reversed(distinct.values())]
+    counterparts = []
+    for system, setting in reversed(distinct.values()):
+        name = "" if setting.theirs == key else f" {setting.theirs}"
+        note = f" ({setting.note})" if setting.note else ""
+        counterparts.append(f"{system.title}'s{name} is {' and '.join(setting.ours)} here{note}")
     return f"{key}: no such setting; {'; '.join(counterparts)}"
-
-
-def _described(key: str, system: System, setting: Counterpart) -> str:
-    name = "" if setting.theirs == key else f" {setting.theirs}"
-    note = f" ({setting.note})" if setting.note else ""
-    return f"{system.title}'s{name} is {' and '.join(setting.ours)} here{note}"
 
 
 def _last(key: str) -> str:

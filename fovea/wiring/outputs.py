@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -82,20 +82,14 @@ def make_trackers(config: Config, folder: Path, start_step: int, warn: Callable[
         connect = partial(each.connect, folder, run)
         sinks.append(TrackerSink(folder, each.setting, run, connect, settings=settings, warn=warn))
     if config.log.tensorboard:
-        sinks.append(_tensorboard(folder, start_step, settings, warn))
+        # it takes back the steps after the checkpoint, so that nothing need be kept of what it was sent
+        run = TrackedRun(None, goes_on=start_step > 0, last_step=start_step)
+        board = partial(TensorBoardTracker, folder / "tensorboard", resume_step=start_step)
+        sinks.append(TrackerSink(folder, "log.tensorboard=true", run, board, settings=settings, warn=warn))
     if not start_step:
         for sink in sinks:
             sink.open()
     return sinks
-
-
-def _tensorboard(
-    folder: Path, start_step: int, settings: Mapping[str, object], warn: Callable[[str], None]
-) -> TrackerSink:
-    # it takes back the steps after the checkpoint, so that nothing need be kept of what it was sent
-    run = TrackedRun(None, goes_on=start_step > 0, last_step=start_step)
-    connect = partial(TensorBoardTracker, folder / "tensorboard", resume_step=start_step)
-    return TrackerSink(folder, "log.tensorboard=true", run, connect, settings=settings, warn=warn)
 
 
 def make_profile(config: Config, folder: Path, start_step: int, progress: Progress) -> StepProfile | None:

@@ -39,7 +39,7 @@ from fovea.run.signals import Stop, ending_signals
 from fovea.run.views import in_one_turn
 from fovea.train.start_check import Reference, Row, StartCheck
 from fovea.types import Task
-from fovea.wiring.backends import Backends, open_backends
+from fovea.wiring.backends import open_backends
 from fovea.wiring.data import make_order, make_renderer, make_sources, within_epochs
 from fovea.wiring.engine import make_evaluator
 from fovea.wiring.environment import GradedEnvironment, make_environment
@@ -163,7 +163,10 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
     progress.stage("loading the model")
     backends = open_backends(config, model, processor)
     progress.print(model_table(config.model.name, facts := backends.policy.describe()))
-    _print_kernels(backends, progress)
+    for line in backends.kernel_notes:
+        progress.print(line)
+    if isinstance(backends.engine, PlainEngine):
+        progress.print("model.fast_path: none is used; trainer and engine run transformers' own forward, which is slow")
     return Run(
         config=config,
         folder=folder,
@@ -202,13 +205,6 @@ def _stream(config: Config, graded: GradedEnvironment, environment: Environment,
         grading=graded.grading,
         max_episode_tokens=config.rollout.max_episode_tokens,
     )
-
-
-def _print_kernels(backends: Backends, progress: Progress) -> None:
-    for line in backends.kernel_notes:
-        progress.print(line)
-    if isinstance(backends.engine, PlainEngine):
-        progress.print("model.fast_path: none is used; trainer and engine run transformers' own forward, which is slow")
 
 
 def _metrics_log(
