@@ -26,8 +26,7 @@ from fovea.wiring.environment import GradedEnvironment
 from fovea.wiring.given import ARGUMENTS, Frames
 
 RewardArgument: TypeAlias = str | Callable[..., object] | Sequence[str | Callable[..., object]] | None
-"""A function of the task, the completion's text and the task's images (docs/own.md) or of TRL's signature, `path/to/
-file.py:function`, or a list of these."""
+"""A function of task, text and images (docs/own.md) or of TRL's signature, `path/to/file.py:function`, or a list."""
 ToolsArgument: TypeAlias = Sequence[str | Callable[..., object] | Tool]
 """Functions, tools, or names as `environment.tools` has them (docs/agents.md)."""
 

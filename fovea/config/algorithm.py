@@ -55,8 +55,7 @@ class ClippedLoss(RatioBounds):
 
     name: Literal["clip"] = "clip"
     dual_clip: Annotated[float, Field(gt=1)] | None = 3.0
-    """Dual clip: bound on the loss of a token (gspo: of a completion) with a negative advantage whose ratio runs away;
-    null: off."""
+    """Dual clip: bound on the loss of a token (gspo: completion) with negative advantage and large ratio; null: off."""
 
 
 class GspoLoss(LossSettings):
@@ -72,8 +71,7 @@ class GspoLoss(LossSettings):
     clip_high: UpperClip = 4e-4
     """Upper bound of the length-normalised ratio of a completion: 1 + clip_high."""
     dual_clip: Annotated[float, Field(gt=1)] | None = 3.0
-    """Dual clip: bound on the loss of a token (gspo: of a completion) with a negative advantage whose ratio runs away;
-    null: off."""
+    """Dual clip: bound on the loss of a token (gspo: completion) with negative advantage and large ratio; null: off."""
 
 
 class CispoLoss(RatioBounds):
@@ -274,8 +272,7 @@ class Algorithm(Section):
     engine drew with, which bounds what older weights and the update change together. With rollout.max_staleness_steps
     the default is engine, unless importance_sampling_fix=true."""
     importance_sampling_fix: bool = False
-    """Importance-sampling correction for an engine whose probabilities differ from the trainer's: weigh each token by
-    the ratio of the two."""
+    """Importance-sampling correction: weigh each token by the ratio of the trainer's probability to the engine's."""
     importance_sampling_clip: Annotated[float, Field(ge=1)] = 2.0
     """Largest importance weight; 1 or more, so that an exact engine's weights stay 1."""
     importance_sampling_level: Literal["token", "sequence", "sequence_mask"] = "token"

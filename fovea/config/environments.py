@@ -85,8 +85,7 @@ class Curriculum(Section):
     advance: Literal["step", "success"] = "step"
     """Criterion for the next stage: the number of steps, or the mean reward."""
     starts: tuple[PositiveInt, ...] | None = None
-    """First steps of the second and later stages (advance=step); default: the environment's (geospot: 100, 300, 600,
-    1000)."""
+    """First steps of later stages (advance=step); default: the environment's (geospot: 100, 300, 600, 1000)."""
     success_rate: Fraction = 0.8
     """Mean reward that ends a stage (advance=success) ..."""
     success_window_steps: PositiveInt = 20
@@ -250,8 +249,7 @@ class CaptionEnvironment(FileEnvironment):
     references_key: str | None = None
     """Column with all references of an image; default: the true answer, which may be a list of them."""
     metric_weights: dict[CaptionMetric, PositiveFloat] = Field(default={"cider": 1.0})
-    """Weights of the metrics in the reward: cider (CIDEr-D), chrf, bleu, judge and reward_model (the sections of these
-    names)."""
+    """Weights of the metrics in the reward: cider (CIDEr-D), chrf, bleu, and the sections judge and reward_model."""
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
@@ -320,11 +318,9 @@ class OpenEnvEnvironment(SeedRows):
     reset: dict[str, Value] = Field(default_factory=dict)
     """Arguments of `reset` beside the seed."""
     action_key: str | None = None
-    """Field of the action that gets the text in the model's `<action>` tag; default: the tag holds the action as a JSON
-    object."""
+    """Field of the action that gets the text in the model's `<action>` tag; default: the tag holds a JSON object."""
     image_keys: tuple[str, ...] = ()
-    """Fields of an observation with pictures: base64, a list of base64, or values from 0 to 255, nested or flat beside
-    FIELD_shape."""
+    """Fields with pictures: base64, a list of base64, or values from 0 to 255, nested or flat beside FIELD_shape."""
     text_keys: tuple[str, ...] = ()
     """Fields of an observation that are shown as text."""
 

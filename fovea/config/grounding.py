@@ -60,8 +60,7 @@ class GroundingEnvironment(FileEnvironment):
     """Published layout, which sets columns, units and a prompt where no setting does. rows: your own columns, or
     VLM-R1's (problem and solution, or conversations)."""
     ask: Ask | None = None
-    """The answer: one box, several, one point in the true box, or one point for each; default: box, or point in the
-    layouts of screenshots."""
+    """The answer: one box, several, one point in the true box, or one for each; default: box, for screenshots point."""
     coordinates: Coordinates = "model"
     """Coordinates of the answers. model: as the model's family writes them; pixels: of the picture as resized for the
     model; thousandths: 0 to 1000; unit: 0 to 1; original: pixels of the picture as stored."""

@@ -31,8 +31,7 @@ class TinyModel(Section):
     intermediate_size: PositiveInt = 128
     """Width of the MLP, and of every expert of qwen3_vl_moe and qwen3_5_moe."""
     image_side_px: Annotated[int, Field(ge=16)] = 48
-    """Side of the image for which the learned position grid of all but qwen2_vl and qwen2_5_vl is made;
-    others are interpolated."""
+    """Side of the image for which the learned position grid is made (not in qwen2_vl, qwen2_5_vl)."""
     vocabulary_size: Annotated[int, Field(ge=300)] = 512
     """Entries of the tokenizer, 256 bytes and Qwen's special tokens included; trained on the task's texts."""
 
@@ -73,8 +72,7 @@ class Lora(Section):
     parts: tuple[LoraPart, ...] = ("language_model",)
     """Parts of the model that get adapters; images are encoded in every pass where the vision does."""
     targets: tuple[str, ...] = (ALL_LINEAR,)
-    """Names of the linear layers of these parts that get an adapter; all-linear: every one of them. The experts of a
-    mixture are not linear layers."""
+    """Names of the linear layers that get an adapter; all-linear: all but the experts of a mixture."""
     exclude: tuple[str, ...] = ()
     """Regular expressions; a layer with a match anywhere in its path gets none."""
     adapter: str | None = None
@@ -102,8 +100,7 @@ class Model(Section):
     """Which model is trained: `model.path` (a folder or hub id) or `model.tiny`."""
 
     path: str | None = None
-    """Folder or hub id of a Qwen-VL, or of another type that `fovea doctor --families` lists; of others with
-    family=auto."""
+    """Folder or hub id of a model of a type that `fovea doctor --families` lists; of others with family=auto."""
     revision: Annotated[str, Field(min_length=1)] | None = None
     """Commit, tag or branch of a hub id; a commit pins the model for good. Default: the main branch as it is today."""
     family: Literal["named", "auto"] = "named"
@@ -115,8 +112,7 @@ class Model(Section):
     """Arguments of the model's chat template, such as `{enable_thinking: false}`: in every prompt and later turn, in
     requests to servers that `fovea eval` asks, and as defaults in the template of an export."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number format of weights and activations; log-probs, losses and the optimizer's copy of the weights are always
-    float32."""
+    """Number format of weights and activations; log-probs, losses and the optimizer's weights are always float32."""
     attention: MayChange[Literal["auto", "merged", "varlen", "varlen_gathered", "sdpa", "eager"]] = "auto"
     """Attention kernel for packed rows. auto: merged on CPU, varlen on CUDA in bfloat16; where that is refused, as the
     start of the run then says, varlen_gathered or sdpa, which copy the prompt for every completion; eager is the plain

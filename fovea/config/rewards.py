@@ -63,8 +63,7 @@ class Judge(Section):
 
 
 class RewardModel(Section):
-    """A sequence classifier with one output, from a folder in the format of transformers; it reads only text,
-    unless it is a vision-language model."""
+    """A sequence classifier with one output in transformers' format; only a vision-language model sees images."""
 
     path: str
     """Folder with config, tokenizer and weights as safetensors."""

@@ -114,17 +114,15 @@ class Train(Section):
     enable_dynamic_batch_size: MayChange[bool] = True
     """Fill micro-batches up to max_tokens_per_microbatch with balanced work; false: groups_per_microbatch groups."""
     max_tokens_per_microbatch: MayChange[PositiveInt] = 16_384
-    """Largest packed micro-batch, with attention and images counted as tokens of equal cost; larger groups are
-    split."""
+    """Largest packed micro-batch, attention and images counted as tokens of equal cost; larger groups are split."""
     groups_per_microbatch: MayChange[PositiveInt] = 1
     """Groups per micro-batch where enable_dynamic_batch_size is false."""
     plain_update_every_steps: MayChange[PositiveInt] = 50
     """Interval of updates that reuse no activations of the rollout and also score groups left out of the update, so
     that rollout_train_* compares two independent computations of every completion."""
     gradient_checkpointing: MayChange[Literal["none", "full", "selective"]] = "none"
-    """Activations that the backward pass computes again, in decoder and trained vision tower. full: each layer whole,
-    for the least memory and a third more time; selective: all but attention and linear layers, for memory in between
-    and little time."""
+    """Activations that the backward pass computes again, in decoder and trained vision tower. full: whole layers (least
+    memory, a third more time); selective: all but attention and linear layers (memory in between, little time)."""
 
     def contradictions(self) -> Iterator[str]:
         if self.groups_per_microbatch > 1 and self.enable_dynamic_batch_size:
@@ -247,8 +245,7 @@ class Cluster(Section):
     gpus_per_node: PositiveInt | None = None
     """GPUs on each of them. Set: Ray starts a worker for each. Default: one process, or those that torchrun started."""
     wait_minutes: NonNegativeFloat = 1.0
-    """Time for which a run waits for free GPUs of a Ray cluster, whose nodes may still be joining or hold other runs;
-    0: none."""
+    """Time for which a run waits for free GPUs of a Ray cluster (nodes may be joining, or hold other runs); 0: none."""
     placement: Literal["collocated", "disaggregated", "hybrid"] = "collocated"
     """Use of the GPUs. collocated: each trains and generates in turn; disaggregated: rollout_gpus of them generate and
     the others train; hybrid: rollout_gpus of them generate and the others do both in turn."""
@@ -311,5 +308,4 @@ class Plan(Section):
     image_tokens: PositiveInt | None = None
     """Visual tokens of an image; default: those of model.max_pixels, else as many as a prompt holds."""
     distinct_images: PositiveInt | None = None
-    """Different images of the training rows, whose features a frozen vision tower keeps; default: enough to fill
-    model.feature_cache_gib."""
+    """Different training images, whose features a frozen tower keeps; default: as many as feature_cache_gib holds."""

@@ -27,8 +27,7 @@ class SessionLimits(Section):
     deadline_seconds: MayChange[PositiveFloat] = 60.0
     """Longest open, reply, score or close of a session."""
     retries: MayChange[NonNegativeInt] = 0
-    """Further tries of a failed open, and of a failed reply of an environment without state; a session is never given
-    an action twice."""
+    """Further tries of a failed open, and of a failed reply without state; a session never gets an action twice."""
     on_failure: MayChange[Literal["drop", "reward", "stop"]] = "drop"
     """Treatment of an episode whose session fails. drop: leave it out of its group; reward: end it with failure_reward;
     stop: stop the run."""
@@ -73,8 +72,7 @@ class SplitFiles(EnvironmentSettings):
     test_files: tuple[str, ...] | None = None
     """Rows held out for the test readings; nothing is steered by them."""
     test_share: Annotated[float, Field(ge=0, le=0.5)] = 0.0
-    """Share of the training rows that is held out for test, by image, where test_files is not set; they are not trained
-    on. One of the two must be set."""
+    """Share of the training rows that is held out for test, by image, where test_files is not set; one must be set."""
     dev_files: tuple[str, ...] | None = None
     """Rows of the dev readings, which steer; default: dev_share of the training rows, which are then not trained on."""
     dev_share: Annotated[float, Field(ge=0, le=0.5)] = 0.05
