@@ -23,8 +23,9 @@ from fovea.api.settings import Settings
 from fovea.cli.main import app
 from fovea.config.loading import dump_config
 from fovea.config.run import Config
-from fovea.types import ImageRef, Message, Score, Task
+from fovea.types import Task
 from tests.api.small import SETTINGS, SHAPES
+from tests.fakes import BanditEnvironment
 from tests.runs import untimed
 from tests.saved import saved_bytes
 from tests.tables import table
@@ -209,30 +210,11 @@ def test_the_command_says_how_a_run_with_a_lambda_goes_on() -> None:
     assert CliRunner().invoke(app, ["eval", "run", "reward=rewards.py:half"]).exit_code == 0
 
 
-class DarkOrLight:
-    def tasks(self, split: str) -> list[Task]:
-        return [self.task(split, grey) for grey in range(["train", "dev", "test"].index(split), 256, 48)]
-
-    def task(self, split: str, grey: int) -> Task:
-        image = ImageRef(source=np.full((48, 48, 3), grey, np.uint8))
-        return Task(id=f"{split}/{grey}", question="Dark?", answer="yes" if grey < 128 else "no", images=(image,))
-
-    def prompt(self, task: Task) -> list[Message]:
-        return [Message(role="user", parts=(*task.images, task.question))]
-
-    def target(self, task: Task) -> str:
-        return task.answer
-
-    def score(self, task: Task, turns: Any) -> Score:
-        right = float(turns[-1].text.strip() == task.answer)
-        return Score(reward=right, accuracy=right)
-
-
 def test_an_environment_may_be_an_object() -> None:
-    trainer = fovea.GRPO(settings=SETTINGS, environment=DarkOrLight(), run_dir="run")
+    trainer = fovea.GRPO(settings=SETTINGS, environment=BanditEnvironment(), run_dir="run")
     run = trainer.train()
     assert len(run.metrics) == 2
-    assert f"file: python:{__name__}.DarkOrLight" in run.config_file.read_text()
+    assert "file: python:tests.fakes.BanditEnvironment" in run.config_file.read_text()
     assert trainer.evaluate("gold", quiet=True)[1].accuracy.mean == 1
 
 
@@ -325,7 +307,7 @@ ROWS = [{"image": b""}]
         ({"reward": [later, Half(1)], "reward_weights": [1]}, r"reward_weights=\[1\.0\] .* reward has 2 functions"),
         ({"reward": lambda completions, trainer_state: 1}, r"`trainer_state`, which only TRL's .*=None, or write def"),
         ({"reward": lambda text: 1.0}, r"takes \(text\), but is called as .*task, text, images"),
-        ({"environment": DarkOrLight}, r"environment=DarkOrLight is a class; give an object of it, DarkOrLight"),
+        ({"environment": Half}, r"environment=Half is a class; give an object of it, Half"),
         ({"rows": ROWS}, r"rows are given, but nothing that grades their answers; give reward=function, or"),
         ({"rows": ROWS, "recipe": "shapes"}, r"are given, but .*name=shapes takes none; choose rows \(with your own"),
         ({"rows": ROWS, "environment": {"name": "own", "file": "a.py:C"}}, r"rows .*environment\.name=own takes none"),

@@ -18,7 +18,7 @@ SERVERS = (
 )
 VLLM, SGLANG = ("rollout.engine=vllm",), ("rollout.engine=sglang",)
 MEGATRON = ("train.backend.name=megatron",)
-FIX = "algorithm.importance_sampling_fix=true"
+ENGINE, FIX = "rollout.engine", "algorithm.importance_sampling_fix=true"
 
 
 def load(*words: str) -> Config:
@@ -42,91 +42,69 @@ def test_names_choose_the_engine_and_the_backend() -> None:
 
 
 @table(
-    ("words", "message"),
+    ("base", "words", "message"),
     [
-        ([*VLLM, "rollout.top_p=0.9"], r"rollout\.top_p=0\.9 with rollout\.engine=vllm.*set rollout\.top_p=1, or"),
-        ([*VLLM, "rollout.top_k=20"], r"rollout\.top_k=20 with rollout\.engine=vllm.*set rollout\.top_k=0, or"),
-        ([*VLLM, "rollout.min_p=0.1"], r"rollout\.min_p=0\.1 with rollout\.engine=vllm"),
-        ([*VLLM, "rollout.temperature=3"], r"temperature=3 with rollout\.engine=vllm.*between 0\.01 and 2"),
+        (VLLM, "rollout.top_p=0.9", r"rollout\.top_p=0\.9 with rollout\.engine=vllm.*set rollout\.top_p=1, or"),
+        (VLLM, "rollout.top_k=20", r"rollout\.top_k=20 with rollout\.engine=vllm.*set rollout\.top_k=0, or"),
+        (VLLM, "rollout.min_p=0.1", r"rollout\.min_p=0\.1 with rollout\.engine=vllm"),
+        (VLLM, "rollout.temperature=3", r"temperature=3 with rollout\.engine=vllm.*between 0\.01 and 2"),
+        (VLLM, f"{ENGINE}.max_model_len=100", r"=100 is less than data\.max_prompt_tokens=2048.*to 2560"),
+        (VLLM, f"{ENGINE}.min_new_tokens=4", r"min_new_tokens=4 draws.*importance_sampling_fix=true, or"),
+        (VLLM, f"{ENGINE}.min_new_tokens=600 {FIX}", r"_tokens=600 is more than rollout\.max_new_tokens=512"),
         (
-            [*VLLM, "rollout.engine.max_model_len=100"],
-            r"max_model_len=100 is less than data\.max_prompt_tokens=2048.*to 2560",
-        ),
-        ([*VLLM, "rollout.engine.min_new_tokens=4"], r"min_new_tokens=4 draws.*importance_sampling_fix=true, or"),
-        (
-            [*VLLM, "rollout.engine.min_new_tokens=600", FIX],
-            r"min_new_tokens=600 is more than rollout\.max_new_tokens=512",
-        ),
-        (
-            [*VLLM, "rollout.engine.min_new_tokens=4", "rollout.stop_after_answer=true"],
+            VLLM,
+            f"{ENGINE}.min_new_tokens=4 rollout.stop_after_answer=true",
             r"stop_after_answer=true ends completions that .*min_new_tokens makes go on; set .*min_new_tokens=0",
         ),
-        ([*VLLM, "rollout.engine.repetition_penalty=1.1"], r"repetition_penalty is not a setting here: .*; remove it"),
+        (VLLM, f"{ENGINE}.repetition_penalty=1.1", r"repetition_penalty is not a setting here: .*; remove it"),
+        (VLLM, f"{ENGINE}.data_parallel_size=2", r"is not a setting here: every worker has a separate engine"),
+        (VLLM, f"{ENGINE}.decode_weights=int8", r"decode_weights: a setting of .*\.name=embedded only"),
+        (VLLM, f"{ENGINE}.gpu_memory_utilisation=0.4", r"did you mean rollout\.engine\.gpu_memory_utilization"),
+        (SERVERS, f"{ENGINE}.gpu_memory_utilization=0.5", "gpu_memory_utilization"),
+        (SERVERS, "rollout.top_p=0.9", "rollout.top_p=0.9 with rollout.engine=vllm_servers, whose log-probs"),
+        (SERVERS, "rollout.temperature=5", "which samples between 0.01 and 2"),
+        (SERVERS, f"{ENGINE}.servers=[http://a:1,http://a:1]", "names http://a:1 twice"),
+        (SERVERS, f"{ENGINE}.servers=[]", "rollout.engine.servers"),
+        (SERVERS, f"{ENGINE}.servers=[http://me:secret@a:1]", "rollout.engine.servers"),
+        (SGLANG, "rollout.min_p=0.1", r"rollout\.min_p=0\.1 with rollout\.engine=sglang.*set rollout\.min_p=0, or"),
+        (SGLANG, f"{ENGINE}.min_new_tokens=4", r"min_new_tokens=4 draws.*importance_sampling_fix=true, or"),
+        (SGLANG, f"{ENGINE}.kv_cache_gib=1", r"kv_cache_gib: a setting of rollout\.engine\.name=vllm only"),
+        (MEGATRON, "model.lora.dropout=0.1", r"dropout with train\.backend=megatron: it has one draw for each copy"),
         (
-            [*VLLM, "rollout.engine.data_parallel_size=2"],
-            r"data_parallel_size is not a setting here: every worker has a separate engine",
-        ),
-        ([*VLLM, "rollout.engine.decode_weights=int8"], r"decode_weights: a setting of .*\.name=embedded only"),
-        (
-            [*VLLM, "rollout.engine.gpu_memory_utilisation=0.4"],
-            r"did you mean rollout\.engine\.gpu_memory_utilization",
-        ),
-        ([*SERVERS, "rollout.engine.gpu_memory_utilization=0.5"], "gpu_memory_utilization"),
-        ([*SERVERS, "rollout.top_p=0.9"], "rollout.top_p=0.9 with rollout.engine=vllm_servers, whose log-probs"),
-        ([*SERVERS, "rollout.temperature=5"], "which samples between 0.01 and 2"),
-        ([*SERVERS, "rollout.engine.servers=[http://a:1, http://a:1]"], "names http://a:1 twice"),
-        ([*SERVERS, "rollout.engine.servers=[]"], "rollout.engine.servers"),
-        ([*SERVERS, "rollout.engine.servers=[http://me:secret@a:1]"], "rollout.engine.servers"),
-        ([*SGLANG, "rollout.min_p=0.1"], r"rollout\.min_p=0\.1 with rollout\.engine=sglang.*set rollout\.min_p=0, or"),
-        ([*SGLANG, "rollout.engine.min_new_tokens=4"], r"min_new_tokens=4 draws.*importance_sampling_fix=true, or"),
-        ([*SGLANG, "rollout.engine.kv_cache_gib=1"], r"kv_cache_gib: a setting of rollout\.engine\.name=vllm only"),
-        (
-            [*MEGATRON, "model.lora.dropout=0.1"],
-            r"model\.lora\.dropout with train\.backend=megatron: it has one draw for each copy",
-        ),
-        (
-            [*MEGATRON, "model.lora.rank=3", "train.backend.tensor_parallel_size=2"],
+            MEGATRON,
+            "model.lora.rank=3 train.backend.tensor_parallel_size=2",
             r"model\.lora\.rank=3 with .*tensor_parallel_size=2: .*; set the rank to a multiple of 2",
         ),
         (
-            [*MEGATRON, "algorithm.name=ppo", "algorithm.advantage.critic.trunk=separate"],
+            MEGATRON,
+            "algorithm.name=ppo algorithm.advantage.critic.trunk=separate",
             r"algorithm\.advantage\.critic\.trunk=separate with .*: its value function is a head",
         ),
         (
-            [*MEGATRON, "cluster.placement=disaggregated", "cluster.rollout_gpus=1"],
+            MEGATRON,
+            "cluster.placement=disaggregated cluster.rollout_gpus=1",
             r"cluster\.placement=disaggregated with .*process groups",
         ),
+        (MEGATRON, "cluster.placement=hybrid cluster.rollout_gpus=1", "placement=hybrid with .*process groups"),
+        (MEGATRON, "train.gradient_checkpointing=selective", r"=selective with .*\(full\) or none"),
+        (MEGATRON, "model.lora.parts=vision_tower", r"lora\.parts with .*adapters are on the language model"),
+        (MEGATRON, "train.projector_learning_rate=1e-5", r"projector_learning_rate with .*one learning rate for all"),
+        (MEGATRON, "train.backend.replicas=2", r"train\.backend\.replicas: a setting of .*\.name=torch only"),
+        (MEGATRON, "train.backend.sequence_parallel=true", r"sequence_parallel=true with .*tensor_parallel_size=1"),
+        ((), "cluster.num_nodes=2", "cluster.num_nodes=2 needs Ray"),
+        ((), "cluster.rollout_gpus=1", "cluster.rollout_gpus=1 are only to generate"),
+        ((), "cluster.placement=disaggregated", "placement=disaggregated needs GPUs that only generate"),
+        ((), "cluster.placement=hybrid", "cluster.placement=hybrid needs GPUs that only generate"),
         (
-            [*MEGATRON, "cluster.placement=hybrid", "cluster.rollout_gpus=1"],
-            r"cluster\.placement=hybrid with .*process groups",
-        ),
-        (
-            [*MEGATRON, "train.gradient_checkpointing=selective"],
-            r"gradient_checkpointing=selective with .*\(full\) or none",
-        ),
-        ([*MEGATRON, "model.lora.parts=vision_tower"], r"model\.lora\.parts with .*adapters are on the language model"),
-        (
-            [*MEGATRON, "train.projector_learning_rate=1e-5"],
-            r"train\.projector_learning_rate with .*one learning rate for all",
-        ),
-        ([*MEGATRON, "train.backend.replicas=2"], r"train\.backend\.replicas: a setting of .*\.name=torch only"),
-        (
-            [*MEGATRON, "train.backend.sequence_parallel=true"],
-            r"train\.backend\.sequence_parallel=true with .*tensor_parallel_size=1",
-        ),
-        (["cluster.num_nodes=2"], "cluster.num_nodes=2 needs Ray"),
-        (["cluster.rollout_gpus=1"], "cluster.rollout_gpus=1 are only to generate"),
-        (["cluster.placement=disaggregated"], "placement=disaggregated needs GPUs that only generate"),
-        (["cluster.placement=hybrid"], "cluster.placement=hybrid needs GPUs that only generate"),
-        (
-            ["cluster={placement: hybrid, rollout_gpus: 4, num_nodes: 2, gpus_per_node: 2}"],
+            ("cluster={placement: hybrid, rollout_gpus: 4, num_nodes: 2, gpus_per_node: 2}",),
+            "",
             "cluster.rollout_gpus=4 leaves none of 4 GPUs to train",
         ),
     ],
 )
-def test_what_cannot_be_done_is_refused(words: list[str], message: str) -> None:
+def test_what_cannot_be_done_is_refused(base: tuple[str, ...], words: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load(*words)
+        load(*base, *words.split())
 
 
 def test_the_last_workers_hold_an_engine_alone() -> None:
