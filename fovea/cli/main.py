@@ -120,17 +120,15 @@ def fovea(
     ] = False,
 ) -> None:
     """Post-train vision-language models by reinforcement learning."""
-    if num_processes() > 1 and context.invoked_subcommand != "train":
-        _refuse_torchrun(str(context.invoked_subcommand))
-
-
-def _refuse_torchrun(command: str) -> None:
+    if num_processes() <= 1 or context.invoked_subcommand == "train":
+        return
     if is_worker():
         raise typer.Exit(ConfigError.exit_code)  # the first process has the message
     with one_line_errors():
         raise ConfigError(
             f"torchrun has started {num_processes()} processes (WORLD_SIZE), each of which would do all of `fovea "
-            f"{command}`; of all commands only `fovea train` shares its work among them: leave torchrun out"
+            f"{context.invoked_subcommand}`; of all commands only `fovea train` shares its work among them: leave "
+            "torchrun out"
         )
 
 
