@@ -247,10 +247,9 @@ def sort_words(words: list[str], command: str = "train") -> tuple[list[Path], li
             recipes.append(find_recipe(word))
     if not recipes:
         raise ConfigError(f"no recipe given; write fovea {command} shapes [KEY=VALUE]...")
-    if recipes[0].resolve() in shipped_recipes().values() and describe_recipe(recipes[0]).needs.startswith(
-        NEEDS_ANOTHER
-    ):
-        name = recipes[0].stem
+    first, name = recipes[0], recipes[0].stem
+    is_shipped = first.resolve() in shipped_recipes().values()
+    if is_shipped and describe_recipe(first).needs.startswith(NEEDS_ANOTHER):
         raise ConfigError(f"{name}: this recipe changes the one before it; write fovea {command} vqa {name}")
     return recipes, overrides
 

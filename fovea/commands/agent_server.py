@@ -356,9 +356,8 @@ def serve_agents(source: str, folder: Path, address: ServerAddress, say: Callabl
     opened = open_model(target, None, [], trust=trust)
     config, engine = opened.config, engine_of(opened, opened.config)
     tokens = config.rollout.max_new_tokens
-    renderer = make_renderer(
-        config.model, opened.processor, make_opener(config.data, target.run), max_new_tokens=tokens
-    )
+    opener = make_opener(config.data, target.run)
+    renderer = make_renderer(config.model, opened.processor, opener, max_new_tokens=tokens)
     # of this start: a later server that records in the same folder begins its ids differently
     conversations = AgentConversations(engine, renderer, folder, f"agents-{secrets.token_hex(4)}")
     server = AgentServer(conversations, name=target.run.resolve().name, key=key, max_new_tokens=tokens)

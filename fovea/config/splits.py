@@ -158,9 +158,8 @@ class FileEnvironment(SplitFiles):
 
     @property
     def named_columns(self) -> list[tuple[str, str]]:
-        named = [
-            (key, getattr(self, key)) for key in ("prompt_key", "answer_key", "kind_key", "level_key", "image_key")
-        ]
+        keys = ("prompt_key", "answer_key", "kind_key", "level_key", "image_key")
+        named = [(key, getattr(self, key)) for key in keys]
         named += [("image_keys", key) for key in self.image_keys or ()]
         return [(f"environment.{key}", column) for key, column in named if column is not None]
 

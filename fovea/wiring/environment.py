@@ -205,9 +205,8 @@ def named_environment(config: Config) -> GradedEnvironment:
         case OwnEnvironment() as settings:
             return user_environment(config, load_environment(settings), settings.file)
         case GeoSpotEnvironment() as settings:
-            from fovea.environments.geospot.environment import (
-                GeoSpot,  # an optional extra; the module reports its absence
-            )
+            # an optional extra; the module reports its absence
+            from fovea.environments.geospot.environment import GeoSpot
 
             made: Environment = GeoSpot(settings, make_access(config.data))
         case Geo3kEnvironment() as settings:

@@ -41,6 +41,5 @@ def make_opener(settings: Data, folder: Path, note: Callable[[str], None] = lamb
 
 def make_access(settings: Data) -> RowAccess:
     """Make the access settings of data files."""
-    return RowAccess(
-        cache_dir=Path(settings.cache_dir), image_root=settings.image_root, url_limits=url_limits(settings)
-    )
+    limits = url_limits(settings)
+    return RowAccess(cache_dir=Path(settings.cache_dir), image_root=settings.image_root, url_limits=limits)

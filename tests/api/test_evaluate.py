@@ -134,9 +134,7 @@ class AsksThem(BanditEnvironment):
 
 
 def test_rows_of_one_id_are_refused() -> None:
-    with pytest.raises(
-        fovea.FoveaError, match=r"two rows of the split have the id 'x'; give every row .* a separate id"
-    ):
+    with pytest.raises(fovea.FoveaError, match=r"two rows of the split have the id 'x'; give every row .* separate"):
         fovea.evaluate("gold", recipe="shapes", environment=AsksThem(), quiet=True)
 
 

@@ -106,9 +106,7 @@ def test_rows_without_an_answer_and_with_nested_cells_reach_the_reward_as_they_a
         seen.append((task.answer, dict(task.row)))
         return 1.0
 
-    given = [
-        {"image": row["photo"], "prompt": "Where?", "boxes": [[index, 2], [3, 4]]} for index, row in enumerate(rows())
-    ]
+    given = [{"image": row["photo"], "prompt": "Where?", "boxes": [[1, 2], [3, 4]]} for row in rows()]
     fovea.GRPO(rows=given, reward=look, settings=SETTINGS, run_dir="run").train()
     assert {answer for answer, _ in seen} == {""}
     assert all(row["boxes"][1] == [3, 4] for _, row in seen)

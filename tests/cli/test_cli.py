@@ -83,11 +83,6 @@ CHANGES = "tiny: this recipe changes the one before it; write fovea train vqa ti
         (["small.yaml", "rollout.top_p"], "rollout.top_p: a setting without a value; write rollout.top_p=VALUE"),
         (["small.yaml", "--seed=3"], "--seed=3: settings have no dashes; write seed=3"),
         (["small.yaml", "--seed", "3"], "--seed: settings have no dashes; write seed=VALUE"),
-        (
-            ["small.yaml", "--debgu"],
-            "--debgu: no such option; there are --dry-run[=full], --quiet, --debug and --help, and settings are "
-            "written key=value",
-        ),
     ],
 )
 def test_a_mistake_ends_in_one_line(recipe: str, words: list[str], message: str) -> None:
@@ -115,16 +110,11 @@ def test_a_run_ends_with_commands_to_paste(recipe: str, monkeypatch: pytest.Monk
         "  .venv/bin/fovea export 'runs/my run' --out 'exported/my run'\n"
     )
     assert fovea("train", recipe, "log.progress=false").stdout == ""
-
-
-@pytest.mark.parametrize("setting", ["data.allow_private_addresses=true", "train.backend.name=megatron"])
-def test_a_run_that_is_evaluated_by_trust_alone_says_so(
-    setting: str, recipe: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stand_in(monkeypatch, lambda config: None)
-    printed = fovea("train", recipe, "run_dir=runs/mine", setting).stdout
-    assert "eval runs/mine majority --html eval.html --trust\n" in printed
-    assert "export runs/mine --out exported/mine --trust\n" in printed
+    # what is evaluated only by trust says so
+    for setting in ("data.allow_private_addresses=true", "train.backend.name=megatron"):
+        printed = fovea("train", recipe, "run_dir=runs/mine", setting).stdout
+        assert "eval runs/mine majority --html eval.html --trust\n" in printed
+        assert "export runs/mine --out exported/mine --trust\n" in printed
 
 
 def raise_train_error(config: Config) -> None:

@@ -23,7 +23,7 @@ from typer.testing import CliRunner, Result
 from fovea.cli.main import app
 from fovea.commands.exporting.export import export
 from fovea.commands.trust import check_trust
-from fovea.config.loading import keys_of, load_config
+from fovea.config.loading import load_config
 from fovea.config.run import Config
 from fovea.errors import FoveaError
 from fovea.loop import train
@@ -204,16 +204,6 @@ def test_a_workflow_that_goes_on_runs_no_code(setting: str, stranger: Path, mark
         assert marker.exists()
 
 
-def test_overrides_that_name_code() -> None:
-    assert keys_of(["environment=a.py:C", "reward=b.py:f", "seed=1"]) == {
-        "environment.name",
-        "environment.file",
-        "reward",
-        "seed",
-    }
-    assert "environment.file" not in keys_of(["environment.name=own", "environment.settings.x=1"])
-
-
 @pytest.mark.parametrize("key", ["SECRET", None])
 def test_rows_and_keys_go_to_no_judge_of_a_folders(
     key: str | None, stranger: Path, monkeypatch: pytest.MonkeyPatch
@@ -266,9 +256,8 @@ def test_no_pickle_and_no_auto_map_is_loaded(target: str, stranger: Path, marker
     for recipe in (stranger / "model" / "recipe.yaml", stranger / "adapter" / "recipe.yaml"):
         set_in(recipe, **own)
     adapter = stranger / "adapter" / "adapter_config.json"
-    adapter.write_text(
-        json.dumps(json.loads(adapter.read_text()) | {"base_model_name_or_path": str(stranger / "base")})
-    )
+    of_base = {"base_model_name_or_path": str(stranger / "base")}
+    adapter.write_text(json.dumps(json.loads(adapter.read_text()) | of_base))
     evaluated(stranger / target)
     if target == "run":
         assert fovea("export", str(stranger / target), "--out", str(tmp_path / "out")).exit_code == 0

@@ -123,9 +123,8 @@ def test_clip_epsilon_sets_both_bounds_and_is_listed_like_any_setting() -> None:
     with pytest.raises(ConfigError, match="clip_epsilon stands for clip_low and clip_high, which are set beside it"):
         settings("algorithm.loss={clip_epsilon: 0.1, clip_low: 0.2}")
     listed = describe("algorithm.loss.clip_epsilon")
-    assert {setting.doc for setting in listed} == {
-        "[algorithm.loss.name=clip | gspo | cispo] Sets clip_low and clip_high."
-    }
+    docs = {setting.doc for setting in listed}
+    assert docs == {"[algorithm.loss.name=clip | gspo | cispo] Sets clip_low and clip_high."}
 
 
 @table(

@@ -88,9 +88,8 @@ def test_what_one_process_on_a_cpu_cannot_have(backend: dict[str, object], messa
 def test_liger_kernels_run_by_default_where_they_can(
     setting: bool | str, device: str, installed: bool, runs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        wired_model, "find_spec", lambda name: object() if installed and name == "liger_kernel" else None
-    )
+    packages = {"liger_kernel": object()} if installed else {}
+    monkeypatch.setattr(wired_model, "find_spec", packages.get)
     config = Config.model_validate({"model": {"tiny": {}}, "train": {"backend": {"liger_kernels": setting}}})
     assert runs_liger(config, torch.device(device)) is runs
     if setting == "auto" and device == "cuda":
@@ -155,9 +154,7 @@ def test_a_kind_that_no_row_has_cannot_be_waited_for(tmp_path: Path, monkeypatch
         raise AssertionError("the model was loaded first")
 
     monkeypatch.setattr("fovea.wiring.run.open_backends", load)
-    with pytest.raises(
-        ConfigError, match=r"no dev row is of kind existance.*the kinds are colour, counting, existence"
-    ):
+    with pytest.raises(ConfigError, match=r"no dev row is of kind existance.*the kinds are colour, counting, exis"):
         run_of(tmp_path, warmup={"stop_kind_accuracy": {"existance": 0.7}})
 
 
