@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import reduce
 from pathlib import Path
@@ -302,10 +303,7 @@ def serve(
         if allow_private_addresses and not allow_urls:
             raise ConfigError("--allow-private-addresses says which images are read at URLs; add --allow-urls")
         if for_agents is not None:
-            for option, value in {"KEY=VALUE": words, "--name": name, "--for-training": for_training}.items():
-                if value:
-                    of_another = "is about the server of another engine than --for-agents starts; leave it out"
-                    raise ConfigError(f"{option} {of_another}")
+            _refuse_beside_agents({"KEY=VALUE": words, "--name": name, "--for-training": for_training})
             return _serve_agents(source, for_agents, host, port, api_key_env, trust=trust)
         from fovea.commands.serve import ServedModel, ServerAddress
         from fovea.commands.serve import serve as serve_model
@@ -328,6 +326,11 @@ def serve(
         except KeyboardInterrupt:
             _say("stopped")
             raise typer.Exit(130) from None
+
+
+def _refuse_beside_agents(options: Mapping[str, object]) -> None:
+    if given := [option for option, value in options.items() if value]:
+        raise ConfigError(f"{given[0]} is about the server of another engine than --for-agents starts; leave it out")
 
 
 def _serve_agents(source: str, folder: Path, host: str, port: int, api_key_env: str | None, *, trust: bool) -> None:
