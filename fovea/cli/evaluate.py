@@ -298,8 +298,7 @@ def serve(
     Examples: fovea serve runs/geo3k; fovea serve exported/geo3k --port 8001 max_model_len=8192.
     """
     with one_line_errors(debug=debug):
-        no_arguments: Tree = {}
-        arguments = reduce(over, map(parse_override, words or []), no_arguments)
+        arguments = reduce(over, map(parse_override, words or []), Tree())
         if allow_private_addresses and not allow_urls:
             raise ConfigError("--allow-private-addresses says which images are read at URLs; add --allow-urls")
         if for_agents is not None:
