@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from fovea.commands.saliency import Asked, Hidden, Occluder, Saliency
+from fovea.commands.saliency import Asked, Occluder, Saliency, Wanted
 from fovea.commands.targets import CheckpointTarget, find_checkpoint, parse_target
 from fovea.config.environments import ShapesEnvironment
 from fovea.environments.base import Split
@@ -155,7 +155,7 @@ def table_of(scenes: Sequence[Seen], title: str) -> Table:
     return table
 
 
-def maps_of(target: CheckpointTarget, number: int, hidden: Hidden, overrides: Sequence[str]) -> list[Seen]:
+def maps_of(target: CheckpointTarget, number: int, hidden: Wanted, overrides: Sequence[str]) -> list[Seen]:
     """The maps of the first so many scenes that ask for one object."""
     with Occluder.of(target, list(overrides), print, recipe=None, split=SPLIT) as occluder:
         settings, tasks = occluder.eval_set.config.environment, occluder.eval_set.tasks
@@ -175,7 +175,7 @@ def main() -> None:
     given = parser.parse_args()
     target = parse_target(given.run)
     target = target if isinstance(target, CheckpointTarget) else find_checkpoint(given.run)
-    scenes = maps_of(target, given.scenes, Hidden(patch_px=given.patch_px), given.overrides)
+    scenes = maps_of(target, given.scenes, Wanted(patch_px=given.patch_px), given.overrides)
     Console(width=120).print(table_of(scenes, f"{len(scenes)} {SPLIT} scenes, {target.name}"))
 
 

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from fovea.cli import main as cli
 from fovea.cli.evaluate import BENCHMARK
-from fovea.cli.words import sort_words
+from fovea.cli.texts import sort_words
 from fovea.commands.benchmarks import chosen
 from fovea.config.describe import describe
 from fovea.config.elsewhere import systems

@@ -79,9 +79,8 @@ def test_a_run_trains_and_is_evaluated_in_cells(notebook: Notebook) -> None:
     assert "step 2/2" in trained.text
     assert (notebook.folder / "run" / "summary.json").is_file()
     evaluated = notebook.run(
-        "from fovea.commands.evaluate import OutputFiles, evaluate_targets\n"
-        "files = OutputFiles(json_file=Path('eval.json'))\n"
-        "len(evaluate_targets(['run', 'majority'], [], recipe=None, split='test', output_files=files))"
+        "from fovea.commands.evaluate import EvalOptions, evaluate_targets\n"
+        "len(evaluate_targets(['run', 'majority'], [], EvalOptions(json_file=Path('eval.json'))))"
     )
     assert evaluated.error is None, evaluated.text
     assert len(json.loads((notebook.folder / "eval.json").read_text())["targets"]) == 2

@@ -1,7 +1,6 @@
 """The names that `fovea` makes public (docs/python.md)."""
 
-from fovea.api.runs import TrainedRun, load_run
-from fovea.api.targets import evaluate, export
+from fovea.api.targets import TrainedRun, evaluate, export, load_run
 from fovea.api.trainers import GRPO, PPO
 from fovea.commands.exporting.export import Exported
 from fovea.errors import FoveaError

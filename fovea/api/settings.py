@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from typing_extensions import TypedDict
 
-from fovea.config.base import Tree, check_depth
+from fovea.config.base import Tree, check_depth, nested
 from fovea.config.describe import listed, settings
 from fovea.data.rows import InMemory, given_rows
 from fovea.environments.base import Split
@@ -26,10 +26,7 @@ from fovea.wiring.environment import GradedEnvironment
 from fovea.wiring.given import ARGUMENTS, Frames
 
 RewardArgument: TypeAlias = str | Callable[..., object] | Sequence[str | Callable[..., object]] | None
-"""A function of the task, the completion's text and the task's images (docs/own.md) or of TRL's signature, `path/to/
-file.py:function`, or a list of these."""
-
-
+"""A function of task, text and images (docs/own.md) or of TRL's signature, `path/to/file.py:function`, or a list."""
 ToolsArgument: TypeAlias = Sequence[str | Callable[..., object] | Tool]
 """Functions, tools, or names as `environment.tools` has them (docs/agents.md)."""
 
@@ -44,22 +41,17 @@ def given_code(environment: object, reward: RewardArgument, tools: ToolsArgument
     rewards = _listed(reward)
     for each in rewards:
         _check_reward(each)
+    if isinstance(tools, str) or not isinstance(tools, Sequence):
+        raise ConfigError(f"tools={tools!r:.60} is of type {type(tools).__name__}; give a list, such as tools=[zoom]")
+    given = [each for each in tools if not isinstance(each, str)]
+    load_tools([name_of(each) for each in given], allow_python=False, given=given)
     is_setting = environment is None or isinstance(environment, str | Mapping)
     is_named = all(isinstance(each, str) for each in rewards)
     return GivenCode(
         environment=None if is_setting else environment,
         rewards=() if is_named else [load_reward(each) if isinstance(each, str) else each for each in rewards],
-        tools=() if all(isinstance(each, str) for each in _listed_tools(tools)) else tuple(tools),
+        tools=() if all(isinstance(each, str) for each in tools) else tuple(tools),
     )
-
-
-def _listed_tools(tools: ToolsArgument) -> ToolsArgument:
-    """The tools; ConfigError for what is not a list of them."""
-    if isinstance(tools, str) or not isinstance(tools, Sequence):
-        raise ConfigError(f"tools={tools!r:.60} is of type {type(tools).__name__}; give a list, such as tools=[zoom]")
-    given = [each for each in tools if not isinstance(each, str)]
-    load_tools([name_of(each) for each in given], allow_python=False, given=given)
-    return tools
 
 
 def _listed(reward: RewardArgument) -> Sequence[str | Callable[..., object]]:
@@ -128,8 +120,6 @@ RowsArgument: TypeAlias = FileName | Sequence[FileName] | InMemory | None
 
 TEST_SHARE = 0.1
 """Share of the rows that is held out for the final figures where no test rows are given."""
-
-
 ASKED: Mapping[str, object] = {"environment.test_files": [], "environment.test_share": 0.0}
 """Settings that make room for test rows."""
 
@@ -148,12 +138,6 @@ class RowsArguments:
         return {split: rows for split, rows in self._given.items() if not _file_names(rows)}
 
     @property
-    def _files(self) -> dict[str, object]:
-        """The settings that name the others."""
-        files = {split: _file_names(rows) for split, rows in self._given.items()}
-        return {f"environment.{split}_files": names for split, names in files.items() if names}
-
-    @property
     def _given(self) -> dict[Split, Any]:
         given: dict[Split, RowsArgument] = {"train": self.rows, "dev": self.dev_rows, "test": self.test_rows}
         return {split: rows for split, rows in given.items() if rows is not None}
@@ -164,10 +148,7 @@ class RowsArguments:
             given_rows(rows, ARGUMENTS[split])
 
     def settings(self, *others: Mapping[str, object]) -> dict[str, object]:
-        """The settings that make room for the rows; `others` are those that the user has given beside them.
-
-        Rows replace the files of a recipe in all splits: what is not given is held out of `rows`.
-        """
+        """Settings that make room for the rows in all splits, beside the `others` that the user has given."""
         if self.rows is None:
             if self._given:
                 raise ConfigError("test_rows and dev_rows are given, but no rows to train on; give rows, too")
@@ -181,7 +162,8 @@ class RowsArguments:
                 made["environment.test_share"] = TEST_SHARE
         if not is_set("environment.dev_files", *others):
             made["environment.dev_files"] = None
-        return made | self._files
+        named = {f"environment.{split}_files": _file_names(rows) for split, rows in self._given.items()}
+        return made | {key: names for key, names in named.items() if names}
 
 
 def _file_names(rows: Any) -> list[str]:
@@ -232,10 +214,7 @@ class Settings(TypedDict, total=False):
 
 
 def overrides_of(*given: Mapping[str, object]) -> list[Tree]:
-    """One override for each setting in the mappings; ConfigError for a setting that comes twice.
-
-    The keys of a mapping may be dotted names, as on the command line; the mappings below them are sections.
-    """
+    """One override for each setting, with dotted or nested names; ConfigError for one that comes twice."""
     found: dict[Path, object] = {}
     for mapping in given:
         if not isinstance(mapping, Mapping):
@@ -253,17 +232,13 @@ def overrides_of(*given: Mapping[str, object]) -> list[Tree]:
                 if path in found:
                     raise ConfigError(f"arguments: {'.'.join(path)} is given twice; give it once")
                 found[path] = leaf
-    return [_tree(path, leaf) for path, leaf in found.items()]
+    return [nested(path, leaf) for path, leaf in found.items()]
 
 
 def is_set(key: str, *given: Mapping[str, object]) -> bool:
     """True if the mappings set a dotted key, or something below it."""
     path = tuple(key.split("."))
-    return any(next(iter(_paths(tree)))[: len(path)] == path for tree in overrides_of(*given))
-
-
-def _paths(tree: Tree) -> Iterator[Path]:
-    return (path for path, _ in _leaves((), tree))
+    return any(next(_leaves((), tree))[0][: len(path)] == path for tree in overrides_of(*given))
 
 
 def _leaves(path: Path, value: object, *, is_entry: bool = False) -> Iterator[tuple[Path, object]]:
@@ -272,17 +247,13 @@ def _leaves(path: Path, value: object, *, is_entry: bool = False) -> Iterator[tu
     The names of a section may be dotted. The entries of a mapping that is itself a setting have names of the user's.
     """
     if isinstance(value, Mapping) and value:
-        is_entry = is_entry or _is_mapping(path)
+        _, own_key = listed(".".join(map(str, path)))
+        is_entry = is_entry or any(each.key == own_key and each.type.startswith("mapping") for each in settings())
         for key, inner in value.items():
             names = key.split(".") if isinstance(key, str) and not is_entry else (key,)
             yield from _leaves((*path, *names), inner, is_entry=is_entry)
     else:
         yield path, _as_in_yaml(value)
-
-
-def _is_mapping(path: Path) -> bool:
-    _, key = listed(".".join(map(str, path)))
-    return any(setting.key == key and setting.type.startswith("mapping") for setting in settings())
 
 
 def _as_in_yaml(value: Any) -> object:
@@ -294,11 +265,3 @@ def _as_in_yaml(value: Any) -> object:
     if isinstance(value, Mapping):
         return {key: _as_in_yaml(inner) for key, inner in value.items()}
     return [_as_in_yaml(inner) for inner in value] if isinstance(value, list | tuple) else value
-
-
-def _tree(path: Path, leaf: object) -> Tree:
-    tree: Any = leaf
-    for key in reversed(path):
-        tree = {key: tree}
-    whole: Tree = tree
-    return whole

@@ -1,24 +1,82 @@
-"""`fovea.evaluate` and `fovea.export`: the commands of these names, from Python."""
+"""Runs read from their folders, and `fovea.evaluate` and `fovea.export`: the commands of these names, from Python."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, get_args
 
 import torch
 
-from fovea.api.runs import Recipe, TrainedRun, recipe_files
 from fovea.api.settings import ASKED, RewardArgument, ToolsArgument, code_settings, given_code, overrides_of
-from fovea.commands.evaluate import OutputFiles, evaluate_targets
+from fovea.commands.evaluate import EvalOptions, evaluate_targets
 from fovea.commands.exporting.export import Exported
 from fovea.commands.exporting.export import export as export_model
+from fovea.config.recipes import find_recipe
 from fovea.data.rows import InMemory
 from fovea.environments.base import Split
 from fovea.errors import ConfigError
 from fovea.evaluation.comparison import TargetMetrics
+from fovea.metrics.log import read_metrics
+from fovea.report.about import CONFIG_FILE, SUMMARY_FILE, check_run_folder
+from fovea.report.summary import SummaryJson, read_summary
+from fovea.types import Metrics
+
+Recipe: TypeAlias = str | os.PathLike[str]
+"""A YAML file, or the name of a recipe that comes with Fovea."""
+
+
+def recipe_files(recipe: Recipe | Sequence[Recipe] | None) -> list[Path]:
+    """The files of one recipe or of several, of which later ones win; ConfigError for what is none."""
+    words: Sequence[object] = [] if recipe is None else recipe if isinstance(recipe, list | tuple) else [recipe]
+    return [find_recipe(_checked(word)) for word in words]
+
+
+def _checked(word: object) -> Recipe:
+    if isinstance(word, str | os.PathLike):
+        return word
+    raise ConfigError(
+        f"recipe is given an object of type {type(word).__name__}; give a YAML file, a name that `fovea recipes` "
+        "lists, or a list of them; settings in memory go into the argument settings"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedRun:
+    """A run: `train()` returns one, and `load_run` reads one from its folder, which may be of a run that goes on."""
+
+    folder: Path
+    """The run folder, with its settings, samples, checkpoints and report (docs/runs.md)."""
+    metrics: list[Metrics]
+    """The metrics of every step by name, `step` included: `pandas.DataFrame(run.metrics)`.
+
+    `python -m fovea.metrics.names` explains each.
+    """
+    summary: SummaryJson | None
+    """Figures of the evaluations on the test rows before and after training; None for a run that has not ended."""
+    model: Path | None = None
+    """The folder that the model was exported to at the end of training; None where that was not asked for."""
+
+    @property
+    def config_file(self) -> Path:
+        """All settings of the run, as a recipe."""
+        return self.folder / CONFIG_FILE
+
+
+def load_run(folder: str | os.PathLike[str]) -> TrainedRun:
+    """Read a run from its folder; DataError where there is none."""
+    path = Path(folder)
+    check_run_folder(path)
+    summary = path / SUMMARY_FILE
+    return TrainedRun(
+        folder=path,
+        metrics=read_metrics(path),
+        summary=read_summary(summary) if summary.is_file() else None,
+    )
+
 
 Target: TypeAlias = str | os.PathLike[str] | TrainedRun
 
@@ -66,21 +124,25 @@ def evaluate(  # noqa: PLR0913 (each is an option of the command)
         raise ConfigError(f"split={split!r} is none of the three splits; give {', '.join(map(repr, get_args(Split)))}")
     if rows is not None and split != "test":
         raise ConfigError(f"split={split!r} names rows, and rows gives others; leave either out")
-    named = (code_settings(environment, reward, tools), settings or {})
-    made = {} if rows is None else ASKED
-    with restored_threads():
-        return evaluate_targets(
-            [_word(target, "evaluate") for target in targets],
-            overrides_of(*named, made),
-            recipe=_one_recipe(recipe),
-            split=split,
-            output_files=OutputFiles(json_file=_path(json_file), html_file=_path(html_file)),
-            trust=trust,
-            api_key_env=api_key_env,
-            quiet=quiet,
-            given=given_code(environment, reward, tools),
-            rows=rows,
+    files = recipe_files(recipe)
+    if len(files) > 1:
+        raise ConfigError(
+            f"recipe names {len(files)} recipes, of which fovea.evaluate takes one; give the others as settings={{...}}"
         )
+    options = EvalOptions(
+        recipe=files[0] if files else None,
+        split=split,
+        json_file=None if json_file is None else Path(json_file),
+        html_file=None if html_file is None else Path(html_file),
+        trust=trust,
+        api_key_env=api_key_env,
+        quiet=quiet,
+    )
+    made = {} if rows is None else ASKED
+    overrides = overrides_of(code_settings(environment, reward, tools), settings or {}, made)
+    words = [_word(target, "evaluate") for target in targets]
+    with restored_threads():
+        return evaluate_targets(words, overrides, options, given=given_code(environment, reward, tools), rows=rows)
 
 
 def export(
@@ -102,15 +164,6 @@ def export(
     )
 
 
-def _one_recipe(recipe: Recipe | None) -> Path | None:
-    files = recipe_files(recipe)
-    if len(files) > 1:
-        raise ConfigError(
-            f"recipe names {len(files)} recipes, of which fovea.evaluate takes one; give the others as settings={{...}}"
-        )
-    return files[0] if files else None
-
-
 def _word(target: Target, function: str) -> str:
     if isinstance(target, TrainedRun):
         return str(target.folder)
@@ -121,7 +174,3 @@ def _word(target: Target, function: str) -> str:
             "(save_pretrained)"
         )
     return os.fspath(target)
-
-
-def _path(file: str | os.PathLike[str] | None) -> Path | None:
-    return None if file is None else Path(file)

@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Never
 from typing_extensions import Unpack
 
 from fovea import loop, loop_async
-from fovea.api.runs import Recipe, TrainedRun, load_run, recipe_files
 from fovea.api.settings import (
     RewardArgument,
     RowsArgument,
@@ -24,8 +23,9 @@ from fovea.api.settings import (
     model_settings,
     overrides_of,
 )
-from fovea.api.targets import Target, evaluate, export, restored_threads
+from fovea.api.targets import Recipe, Target, TrainedRun, evaluate, export, load_run, recipe_files, restored_threads
 from fovea.commands.exporting.export import Exported, check_empty
+from fovea.config.base import Tree
 from fovea.config.loading import environment_of, load_run_config
 from fovea.config.run import Config
 from fovea.data.rows import InMemory
@@ -49,6 +49,8 @@ class Trainer:
     """
 
     _name: ClassVar[str]
+    _choice: ClassVar[Sequence[Tree]] = ()
+    """Overrides that choose the algorithm, below those of the user."""
 
     def __init__(  # noqa: PLR0913 (each is a part of a run that has a separate name)
         self,
@@ -104,9 +106,9 @@ class Trainer:
         if rows is not None:
             check_takes_rows(environment_of(self._recipes, overrides_of(*others, grader)))
         made = {**rows_given.settings(*others), **grader}
-        self._overrides = [*self._algorithm(), *overrides_of(described, further, more, made)]
         self._folder: Path | None = None
-        self.config: Config = self._checked(load_run_config(self._recipes, self._overrides))
+        overrides = [*self._choice, *overrides_of(described, further, more, made)]
+        self.config: Config = self._checked(load_run_config(self._recipes, overrides))
         if rows is None and not self._recipes and not is_set("environment", *others):
             raise ConfigError(
                 f"fovea.{self._name} is given nothing to train on; give rows=frame and reward=function, an environment "
@@ -170,10 +172,6 @@ class Trainer:
             raise ConfigError("nothing has been trained yet; call train(), or set run_dir to the folder of a run")
         return folder
 
-    def _algorithm(self) -> list[dict[str, object]]:
-        """Overrides that choose the algorithm, below those of the user."""
-        return []
-
     def _checked(self, config: Config) -> Config:
         has_critic = config.algorithm.critic is not None
         if has_critic != (self._name == "PPO"):
@@ -203,9 +201,7 @@ class PPO(Trainer):
     """Proximal policy optimisation with a value function (docs/algorithms.md), otherwise as `GRPO`."""
 
     _name = "PPO"
-
-    def _algorithm(self) -> list[dict[str, object]]:
-        return [{"algorithm": {"name": "ppo"}}]
+    _choice = ({"algorithm": {"name": "ppo"}},)
 
 
 def _run_steps(run: Run) -> None:

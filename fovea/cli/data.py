@@ -16,13 +16,14 @@ from fovea.cli.texts import Debug, Quiet, one_line_errors
 app = typer.Typer(help="Fetch or render a data set.", no_args_is_help=True, rich_markup_mode=None)
 
 TwoSplits = Annotated[Path, typer.Option(help="Folder of train.parquet and test.parquet.")]
+ThreeSplits = Annotated[Path, typer.Option(help="Folder of train.parquet, validation.parquet and test.parquet.")]
 TrainRows = Annotated[int, typer.Option(min=1, help="Training rows; a tenth as many test rows come on top.")]
 RowsOfThree = Annotated[
     int, typer.Option(min=1, help="Training rows; a twentieth validation and a tenth test rows come on top.")
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Random seed.")]
 SideOfScene = Annotated[int, typer.Option(min=32, max=1024, help="Width and height of a scene.")]
-EASY_VQA, VISUAL_QA = Path("data/easy_vqa"), Path("data/visual_qa")
+EASY_VQA = Path("data/easy_vqa")
 TINY = "tiny"
 """Recipe that, given after another one, replaces its model with a tiny one."""
 
@@ -51,9 +52,7 @@ def geospot(
 
 @app.command("geospot-europe")
 def geospot_europe(
-    out: Annotated[Path, typer.Option(help="Folder of train.parquet, validation.parquet and test.parquet.")] = Path(
-        "data/geospot_europe"
-    ),
+    out: ThreeSplits = Path("data/geospot_europe"),
     rows: RowsOfThree = 4_000,
     seed: Seed = 0,
     image_side_px: Annotated[int, typer.Option(min=32, max=1024, help="Width and height of the map.")] = 64,
@@ -107,9 +106,7 @@ def geo3k(
 
 @app.command()
 def readable(
-    out: Annotated[Path, typer.Option(help="Folder of train.parquet, validation.parquet and test.parquet.")] = Path(
-        "data/readable"
-    ),
+    out: ThreeSplits = Path("data/readable"),
     rows: RowsOfThree = 8_000,
     seed: Seed = 0,
     quiet: Quiet = False,
@@ -126,64 +123,38 @@ def readable(
         _report("readable", write_readable(out, num_rows=rows, seed=seed), quiet=quiet)
 
 
-@app.command()
-def vqa(
-    out: TwoSplits = Path("data/vqa"),
-    rows: TrainRows = 5_000,
-    seed: Seed = 0,
-    image_side_px: SideOfScene = 64,
-    quiet: Quiet = False,
-    debug: Debug = False,
-) -> None:
-    """Render scenes with questions, offline.
+def _drawn(command: str, recipe: str, folder: Path, help_text: str) -> None:
+    """Add the command of a data set of rendered scenes, on whose files the recipe trains."""
 
-    Counts, attributes, existence, yes or no, multiple choice.
-    """
-    with one_line_errors(debug=debug):
-        from fovea.tools.data_sets.vqa import write_vqa
+    def draw(
+        out: TwoSplits = folder,
+        rows: TrainRows = 5_000,
+        seed: Seed = 0,
+        image_side_px: SideOfScene = 64,
+        quiet: Quiet = False,
+        debug: Debug = False,
+    ) -> None:
+        with one_line_errors(debug=debug):
+            from fovea.tools.data_sets.scenes import write_captions
+            from fovea.tools.data_sets.vqa import write_visual_qa, write_vqa
 
-        _say("drawing scenes ...", quiet)
-        _report("vqa", write_vqa(out, num_rows=rows, seed=seed, image_side_px=image_side_px), TINY, quiet=quiet)
+            _say("drawing scenes ...", quiet)
+            write = {"vqa": write_vqa, "visual-qa": write_visual_qa, "caption": write_captions}[command]
+            files = write(out, num_rows=rows, seed=seed, image_side_px=image_side_px)
+            _report(recipe, files, TINY, quiet=quiet, folder=folder)
 
-
-@app.command("visual-qa")
-def visual_qa(
-    out: TwoSplits = VISUAL_QA,
-    rows: TrainRows = 5_000,
-    seed: Seed = 0,
-    image_side_px: SideOfScene = 64,
-    quiet: Quiet = False,
-    debug: Debug = False,
-) -> None:
-    """Render scenes in mixtrain's visual QA layout, offline.
-
-    Existence, attributes, counts: the types of the curriculum of recipes/vlm_gym_vqa.yaml.
-    """
-    with one_line_errors(debug=debug):
-        from fovea.tools.data_sets.vqa import write_visual_qa
-
-        _say("drawing scenes ...", quiet)
-        files = write_visual_qa(out, num_rows=rows, seed=seed, image_side_px=image_side_px)
-        _report("vlm_gym_vqa", files, TINY, quiet=quiet, folder=VISUAL_QA)
+    app.command(command, help=help_text)(draw)
 
 
-@app.command()
-def caption(
-    out: TwoSplits = Path("data/caption"),
-    rows: TrainRows = 5_000,
-    seed: Seed = 0,
-    image_side_px: SideOfScene = 64,
-    quiet: Quiet = False,
-    debug: Debug = False,
-) -> None:
-    """Render scenes with one to five captions each, offline."""
-    with one_line_errors(debug=debug):
-        from fovea.tools.data_sets.scenes import write_captions
+QUESTIONS = """Render scenes with questions, offline.
 
-        _say("drawing scenes ...", quiet)
-        _report(
-            "caption", write_captions(out, num_rows=rows, seed=seed, image_side_px=image_side_px), TINY, quiet=quiet
-        )
+Counts, attributes, existence, yes or no, multiple choice."""
+VISUAL_QA = """Render scenes in mixtrain's visual QA layout, offline.
+
+Existence, attributes, counts: the types of the curriculum of recipes/vlm_gym_vqa.yaml."""
+_drawn("vqa", "vqa", Path("data/vqa"), QUESTIONS)
+_drawn("visual-qa", "vlm_gym_vqa", Path("data/visual_qa"), VISUAL_QA)
+_drawn("caption", "caption", Path("data/caption"), "Render scenes with one to five captions each, offline.")
 
 
 @app.command("easy-vqa")

@@ -105,7 +105,8 @@ def findings(found: Found) -> dict[str, str]:
     lines = {"ready": ready, "fovea": __version__, "python": platform.python_version()}
     lines |= {name: _state(name, found.broken.get(name)) for name in PACKAGES}
     lines["devices"] = ", ".join(["cpu", *found.devices])
-    lines["cores"] = f"{_usable_cores()} of {os.cpu_count()} usable by this process"
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    lines["cores"] = f"{usable} of {os.cpu_count()} usable by this process"
     for name, extra in EXTRAS.items():
         lines |= {package: _state_of_extra(name, extra, package) for package in extra.packages}
     slow = "not installed; on CUDA a Qwen3.5 then runs plain torch functions, which are many times slower: pip install "
@@ -128,10 +129,7 @@ def _state_of_extra(name: str, extra: Extra, package: str) -> str:
 
 
 def check_parity(recipes: Sequence[Path], overrides: Sequence[str]) -> bool:
-    """Run the parity gate on a recipe's engine and trainer and print the result; False when it fails.
-
-    The run is built in a temporary folder, which is deleted afterwards.
-    """
+    """Run a recipe's parity gate, in a temporary folder, and print the result; False when it fails."""
     with TemporaryDirectory(prefix="fovea-doctor-") as folder:
         config = _without_side_effects(recipes, overrides, folder)
         from fovea.run.lifecycle import measure_parity
@@ -204,7 +202,3 @@ def installed_version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

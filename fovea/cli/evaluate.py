@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import reduce
 from pathlib import Path
@@ -14,8 +13,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from fovea.cli.texts import Debug, Quiet, Trust, one_line_errors
-from fovea.cli.words import complete_recipe, complete_run
+from fovea.cli.texts import Debug, Quiet, Trust, complete_recipe, complete_run, one_line_errors
 from fovea.config.base import Tree, over
 from fovea.config.environments import Gradable
 from fovea.config.recipes import find_recipe, parse_override
@@ -70,35 +68,26 @@ def evaluate(
         from fovea.utils.malloc import tune_allocators
 
         tune_allocators()
-        from fovea.commands.evaluate import OutputFiles, evaluate_targets
+        from fovea.commands.evaluate import EvalOptions, evaluate_targets
 
-        output_files = OutputFiles(json_file=json_file, html_file=html_file)
+        options = EvalOptions(
+            recipe=None if recipe is None else find_recipe(recipe),
+            split=split,
+            json_file=json_file,
+            html_file=html_file,
+            trust=trust,
+            api_key_env=api_key_env,
+            quiet=quiet,
+        )
         if benchmarks := [word for word in overrides if BENCHMARK.match(word)]:
             if split != "test":
                 raise ConfigError(f"--split {split}: benchmarks have test rows only; leave --split out")
             from fovea.commands.benchmarks import chosen, evaluate_benchmarks
 
-            evaluate_benchmarks(
-                targets,
-                chosen(benchmarks),
-                [word for word in overrides if word not in benchmarks],
-                recipe=None if recipe is None else find_recipe(recipe),
-                output_files=output_files,
-                trust=trust,
-                api_key_env=api_key_env,
-                quiet=quiet,
-            )
-            return
-        evaluate_targets(
-            targets,
-            overrides,
-            recipe=None if recipe is None else find_recipe(recipe),
-            split=split,
-            output_files=output_files,
-            trust=trust,
-            api_key_env=api_key_env,
-            quiet=quiet,
-        )
+            others = [word for word in overrides if word not in benchmarks]
+            evaluate_benchmarks(targets, chosen(benchmarks), others, options)
+        else:
+            evaluate_targets(targets, overrides, options)
 
 
 def saliency(
@@ -153,10 +142,10 @@ def saliency(
         (target, *others), overrides = sort_words(words)
         if others:
             raise ConfigError(f"{others[0]}: fovea saliency takes one model")
-        from fovea.commands.saliency import Hidden, Wanted, row_numbers, write_maps
+        from fovea.commands.saliency import Wanted, row_numbers, write_maps
 
-        hidden = Hidden(image=image, patch_px=patch_px)
-        wanted = Wanted(rows=row_numbers(rows), split=split, answer=answer, recorded=recorded, hidden=hidden)
+        asked = {"answer": answer, "recorded": recorded}
+        wanted = Wanted(rows=row_numbers(rows), split=split, image=image, patch_px=patch_px, **asked)
         for found, file in write_maps(
             target,
             wanted,
@@ -309,8 +298,7 @@ def serve(
     Examples: fovea serve runs/geo3k; fovea serve exported/geo3k --port 8001 max_model_len=8192.
     """
     with one_line_errors(debug=debug):
-        no_arguments: Tree = {}
-        arguments = reduce(over, map(parse_override, words or []), no_arguments)
+        arguments = reduce(over, map(parse_override, words or []), Tree())
         if allow_private_addresses and not allow_urls:
             raise ConfigError("--allow-private-addresses says which images are read at URLs; add --allow-urls")
         if for_agents is not None:
@@ -332,22 +320,15 @@ def serve(
             source=source, name=name, arguments=arguments, weights_dir=for_training, url_limits=limits, trust=trust
         )
         address = ServerAddress(host=host, port=port, api_key_env=api_key_env)
-        with _stopped_by_ctrl_c():
+        try:
             serve_model(served, address, launch, _say, start_seconds=start_seconds)
-
-
-@contextmanager
-def _stopped_by_ctrl_c() -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt:
-        _say("stopped")
-        raise typer.Exit(130) from None
+        except KeyboardInterrupt:
+            _say("stopped")
+            raise typer.Exit(130) from None
 
 
 def _refuse_beside_agents(options: Mapping[str, object]) -> None:
-    given = [option for option, value in options.items() if value]
-    if given:
+    if given := [option for option, value in options.items() if value]:
         raise ConfigError(f"{given[0]} is about the server of another engine than --for-agents starts; leave it out")
 
 

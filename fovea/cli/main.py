@@ -19,11 +19,22 @@ from fovea.cli.cluster import app as cluster_app
 from fovea.cli.data import app as data_app
 from fovea.cli.doctor import check_parity, findings, print_families, probe, probe_gpu
 from fovea.cli.evaluate import evaluate, export, grade, saliency, serve
-from fovea.cli.texts import Debug, Quiet, after_training, one_line_errors
+from fovea.cli.texts import (
+    Debug,
+    Quiet,
+    Words,
+    after_training,
+    bare_key,
+    complete_run,
+    complete_word,
+    is_key,
+    is_recipe,
+    one_line_errors,
+    recipes,
+    sort_words,
+)
 from fovea.cli.tools import app as workflow_app
 from fovea.cli.tools import import_config, plan, reproduce
-from fovea.cli.view import view
-from fovea.cli.words import Words, bare_key, complete_run, complete_word, is_key, is_recipe, recipes, sort_words
 from fovea.config.base import MAY_CHANGE, leaves
 from fovea.config.describe import describe, is_choice
 from fovea.config.loading import dropped_settings, dump_config, load_config, load_run_config
@@ -109,17 +120,15 @@ def fovea(
     ] = False,
 ) -> None:
     """Post-train vision-language models by reinforcement learning."""
-    if num_processes() > 1 and context.invoked_subcommand != "train":
-        _refuse_torchrun(str(context.invoked_subcommand))
-
-
-def _refuse_torchrun(command: str) -> None:
+    if num_processes() <= 1 or context.invoked_subcommand == "train":
+        return
     if is_worker():
         raise typer.Exit(ConfigError.exit_code)  # the first process has the message
     with one_line_errors():
         raise ConfigError(
             f"torchrun has started {num_processes()} processes (WORLD_SIZE), each of which would do all of `fovea "
-            f"{command}`; of all commands only `fovea train` shares its work among them: leave torchrun out"
+            f"{context.invoked_subcommand}`; of all commands only `fovea train` shares its work among them: leave "
+            "torchrun out"
         )
 
 
@@ -183,10 +192,7 @@ def train(
 
 
 def _train(config: Config, spent_seconds: float) -> None:
-    """Run the loop that the settings call for, and print what to do next.
-
-    `spent_seconds` are those of the attempts before this one.
-    """
+    """Run the loop of the settings, and say what to do next; `spent_seconds` are of the attempts before."""
     from fovea.utils.malloc import tune_allocators, use_expandable_segments
 
     tune_allocators()
@@ -204,6 +210,52 @@ def _train(config: Config, spent_seconds: float) -> None:
     run_steps(run)
     if config.log.progress:
         typer.echo(after_training(run.folder, trust=wants_trust(config)))
+
+
+def view(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN...",
+            help="Run folders, which may still be going; two are compared. Or one folder of runs.",
+            autocompletion=complete_run,
+        ),
+    ],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the page; 0: any that is free.")] = 8377,
+    export: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the page into one HTML file, to be opened without a server."),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Watch runs on a page of this machine.
+
+    Live curves; prompts, images and answers of the recorded steps with rewards and advantages, token by token; answers
+    to held-out rows; settings and console. A folder of runs gets a list of them.
+    The page answers this machine only; from elsewhere, forward its port (ssh -L 8377:127.0.0.1:8377 HOST).
+    Examples: fovea view runs; fovea view runs/latest; fovea view runs/grpo --export page.html (docs/view.md).
+    """
+    with one_line_errors(debug=debug):
+        from fovea.report.about import check_run_folder
+        from fovea.report.export import check_export
+        from fovea.report.export import export as export_page
+        from fovea.report.viewed_run import ViewedRun
+        from fovea.view.list_app import make_list_app
+        from fovea.view.run_list import is_folder_of_runs
+        from fovea.view.server import make_app, serve
+
+        if export is None and len(runs) == 1 and is_folder_of_runs(runs[0]):
+            app = make_list_app(runs[0])
+        else:
+            for run in runs:
+                check_run_folder(run)
+            viewed = list(map(ViewedRun, runs))
+            if export is not None:
+                check_export(export)
+                typer.echo(export_page(viewed, export))
+                return
+            app = make_app(viewed)
+        serve(app, port, lambda address: typer.echo(f"{address} (Ctrl-C ends it)"))
 
 
 def report(

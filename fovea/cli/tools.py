@@ -9,12 +9,11 @@ import textwrap
 from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import typer
 
-from fovea.cli.texts import Debug, Trust, one_line_errors
-from fovea.cli.words import WIDTH, Words, sort_words
+from fovea.cli.texts import WIDTH, Debug, Trust, Words, one_line_errors, sort_words
 from fovea.config.loading import load_config
 from fovea.errors import ConfigError
 from fovea.tools.importer.reading import read, system_of, where_of
@@ -168,15 +167,7 @@ def vlm_rl_training(source: Source = "{}", trust: Trust = False, debug: Debug = 
     "runs/geospot/checkpoints/step-5000", "total_steps": 50000}' (docs/workflows.md has all inputs).
     """
     with one_line_errors(debug=debug):
-        inputs = read_inputs(TrainingInputs, source)
-        from fovea.utils.malloc import tune_allocators
-
-        tune_allocators()
-        from fovea.tools.workflows.training import train
-
-        with redirect_stdout(sys.stderr):
-            outputs = train(inputs, trust=trust)
-    _print_json(outputs.to_json())
+        _print_outputs("train", read_inputs(TrainingInputs, source), trust=trust)
 
 
 @app.command("vlm-rl-eval")
@@ -188,16 +179,15 @@ def vlm_rl_eval(source: Source, trust: Trust = False, debug: Debug = False) -> N
     (docs/workflows.md has all inputs).
     """
     with one_line_errors(debug=debug):
-        inputs = read_inputs(EvaluationInputs, source)
-        from fovea.utils.malloc import tune_allocators
-
-        tune_allocators()
-        from fovea.tools.workflows.training import evaluate
-
-        with redirect_stdout(sys.stderr):
-            outputs = evaluate(inputs, trust=trust)
-    _print_json(outputs.to_json())
+        _print_outputs("evaluate", read_inputs(EvaluationInputs, source), trust=trust)
 
 
-def _print_json(outputs: dict[str, Any]) -> None:
+def _print_outputs(function: str, inputs: TrainingInputs | EvaluationInputs, *, trust: bool) -> None:
+    from fovea.utils.malloc import tune_allocators
+
+    tune_allocators()
+    from fovea.tools.workflows import training
+
+    with redirect_stdout(sys.stderr):
+        outputs = getattr(training, function)(inputs, trust=trust).to_json()
     typer.echo(json.dumps(outputs, indent=2, allow_nan=False))

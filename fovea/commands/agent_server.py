@@ -1,37 +1,174 @@
-"""OpenAI's chat completions over a run's engine, for an agent harness on this machine that has the key."""
+"""OpenAI's chat completions over a run's engine, for an agent harness on this machine that has the key.
+
+An agent sends the whole conversation with every request. Its beginning is looked up by content, down to the last answer
+that was drawn here, and the request goes on from the ids of that answer: what was drawn is never tokenised again. A
+conversation with answers that were not drawn here, or that have changed, begins a new episode, which is counted.
+"""
 
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from fovea.commands.agent_conversations import AgentConversations, Spoken
+from fovea.commands.evaluate import engine_of
 from fovea.commands.serve import ServerAddress
 from fovea.commands.targets import CheckpointTarget, open_model, parse_target
-from fovea.config.backends import EmbeddedSettings
+from fovea.environments.prompt_source import RendersPrompts
 from fovea.errors import BadRowError, ConfigError, FoveaError, first_line
-from fovea.types import ImageRef, Message, Sampling
+from fovea.rollout.base import Engine
+from fovea.rollout.collect import extended
+from fovea.types import Completion, ImageRef, Message, Prompt, Request, Sampling
 from fovea.utils.event_loop import wait_for
+from fovea.utils.lru_cache import LRUCache
 from fovea.view.server import serve
 from fovea.wiring.data import make_renderer
-from fovea.wiring.engine import make_embedded
 from fovea.wiring.images import make_opener
 
 MAX_BODY_BYTES = 64 << 20
 MAX_MESSAGES = 1000
+TURNS_FILE = "turns.jsonl"
+IMAGES_FOLDER = "images"
+MAX_REMEMBERED_BYTES = 1 << 30
+"""Of the conversations that may go on; the least recently used are forgotten, and then begin new episodes."""
+Handler: TypeAlias = Callable[[HttpRequest], Awaitable[Response]]
 _PICTURE = re.compile(r"data:image/[\w.+-]+;base64,")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spoken:
+    """A conversation up to an answer that was drawn here."""
+
+    episode: str
+    """Id of the completion of its first turn."""
+    number: int
+    """Number of the turn, from 1."""
+    prompt: Prompt
+    completion: Completion
+
+    @property
+    def num_bytes(self) -> int:
+        pixels = sum(image.num_bytes for image in self.prompt.images)
+        return self.prompt.token_ids_L.nbytes * 2 + self.completion.token_ids_T.nbytes * 2 + pixels
+
+
+class AgentConversations:
+    """Answers requests by an engine, and records every turn in a folder."""
+
+    def __init__(self, engine: Engine, renderer: RendersPrompts, folder: Path, name: str) -> None:
+        """`name` begins the ids of completions: it must differ between servers that record in one folder."""
+        self._engine = engine
+        self._renderer = renderer
+        self._folder = folder
+        self._name = name
+        self._spoken: LRUCache[str, Spoken] = LRUCache(MAX_REMEMBERED_BYTES)
+        self._num_requests = self.num_turns = 0
+        self.num_unmatched = 0
+        """Conversations with earlier answers that were not drawn here, or have changed."""
+        (folder / IMAGES_FOLDER).mkdir(parents=True, exist_ok=True)
+
+    async def answer(self, messages: Sequence[Message], sampling: Sampling) -> Spoken:
+        """Draw the answer to a conversation and record its turn; BadRowError where that cannot be rendered."""
+        self._num_requests += 1
+        request_id = f"{self._name}/{self._num_requests}"
+        before, new = self._known(messages)
+        if before is None:
+            observation = prompt = self._renderer.prompt(new, where=request_id)
+        else:
+            after = int(before.completion.token_ids_T[-1])
+            observation = self._renderer.observation(new, after=after, where=request_id)
+            prompt = extended(before.prompt, before.completion.token_ids_T, observation)
+        self._check_length(prompt)
+        (completion,) = await self._engine.generate(Request(id=request_id, prompt=prompt, sampling=sampling))
+        spoken = Spoken(
+            episode=completion.id if before is None else before.episode,
+            number=1 if before is None else before.number + 1,
+            prompt=prompt,
+            completion=completion,
+        )
+        answered = (*messages, Message(role="assistant", parts=(completion.text,)))
+        *_, key = _keys(answered)
+        self._spoken.put(key, spoken, spoken.num_bytes)
+        self._record(spoken, before, new, observation, sampling)
+        return spoken
+
+    def _check_length(self, prompt: Prompt) -> None:
+        most_tokens = self._renderer.most_tokens
+        if most_tokens is not None and prompt.num_tokens > most_tokens:
+            raise BadRowError(
+                f"the conversation has {prompt.num_tokens} tokens, images included, and the model has positions for "
+                f"{most_tokens} beside an answer; begin another one",
+                "prompt_too_long",
+            )
+
+    def _known(self, messages: Sequence[Message]) -> tuple[Spoken | None, Sequence[Message]]:
+        """The conversation up to the last earlier answer, where it was drawn here, and the messages after it."""
+        ends = [number for number, message in enumerate(messages, 1) if message.role == "assistant"]
+        if not ends:
+            return None, messages
+        before = self._spoken.get(list(_keys(messages))[ends[-1] - 1])
+        if before is None or ends[-1] == len(messages):
+            self.num_unmatched += 1
+            return None, messages
+        return before, messages[ends[-1] :]
+
+    def _record(
+        self, spoken: Spoken, before: Spoken | None, new: Sequence[Message], observation: Prompt, sampling: Sampling
+    ) -> None:
+        completion = spoken.completion
+        line = {
+            "episode": spoken.episode,
+            "turn": spoken.number,
+            "id": completion.id,
+            "continues": None if before is None else before.completion.id,
+            "messages": [{"role": each.role, "parts": list(map(self._recorded, each.parts))} for each in new],
+            "observation_ids": observation.token_ids_L.tolist(),
+            "image_keys": [image.key for image in observation.images],
+            "text": completion.text,
+            "token_ids": completion.token_ids_T.tolist(),
+            "logprobs": [float(logprob) for logprob in completion.logprobs_T],
+            "temperature": sampling.temperature,
+            "finish": completion.finish,
+            "version": completion.version,
+        }
+        with (self._folder / TURNS_FILE).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        self.num_turns += 1
+
+    def _recorded(self, part: str | ImageRef) -> dict[str, str]:
+        """A text, or the name of a picture's file, which is written once."""
+        if isinstance(part, str):
+            return {"text": part}
+        assert isinstance(part.source, bytes), "pictures of requests are encoded"
+        name = hashlib.sha256(part.source).hexdigest()
+        file = self._folder / IMAGES_FOLDER / name
+        if not file.exists():
+            file.write_bytes(part.source)
+        return {"image": f"{IMAGES_FOLDER}/{name}"}
+
+
+def _keys(messages: Sequence[Message]) -> Iterator[str]:
+    digest = hashlib.sha256()
+    for message in messages:
+        digest.update(f"{message.role}\0{len(message.parts)}\0".encode())
+        for part in message.parts:
+            source = part.source if isinstance(part, ImageRef) else part.encode("utf-8", "surrogatepass")
+            assert isinstance(source, bytes), "pictures of requests are encoded"
+            digest.update(f"{type(part).__name__}\0{len(source)}\0".encode() + source)
+        yield digest.hexdigest()
 
 
 class _Strict(BaseModel):
@@ -99,8 +236,8 @@ class AgentServer:
             ]
         )
 
-    def _with_key(self, answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        async def checked(request: Request) -> Response:
+    def _with_key(self, answer: Handler) -> Handler:
+        async def checked(request: HttpRequest) -> Response:
             given = request.headers.get("authorization", "").encode()
             if not secrets.compare_digest(given, self._key):
                 return _error(401, "the key is missing or wrong; send it as `Authorization: Bearer KEY`")
@@ -108,10 +245,10 @@ class AgentServer:
 
         return checked
 
-    async def _models(self, _request: Request) -> Response:
+    async def _models(self, _request: HttpRequest) -> Response:
         return JSONResponse({"object": "list", "data": [{"id": self.name, "object": "model", "owned_by": "fovea"}]})
 
-    async def _chat(self, request: Request) -> Response:
+    async def _chat(self, request: HttpRequest) -> Response:
         body = bytearray()
         async for chunk in request.stream():
             body += chunk
@@ -173,7 +310,12 @@ def _completion(spoken: Spoken, name: str, *, with_logprobs: bool) -> dict[str, 
     if with_logprobs:
         ids = drawn.token_ids_T.tolist()
         pairs = zip(ids, drawn.logprobs_T, strict=True)
-        choice["logprobs"] = {"content": [_logprob(index, float(logprob)) for index, logprob in pairs]}
+        choice["logprobs"] = {
+            "content": [
+                {"token": f"token_id:{index}", "logprob": float(logprob), "bytes": None, "top_logprobs": []}
+                for index, logprob in pairs
+            ]
+        }
         choice["token_ids"] = ids
     return {
         "id": drawn.id,
@@ -187,10 +329,6 @@ def _completion(spoken: Spoken, name: str, *, with_logprobs: bool) -> dict[str, 
             "total_tokens": num_prompt + len(drawn.token_ids_T),
         },
     }
-
-
-def _logprob(index: int, logprob: float) -> dict[str, Any]:
-    return {"token": f"token_id:{index}", "logprob": logprob, "bytes": None, "top_logprobs": []}
 
 
 def _streamed(answered: Mapping[str, Any]) -> Response:
@@ -210,37 +348,26 @@ def _error(status: int, message: str) -> Response:
 
 
 def serve_agents(source: str, folder: Path, address: ServerAddress, say: Callable[[str], None], *, trust: bool) -> None:
-    """Serve a run's checkpoint to agents on this machine until Ctrl-C, recording in `folder`.
-
-    Without `api_key_env` a key is made and printed. ConfigError for what is not a run.
-    """
+    """Serve a run's checkpoint to agents on this machine until Ctrl-C; ConfigError for what is not a run."""
     target = parse_target(source)
     if not isinstance(target, CheckpointTarget):
         raise ConfigError(f"{source}: not a run or a checkpoint, which --for-agents serves; name one")
     key = address.api_key() or secrets.token_urlsafe(24)
     opened = open_model(target, None, [], trust=trust)
-    config, settings = opened.config, opened.config.rollout.engine
-    embedded = settings if isinstance(settings, EmbeddedSettings) else EmbeddedSettings()
-    # no update follows, so that the engine need not keep activations for reuse
-    engine = make_embedded(embedded.model_copy(update={"reuse_gib": 0.0}), opened.processor, opened.vlm)
-    engine.load_weights(dict(engine.own_weights()), 0)
+    config, engine = opened.config, engine_of(opened, opened.config)
     tokens = config.rollout.max_new_tokens
-    renderer = make_renderer(
-        config.model, opened.processor, make_opener(config.data, target.run), max_new_tokens=tokens
-    )
+    opener = make_opener(config.data, target.run)
+    renderer = make_renderer(config.model, opened.processor, opener, max_new_tokens=tokens)
     # of this start: a later server that records in the same folder begins its ids differently
     conversations = AgentConversations(engine, renderer, folder, f"agents-{secrets.token_hex(4)}")
     server = AgentServer(conversations, name=target.run.resolve().name, key=key, max_new_tokens=tokens)
     shown = f"${address.api_key_env}" if address.api_key_env else key
+    ready = f"{server.name} is served; Ctrl-C ends it. Episodes go to {folder}\n"
     try:
-        serve(server.app(), address.port, lambda url: say(_ready(server.name, url, shown, folder)))
+        serve(server.app(), address.port, lambda url: say(f"{ready}OPENAI_BASE_URL={url}v1 OPENAI_API_KEY={shown}"))
     finally:
         wait_for(engine.close())
         say(
             f"{conversations.num_turns} turns recorded in {folder}; {conversations.num_unmatched} conversations had "
             "answers that were not drawn here, and began new episodes"
         )
-
-
-def _ready(name: str, url: str, key: str, folder: Path) -> str:
-    return f"{name} is served; Ctrl-C ends it. Episodes go to {folder}\nOPENAI_BASE_URL={url}v1 OPENAI_API_KEY={key}"

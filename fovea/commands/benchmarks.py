@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fovea import __version__
-from fovea.commands.evaluate import EvalSet, OutputFiles, Say, check_servers, compare
+from fovea.commands.evaluate import EvalOptions, EvalSet, Say, check_servers, compare, print_progress, say_of
 from fovea.commands.targets import Target, parse_targets, settings_file, shared_settings
 from fovea.config.base import Tree
 from fovea.config.loading import dump_config, load_config, public_settings
@@ -70,13 +70,6 @@ def benchmark_table(found: Sequence[BenchmarkResult]) -> Table:
                 cells = (_label(each, name), target.name, str(score.n), percent_text(score), published)
                 table.add_row(*(Text(printable(cell)) for cell in cells))
     return table
-
-
-def below_table(found: Sequence[BenchmarkResult]) -> list[str]:
-    """Whose the published figures are, and the commands that give the scores."""
-    figures = [(each.benchmark.name, figure) for each in found for figure in each.benchmark.published]
-    sources = dict.fromkeys(f"{name}: {_source(figure)}" for name, figure in figures)
-    return [*sources, *(each.command for each in found)]
 
 
 def write_benchmarks(path: Path, found: Sequence[BenchmarkResult], settings: str) -> Path:
@@ -160,48 +153,38 @@ def chosen(words: Sequence[str]) -> dict[str, str | None]:
     return {name: paths.get(name) for name in names}
 
 
-def evaluate_benchmarks(  # noqa: PLR0913 (each is an option of the command)
-    words: Sequence[str],
-    benchmarks: dict[str, str | None],
-    overrides: Sequence[str],
-    *,
-    recipe: Path | None,
-    output_files: OutputFiles,
-    trust: bool = False,
-    api_key_env: str | None = None,
-    quiet: bool = False,
+def evaluate_benchmarks(
+    words: Sequence[str], benchmarks: dict[str, str | None], overrides: Sequence[str], options: EvalOptions
 ) -> list[BenchmarkResult]:
     """Evaluate all targets on all benchmarks, print the table and write the output files."""
-    targets = parse_targets(words, api_key_env)
+    targets = parse_targets(words, options.api_key_env)
     if ignored := [word for word in overrides if re.match(r"environment\b", word)]:
         raise ConfigError(f"{ignored[0]}: a benchmark has its own rows, prompts and verdicts; leave it out")
-    config = _settings(targets, recipe, overrides, trust=trust)
+    config = _settings(targets, overrides, options)
     access = make_access(config.data)
     opened = [open_benchmark(BENCHMARKS[name], path, access) for name, path in benchmarks.items()]
     wait_for(check_servers(targets, config))
-    progress = Console(quiet=quiet)
-
-    def say(name: str, text: str) -> None:
-        progress.print(Text(printable(without_secrets(f"{name}: {text}")), style="dim"))
-
+    say = partial(print_progress, Console(quiet=options.quiet))
     found = []
     for each in opened:
         name = each.benchmark.name
         path = [f"bench.{name}={benchmarks[name]}"] if benchmarks[name] else []
-        options = ["--recipe", str(recipe)] if recipe else []
-        again = shlex.join(["fovea", "eval", *words, f"bench={name}", *path, *overrides, *options])
-        again = printable(without_secrets(again))
-        found.append(_evaluate(targets, each, config, overrides, partial(say, name), again, trust=trust))
-    _write(found, config, output_files)
+        recipe = ["--recipe", str(options.recipe)] if options.recipe else []
+        command = shlex.join(["fovea", "eval", *words, f"bench={name}", *path, *overrides, *recipe])
+        again = printable(without_secrets(command))
+        found.append(
+            _evaluate(targets, each, config, overrides, partial(say_of, say, name), again, trust=options.trust)
+        )
+    _write(found, config, options)
     return found
 
 
-def _settings(targets: Sequence[Target], recipe: Path | None, overrides: Sequence[str], *, trust: bool) -> Config:
+def _settings(targets: Sequence[Target], overrides: Sequence[str], options: EvalOptions) -> Config:
     """The settings of the recipe, of the first target that has some, or the defaults; without rows."""
     changed: list[Override] = [*OTHER_ROWS, *overrides]
-    if recipe is None and all(settings_file(target) is None for target in targets):
+    if options.recipe is None and all(settings_file(target) is None for target in targets):
         return load_config([], [{"model": {"tiny": {}}}, *changed])
-    return shared_settings(targets, recipe, changed, trust=trust)
+    return shared_settings(targets, options.recipe, changed, trust=options.trust)
 
 
 def _evaluate(
@@ -231,19 +214,20 @@ def _evaluate(
     )
 
 
-def _write(found: Sequence[BenchmarkResult], config: Config, output_files: OutputFiles) -> None:
-    """Print the table and write the output files."""
+def _write(found: Sequence[BenchmarkResult], config: Config, options: EvalOptions) -> None:
     console = Console()
     console.print(benchmark_table(found))
-    for line in below_table(found):
+    figures = [(each.benchmark.name, figure) for each in found for figure in each.benchmark.published]
+    sources = dict.fromkeys(f"{name}: {_source(figure)}" for name, figure in figures)
+    for line in (*sources, *(each.command for each in found)):
         console.print(Text(line), soft_wrap=True)
-    if output_files.json_file is not None:
+    if options.json_file is not None:
         content = {each.benchmark.name: _json(each) for each in found}
         about = {"fovea": __version__, "benchmarks": content, "settings": public_settings(config)}
-        write_tree(output_files.json_file, about)
-        console.print(Text(f"metrics and answers: {output_files.json_file}"))
-    if output_files.html_file is not None:
-        page = write_benchmarks(output_files.html_file, found, dump_config(config))
+        write_tree(options.json_file, about)
+        console.print(Text(f"metrics and answers: {options.json_file}"))
+    if options.html_file is not None:
+        page = write_benchmarks(options.html_file, found, dump_config(config))
         console.print(Text(f"page: {page}"))
 
 

@@ -22,7 +22,6 @@ from fovea.evaluation.chat_server import EmptyPrompts
 from fovea.models.load import empty_network, pick_device
 from fovea.models.model_files import WHOLE_MODEL
 from fovea.models.processor import load_processor
-from fovea.models.render import Renderer
 from fovea.models.trainable import choose_trainable
 from fovea.run.folder import check_run
 from fovea.run.run_dir import filled, has_checkpoint
@@ -52,7 +51,11 @@ def plan(config: Config, *, rows_per_split: int | None = NUM_OPENED) -> list[str
     """
     problems: list[FoveaError] = []
     folder = Path(filled(config, "<time>"))
-    for check in (partial(check_run, folder), _check_trackers, _check_packages, _check_device, _check_placement):
+    with _noted(problems):
+        check_run(folder, config)
+    with _noted(problems):
+        chosen_trackers(config.log)
+    for check in (_check_packages, _check_device, _check_placement):
         with _noted(problems):
             check(config)
     lines: list[str] = []
@@ -89,9 +92,12 @@ def _try_parts(
     tiny = ", to be made with random weights" if config.model.tiny else ""
     lines, tasks = [f"model: {config.model.name}{tiny}"], graded.environment.tasks
     renderer: RendersPrompts = EmptyPrompts()
+    opener = make_opener(config.data, Path(config.run_dir))
     with _noted(problems):
-        model = _located(config, graded)
-        renderer = _renderer(config, model)
+        # a tiny one is made in the scratch folder, of the rows that can be read
+        model = locate_model(config, Path(config.run_dir), lambda: graded.environment, on_bad_row="skip")
+        tokens = config.rollout.max_new_tokens
+        renderer = make_renderer(config.model, load_processor(model), opener, max_new_tokens=tokens)
         _check_model(model)
     for name, part in {"": graded, **graded.parts}.items():
         for split in SPLITS:
@@ -101,17 +107,13 @@ def _try_parts(
     with _noted(problems):
         try_reward(graded)
         lines += [*remarks_on_answers(graded), *remarks_on_shares(config, graded)]
-        lines += remarks_on_images(tasks("train"), make_opener(config.data, Path(config.run_dir)))
+        lines += remarks_on_images(tasks("train"), opener)
     with _noted(problems):
         make_order(config, tasks("train"))  # names of kinds and levels that no row has
         lines += filter(None, [too_few_rows(len(tasks("train")), config.rollout)])
         config = within_epochs(config, partial(tasks, "train"))
     lines += [f"{key}: {', '.join(names)}, tried on a training row" for key, names in config.rewards.items()]
     return [*lines, _steps(config)]
-
-
-def _check_trackers(config: Config) -> None:
-    chosen_trackers(config.log)
 
 
 def _check_device(config: Config) -> None:
@@ -138,15 +140,11 @@ def _check_packages(config: Config) -> None:
         importlib.import_module("fovea.rollout." + engine.extra)
 
 
-def _num_workers(config: Config) -> int | None:
-    """The number of processes of the run; None where torchrun, which has not started this one, may start several."""
-    num_started = num_processes()
-    return config.cluster.num_ray_workers or (num_started if num_started > 1 else None)
-
-
 def _check_placement(config: Config) -> None:
     """ConfigError where train and rollout settings cannot divide the run's workers, as far as their number is known."""
-    if (num_workers := _num_workers(config)) is not None:
+    num_workers = config.cluster.num_ray_workers or num_processes()
+    # with one process the number is open: torchrun, which has not started this one, may start several
+    if config.cluster.num_ray_workers or num_workers > 1:
         placement_of(config, num_workers)
 
 
@@ -164,17 +162,6 @@ def _cluster(config: Config) -> list[str]:
         f"{len(placement.engines(range(num_gpus)))} generate (cluster.placement={cluster.placement}); its start checks "
         "that the Ray cluster has so many, and the packages of the engine on them"
     ]
-
-
-def _located(config: Config, graded: GradedEnvironment) -> Model:
-    """The model with a path; a tiny one is made in the scratch folder, of the rows that can be read."""
-    return locate_model(config, Path(config.run_dir), lambda: graded.environment, on_bad_row="skip")
-
-
-def _renderer(config: Config, model: Model) -> Renderer:
-    opener = make_opener(config.data, Path(config.run_dir))
-    tokens = config.rollout.max_new_tokens
-    return make_renderer(config.model, load_processor(model), opener, max_new_tokens=tokens)
 
 
 def _check_model(model: Model) -> None:
@@ -214,8 +201,9 @@ def _rows(
         return (
             f"{rows}; {len(bad)} of the {len(opened)} opened cannot be used, and data.on_bad_row=skip leaves them out"
         )
-    longest = f"; the longest prompt of the {len(opened)} opened has {max(lengths, default=0):,} tokens"
-    return rows + longest * bool(config.model.path and lengths)
+    if not config.model.path or not lengths:
+        return rows
+    return f"{rows}; the longest prompt of the {len(opened)} opened has {max(lengths):,} tokens"
 
 
 def _steps(config: Config) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +16,7 @@ from rich.text import Text
 
 from fovea import __version__
 from fovea.commands.targets import (
+    CONSTANT,
     Baseline,
     OpenedModel,
     ServerTarget,
@@ -49,9 +50,10 @@ from fovea.models.processor import describe_banned
 from fovea.models.render import Renderer
 from fovea.report.evaluation import write_evaluation
 from fovea.report.tables import tables
+from fovea.rollout.base import Engine
 from fovea.run.fingerprint import GivenCode
 from fovea.run.rollout_step import evaluation_sampling
-from fovea.types import Message, Prompt, Task, ToolSpec
+from fovea.types import Task
 from fovea.utils.event_loop import wait_for
 from fovea.utils.http_json import JsonServer, bearer
 from fovea.utils.shown_text import printable, without_secrets
@@ -69,59 +71,57 @@ NO_TRAINING_ROWS: Override = {"environment": {"train_files": []}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OutputFiles:
-    """Optional output files of `fovea eval`, written in addition to the printed tables."""
+class EvalOptions:
+    """Options of `fovea eval`."""
 
+    recipe: Path | None = None
+    split: Split = "test"
     json_file: Path | None = None
+    """Written in addition to the printed tables, as `html_file` is."""
     html_file: Path | None = None
+    trust: bool = False
+    """Run code that the settings of the targets' own folders name."""
+    api_key_env: str | None = None
+    """Environment variable with the key for servers."""
+    quiet: bool = False
+    """Leave out the progress."""
 
 
-def evaluate_targets(  # noqa: PLR0913 (each is an option of the command)
+def evaluate_targets(
     words: Sequence[str],
     overrides: Sequence[Override],
+    options: EvalOptions,
     *,
-    recipe: Path | None,
-    split: Split,
-    output_files: OutputFiles,
-    trust: bool = False,
-    api_key_env: str | None = None,
-    quiet: bool = False,
     given: GivenCode | None = None,
     rows: InMemory | None = None,
 ) -> list[TargetMetrics]:
-    """Evaluate all targets, print the tables and write the output files.
-
-    `trust` lets code run that the settings of the targets' own folders name; `api_key_env` is the environment variable
-    with the key for servers; `quiet` leaves out the progress; `given` are the objects that the settings describe;
-    `rows` are asked in place of those of the test split.
-    """
-    targets = parse_targets(words, api_key_env)
-    progress = Console(quiet=quiet)
-
-    def say(text: str) -> None:
-        progress.print(Text(printable(without_secrets(text)), style="dim"))
-
+    """Evaluate all targets, print tables and write files; `rows` are asked in place of those of the test split."""
+    targets = parse_targets(words, options.api_key_env)
+    say = partial(print_progress, Console(quiet=options.quiet))
     with ExitStack() as stack:
         if rows is None:
-            config = shared_settings(targets, recipe, overrides, trust=trust)
+            config = shared_settings(targets, options.recipe, overrides, trust=options.trust)
         else:
-            config = _settings_beside_rows(targets, recipe, overrides, trust=trust)
+            config = _settings_beside_rows(targets, overrides, options)
             config = stack.enter_context(_asking(rows, config, say))
         wait_for(check_servers(targets, config))
-        eval_set = EvalSet.of(config, split, given)
+        eval_set = EvalSet.of(config, options.split, given)
         stack.enter_context(closing(eval_set.grading))
-        results = compare(targets, eval_set, overrides, say, trust=trust)
-        return _write(results, eval_set, split, output_files)
+        results = compare(targets, eval_set, overrides, say, trust=options.trust)
+        return _write(results, eval_set, options)
 
 
-def _settings_beside_rows(
-    targets: Sequence[Target], recipe: Path | None, overrides: Sequence[Override], *, trust: bool
-) -> Config:
+def print_progress(console: Console, text: str) -> None:
+    """Print a dim line, without passwords and keys."""
+    console.print(Text(printable(without_secrets(text)), style="dim"))
+
+
+def _settings_beside_rows(targets: Sequence[Target], overrides: Sequence[Override], options: EvalOptions) -> Config:
     """The settings of a recipe or of the targets, else the defaults with the user's environment and reward."""
-    if recipe is None and all(settings_file(target) is None for target in targets):
+    if options.recipe is None and all(settings_file(target) is None for target in targets):
         others = [] if "environment.train_files" in keys_of(overrides) else [NO_TRAINING_ROWS]
         return load_config([], [*ONLY_ROWS, *overrides, *others])
-    return shared_settings(targets, recipe, overrides, trust=trust)
+    return shared_settings(targets, options.recipe, overrides, trust=options.trust)
 
 
 @contextmanager
@@ -137,22 +137,21 @@ def _asking(rows: InMemory, config: Config, say: Say) -> Iterator[Config]:
         yield written.config.with_files_of(folder)
 
 
-def _write(results: EvalResults, eval_set: EvalSet, split: Split, output_files: OutputFiles) -> list[TargetMetrics]:
-    """Print the tables, write the output files, and return what is in them."""
+def _write(results: EvalResults, eval_set: EvalSet, options: EvalOptions) -> list[TargetMetrics]:
     config, console = eval_set.config, Console()
     metrics = target_metrics(results)
     # rows that were given have no data set with a name
     of_what = "" if config.environment.name == "rows" else f" of {config.environment.name}"
-    title = f"{len(results.rows)} {split} rows{of_what}"
+    title = f"{len(results.rows)} {options.split} rows{of_what}"
     for table in tables(metrics, f"Accuracy in %, greedy, {title}"):
         console.print(table)
-    if output_files.json_file is not None:
-        about = {"environment": config.environment.name, "split": split, "fovea": __version__}
-        write_json(output_files.json_file, results, metrics, about, public_settings(config))
-        console.print(Text(f"metrics and answers: {output_files.json_file}"))
-    if output_files.html_file is not None:
+    if options.json_file is not None:
+        about = {"environment": config.environment.name, "split": options.split, "fovea": __version__}
+        write_json(options.json_file, results, metrics, about, public_settings(config))
+        console.print(Text(f"metrics and answers: {options.json_file}"))
+    if options.html_file is not None:
         page = write_evaluation(
-            output_files.html_file,
+            options.html_file,
             results,
             metrics,
             title=title,
@@ -203,23 +202,20 @@ def compare(
     if eval_set.config.threads is not None:
         torch.set_num_threads(eval_set.config.threads)
     answers = [
-        wait_for(ask_target(target, eval_set, overrides, partial(_say_of, say, target.name), trust=trust))
+        wait_for(ask_target(target, eval_set, overrides, partial(say_of, say, target.name), trust=trust))
         for target in targets
     ]
     common = set.intersection(*(set(each.greedy) for each in answers))
     if not common:
-        raise DataError(f"no row has a scored answer of every target; {targets[0].name}: {_first_reason(answers[0])}")
+        reason = next(iter([*answers[0].skipped.values(), *answers[0].unscored]), "no row was skipped")
+        raise DataError(f"no row has a scored answer of every target; {targets[0].name}: {reason}")
     index_of = {row.id: row.index for row in answers[0].greedy.values() if row.id in common}
     rows = [_row(eval_set, index) for index in sorted(index_of.values())]
     return EvalResults(rows=tuple(rows), targets=tuple(answers))
 
 
-def _say_of(say: Say, name: str, text: str) -> None:
+def say_of(say: Say, name: str, text: str) -> None:
     say(f"{name}: {text}")
-
-
-def _first_reason(answers: TargetAnswers) -> str:
-    return next(iter([*answers.skipped.values(), *answers.unscored]), "no row was skipped")
 
 
 def _row(eval_set: EvalSet, index: int) -> EvalRow:
@@ -245,8 +241,7 @@ async def ask_target(
     say("loading the model")
     model = open_model(target, eval_set.config, overrides, trust=trust)
     eval_set = called_by(model, eval_set, say)
-    engine = make_embedded(engine_settings(eval_set.config), model.processor, model.vlm)
-    engine.load_weights(dict(engine.own_weights()), 0)
+    engine = engine_of(model, eval_set.config)
     # closed on every way out: the next target's engine needs the memory
     try:
         evaluator = make_evaluator(eval_set.config, engine, eval_set.environment, eval_set.grading)
@@ -277,10 +272,8 @@ def _with_dependence(
 
 def called_by(model: OpenedModel, eval_set: EvalSet, say: Say) -> EvalSet:
     """The rows with their tools, as this model calls them."""
-    renderer = renderer_of(eval_set, model)
-    return _with_tools(
-        eval_set, partial(use_of_model, eval_set.config, model.processor, renderer, eval_set.open_image, say)
-    )
+    rendered = renderer_of(eval_set, model), eval_set.open_image
+    return _with_tools(eval_set, partial(use_of_model, eval_set.config, model.processor, *rendered, say))
 
 
 def _with_tools(eval_set: EvalSet, make_use: Callable[[], ToolUse]) -> EvalSet:
@@ -288,13 +281,13 @@ def _with_tools(eval_set: EvalSet, make_use: Callable[[], ToolUse]) -> EvalSet:
     return replace(eval_set, environment=environment)
 
 
-def engine_settings(config: Config) -> EmbeddedSettings:
-    """Settings of the engine that answers, whichever samples in training: it shares the network that is opened here."""
-    engine = config.rollout.engine
+def engine_of(model: OpenedModel, config: Config) -> Engine:
+    """The engine that answers, whichever samples in training: it shares the network that is opened here."""
+    settings = config.rollout.engine if isinstance(config.rollout.engine, EmbeddedSettings) else EmbeddedSettings()
     # no update follows, so that the engine need not keep activations for reuse
-    return (engine if isinstance(engine, EmbeddedSettings) else EmbeddedSettings()).model_copy(
-        update={"reuse_gib": 0.0}
-    )
+    engine = make_embedded(settings.model_copy(update={"reuse_gib": 0.0}), model.processor, model.vlm)
+    engine.load_weights(dict(engine.own_weights()), 0)
+    return engine
 
 
 def renderer_of(eval_set: EvalSet, model: OpenedModel) -> Renderer:
@@ -324,7 +317,6 @@ async def check_servers(targets: Sequence[Target], config: Config) -> None:
 
 @asynccontextmanager
 async def _model_of(target: ServerTarget, config: Config) -> AsyncIterator[ChatModel]:
-    """The model of a server, with a connection that ends with the block."""
     server = JsonServer(target.url, SERVER_BOUNDS, bearer(target.api_key_env, "api_key_env"))
     try:
         yield await ChatModel.of(server, target.model, config.model.chat_template_kwargs)
@@ -347,18 +339,15 @@ async def _ask_model(
     say(f"{eval_set.size} rows, greedy")
     unscored, later = list[str](), list[str]()
     greedy = _by_id(await evaluator.answers(source, eval_set.size, unscored=unscored))
-    samples: Mapping[str, AnsweredRow] = {}
+    samples = dict[str, AnsweredRow]()
     if n := config.evaluate.samples_per_prompt:
         sampling = evaluation_sampling(config, eval_set.environment)
         say(f"{eval_set.size} rows, {n} answers each at temperature {sampling.temperature:g}")
-        answered = await evaluator.answers(
-            source, eval_set.size, sampling=sampling, n=n, seed=config.seed, unscored=later
+        samples = _by_id(
+            await evaluator.answers(source, eval_set.size, sampling=sampling, n=n, seed=config.seed, unscored=later)
         )
-        samples = _by_id(answered)
-    shuffled: Mapping[str, AnsweredRow] = {}
-    blank: Mapping[str, AnsweredRow] = {}
-    if config.evaluate.image_controls:
-        shuffled, blank = await _controls(evaluator, source, eval_set, say, later)
+    controls = config.evaluate.image_controls
+    shuffled, blank = await _controls(evaluator, source, eval_set, say, later) if controls else ({}, {})
     _say_left_out([*unscored, *later], say)
     return TargetAnswers(
         name=name,
@@ -398,14 +387,13 @@ def _by_id(answered: Sequence[AnsweredRow]) -> dict[str, AnsweredRow]:
 
 async def _ask_baseline(target: Baseline, eval_set: EvalSet, say: Say) -> TargetAnswers:
     environment = eval_set.environment
-    if target.kind == "majority":
+    if target.name == "majority":
         say("counting the answers of training rows")
         answer_of = majority_answers(environment, environment.tasks("train"))
-    elif target.kind == "gold":
-        answer_of = environment.target
     else:
-        answer_of = partial(_constant, target.text)
-    source = source_of(eval_set, _NoRenderer())
+        text = target.name.removeprefix(CONSTANT)
+        answer_of = environment.target if target.name == "gold" else lambda _: text
+    source = source_of(eval_set, EmptyPrompts())
     unscored = list[str]()
     answers = await baseline_answers(environment, eval_set.grading, source, eval_set.size, answer_of, unscored=unscored)
     _say_left_out(unscored, say)
@@ -416,24 +404,3 @@ async def _ask_baseline(target: Baseline, eval_set: EvalSet, say: Say) -> Target
         unscored=tuple(unscored),
         is_model=False,
     )
-
-
-def _constant(text: str, _task: Task) -> str:
-    return text
-
-
-class _NoRenderer:
-    """Stands in for a renderer with baselines, which need no token ids."""
-
-    most_tokens: int | None = None
-
-    def fewest_tokens(self, messages: Sequence[Message], where: str = "") -> int:
-        raise AssertionError(
-            f"baselines render no prompts, but {where} asked for the length of {len(messages)} messages"
-        )
-
-    def prompt(self, messages: Sequence[Message], where: str = "", tools: Sequence[ToolSpec] = ()) -> Prompt:
-        raise AssertionError(f"baselines render no prompts, but {where} asked for one of {len(messages)} messages")
-
-    def observation(self, messages: Sequence[Message], *, after: int, where: str = "") -> Prompt:
-        raise AssertionError(f"baselines give one answer, but {where} asked for a turn after token {after}")

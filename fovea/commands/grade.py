@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -61,13 +62,15 @@ def grade_file(name: Gradable, file: Path, write: Callable[[bytes], object]) -> 
             row = row_of(line, f"line {number}")
             graded = grade(_prediction(row, f"line {number}"), row, f"line {number}")
         except DataError as error:
-            problem = _without_advice(error)
+            # without the hint at a setting of training runs
+            problem = str(error).removesuffix(f"; {ON_BAD_ROW}")
             summary.add_ungraded(error.reason if isinstance(error, BadRowError) else OTHER, number)
             row |= {"score": None, "parts": {}, "reason": problem}
         else:
             summary.add_score(graded.score)
             row |= {"score": graded.score, "parts": dict(graded.parts), "reason": graded.reason}
-        write(_as_line(row))
+        # a lone surrogate cannot be encoded as UTF-8, but JSON has an escape for it
+        write(json.dumps(row, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n")
     if not summary.graded:
         raise DataError(f"{file}: none of {summary.rows} rows could be graded; the last problem: {problem}")
     return summary
@@ -104,7 +107,6 @@ def _finite(number: str) -> float:
 
 
 def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """Line numbers and lines, blank lines skipped."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
@@ -113,10 +115,8 @@ def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
 
 def _readable_rows(file: Path) -> Iterator[dict[str, object]]:
     for number, line in _lines(file):
-        try:
+        with suppress(BadRowError):  # counted later, when the rows are graded
             yield row_of(line, f"line {number}")
-        except BadRowError:
-            continue  # counted later, when the rows are graded
 
 
 def _prediction(row: dict[str, object], where: str) -> str:
@@ -126,13 +126,3 @@ def _prediction(row: dict[str, object], where: str) -> str:
     if not isinstance(prediction, str):
         raise bad_row(where, f"prediction is of type {type(prediction).__name__}, not a text", "prediction_kind")
     return prediction
-
-
-def _without_advice(error: DataError) -> str:
-    """The error's text without the hint at `data.on_bad_row`, a setting of training runs."""
-    return str(error).removesuffix(f"; {ON_BAD_ROW}")
-
-
-def _as_line(row: dict[str, object]) -> bytes:
-    # a lone surrogate cannot be encoded as UTF-8, but JSON has an escape for it
-    return json.dumps(row, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"

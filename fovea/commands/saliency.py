@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from fovea.commands.evaluate import EvalSet, Say, called_by, engine_settings, renderer_of, source_of
+from fovea.commands.evaluate import EvalSet, Say, called_by, engine_of, renderer_of, source_of
 from fovea.commands.targets import (
     Baseline,
     CheckpointTarget,
@@ -52,7 +52,6 @@ from fovea.types import ImageRef, PixelChange, Request
 from fovea.utils.bounded import check_inside
 from fovea.utils.event_loop import wait_for
 from fovea.utils.files import write_atomically
-from fovea.wiring.engine import make_embedded
 
 PATCHES_PER_SIDE = 16
 """Patches along the longer side, unless their size is given."""
@@ -71,25 +70,18 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hidden:
-    """The parts of a prompt's pictures that are hidden, one at a time."""
-
-    image: int = 1
-    """Number of the picture in the prompt."""
-    patch_px: int | None = None
-    """None: a 16th of the longer side."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """The maps that the command makes."""
+    """The maps that the command makes: which answers, and what of the prompt's pictures is hidden, one at a time."""
 
-    rows: Sequence[int]
+    rows: Sequence[int] = ()
     split: Split = "test"
     answer: str | None = None
     recorded: str | None = None
     """An evaluation of the run, or STEP:GROUP:ANSWER of a sample; its split counts then."""
-    hidden: Hidden = Hidden()
+    image: int = 1
+    """Number of the picture in the prompt."""
+    patch_px: int | None = None
+    """Side of what is hidden; None: a 16th of the longer side of the picture."""
 
 
 def row_numbers(text: str) -> list[int]:
@@ -134,23 +126,18 @@ def write_maps(
     trust: bool = False,
 ) -> Iterator[tuple[AnswerMap, Path]]:
     """Write the maps of a target's answers; yields each with the file of its picture."""
-    target = _target(word)
+    target = parse_target(word)
+    if isinstance(target, Baseline | ServerTarget):
+        raise ConfigError(f"{word} has no picture to hide parts of here; name a run, a checkpoint or a model folder")
     _check(target, wanted, out)
     if out is None and isinstance(target, CheckpointTarget):
         _check_rows(target, overrides, recipe)
     split, asked = _asked(target, wanted)
     with Occluder.of(target, overrides, say, recipe=recipe, split=split, trust=trust) as occluder:
-        for found in occluder.maps(asked, wanted.hidden, say):
+        for found in occluder.maps(asked, wanted, say):
             file = out or _file(target, split, found)
             found.write(file)
             yield found.numbers, file
-
-
-def _target(word: str) -> CheckpointTarget | ModelTarget:
-    target = parse_target(word)
-    if isinstance(target, Baseline | ServerTarget):
-        raise ConfigError(f"{word} has no picture to hide parts of here; name a run, a checkpoint or a model folder")
-    return target
 
 
 def _check(target: CheckpointTarget | ModelTarget, wanted: Wanted, out: Path | None) -> None:
@@ -191,7 +178,6 @@ def _file(target: CheckpointTarget | ModelTarget, split: Split, found: Saliency)
 
 
 def _asked(target: CheckpointTarget | ModelTarget, wanted: Wanted) -> tuple[Split, list[Asked]]:
-    """The answers with their split."""
     name = wanted.recorded
     if name is None:
         return wanted.split, [Asked(row=row, answer=wanted.answer) for row in wanted.rows]
@@ -263,11 +249,11 @@ class Occluder:
             weights = target.folder.name if isinstance(target, CheckpointTarget) else target.name
             yield Occluder(weights, model, eval_set, source_of(eval_set, renderer_of(eval_set, model)), split)
 
-    def maps(self, asked: Sequence[Asked], hidden: Hidden, say: Say) -> Iterator[Saliency]:
+    def maps(self, asked: Sequence[Asked], wanted: Wanted, say: Say) -> Iterator[Saliency]:
         """The maps of these answers, one after the other; ConfigError for a row that the split does not have."""
         rows = list(map(self._row, asked))
         for row, answer in zip(rows, self._answers(rows, asked), strict=True):
-            yield self._saliency(row, answer, hidden, say)
+            yield self._saliency(row, answer, wanted, say)
 
     def _row(self, asked: Asked) -> int:
         tasks = self.eval_set.tasks
@@ -290,7 +276,6 @@ class Occluder:
         raise DataError(f"no row of the {self._split} split has the id {task_id!r}; give the data of the run")
 
     def _answers(self, rows: Sequence[int], asked: Sequence[Asked]) -> list[Answer]:
-        """The given answers, and the model's greedy ones in place of the others."""
         missing = [row for row, each in zip(rows, asked, strict=True) if each.answer is None]
         drawn = iter(wait_for(self._greedy(missing)))
         return [next(drawn) if each.answer is None else self._given(each.answer) for each in asked]
@@ -305,8 +290,7 @@ class Occluder:
         if not rows:
             return []
         config, drawn = self.eval_set.config, list[Answer]()
-        engine = make_embedded(engine_settings(config), self._model.processor, self._model.vlm)
-        engine.load_weights(dict(engine.own_weights()), 0)
+        engine = engine_of(self._model, config)
         sampling = replace(rollout_sampling(config, self.eval_set.environment), temperature=0.0)
         try:
             for row in rows:
@@ -320,19 +304,19 @@ class Occluder:
     def _item(self, row: int) -> PromptedTask:
         return self._source.render(self.eval_set.tasks[row])
 
-    def _saliency(self, row: int, answer: Answer, hidden: Hidden, say: Say) -> Saliency:
+    def _saliency(self, row: int, answer: Answer, wanted: Wanted, say: Say) -> Saliency:
         item = self._item(row)
-        picture = self._picture(hidden.image, item)
-        grid = _grid(hidden.patch_px, picture.size)
+        picture = self._picture(wanted.image, item)
+        grid = _grid(wanted.patch_px, picture.size)
         say(f"{item.task.id}: {sum(map(len, grid))} patches of {grid[0][0].side} px")
-        found = self._map(hidden.image, item, answer.token_ids_T, grid)
+        found = self._map(wanted.image, item, answer.token_ids_T, grid)
         if not np.isfinite([found.logprob, *found.falls_RC.flat]).all():
             raise DataError(f"{item.task.id}: the answer has a token that this model never draws; give another answer")
         numbers = AnswerMap(
             id=item.task.id,
             question=item.task.question,
             answer=answer.text,
-            image=hidden.image,
+            image=wanted.image,
             weights=self._weights,
             logprob=found.logprob,
             patch_px=found.side_px,
@@ -377,8 +361,4 @@ def _grid(patch_px: int | None, size: tuple[int, int]) -> list[list[Patch]]:
 
 def _only(image: int, patch: Patch) -> Callable[[int], PixelChange]:
     """The changes of a prompt's pictures, counted from 0: the patch for one, none for the others."""
-    return lambda number: patch if number == image - 1 else _unchanged
-
-
-def _unchanged(pixels_YXC: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    return pixels_YXC
+    return lambda number: patch if number == image - 1 else lambda pixels_YXC: pixels_YXC

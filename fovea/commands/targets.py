@@ -11,9 +11,8 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from peft import PeftModel
 from safetensors import SafetensorError
@@ -52,12 +51,9 @@ CONSTANT = "constant:"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """A target without a model."""
+    """A target without a model: majority, gold, or constant:TEXT with the answer to every question."""
 
     name: str
-    kind: Literal["majority", "gold", "constant"]
-    text: str = ""
-    """The answer of `constant` to every question."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,10 +106,8 @@ def parse_targets(words: Sequence[str], api_key_env: str | None = None) -> list[
 
 def parse_target(word: str) -> Target:
     """Parse a target; ConfigError when it is none."""
-    if word.startswith(CONSTANT):
-        return Baseline(name=word, kind="constant", text=word.removeprefix(CONSTANT))
-    if word in ("majority", "gold"):
-        return Baseline(name=word, kind="majority" if word == "majority" else "gold")
+    if word in ("majority", "gold") or word.startswith(CONSTANT):
+        return Baseline(name=word)
     if word.startswith(("http://", "https://")):
         return _server_target(word)
     folder = Path(word)
@@ -267,7 +261,6 @@ def _environment(config: Config) -> Section:
 
 
 def _reward(config: Config) -> str:
-    """The reward functions, with their weights where they have some."""
     weights = "" if config.reward_weights is None else f" with reward_weights={list(config.reward_weights)}"
     return f"{', '.join(reward_tuple(config.reward)) or None}{weights}"
 
@@ -295,10 +288,7 @@ class OpenedModel:
 def open_model(
     target: CheckpointTarget | ModelTarget, shared: Config | None, overrides: Sequence[Override], *, trust: bool = False
 ) -> OpenedModel:
-    """Load the model of a target; `shared` has the settings for models that bring none.
-
-    Only those `overrides` of the sections `model` and `train` apply to checkpoints.
-    """
+    """Load a target; `shared` is for models without settings; checkpoints take `overrides` of model and train."""
     if isinstance(target, CheckpointTarget):
         own = [each for each in overrides if section_of(each) in ("model", "train")]
         check_packages(target.run / CONFIG_FILE, overrides, trust=trust)
@@ -353,10 +343,7 @@ def _without_first_adapter(config: Config) -> Config:
 def open_checkpoint(
     target: CheckpointTarget, overrides: Sequence[Override] = (), *, trust: bool = False
 ) -> OpenedModel:
-    """Load the model of a run with the weights of one of its checkpoints.
-
-    Code that the run's settings name is needed only where its tiny model has to be made again; it runs by `trust`.
-    """
+    """Load a checkpoint; code that the settings name, to make a tiny model again, runs by `trust`."""
     check_packages(target.run / CONFIG_FILE, overrides, trust=trust)
     return _open_checkpoint(target, overrides, trust=trust)
 
@@ -370,7 +357,12 @@ def _open_checkpoint(target: CheckpointTarget, overrides: Sequence[Override], *,
                 f"{target.name} is a checkpoint of train.backend=megatron, with a pickle among its files, which can "
                 "run code when it is read; add trust=True, if the run is your own"
             )
-        model = locate_model(config, target.run, partial(_environment_of, config, file, overrides, trust=trust))
+
+        def environment() -> Environment:
+            check_trust(config, file, overrides, trust=trust)
+            return make_environment(config).environment
+
+        model = locate_model(config, target.run, environment)
         processor = load_processor(model)
         vlm = open_vlm(config, model, processor.banned_ids)
         left_out = _load_trained(target.folder, config, model, vlm)
@@ -384,8 +376,3 @@ def _load_trained(checkpoint: Path, config: Config, model: Model, vlm: PolicyNet
     saved = saved_by_megatron(config, model, vlm.banned_ids, checkpoint)
     copy_weights(saved.weights, dict(factored_weights(vlm.network)))
     return saved.left_out
-
-
-def _environment_of(config: Config, file: Path, overrides: Sequence[Override], *, trust: bool) -> Environment:
-    check_trust(config, file, overrides, trust=trust)
-    return make_environment(config).environment

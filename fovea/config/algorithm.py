@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from fovea.config.base import (
     Fraction,
@@ -20,15 +20,12 @@ from fovea.config.base import (
     Tree,
     long_forms,
     over,
-    refuse,
 )
 from fovea.config.views import Papo, ViewsConfig, Vppo
 
 UpperClip: TypeAlias = Annotated[float, Field(ge=0, le=1e9)]
 """1e9 clips nothing, since ratios are at most exp(20)."""
 GateSteepness: TypeAlias = Annotated[float, Field(gt=0, le=1e9)]
-
-
 Coupling: TypeAlias = Literal["always", "off-policy", "never"]
 
 
@@ -41,20 +38,24 @@ class LossSettings(Member):
     not while the old log-probs are the present ones."""
 
 
-class ClippedLoss(LossSettings):
-    """PPO's ratio of each token, clipped."""
+class RatioBounds(LossSettings):
+    """Bounds of the importance ratio of each token."""
 
     couples_tokens = "never"
     aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {"clip_epsilon": ("clip_low", "clip_high")}
 
-    name: Literal["clip"] = "clip"
     clip_low: Fraction = 0.2
     """Lower bound of the importance ratio: 1 - clip_low (`clip_epsilon` sets both bounds)."""
     clip_high: UpperClip = 0.2
     """Upper bound of the importance ratio: 1 + clip_high (DAPO: 0.28)."""
+
+
+class ClippedLoss(RatioBounds):
+    """PPO's ratio of each token, clipped."""
+
+    name: Literal["clip"] = "clip"
     dual_clip: Annotated[float, Field(gt=1)] | None = 3.0
-    """Dual clip: bound on the loss of a token (gspo: of a completion) with a negative advantage whose ratio runs away;
-    null: off."""
+    """Dual clip: bound on the loss of a token (gspo: completion) with negative advantage and large ratio; null: off."""
 
 
 class GspoLoss(LossSettings):
@@ -62,7 +63,7 @@ class GspoLoss(LossSettings):
 
     # on-policy the ratio of a completion is 1, whatever its log-probs
     couples_tokens = "off-policy"
-    aliases: ClassVar[Mapping[str, tuple[str, ...]]] = ClippedLoss.aliases
+    aliases: ClassVar[Mapping[str, tuple[str, ...]]] = RatioBounds.aliases
 
     name: Literal["gspo"] = "gspo"
     clip_low: Fraction = 3e-4
@@ -70,21 +71,13 @@ class GspoLoss(LossSettings):
     clip_high: UpperClip = 4e-4
     """Upper bound of the length-normalised ratio of a completion: 1 + clip_high."""
     dual_clip: Annotated[float, Field(gt=1)] | None = 3.0
-    """Dual clip: bound on the loss of a token (gspo: of a completion) with a negative advantage whose ratio runs away;
-    null: off."""
+    """Dual clip: bound on the loss of a token (gspo: completion) with negative advantage and large ratio; null: off."""
 
 
-class CispoLoss(LossSettings):
+class CispoLoss(RatioBounds):
     """CISPO: REINFORCE weighted by the clipped, detached ratio, so that every token keeps a gradient."""
 
-    couples_tokens = "never"
-    aliases: ClassVar[Mapping[str, tuple[str, ...]]] = ClippedLoss.aliases
-
     name: Literal["cispo"] = "cispo"
-    clip_low: Fraction = 0.2
-    """Lower bound of the importance ratio: 1 - clip_low (`clip_epsilon` sets both bounds)."""
-    clip_high: UpperClip = 0.2
-    """Upper bound of the importance ratio: 1 + clip_high (DAPO: 0.28)."""
 
 
 class SapoLoss(LossSettings):
@@ -257,8 +250,6 @@ DEFAULTS_OF: dict[str, Tree] = {
     },
 }
 """The settings of `algorithm` that a name sets, unless they stand beside it."""
-
-
 AlgorithmName: TypeAlias = Literal[
     "grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce++", "reinforce++_baseline", "ppo"
 ]
@@ -281,8 +272,7 @@ class Algorithm(Section):
     engine drew with, which bounds what older weights and the update change together. With rollout.max_staleness_steps
     the default is engine, unless importance_sampling_fix=true."""
     importance_sampling_fix: bool = False
-    """Importance-sampling correction for an engine whose probabilities differ from the trainer's: weigh each token by
-    the ratio of the two."""
+    """Importance-sampling correction: weigh each token by the ratio of the trainer's probability to the engine's."""
     importance_sampling_clip: Annotated[float, Field(ge=1)] = 2.0
     """Largest importance weight; 1 or more, so that an exact engine's weights stay 1."""
     importance_sampling_level: Literal["token", "sequence", "sequence_mask"] = "token"
@@ -319,11 +309,6 @@ class Algorithm(Section):
         paper = cls.bundles.get(str(given.get("name")), {})
         return super().completed(over(long_forms(cls, paper), long_forms(cls, given)))
 
-    @model_validator(mode="after")
-    def _parts_fit(self) -> Algorithm:
-        refuse(_contradictions(self))
-        return self
-
     @property
     def needs_old_logprobs(self) -> bool:
         """True if turning rewards into advantages takes log-probs from before the update."""
@@ -349,42 +334,41 @@ class Algorithm(Section):
         """The settings of the value function; None where the advantage needs none."""
         return self.advantage.critic if isinstance(self.advantage, Gae) else None
 
-
-def _contradictions(settings: Algorithm) -> Iterator[str]:
-    """Parts of an algorithm that cannot work together or that nothing reads, and what would."""
-    advantage, defaults = settings.advantage.name, Algorithm.model_fields
-    of_tokens = advantage == "gae" or (advantage == "reinforce++" and isinstance(settings.kl, KlInReward))
-    if settings.loss.name == "gspo" and of_tokens:
-        where = "" if advantage == "gae" else " with a KL in the reward"
-        yield (
-            f"algorithm.loss=gspo weighs whole completions, but advantage={advantage}{where} gives every "
-            "token a separate advantage; set algorithm.loss=clip"
-        )
-    if settings.importance_sampling_fix and settings.old_logprobs == "engine":
-        yield (
-            "algorithm.importance_sampling_fix=true weighs tokens by the old log-probs over the engine's, which "
-            "algorithm.old_logprobs=engine makes the same; leave either out"
-        )
-    for key in () if settings.importance_sampling_fix else ("importance_sampling_clip", "importance_sampling_level"):
-        if getattr(settings, key) != defaults[key].default:
+    def contradictions(self) -> Iterator[str]:
+        """Parts of an algorithm that cannot work together or that nothing reads, and what would."""
+        advantage, defaults = self.advantage.name, type(self).model_fields
+        of_tokens = advantage == "gae" or (advantage == "reinforce++" and isinstance(self.kl, KlInReward))
+        if self.loss.name == "gspo" and of_tokens:
+            where = "" if advantage == "gae" else " with a KL in the reward"
             yield (
-                f"algorithm.{key}={getattr(settings, key)} shapes weights that importance_sampling_fix=false leaves "
-                f"out; set algorithm.importance_sampling_fix=true, or algorithm.{key}={defaults[key].default}"
+                f"algorithm.loss=gspo weighs whole completions, but advantage={advantage}{where} gives every "
+                "token a separate advantage; set algorithm.loss=clip"
             )
-    if isinstance(settings.advantage, Gae) and settings.through_masked:
-        yield (
-            "algorithm.views.through_masked=true adds a second view to every row, and a value function "
-            "(advantage=gae) reads one; set algorithm.views.through_masked=false"
-        )
-    if isinstance(settings.advantage, Gae) and settings.advantage.turn_lambda is None and settings.turn_discount != 1:
-        yield (
-            f"algorithm.turn_discount={settings.turn_discount} discounts from turn to turn, but advantage=gae without "
-            "turn_lambda discounts from token to token only; set algorithm.advantage.turn_lambda=0.95, or "
-            "algorithm.turn_discount=1"
-        )
-    one_step = settings.ppo_epochs * settings.minibatches == 1
-    if one_step and settings.max_policy_kl not in (None, settings.bundles[settings.name].get("max_policy_kl")):
-        yield (
-            f"algorithm.max_policy_kl={settings.max_policy_kl} ends the passes of a step, of which there is one; set "
-            "algorithm.ppo_epochs or algorithm.minibatches, or algorithm.max_policy_kl=null"
-        )
+        if self.importance_sampling_fix and self.old_logprobs == "engine":
+            yield (
+                "algorithm.importance_sampling_fix=true weighs tokens by the old log-probs over the engine's, which "
+                "algorithm.old_logprobs=engine makes the same; leave either out"
+            )
+        for key in () if self.importance_sampling_fix else ("importance_sampling_clip", "importance_sampling_level"):
+            if getattr(self, key) != defaults[key].default:
+                yield (
+                    f"algorithm.{key}={getattr(self, key)} shapes weights that importance_sampling_fix=false leaves "
+                    f"out; set algorithm.importance_sampling_fix=true, or algorithm.{key}={defaults[key].default}"
+                )
+        if isinstance(self.advantage, Gae) and self.through_masked:
+            yield (
+                "algorithm.views.through_masked=true adds a second view to every row, and a value function "
+                "(advantage=gae) reads one; set algorithm.views.through_masked=false"
+            )
+        if isinstance(self.advantage, Gae) and self.advantage.turn_lambda is None and self.turn_discount != 1:
+            yield (
+                f"algorithm.turn_discount={self.turn_discount} discounts from turn to turn, but advantage=gae without "
+                "turn_lambda discounts from token to token only; set algorithm.advantage.turn_lambda=0.95, or "
+                "algorithm.turn_discount=1"
+            )
+        one_step = self.ppo_epochs * self.minibatches == 1
+        if one_step and self.max_policy_kl not in (None, self.bundles[self.name].get("max_policy_kl")):
+            yield (
+                f"algorithm.max_policy_kl={self.max_policy_kl} ends the passes of a step, of which there is one; set "
+                "algorithm.ppo_epochs or algorithm.minibatches, or algorithm.max_policy_kl=null"
+            )

@@ -23,14 +23,9 @@ from fovea.config.model import Lora
 from fovea.config.type_text import Example
 
 CPU_KV_CACHE_GIB, CPU_KV_CACHE_TOKENS = 1.0, 32_768
-"""KV caches of vLLM and SGLang on a CPU where nothing is set: they would take a share of the machine's memory, which
-the trainer needs too."""
-
-
+"""KV caches of vLLM and SGLang on a CPU where nothing is set: the trainer needs the machine's memory too."""
 DEFAULT_BATCH_TOKENS = 65_536
 """Tokens of the embedded engine's KV cache where nothing is set and no pool is sized by a GPU's free memory."""
-
-
 VLLM_TEMPERATURES = (0.01, 2)
 """Lowest and highest temperature of vLLM, which raises a lower one to the first."""
 VLLM_MAX_LORA_RANK = 512
@@ -80,8 +75,7 @@ class EmbeddedSettings(EngineSettings):
     four fifths of the memory that is free when a rollout starts, or less, so that it can stay during updates; 65,536 on
     CPUs and for Qwen3.5."""
     decode_weights: Literal["exact", "int8"] = "exact"
-    """Weights of decoding. int8 (CPU): faster, and completions are sampled from slightly other probabilities, so that
-    it needs algorithm.importance_sampling_fix."""
+    """Weights of decoding. int8 (CPU): faster, from slightly other probabilities; needs importance_sampling_fix."""
     reuse_gib: MayChange[NonNegativeFloat] = 2.0
     """Memory for activations of the rollout that the update reuses; 0: none. Of a trained vision tower, and on a CPU of
     the decoder too; with train.gradient_checkpointing=full of the tower only, with selective of neither."""
@@ -106,8 +100,7 @@ class StreamedEngine(EngineSettings):
 
     python: MayChange[str | None] = None
     """Interpreter of another Python environment, such as ENV/bin/python, in which the engine (vllm_servers: what talks
-    to the servers) gets a process: for a trainer whose packages conflict with the engine's, as Megatron's do. Default:
-    the trainer's own."""
+    to the servers) gets a process: for a trainer whose packages conflict, as Megatron's do. Default: the trainer's."""
 
 
 class ImageLimit(Section):
@@ -125,8 +118,7 @@ class ServingEngine(StreamedEngine):
     gpu_memory_utilization: MayChange[Annotated[float, Field(gt=0, lt=1)]] = 0.5
     """Share of a GPU for weights and KV cache of the engine; the trainer needs the rest."""
     max_model_len: PositiveInt | None = None
-    """Most tokens of a prompt with its completion. Default: data.max_prompt_tokens + rollout.max_new_tokens, at most
-    the positions of the model."""
+    """Most tokens of prompt and completion. Default: max_prompt_tokens + max_new_tokens, at most the positions."""
     max_num_seqs: MayChange[PositiveInt] = 256
     """Most completions that decode at once."""
     max_num_batched_tokens: MayChange[PositiveInt | None] = None
@@ -206,7 +198,6 @@ class VllmSettings(ServingEngine):
 
 
 def _vllm_complaints(name: str, use: EngineUse) -> Iterator[str]:
-    """Check that vLLM draws from the distribution that is trained."""
     for key, value, off in (("top_p", use.top_p, 1), ("top_k", use.top_k, 0), ("min_p", use.min_p, 0)):
         if value != off:
             yield (
@@ -228,8 +219,7 @@ class SglangSettings(ServingEngine):
 
     name: Literal["sglang"] = "sglang"
     max_total_tokens: MayChange[PositiveInt | None] = None
-    """Tokens of the KV cache. Default: what gpu_memory_utilization leaves beside the weights; 32,768 on CPUs, and at
-    least twice max_model_len."""
+    """Tokens of the KV cache. Default: what gpu_memory_utilization leaves; on CPUs 32,768, or twice max_model_len."""
     start_seconds: MayChange[PositiveFloat] = 1800.0
     """Longest time for SGLang to start and to load the model."""
     timeout_seconds: MayChange[PositiveFloat] = 1800.0
@@ -248,8 +238,7 @@ ServerUrl: TypeAlias = Annotated[HttpUrl, Example("http://HOST:PORT"), Field(pat
 
 
 class VllmServersSettings(StreamedEngine):
-    """vLLM servers of `fovea serve --for-training`, on this machine or others; a folder brings them the weights
-    (extra: vllm)."""
+    """vLLM servers of `fovea serve --for-training`, on any machine; a folder brings them the weights (extra: vllm)."""
 
     extra = "vllm"
 
@@ -257,13 +246,11 @@ class VllmServersSettings(StreamedEngine):
     servers: MayChange[tuple[ServerUrl, ...]] = Field(min_length=1)
     """Their addresses: http://HOST:PORT."""
     weights_dir: MayChange[str]
-    """Folder that the trainer and all servers see, on shared storage; room for the weights twice. It also holds the
-    key of the servers, for this user only."""
+    """Folder that trainer and servers share: room for the weights twice, and the servers' key, for this user only."""
     timeout_seconds: MayChange[PositiveFloat] = 1800.0
     """Time limit of one call, after which it is made of another server."""
     restart_seconds: MayChange[PositiveFloat] = 900.0
-    """Longest time for which no server may answer, at the start or later; one that is started again gets the present
-    weights."""
+    """Longest time for which no server may answer; one that is started again gets the present weights."""
     limit_mm_per_prompt: ImageLimit = Field(default_factory=ImageLimit)
     """Media of one prompt."""
 
@@ -288,8 +275,7 @@ class TorchBackend(Section):
     """Memory for logits that exist at once; longer rows compute them in chunks, and where one importance ratio is of a
     whole completion (gspo off-policy, weights by completion on-policy) again in the backward pass."""
     liger_kernels: MayChange[bool | Literal["auto"]] = "auto"
-    """Liger's Triton kernels for RMS norm, SwiGLU and rotary positions; CUDA only (extra: liger). auto: on CUDA, where
-    they are installed."""
+    """Liger's kernels for RMS norm, SwiGLU and rotary positions, on CUDA (extra: liger). auto: where installed."""
     replicas: MayChange[PositiveInt] = 1
     """Groups of ranks that hold all weights each, sharded inside the group (hybrid sharding): with as many as there are
     machines, weights are gathered inside a machine, and only summed gradients cross the network."""
@@ -305,33 +291,21 @@ class MegatronBackend(Section):
     tensor_parallel_size: PositiveInt = 1
     """GPUs that each layer is split over; at most those of one machine."""
     sequence_parallel: bool = False
-    """Divide the tokens between those GPUs where a layer is not split (norms, residual stream): less memory for
-    activations."""
+    """Divide tokens between those GPUs where a layer is not split (norms, residual stream): fewer activations."""
     pipeline_parallel_size: PositiveInt = 1
     """Stages that the layers are divided into, each on separate GPUs."""
     expert_parallel_size: PositiveInt = 1
     """GPUs that the experts of a layer are dealt to, whole; their tokens travel to them and back."""
     optimizer_offload: MayChange[bool] = False
-    """Keep the optimizer's float32 weights and moments in the host's memory between its steps; each step takes the time
-    of copying them to the GPU and back."""
+    """Keep the optimizer's float32 weights and moments in the host's memory between its steps, which then copy them."""
     logits_mib: MayChange[PositiveFloat] = 512.0
     """Memory for logits that exist at once; longer rows compute them in chunks, and where one importance ratio is of a
     whole completion (gspo off-policy, weights by completion on-policy) again in the backward pass."""
 
-    @property
-    def replicas(self) -> int:
-        """One: no ranks hold all weights by themselves."""
-        return 1
-
-    @property
-    def cpu_offload(self) -> bool:
-        """False: weights and optimizer stay on the device."""
-        return False
-
-    @property
-    def liger_kernels(self) -> bool:
-        """False: Megatron has its own kernels."""
-        return False
+    # settings of the other backend
+    replicas: ClassVar[int] = 1
+    cpu_offload: ClassVar[bool] = False
+    liger_kernels: ClassVar[bool] = False
 
 
 BackendConfig: TypeAlias = Annotated[TorchBackend | MegatronBackend, Field(discriminator="name")]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import reduce
 from operator import or_
 from types import NoneType
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, TypeVar, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -78,6 +78,15 @@ class Section(BaseModel):
     def completed(cls, given: Tree) -> Tree:
         """The settings as given, in their long forms; each union without a name is its first section."""
         return {key: _named(cls.field_of(key), value) for key, value in long_forms(cls, given).items()}
+
+    def contradictions(self) -> Iterator[str]:
+        """Yield an error text for each group of settings that do not go together."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        refuse(self.contradictions())
+        return self
 
     @model_validator(mode="before")
     @classmethod
@@ -178,10 +187,7 @@ def _named(field: FieldInfo | None, value: Any) -> Any:
 
 
 def sections_of(field: FieldInfo) -> tuple[type[Section], ...]:
-    """The sections that a field may hold: one, one per member of a union, or none (a plain setting).
-
-    The members of other packages are among them once they have been imported.
-    """
+    """The sections that a field may hold, also those of packages that have been imported; none: a plain setting."""
     named, union = tuple(_sections_in(field.annotation)), _open_union(field)
     if union is None:
         return named
@@ -266,6 +272,12 @@ def leaves(tree: Tree, path: str = "") -> Tree:
         is_section = isinstance(value, dict) and value
         found |= leaves(value, f"{path}{name}.") if is_section else {f"{path}{name}": value}
     return found
+
+
+def nested(path: Iterable[str], value: object) -> Tree:
+    """`{a: {b: value}}` for the path `a`, `b`."""
+    first, *below = path
+    return {first: nested(below, value) if below else value}
 
 
 def check_depth(value: object, where: str, depth: int = 0) -> None:

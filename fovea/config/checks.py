@@ -5,10 +5,10 @@ A rule about one section only stands in that section, and what an engine cannot 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from fovea.config.algorithm import Algorithm, KlInReward
+from fovea.config.algorithm import KlInReward
 from fovea.config.backends import EngineUse, MegatronBackend
 from fovea.config.base import Section
 from fovea.config.environments import (
@@ -18,9 +18,7 @@ from fovea.config.environments import (
     RowsEnvironment,
     VqaEnvironment,
 )
-from fovea.config.model import Model
-from fovea.config.rewards import FROM_PYTHON, OVERLONG, GradingModel, RewardPlace, Rewards, part_name, reward_tuple
-from fovea.config.sections import Cluster, Train
+from fovea.config.rewards import FROM_PYTHON, OVERLONG, GradingModel, part_name, reward_tuple
 from fovea.config.splits import SplitFiles
 
 if TYPE_CHECKING:
@@ -62,22 +60,12 @@ def disagreements(config: Config) -> Iterator[str]:
             "group has a signal; set rollout.samples_per_prompt=2 or more"
         )
     yield from rollout.engine.complaints(_engine_use(config))
-    yield from _megatron(config.train, config.model, algorithm, config.cluster)
-    yield from _views(config)
-    yield from _rates_of_frozen_parts(config)
-    yield from _without_dev(config)
-    yield from _weights_in_epochs(config)
-    yield from _reward_list(config.reward, config.reward_weights)
-    yield from _rewards_in_processes(config.rewards, config.reward_in)
-    yield from _rewards_of_parts(config)
-    yield from _rows_without_a_reward(config)
-    yield from _models_that_grade(config)
-    yield from _second_opinion_without_a_rule(config)
-    yield from _too_short(config)
+    of_rewards = (_reward_list, _rewards_in_processes, _rewards_without_rows, _models_that_grade, _second_opinion)
+    for rule in (_megatron, _views, _rates_of_frozen_parts, _without_dev, _weights_in_epochs, *of_rewards, _too_short):
+        yield from rule(config)
 
 
 def _views(config: Config) -> Iterator[str]:
-    """Views of pictures that the settings of completions and log-probs do not go with."""
     algorithm, rollout = config.algorithm, config.rollout
     given = {"rollout.views": rollout.views, "algorithm.views": algorithm.views}
     for key in (key for key, views in given.items() if views is not None and rollout.max_staleness_steps):
@@ -101,7 +89,6 @@ def _views(config: Config) -> Iterator[str]:
 
 
 def _rates_of_frozen_parts(config: Config) -> Iterator[str]:
-    """Learning rates of parts that are not trained."""
     train, model = config.train, config.model
     parts = (
         ("vision_tower", train.vision_tower_learning_rate, model.trains_tower),
@@ -131,7 +118,6 @@ def _engine_use(config: Config) -> EngineUse:
 
 
 def _without_dev(config: Config) -> Iterator[str]:
-    """Readings of dev rows where the environment has none."""
     evaluate = config.evaluate
     if config.warmup is None and not evaluate.every_steps:
         return
@@ -145,7 +131,6 @@ def _without_dev(config: Config) -> Iterator[str]:
 
 
 def _weights_in_epochs(config: Config) -> Iterator[str]:
-    """Weights of rows that come exactly once."""
     if config.max_epochs is None and config.data.shuffle:
         return
     once = "data.shuffle=false" if config.max_epochs is None else f"max_epochs={config.max_epochs}"
@@ -162,18 +147,14 @@ def _weights_in_epochs(config: Config) -> Iterator[str]:
         yield f"{once} takes every row once an epoch, but {setting} draws some more often than others; drop either"
 
 
-def _rewards_of_parts(config: Config) -> Iterator[str]:
-    """Rewards of parts that the run's own reward replaces."""
+def _rewards_without_rows(config: Config) -> Iterator[str]:
+    """Rewards of parts that the run's own reward replaces, and rows that nobody grades."""
     of_parts = [key for key in config.rewards if key != "reward"]
     if config.reward is not None and of_parts:
         yield (
             f"reward={config.reward} scores the rows of all parts, so that {of_parts[0]} would never be asked; drop "
             "either"
         )
-
-
-def _rows_without_a_reward(config: Config) -> Iterator[str]:
-    """Rows that nobody grades."""
     for key, environment in config.environments.items():
         reward = f"{key.removesuffix('environment')}reward"
         if isinstance(environment, RowsEnvironment) and not {"reward", reward} & config.rewards.keys():
@@ -184,7 +165,6 @@ def _rows_without_a_reward(config: Config) -> Iterator[str]:
 
 
 def _models_that_grade(config: Config) -> Iterator[str]:
-    """A judge or reward model that nothing asks, or that is asked and not set."""
     shares = config.model_reward or {}
     if config.model_reward is not None and not 0 < sum(shares.values()) <= 1:
         yield f"model_reward={shares} has shares of one reward; write {{judge: 0.5}}, or null, with a sum of at most 1"
@@ -200,17 +180,15 @@ def _models_that_grade(config: Config) -> Iterator[str]:
             yield f"{name} is set, and nothing asks it; set model_reward={{{name}: 0.5}}, or {name}=null"
 
 
-def _second_opinion_without_a_rule(config: Config) -> Iterator[str]:
-    """A second opinion where no rule can be overruled."""
+def _second_opinion(config: Config) -> Iterator[str]:
     if config.second_opinion is None:
         return
-    ruled = isinstance(config.environment, VqaEnvironment | Geo3kEnvironment) and config.reward is None
     if isinstance(config.environment, MixtureEnvironment):
         yield (
             "second_opinion overrules the rule of one environment, vqa or geo3k, and environment.name=mixture has "
             "several; set second_opinion=null, or use model_reward"
         )
-    elif not ruled:
+    elif not isinstance(config.environment, VqaEnvironment | Geo3kEnvironment) or config.reward is not None:
         yield (
             "second_opinion overrules the rule of environment.name=vqa or geo3k, and this run has none of these "
             "graders; set second_opinion=null, or use model_reward"
@@ -235,8 +213,8 @@ def _too_short(config: Config) -> Iterator[str]:
         )
 
 
-def _megatron(train: Train, model: Model, algorithm: Algorithm, cluster: Cluster) -> Iterator[str]:
-    """Settings that training by Megatron does not go with."""
+def _megatron(config: Config) -> Iterator[str]:
+    train, algorithm, placement = config.train, config.algorithm, config.cluster.placement
     if not isinstance(train.backend, MegatronBackend):
         return
     if train.backend.sequence_parallel and train.backend.tensor_parallel_size == 1:
@@ -244,7 +222,7 @@ def _megatron(train: Train, model: Model, algorithm: Algorithm, cluster: Cluster
             "train.backend.sequence_parallel=true with train.backend.tensor_parallel_size=1: tokens are divided among "
             "the GPUs that a layer is split over; set tensor_parallel_size, or leave sequence_parallel out"
         )
-    lora, tensor = model.lora, train.backend.tensor_parallel_size
+    lora, tensor = config.model.lora, train.backend.tensor_parallel_size
     if lora is not None and lora.rank % tensor:
         yield (
             f"model.lora.rank={lora.rank} with train.backend.tensor_parallel_size={tensor}: the rows of an adapter are "
@@ -258,7 +236,7 @@ def _megatron(train: Train, model: Model, algorithm: Algorithm, cluster: Cluster
         "algorithm.advantage.critic.trunk=separate": algorithm.critic is not None
         and algorithm.critic.trunk == "separate"
         and "its value function is a head on the policy's states",
-        f"cluster.placement={cluster.placement}": cluster.placement != "collocated"
+        f"cluster.placement={placement}": placement != "collocated"
         and "its process groups are those of all processes, of which some would not train",
         "algorithm.views.through_masked": algorithm.through_masked and "its rows have one view",
         "train.gradient_checkpointing=selective": train.gradient_checkpointing == "selective"
@@ -271,8 +249,8 @@ def _megatron(train: Train, model: Model, algorithm: Algorithm, cluster: Cluster
             yield f"{setting} with train.backend=megatron: {reason}; change either, or set train.backend=torch"
 
 
-def _reward_list(reward: Rewards, weights: Sequence[float] | None) -> Iterator[str]:
-    """A list of rewards whose weights or names do not fit."""
+def _reward_list(config: Config) -> Iterator[str]:
+    reward, weights = config.reward, config.reward_weights
     if reward == ():
         yield "reward=[] names no function; name one or more, or leave reward out"
         return
@@ -299,16 +277,15 @@ def _reward_list(reward: Rewards, weights: Sequence[float] | None) -> Iterator[s
             )
 
 
-def _rewards_in_processes(rewards: Mapping[str, Sequence[str]], place: RewardPlace) -> Iterator[str]:
-    """Reward functions that no other process can import."""
-    if place == "thread":
+def _rewards_in_processes(config: Config) -> Iterator[str]:
+    if config.reward_in == "thread":
         return
-    if not rewards:
+    if not config.rewards:
         yield (
             "reward_in=process is about reward functions in files, and none is set; set reward=path/to/file.py:name, "
             "or leave reward_in out"
         )
-    for key, specs in rewards.items():
+    for key, specs in config.rewards.items():
         for spec in specs:
             if spec.startswith(FROM_PYTHON):
                 yield (

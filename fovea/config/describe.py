@@ -37,10 +37,7 @@ OLD_KEYS = Path(__file__).with_name("moved.yaml")
 
 
 def describe(prefix: str = "") -> list[Setting]:
-    """Every key at or below `prefix`, those of all unions and optional sections too; ConfigError for an unknown one.
-
-    For a choice, such as `environment=geo3k`, the keys that only this member of the union has.
-    """
+    """Every key at or below `prefix`, or of a choice such as `environment=geo3k` only; ConfigError where none is."""
     if is_choice(prefix):
         return _describe_choice(prefix)
     _, inner = listed(prefix)
@@ -74,16 +71,8 @@ def _key_of_choice(choice: str) -> str:
 
 
 def _union_at(key: str) -> FieldInfo | None:
-    """The union at a dotted key that is inside no other union; None where there is none."""
-    *outer, last = key.split(".")
-    section: type[Section] = Config
-    for name in outer:
-        field = section.field_of(name)
-        inner = sections_of(field) if field is not None else ()
-        if not inner:
-            return None
-        section = inner[0]
-    found = section.field_of(last)
+    """The union at a dotted key, where each union on the way has its default; None where there is none."""
+    found = _field_at({}, key)
     return found if found is not None and is_union(found) else None
 
 
@@ -94,10 +83,7 @@ def unknown_name(key: str, field: FieldInfo, name: object) -> str:
 
 
 def unknown_key(key: str, choices: Collection[str] = ()) -> str:
-    """The complaint about a key that its section lacks, with the one that may be meant.
-
-    `choices` are members of unions that are chosen (`environment.name=geo3k`): no setting of another one is meant.
-    """
+    """The complaint about an unknown key, with a near one, but of no member of a union beside the `choices`."""
     part, inner = listed(key)
     if part:
         return f"{part}: {unknown_key(inner, _within(part, choices))}"
@@ -148,10 +134,7 @@ def _with_near_keys(key: str, known: Sequence[str]) -> str:
 
 
 def without_settled(layer: Tree, merged: Tree, path: str = "") -> Tree:
-    """The settings of a layer less those of earlier versions that hold without being set: so older runs can be read.
-
-    `merged`: this layer over the earlier ones, which says what sections there are.
-    """
+    """The settings of a layer less those of earlier versions that hold anyway in `merged`, to read older runs."""
     left = {name: value for name, value in layer.items() if not _is_settled(f"{path}{name}", value, merged)}
     sections = {name: value for name, value in left.items() if isinstance(value, dict)}
     inner = {name: without_settled(value, merged, f"{path}{name}.") for name, value in sections.items()}
@@ -185,7 +168,7 @@ def with_one_judge(layer: Tree) -> Tree:
 def _is_settled(key: str, value: object, merged: Tree) -> bool:
     """True for a setting of an earlier version with the value that now holds without it."""
     old, (part, inner) = _old_keys(), listed(key)
-    if inner not in old["fixed"] or old["fixed"][inner] != value or _has_field(merged, key):
+    if inner not in old["fixed"] or old["fixed"][inner] != value or _field_at(merged, key) is not None:
         return False
     now, outer = leaves(merged), f"{part}." if part else ""
     return all(now.get(outer + other, wanted) == wanted for other, wanted in old["while"].get(inner, {}).items())
@@ -194,25 +177,25 @@ def _is_settled(key: str, value: object, merged: Tree) -> bool:
 def old_settings(layer: Tree, merged: Tree) -> list[str]:
     """Advice for each setting of an earlier version in a layer that the sections chosen in `merged` do not have."""
     advice = {key: moved_key(key) for key in leaves(layer)}
-    return [text for key, text in advice.items() if text is not None and not _has_field(merged, key)]
+    return [text for key, text in advice.items() if text is not None and _field_at(merged, key) is None]
 
 
-def _has_field(tree: Tree, key: str) -> bool:
-    """True if the sections that a tree chooses have a setting of this dotted key."""
+def _field_at(tree: Tree, key: str) -> FieldInfo | None:
+    """The field of a dotted key, or of the mapping that it is an entry of, in the sections that a tree chooses."""
     section: type[Section] = Config
     *outer, last = key.split(".")
     for name in outer:
         field = section.field_of(name)
         if field is None or not sections_of(field):
-            return field is not None and get_origin(field.annotation) is dict
+            return field if field is not None and get_origin(field.annotation) is dict else None
         value = long_forms(section, {name: tree.get(name)}).get(name)
         tree = value if isinstance(value, dict) else {}
         name_here = tree.get(NAME, default_name(field))
         chosen = variant_of(field, name_here) if is_union(field) else sections_of(field)[0]
         if chosen is None:
-            return False
+            return None
         section = chosen
-    return section.field_of(last) is not None
+    return section.field_of(last)
 
 
 def moved_key(key: str) -> str | None:

@@ -112,10 +112,7 @@ def _counterpart(key: str, row: dict[str, Any]) -> Counterpart:
 
 
 def hint_for(key: str) -> str | None:
-    """Counterpart of another system's key, whole or without its first sections; None if it has the same name.
-
-    No news is a key whose counterpart has its last name: the table of our own settings has that too.
-    """
+    """Counterpart of another system's key, also of its last parts; None where only sections differ."""
     if hint := _section_of_another_system(key):
         return hint
     found = _meant(key)
@@ -166,14 +163,12 @@ def _message(key: str, found: list[tuple[System, Counterpart]]) -> str:
     if not with_ours:
         return f"{key} is not a setting here: {found[0][1].none}; remove it"
     distinct = {each.ours: (system, each) for system, each in reversed(with_ours)}
-    counterparts = [_described(key, system, each) for system, each in reversed(distinct.values())]
+    counterparts = []
+    for system, setting in reversed(distinct.values()):
+        name = "" if setting.theirs == key else f" {setting.theirs}"
+        note = f" ({setting.note})" if setting.note else ""
+        counterparts.append(f"{system.title}'s{name} is {' and '.join(setting.ours)} here{note}")
     return f"{key}: no such setting; {'; '.join(counterparts)}"
-
-
-def _described(key: str, system: System, setting: Counterpart) -> str:
-    name = "" if setting.theirs == key else f" {setting.theirs}"
-    note = f" ({setting.note})" if setting.note else ""
-    return f"{system.title}'s{name} is {' and '.join(setting.ours)} here{note}"
 
 
 def _last(key: str) -> str:

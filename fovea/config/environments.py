@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 from fovea.config.base import Fraction, HttpUrl, NonNegativeFloat, OpenUnion, PositiveFloat, PositiveInt, Section, Tree
-from fovea.config.file_rows import FileEnvironment
 from fovea.config.games import FrozenLakeEnvironment, PagesEnvironment, SokobanEnvironment
 from fovea.config.grounding import GroundingEnvironment, GroundingShapesEnvironment
-from fovea.config.splits import DrawnRows, EnvironmentSettings, SessionLimits, SplitFiles
+from fovea.config.splits import DrawnRows, EnvironmentSettings, FileEnvironment, SessionLimits, SplitFiles
 
 GeoPart: TypeAlias = Literal["country", "region", "city", "coordinates"]
 GeoColumn: TypeAlias = Literal["country", "region", "city", "lat", "lon"]
@@ -67,20 +66,15 @@ class GeoSpotEnvironment(SplitFiles):
         filled = {key: {**mappings[key], **given[key]} for key in mappings if isinstance(given.get(key), dict)}
         return super().completed(given | filled)
 
-    @model_validator(mode="after")
-    def _country_counts(self) -> GeoSpotEnvironment:
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
         if self.weights["country"] == 0:
-            raise ValueError("environment.weights.country=0, but the first stages ask for nothing else; set it above 0")
-        return self
-
-    @model_validator(mode="after")
-    def _tolerances_tighten(self) -> GeoSpotEnvironment:
+            yield "environment.weights.country=0, but the first stages ask for nothing else; set it above 0"
         if any(later >= earlier for earlier, later in pairwise(self.tolerances_km)):
-            raise ValueError(
+            yield (
                 f"environment.tolerances_km={list(self.tolerances_km)}, but each stage must be stricter than the one "
                 "before it; write falling numbers, such as [500, 200, 100, 50, 25]"
             )
-        return self
 
 
 class Curriculum(Section):
@@ -91,8 +85,7 @@ class Curriculum(Section):
     advance: Literal["step", "success"] = "step"
     """Criterion for the next stage: the number of steps, or the mean reward."""
     starts: tuple[PositiveInt, ...] | None = None
-    """First steps of the second and later stages (advance=step); default: the environment's (geospot: 100, 300, 600,
-    1000)."""
+    """First steps of later stages (advance=step); default: the environment's (geospot: 100, 300, 600, 1000)."""
     success_rate: Fraction = 0.8
     """Mean reward that ends a stage (advance=success) ..."""
     success_window_steps: PositiveInt = 20
@@ -111,11 +104,9 @@ class Curriculum(Section):
             return self.level_weights
         return tuple(table for table in self.level_weights[-1:] if any(weight != 1 for weight in table.values()))
 
-    @model_validator(mode="after")
-    def _starts_rise(self) -> Curriculum:
+    def contradictions(self) -> Iterator[str]:
         if self.starts is not None and any(later <= earlier for earlier, later in pairwise(self.starts)):
-            raise ValueError(f"curriculum.starts={list(self.starts)} must rise; sort it, each step once")
-        return self
+            yield f"curriculum.starts={list(self.starts)} must rise; sort it, each step once"
 
 
 Gradable: TypeAlias = Literal["geo3k", "vqa", "caption", "geospot", "shapes", "grounding"]
@@ -143,19 +134,17 @@ class ShapesEnvironment(DrawnRows):
     image_side_px: Annotated[int, Field(ge=32)] = 48
     """Width and height of a scene."""
 
-    @model_validator(mode="after")
-    def _rows_can_be_mixed(self) -> ShapesEnvironment:
+    def contradictions(self) -> Iterator[str]:
         if len(set(self.levels)) < len(self.levels):
-            raise ValueError(
+            yield (
                 f"environment.level={list(self.levels)} names a level twice, but a mix has equal parts of each; name "
                 "each once"
             )
         if self.comparison_share + self.text_share > 1:
-            raise ValueError(
+            yield (
                 f"environment.comparison_share={self.comparison_share:g} and environment.text_share="
                 f"{self.text_share:g} are more than all rows together; lower one of them"
             )
-        return self
 
     @property
     def levels(self) -> tuple[int, ...]:
@@ -196,27 +185,26 @@ class Geo3kEnvironment(FileEnvironment):
     answer_tags: bool = False
     """Grade the content of `<answer>` tags in place of a box, as R1-V and MM-Eureka do."""
 
-    @model_validator(mode="after")
-    def _one_reward(self) -> Geo3kEnvironment:
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
         if self.binary_rewards is None:
-            return self
+            return
         low, high = self.binary_rewards
         if self.format_weight:
-            raise ValueError(
+            yield (
                 f"environment.format_weight={self.format_weight:g} shares the reward, but environment.reward_max_val "
                 "and reward_min_val make it binary; unset either"
             )
         if self.think_tags:
-            raise ValueError(
+            yield (
                 "environment.think_tags=true is about the form, which the binary reward of environment.reward_max_val "
                 "and reward_min_val leaves out; unset either"
             )
         if not low < high:
-            raise ValueError(
+            yield (
                 f"environment.reward_min_val={low:g} is not below reward_max_val={high:g}, so that a right answer "
                 "would not be worth more; lower reward_min_val"
             )
-        return self
 
     @property
     def binary_rewards(self) -> tuple[float, float] | None:
@@ -239,14 +227,13 @@ class VqaEnvironment(FileEnvironment):
     choices_key: str | None = None
     """Column with the options of multiple choice: they are listed under letters after the question."""
 
-    @model_validator(mode="after")
-    def _one_way_to_grade(self) -> VqaEnvironment:
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
         if self.answers_key is not None and self.choices_key is not None:
-            raise ValueError(
+            yield (
                 f"environment.answers_key={self.answers_key} asks for soft accuracy, which environment.choices_key="
                 f"{self.choices_key} has no use for; unset either"
             )
-        return self
 
 
 class RowsEnvironment(FileEnvironment):
@@ -262,14 +249,12 @@ class CaptionEnvironment(FileEnvironment):
     references_key: str | None = None
     """Column with all references of an image; default: the true answer, which may be a list of them."""
     metric_weights: dict[CaptionMetric, PositiveFloat] = Field(default={"cider": 1.0})
-    """Weights of the metrics in the reward: cider (CIDEr-D), chrf, bleu, judge and reward_model (the sections of these
-    names)."""
+    """Weights of the metrics in the reward: cider (CIDEr-D), chrf, bleu, and the sections judge and reward_model."""
 
-    @model_validator(mode="after")
-    def _has_a_metric(self) -> CaptionEnvironment:
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
         if not self.metric_weights:
-            raise ValueError("environment.metric_weights is empty, so that there is no reward; write {cider: 1}")
-        return self
+            yield "environment.metric_weights is empty, so that there is no reward; write {cider: 1}"
 
 
 Value: TypeAlias = str | bool | int | float | None
@@ -316,14 +301,12 @@ class GymnasiumEnvironment(SeedRows):
     success_key: str | None = None
     """Key of the last step's `info` that is true after success; default: terminated with a positive reward."""
 
-    @model_validator(mode="after")
-    def _actions_differ(self) -> GymnasiumEnvironment:
+    def contradictions(self) -> Iterator[str]:
         if len({action.casefold() for action in self.actions}) < len(self.actions):
-            raise ValueError(
+            yield (
                 f"environment.actions={list(self.actions)} names an action twice, in any case of letters; give every "
                 "action a separate name"
             )
-        return self
 
 
 class OpenEnvEnvironment(SeedRows):
@@ -335,22 +318,18 @@ class OpenEnvEnvironment(SeedRows):
     reset: dict[str, Value] = Field(default_factory=dict)
     """Arguments of `reset` beside the seed."""
     action_key: str | None = None
-    """Field of the action that gets the text in the model's `<action>` tag; default: the tag holds the action as a JSON
-    object."""
+    """Field of the action that gets the text in the model's `<action>` tag; default: the tag holds a JSON object."""
     image_keys: tuple[str, ...] = ()
-    """Fields of an observation with pictures: base64, a list of base64, or values from 0 to 255, nested or flat beside
-    FIELD_shape."""
+    """Fields with pictures: base64, a list of base64, or values from 0 to 255, nested or flat beside FIELD_shape."""
     text_keys: tuple[str, ...] = ()
     """Fields of an observation that are shown as text."""
 
-    @model_validator(mode="after")
-    def _shows_something(self) -> OpenEnvEnvironment:
+    def contradictions(self) -> Iterator[str]:
         if not (self.image_keys or self.text_keys):
-            raise ValueError(
+            yield (
                 "environment.image_keys and environment.text_keys are empty, so that the model would see nothing; name "
                 "fields of the observation"
             )
-        return self
 
 
 class NemoGymEnvironment(SplitFiles):
@@ -409,17 +388,15 @@ class MixtureParts(Section):
     def by_name(self) -> Mapping[str, MixturePart]:
         return self.__pydantic_extra__
 
-    @model_validator(mode="after")
-    def _names_fit(self) -> MixtureParts:
+    def contradictions(self) -> Iterator[str]:
         if not self.by_name:
-            raise ValueError("environment.parts is empty, so that there are no rows; name a part or more")
+            yield "environment.parts is empty, so that there are no rows; name a part or more"
         for name in self.by_name:
             if not name or set(name) & {".", "/"}:
-                raise ValueError(
+                yield (
                     f"environment.parts: {name!r} does not fit in the names of settings and of question types; give "
                     "the part a name without . and /"
                 )
-        return self
 
 
 class MixtureEnvironment(EnvironmentSettings):
@@ -429,14 +406,12 @@ class MixtureEnvironment(EnvironmentSettings):
     parts: MixtureParts
     """The data sets, by name."""
 
-    @model_validator(mode="after")
-    def _parts_have_the_limits(self) -> MixtureEnvironment:
+    def contradictions(self) -> Iterator[str]:
         if self.session != SessionLimits():
-            raise ValueError(
+            yield (
                 "environment.session is set, but the episodes of a mixture are those of its parts; set "
                 "environment.parts.NAME.environment.session"
             )
-        return self
 
 
 EnvironmentConfig: TypeAlias = Annotated[

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from fovea.config.base import Fraction, NonNegativeFloat, PositiveInt
 from fovea.config.splits import DrawnRows
@@ -31,24 +32,20 @@ class GameEnvironment(DrawnRows):
     """Reward of every such turn for a right `<observation>` and a right `<prediction>` in its thought: where things are
     from the player before its moves and after them. 0: neither is asked for."""
 
-    @model_validator(mode="after")
-    def _settings_fit(self) -> GameEnvironment:
+    def contradictions(self) -> Iterator[str]:
         low, high = self.moves
         if low > high:
-            raise ValueError(
-                f"environment.moves={list(self.moves)} has no number of moves in it; write the smaller first"
-            )
+            yield (f"environment.moves={list(self.moves)} has no number of moves in it; write the smaller first")
         if high > self.max_turns * self.max_actions_per_turn:
-            raise ValueError(
+            yield (
                 f"environment.moves={list(self.moves)} has boards of {high} moves, but max_turns={self.max_turns} and "
                 f"max_actions_per_turn={self.max_actions_per_turn} allow fewer; lower the second number of moves"
             )
         if self.state_reward and not self.think:
-            raise ValueError(
+            yield (
                 "environment.state_reward is for descriptions in a thought, and environment.think=false asks for none; "
                 "set environment.think=true"
             )
-        return self
 
 
 class FrozenLakeEnvironment(GameEnvironment):

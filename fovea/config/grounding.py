@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from fovea.config.base import Fraction, PositiveInt
-from fovea.config.file_rows import FileEnvironment
-from fovea.config.splits import DrawnRows
+from fovea.config.splits import DrawnRows, FileEnvironment
 
 Ask: TypeAlias = Literal["box", "boxes", "point", "points"]
 Coordinates: TypeAlias = Literal["model", "pixels", "thousandths", "unit", "original"]
@@ -60,8 +60,7 @@ class GroundingEnvironment(FileEnvironment):
     """Published layout, which sets columns, units and a prompt where no setting does. rows: your own columns, or
     VLM-R1's (problem and solution, or conversations)."""
     ask: Ask | None = None
-    """The answer: one box, several, one point in the true box, or one point for each; default: box, or point in the
-    layouts of screenshots."""
+    """The answer: one box, several, one point in the true box, or one for each; default: box, for screenshots point."""
     coordinates: Coordinates = "model"
     """Coordinates of the answers. model: as the model's family writes them; pixels: of the picture as resized for the
     model; thousandths: 0 to 1000; unit: 0 to 1; original: pixels of the picture as stored."""
@@ -108,27 +107,22 @@ class GroundingEnvironment(FileEnvironment):
         keys = {"action_key": self.action_key, "text_key": self.text_key}
         return super().named_columns + [(f"environment.{key}", name) for key, name in keys.items() if name is not None]
 
-    @model_validator(mode="after")
-    def _reward_fits(self) -> GroundingEnvironment:
-        _check_reward(self.reward_kind, self.asked)
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        yield from _unfit_reward(self.reward_kind, self.asked)
         if self.min_iou > 0 and self.rewarded != "iou":
-            raise ValueError(
+            yield (
                 f"environment.min_iou={self.min_iou:g} is a setting of reward_kind=iou, and this is {self.rewarded}; "
                 "drop it"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _action_has_a_point(self) -> GroundingEnvironment:
         settings = self.with_layout
         if settings.text_key is not None and settings.action_key is None:
-            raise ValueError(f"environment.text_key={self.text_key} is read with an action; set environment.action_key")
+            yield f"environment.text_key={self.text_key} is read with an action; set environment.action_key"
         if settings.action_key is not None and self.asked != "point":
-            raise ValueError(
+            yield (
                 f"environment.ask={self.asked}, but an action (environment.action_key) has one point; set "
                 "environment.ask=point"
             )
-        return self
 
 
 class GroundingShapesEnvironment(DrawnRows):
@@ -148,16 +142,13 @@ class GroundingShapesEnvironment(DrawnRows):
     test_size: PositiveInt = 600
     """Held-out scenes of the final table."""
 
-    @model_validator(mode="after")
-    def _reward_fits(self) -> GroundingShapesEnvironment:
-        _check_reward(self.reward_kind, self.ask)
-        return self
+    def contradictions(self) -> Iterator[str]:
+        yield from _unfit_reward(self.reward_kind, self.ask)
 
 
-def _check_reward(kind: RewardKind | None, ask: Ask) -> None:
-    """ValueError for a kind of reward that does not grade such answers."""
+def _unfit_reward(kind: RewardKind | None, ask: Ask) -> Iterator[str]:
     if kind is not None and kind not in REWARD_KINDS[ask]:
-        raise ValueError(
+        yield (
             f"environment.reward_kind={kind} does not grade the answers of environment.ask={ask}; choose "
             f"{' or '.join(REWARD_KINDS[ask])}"
         )

@@ -236,16 +236,14 @@ class _Layers:
 
     def _explain(self, error: ValidationError) -> str:
         """Every setting that does not fit, once each: pydantic has an error for each type that a value may be of."""
-        found: dict[str, Mapping[str, Any]] = {}
+        found: dict[str, tuple[Any, Mapping[str, Any]]] = {}
         for details in error.errors(include_url=False):
-            key, _ = _locate(self.values, details["loc"], is_missing=details["type"] == "missing")
-            found.setdefault(key, dict(details))
-        return _all_of([self._explain_one(details) for details in found.values()])
+            key, value = _locate(self.values, details["loc"], is_missing=details["type"] == "missing")
+            found.setdefault(key, (value, dict(details)))
+        return _all_of([self._explain_one(key, *about) for key, about in found.items()])
 
-    def _explain_one(self, details: Mapping[str, Any]) -> str:
-        is_missing = details["type"] == "missing"
-        key, value = _locate(self.values, details["loc"], is_missing=is_missing)
-        is_missing = is_missing and value is None
+    def _explain_one(self, key: str, value: Any, details: Mapping[str, Any]) -> str:
+        is_missing = details["type"] == "missing" and value is None
         # what a section lacks is for the layer to give that chose it
         asked = f"{key.rpartition('.')[0]}.{NAME}" if is_missing else key
         sources = dict.fromkeys(source for _, source in self._sources_at(asked))
@@ -257,8 +255,10 @@ class _Layers:
         if is_missing:
             dropped = self._dropped_below(key.rpartition(".")[0])
             return f"{where}{key}: must be set{dropped or f'; allowed: {allowed}'}"
-        if of_fields := _hint_for_fields(key, value):
-            return f"{where}{of_fields}"
+        # the fields of another system's section below one of our settings, such as reward.reward_max_val
+        for below in (f"{key}.{name}" for name in leaves(value)) if isinstance(value, dict) else ():
+            if elsewhere := hint_for(below) or hint_for_last_name(below):
+                return f"{where}{elsewhere}"
         return f"{where}{key}: {show(value)} does not fit; allowed: {allowed}{hint(key, value, allowed)}"
 
     def _dropped_below(self, section: str) -> str:
@@ -300,7 +300,12 @@ def _merge(into: Tree, layer: Tree, section: type[Section], path: str) -> Iterat
     """Set the values of a layer in the tree, section by section; yield the keys that there are not."""
     _check_texts(path, layer)
     layer = _long_forms(section, layer, path)
-    _take_bundle(into, layer, section)
+    old, new = into.get(NAME), layer.get(NAME)
+    if isinstance(new, str) and new in section.bundles and new != old:
+        # the name stands for several settings, and replaces earlier values of them
+        for entry in section.bundles.get(str(old), {}):
+            into.pop(entry, None)
+        into |= long_forms(section, copy.deepcopy(section.bundles[new]))
     for name, value in layer.items():
         key, field, current = f"{path}{name}", section.field_of(name), into.get(name)
         if field is None:
@@ -345,15 +350,6 @@ def _check_nested(path: str, name: str) -> None:
         raise ConfigError(f"{path}{name}: in files and mappings sections nest, without dots: {nested}")
 
 
-def _take_bundle(into: Tree, layer: Tree, section: type[Section]) -> None:
-    """Expand a name that stands for several settings, replacing earlier values of them."""
-    old, new = into.get(NAME), layer.get(NAME)
-    if isinstance(new, str) and new in section.bundles and new != old:
-        for entry in section.bundles.get(str(old), {}):
-            into.pop(entry, None)
-        into |= long_forms(section, copy.deepcopy(section.bundles[new]))
-
-
 def _section_for(field: FieldInfo, current: Tree, new: Tree, key: str) -> tuple[Tree, type[Section]]:
     """Choose the member of a union section, and the current values it keeps: none if another member is chosen."""
     if not is_union(field):
@@ -374,14 +370,7 @@ def _choices_first(override: Tree) -> int:
     return next(depths, len(choices))
 
 
-def _hint_for_fields(key: str, value: object) -> str | None:
-    """The names here of another system's settings that are given below one of ours, such as reward.reward_max_val."""
-    below = [f"{key}.{name}" for name in leaves(value)] if isinstance(value, dict) else []
-    return next((each for name in below if (each := hint_for(name) or hint_for_last_name(name))), None)
-
-
 def _parts(layer: Tree) -> Sequence[str]:
-    """The names of the parts of a mixture in a layer."""
     found: Any = layer
     for name in _PARTS.split("."):
         found = found.get(name) if isinstance(found, dict) else None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 from fovea.config.base import HttpUrl, PositiveFloat, Section
@@ -29,13 +29,11 @@ class McpServer(Section):
     timeout_seconds: PositiveFloat = 60.0
     """Longest start, and longest call."""
 
-    @model_validator(mode="after")
-    def _is_one_of_two(self) -> McpServer:
+    def contradictions(self) -> Iterator[str]:
         if (self.command is None) == (self.url is None):
-            raise ValueError("an MCP server has either a command or a url; set one of them")
+            yield "an MCP server has either a command or a url; set one of them"
         if self.url is None and self.api_key_env is not None:
-            raise ValueError("api_key_env is the key for a url; give a command its keys by pass_env")
-        return self
+            yield "api_key_env is the key for a url; give a command its keys by pass_env"
 
 
 class McpServers(Section):

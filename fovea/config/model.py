@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from fovea.config.base import MayChange, NonNegativeFloat, PositiveInt, Section, Tree
 
@@ -30,39 +31,32 @@ class TinyModel(Section):
     intermediate_size: PositiveInt = 128
     """Width of the MLP, and of every expert of qwen3_vl_moe and qwen3_5_moe."""
     image_side_px: Annotated[int, Field(ge=16)] = 48
-    """Side of the image for which the learned position grid of all but qwen2_vl and qwen2_5_vl is made;
-    others are interpolated."""
+    """Side of the image for which the learned position grid is made (not in qwen2_vl, qwen2_5_vl)."""
     vocabulary_size: Annotated[int, Field(ge=300)] = 512
     """Entries of the tokenizer, 256 bytes and Qwen's special tokens included; trained on the task's texts."""
 
-    @model_validator(mode="after")
-    def _heads_fit(self) -> TinyModel:
+    def contradictions(self) -> Iterator[str]:
         if self.hidden_size % (8 * self.num_heads):
-            raise ValueError(
+            yield (
                 f"model.tiny: hidden_size={self.hidden_size} is not a multiple of 8 * num_heads={8 * self.num_heads}; "
                 f"set hidden_size={(self.hidden_size // (8 * self.num_heads) + 1) * 8 * self.num_heads}"
             )
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
+            yield (
                 f"model.tiny: num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}; "
                 "set num_kv_heads=1"
             )
-        return self
+        if self.family == "qwen3_vl_moe" and self.hidden_size in (self.intermediate_size, 2 * self.intermediate_size):
+            yield (
+                f"model.tiny: experts with hidden_size={self.hidden_size} and intermediate_size="
+                f"{self.intermediate_size} are square, and transformers cannot tell the order of their axes in a file; "
+                f"set intermediate_size={self.intermediate_size + 8}"
+            )
 
     @property
     def head_dim(self) -> int:
         """Width of one head."""
         return self.hidden_size // self.num_heads
-
-    @model_validator(mode="after")
-    def _experts_are_not_square(self) -> TinyModel:
-        if self.family == "qwen3_vl_moe" and self.hidden_size in (self.intermediate_size, 2 * self.intermediate_size):
-            raise ValueError(
-                f"model.tiny: experts with hidden_size={self.hidden_size} and intermediate_size="
-                f"{self.intermediate_size} are square, and transformers cannot tell the order of their axes in a file; "
-                f"set intermediate_size={self.intermediate_size + 8}"
-            )
-        return self
 
 
 class Lora(Section):
@@ -78,8 +72,7 @@ class Lora(Section):
     parts: tuple[LoraPart, ...] = ("language_model",)
     """Parts of the model that get adapters; images are encoded in every pass where the vision does."""
     targets: tuple[str, ...] = (ALL_LINEAR,)
-    """Names of the linear layers of these parts that get an adapter; all-linear: every one of them. The experts of a
-    mixture are not linear layers."""
+    """Names of the linear layers that get an adapter; all-linear: all but the experts of a mixture."""
     exclude: tuple[str, ...] = ()
     """Regular expressions; a layer with a match anywhere in its path gets none."""
     adapter: str | None = None
@@ -93,24 +86,21 @@ class Lora(Section):
         given = {key: (value,) if key in lists and isinstance(value, str) else value for key, value in given.items()}
         return super().completed(given)
 
-    @model_validator(mode="after")
-    def _expressions(self) -> Lora:
+    def contradictions(self) -> Iterator[str]:
         for pattern in self.exclude:
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise ValueError(
+                yield (
                     f"model.lora.exclude: {pattern} is not a regular expression ({error}); escape literal characters"
-                ) from error
-        return self
+                )
 
 
 class Model(Section):
     """Which model is trained: `model.path` (a folder or hub id) or `model.tiny`."""
 
     path: str | None = None
-    """Folder or hub id of a Qwen-VL, or of another type that `fovea doctor --families` lists; of others with
-    family=auto."""
+    """Folder or hub id of a model of a type that `fovea doctor --families` lists; of others with family=auto."""
     revision: Annotated[str, Field(min_length=1)] | None = None
     """Commit, tag or branch of a hub id; a commit pins the model for good. Default: the main branch as it is today."""
     family: Literal["named", "auto"] = "named"
@@ -122,8 +112,7 @@ class Model(Section):
     """Arguments of the model's chat template, such as `{enable_thinking: false}`: in every prompt and later turn, in
     requests to servers that `fovea eval` asks, and as defaults in the template of an export."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number format of weights and activations; log-probs, losses and the optimizer's copy of the weights are always
-    float32."""
+    """Number format of weights and activations; log-probs, losses and the optimizer's weights are always float32."""
     attention: MayChange[Literal["auto", "merged", "varlen", "varlen_gathered", "sdpa", "eager"]] = "auto"
     """Attention kernel for packed rows. auto: merged on CPU, varlen on CUDA in bfloat16; where that is refused, as the
     start of the run then says, varlen_gathered or sdpa, which copy the prompt for every completion; eager is the plain
@@ -155,29 +144,23 @@ class Model(Section):
         off = {"fast_path": "off"} if given.get("fast_path") is False else {}
         return super().completed(given | off)
 
-    @model_validator(mode="after")
-    def _one_source(self) -> Model:
+    def contradictions(self) -> Iterator[str]:
         if (self.path is None) == (self.tiny is None):
-            raise ValueError(
-                "model: set exactly one of model.path (a folder or hub id) and model.tiny (a small model made here)"
-            )
+            yield "model: set exactly one of model.path (a folder or hub id) and model.tiny (a small model made here)"
         if self.revision is not None and self.tiny is not None:
-            raise ValueError(
+            yield (
                 f"model.revision={self.revision}, but model.tiny is made here and has no revisions; set "
                 "model.revision=null"
             )
         if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
-            raise ValueError(f"model: min_pixels={self.min_pixels} is above max_pixels={self.max_pixels}; swap them")
+            yield f"model: min_pixels={self.min_pixels} is above max_pixels={self.max_pixels}; swap them"
         if self.lora is not None and self.freeze_projector is False and not self.trains_projector:
-            raise ValueError(
+            yield (
                 f"model.freeze_projector=false, but with model.lora only adapters of {', '.join(self.lora.parts)} are "
                 "trained; leave model.freeze_projector out, add projector to model.lora.parts, or set model.lora=null"
             )
         if self.lora is not None and self.freeze_vision_tower and self.trains_tower:
-            raise ValueError(
-                "model.freeze_vision_tower=true, but model.lora.parts has adapters on the vision tower; drop either"
-            )
-        return self
+            yield "model.freeze_vision_tower=true, but model.lora.parts has adapters on the vision tower; drop either"
 
     @property
     def name(self) -> str:

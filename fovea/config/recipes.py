@@ -6,13 +6,12 @@ import difflib
 import itertools
 import os
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import yaml
 
-from fovea.config.base import Tree
+from fovea.config.base import Tree, nested
 from fovea.config.type_text import show
 from fovea.errors import ConfigError
 from fovea.utils.bounded import MIB
@@ -150,11 +149,7 @@ def parse_override(text: str) -> Tree:
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise ConfigError(f"{COMMAND_LINE}: {text}: an override is written key=value, such as seed=1")
-    tree = read_yaml(value, f"{COMMAND_LINE}: {key}")
-    for part in reversed(key.split(".")):
-        tree = {part: tree}
-    assert isinstance(tree, dict)
-    return tree
+    return nested(key.split("."), read_yaml(value, f"{COMMAND_LINE}: {key}"))
 
 
 def read_yaml(content: str | bytes, where: str) -> Any:
@@ -197,9 +192,6 @@ def _near_recipes(recipe: Path) -> str:
         return f"did you mean {' or '.join(known[each] for each in near)}?"
     nearest = [found[each] for each in difflib.get_close_matches(name, found, cutoff=0)]
     there_are = "there are" if len(found) == len(nearest) else "the nearest names are"
-    here = f"{there_are} {', '.join(nearest)}" if found else f"no *.yaml in {_named(folders)}"
+    nothing = f"no *.yaml in {' or '.join(f'{folder}/' for folder in folders)}"
+    here = f"{there_are} {', '.join(nearest)}" if found else nothing
     return f"{here}; `fovea recipes` lists others"
-
-
-def _named(folders: Sequence[Path]) -> str:
-    return " or ".join(f"{folder}/" for folder in folders)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from fovea.config.base import HttpUrl, PositiveFloat, PositiveInt, Section
 from fovea.config.type_text import Example
@@ -56,16 +57,13 @@ class Judge(Section):
     on_failure: Literal["error", "drop"] = "error"
     """Handling of a grade that all tries failed to get: stop, or drop the group and count it (`groups/unscored`)."""
 
-    @model_validator(mode="after")
-    def _prompt_has_an_answer(self) -> Judge:
+    def contradictions(self) -> Iterator[str]:
         if self.prompt is not None and "{answer}" not in self.prompt:
-            raise ValueError("judge.prompt has no {answer}, so that there is nothing to judge; put it in")
-        return self
+            yield "judge.prompt has no {answer}, so that there is nothing to judge; put it in"
 
 
 class RewardModel(Section):
-    """A sequence classifier with one output, from a folder in the format of transformers; it reads only text,
-    unless it is a vision-language model."""
+    """A sequence classifier with one output in transformers' format; only a vision-language model sees images."""
 
     path: str
     """Folder with config, tokenizer and weights as safetensors."""

@@ -7,14 +7,15 @@ Precedence: the defaults below < recipe files, left to right < `key.sub=value` o
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
 from fovea.config.algorithm import Algorithm
 from fovea.config.backends import EmbeddedSettings, VllmServersSettings
-from fovea.config.base import FiniteFloat, MayChange, NonNegativeInt, PositiveFloat, PositiveInt, Section, Tree, refuse
+from fovea.config.base import FiniteFloat, MayChange, NonNegativeInt, PositiveFloat, PositiveInt, Section, Tree
 from fovea.config.checks import disagreements
 from fovea.config.environments import (
     Curriculum,
@@ -69,11 +70,9 @@ class Config(Section):
     reward_weights: tuple[FiniteFloat, ...] | None = None
     """Weights of a list of rewards, in their order; the reward is the weighted sum. Default: 1 each."""
     reward_timeout_seconds: PositiveFloat = 10.0
-    """Time limit for one call of your own reward function (of a list: of all of them together), or of your own
-    environment's score."""
+    """Time limit for one call of your own reward (of a list: of all together), or of your own environment's score."""
     reward_on_failure: Literal["error", "drop"] = "error"
-    """Handling of such a call that raises, is late or returns no number: stop, or drop the group
-    (`groups/unscored`)."""
+    """Handling of a call that raises, is late or returns no number: stop, or drop the group (`groups/unscored`)."""
     reward_calls_at_once: PositiveInt = 1
     """Concurrent calls, in as many threads (more than 1 only for thread-safe code) or processes."""
     reward_in: MayChange[RewardPlace] = "thread"
@@ -164,7 +163,6 @@ class Config(Section):
             tree["algorithm"] = ratio | algorithm
         return tree
 
-    @model_validator(mode="after")
-    def _sections_agree(self) -> Config:
-        refuse(disagreements(self))
-        return self
+    def contradictions(self) -> Iterator[str]:
+        """Contradictions between the settings of two sections."""
+        return disagreements(self)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from fovea.config.backends import BackendConfig, EmbeddedSettings, EngineConfig, TorchBackend
 from fovea.config.base import (
@@ -18,7 +18,6 @@ from fovea.config.base import (
     PositiveFloat,
     PositiveInt,
     Section,
-    refuse,
 )
 from fovea.config.views import RolloutViews
 
@@ -115,27 +114,23 @@ class Train(Section):
     enable_dynamic_batch_size: MayChange[bool] = True
     """Fill micro-batches up to max_tokens_per_microbatch with balanced work; false: groups_per_microbatch groups."""
     max_tokens_per_microbatch: MayChange[PositiveInt] = 16_384
-    """Largest packed micro-batch, with attention and images counted as tokens of equal cost; larger groups are
-    split."""
+    """Largest packed micro-batch, attention and images counted as tokens of equal cost; larger groups are split."""
     groups_per_microbatch: MayChange[PositiveInt] = 1
     """Groups per micro-batch where enable_dynamic_batch_size is false."""
     plain_update_every_steps: MayChange[PositiveInt] = 50
     """Interval of updates that reuse no activations of the rollout and also score groups left out of the update, so
     that rollout_train_* compares two independent computations of every completion."""
     gradient_checkpointing: MayChange[Literal["none", "full", "selective"]] = "none"
-    """Activations that the backward pass computes again, in decoder and trained vision tower. full: each layer whole,
-    for the least memory and a third more time; selective: all but attention and linear layers, for memory in between
-    and little time."""
+    """Activations that the backward pass computes again, in decoder and trained vision tower. full: whole layers (least
+    memory, a third more time); selective: all but attention and linear layers (memory in between, little time)."""
 
-    @model_validator(mode="after")
-    def _parts_fit(self) -> Train:
+    def contradictions(self) -> Iterator[str]:
         if self.groups_per_microbatch > 1 and self.enable_dynamic_batch_size:
-            raise ValueError(
+            yield (
                 f"train.groups_per_microbatch={self.groups_per_microbatch} counts groups, but "
                 "train.enable_dynamic_batch_size=true fills microbatches by tokens; set "
                 "train.enable_dynamic_batch_size=false, or train.groups_per_microbatch=1"
             )
-        return self
 
 
 class Warmup(Section):
@@ -250,8 +245,7 @@ class Cluster(Section):
     gpus_per_node: PositiveInt | None = None
     """GPUs on each of them. Set: Ray starts a worker for each. Default: one process, or those that torchrun started."""
     wait_minutes: NonNegativeFloat = 1.0
-    """Time for which a run waits for free GPUs of a Ray cluster, whose nodes may still be joining or hold other runs;
-    0: none."""
+    """Time for which a run waits for free GPUs of a Ray cluster (nodes may be joining, or hold other runs); 0: none."""
     placement: Literal["collocated", "disaggregated", "hybrid"] = "collocated"
     """Use of the GPUs. collocated: each trains and generates in turn; disaggregated: rollout_gpus of them generate and
     the others train; hybrid: rollout_gpus of them generate and the others do both in turn."""
@@ -268,34 +262,28 @@ class Cluster(Section):
         """Workers that Ray starts; 0: none."""
         return 0 if self.gpus_per_node is None else self.num_nodes * self.gpus_per_node
 
-    @model_validator(mode="after")
-    def _settings_agree(self) -> Cluster:
-        refuse(_disagreements(self))
-        return self
-
-
-def _disagreements(cluster: Cluster) -> Iterator[str]:
-    if cluster.num_nodes > 1 and cluster.gpus_per_node is None:
-        yield (
-            f"cluster.num_nodes={cluster.num_nodes} needs Ray, which starts as many workers per machine as "
-            "cluster.gpus_per_node says; set it"
-        )
-    if cluster.placement == "collocated" and cluster.rollout_gpus:
-        yield (
-            f"cluster.rollout_gpus={cluster.rollout_gpus} are only to generate, but in cluster.placement=collocated "
-            "every GPU trains too; set cluster.placement=disaggregated or hybrid, or leave rollout_gpus out"
-        )
-    if cluster.placement != "collocated" and not cluster.rollout_gpus:
-        yield (
-            f"cluster.placement={cluster.placement} needs GPUs that only generate; set cluster.rollout_gpus to their "
-            "number"
-        )
-    workers = cluster.num_ray_workers
-    if 0 < workers <= cluster.rollout_gpus:
-        yield (
-            f"cluster.rollout_gpus={cluster.rollout_gpus} leaves none of {workers} GPUs to train; lower it, or raise "
-            "cluster.gpus_per_node or cluster.num_nodes"
-        )
+    def contradictions(self) -> Iterator[str]:
+        if self.num_nodes > 1 and self.gpus_per_node is None:
+            yield (
+                f"cluster.num_nodes={self.num_nodes} needs Ray, which starts as many workers per machine as "
+                "cluster.gpus_per_node says; set it"
+            )
+        if self.placement == "collocated" and self.rollout_gpus:
+            yield (
+                f"cluster.rollout_gpus={self.rollout_gpus} are only to generate, but in cluster.placement=collocated "
+                "every GPU trains too; set cluster.placement=disaggregated or hybrid, or leave rollout_gpus out"
+            )
+        if self.placement != "collocated" and not self.rollout_gpus:
+            yield (
+                f"cluster.placement={self.placement} needs GPUs that only generate; set cluster.rollout_gpus to their "
+                "number"
+            )
+        workers = self.num_ray_workers
+        if 0 < workers <= self.rollout_gpus:
+            yield (
+                f"cluster.rollout_gpus={self.rollout_gpus} leaves none of {workers} GPUs to train; lower it, or raise "
+                "cluster.gpus_per_node or cluster.num_nodes"
+            )
 
 
 GpuName: TypeAlias = Literal[
@@ -320,5 +308,4 @@ class Plan(Section):
     image_tokens: PositiveInt | None = None
     """Visual tokens of an image; default: those of model.max_pixels, else as many as a prompt holds."""
     distinct_images: PositiveInt | None = None
-    """Different images of the training rows, whose features a frozen vision tower keeps; default: enough to fill
-    model.feature_cache_gib."""
+    """Different training images, whose features a frozen tower keeps; default: as many as feature_cache_gib holds."""

@@ -1,18 +1,19 @@
-"""Settings of the splits of a data set in files, common to all environments that read rows."""
+"""Settings of rows in files, their splits and columns, common to all environments that read them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from fovea.config.base import MayChange, Member, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from fovea.config.mcp import McpServers
 
 ROWS_FOLDER = "rows"
 """Folder of a run with the rows that Python code has given."""
+ANSWER_KEYS = ("answer", "reward_model")
 RUN_DIR = "{run_dir}"
 """The run folder in the name of a file, for the rows that it holds itself."""
 _GIVEN = re.compile(rf".+/({ROWS_FOLDER}/(?:test_|dev_)?rows-[0-9a-f]+\.parquet)")
@@ -26,8 +27,7 @@ class SessionLimits(Section):
     deadline_seconds: MayChange[PositiveFloat] = 60.0
     """Longest open, reply, score or close of a session."""
     retries: MayChange[NonNegativeInt] = 0
-    """Further tries of a failed open, and of a failed reply of an environment without state; a session is never given
-    an action twice."""
+    """Further tries of a failed open, and of a failed reply without state; a session never gets an action twice."""
     on_failure: MayChange[Literal["drop", "reward", "stop"]] = "drop"
     """Treatment of an episode whose session fails. drop: leave it out of its group; reward: end it with failure_reward;
     stop: stop the run."""
@@ -72,25 +72,22 @@ class SplitFiles(EnvironmentSettings):
     test_files: tuple[str, ...] | None = None
     """Rows held out for the test readings; nothing is steered by them."""
     test_share: Annotated[float, Field(ge=0, le=0.5)] = 0.0
-    """Share of the training rows that is held out for test, by image, where test_files is not set; they are not trained
-    on. One of the two must be set."""
+    """Share of the training rows that is held out for test, by image, where test_files is not set; one must be set."""
     dev_files: tuple[str, ...] | None = None
     """Rows of the dev readings, which steer; default: dev_share of the training rows, which are then not trained on."""
     dev_share: Annotated[float, Field(ge=0, le=0.5)] = 0.05
     """Share of the training rows that is held out for dev, by image, where dev_files is not set; 0: no dev rows."""
 
-    @model_validator(mode="after")
-    def _has_test_rows(self) -> SplitFiles:
+    def contradictions(self) -> Iterator[str]:
         if self.test_files is None and self.test_share == 0:
-            raise ValueError(
+            yield (
                 "environment.test_files: must be set, or environment.test_share=0.1 for a share of the training rows"
             )
         if self.test_files is not None and self.test_share > 0:
-            raise ValueError(
+            yield (
                 f"environment.test_share={self.test_share:g} holds training rows out for test, but "
                 "environment.test_files names others; set either"
             )
-        return self
 
     @property
     def image_names(self) -> tuple[str, ...]:
@@ -113,7 +110,8 @@ class SplitFiles(EnvironmentSettings):
 
     def inside(self, run_folder: str) -> SplitFiles:
         """The same settings with the names of files in the run folder completed."""
-        return self._renamed(lambda file: run_folder + file.removeprefix(RUN_DIR) if _is_own(file) else file)
+        own = f"{RUN_DIR}/"
+        return self._renamed(lambda file: f"{run_folder}/{file.removeprefix(own)}" if file.startswith(own) else file)
 
     def of_any_run(self) -> SplitFiles:
         """The same settings with rows that Python code has given in no run folder of a name: to compare those of runs.
@@ -128,5 +126,56 @@ class SplitFiles(EnvironmentSettings):
         return self.model_copy(update={name: tuple(map(rename, files)) for name, files in given.items()})
 
 
-def _is_own(file: str) -> bool:
-    return file.startswith(f"{RUN_DIR}/")
+class FileEnvironment(SplitFiles):
+    """Rows in your own files (docs/data.md)."""
+
+    prompt_key: str | None = None
+    """Column of the question, a text or messages; default: problem, prompt, question, conversations or messages."""
+    answer_key: str | None = None
+    """Column of the true answer; default: answer, reward_model, or the reply that ends the conversation."""
+    image_keys: tuple[str, ...] | None = None
+    """Columns of the images, in order; [] for none; default: images or image, where there is one."""
+    image_key: str | None = None
+    """Column of the only image."""
+    kind_key: str | None = None
+    """Column of the question type, for accuracies by type; default: all rows have one type."""
+    level_key: str | None = None
+    """Column of a level of difficulty, a text, by which curriculum.level_weights draws rows."""
+    system_prompt: str | None = None
+    """System prompt."""
+    prompt_template: str | None = None
+    """Template of the user message, with the question at {prompt}."""
+
+    @property
+    def image_names(self) -> tuple[str, ...]:
+        named = self.image_keys if self.image_key is None else (self.image_key,)
+        return ("images", "image") if named is None else named
+
+    @property
+    def answer_names(self) -> tuple[str, ...]:
+        """Usual names of the column of the answer, where no setting names it."""
+        return ANSWER_KEYS
+
+    @property
+    def named_columns(self) -> list[tuple[str, str]]:
+        keys = ("prompt_key", "answer_key", "kind_key", "level_key", "image_key")
+        named = [(key, getattr(self, key)) for key in keys]
+        named += [("image_keys", key) for key in self.image_keys or ()]
+        return [(f"environment.{key}", column) for key, column in named if column is not None]
+
+    @property
+    def names_images(self) -> bool:
+        return self.image_key is not None or self.image_keys is not None
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if self.image_key is not None and self.image_keys is not None:
+            yield (
+                f"environment.image_key={self.image_key} and environment.image_keys={list(self.image_keys)} are both "
+                "set; name all columns in environment.image_keys, and set environment.image_key=null"
+            )
+        if self.prompt_template is not None and self.prompt_template.count("{prompt}") != 1:
+            yield (
+                f"environment.prompt_template={self.prompt_template!r} does not hold {{prompt}} once, so that the "
+                "question has no place in it; write {prompt} where it belongs"
+            )

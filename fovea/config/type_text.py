@@ -35,11 +35,8 @@ def type_text(annotation: object, constraints: Sequence[object] = ()) -> str:
     if parts:
         return " or ".join(dict.fromkeys(map(type_text, parts)))
     names: dict[object, str] = {int: "integer", float: "number", str: "text", bool: "true or false", NoneType: "null"}
-    return names.get(annotation, GROUP) + _range_text(constraints) + _example_text(constraints)
-
-
-def _example_text(constraints: Iterable[object]) -> str:
-    return "".join(f" such as {each.text}" for each in constraints if isinstance(each, Example))
+    examples = "".join(f" such as {each.text}" for each in constraints if isinstance(each, Example))
+    return names.get(annotation, GROUP) + _range_text(constraints) + examples
 
 
 def _range_text(constraints: Iterable[object]) -> str:

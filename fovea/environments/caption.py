@@ -16,7 +16,7 @@ from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 
 from fovea.config.environments import CaptionEnvironment, CaptionMetric
-from fovea.config.file_rows import ANSWER_KEYS
+from fovea.config.splits import ANSWER_KEYS
 from fovea.data.rows import RowAccess
 from fovea.environments.base import Split
 from fovea.environments.dataset_prompts import plain_answer, question_of

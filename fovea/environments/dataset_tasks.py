@@ -14,7 +14,7 @@ from functools import partial
 from typing import TypeAlias
 
 from fovea.config.environments import RowsEnvironment
-from fovea.config.file_rows import FileEnvironment
+from fovea.config.splits import FileEnvironment
 from fovea.data.readers.base import listed, nearest
 from fovea.data.rows import RowAccess, Rows, image_refs
 from fovea.environments.base import Environment, Split

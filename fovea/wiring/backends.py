@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from fovea.cluster.loopback import own_ray_on_loopback
 from fovea.cluster.placement import Placement
@@ -38,8 +38,7 @@ from fovea.wiring.policy import make_policy
 from fovea.wiring.workers import Setup, check_offload, make_megatron_worker, make_pusher, worker_of
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Backends:
+class Backends(NamedTuple):
     """Policy, engine and the weight sync between them, as the driver sees them."""
 
     policy: Policy
@@ -62,37 +61,24 @@ def _alone(config: Config, model: Model, processor: Processor) -> Backends:
     check_offload(config)
     set_threads(config)
     if trains_with_megatron(config):
-        return _alone_with_megatron(config, model, processor)
+        worker = make_megatron_worker(config, model, processor)
+        assert worker.policy is not None
+        assert worker.engine is not None
+        return Backends(worker.policy, worker.engine, worker.weight_sync, worker.kernel_notes)
     vlm = open_vlm(config, model, processor.banned_ids)
     notes = kernel_notes(config, vlm)
     tape = make_tape(config, vlm)
     policy = make_policy(config, vlm, tape)
     settings = config.rollout.engine
+    engine: Engine
     if isinstance(settings, EmbeddedSettings):
-        engine = make_embedded(settings, processor, vlm, tape, can_give_way=True)
-        free_first(policy, engine)
-        return Backends(
-            policy=LocalPolicy(policy),
-            engine=engine,
-            weight_sync=WeightPusher(policy.outgoing, [SharedTensors(engine)]),
-            kernel_notes=notes,
-        )
-    streamed = make_streamed(config, settings, model, processor)
-    sync = make_pusher(config, policy, [streamed])
-    return Backends(policy=LocalPolicy(policy), engine=streamed, weight_sync=sync, kernel_notes=notes)
-
-
-def _alone_with_megatron(config: Config, model: Model, processor: Processor) -> Backends:
-    """Policy and engine in this process, with weights that every push copies from one to the other."""
-    worker = make_megatron_worker(config, model, processor)
-    assert worker.policy is not None
-    assert worker.engine is not None
-    return Backends(
-        policy=worker.policy,
-        engine=worker.engine,
-        weight_sync=worker.weight_sync,
-        kernel_notes=worker.kernel_notes,
-    )
+        engine = embedded = make_embedded(settings, processor, vlm, tape, can_give_way=True)
+        free_first(policy, embedded)
+        sync = WeightPusher(policy.outgoing, [SharedTensors(embedded)])
+    else:
+        engine = streamed = make_streamed(config, settings, model, processor)
+        sync = make_pusher(config, policy, [streamed])
+    return Backends(LocalPolicy(policy), engine, sync, notes)
 
 
 def _on_torchrun(config: Config, model: Model) -> Backends:
@@ -111,7 +97,7 @@ def _on_ray(config: Config, model: Model) -> Backends:
             f"{num_processes()} processes; leave torchrun or cluster.gpus_per_node out"
         )
     placement = placement_of(config, config.cluster.num_ray_workers)
-    setup = Setup(config=_with_absolute_interpreter(config), model=_with_absolute_path(model), placement=placement)
+    setup = _for_elsewhere(config, model, placement)
     use_token()
     own_ray_on_loopback()
     # imported here, since the package may be absent; the module names what to install
@@ -124,19 +110,15 @@ def _on_ray(config: Config, model: Model) -> Backends:
         raise
 
 
-def _with_absolute_path(model: Model) -> Model:
-    """The same model for processes with another working directory, as the workers of a Ray cluster have."""
-    path = None if model.path is None else Path(model.path).expanduser()
-    return model if path is None or not path.exists() else model.model_copy(update={"path": str(path.absolute())})
-
-
-def _with_absolute_interpreter(config: Config) -> Config:
-    """The same settings for such processes."""
+def _for_elsewhere(config: Config, model: Model, placement: Placement) -> Setup:
+    """The setup of processes with another working directory, as the workers of a Ray cluster have."""
     engine = config.rollout.engine
-    if not isinstance(engine, StreamedSettings) or engine.python is None:
-        return config
-    engine = engine.model_copy(update={"python": absolute(engine.python)})
-    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": engine})})
+    if isinstance(engine, StreamedSettings) and engine.python is not None:
+        engine = engine.model_copy(update={"python": absolute(engine.python)})
+        config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": engine})})
+    if model.path is not None and (path := Path(model.path).expanduser()).exists():
+        model = model.model_copy(update={"path": str(path.absolute())})
+    return Setup(config=config, model=model, placement=placement)
 
 
 def placement_of(config: Config, num_workers: int) -> Placement:
@@ -162,18 +144,11 @@ def placement_of(config: Config, num_workers: int) -> Placement:
 def _backends_of(
     handles: Sequence[WorkerHandle], placement: Placement, release: Callable[[], None] = lambda: None
 ) -> Backends:
-    """Wait until all workers, by rank, are ready; make one policy and one engine of theirs.
-
-    `release` is called once they are closed.
-    """
+    """Make one policy and one engine of all workers, by rank; `release` is called once they are closed."""
     facts = wait_for(call_each((handle, Call(method="describe")) for handle in handles))
     model = next(each.model for each in facts if each.model is not None)
     engine = next(each.engine for each in facts if each.engine is not None)
     workers = Workers(placement.learners(handles), placement.engines(handles), release)
-    return Backends(
-        policy=WorkersPolicy(workers, model),
-        engine=WorkersEngine(workers, engine),
-        weight_sync=WorkersWeights(workers),
-        # all devices of a run are alike
-        kernel_notes=tuple(dict.fromkeys(line for each in facts for line in each.kernel_notes)),
-    )
+    # all devices of a run are alike
+    notes = tuple(dict.fromkeys(line for each in facts for line in each.kernel_notes))
+    return Backends(WorkersPolicy(workers, model), WorkersEngine(workers, engine), WorkersWeights(workers), notes)

@@ -69,10 +69,7 @@ def prefetch_threads(device: torch.device) -> int:
 
 
 def within_epochs(config: Config, tasks: Callable[[], Sequence[Task]]) -> Config:
-    """The settings of a run that `max_epochs` may end before `max_steps`, where its schedules end too.
-
-    Bad rows, and the further rows that dynamic sampling draws, end it earlier still. `tasks` gives the training rows.
-    """
+    """The settings of a run that `max_epochs` of the training rows may end before `max_steps`, as its schedules."""
     if config.max_epochs is None:
         return config
     num_steps = math.ceil(config.max_epochs * len(tasks()) / config.rollout.prompts_per_step)
@@ -81,17 +78,15 @@ def within_epochs(config: Config, tasks: Callable[[], Sequence[Task]]) -> Config
 
 def make_order(config: Config, tasks: Sequence[Task]) -> RowOrder:
     """Make the data order of training rows; ConfigError for a curriculum that it cannot follow."""
-    order = _order(config, tasks)
+    order: RowOrder
+    if config.max_epochs is not None or not config.data.shuffle:
+        shuffle, epochs = config.data.shuffle, config.max_epochs
+        order = EpochOrder(len(tasks), seed=config.seed, shuffle=shuffle, max_epochs=epochs)
+    else:
+        weights = with_shares(config.data.kind_weights, tasks)
+        order = Order(kinds_of(tasks), weights=weights, seed=config.seed, levels=levels_of(tasks))
     # all of them before the run begins, and not each where its stage does
     for table in config.curriculum.tables_in_use:
         order.weigh_levels(table)
     order.weigh_levels({})
     return order
-
-
-def _order(config: Config, tasks: Sequence[Task]) -> RowOrder:
-    if config.max_epochs is not None or not config.data.shuffle:
-        return EpochOrder(len(tasks), seed=config.seed, shuffle=config.data.shuffle, max_epochs=config.max_epochs)
-    return Order(
-        kinds_of(tasks), weights=with_shares(config.data.kind_weights, tasks), seed=config.seed, levels=levels_of(tasks)
-    )

@@ -204,9 +204,8 @@ def named_environment(config: Config) -> GradedEnvironment:
         case OwnEnvironment() as settings:
             return user_environment(config, load_environment(settings), settings.file)
         case GeoSpotEnvironment() as settings:
-            from fovea.environments.geospot.environment import (
-                GeoSpot,  # an optional extra; the module reports its absence
-            )
+            # an optional extra; the module reports its absence
+            from fovea.environments.geospot.environment import GeoSpot
 
             made: Environment = GeoSpot(settings, make_access(config.data))
         case Geo3kEnvironment() as settings:
@@ -226,12 +225,27 @@ def named_environment(config: Config) -> GradedEnvironment:
 
 
 def package_environment(config: Config, settings: EnvironmentSettings) -> GradedEnvironment:
-    """Make the environment of another package: by Fovea's adapter of a standard, or by the package's own settings."""
-    adapted = _standard_environment(config, settings)
-    if adapted is not None:
-        return own_environment(config, adapted)
-    assert isinstance(settings, MakesEnvironment), settings.name
-    return object_environment(config, settings.make_environment(make_access(config.data), config.seed), settings.name)
+    """Make the environment of another package: by an adapter, which reports a missing extra, or by its settings."""
+    access = make_access(config.data)
+    match settings:
+        case GymnasiumEnvironment():
+            from fovea.environments.adapters.gymnasium import Gymnasium
+
+            made: Environment = Gymnasium(settings)
+        case OpenEnvEnvironment():
+            from fovea.environments.adapters.openenv import OpenEnv
+
+            made = OpenEnv(settings)
+        case NemoGymEnvironment():
+            made = NemoGym(settings, access)
+        case _:
+            assert isinstance(settings, MakesEnvironment), settings.name
+            return object_environment(config, settings.make_environment(access, config.seed), settings.name)
+    if config.warmup is not None:
+        raise ConfigError(
+            f"warmup imitates demonstrations, which environment.name={settings.name} does not have; set warmup=null"
+        )
+    return own_environment(config, made)
 
 
 def make_mixture(config: Config, settings: MixtureEnvironment) -> GradedEnvironment:
@@ -280,13 +294,10 @@ def object_environment(config: Config, given: Any, name: str) -> GradedEnvironme
 def own_environment(config: Config, environment: Any) -> GradedEnvironment:
     """An environment of Fovea with its graders, which never wait; its sessions may."""
     given: object = environment
+    grading, stages = Grading(graders=environment.graders), stages_of(environment)
     if isinstance(given, OpensSessions):
-        limited = _limited(environment, config.environment.session, type(given).__name__)
-    else:
-        limited = environment
-    return GradedEnvironment(
-        environment=limited, grading=Grading(graders=environment.graders), stages=stages_of(environment)
-    )
+        environment = _limited(environment, config.environment.session, type(given).__name__)
+    return GradedEnvironment(environment=environment, grading=grading, stages=stages)
 
 
 def user_environment(config: Config, user: Any, name: str) -> GradedEnvironment:
@@ -373,28 +384,3 @@ def make_caption(config: Config, settings: CaptionEnvironment) -> GradedEnvironm
     calls = LimitedCalls(limits_of(config.judge))
     grading = Grading(graders=(JudgedCaptionGrader(metrics, opinion),), calls=calls, clients=(client,))
     return GradedEnvironment(environment=caption, grading=grading)
-
-
-def _standard_environment(config: Config, settings: EnvironmentSettings) -> Environment | None:
-    """Make the environment of a standard; None for settings of another kind.
-
-    Two adapters need an optional extra, and their modules report its absence.
-    """
-    match settings:
-        case GymnasiumEnvironment():
-            from fovea.environments.adapters.gymnasium import Gymnasium
-
-            made: Environment = Gymnasium(settings)
-        case OpenEnvEnvironment():
-            from fovea.environments.adapters.openenv import OpenEnv
-
-            made = OpenEnv(settings)
-        case NemoGymEnvironment():
-            made = NemoGym(settings, make_access(config.data))
-        case _:
-            return None
-    if config.warmup is not None:
-        raise ConfigError(
-            f"warmup imitates demonstrations, which environment.name={settings.name} does not have; set warmup=null"
-        )
-    return made

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -24,42 +22,6 @@ MOST_SIZES = 4096
 """Sizes of pictures of which the frames are kept."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Eye:
-    """The part of a model that resizes pictures."""
-
-    family: ModelFamily
-    image_processor: Any
-    options: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, settings: Model) -> _Eye:
-        if settings.tiny is not None:
-            family = family_of(tiny_config(settings.tiny), "model.tiny")
-            image_processor = build_image_processor(FIXED.patch_size_px)
-        else:
-            processor = load_processor(settings)
-            family, image_processor = processor.family, processor.image_processor
-        options = family.image_options(image_processor, settings.min_pixels, settings.max_pixels)
-        return cls(family=family, image_processor=image_processor, options=options)
-
-    def look(self, size: Size) -> PromptImage:
-        """A black picture of this size as the model sees it."""
-        blank_YXC = np.zeros((size[1], size[0], 3), np.uint8)
-        return self.family.prompt_image(self.image_processor(images=[blank_YXC], return_tensors="np", **self.options))
-
-    def seen(self, image: PromptImage) -> Size:
-        """Width and height in pixels; ConfigError for a family that cuts pictures into tiles."""
-        if GRID not in image.tensors:
-            raise ConfigError(
-                f"environment.coordinates=pixels, but {self.family.model_type} sees pictures in tiles, not one size; "
-                "set environment.coordinates=thousandths, or original"
-            )
-        _, rows, columns = image.grid
-        side = int(self.image_processor.patch_size)
-        return columns * side, rows * side
-
-
 class ModelPictures:
     """Sizes of pictures for one model; its processor is loaded at the first use, and frames are kept by size."""
 
@@ -73,7 +35,7 @@ class ModelPictures:
         return self._opener(ref).size if self._opener.is_turned(ref) else self._opener.size(ref)
 
     def seen(self, ref: ImageRef) -> Size:
-        """Width and height in pixels after the model's image processor."""
+        """Width and height in pixels after the image processor; ConfigError for a family that cuts them into tiles."""
         return self._kept("seen", self.stored(ref))
 
     def frame(self, ref: ImageRef) -> Size:
@@ -83,20 +45,43 @@ class ModelPictures:
     def _kept(self, kind: str, size: Size) -> Size:
         found = self._sizes.get((kind, size))
         if found is None:
-            image = self._eye.look(size)
-            found = self._eye.seen(image) if kind == "seen" else self._frame(image)
+            found = self._seen(size) if kind == "seen" else self._frame(size)
             if len(self._sizes) >= MOST_SIZES:
                 self._sizes.clear()
             self._sizes[kind, size] = found
         return found
 
-    def _frame(self, image: PromptImage) -> Size:
-        return self._eye.family.box_frame(image) or _THOUSANDTHS
+    def _look(self, size: Size) -> PromptImage:
+        """A black picture of this size as the model sees it."""
+        family, image_processor = self._eye
+        options = family.image_options(image_processor, self._settings.min_pixels, self._settings.max_pixels)
+        blank_YXC = np.zeros((size[1], size[0], 3), np.uint8)
+        return family.prompt_image(image_processor(images=[blank_YXC], return_tensors="np", **options))
+
+    def _seen(self, size: Size) -> Size:
+        family, image_processor = self._eye
+        image = self._look(size)
+        if GRID not in image.tensors:
+            raise ConfigError(
+                f"environment.coordinates=pixels, but {family.model_type} sees pictures in tiles, not one size; "
+                "set environment.coordinates=thousandths, or original"
+            )
+        _, rows, columns = image.grid
+        side = int(image_processor.patch_size)
+        return columns * side, rows * side
+
+    def _frame(self, size: Size) -> Size:
+        return self._eye[0].box_frame(self._look(size)) or _THOUSANDTHS
 
     @cached_property
-    def _eye(self) -> _Eye:
-        return _Eye.of(self._settings)
+    def _eye(self) -> tuple[ModelFamily, Any]:
+        """The family and the image processor of the model."""
+        if self._settings.tiny is not None:
+            family = family_of(tiny_config(self._settings.tiny), "model.tiny")
+            return family, build_image_processor(FIXED.patch_size_px)
+        processor = load_processor(self._settings)
+        return processor.family, processor.image_processor
 
     @cached_property
     def _gives_pixels(self) -> bool:
-        return self._frame(self._eye.look((64, 64))) != _THOUSANDTHS
+        return self._frame((64, 64)) != _THOUSANDTHS

@@ -20,10 +20,9 @@ from PIL import Image
 
 from fovea.config.base import variants_of
 from fovea.config.environments import RowsEnvironment
-from fovea.config.file_rows import FileEnvironment
 from fovea.config.grounding import GroundingEnvironment
 from fovea.config.run import Config
-from fovea.config.splits import ROWS_FOLDER, RUN_DIR, SplitFiles
+from fovea.config.splits import ROWS_FOLDER, RUN_DIR, FileEnvironment, SplitFiles
 from fovea.data.cells import image_refs
 from fovea.data.images import is_url
 from fovea.data.readers.base import check_named, listed, nearest
@@ -83,7 +82,10 @@ class GivenRows:
     def _type_of(self, name: str) -> Any:
         values = list(self.rows.column(name))
         if name in self.image_columns:
-            is_list = any(isinstance(value, list | tuple) for value in map(_unpacked, values))
+            unpacked = (
+                cell.tolist() if isinstance(cell, np.ndarray) and cell.dtype == object else cell for cell in values
+            )
+            is_list = any(isinstance(cell, list | tuple) for cell in unpacked)
             return pa.list_(IMAGE_TYPE) if is_list else IMAGE_TYPE
         try:
             kind = pa.array(values).type
@@ -105,13 +107,9 @@ class GivenRows:
                 fix = "make it text, a number, a list or a mapping of these, or leave the column out"
                 if isinstance(value, Image.Image):
                     fix = f"if the column holds images, set environment.image_key={name}"
-                kind = (
-                    "a text with half a character"
-                    if isinstance(value, str)
-                    else f"a value of type {type(value).__name__}"
-                )
-                seen = f"{kind} cannot be kept in a file"
-                return DataError(f"{self.rows.where(row)}, column {name}: {seen}; {fix}")
+                is_text = isinstance(value, str)
+                kind = "a text with half a character" if is_text else f"a value of type {type(value).__name__}"
+                return DataError(f"{self.rows.where(row)}, column {name}: {kind} cannot be kept in a file; {fix}")
         kinds: dict[str, int] = {}
         for row, value in enumerate(values):
             if value is not None:
@@ -162,10 +160,6 @@ def _has_empty_mapping(kind: Any) -> bool:
     return (pa.types.is_struct(kind) and not inner) or any(map(_has_empty_mapping, inner))
 
 
-def _unpacked(cell: object) -> object:
-    return cell.tolist() if isinstance(cell, np.ndarray) and cell.dtype == object else cell
-
-
 def _encoded(image: Image.Image, where: str) -> bytes:
     """The picture without loss, with its frames and the note (EXIF) on how it is turned."""
     # PNG has no colours for printing and no floats, TIFF has; only the first frame would hide that there are more
@@ -188,11 +182,6 @@ def digest_of(file: Path) -> str:
         for batch in table.iter_batches(batch_size=100):
             digest.update(batch.serialize())
     return digest.hexdigest()[:_DIGITS]
-
-
-def common_folder(paths: Sequence[str]) -> str:
-    """The deepest folder that holds all of the files."""
-    return os.path.commonpath([os.path.dirname(path) for path in paths])
 
 
 ARGUMENTS: Mapping[Split, str] = {"train": "rows", "dev": "dev_rows", "test": "test_rows"}
@@ -312,5 +301,5 @@ def _with_image_root(config: Config, frames: Frames, paths: list[str]) -> Config
             f"rows hold paths of images, and environment.{files} names files, whose paths may start elsewhere; set "
             "data.image_root to the folder that holds all images"
         )
-    root = {"image_root": common_folder(paths)}
+    root = {"image_root": os.path.commonpath([os.path.dirname(path) for path in paths])}
     return config.model_copy(update={"data": config.data.model_copy(update=root)})

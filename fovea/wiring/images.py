@@ -28,10 +28,7 @@ def url_limits(settings: Data) -> UrlLimits:
 
 
 def make_opener(settings: Data, folder: Path, note: Callable[[str], None] = lambda _: None) -> ImageOpener:
-    """Make the opener of images, with a cache of fetched files in the run folder.
-
-    `note` gets of a host that no longer answers.
-    """
+    """Make the opener of images, with a cache in the run folder; `note` gets of a host that no longer answers."""
     read = FailedHosts(partial(remote_image, limits=url_limits(settings)), HOST_PAUSE_SECONDS, note)
     fetch = FetchedFiles(folder / "images", URL_CACHE_GIB, read)
     return ImageOpener(
@@ -44,6 +41,5 @@ def make_opener(settings: Data, folder: Path, note: Callable[[str], None] = lamb
 
 def make_access(settings: Data) -> RowAccess:
     """Make the access settings of data files."""
-    return RowAccess(
-        cache_dir=Path(settings.cache_dir), image_root=settings.image_root, url_limits=url_limits(settings)
-    )
+    limits = url_limits(settings)
+    return RowAccess(cache_dir=Path(settings.cache_dir), image_root=settings.image_root, url_limits=limits)

@@ -37,20 +37,13 @@ def absolute(setting: str) -> str:
 
 
 def variables_of(interpreter: str) -> dict[str, str | None]:
-    """Changes to this process's environment variables for an interpreter elsewhere; None removes a variable.
-
-    Nothing is imported from where this one finds its packages, or from its working directory.
-    """
+    """Variables for an interpreter elsewhere (None: removed), which then imports nothing of this one's packages."""
+    # the other environment takes a checkout of Fovea too, but nothing of where this one has it installed
+    checkout = Path(fovea.__file__).parents[1]
     return {
         "PATH": f"{os.path.dirname(interpreter)}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
-        "PYTHONPATH": _checkout(),
+        "PYTHONPATH": str(checkout) if (checkout / "pyproject.toml").is_file() else None,
         "PYTHONSAFEPATH": "1",
         "PYTHONHOME": None,
         "VIRTUAL_ENV": None,
     }
-
-
-def _checkout() -> str | None:
-    """The folder of a checkout of Fovea, which the other environment takes too; None where it is installed."""
-    folder = Path(fovea.__file__).parents[1]
-    return str(folder) if (folder / "pyproject.toml").is_file() else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -54,8 +54,9 @@ def load_on_ranks(settings: Model, device: torch.device, ranks: Ranks) -> PreTra
 
 
 def _send(network: PreTrainedModel, device: torch.device, ranks: Ranks) -> None:
-    """Broadcast names, shapes and types of all tensors, then one after the other."""
-    tensors = {name: tensor.detach() for name, tensor in _tensors(network)}
+    # tied parameters once, and also buffers that no file holds, such as rotary frequencies
+    both = chain(network.named_parameters(), network.named_buffers())
+    tensors = {name: tensor.detach() for name, tensor in both}
     ranks.gather([[name, list(x.shape), str(x.dtype).removeprefix("torch.")] for name, x in tensors.items()])
     for tensor in tensors.values():
         _broadcast(tensor.to(device).contiguous(), ranks)
@@ -70,11 +71,6 @@ def _fill(network: PreTrainedModel, device: torch.device, ranks: Ranks) -> None:
         module: Any = network.get_submodule(path)
         setattr(module, leaf, nn.Parameter(tensor) if isinstance(getattr(module, leaf), nn.Parameter) else tensor)
     network.tie_weights()
-
-
-def _tensors(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All parameters, tied ones once, and all buffers, also those that no file holds, such as rotary frequencies."""
-    return chain(network.named_parameters(), network.named_buffers())
 
 
 def _broadcast(tensor: Tensor, ranks: Ranks) -> None:
@@ -113,18 +109,12 @@ def locate_model(
 
 
 def open_vlm(config: Config, settings: Model, banned_ids: Sequence[int], ranks: Ranks = ALONE) -> PolicyNetwork:
-    """Load the network of `settings` onto its device, with frozen parts and adapters of the config.
-
-    On several `ranks` every process calls this, and the first one reads the network for all.
-    """
+    """Load a network onto its device, read by the first of `ranks`, with frozen parts and adapters of the config."""
     return make_vlm(config, load_on_ranks(settings, pick_device(config.model.device), ranks), banned_ids)
 
 
 def make_vlm(config: Config, network: PreTrainedModel, banned_ids: Sequence[int]) -> PolicyNetwork:
-    """Wrap a network for the policy, on its device, with frozen parts and adapters of the config.
-
-    `banned_ids` are those of the model's processor.
-    """
+    """Wrap a network for the policy, on its device, with frozen parts and adapters of the config."""
     device = pick_device(config.model.device)
     choose_trainable(network, config.model, config.seed)
     fast = config.model.fast_path == "auto" and family_of_network(network).fast_path is not None

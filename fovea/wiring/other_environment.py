@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fovea import __version__
 from fovea.config.backends import StreamedEngine as StreamedSettings
@@ -59,16 +58,13 @@ class RequestTasks:
 
     async def take_weights(self, written: bytes) -> None:
         """Load some of them, which come as handles of the trainer's memory."""
-        self.engine.take_weights([(name, _own(tensor)) for name, tensor in opened(written)])
+        # tensors in a GPU's memory are copied: handles of another process's cannot be handed on
+        tensors = ((name, tensor.clone() if tensor.is_cuda else tensor) for name, tensor in opened(written))
+        self.engine.take_weights(list(tensors))
 
     async def close(self) -> None:
         """End the engine; this process ends afterwards."""
         await self.engine.close()
-
-
-def _own(tensor: Tensor) -> Tensor:
-    """The tensor itself, or a copy of one in a GPU's memory: handles of another process's cannot be handed on."""
-    return tensor.clone() if tensor.is_cuda else tensor
 
 
 def _make(sent: Mapping[str, Any]) -> PushedEngine:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from rich.table import Table
@@ -22,8 +22,7 @@ from fovea.metrics.trackers import TensorBoardTracker, TrackedRun, TrackerSink
 from fovea.train.base import ModelFacts
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChosenTracker:
+class ChosenTracker(NamedTuple):
     """A tracker that the settings choose; its package is installed."""
 
     name: str
@@ -39,44 +38,32 @@ def chosen_trackers(log: Log) -> list[ChosenTracker]:
     if (project := log.wandb_project) is not None:
         from fovea.metrics.wandb import WandbTracker
 
-        chosen.append(
-            ChosenTracker(
-                name="wandb",
-                setting=f"log.wandb_project={project}",
-                connect=lambda folder, run: WandbTracker(folder, project=project, run_id=run.id),
-            )
-        )
+        def wandb(folder: Path, run: TrackedRun) -> Tracker:
+            return WandbTracker(folder, project=project, run_id=run.id)
+
+        chosen.append(ChosenTracker("wandb", f"log.wandb_project={project}", wandb))
     if (experiment := log.mlflow_experiment) is not None:
         from fovea.metrics.mlflow import MlflowTracker
 
-        chosen.append(
-            ChosenTracker(
-                name="mlflow",
-                setting=f"log.mlflow_experiment={experiment}",
-                connect=lambda folder, run: MlflowTracker(
-                    experiment=experiment, run_name=folder.name, run_id=run.id, goes_on=run.last_step > 0
-                ),
-            )
-        )
+        def mlflow(folder: Path, run: TrackedRun) -> Tracker:
+            goes_on = run.last_step > 0
+            return MlflowTracker(experiment=experiment, run_name=folder.name, run_id=run.id, goes_on=goes_on)
+
+        chosen.append(ChosenTracker("mlflow", f"log.mlflow_experiment={experiment}", mlflow))
     if (swanlab_project := log.swanlab_project) is not None:
         from fovea.metrics.swanlab import SwanlabTracker
 
-        chosen.append(
-            ChosenTracker(
-                name="swanlab",
-                setting=f"log.swanlab_project={swanlab_project}",
-                connect=lambda folder, run: SwanlabTracker(folder, project=swanlab_project, run_id=run.id),
-            )
-        )
+        def swanlab(folder: Path, run: TrackedRun) -> Tracker:
+            return SwanlabTracker(folder, project=swanlab_project, run_id=run.id)
+
+        chosen.append(ChosenTracker("swanlab", f"log.swanlab_project={swanlab_project}", swanlab))
     if (tracker := log.tracker) is not None:
         assert isinstance(tracker, ConnectsTracker), tracker.name
-        chosen.append(
-            ChosenTracker(
-                name=tracker.name,
-                setting=f"log.tracker={tracker.name}",
-                connect=lambda folder, run: tracker.connect(folder, run.id),
-            )
-        )
+
+        def of_package(folder: Path, run: TrackedRun) -> Tracker:
+            return tracker.connect(folder, run.id)
+
+        chosen.append(ChosenTracker(tracker.name, f"log.tracker={tracker.name}", of_package))
     return chosen
 
 
@@ -95,20 +82,14 @@ def make_trackers(config: Config, folder: Path, start_step: int, warn: Callable[
         connect = partial(each.connect, folder, run)
         sinks.append(TrackerSink(folder, each.setting, run, connect, settings=settings, warn=warn))
     if config.log.tensorboard:
-        sinks.append(_tensorboard(folder, start_step, settings, warn))
+        # it takes back the steps after the checkpoint, so that nothing need be kept of what it was sent
+        run = TrackedRun(None, goes_on=start_step > 0, last_step=start_step)
+        board = partial(TensorBoardTracker, folder / "tensorboard", resume_step=start_step)
+        sinks.append(TrackerSink(folder, "log.tensorboard=true", run, board, settings=settings, warn=warn))
     if not start_step:
         for sink in sinks:
             sink.open()
     return sinks
-
-
-def _tensorboard(
-    folder: Path, start_step: int, settings: Mapping[str, object], warn: Callable[[str], None]
-) -> TrackerSink:
-    # it takes back the steps after the checkpoint, so that nothing need be kept of what it was sent
-    run = TrackedRun(None, goes_on=start_step > 0, last_step=start_step)
-    connect = partial(TensorBoardTracker, folder / "tensorboard", resume_step=start_step)
-    return TrackerSink(folder, "log.tensorboard=true", run, connect, settings=settings, warn=warn)
 
 
 def make_profile(config: Config, folder: Path, start_step: int, progress: Progress) -> StepProfile | None:
@@ -119,10 +100,7 @@ def make_profile(config: Config, folder: Path, start_step: int, progress: Progre
 
 
 def peak_tflops(settings: Log, facts: ModelFacts, progress: Progress) -> float | None:
-    """Peak TFLOP/s of all training processes together, the denominator of `mfu`; None where nothing gives it.
-
-    The peak of one is a setting, or the GPU's by its data sheet.
-    """
+    """Peak TFLOP/s of all training processes, by the settings or the data sheet, for `mfu`; None where unknown."""
     each = settings.peak_tflops
     if each is None and facts.device_name is not None:
         each = known_peak_tflops(facts.device_name)

@@ -25,13 +25,13 @@ from fovea.train.torch.sharding import shard
 
 
 def make_policy(config: Config, vlm: PolicyNetwork, tape: Tape | None = None, ranks: Ranks = ALONE) -> TorchPolicy:
-    """Make the policy, with a reference model where a KL term needs a copy and a value function for PPO.
-
-    On several `ranks` every process calls this with the same model, which is sharded in place.
-    """
+    """Make the policy, sharded in place over `ranks`, with the reference model and value function it needs."""
     critic = config.algorithm.critic
     reference = copy.deepcopy(vlm).requires_grad_(False) if config.copies_reference else None
-    value_model = make_value_model(vlm) if critic is not None and critic.trunk == "separate" else None
+    value_model = None
+    if critic is not None and critic.trunk == "separate":
+        value_model = ValueModel(copy.deepcopy(vlm)).to(vlm.device)
+        freeze_lm_head(value_model.trunk.network)
     # after the copies and before the optimizers, which keep references to the sharded parameters
     for model in (vlm, reference, value_model):
         if model is not None:
@@ -48,13 +48,6 @@ def make_policy(config: Config, vlm: PolicyNetwork, tape: Tape | None = None, ra
         warmup=config.warmup,
         ranks=ranks,
     )
-
-
-def make_value_model(vlm: PolicyNetwork) -> ValueModel:
-    """Copy the policy's model and add a value head."""
-    model = ValueModel(copy.deepcopy(vlm)).to(vlm.device)
-    freeze_lm_head(model.trunk.network)
-    return model
 
 
 def _make_value_function(config: Config, critic: Critic, vlm: PolicyNetwork, model: ValueModel | None) -> ValueFunction:

@@ -1,7 +1,4 @@
-"""The process of a reward (`fovea.environments.custom.processes` is the other end): one call after the other.
-
-It imports no torch, unless the user's file does.
-"""
+"""The process of a reward, whose other end is `fovea.environments.custom.processes`; it imports no torch."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ from fovea.environments.custom.processes import HEADER, score_to_json
 from fovea.environments.graders.base import Grader, NoScoreError
 from fovea.environments.graders.limited_calls import result_of
 from fovea.errors import FoveaError, first_line, named, result_or_error
-from fovea.types import Task, Turn
+from fovea.types import Turn
 from fovea.wiring.images import make_opener
 
 
@@ -60,20 +57,15 @@ def _grader(settings: Mapping[str, Any]) -> Grader:
 
 
 async def _answer(grader: Grader, message: bytes) -> dict[str, Any]:
+    why = "cannot be called in a process, since the task holds an object that cannot be read there"
+    fix = "keep plain values in Task.row, or set reward_in=thread"
     try:
-        task, text = _task_and_text(message)
+        with named(lambda error: NoScoreError(f"{why} ({first_line(error)}); {fix}")):
+            # only the trainer can send it: the socket is inherited, and has no address
+            task, text = pickle.loads(message)
         return score_to_json(await grader.score(task, [Turn(messages=(), text=text)]))
     except NoScoreError as error:
         return {"failed": str(error)}
-
-
-def _task_and_text(message: bytes) -> tuple[Task, str]:
-    why = "cannot be called in a process, since the task holds an object that cannot be read there"
-    fix = "keep plain values in Task.row, or set reward_in=thread"
-    with named(lambda error: NoScoreError(f"{why} ({first_line(error)}); {fix}")):
-        # only the trainer can send it: the socket is inherited, and has no address
-        task, text = pickle.loads(message)
-    return task, text
 
 
 def _receive(pipe: BufferedRWPair) -> bytes | None:

@@ -39,7 +39,7 @@ from fovea.run.signals import Stop, ending_signals
 from fovea.run.views import in_one_turn
 from fovea.train.start_check import Reference, Row, StartCheck
 from fovea.types import Task
-from fovea.wiring.backends import Backends, open_backends
+from fovea.wiring.backends import open_backends
 from fovea.wiring.data import make_order, make_renderer, make_sources, within_epochs
 from fovea.wiring.engine import make_evaluator
 from fovea.wiring.environment import GradedEnvironment, make_environment
@@ -163,7 +163,10 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
     progress.stage("loading the model")
     backends = open_backends(config, model, processor)
     progress.print(model_table(config.model.name, facts := backends.policy.describe()))
-    _print_kernels(backends, progress)
+    for line in backends.kernel_notes:
+        progress.print(line)
+    if isinstance(backends.engine, PlainEngine):
+        progress.print("model.fast_path: none is used; trainer and engine run transformers' own forward, which is slow")
     return Run(
         config=config,
         folder=folder,
@@ -204,13 +207,6 @@ def _stream(config: Config, graded: GradedEnvironment, environment: Environment,
     )
 
 
-def _print_kernels(backends: Backends, progress: Progress) -> None:
-    for line in backends.kernel_notes:
-        progress.print(line)
-    if isinstance(backends.engine, PlainEngine):
-        progress.print("model.fast_path: none is used; trainer and engine run transformers' own forward, which is slow")
-
-
 def _metrics_log(
     config: Config, folder: Path, resumed: SavedCheckpoint | None, progress: Progress, profile: Sink | None
 ) -> MetricsLog:
@@ -245,7 +241,6 @@ def _print_remarks(
 
 
 def _resumed(config: Config, checkpoints: Checkpoints) -> SavedCheckpoint | None:
-    """The checkpoint to go on from; None: start anew."""
     if config.resume_from is not None:
         return checkpoints.resume_from(config.resume_from)
     return checkpoints.resume() if config.resume == "auto" else None

@@ -18,7 +18,7 @@ from fovea.environments.tools.session import ToolUse, WithTools
 from fovea.errors import ConfigError
 from fovea.models.processor import Processor
 from fovea.models.render import Renderer
-from fovea.types import ImageRef, Message
+from fovea.types import Message
 from fovea.utils.tool_calls.detect import format_of
 from fovea.utils.tool_calls.json_calls import JsonCalls
 
@@ -31,7 +31,6 @@ def make_tools(config: Config, given: Sequence[object] = ()) -> tuple[Tool, ...]
 
 
 def _with_servers(loaded: Sequence[Tool], servers: McpServers) -> tuple[Tool, ...]:
-    """These tools and those of MCP servers; ConfigError where two have one name."""
     from fovea.environments.adapters.mcp import McpConnection  # an optional extra; the module reports its absence
 
     named = {tool.spec.name: tool for tool in loaded}
@@ -57,10 +56,7 @@ def with_tools(
     tools: Sequence[Tool],
     make_use: Callable[[], ToolUse],
 ) -> Environment:
-    """The environment with these tools and those that it brings, called within the limits of its sessions.
-
-    An environment without tools is returned as it is, without a call of `make_use`.
-    """
+    """The environment with these tools and its own, within the limits of sessions; without any, as it is."""
     if not uses_tools(environment, tools):
         return environment
     if not tools and isinstance(environment, Mixture) and isinstance(config.environment, MixtureEnvironment):
@@ -105,13 +101,9 @@ def use_of_server(config: Config, opener: ImageOpener, warn: Callable[[str], Non
 
 def frame_of(renderer: Renderer) -> Frame:
     """The frame in which the renderer's model gives coordinates."""
-
-    def size(ref: ImageRef) -> tuple[int, int]:
-        return renderer.box_frame(ref)
-
-    if renderer.gives_pixels:
-        return Frame(description="in pixels of the picture in the size in which you see it", size=size)
-    return THOUSANDTHS
+    if not renderer.gives_pixels:
+        return THOUSANDTHS
+    return Frame(description="in pixels of the picture in the size in which you see it", size=renderer.box_frame)
 
 
 def _inside(environment: Environment) -> Environment:

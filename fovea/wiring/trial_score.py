@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
-from fovea.config.file_rows import ANSWER_KEYS
 from fovea.config.run import Config
-from fovea.config.splits import SplitFiles
+from fovea.config.splits import ANSWER_KEYS, SplitFiles
 from fovea.data.images import ImageOpener, is_url
 from fovea.data.readers.base import listed
 from fovea.environments.base import Environment, Split

@@ -119,10 +119,7 @@ def make_worker(config: Config, model: Model, processor: Processor, role: Role) 
 
 
 def make_megatron_worker(config: Config, model: Model, processor: Processor, everyone: Ranks = ALONE) -> Worker:
-    """Make this process's part of a policy under Megatron, and its engine, which has a separate network.
-
-    `everyone` are the processes of the run, all of which make this call.
-    """
+    """Make the part of `everyone`'s policy under Megatron that this process has, and an engine beside it."""
     network = None
     if not has_own_weights(config):
         network = open_vlm(config, model, processor.banned_ids, everyone).requires_grad_(False)

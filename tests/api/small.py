@@ -21,6 +21,7 @@ SETTINGS: Mapping[str, object] = {
     "parity": {"prompts": 1},
     "data.cache_dir": "cache",
 }
+SHAPES = {"environment": {"name": "shapes", "train_size": 8, "dev_size": 2, "test_size": 2}}
 COLOURS = ("red", "green", "blue", "white", "yellow", "purple", "orange", "pink", "brown", "cyan")
 
 

@@ -49,16 +49,9 @@ def test_rows_are_asked_without_a_recipe_or_a_run(form: str) -> None:
 
 
 def test_rows_may_be_graded_by_an_environment() -> None:
-    gold, red = fovea.evaluate(
-        "gold",
-        "constant:red",
-        rows=rows(5),
-        environment={"name": "vqa", **PHOTOS},
-        settings={"data.cache_dir": "cache"},
-        quiet=True,
-    )
-    assert gold.accuracy.mean == 1
-    assert red.accuracy.mean == 0.2
+    by_vqa = {"rows": rows(5), "environment": {"name": "vqa", **PHOTOS}, "settings": {"data.cache_dir": "cache"}}
+    gold, red = fovea.evaluate("gold", "constant:red", quiet=True, **by_vqa)  # type: ignore[arg-type]
+    assert (gold.accuracy.mean, red.accuracy.mean) == (1, 0.2)
 
 
 def test_a_run_answers_other_rows_than_its_own() -> None:
@@ -95,8 +88,7 @@ def test_what_wrong_arguments_are_told_names_arguments_of_python(tmp_path: Path)
     run = fovea.GRPO(rows=rows(), reward=score, environment=PHOTOS, settings={**SETTINGS, "run_dir": "run"}).train()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
-    with (tmp_path / "stranger.py").open("w") as file:
-        file.write("def score(task, text, images):\n    return 1.0\n")
+    (tmp_path / "stranger.py").write_text("def score(task, text, images):\n    return 1.0\n")
     with pytest.raises(fovea.FoveaError, match=r"reward=python:tests\.api\.small\.score .* give it again from Python"):
         fovea.evaluate("run")
     own = run.config_file.read_text().replace("python:tests.api.small.score", "stranger.py:score")
@@ -108,10 +100,7 @@ def test_what_wrong_arguments_are_told_names_arguments_of_python(tmp_path: Path)
         (lambda: fovea.evaluate("gold", split="validation"), "split='validation' is none of the three splits; give"),
         (lambda: fovea.evaluate("gold", rows=rows(3), reward=score, split="dev"), "split='dev' names rows, and rows"),
         (lambda: fovea.evaluate("run"), "add trust=True, if the folder is your own"),
-        (
-            lambda: fovea.evaluate("http://127.0.0.1:9#x", recipe="recipe.yaml", api_key_env="NO_KEY"),
-            "api_key_env=NO_KEY",
-        ),
+        (lambda: fovea.evaluate("http://a:9#x", recipe="recipe.yaml", api_key_env="NO_KEY"), "api_key_env=NO_KEY"),
         (lambda: fovea.export(run, "full"), "full: it exists and is not an empty folder"),
         (lambda: fovea.export(run, "new", adapter_only=True), "trained no adapter"),
         (lambda: fovea.export("nowhere", "new"), "nowhere: neither a run"),
@@ -145,21 +134,16 @@ class AsksThem(BanditEnvironment):
 
 
 def test_rows_of_one_id_are_refused() -> None:
-    with pytest.raises(
-        fovea.FoveaError, match=r"two rows of the split have the id 'x'; give every row .* a separate id"
-    ):
+    with pytest.raises(fovea.FoveaError, match=r"two rows of the split have the id 'x'; give every row .* separate"):
         fovea.evaluate("gold", recipe="shapes", environment=AsksThem(), quiet=True)
 
 
-def test_an_object_that_is_no_target_is_told() -> None:
+def test_an_object_that_is_no_target_and_several_recipes_are_told() -> None:
     trainer = fovea.GRPO(recipe="shapes")
     told = r"fovea\.{0} is given an object of type GRPO; give the run that train\(\) returned, .* call {0}\(\)"
     with pytest.raises(fovea.FoveaError, match=told.format("evaluate")):
         fovea.evaluate(trainer)  # type: ignore[arg-type]
     with pytest.raises(fovea.FoveaError, match=told.format("export")):
         fovea.export(trainer, "out")  # type: ignore[arg-type]
-
-
-def test_an_evaluation_takes_one_recipe() -> None:
     with pytest.raises(fovea.FoveaError, match=r"recipe names 2 recipes, of which fovea\.evaluate takes one; give"):
         fovea.evaluate("gold", recipe=["shapes", "tiny"])  # type: ignore[arg-type]

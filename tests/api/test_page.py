@@ -1,10 +1,12 @@
-"""docs/python.md: its code runs as it stands but for sizes, its table has every argument of TRL's trainer."""
+"""The public API as type checkers see it; docs/python.md: its code runs, and it has every argument of TRL's trainer."""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -66,3 +68,48 @@ def test_trl_has_no_ppo_whose_arguments_the_table_would_lack() -> None:
         file for file in Path(spec.origin).parent.rglob("*.py") if "class PPO" in file.read_text(encoding="utf-8")
     ]
     assert with_ppo == [], "its fields belong into fovea/config/elsewhere.yaml, as those of GRPOConfig"
+
+
+USER = """
+from collections.abc import Sequence
+
+import fovea
+from PIL.Image import Image
+
+
+def reward(task: fovea.Task, text: str, images: Sequence[Image]) -> dict[str, float]:
+    return {"right": float(task.answer in text)}
+
+
+trainer = fovea.GRPO(model="folder", rows=[{"image": b"", "question": "?"}], reward=reward, max_steps=3, warmup=None)
+run: fovea.TrainedRun = trainer.train()
+steps: int = len(run.metrics)
+accuracy: float = trainer.evaluate("majority")[0].accuracy.mean
+difference: float = fovea.export(run, "out").max_logprob_difference
+fovea.PPO(model={"tiny": {}}, algorithm={"ppo_epochs": 2})
+"""
+WRONG = """
+import fovea
+
+fovea.GRPO(modle="folder")
+fovea.GRPO(model="folder", max_steps="three")
+fovea.GRPO(model="folder").train().metricks
+fovea.trian
+"""
+
+
+@pytest.mark.slow
+def test_a_type_checker_knows_the_api(tmp_path: Path) -> None:
+    (tmp_path / "user.py").write_text(USER)
+    (tmp_path / "wrong.py").write_text(WRONG)
+    # by the settings and the cache of `make lint`: without it, all of torch is read again
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--no-error-summary", str(tmp_path / "user.py"), str(tmp_path / "wrong.py")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lines = done.stdout.splitlines()
+    errors = [Path(line.partition(": error: ")[0]).name for line in lines if ": error: " in line]
+    assert errors == [f"wrong.py:{line}" for line in (4, 5, 6, 7)], done.stdout + done.stderr

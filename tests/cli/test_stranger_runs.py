@@ -24,13 +24,8 @@ from fovea.view.server import make_app
 
 PRIVATE = b"-----BEGIN OPENSSH PRIVATE KEY-----"
 NAME = "0123456789abcdef"
-RECORD = {
-    "kind": "k",
-    "prompt": "q",
-    "truth": "t",
-    "messages": [{"role": "user", "parts": [{"image": NAME}, "q"]}],
-    "answers": [],
-}
+MESSAGE = {"role": "user", "parts": [{"image": NAME}, "q"]}
+RECORD = {"kind": "k", "prompt": "q", "truth": "t", "messages": [MESSAGE], "answers": []}
 LEVELS = list(zip("abcdefghi", "bcdefghij", strict=True))
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in LEVELS
@@ -86,9 +81,7 @@ def sparse(path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [fifo, zeros, sparse])
-@pytest.mark.parametrize(
-    "name", ["metrics.jsonl", "summary.json", "versions.json", "config.yaml", "samples/index.jsonl"]
-)
+@pytest.mark.parametrize("name", FILES)
 def test_no_file_of_a_run_hangs_a_report_or_fills_memory(name: str, make: Callable[[Path], None], run: Path) -> None:
     make(run / name)
     assert name.rpartition("/")[2] in refused("report", str(run))

@@ -51,6 +51,11 @@ def test_the_demo_trains_by_name_outside_the_checkout(installed: Path, tmp_path:
     assert run(str(installed / "fovea"), "--version", folder=tmp_path) == f"fovea {version}\n"
     listed = run(str(installed / "fovea"), "recipes", folder=tmp_path)
     assert f"files: {Path(where).parent / 'recipes'}\n" in listed
+    shipped, ours = (
+        {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.yaml")}
+        for folder in (Path(where).parent / "recipes", ROOT / "recipes")
+    )
+    assert shipped == ours
     run(str(installed / "fovea"), "train", "shapes", "run_dir=first", *SMALL, folder=tmp_path)
     assert (tmp_path / "first" / "report.html").is_file()
     run(str(installed / "fovea"), "view", "first", "--export", "shown.html", folder=tmp_path)

@@ -11,8 +11,7 @@ from typing import Any
 import openai
 import uvicorn
 
-from fovea.commands.agent_conversations import AgentConversations
-from fovea.commands.agent_server import AgentServer
+from fovea.commands.agent_server import AgentConversations, AgentServer
 from fovea.data.images import ImageOpener
 from fovea.models.render import Renderer
 from fovea.models.vlm import VLM

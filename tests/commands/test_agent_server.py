@@ -112,6 +112,10 @@ def test_the_key_is_required(served: Served) -> None:
 USER = {"role": "user", "content": "What?"}
 
 
+def of_picture(url: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]}
+
+
 @table(
     ("request_", "message"),
     [
@@ -120,36 +124,9 @@ USER = {"role": "user", "content": "What?"}
         ({"messages": [USER], "n": 2}, "n: "),
         ({"messages": [USER], "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools: "),
         ({"messages": [USER], "temperature": -1}, "temperature"),
-        (
-            {
-                "messages": [
-                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a/b.png"}}]}
-                ]
-            },
-            "the picture 'http://a/b.png' is not a data URI",
-        ),
-        (
-            {
-                "messages": [
-                    {
-                        "role": "user",
-                        "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,$"}}],
-                    }
-                ]
-            },
-            "is not base64",
-        ),
-        (
-            {
-                "messages": [
-                    {
-                        "role": "user",
-                        "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8="}}],
-                    }
-                ]
-            },
-            "a picture of the request",
-        ),
+        (of_picture("http://a/b.png"), "the picture 'http://a/b.png' is not a data URI"),
+        (of_picture("data:image/png;base64,$"), "is not base64"),
+        (of_picture("data:image/png;base64,aGVsbG8="), "a picture of the request"),
         ({"messages": [{"role": "user", "content": "<|im_end|>"}]}, "its text contains <|im_end|>"),
     ],
 )

@@ -30,13 +30,9 @@ def test_other_machines_are_served_with_a_key_only(host: str, monkeypatch: pytes
     assert ServerAddress(host=host, api_key_env="FOVEA_TEST_KEY").api_key() == "secret"
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.0.0.5"])
-def test_this_machine_needs_no_key(host: str) -> None:
-    assert ServerAddress(host=host).api_key() is None
-
-
-def test_a_server_for_training_never_lacks_a_key() -> None:
-    """That of administration, which is made, is the key for asking where no other is given."""
+def test_this_machine_needs_no_key_but_for_training() -> None:
+    for host in ("127.0.0.1", "localhost", "::1", "127.0.0.5"):
+        assert ServerAddress(host=host).api_key() is None
     for host in ("127.0.0.1", "0.0.0.0"):
         assert ServerAddress(host=host).api_key("made") == "made"
 

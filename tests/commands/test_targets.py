@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fovea.cli.evaluate import sort_words
-from fovea.commands.evaluate import EvalSet, OutputFiles, evaluate_targets
+from fovea.commands.evaluate import EvalOptions, EvalSet, evaluate_targets
 from fovea.commands.targets import Baseline, CheckpointTarget, ModelTarget, parse_target, parse_targets, shared_settings
 from fovea.config.loading import dump_config
 from fovea.config.model import Model
@@ -23,7 +23,7 @@ from fovea.run.checkpoint import FORMAT, write_manifest
 from fovea.utils import http_json
 from tests.data.web import served
 from tests.images import encoded, noise
-from tests.tiny_models import tiny
+from tests.tiny_models import save, tiny
 
 TINY = {"model": {"tiny": {}}}
 
@@ -53,9 +53,8 @@ def test_words_are_targets_and_settings(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_baselines_and_hub_ids() -> None:
-    assert parse_target("majority") == Baseline(name="majority", kind="majority")
-    assert parse_target("gold") == Baseline(name="gold", kind="gold")
-    assert parse_target("constant:no idea") == Baseline(name="constant:no idea", kind="constant", text="no idea")
+    for word in ("majority", "gold", "constant:no idea"):
+        assert parse_target(word) == Baseline(name=word)
     assert parse_target("org/name-2B") == ModelTarget(name="org/name-2B", path="org/name-2B")
     assert parse_target("org/name@abc123") == ModelTarget(name="org/name@abc123", path="org/name", revision="abc123")
     for word in ("nonsense", "./org/name", "/org/name", "a/b/c"):
@@ -131,8 +130,6 @@ def test_rows_are_those_of_the_first_run_or_of_the_recipe(tmp_path: Path) -> Non
 LOAD = """
 from fovea.config.run import Model
 from fovea.models.load import load_network
-from fovea.run.checkpoint import FORMAT
-from fovea.run.checkpoint import write_manifest
 for revision in (None, "v1"):
     network = load_network(Model(path="org/tiny", revision=revision))
     print(float(network.lm_head.weight.double().sum()))
@@ -140,26 +137,19 @@ for revision in (None, "v1"):
 
 
 def test_a_revision_pins_the_model(tmp_path: Path) -> None:
-    """Two commits in a cache of the hub's own layout: main is the second, the first is asked for by its hash."""
-    sums = {}
-    hub = tmp_path / "hub" / "models--org--tiny"
-    commits = {"a" * 40: 0, "b" * 40: 1}
-    for commit, seed in commits.items():
-        parts, folder = tiny("qwen3_vl", seed=seed), hub / "snapshots" / commit
-        for part in (parts.network, parts.processor.tokenizer, parts.processor.image_processor):
-            part.save_pretrained(folder)
-        sums[commit] = float(parts.network.get_submodule("lm_head").weight.double().sum())  # type: ignore[union-attr, operator]
-    (hub / "refs").mkdir()
-    (hub / "refs" / "main").write_text("b" * 40)
-    (hub / "refs" / "v1").write_text("a" * 40)
+    """Two commits in a cache of the hub's own layout: main is the second, the first is asked for by its tag."""
+    hub, sums = tmp_path / "hub" / "models--org--tiny", []
+    (hub / "refs").mkdir(parents=True)
+    for seed, (commit, ref) in enumerate({"a" * 40: "v1", "b" * 40: "main"}.items()):
+        parts = tiny("qwen3_vl", seed=seed)
+        save(parts, hub / "snapshots" / commit)
+        (hub / "refs" / ref).write_text(commit)
+        sums.append(float(parts.network.get_submodule("lm_head").weight.detach().double().sum()))  # type: ignore[union-attr, operator]
     environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-
     done = subprocess.run([sys.executable, "-c", LOAD], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    newest, pinned = map(float, done.stdout.split())
-    assert newest == pytest.approx(sums["b" * 40])
-    assert pinned == pytest.approx(sums["a" * 40])
-    assert newest != pytest.approx(pinned)
+    assert [float(line) for line in done.stdout.split()] == pytest.approx(sums[::-1])
+    assert sums[0] != pytest.approx(sums[1])
 
 
 def test_a_folder_has_no_revisions(tmp_path: Path) -> None:
@@ -184,15 +174,12 @@ def test_images_are_fetched_and_converted_as_the_settings_say(tmp_path: Path) ->
         row = {"problem": "<image>Find x.", "images": [f"{site.url}/printed.jpg"], "answer": "3"}
         (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
         files = [str(tmp_path / "rows.jsonl")]
-        config = Config.model_validate(
-            {
-                "model": {"tiny": {}},
-                "run_dir": str(tmp_path / "run"),
-                "environment": {"name": "geo3k", "train_files": files, "test_files": files},
-                "data": {"allow_private_addresses": True, "convert_images": ["cmyk"]},
-            }
-        )
-        rows = EvalSet.of(config, "test")
+        settings = {
+            "run_dir": str(tmp_path / "run"),
+            "environment": {"name": "geo3k", "train_files": files, "test_files": files},
+            "data": {"allow_private_addresses": True, "convert_images": ["cmyk"]},
+        }
+        rows = EvalSet.of(Config.model_validate(TINY | settings), "test")
         images = [rows.open_image(rows.tasks[0].images[0]) for _ in range(2)]
     assert [image.mode for image in images] == ["RGB", "RGB"]
     assert site.asked == ["/printed.jpg"], "a run keeps what a URL has sent"
@@ -206,6 +193,4 @@ def test_servers_are_asked_before_any_row_is_read(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(EvalSet, "of", read)
     targets = ["gold", "http://127.0.0.1:9"]
     with pytest.raises(ConfigError, match=r"http://127\.0\.0\.1:9: no OpenAI-compatible server answers there"):
-        evaluate_targets(
-            targets, [], recipe=shipped_recipe("shapes"), split="test", output_files=OutputFiles(), quiet=True
-        )
+        evaluate_targets(targets, [], EvalOptions(recipe=shipped_recipe("shapes"), quiet=True))

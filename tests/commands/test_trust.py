@@ -23,7 +23,7 @@ from typer.testing import CliRunner, Result
 from fovea.cli.main import app
 from fovea.commands.exporting.export import export
 from fovea.commands.trust import check_trust
-from fovea.config.loading import keys_of, load_config
+from fovea.config.loading import load_config
 from fovea.config.run import Config
 from fovea.errors import FoveaError
 from fovea.loop import train
@@ -41,18 +41,9 @@ SETTINGS: dict[str, Any] = {
     "log": {"tensorboard": False, "progress": False},
 }
 JINJA_ESCAPE = "{{ ''.__class__.__mro__[1].__subclasses__()[0].__init__.__globals__['os'].mkdir(%r) }}"
-
-
 PICKLES = (
-    "pytorch_model.bin",
-    "adapter_model.bin",
-    "trainable.pt",
-    "trainable_optimizer.pt",
-    "rng_state.pth",
-    "training_args.bin",
-    ".metadata",
-    "__0.metadata",
-    "__0_0.distcp",
+    *("pytorch_model.bin", "adapter_model.bin", "trainable.pt", "trainable_optimizer.pt", "rng_state.pth"),
+    *("training_args.bin", ".metadata", "__0.metadata", "__0_0.distcp"),
 )
 SPRUNG = "import os; os.path.exists({0}) or os.mkdir({0})\n"
 CODE = """
@@ -78,6 +69,13 @@ class Trap:
 
 def fovea(*words: str) -> Result:
     return CliRunner().invoke(app, words, env={"COLUMNS": "400"})
+
+
+def evaluated(folder: Path, *words: str, code: int | None = 0) -> str:
+    """What `fovea eval` of a few rows says; None: with any exit code."""
+    done = fovea("eval", str(folder), "evaluate.test_size=2", *words)
+    assert code is None or done.exit_code == code, done.output
+    return done.stderr
 
 
 @pytest.fixture
@@ -125,21 +123,12 @@ def plant_pickles(folder: Path, marker: Path) -> None:
 
 def plant_auto_map(folder: Path, marker: Path) -> None:
     """Python files beside a model that each of its configs asks to import."""
-    (folder / "evil.py").write_text(
-        f"import os; os.path.exists({str(marker)!r}) or os.mkdir({str(marker)!r})\nclass Evil: pass\n"
-    )
-    classes = (
-        "AutoConfig",
-        "AutoModel",
-        "AutoModelForImageTextToText",
-        "AutoTokenizer",
-        "AutoProcessor",
-        "AutoImageProcessor",
-    )
+    (folder / "evil.py").write_text(SPRUNG.format(repr(str(marker))) + "class Evil: pass\n")
+    kinds = ("Config", "Model", "ModelForImageTextToText", "Tokenizer", "Processor", "ImageProcessor")
     for name in ("config.json", "tokenizer_config.json", "preprocessor_config.json", "processor_config.json"):
         file = folder / name
         values = json.loads(file.read_text()) if file.is_file() else {}
-        file.write_text(json.dumps(values | {"auto_map": dict.fromkeys(classes, "evil.Evil")}))
+        file.write_text(json.dumps(values | {"auto_map": {f"Auto{kind}": "evil.Evil" for kind in kinds}}))
 
 
 @pytest.mark.parametrize("setting", ["reward", "environment"])
@@ -148,17 +137,14 @@ def test_a_folder_that_is_evaluated_runs_no_code(setting: str, stranger: Path, m
     for folder, recipe in ((stranger / "run", "config.yaml"), (stranger / "model", "recipe.yaml")):
         spec = f"{plant_code(folder, marker)}:{name}"
         set_in(folder / recipe, **{setting: spec})
-        refused = fovea("eval", str(folder), "evaluate.test_size=2")
-        assert refused.exit_code == 2, refused.output
-        assert f"{folder / recipe} runs the code of {setting}={spec}, and what a folder says runs no code" in (
-            refused.stderr
-        )
-        assert len(refused.stderr.strip().splitlines()) == 1
+        refused = evaluated(folder, code=2)
+        assert f"{folder / recipe} runs the code of {setting}={spec}, and what a folder says runs no code" in refused
+        assert len(refused.strip().splitlines()) == 1
         assert not marker.exists()
-        fovea("eval", str(folder), "evaluate.test_size=2", "--trust")
+        evaluated(folder, "--trust", code=None)
         assert marker.exists(), "trusted for this command"
         marker.rmdir()
-        assert fovea("eval", str(folder), "evaluate.test_size=2").exit_code == 2, "and for no other"
+        evaluated(folder, code=2)  # and for no other
 
 
 @pytest.mark.parametrize("setting", ["reward", "environment"])
@@ -169,16 +155,14 @@ def test_code_in_a_part_of_a_mixture_is_refused_too(setting: str, stranger: Path
     second = {"environment": scenes} | {setting: spec}
     set_in(run / "config.yaml", environment={"name": "mixture", "parts": {"first": {}, "second": second}})
     for words in ([], ["environment.parts.second.share=2"]):
-        refused = fovea("eval", str(run), "evaluate.test_size=2", *words)
-        assert refused.exit_code == 2, refused.output
-        assert f"config.yaml runs the code of {key}={spec}, and what a folder says runs no code" in refused.stderr
+        refused = evaluated(run, *words, code=2)
+        assert f"config.yaml runs the code of {key}={spec}, and what a folder says runs no code" in refused
         assert not marker.exists()
     (tmp_path / "mine.py").write_text(CODE)
     own = f"{key}={tmp_path / 'mine.py'}:score" if setting == "reward" else f"{key}=shapes"
-    done = fovea("eval", str(run), "evaluate.test_size=2", own)
-    assert done.exit_code == 0, done.output
+    evaluated(run, own)
     assert not marker.exists()
-    fovea("eval", str(run), "evaluate.test_size=2", "--trust")
+    evaluated(run, "--trust", code=None)
     assert marker.exists()
 
 
@@ -186,15 +170,13 @@ def test_the_users_own_words_are_trusted(stranger: Path, marker: Path, tmp_path:
     run = stranger / "run"
     set_in(run / "config.yaml", reward=f"{plant_code(run, marker)}:score")
     (tmp_path / "mine.py").write_text("def score(task, text, images): return 1.0\n")
-    for words in (["reward=null"], [f"reward={tmp_path / 'mine.py'}:score"]):
-        done = fovea("eval", str(run), "evaluate.test_size=2", *words)
-        assert done.exit_code == 0, done.output
+    for word in ("reward=null", f"reward={tmp_path / 'mine.py'}:score"):
+        evaluated(run, word)
     assert not marker.exists()
     recipe = tmp_path / "mine.yaml"
     recipe.write_text((stranger / "model" / "recipe.yaml").read_text())
     set_in(recipe, reward=f"{tmp_path / 'mine.py'}:score")
-    done = fovea("eval", str(run), "--recipe", str(recipe), "evaluate.test_size=2")
-    assert done.exit_code == 0, done.output
+    evaluated(run, "--recipe", str(recipe))
     assert not marker.exists()
 
 
@@ -222,16 +204,6 @@ def test_a_workflow_that_goes_on_runs_no_code(setting: str, stranger: Path, mark
         assert marker.exists()
 
 
-def test_overrides_that_name_code() -> None:
-    assert keys_of(["environment=a.py:C", "reward=b.py:f", "seed=1"]) == {
-        "environment.name",
-        "environment.file",
-        "reward",
-        "seed",
-    }
-    assert "environment.file" not in keys_of(["environment.name=own", "environment.settings.x=1"])
-
-
 @pytest.mark.parametrize("key", ["SECRET", None])
 def test_rows_and_keys_go_to_no_judge_of_a_folders(
     key: str | None, stranger: Path, monkeypatch: pytest.MonkeyPatch
@@ -239,22 +211,19 @@ def test_rows_and_keys_go_to_no_judge_of_a_folders(
     monkeypatch.setenv("SECRET", "x")
     judge = {"url": "http://127.0.0.1:9/v1", "model": "m", "api_key_env": key}
     set_in(stranger / "run" / "config.yaml", judge=judge, model_reward={"judge": 0.5})
-    refused = fovea("eval", str(stranger / "run"))
-    assert refused.exit_code == 2, refused.output
     sent = "rows" if key is None else "the key in SECRET"
-    assert f"sends {sent} to judge.url=http://127.0.0.1:9/v1, and what a folder says" in refused.stderr
+    refused = f"sends {sent} to judge.url=http://127.0.0.1:9/v1, and what a folder says"
+    assert refused in evaluated(stranger / "run", code=2)
     file, own = stranger / "run" / "config.yaml", ["judge.url=http://127.0.0.1:8/v1"]
     check_trust(load_config([file], own), file, own, trust=False)
 
 
 def test_a_folder_opens_no_private_network(stranger: Path) -> None:
     set_in(stranger / "run" / "config.yaml", data={"allow_private_addresses": True})
-    refused = fovea("eval", str(stranger / "run"), "evaluate.test_size=2")
-    assert refused.exit_code == 2, refused.output
-    assert "lets rows reach this machine and private networks by data.allow_private_addresses=true" in refused.stderr
-    for words in (["data.allow_private_addresses=true"], ["data.allow_private_addresses=false"], ["--trust"]):
-        done = fovea("eval", str(stranger / "run"), "evaluate.test_size=2", *words)
-        assert done.exit_code == 0, done.output
+    refused = "lets rows reach this machine and private networks by data.allow_private_addresses=true"
+    assert refused in evaluated(stranger / "run", code=2)
+    for word in ("data.allow_private_addresses=true", "data.allow_private_addresses=false", "--trust"):
+        evaluated(stranger / "run", word)
 
 
 def test_an_export_runs_no_code(stranger: Path, marker: Path, tmp_path: Path) -> None:
@@ -287,11 +256,9 @@ def test_no_pickle_and_no_auto_map_is_loaded(target: str, stranger: Path, marker
     for recipe in (stranger / "model" / "recipe.yaml", stranger / "adapter" / "recipe.yaml"):
         set_in(recipe, **own)
     adapter = stranger / "adapter" / "adapter_config.json"
-    adapter.write_text(
-        json.dumps(json.loads(adapter.read_text()) | {"base_model_name_or_path": str(stranger / "base")})
-    )
-    done = fovea("eval", str(stranger / target), "evaluate.test_size=2")
-    assert done.exit_code == 0, done.output
+    of_base = {"base_model_name_or_path": str(stranger / "base")}
+    adapter.write_text(json.dumps(json.loads(adapter.read_text()) | of_base))
+    evaluated(stranger / target)
     if target == "run":
         assert fovea("export", str(stranger / target), "--out", str(tmp_path / "out")).exit_code == 0
         assert fovea("report", str(stranger / target)).exit_code == 0
@@ -304,12 +271,10 @@ def test_pickles_in_place_of_weights_are_refused(stranger: Path, marker: Path) -
     plant_pickles(stranger, marker)
     index = {"metadata": {}, "weight_map": {"lm_head.weight": "pytorch_model.bin"}}
     for folder in ("model", "adapter"):
-        refused = fovea("eval", str(stranger / folder), "evaluate.test_size=2")
-        assert refused.exit_code == 2, refused.output
-        assert "safetensors" in refused.stderr
+        assert "safetensors" in evaluated(stranger / folder, code=2)
     (stranger / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
     (stranger / "model" / "x.safetensors").write_bytes(pickle.dumps(Trap(marker)))
-    assert fovea("eval", str(stranger / "model"), "evaluate.test_size=2").exit_code == 2
+    evaluated(stranger / "model", code=2)
     assert not marker.exists()
 
 
@@ -342,17 +307,14 @@ def test_an_adapter_imports_no_module(stranger: Path, marker: Path, monkeypatch:
         {"new": []},
     ):
         file.write_text(json.dumps(kept | keys))
-        done = fovea("eval", str(stranger / "adapter"), "evaluate.test_size=2")
-        assert done.exit_code == (0 if "new" in keys else 2), done.output
+        said = evaluated(stranger / "adapter", code=0 if "new" in keys else 2)
         assert not marker.exists()
-        if done.exit_code:
-            assert "is a variant of LoRA that Fovea does not merge" in done.stderr
+        assert ("is a variant of LoRA that Fovea does not merge" in said) is ("new" not in keys)
 
 
 def test_a_chat_template_stays_in_its_sandbox(stranger: Path, marker: Path) -> None:
     (stranger / "model" / "chat_template.jinja").write_text(JINJA_ESCAPE % str(marker))
-    refused = fovea("eval", str(stranger / "model"), "evaluate.test_size=2")
-    assert refused.exit_code == 2, refused.output
+    evaluated(stranger / "model", code=2)
     assert not marker.exists()
 
 

@@ -30,10 +30,6 @@ def test_every_recipe_parses_and_comes_back(path: Path, tmp_path: Path) -> None:
     assert load_config([tmp_path / "config.yaml"], []) == config
 
 
-def test_there_are_recipes() -> None:
-    assert {path.name for path in RECIPES} >= {"shapes.yaml", "geo3k.yaml"}
-
-
 def test_a_dump_is_whole_and_in_order() -> None:
     tree = yaml.safe_load(dump_config(TINY))
     assert list(tree) == list(Config.model_fields)
@@ -64,9 +60,6 @@ def test_any_config_comes_back(run_dir: str, stop: list[str], weights: dict[str,
 def test_texts_that_look_like_numbers_come_back() -> None:
     config = Config(model=Model(path="1e-6"), run_dir="2026-11-21", rollout=Rollout(stop=("yes", "007", "1:30", "08")))
     assert Config.model_validate(parse_override(f"x={dump_config(config)}")["x"]) == config
-
-
-# What loading imports, and a short form
 
 
 def test_every_setting_is_described() -> None:

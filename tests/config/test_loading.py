@@ -16,6 +16,9 @@ from fovea.errors import ConfigError
 from tests.tables import table
 
 ROOT = Path(__file__).parents[2]
+NEST = "in files and mappings sections nest, without dots:"
+NO_TEXT = "is not a text, as a setting's name is; put it in quotes"
+ONE_MODEL = "model: set exactly one of model.path (a folder or hub id) and model.tiny (a small model made here)"
 PLAIN = "a value is text, a finite number, true, false, null, a list, or a mapping with texts as keys"
 
 
@@ -58,13 +61,12 @@ def test_numbers_as_people_write_them(recipe: Path, override: str, learning_rate
     assert load_config([recipe], [f"train.learning_rate={override}"]).train.learning_rate == learning_rate
 
 
-def test_a_date_is_text(recipe: Path) -> None:
-    assert load_config([recipe], ["run_dir=2026-11-21"]).run_dir == "2026-11-21"
+@pytest.mark.parametrize("text", ["2026-11-21", "1e-6 and more", "runs/lr=1"])
+def test_other_values_are_text(recipe: Path, text: str) -> None:
+    assert load_config([recipe], [f"run_dir={text}"]).run_dir == text
 
 
-@pytest.mark.parametrize(
-    "override", ["max_hours=1:30", "max_hours=1:30.5", "max_steps=0100", "seed=-010", "seed=1:00:00"]
-)
+@table("override", ["max_hours=1:30", "max_hours=1:30.5", "max_steps=0100", "seed=-010", "seed=1:00:00"])
 def test_numbers_of_other_bases_are_text(recipe: Path, override: str) -> None:
     """YAML 1.1 has 1:30 as 90, which would be hours, and 0100 as 64."""
     key, _, value = override.partition("=")
@@ -80,14 +82,6 @@ def test_the_fast_path_is_off_as_it_is_written(recipe: Path) -> None:
     for config in (load_config([recipe], ["model.fast_path=off"]), load_config([recipe, Path("over.yaml")], [])):
         assert config.model.fast_path == "off"
         assert Config.model_validate(parse_override(f"x={dump_config(config)}")["x"]) == config
-
-
-def test_a_text_that_begins_like_a_number_is_text(recipe: Path) -> None:
-    assert load_config([recipe], ["run_dir=1e-6 and more"]).run_dir == "1e-6 and more"
-
-
-def test_a_value_may_hold_an_equals_sign(recipe: Path) -> None:
-    assert load_config([recipe], ["run_dir=runs/lr=1"]).run_dir == "runs/lr=1"
 
 
 def test_overrides_reach_into_sections_that_are_off(recipe: Path) -> None:
@@ -107,9 +101,8 @@ def test_mappings_of_weights_merge_and_start_over_too(recipe: Path) -> None:
     Path("over.yaml").write_text("data: {kind_weights: {counting: 2, shape: 3}}\n", encoding="utf-8")
     recipes = [recipe, Path("over.yaml")]
     assert load_config(recipes, ["data.kind_weights.shape=1"]).data.kind_weights == {"counting": 2, "shape": 1}
-    assert load_config(recipes, ["data.kind_weights=null", "data.kind_weights.shape=1"]).data.kind_weights == {
-        "shape": 1
-    }
+    anew = load_config(recipes, ["data.kind_weights=null", "data.kind_weights.shape=1"])
+    assert anew.data.kind_weights == {"shape": 1}
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -130,76 +123,83 @@ def test_one_model_source_gives_way_to_the_other(recipe: Path) -> None:
 # Errors
 
 
+ENVIRONMENTS = (
+    "shapes | shapes_zoom | shapes_small | frozen_lake | sokoban | pages | grounding_shapes | geo3k | vqa | caption | "
+    "rows | geospot | grounding | gymnasium | openenv | nemo_gym | own | mixture"
+)
+BOOLEAN = "yes, no, on and off are read as true and false, as YAML has them; as text write '\"yes\"'"
+
+
+@table(
+    ("key", "near"),
+    [
+        ("rollout.top_pp", "rollout.top_p"),
+        ("top_p", "rollout.top_p or evaluate.top_p"),
+        ("train.temperature", "rollout.temperature or evaluate.temperature"),
+        ("rolout.tpo_p", "rollout.top_p"),
+        ("learning_rate", "train.learning_rate or warmup.learning_rate or algorithm.advantage.critic.learning_rate"),
+        ("xyz.abc", ""),
+        ("a..b", ""),
+    ],
+)
+def test_what_an_unknown_key_is_told(recipe: Path, key: str, near: str) -> None:
+    hint = f"did you mean {near}?" if near else "`fovea config` lists them all"
+    assert error_of([recipe], f"{key}=1") == f"command line: {key}: no such setting; {hint}"
+
+
+@table(
+    ("override", "shown", "allowed"),
+    [
+        ("rollout.top_p=1.5", "1.5", "number > 0 and <= 1"),
+        ("rollout.top_p='0.5'", '"0.5"', "number > 0 and <= 1; without the quotes it is a number"),
+        ("rollout.temperature=1e-45", "1e-45", "number >= 1e-06"),
+        ("rollout.top_p=high", '"high"', "number > 0 and <= 1"),
+        ("seed=true", "true", "integer >= 0 and < 4294967296"),
+        ("seed=1.5", "1.5", "integer >= 0 and < 4294967296"),
+        ("threads=0", "0", "integer >= 1 or null"),
+        ("run_dir=5", "5", "text; to give it as text write '\"5\"'"),
+        ("run_dir=", "null", "text"),
+        ("run_dir=yes", "true", f"text; {BOOLEAN}"),
+        ("resume=yes", "true", "never | auto or text; true is resume=auto here"),
+        ("resume=false", "false", "never | auto or text; false is resume=never here"),
+        ("rollout.stop=x", '"x"', "list of text; write [x]"),
+        ("train.betas=[1]", "[1]", "list of 2, each number >= 0 and < 1"),
+        ("data.kind_weights.shape=-1", "-1", "number > 0"),
+        ("data.kind_weights=3", "3", "mapping of text to number > 0"),
+        ("rollout=3", "3", "group of settings; `fovea config rollout` lists them"),
+        (
+            "model.lora=3",
+            "3",
+            "group of settings or null; model.lora={} takes the defaults, `fovea config model.lora` lists them",
+        ),
+        ("model.lora.rank=0", "0", "integer >= 1"),
+        ("environment.name=maze", '"maze"', ENVIRONMENTS),
+    ],
+)
+def test_what_an_unfit_value_is_told(recipe: Path, override: str, shown: str, allowed: str) -> None:
+    key = override.partition("=")[0]
+    assert error_of([recipe], override) == f"command line: {key}: {shown} does not fit; allowed: {allowed}"
+
+
 @table(
     ("override", "message"),
     [
-        ("rollout.top_pp=1", "rollout.top_pp: no such setting; did you mean rollout.top_p?"),
-        ("top_p=1", "top_p: no such setting; did you mean rollout.top_p or evaluate.top_p?"),
-        (
-            "train.temperature=1",
-            "train.temperature: no such setting; did you mean rollout.temperature or evaluate.temperature?",
-        ),
-        ("rolout.tpo_p=1", "rolout.tpo_p: no such setting; did you mean rollout.top_p?"),
-        (
-            "learning_rate=1",
-            "learning_rate: no such setting; did you mean train.learning_rate or warmup.learning_rate or "
-            "algorithm.advantage.critic.learning_rate?",
-        ),
-        ("xyz.abc=1", "xyz.abc: no such setting; `fovea config` lists them all"),
-        ("a..b=1", "a..b: no such setting; `fovea config` lists them all"),
         ("seed", "seed: an override is written key=value, such as seed=1"),
         ("=1", "=1: an override is written key=value, such as seed=1"),
         ("seed=[", "seed: not valid YAML: expected the node content, but found '<stream end>'"),
-        ("rollout.top_p=1.5", "rollout.top_p: 1.5 does not fit; allowed: number > 0 and <= 1"),
-        (
-            "rollout.top_p='0.5'",
-            'rollout.top_p: "0.5" does not fit; allowed: number > 0 and <= 1; without the quotes it is a number',
-        ),
-        ("rollout.temperature=1e-45", "rollout.temperature: 1e-45 does not fit; allowed: number >= 1e-06"),
-        ("rollout.top_p=high", 'rollout.top_p: "high" does not fit; allowed: number > 0 and <= 1'),
         ("rollout.top_p.x=1", 'rollout.top_p: {"x": 1} does not fit; allowed: number > 0 and <= 1'),
-        ("seed=true", "seed: true does not fit; allowed: integer >= 0 and < 4294967296"),
-        ("seed=1.5", "seed: 1.5 does not fit; allowed: integer >= 0 and < 4294967296"),
-        ("threads=0", "threads: 0 does not fit; allowed: integer >= 1 or null"),
         ("seed=.inf", f"seed: inf does not fit; {PLAIN}"),
         ("data.kind_weights={1: 2}", f"data.kind_weights: {{1: 2}} does not fit; {PLAIN}"),
-        ("run_dir=5", "run_dir: 5 does not fit; allowed: text; to give it as text write '\"5\"'"),
-        ("run_dir=", "run_dir: null does not fit; allowed: text"),
-        (
-            "run_dir=yes",
-            "run_dir: true does not fit; allowed: text; yes, no, on and off are read as true and false, as YAML has "
-            "them; as text write '\"yes\"'",
-        ),
-        ("resume=yes", "resume: true does not fit; allowed: never | auto or text; true is resume=auto here"),
-        ("resume=false", "resume: false does not fit; allowed: never | auto or text; false is resume=never here"),
         (
             "peft_config.r=8",
             "peft_config.r: no such setting; TRL's peft_config is model.lora here (r is rank, lora_alpha alpha, "
             "lora_dropout dropout, target_modules targets)",
         ),
-        ("rollout.stop=x", 'rollout.stop: "x" does not fit; allowed: list of text; write [x]'),
-        ("train.betas=[1]", "train.betas: [1] does not fit; allowed: list of 2, each number >= 0 and < 1"),
-        ("data.kind_weights.shape=-1", "data.kind_weights.shape: -1 does not fit; allowed: number > 0"),
-        ("data.kind_weights=3", "data.kind_weights: 3 does not fit; allowed: mapping of text to number > 0"),
-        ("rollout=3", "rollout: 3 does not fit; allowed: group of settings; `fovea config rollout` lists them"),
-        (
-            "model.lora=3",
-            "model.lora: 3 does not fit; allowed: group of settings or null; "
-            "model.lora={} takes the defaults, `fovea config model.lora` lists them",
-        ),
-        ("model.lora.rank=0", "model.lora.rank: 0 does not fit; allowed: integer >= 1"),
-        (
-            "environment.name=maze",
-            'environment.name: "maze" does not fit; allowed: shapes | shapes_zoom | shapes_small | frozen_lake | '
-            "sokoban | pages | grounding_shapes | geo3k | vqa | caption | rows | geospot | grounding | "
-            "gymnasium | openenv | nemo_gym | own | mixture",
-        ),
         ("environment.name=geo3k", "environment.train_files: must be set; allowed: list of text"),
         (
             "environment.train_files=[a]",
             "environment.train_files: a setting of environment.name=geo3k | vqa | caption | rows | geospot | grounding "
-            "| nemo_gym "
-            "only; drop it, or add environment.name=geo3k",
+            "| nemo_gym only; drop it, or add environment.name=geo3k",
         ),
         (
             "model.path=folder",
@@ -264,55 +264,27 @@ def test_a_tiny_model_over_a_path_is_told_how(recipe: Path, override: str) -> No
         ),
         ("", ": a recipe is a mapping of settings, but it is empty; write lines such as `seed: 0`"),
         ("- a\n", ': a recipe is a mapping of settings, but it holds ["a"]; write lines such as `seed: 0`'),
-        ("rollout: {top_pp: 1}\n", ": rollout.top_pp: no such setting; did you mean rollout.top_p?"),
         (
             "rollout: {top_pp: 1, top_kk: 2}\n",
             ": rollout.top_pp: no such setting; did you mean rollout.top_p?; also: rollout.top_kk: no such setting; "
             "did you mean rollout.top_k?",
         ),
-        (
-            "rollout: {engine.name: vllm}\n",
-            ": rollout.engine.name: in files and mappings sections nest, without dots: engine: {name: ...}",
-        ),
-        (
-            "train.learning_rate: 1\n",
-            ": train.learning_rate: in files and mappings sections nest, without dots: train: {learning_rate: ...}",
-        ),
-        (
-            "rollout.engine: {name: vllm}\n",
-            ": rollout.engine: in files and mappings sections nest, without dots: rollout: {engine: ...}",
-        ),
-        (
-            "train.backend: megatron\n",
-            ": train.backend: in files and mappings sections nest, without dots: train: {backend: ...}",
-        ),
+        ("rollout: {engine.name: vllm}\n", f": rollout.engine.name: {NEST} engine: {{name: ...}}"),
+        ("train.learning_rate: 1\n", f": train.learning_rate: {NEST} train: {{learning_rate: ...}}"),
+        ("rollout.engine: {name: vllm}\n", f": rollout.engine: {NEST} rollout: {{engine: ...}}"),
+        ("train.backend: megatron\n", f": train.backend: {NEST} train: {{backend: ...}}"),
         ("rollout.top_pp: 1\n", ": rollout.top_pp: no such setting; did you mean rollout.top_p?"),
-        ("train: {1: 2}\n", ": train: the key 1 is not a text, as a setting's name is; put it in quotes"),
-        (
-            "train: {backend: {on: 2}}\n",
-            ": train.backend: the key true (on and yes are read as true) is not a text, as a setting's name is; put it "
-            "in "
-            "quotes",
-        ),
-        (
-            "off: 2\n",
-            ": the key false (off and no are read as false) is not a text, as a setting's name is; put it in quotes",
-        ),
+        ("train: {1: 2}\n", f": train: the key 1 {NO_TEXT}"),
+        ("train: {backend: {on: 2}}\n", f": train.backend: the key true (on and yes are read as true) {NO_TEXT}"),
+        ("off: 2\n", f": the key false (off and no are read as false) {NO_TEXT}"),
         ("modle: {path: a, tiny: null}\n", ": modle: no such setting; did you mean model?"),
         (
             "model: {path: a}\nrollout:\n",
             ": rollout: null does not fit; allowed: group of settings; `fovea config rollout` lists them",
         ),
         ("model: {path: a}\nseed: -1\n", ": seed: -1 does not fit; allowed: integer >= 0 and < 4294967296"),
-        (
-            "seed: -1\n",
-            ": seed: -1 does not fit; allowed: integer >= 0 and < 4294967296; also: model: set exactly one of "
-            "model.path (a folder or hub id) and model.tiny (a small model made here)",
-        ),
-        (
-            "seed: 1\n",
-            ": model: set exactly one of model.path (a folder or hub id) and model.tiny (a small model made here)",
-        ),
+        ("seed: -1\n", f": seed: -1 does not fit; allowed: integer >= 0 and < 4294967296; also: {ONE_MODEL}"),
+        ("seed: 1\n", f": {ONE_MODEL}"),
     ],
 )
 def test_what_a_bad_recipe_is_told(recipe: Path, content: str, message: str) -> None:
@@ -365,11 +337,6 @@ def test_an_address_that_cannot_be_called(url: str) -> None:
 def test_a_mapping_of_python_has_texts_as_keys_too(key: object) -> None:
     with pytest.raises(ConfigError, match=r"^arguments: train: the key .* is not a text, as a setting's name is"):
         load_config([], [{"train": {key: 2}}])
-
-
-def test_bytes_that_are_no_text(recipe: Path) -> None:
-    recipe.write_bytes(b"seed: \xff\n")
-    assert error_of([recipe]).startswith("recipes/small.yaml: not valid YAML: ")
 
 
 def test_an_error_names_the_layer_that_made_it(recipe: Path) -> None:
@@ -439,5 +406,6 @@ def test_a_recipe_may_come_through_a_pipe(tmp_path: Path) -> None:
     code += "print(read_recipe(Path('/dev/stdin')))"
     done = subprocess.run([sys.executable, "-c", code], input="seed: 7\n", capture_output=True, text=True, check=False)
     assert done.stdout == "{'seed': 7}\n", done.stderr
-    (tmp_path / "large.yaml").write_bytes(b"#" * 2**21)
-    assert "larger than 1 MiB" in error_of([tmp_path / "large.yaml"])
+    for content, told in ((b"#" * 2**21, "larger than 1 MiB"), (b"seed: \xff\n", "not valid YAML: ")):
+        (tmp_path / "bad.yaml").write_bytes(content)
+        assert told in error_of([tmp_path / "bad.yaml"])

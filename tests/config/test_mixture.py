@@ -32,10 +32,8 @@ def load(folder: Path, *overrides: str) -> Config:
 def test_parts_have_the_settings_of_any_environment(tmp_path: Path) -> None:
     config = load(tmp_path, f"{GEOMETRY}.environment.think_tags=true", f"{SCENES}.share=0.5")
     assert isinstance(config.environment, MixtureEnvironment)
-    assert {name: part.share for name, part in config.environment.parts.by_name.items()} == {
-        "geometry": 3,
-        "scenes": 0.5,
-    }
+    shares = {name: part.share for name, part in config.environment.parts.by_name.items()}
+    assert shares == {"geometry": 3, "scenes": 0.5}
     assert config.environments == {
         f"{GEOMETRY}.environment": Geo3kEnvironment(train_files=("a",), test_files=("b",), think_tags=True),
         f"{SCENES}.environment": ShapesEnvironment(),
@@ -45,11 +43,8 @@ def test_parts_have_the_settings_of_any_environment(tmp_path: Path) -> None:
 
 
 def test_an_override_may_add_a_part(tmp_path: Path) -> None:
-    for override in (
-        "environment.parts.more.environment=shapes",
-        "environment.parts.more={environment: {name: shapes}}",
-    ):
-        added = load(tmp_path, override, "environment.parts.more.share=4").environment
+    for override in (".environment=shapes", "={environment: {name: shapes}}"):
+        added = load(tmp_path, f"environment.parts.more{override}", "environment.parts.more.share=4").environment
         assert isinstance(added, MixtureEnvironment)
         assert added.parts.by_name["more"].share == 4
 
@@ -79,14 +74,8 @@ def test_short_forms_of_parts(tmp_path: Path) -> None:
         (f"{SCENES}.environment=vqa", r"scenes\.environment\.train_files: must be set; allowed: list of text"),
         (f"{SCENES}.environment=mixture", r'environment\.name: "mixture" does not fit; allowed: shapes \|'),
         (f"{SCENES}.environment={{level: [1, 1]}}", r"environment\.parts\.scenes: environment\.level=\[1, 1\] names"),
-        (
-            "environment.parts.scene.share=2",
-            r"parts\.scene: no such part; .*\.name would add one; did you mean .*\.scenes\?",
-        ),
-        (
-            "environment.parts.other.environment.level=2",
-            r"parts\.other: no such part; .*\.environment\.name would add one",
-        ),
+        ("environment.parts.scene.share=2", r"scene: no such part; .*\.name would add one; did you mean .*\.scenes\?"),
+        ("environment.parts.other.environment.level=2", r"other: no such part; .*\.environment\.name would add one"),
         (f"{GEOMETRY}.share=0", r"geometry\.share: 0 does not fit; allowed: number > 0"),
         ("environment.parts={a/b: {}}", r"'a/b' does not fit in the names"),
         ("environment.parts=null", r"environment\.parts: null does not fit"),
@@ -118,18 +107,17 @@ def test_parts_without_a_mixture() -> None:
 
 def test_overrides_that_name_code_in_a_part() -> None:
     named = keys_of([f"{GEOMETRY}.environment=a.py:C", "environment.parts={b: {environment: b.py:D, reward: c.py:f}}"])
-    assert {
-        f"{GEOMETRY}.environment.file",
-        "environment.parts.b.environment.file",
-        "environment.parts.b.reward",
-    } < named
+    of_b = {"environment.parts.b.environment.file", "environment.parts.b.reward"}
+    assert {f"{GEOMETRY}.environment.file", *of_b} < named
     assert keys_of([f"{GEOMETRY}.share=2"]) == {f"{GEOMETRY}.share"}
+    own = {"environment.name", "environment.file", "reward", "seed"}
+    assert keys_of(["environment=a.py:C", "reward=b.py:f", "seed=1"]) == own
+    assert "environment.file" not in keys_of(["environment.name=own", "environment.settings.x=1"])
 
 
 def test_descriptions_of_parts() -> None:
     (share, environment, reward) = describe("environment.parts")
-    assert (share.key, environment.key, reward.key) == tuple(
-        f"environment.parts.PART.{name}" for name in ("share", "environment", "reward")
-    )
+    keys = [each.key.removeprefix("environment.parts.PART.") for each in (share, environment, reward)]
+    assert keys == ["share", "environment", "reward"]
     assert describe(f"{GEOMETRY}.share") == [share]
     assert describe(f"{GEOMETRY}.environment.train_files") == describe("environment.train_files")

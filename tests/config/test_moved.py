@@ -55,32 +55,25 @@ def test_a_setting_that_became_a_constant_may_stay_with_its_value(old: str, valu
         assert load_config([RECIPE], [*words[1:], in_a_part]) == load_config([RECIPE], words[1:])
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
+@table(
+    ("key", "value", "now"),
     [
-        ("algorithm.clip_high=0.3", "algorithm.clip_high is now algorithm.loss.clip_high"),
-        ("critic.warmup_steps=3", "critic.warmup_steps is now algorithm.advantage.critic.warmup_steps"),
-        ("critic.detach_trunk=true", "critic.detach_trunk is now algorithm.advantage.critic.trunk (true is detached)"),
-        ("log.tracker_max_pixels=9", "log.tracker_max_pixels is no longer set: it is always 262144; remove it"),
-        (
-            "environment.parts.scenes.environment.dev_seed=1",
-            "environment.parts.scenes: environment.dev_seed is no longer set: it is always 0; remove it",
-        ),
-        ("environment.judge.url=http://a/v1", "environment.judge.url is now judge.url"),
-        ("model_reward.judge.url=http://a/v1", "model_reward.judge.url is now judge.url"),
-        (
-            "model_reward.weight=0.5",
-            "model_reward.weight is now model_reward (the share of each model, such as {judge: 0.5})",
-        ),
-        ("second_opinion.judge.url=http://a/v1", "second_opinion.judge.url is now judge.url"),
-        ("critic={}", "critic is now algorithm.advantage.critic"),
-        ("rollout.max_batch_tokens=9", "rollout.max_batch_tokens is now rollout.engine.max_batch_tokens"),
+        ("algorithm.clip_high", "0.3", "is now algorithm.loss.clip_high"),
+        ("critic.warmup_steps", "3", "is now algorithm.advantage.critic.warmup_steps"),
+        ("critic.detach_trunk", "true", "is now algorithm.advantage.critic.trunk (true is detached)"),
+        ("log.tracker_max_pixels", "9", "is no longer set: it is always 262144; remove it"),
+        ("environment.judge.url", "http://a/v1", "is now judge.url"),
+        ("model_reward.judge.url", "http://a/v1", "is now judge.url"),
+        ("model_reward.weight", "0.5", "is now model_reward (the share of each model, such as {judge: 0.5})"),
+        ("second_opinion.judge.url", "http://a/v1", "is now judge.url"),
+        ("critic", "{}", "is now algorithm.advantage.critic"),
+        ("rollout.max_batch_tokens", "9", "is now rollout.engine.max_batch_tokens"),
     ],
 )
-def test_a_moved_key_says_where_it_is(override: str, message: str) -> None:
+def test_a_moved_key_says_where_it_is(key: str, value: str, now: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config([RECIPE], [override])
-    assert str(caught.value) == f"command line: {message}"
+        load_config([RECIPE], [f"{key}={value}"])
+    assert str(caught.value) == f"command line: {key} {now}"
 
 
 JUDGE = {"url": "http://a/v1", "model": "m", "prompt": "{answer}?"}
@@ -119,6 +112,10 @@ def test_two_judges_of_an_older_run_are_one_too_many() -> None:
     [
         (("parity.max_abs_logprob_diff=0.2", "parity.max_k3=0.02"), "parity.max_k3 is no longer set: it follows from "),
         (("model.tiny={num_heads: 4, head_dim: 32}",), "model.tiny.head_dim is no longer set: heads divide "),
+        (
+            ("environment.parts.scenes.environment.dev_seed=1",),
+            "environment.parts.scenes: environment.dev_seed is no longer set: it is always 0; remove it",
+        ),
         (
             ("environment=geospot", "environment.columns.lat=latitude", "environment.lat_key=lat"),
             "environment.lat_key is now environment.columns.lat",

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from fovea.commands.dry_run import plan
-from fovea.commands.evaluate import OutputFiles, evaluate_targets
+from fovea.commands.evaluate import EvalOptions, evaluate_targets
 from fovea.config.environments import ShapesEnvironment
 from fovea.config.loading import load_config
 from fovea.config.run import Config
@@ -161,9 +161,7 @@ def test_a_mixture_trains_and_a_resumed_run_equals_one_never_stopped(tmp_path: P
     assert any("accuracy/train/words" in row for row in straight)
     assert any(key.startswith("accuracy/train/scenes/") for row in straight for key in row)
     # the run and the rows of its evaluation are known only from its folder
-    (of_run, gold) = evaluate_targets(
-        [str(tmp_path / "straight"), "gold"], [], recipe=None, split="dev", output_files=OutputFiles(), quiet=True
-    )
+    (of_run, gold) = evaluate_targets([str(tmp_path / "straight"), "gold"], [], EvalOptions(split="dev", quiet=True))
     assert {"words", "scenes/counting"} <= set(of_run.by_kind)
     assert gold.accuracy.mean == 1
     assert gold.accuracy.n == 18

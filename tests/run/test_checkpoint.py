@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fovea import loop
-from fovea.api.runs import load_run
+from fovea.api.targets import load_run
 from fovea.config.run import Config
 from fovea.errors import ConfigError, DataError
 from fovea.evaluation.controls import Searched, SharedImages

@@ -26,7 +26,7 @@ from fovea.environments.shapes.environment import Shapes
 from fovea.errors import ConfigError, DataError, MissingExtraError, TrainError
 from fovea.loop import train
 from fovea.models.processor import load_processor
-from fovea.models.tiny import TinyParts, make_tiny
+from fovea.models.tiny import make_tiny
 from fovea.models.vision.feature_cache import FeatureCache
 from fovea.run.lifecycle import begin
 from fovea.train.base import ModelFacts
@@ -45,7 +45,6 @@ from fovea.wiring.model import (
     tokenizer_corpus,
 )
 from fovea.wiring.outputs import model_table
-from tests.saved import make_checkpoint
 from tests.tiny_models import save, tiny
 from tests.wiring.small import SMALL, run_of
 
@@ -68,20 +67,12 @@ def test_features_are_cached_exactly_when_the_tower_is_frozen(
     [
         ({"cpu_offload": True}, "cpu_offload=true, but the model is on cpu, whose memory is the host's already; set"),
         ({"replicas": 2}, "replicas=2 does not divide the number of training processes, 1; set it to 1$"),
+        ({"liger_kernels": True}, r"liger_kernels=true, but the model is on cpu .* CUDA only; set .*=false, or"),
     ],
 )
-def test_settings_of_sharding_that_one_process_on_a_cpu_cannot_have(
-    backend: dict[str, object], message: str, tmp_path: Path
-) -> None:
+def test_what_one_process_on_a_cpu_cannot_have(backend: dict[str, object], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"^train\.backend\.{message}"):
         run_of(tmp_path, train={"backend": backend}, model={"tiny": {}, "device": "cpu"})
-
-
-def test_liger_kernels_need_cuda(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"the model is on cpu .* CUDA only; set train\.backend\.liger_kernels=false, or"
-    ):
-        run_of(tmp_path, model={"tiny": {}, "device": "cpu"}, train={"backend": {"liger_kernels": True}})
 
 
 @pytest.mark.parametrize(
@@ -97,9 +88,8 @@ def test_liger_kernels_need_cuda(tmp_path: Path) -> None:
 def test_liger_kernels_run_by_default_where_they_can(
     setting: bool | str, device: str, installed: bool, runs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        wired_model, "find_spec", lambda name: object() if installed and name == "liger_kernel" else None
-    )
+    packages = {"liger_kernel": object()} if installed else {}
+    monkeypatch.setattr(wired_model, "find_spec", packages.get)
     config = Config.model_validate({"model": {"tiny": {}}, "train": {"backend": {"liger_kernels": setting}}})
     assert runs_liger(config, torch.device(device)) is runs
     if setting == "auto" and device == "cuda":
@@ -132,26 +122,22 @@ def test_each_split_comes_from_its_own_rows(tmp_path: Path) -> None:
         assert tasks[0].id.startswith(name)
 
 
-@pytest.mark.parametrize(("lora", "warmup", "copied"), [(False, False, True), (True, False, False), (True, True, True)])
+@pytest.mark.parametrize(
+    ("lora", "warmup", "kl", "copied"),
+    [
+        (None, None, {"coef": 0.1}, True),
+        ({"rank": 2}, None, {"coef": 0.1}, False),
+        ({"rank": 2}, {"max_steps": 1}, {"coef": 0.1}, True),
+        (None, {"max_steps": 1}, None, False),
+        ({"rank": 2}, {"max_steps": 1}, None, False),
+    ],
+)
 def test_a_reference_is_copied_only_where_no_adapter_can_be_switched_off(
-    lora: bool, warmup: bool, copied: bool, tmp_path: Path
+    lora: object, warmup: object, kl: object, copied: bool, tmp_path: Path
 ) -> None:
-    """After a warm-up of the adapters the model without them is not what RL began with."""
-    run = run_of(
-        tmp_path,
-        model={"tiny": {}, "lora": {"rank": 2} if lora else None},
-        algorithm={"kl": {"coef": 0.1}},
-        warmup={"max_steps": 1} if warmup else None,
-    )
+    """After a warm-up of the adapters the model without them is not what RL began with; no KL term needs none."""
+    run = run_of(tmp_path, model={"tiny": {}, "lora": lora}, algorithm={"kl": kl}, warmup=warmup)
     assert (run.policy.worker._reference is not None) is copied  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("lora", [False, True])
-def test_without_a_kl_term_no_reference_is_kept(lora: bool, tmp_path: Path) -> None:
-    """A copy would hold the memory of a second model for nothing."""
-    model = {"tiny": {}, "lora": {"rank": 2} if lora else None}
-    run = run_of(tmp_path, model=model, warmup={"max_steps": 1}, algorithm={"kl": None})
-    assert run.policy.worker._reference is None  # type: ignore[attr-defined]
 
 
 def test_shared_images_stop_a_run_that_forbids_them_before_it_trains(tmp_path: Path) -> None:
@@ -168,9 +154,7 @@ def test_a_kind_that_no_row_has_cannot_be_waited_for(tmp_path: Path, monkeypatch
         raise AssertionError("the model was loaded first")
 
     monkeypatch.setattr("fovea.wiring.run.open_backends", load)
-    with pytest.raises(
-        ConfigError, match=r"no dev row is of kind existance.*the kinds are colour, counting, existence"
-    ):
+    with pytest.raises(ConfigError, match=r"no dev row is of kind existance.*the kinds are colour, counting, exis"):
         run_of(tmp_path, warmup={"stop_kind_accuracy": {"existance": 0.7}})
 
 
@@ -226,11 +210,11 @@ def test_the_critics_rate_follows_the_policys_unless_it_is_set(
     assert rates == pytest.approx([1e-3, rate])
 
 
-@pytest.mark.parametrize(("num", "said"), [(1, "tiny on cpu, 1 thread"), (2, "tiny on cpu, 2 threads")])
-def test_the_table_of_a_model_counts_its_threads(num: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: num)
+def test_the_table_of_a_model_counts_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = ModelFacts(device="cpu", device_name=None, parameters=())
-    assert str(model_table("tiny", facts).title) == said
+    for num, said in ((1, "1 thread"), (2, "2 threads")):
+        monkeypatch.setattr(torch, "get_num_threads", lambda num=num: num)
+        assert str(model_table("tiny", facts).title) == f"tiny on cpu, {said}"
 
 
 RUN = {
@@ -249,17 +233,14 @@ def shapes(config: Config) -> Environment:
     return Shapes(config.environment, config.seed)  # type: ignore[arg-type]
 
 
-def never() -> Environment:
-    raise AssertionError("the environment is asked for only when the model is made")
-
-
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_the_folder_is_the_model_bit_for_bit(family: str, tmp_path: Path) -> None:
     """As transformers loads it, against the network and tokenizer that were made."""
     config = settings(family=family)
     located = locate_model(config, tmp_path, lambda: shapes(config))
     assert (located.path, located.tiny) == (str(tmp_path / MODEL_FOLDER), None)
-    made = _made(config)
+    assert config.model.tiny is not None
+    made = make_tiny(config.model.tiny, tokenizer_corpus(shapes(config), "error"), config.seed)
     network = AutoModelForImageTextToText.from_pretrained(tmp_path / MODEL_FOLDER, dtype="float32")
     for (name, ours), (other, found) in zip(made.network.named_parameters(), network.named_parameters(), strict=True):
         assert name == other
@@ -267,11 +248,6 @@ def test_the_folder_is_the_model_bit_for_bit(family: str, tmp_path: Path) -> Non
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / MODEL_FOLDER)
     assert tokenizer.get_vocab() == made.processor.tokenizer.get_vocab()
     assert tokenizer.chat_template == made.processor.chat_template
-
-
-def _made(config: Config) -> TinyParts:
-    assert config.model.tiny is not None
-    return make_tiny(config.model.tiny, tokenizer_corpus(shapes(config), "error"), config.seed)
 
 
 def test_a_start_without_a_checkpoint_makes_the_model_of_its_own_settings(tmp_path: Path) -> None:
@@ -282,16 +258,6 @@ def test_a_start_without_a_checkpoint_makes_the_model_of_its_own_settings(tmp_pa
         network = AutoModelForImageTextToText.from_pretrained(tmp_path / MODEL_FOLDER)
         assert network.config.text_config.intermediate_size == width
     assert [path.name for path in tmp_path.iterdir()] == [MODEL_FOLDER], "nothing half-written is left beside it"
-
-
-def test_a_run_with_a_checkpoint_keeps_its_model(tmp_path: Path) -> None:
-    config = settings()
-    locate_model(config, tmp_path, lambda: shapes(config))
-    make_checkpoint(tmp_path, 1)
-    weights = tmp_path / MODEL_FOLDER / "model.safetensors"
-    before = weights.stat().st_mtime_ns
-    assert locate_model(config, tmp_path, never).path == str(tmp_path / MODEL_FOLDER)
-    assert weights.stat().st_mtime_ns == before
 
 
 def test_resume_and_export_read_the_folder_or_make_that_of_an_old_run(tmp_path: Path) -> None:

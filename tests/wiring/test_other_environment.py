@@ -85,16 +85,13 @@ def test_an_interpreter_without_fovea_is_told_what_to_install(script: str, said:
         make(tmp_path, python)
 
 
-def test_a_file_that_cannot_be_run_is_no_interpreter(tmp_path: Path) -> None:
+def test_what_does_not_start(tmp_path: Path) -> None:
+    with pytest.raises(LostEngineError, match="has ended"):
+        make(tmp_path, interpreter(tmp_path / "bin", "kill -9 $$"))
     python = interpreter(tmp_path / "bin", "")
     python.write_text("no script")
     with pytest.raises(ConfigError, match=r"^rollout\.engine\.python=.*Exec format error"):
         make(tmp_path, python)
-
-
-def test_a_process_that_is_killed_while_it_starts_is_a_lost_engine(tmp_path: Path) -> None:
-    with pytest.raises(LostEngineError, match="has ended"):
-        make(tmp_path, interpreter(tmp_path / "bin", "kill -9 $$"))
 
 
 @pytest.mark.parametrize(

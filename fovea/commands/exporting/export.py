@@ -107,16 +107,12 @@ def reloaded_logprobs(reloaded: Reloaded, probe: Probe, device: torch.device) ->
 
 
 def check(model: OpenedModel, reloaded: Reloaded, probe: Probe, *, merged: bool) -> float:
-    """Largest log-prob difference between checkpoint and reloaded folder; ModelError naming what differs.
-
-    With `merged` the folder holds every weight, and each must be equal bit for bit.
-    """
+    """Largest log-prob difference of the reloaded folder, which if `merged` has equal weights; ModelError otherwise."""
     # cheap and specific checks first: a wrong weight or token is named as such, not as a log-prob difference
     different = None
     if merged:
-        different = _different_weights(model.vlm.network, reloaded.network) or _different_prompt(
-            probe, reloaded.processor
-        )
+        different = _different_weights(model.vlm.network, reloaded.network)
+        different = different or _different_prompt(probe, reloaded.processor)
     if different is None and model.processor.stop_ids != reloaded.processor.stop_ids:
         different = f"its end tokens are {reloaded.processor.stop_ids}, not {model.processor.stop_ids}"
     if different is None and merged:

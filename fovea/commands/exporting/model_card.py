@@ -1,7 +1,4 @@
-"""Model card (README.md) of an exported folder: base model, training, results, how to load it.
-
-Question types and settings may hold text from a data set, and are escaped so that none ends a table or a code block.
-"""
+"""Model card (README.md) of an exported folder, in which text from a data set ends no table or code block."""
 
 from __future__ import annotations
 
@@ -56,15 +53,10 @@ def _front_matter(card: Card) -> str:
     tags = ["fovea", "reinforcement-learning", card.config.algorithm.name]
     fields: dict[str, object] = {"library_name": "peft" if card.adapter_only else "transformers"}
     fields |= {"pipeline_tag": "image-text-to-text", "tags": tags}
-    if (base := _hub_base(card.config)) is not None:
+    base = card.config.model.path
+    if base is not None and REPOSITORY_ID.fullmatch(base) and not Path(base).exists():  # no local folder
         fields["base_model"] = base
     return f"---\n{yaml.safe_dump(fields, sort_keys=False)}---"
-
-
-def _hub_base(config: Config) -> str | None:
-    """The base model's hub id; None for a local folder or a tiny model."""
-    path = config.model.path
-    return path if path is not None and REPOSITORY_ID.fullmatch(path) and not Path(path).exists() else None
 
 
 def _description(card: Card) -> str:
@@ -156,7 +148,6 @@ def _percent(value: float | None) -> str:
 
 
 def _plain(text: str) -> str:
-    """Text on one line with Markdown's special characters escaped."""
     return re.sub(r"([\\`*_{}\[\]<>#|~!&$])", r"\\\1", " ".join(text.split()))
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 from fovea.config.base import Tree, leaves
-from fovea.config.file_rows import FileEnvironment
 from fovea.config.loading import load_config, public_settings
 from fovea.config.run import Config
+from fovea.config.splits import FileEnvironment
 from fovea.config.type_text import show
 from fovea.errors import ConfigError, DataError
 from fovea.report.export import write_report

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from fovea.api.runs import TrainedRun
 from fovea.api.settings import TEST_SHARE, is_set, overrides_of
+from fovea.api.targets import TrainedRun
 from fovea.api.trainers import PPO
-from fovea.commands.evaluate import OutputFiles, evaluate_targets
+from fovea.commands.evaluate import EvalOptions, evaluate_targets
 from fovea.commands.targets import Target, find_checkpoint, parse_target, settings_file, shared_settings
 from fovea.commands.trust import check_packages, check_trust
 from fovea.config.base import Tree
@@ -78,9 +78,7 @@ def evaluate(inputs: EvaluationInputs, *, trust: bool = False) -> EvaluationOutp
             raise ConfigError(
                 f"env_name: {inputs.env_name} was given, but trained_model was trained in {environment}; drop env_name"
             )
-        metrics = evaluate_targets(
-            list(words.values()), overrides, recipe=recipe, split="test", output_files=OutputFiles(), trust=trust
-        )
+        metrics = evaluate_targets(list(words.values()), overrides, EvalOptions(recipe=recipe, trust=trust))
     by_name = dict(zip(words, metrics, strict=True))
     return EvaluationOutputs(
         env_name=environment,

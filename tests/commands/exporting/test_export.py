@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +37,16 @@ from fovea.commands.exporting.export import (
 from fovea.commands.targets import find_checkpoint, open_checkpoint, parse_target, shared_settings
 from fovea.config.run import Config
 from fovea.errors import ConfigError, DataError, ModelError
-from fovea.evaluation.evaluator import AnsweredRow, Evaluator
+from fovea.evaluation.json_file import read_answers
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.models.tiny import TinyParts
 from fovea.run import checkpoint
-from fovea.run.context import Run
-from fovea.types import Sampling
 from fovea.wiring.run import build
 from tests.policies import weights_of
 from tests.reference import model_inputs, reference_logprobs
 from tests.saved import saved_tensors
-from tests.tiny_models import image, renderer, tiny, user
+from tests.tiny_models import image, renderer, save, tiny, user
 
 SETTINGS: dict[str, Any] = {
     "threads": 1,
@@ -64,87 +62,47 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-class Recording(Evaluator):
-    """An evaluator that records the answers of every evaluation."""
-
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
-        super().__init__(*arguments, **settings)
-        self.kept: list[list[AnsweredRow]] = []
-
-    async def answers(self, *arguments: Any, **settings: Any) -> list[AnsweredRow]:
-        rows = await super().answers(*arguments, **settings)
-        self.kept.append(rows)
-        return rows
-
-
-@dataclass(frozen=True)
-class Trained:
-    folder: Path
-    base: Path
-    run: Run
-    readings: list[list[AnsweredRow]]
-    """In the order in which the loop took them; the last five: dev of steps 2 and 4, test, its two controls."""
-
-
-def save_parts(parts: TinyParts, folder: Path) -> Path:
-    for part in (parts.network, parts.processor.tokenizer, parts.processor.image_processor):
-        part.save_pretrained(folder)
-    return folder
-
-
-def train_tiny(folder: Path, model: dict[str, Any], base: Path) -> Trained:
-    run = build(Config.model_validate({**SETTINGS, "run_dir": str(folder), "model": model}))
-    config = run.config
-    evaluator = Recording(
-        run.engine,
-        run.environment,
-        run.stream.grading,
-        greedy=Sampling(max_new_tokens=config.rollout.max_new_tokens, temperature=0.0),
-        batch_size=200,
-    )
-    train(replace(run, evaluator=evaluator))
-    return Trained(folder=folder, base=base, run=run, readings=evaluator.kept)
-
-
-EVERYWHERE = ["language_model", "vision_tower", "projector"]
+def trained(folder: Path, **model: object) -> Path:
+    train(build(Config.model_validate({**SETTINGS, "run_dir": str(folder / "run"), "model": model})))
+    return folder / "run"
 
 
 @pytest.fixture(scope="module")
-def lora(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """A Qwen3-VL from a folder with adapters, and images held to a separate size."""
+def lora(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a Qwen3-VL from a folder, ../base, with adapters, and images held to a separate size."""
     folder = tmp_path_factory.mktemp("lora")
-    base = save_parts(tiny("qwen3_vl"), folder / "base")
-    return train_tiny(
-        folder / "run", {"path": str(base), "lora": {"rank": 4, "parts": EVERYWHERE}, "max_pixels": 1600}, base
-    )
+    adapters = {"rank": 4, "parts": ["language_model", "vision_tower", "projector"]}
+    return trained(folder, path=str(save(tiny("qwen3_vl"), folder / "base")), lora=adapters, max_pixels=1600)
 
 
 @pytest.fixture(scope="module")
-def full(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """All weights of a Qwen2.5-VL, in bfloat16 with float32 copies in the checkpoint."""
-    folder = tmp_path_factory.mktemp("full")
-    tiny_model = {"family": "qwen2_5_vl"}
-    return train_tiny(folder / "run", {"tiny": tiny_model, "dtype": "bfloat16"}, folder)
+def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of all weights of a Qwen2.5-VL, in bfloat16 with float32 copies in the checkpoint."""
+    return trained(tmp_path_factory.mktemp("full"), tiny={"family": "qwen2_5_vl"}, dtype="bfloat16")
 
 
 @pytest.fixture(scope="module")
-def merged(lora: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def merged(lora: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("merged") / "model"
-    done = export(lora.folder, folder)
+    done = export(lora, folder)
     assert done.max_logprob_difference < 1e-4
     return folder
 
 
-def texts(rows: Sequence[AnsweredRow]) -> list[tuple[str, str, float]]:
-    return [(row.id, answer.text, answer.accuracy) for row in rows for answer in row.answers]
+Texts = list[tuple[str, str, float]]
 
 
-def read(target: str, split: str, *overrides: str) -> list[AnsweredRow]:
-    """By the command's own way."""
-    found = parse_target(target)
-    config = shared_settings([found], None, overrides)
-    rows = EvalSet.of(config, split)  # type: ignore[arg-type]
-    return list(compare([found], rows, overrides, lambda _: None).targets[0].greedy.values())
+def recorded(run: Path, name: str) -> Texts:
+    """Ids, texts and accuracies of an evaluation in training."""
+    return [(row.id, row.answer.text, row.answer.accuracy) for row in read_answers(run, name, sys.maxsize)]
+
+
+def read(target: Path, split: str) -> Texts:
+    """The same by the command's own way."""
+    found = parse_target(str(target))
+    rows = EvalSet.of(shared_settings([found], None, []), split)  # type: ignore[arg-type]
+    answered = compare([found], rows, [], lambda _: None).targets[0].greedy.values()
+    return [(row.id, answer.text, answer.accuracy) for row in answered for answer in row.answers]
 
 
 def logits(parts: TinyParts, network: Any) -> Tensor:
@@ -154,37 +112,37 @@ def logits(parts: TinyParts, network: Any) -> Tensor:
         return network(**model_inputs(parts, prompt, np.array([5, 6, 7])), use_cache=False).logits[0]
 
 
-def test_a_merged_export_has_the_adapter_models_logits(lora: Trained, merged: Path) -> None:
+def test_a_merged_export_has_the_adapter_models_logits(lora: Path, merged: Path) -> None:
     """The adapter model: transformers' own forward through peft's layers, weights from the checkpoint."""
-    model = open_checkpoint(find_checkpoint(lora.folder))
+    model = open_checkpoint(find_checkpoint(lora))
     adapted = model.vlm.network
     adapted.set_attn_implementation("sdpa")
     plain = AutoModelForImageTextToText.from_pretrained(merged)
     assert type(plain).__name__ == "Qwen3VLForConditionalGeneration"
     parts = tiny("qwen3_vl")
     torch.testing.assert_close(logits(parts, plain), logits(parts, adapted), atol=1e-4, rtol=0)
-    base = AutoModelForImageTextToText.from_pretrained(lora.base)
+    base = AutoModelForImageTextToText.from_pretrained(lora.parent / "base")
     assert (logits(parts, base) - logits(parts, plain)).abs().max() > 0.1, "the adapter has learned nothing"
 
 
-def test_an_exported_model_answers_as_it_did_in_training(lora: Trained, merged: Path, tmp_path: Path) -> None:
+def test_an_exported_model_answers_as_it_did_in_training(lora: Path, merged: Path, tmp_path: Path) -> None:
     """Texts and accuracies of every row, of two steps, and of the checkpoints themselves."""
-    dev_of_2, dev_of_4, test = map(texts, lora.readings[-5:-2])
+    dev_of_2, dev_of_4, test = (recorded(lora, name) for name in ("dev-step-000002", "dev-step-000004", "test-final"))
     assert dev_of_2 != dev_of_4, "steps change answers, or this test could not fail"
-    step_2 = lora.folder / "checkpoints" / "step-2"
+    step_2 = lora / "checkpoints" / "step-2"
     export(step_2, tmp_path / "step-2")
-    assert texts(read(str(tmp_path / "step-2"), "dev")) == dev_of_2 == texts(read(str(step_2), "dev"))
-    assert texts(read(str(merged), "dev")) == dev_of_4
-    assert texts(read(str(merged), "test")) == test == texts(read(str(lora.folder), "test"))
-    by_step = {row["step"]: row["accuracy/dev"] for row in read_metrics(lora.folder) if "accuracy/dev" in row}
+    assert read(tmp_path / "step-2", "dev") == dev_of_2 == read(step_2, "dev")
+    assert read(merged, "dev") == dev_of_4
+    assert read(merged, "test") == test == read(lora, "test")
+    by_step = {row["step"]: row["accuracy/dev"] for row in read_metrics(lora) if "accuracy/dev" in row}
     assert list(by_step.values()) == [sum(x for _, _, x in dev) / 24 for dev in (dev_of_2, dev_of_4)]
 
 
 def test_a_checkpoint_that_its_run_deletes_meanwhile_is_named(
-    lora: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the model is loaded, and between the listing of checkpoints and the reading of the newest."""
-    run = shutil.copytree(lora.folder, tmp_path / "run")
+    run = shutil.copytree(lora, tmp_path / "run")
     first, second, third = (run / "checkpoints" / f"step-{step}" for step in (0, 2, 4))
     load_processor = targets.load_processor
 
@@ -209,31 +167,30 @@ def test_a_checkpoint_that_its_run_deletes_meanwhile_is_named(
     assert find_checkpoint(run).folder == third
 
 
-def test_the_adapter_alone_goes_on_its_base(lora: Trained, merged: Path, tmp_path: Path) -> None:
+def test_the_adapter_alone_goes_on_its_base(lora: Path, merged: Path, tmp_path: Path) -> None:
     out = tmp_path / "adapter"
-    done = export(lora.folder, out, adapter_only=True)
+    done = export(lora, out, adapter_only=True)
     assert done.max_logprob_difference < 1e-4
     assert not list(out.glob("model*.safetensors"))
-    base = AutoModelForImageTextToText.from_pretrained(lora.base)
+    base = AutoModelForImageTextToText.from_pretrained(lora.parent / "base")
     adapted = PeftModel.from_pretrained(base, out)
     whole = AutoModelForImageTextToText.from_pretrained(merged)
     parts = tiny("qwen3_vl")
     torch.testing.assert_close(logits(parts, adapted), logits(parts, whole), atol=1e-4, rtol=0)
-    assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == str(lora.base)
-    assert texts(read(str(out), "dev")) == texts(lora.readings[-4])
+    assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == str(lora.parent / "base")
+    assert read(out, "dev") == recorded(lora, "dev-step-000004")
 
 
-def test_a_fully_trained_model_of_another_family(full: Trained, tmp_path: Path) -> None:
+def test_a_fully_trained_model_of_another_family(full: Path, tmp_path: Path) -> None:
     """Every weight to the last bit, log-probs only by transformers, tokenizer, template, images."""
     out = tmp_path / "model"
-    export(full.folder, out)
+    export(full, out)
     plain = AutoModelForImageTextToText.from_pretrained(out, dtype="auto")
     assert (type(plain).__name__, plain.dtype) == ("Qwen2_5_VLForConditionalGeneration", torch.bfloat16)
-    saved = saved_tensors(full.folder / "checkpoints" / "step-4" / "trainable")
+    saved = saved_tensors(full / "checkpoints" / "step-4" / "trainable")
     for name, parameter in plain.named_parameters():
         assert torch.equal(parameter, saved[f"network.{name}"].bfloat16()), name
-    parts = full.run
-    model = open_checkpoint(find_checkpoint(full.folder))
+    model = open_checkpoint(find_checkpoint(full))
     tokenizer = AutoTokenizer.from_pretrained(out)
     assert tokenizer.chat_template == model.processor.chat_template
     assert tokenizer.eos_token_id == model.processor.tokenizer.eos_token_id
@@ -247,8 +204,8 @@ def test_a_fully_trained_model_of_another_family(full: Trained, tmp_path: Path) 
     torch.testing.assert_close(
         reference_logprobs(again, prompt, answer), reference_logprobs(trained, prompt, answer), atol=1e-5, rtol=0
     )
-    assert texts(read(str(out), "test")) == texts(full.readings[-3])
-    assert parts.config.model.dtype == "bfloat16"
+    assert read(out, "test") == recorded(full, "test-final")
+    assert model.config.model.dtype == "bfloat16"
 
 
 def test_limits_on_pixels_go_with_the_model(merged: Path) -> None:
@@ -257,7 +214,7 @@ def test_limits_on_pixels_go_with_the_model(merged: Path) -> None:
     assert size["shortest_edge"] == 256
 
 
-def test_the_video_processor_is_the_familys_or_the_bases(full: Trained, merged: Path, tmp_path: Path) -> None:
+def test_the_video_processor_is_the_familys_or_the_bases(full: Path, merged: Path, tmp_path: Path) -> None:
     images = json.loads((merged / "preprocessor_config.json").read_text())
     videos = json.loads((merged / VIDEO_PROCESSOR_FILE).read_text())
     assert videos.pop("video_processor_type") == "Qwen3VLVideoProcessor"
@@ -266,7 +223,7 @@ def test_the_video_processor_is_the_familys_or_the_bases(full: Trained, merged: 
     base = tmp_path / "base"
     shutil.copytree(merged, base)
     (base / VIDEO_PROCESSOR_FILE).write_text('{"fps": 3}')
-    model = open_checkpoint(find_checkpoint(full.folder))
+    model = open_checkpoint(find_checkpoint(full))
     settings = model.config.model.model_copy(update={"tiny": None, "path": str(base)})
     (tmp_path / "out").mkdir()
     write_model(tmp_path / "out", replace(model, config=model.config.model_copy(update={"model": settings})))
@@ -278,15 +235,15 @@ def test_the_video_processor_is_the_familys_or_the_bases(full: Trained, merged: 
         write_model(tmp_path / "out", replace(model, config=model.config.model_copy(update={"model": settings})))
 
 
-def test_the_card_tells_recipe_and_figures(lora: Trained, merged: Path, tmp_path: Path) -> None:
+def test_the_card_tells_recipe_and_figures(lora: Path, merged: Path, tmp_path: Path) -> None:
     card = (merged / "README.md").read_text()
-    summary = json.loads((lora.folder / "summary.json").read_text())
+    summary = json.loads((lora / "summary.json").read_text())
     assert "after 4 steps of GRPO on the environment `shapes`" in card
     assert f"after: {100 * summary['accuracy']['final']:.1f};" in card
     assert "| counting |" in card
     assert "It was trained as a LoRA adapter, which is merged into these weights." in card
     assert "samples_per_prompt: 4" in card
-    export(lora.folder / "checkpoints" / "step-2", tmp_path / "early")
+    export(lora / "checkpoints" / "step-2", tmp_path / "early")
     assert "of the run's last step, 4, and not of this checkpoint" in (tmp_path / "early" / "README.md").read_text()
 
 
@@ -312,8 +269,8 @@ def test_a_value_function_is_left_out_and_named(tmp_path: Path) -> None:
     assert all(torch.equal(saved[name], trained[name]) for name in saved)
 
 
-def test_a_folder_that_differs_is_refused(lora: Trained, merged: Path) -> None:
-    model = open_checkpoint(find_checkpoint(lora.folder))
+def test_a_folder_that_differs_is_refused(lora: Path, merged: Path) -> None:
+    model = open_checkpoint(find_checkpoint(lora))
     probe = make_probe(model.processor, model.config.model)
     broken = reload_model(merged, model)
     assert check(model, broken, probe, merged=True) < 1e-4
@@ -356,26 +313,29 @@ def test_rounding_is_no_difference() -> None:
     assert beyond_rounding(torch.tensor([0.0, math.nan]), torch.bfloat16) is not None
 
 
-def test_nothing_is_left_when_the_check_fails(lora: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_left_when_the_check_fails(lora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> float:
         raise ModelError("not the same")
 
     monkeypatch.setattr(export_module, "check", refuse)
     with pytest.raises(ModelError, match="not the same"):
-        export(lora.folder, tmp_path / "out")
+        export(lora, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_cannot_be_exported_is_said_in_a_line(lora: Trained, full: Trained, tmp_path: Path) -> None:
+def test_what_cannot_be_exported_is_said_in_a_line(lora: Path, full: Path, tmp_path: Path) -> None:
     (tmp_path / "something").touch()
     with pytest.raises(ConfigError, match=r"it exists and is not an empty folder; export to another one"):
-        export(lora.folder, tmp_path)
+        export(lora, tmp_path)
     with pytest.raises(ConfigError, match=r"trained no adapter \(model\.lora\) that could be exported by itself"):
-        export(full.folder, tmp_path / "out", adapter_only=True)
+        export(full, tmp_path / "out", adapter_only=True)
     with pytest.raises(ConfigError, match="neither a run with a checkpoint, nor a checkpoint"):
-        export(lora.base.parent, tmp_path / "out")
+        export(lora.parent, tmp_path / "out")
     with pytest.raises(ConfigError, match="--push a/b/c: not a valid repository name; use ORG/NAME"):
         check_repo("a/b/c")
+    # a hub out of reach
+    with pytest.raises(ModelError, match=f"--push me/model: .*{tmp_path} is complete: upload it with `hf upload"):
+        push(tmp_path, "me/model")
 
 
 def test_push_is_one_upload_to_a_private_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -398,15 +358,9 @@ def test_push_is_one_upload_to_a_private_repository(tmp_path: Path, monkeypatch:
     ]
 
 
-def test_a_hub_out_of_reach_is_one_line_that_names_the_way_out(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=f"--push me/model: .*{tmp_path} is complete: upload it with `hf upload"):
-        push(tmp_path, "me/model")
-
-
-def test_the_commands(lora: Trained, merged: Path, tmp_path: Path) -> None:
-    """`fovea eval` on a checkpoint, the exported folder and baselines; `fovea export` into a folder that is taken."""
+def test_an_evaluation_beside_baselines(lora: Path, merged: Path, tmp_path: Path) -> None:
     files = [tmp_path / "eval.json", tmp_path / "eval.html"]
-    targets = [str(lora.folder), str(merged), "majority", "gold"]
+    targets = [str(lora), str(merged), "majority", "gold"]
     settings = ["evaluate.test_size=12", "evaluate.samples_per_prompt=3"]
     done = CliRunner().invoke(
         app, ["eval", *targets, *settings, "--json", str(files[0]), "--html", str(files[1]), "--debug"]
@@ -431,7 +385,3 @@ def test_the_commands(lora: Trained, merged: Path, tmp_path: Path) -> None:
     assert majority["picture_dependence"] is None
     assert (gold["accuracy"]["mean"], majority["image_ablation"], len(content["rows"])) == (1.0, None, 12)
     assert "data:image/png;base64," in files[1].read_text()
-    taken = CliRunner().invoke(app, ["export", str(lora.folder), "--out", str(merged)])
-    assert taken.exit_code == 2
-    assert taken.stderr.startswith(f"error: {merged}: it exists and is not an empty folder")
-    assert taken.stderr.count("\n") == 1

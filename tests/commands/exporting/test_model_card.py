@@ -66,10 +66,7 @@ def test_arguments_of_the_chat_template_are_named() -> None:
 def test_figures_of_the_run() -> None:
     text = card(summary=summary("counting"))
     assert "| counting | not evaluated | 50.0 [15, 85] | 4 |" in text
-    assert (
-        "Before training: not evaluated; after: 50.0; with another row's images: 25.0; with blank ones: not evaluated."
-        in text
-    )
+    assert "not evaluated; after: 50.0; with another row's images: 25.0; with blank ones: not evaluated." in text
     assert "step 7, and not of this step" not in text
     assert "are of the run's last step, 7, and not of this checkpoint" in card(summary=summary("counting"), step=5)
 

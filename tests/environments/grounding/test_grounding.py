@@ -19,7 +19,7 @@ from fovea.environments.grounding.environment import Grounding
 from fovea.environments.grounding.grade import in_shares
 from fovea.errors import BadRowError, ConfigError, DataError
 from fovea.evaluation.controls import with_shuffled_images
-from fovea.types import ImageRef, Score, Task
+from fovea.types import ImageRef, PromptImage, Score, Task
 from fovea.wiring.environment import make_environment
 from fovea.wiring.given import rows_as_files
 from tests.environments.grounding.layouts import (
@@ -217,11 +217,11 @@ def test_a_run_makes_it_with_the_model_of_its_settings(tmp_path: Path) -> None:
     assert scored(made.grading.graders, task, made.environment.target(task)).accuracy == 1
 
 
-def test_pixels_of_a_model_with_tiles_are_an_error() -> None:
-    seen_by = pictures()
-    image = seen_by._eye.look((64, 64))
+def test_pixels_of_a_model_with_tiles_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen_by, tiles = pictures(), PromptImage(key="", tensors={}, num_tokens=1, grid=(1, 1, 1))
+    monkeypatch.setattr(seen_by, "_look", lambda _: tiles)
     with pytest.raises(ConfigError, match="tiles"):
-        seen_by._eye.seen(type(image)(key="", tensors={}, num_tokens=1, grid=(1, 1, 1)))
+        seen_by._seen((64, 64))
 
 
 def test_answers_in_a_file_are_graded(tmp_path: Path) -> None:
