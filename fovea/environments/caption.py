@@ -1,4 +1,8 @@
-"""Descriptions of images: compared with references (1: a reference itself), judged by a model, or both."""
+"""Descriptions of images: compared with references, judged by a model, or both.
+
+A metric is between 0 and 1, where 1 is the value of a reference itself: CIDEr-D is divided by the score of the true
+answer (its plain value is the part `cider_d`), chrF and BLEU by 100. A judge has a separate scale.
+"""
 
 from __future__ import annotations
 

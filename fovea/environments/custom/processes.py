@@ -1,4 +1,8 @@
-"""Calls of the user's rewards in processes, since no thread can be killed; tasks go as pickles, answers are JSON."""
+"""Calls of the user's rewards in processes: one whose call is late is killed, and another is started.
+
+A thread that holds the interpreter lock stops its whole process, and cannot be killed. Tasks go as pickles, since rows
+hold arrays and pictures; answers come as JSON, so that nothing of theirs is unpickled.
+"""
 
 from __future__ import annotations
 
