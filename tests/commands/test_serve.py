@@ -33,6 +33,7 @@ def test_other_machines_are_served_with_a_key_only(host: str, monkeypatch: pytes
 def test_this_machine_needs_no_key_but_for_training() -> None:
     for host in ("127.0.0.1", "localhost", "::1", "127.0.0.5"):
         assert ServerAddress(host=host).api_key() is None
+    assert ServerAddress(host="::1", port=80).url == "http://[::1]:80"
     for host in ("127.0.0.1", "0.0.0.0"):
         assert ServerAddress(host=host).api_key("made") == "made"
 
