@@ -1,13 +1,12 @@
 """The fingerprint of what a run reads: rows, the user's code, files of the model, libraries; and changes on a resume.
 
-A fingerprint is a mapping of names to short texts: `train row 24` to a checksum of that row, `file train.parquet` to
-its size and checksum, `library torch` to a version. A checkpoint holds it.
+A fingerprint maps names to short texts: `train row 24` to a checksum of that row, `file train.parquet` to its size and
+checksum, `library torch` to a version. A checkpoint holds it.
 
-Taking it takes seconds, however large the data are. Of the files of rows, and again of those of models, MAX_FILE_BYTES
-are read in all, of larger ones evenly spaced blocks. In every split at most MAX_ROWS of the rows that are made on
-access are made, evenly spaced, with at most MAX_IMAGE_BYTES of the file of an image; rows that exist in a list are all
-taken. Of what is at a URL the address counts. Modules that the user's file imports count where they are beside it or in
-the working directory.
+Taking it takes seconds, however large the data are: of large files evenly spaced blocks are read (MAX_FILE_BYTES in all
+for rows, and again for models), and of rows that are made on access MAX_ROWS are made in every split; rows in a list
+are all taken. Of what is at a URL the address counts. Modules that the user's file imports count where they are beside
+it or in the working directory.
 """
 
 from __future__ import annotations
@@ -54,7 +53,6 @@ MAX_NAMED = 3
 MAX_FILE_BYTES = 2**30
 MAX_IMAGE_BYTES = 2**20
 MAX_ROWS = 1000
-LIBRARIES = ("torch", "transformers")
 _MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja", ".py")
 _BLOCK_BYTES = 2**20
 _DIGITS = 12
@@ -83,7 +81,7 @@ def take_fingerprint(
         **dict(_code(config, given)),
         **_files(dict(model_files(config, model))),
         f"{LIBRARY}fovea": __version__,
-        **{f"{LIBRARY}{name}": version(name) for name in LIBRARIES},
+        **{f"{LIBRARY}{name}": version(name) for name in ("torch", "transformers")},
         **{f"{LIBRARY}{each.name}": each.version for each in _packages(config)},
     }
 
@@ -129,8 +127,13 @@ def _row(tasks: Sequence[Task], index: int) -> str:
         task = tasks[index]
     except DataError:
         return "a bad row"
-    digest = hashlib.sha256()
-    for part in _parts((task.question, task.answer, task.kind, task.images, task.row)):
+    return _digest((task.question, task.answer, task.kind, task.images, task.row))
+
+
+def _digest(values: object, text: str = "") -> str:
+    """Checksum of a text and of the content of values."""
+    digest = hashlib.sha256(text.encode())
+    for part in _parts(values):
         digest.update(len(part).to_bytes(8, "big") + part)
     return digest.hexdigest()[:_DIGITS]
 
@@ -194,10 +197,7 @@ def _source(given: object) -> str:
     given = getattr(given, "__func__", given)  # of a method
     if isinstance(given, FunctionType):
         values += [given.__defaults__, given.__kwdefaults__, [_content(cell) for cell in given.__closure__ or ()]]
-    digest = hashlib.sha256(_text_of(given).encode())
-    for part in _parts(values):
-        digest.update(len(part).to_bytes(8, "big") + part)
-    return digest.hexdigest()[:_DIGITS]
+    return _digest(values, _text_of(given))
 
 
 def _text_of(given: object) -> str:

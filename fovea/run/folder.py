@@ -76,8 +76,10 @@ def check_run(folder: Path, config: Config) -> None:
     checkpoint = config.resume_from
     run = folder if checkpoint is None else run_of(checkpoint)
     if has_checkpoint(folder) and (config.resume == "never" or run.resolve() != folder.resolve()):
+        fix = "it has taken no step: after a correction of code or rows add resume_changed=allow, or delete the folder"
         raise ConfigError(
-            f"run_dir={folder} already holds a run; set resume=auto to continue it, or another run_dir{_if_new(folder)}"
+            f"run_dir={folder} already holds a run; set resume=auto to continue it, or another run_dir"
+            f"{f'; {fix}' if has_taken_no_step(folder) else ''}"
         )
     if not has_checkpoint(run):
         return
@@ -91,13 +93,6 @@ def check_run(folder: Path, config: Config) -> None:
             f"max_steps={config.max_steps}, but the run in {run} has taken {step} steps, so nothing is left to train; "
             "set a larger max_steps, or use it as it is (fovea eval, fovea export)"
         )
-
-
-def _if_new(folder: Path) -> str:
-    """Advice for a changed run that has no checkpoint yet."""
-    if not has_taken_no_step(folder):
-        return ""
-    return "; it has taken no step: after a correction of code or rows add resume_changed=allow, or delete the folder"
 
 
 def run_of(checkpoint: Path) -> Path:

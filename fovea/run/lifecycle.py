@@ -15,7 +15,7 @@ from fovea.config.backends import EmbeddedSettings
 from fovea.config.run import Config
 from fovea.errors import FoveaError
 from fovea.evaluation.statistics import dev_metrics
-from fovea.metrics.log import peak_memory
+from fovea.metrics.log import peak_rss_gib
 from fovea.metrics.throughput import rates
 from fovea.report.about import SUMMARY_FILE, add_hint, read_hints, write_versions
 from fovea.report.export import write_report
@@ -27,7 +27,7 @@ from fovea.run.callbacks import StepRecord
 from fovea.run.context import Run
 from fovea.run.fingerprint import library_versions
 from fovea.run.held_out import evaluate_controls, evaluate_test, read_dev, sample_dev, search_shared_images
-from fovea.run.microbatches import MicrobatchTokens, leaving_limit, left_limit, limit_of
+from fovea.run.microbatches import MicrobatchTokens, leaving_limit, left_limit
 from fovea.run.parity import check_push, pass_parity_gate, read_parity
 from fovea.run.parity_reading import ParityReading
 from fovea.run.rollout_step import (
@@ -133,7 +133,8 @@ async def _resumed(run: Run) -> TrainState:
 async def _limit_microbatches(run: Run, saved: MicrobatchTokens | None) -> None:
     """Begin with the micro-batches that fitted the memory in an earlier process of this run."""
     setting, left = run.config.train.max_tokens_per_microbatch, left_limit(run.folder)
-    limit = limit_of(setting, saved, left)
+    known = [each.limit for each in (saved, left) if each is not None and each.setting == setting]
+    limit = min(known, default=setting)
     # a limit that equals the setting was left by a rank whose memory ran out beside its engine's
     if limit < setting or (left is not None and left.setting == setting):
         await run.policy.limit_microbatches(limit)
@@ -222,8 +223,8 @@ async def record(run: Run, state: TrainState, groups: Sequence[Group], metrics: 
         microbatches=_microbatches(run.config, metrics),
     )
     step, settings = state.step, run.config
-    metrics = metrics | seconds | run.phases.gib() | run.phases.waits() | peak_memory()
-    metrics |= run.checkpoints.metrics()
+    metrics = metrics | seconds | run.phases.gib() | run.phases.waits()
+    metrics |= {"memory/peak_rss_gib": peak_rss_gib()} | run.checkpoints.metrics()
     metrics |= rates(groups, metrics, run.peak_tflops)
     if settings.evaluate.every_steps and step % settings.evaluate.every_steps == 0:
         metrics |= dev_metrics(await read_dev(run, f"step-{step:06d}", step)) | await sample_dev(run)
