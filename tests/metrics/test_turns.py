@@ -14,13 +14,8 @@ TASK = Task(id="train/0", question="q", answer="a")
 
 
 def turn(*logprobs: float, messages: tuple[Message, ...] = (), seconds: float = 0.0) -> Turn:
-    completion = Completion(
-        token_ids_T=np.arange(len(logprobs)),
-        logprobs_T=np.array(logprobs, dtype=np.float32),
-        text="x",
-        finish="stop",
-        version=0,
-    )
+    ids, values = np.arange(len(logprobs)), np.array(logprobs, dtype=np.float32)
+    completion = Completion(token_ids_T=ids, logprobs_T=values, text="x", finish="stop", version=0)
     tokens = TurnTokens(observation=text_prompt([0]), completion=completion)
     return Turn(messages=messages, text="x", tokens=tokens, seconds=seconds)
 
