@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -17,14 +18,10 @@ from fovea.run.checkpoint import MANIFEST, Checkpoints, SavedCheckpoint, damage,
 from tests.fakes import bandit_run
 
 
-def flip(file: Path, at: int = 5) -> None:
+def flip(file: Path) -> None:
     content = bytearray(file.read_bytes())
-    content[at] ^= 0x40
+    content[5] ^= 0x40
     file.write_bytes(content)
-
-
-def cut(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-1])
 
 
 def zero_page(file: Path) -> None:
@@ -53,7 +50,7 @@ def test_the_checksums_are_those_of_sha256sum(tmp_path: Path) -> None:
     ("spoil", "problem"),
     [
         (lambda folder: flip(folder / "b"), "b is not as it was written"),
-        (lambda folder: cut(folder / "b"), "b is not as it was written"),
+        (lambda folder: os.truncate(folder / "b", 50 * 255 - 1), "b is not as it was written"),
         (lambda folder: zero_page(folder / "b"), "b is not as it was written"),
         (lambda folder: (folder / "b").unlink(), "b is missing"),
         (lambda folder: (folder / MANIFEST).unlink(), "manifest.json is missing"),
