@@ -111,12 +111,22 @@ class FailingPolicy(SlowPolicy):
         return await super().update(batch)
 
 
-def test_a_run_that_fails_amid_a_save_leaves_that_checkpoint_whole(tmp_path: Path) -> None:
+class FailingOnFullDiskPolicy(FullDiskPolicy):
+    async def update(self, batch: Batch) -> Metrics:
+        if self.updates == 10:
+            raise TrainError("an update failed")
+        return await super().update(batch)
+
+
+@pytest.mark.parametrize(("policy", "newest"), [(FailingPolicy, 10), (FailingOnFullDiskPolicy, 0)])
+def test_a_run_that_fails_amid_a_save_says_that_and_leaves_whole_checkpoints(
+    policy: type[BanditPolicy], newest: int, tmp_path: Path
+) -> None:
     with pytest.raises(TrainError, match="an update failed"):
-        train(run_with(FailingPolicy(), tmp_path))
+        train(run_with(policy(), tmp_path))
     found = Checkpoints(tmp_path, keep=2).latest()
     assert found is not None
-    assert found.step == 10
+    assert found.step == newest
 
 
 class StuckPolicy(BanditPolicy):
@@ -164,16 +174,3 @@ def test_remains_that_another_thread_deletes_at_the_same_time_are_no_error(
     monkeypatch.setattr(os, "unlink", unlink_twice)
     assert Checkpoints(tmp_path, keep=2).resume() is None
     assert not remains.exists()
-
-
-class TwiceFailingPolicy(FullDiskPolicy):
-    async def update(self, batch: Batch) -> Metrics:
-        if self.updates == 10:
-            raise TrainError("an update failed")
-        return await super().update(batch)
-
-
-def test_the_first_error_is_the_one_that_is_told(tmp_path: Path) -> None:
-    with pytest.raises(TrainError, match="an update failed"):
-        train(run_with(TwiceFailingPolicy(), tmp_path))
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-0"]

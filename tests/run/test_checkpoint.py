@@ -64,8 +64,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_new_folder_goes_on_as_the_run_did_and_holds_all_it_needs(whole: Path, tmp_path: Path) -> None:
     """Its first checkpoint is the named one, so that it can be resumed before it has saved another."""
     run_in(tmp_path / "stopped", max_steps=2, resume=str(checkpoint(whole, 2)))
-    saved = sorted(path.name for path in (tmp_path / "stopped" / "checkpoints").iterdir())
-    assert saved == ["step-2"]
+    assert saved_steps(tmp_path / "stopped") == [2]
     for name in ("trainable", "trainable_optimizer"):
         assert saved_bytes(checkpoint(tmp_path / "stopped", 2) / name) == saved_bytes(checkpoint(whole, 2) / name)
     run_in(tmp_path / "stopped", resume="auto")
@@ -165,8 +164,6 @@ def test_the_checkpoint_of_the_best_dev_reading_is_kept(
 ) -> None:
     """Read at steps 6, 12, ..., of which 12 is the best; checkpoints come every 10 steps."""
     readings = iter([0.0, 0.3, 0.9, *([0.5] * 20)])
-    if stop_after < 30:
-        readings = iter([0.0, 0.3, 0.9, 0.5, *([0.5] * 20)])
 
     async def evaluate(self: Evaluator, *_: object, **__: object) -> Evaluation:
         value = next(readings)

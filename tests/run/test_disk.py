@@ -22,7 +22,7 @@ from fovea.run.context import Run
 from fovea.train.ranks import ALONE
 from fovea.train.torch.checkpoint import StagedShards
 from fovea.types import Batch, Metrics
-from tests.fakes import BanditPolicy, bandit_run
+from tests.fakes import BanditPolicy, bandit_run, run_with
 from tests.runs import arguments, fovea
 
 MIB = 2**20
@@ -60,9 +60,11 @@ class LargePolicy(BanditPolicy):
 
 
 def large_run(folder: Path, *, resume: bool = False) -> Run:
-    run = bandit_run(folder, resume=resume)
-    run.policy.__class__ = LargePolicy
-    return run
+    return run_with(LargePolicy(), folder, resume=resume)
+
+
+def rewards(folder: Path) -> list[float]:
+    return [row["reward"] for row in read_metrics(folder)]
 
 
 def test_a_save_that_will_not_fit_is_not_begun_and_the_run_goes_on_after_room_was_made(
@@ -79,10 +81,8 @@ def test_a_save_that_will_not_fit_is_not_begun_and_the_run_goes_on_after_room_wa
         train(large_run(folder))
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-0"]
     ballast.unlink()
-    resumed = large_run(folder, resume=True)
-    train(resumed)
-    rewards = [[row["reward"] for row in read_metrics(place)] for place in (tmp_path / "whole", folder)]
-    assert rewards[0] == rewards[1]
+    train(large_run(folder, resume=True))
+    assert rewards(folder) == rewards(tmp_path / "whole")
 
 
 def test_a_disk_that_fills_up_amid_a_save_leaves_no_half(small_disk: Path) -> None:
@@ -111,17 +111,15 @@ def test_a_disk_that_fills_up_between_saves_ends_the_run_which_goes_on_after_roo
 ) -> None:
     """The metrics of a step, or its samples, cannot be written; what was cut off is dropped by the resume."""
     train(bandit_run(tmp_path / "whole"))
-    run, folder = bandit_run(small_disk / "run"), small_disk / "run"
-    run.policy.__class__ = Filling
-    run.policy.ballast = small_disk / "ballast"  # type: ignore[attr-defined]
+    policy, folder = Filling(), small_disk / "run"
+    policy.ballast = small_disk / "ballast"
     with pytest.raises(OSError, match="No space left on device") as caught:
-        train(run)
+        train(run_with(policy, folder))
     assert caught.value.errno == errno.ENOSPC
     assert 10 <= len(read_metrics(folder)) < 20
     (small_disk / "ballast").unlink()
     train(bandit_run(folder, resume=True))
-    rewards = [[row["reward"] for row in read_metrics(place)] for place in (tmp_path / "whole", folder)]
-    assert rewards[0] == rewards[1]
+    assert rewards(folder) == rewards(tmp_path / "whole")
 
 
 @contextmanager
