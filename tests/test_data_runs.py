@@ -126,7 +126,6 @@ def by_reason(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def test_a_file_with_every_kind_of_bad_row_trains_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every one is listed once under its reason, also after a resume, and the good ones are all used."""
     # one server has all the bad rows, each with a separate reason
     monkeypatch.setattr(images, "HOST_PAUSE_SECONDS", 0.0)
     folder = tmp_path / "data"

@@ -114,7 +114,6 @@ def name_of(command: Command) -> str:
 
 
 def parsed(command: Any, words: list[str], context: Any = None) -> None:
-    """Read words as the command line does; its exception where it refuses them."""
     inner = command.make_context(command.name, list(words), parent=context)
     if isinstance(command, TyperGroup):
         _, found, rest = command.resolve_command(inner, [*inner._protected_args, *inner.args])

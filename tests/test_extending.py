@@ -96,7 +96,6 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def plus(site: Path) -> Path:
-    """The package of the page, installed."""
     install(site, PROJECT["project"], {name: code for name, code in BLOCKS.items() if name.endswith(".py")})
     Path("plus.yaml").write_text(BLOCKS["plus.yaml"], encoding="utf-8")
     return site
@@ -152,7 +151,6 @@ def test_a_resumed_run_compares_the_version_of_a_package(plus: Path) -> None:
 
 @pytest.mark.parametrize("on_policy", [True, False])
 def test_a_loss_that_couples_tokens_has_the_gradients_of_whole_rows_in_chunks(plus: Path, on_policy: bool) -> None:
-    """The loss of the page says nothing of `couples_tokens`."""
     algorithm, batch = Algorithm.model_validate({"loss": "gmpo"}), batch_of(on_policy=on_policy)
     whole, chunks = (
         update_gradients(make_policy(tiny("qwen3_vl"), algorithm=algorithm, backend=backend, lr_warmup_steps=0), batch)
@@ -180,7 +178,6 @@ def python_with(folder: Path) -> Path:
 def test_an_engine_runs_in_an_environment_that_has_only_its_own_package(
     parts: list[str], plus: Path, tmp_path: Path
 ) -> None:
-    """The environment, the loss and the tracker of the run are another package's there."""
     elsewhere = tmp_path / "elsewhere"
     points = {"fovea.engines": PROJECT["project"]["entry-points"]["fovea.engines"]}
     code = {"fovea_plus/slow_engine.py": BLOCKS["fovea_plus/slow_engine.py"]}
@@ -220,7 +217,6 @@ def test_help_lists_the_settings_of_a_package(plus: Path) -> None:
 
 
 def test_nothing_is_imported_before_a_setting_names_it(plus: Path) -> None:
-    """In a process that lists every name, and reads settings that name none."""
     script = (
         "import sys\n"
         "from fovea.cli.main import app\n"
@@ -417,7 +413,6 @@ def test_a_part_without_its_method_is_refused(group: str, base: str, setting: st
 
 @needs_image_processors
 def test_a_family(plus: Path) -> None:
-    """Its prompts and log-probs are transformers' by both paths, and a run decodes by the fast one."""
     loaded = Loaded.of(save_tiny_kind("llava", Path("model"), CORPUS))
     assert isinstance(loaded.processor.family, NamedFamily)
     assert loaded.processor.family.box_frame(loaded.prompts[1].images[0]) == (1, 1)

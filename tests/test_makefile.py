@@ -12,7 +12,6 @@ ROOT = Path(__file__).parent.parent
 
 
 def planned(folder: Path, target: str) -> str:
-    """The commands of a target, none of which runs."""
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, folder)
     return subprocess.run(

@@ -23,7 +23,6 @@ OTHERS = re.compile(
 
 
 def texts() -> dict[str, str]:
-    """The text files of the repository by path, those that tell its history left out."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
         cwd=ROOT,

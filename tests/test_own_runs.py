@@ -41,7 +41,6 @@ SHAPES = ["environment.train_size=8", "environment.dev_size=2", "environment.tes
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with the recipes and the files of the page."""
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     for name, code in FILES.items():
         (tmp_path / name).write_text(code, encoding="utf-8")

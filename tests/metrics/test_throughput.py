@@ -113,13 +113,11 @@ def batch_of(parts: TinyParts, lengths: tuple[int, ...]) -> Batch:
 
 
 def matrices(parts: TinyParts, prefix: str) -> int:
-    """Entries of all weight matrices below a module."""
     return sum(p.numel() for name, p in parts.network.named_parameters() if name.startswith(prefix) and p.dim() > 1)
 
 
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_the_arithmetic_of_an_update_by_hand(epochs: int) -> None:
-    """Twice the entries of a matrix for each token that it sees, and three times for all."""
     parts = tiny("qwen3_vl")
     batch = batch_of(parts, (4, 2))
     found = make_policy(parts, algorithm=Algorithm(ppo_epochs=epochs)).update(batch)["update_tflop"] * ONE_TERATION

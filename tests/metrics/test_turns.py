@@ -72,7 +72,6 @@ def test_an_answer_that_an_environment_could_not_read_is_no_failed_call() -> Non
 
 
 def test_long_episodes_and_many_tools_have_few_names() -> None:
-    """60 turns and 59 tools, and names that a model or a server made up: the least called and the odd ones together."""
     calls = [(result(f"tool{number}"), result("often")) for number in range(59)]
     odd = (result("<b>\n"), result("x" * 65), result("says the model", failed=True))
     metrics = turn_metrics([episode(turn(-1), *(turn(-1, messages=(*call, *odd)) for call in calls))])

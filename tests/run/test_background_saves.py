@@ -46,7 +46,6 @@ class SlowPolicy(BanditPolicy):
 
 
 def saved(folder: Path, step: int) -> tuple[object, object]:
-    """The policy and the state of a checkpoint, without times."""
     checkpoint = folder / "checkpoints" / f"step-{step}"
     state = json.loads((checkpoint / "state.json").read_text())
     for key in ("rl_seconds", "total_seconds", "warmup_seconds"):
@@ -75,8 +74,6 @@ def test_the_times_of_checkpoints_are_metrics(tmp_path: Path) -> None:
 
 
 class FullDiskPolicy(BanditPolicy):
-    """After ten updates, there is no room for what it saves."""
-
     async def finish_save(self) -> None:
         if self.updates >= 10:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -130,8 +127,6 @@ def test_a_run_that_fails_amid_a_save_says_that_and_leaves_whole_checkpoints(
 
 
 class StuckPolicy(BanditPolicy):
-    """Of its workers one never says that its part is written."""
-
     error: BaseException = TrainError("an update failed")
 
     async def finish_save(self) -> None:

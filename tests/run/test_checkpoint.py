@@ -75,7 +75,6 @@ def test_a_new_folder_goes_on_as_the_run_did_and_holds_all_it_needs(whole: Path,
 
 
 def test_a_run_goes_back_to_a_checkpoint_of_its_own(whole: Path, tmp_path: Path) -> None:
-    """The later ones are kept under other names."""
     run_in(tmp_path)
     run_in(tmp_path, resume=f"{checkpoint(tmp_path, 1)}/.")
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4]
@@ -85,7 +84,6 @@ def test_a_run_goes_back_to_a_checkpoint_of_its_own(whole: Path, tmp_path: Path)
 
 
 def test_of_what_it_goes_back_behind_nothing_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor that it has ended, as it had before, until it ends again."""
     log = {**SETTINGS["log"], "samples_every_steps": 1}
     run_in(tmp_path, log=log)
     assert ViewedRun(tmp_path).facts()["finished"]

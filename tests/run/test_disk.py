@@ -31,7 +31,6 @@ DISK_MIB = 4
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of DISK_MIB."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(
@@ -86,7 +85,6 @@ def test_a_save_that_will_not_fit_is_not_begun_and_the_run_goes_on_after_room_wa
 
 
 def test_a_disk_that_fills_up_amid_a_save_leaves_no_half(small_disk: Path) -> None:
-    """Before the first save nobody knows how large it is."""
     (small_disk / "ballast").write_bytes(bytes(3 * MIB + MIB // 2))
     with pytest.raises(TrainError, match=r"checkpoint of step 0 could not be written \(No space left on device\): it"):
         train(large_run(small_disk / "run"))
@@ -94,8 +92,6 @@ def test_a_disk_that_fills_up_amid_a_save_leaves_no_half(small_disk: Path) -> No
 
 
 class Filling(BanditPolicy):
-    """A policy at whose 13th update the disk of its run is full."""
-
     ballast: Path
 
     async def update(self, batch: Batch) -> Metrics:

@@ -93,8 +93,6 @@ def test_a_resumed_run_has_its_earlier_steps(tmp_path: Path) -> None:
 
 
 def earning(reward: Callable[[Task], float], accuracy: float = 0.5) -> type[BanditEnvironment]:
-    """An environment in which every answer to a task earns the same."""
-
     class Earning(BanditEnvironment):
         def score(self, task: Task, turns: Sequence[Turn]) -> Score:
             return Score(reward=reward(task), accuracy=accuracy)
@@ -106,7 +104,6 @@ NOTHING_RIGHT = earning(lambda _: 0.0, accuracy=0.0)
 
 
 def forget_what_was_learnt(run: Run) -> None:
-    """Have the policy lose its table half way, as by a step that is far too long."""
     update = run.policy.update
 
     async def forgetful(batch: object) -> Mapping[str, float]:

@@ -61,7 +61,6 @@ def settings(**more: Any) -> Config:
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with rows, a reward, a model and the run that has read them."""
     folder = tmp_path_factory.mktemp("begun")
     for split in ("train", "test"):
         write_rows(folder / f"{split}.jsonl")
@@ -92,7 +91,6 @@ def flipped_weight(folder: Path) -> None:
 
 
 def put(name: str, old: str, new: str) -> Callable[[Path], int]:
-    """A change of a text in a file."""
     return lambda folder: (folder / name).write_text((folder / name).read_text().replace(old, new, 1))
 
 
@@ -131,7 +129,6 @@ def test_what_changed_is_named_and_may_be_allowed(
 
 
 def test_what_is_the_same_goes_on(begun: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Elsewhere, and with other times on its files."""
     shutil.copytree(begun, tmp_path / "copy", copy_function=shutil.copyfile)
     monkeypatch.chdir(tmp_path / "copy")
     run = build(settings(resume="auto", max_steps=2))
@@ -151,7 +148,6 @@ def test_other_versions_of_libraries_stop_a_run_and_patches_are_said() -> None:
 
 
 def test_what_comes_and_goes_is_a_change_too_but_for_imports_that_came() -> None:
-    """A checkpoint of an earlier version has none."""
     assert [str(change) for change in changes({"a": "1", "b": "2"}, {"b": "2", "c": "3"})] == [
         "a was 1 and is not there",
         "c was not there and is 3",

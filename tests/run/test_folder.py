@@ -95,7 +95,6 @@ def test_a_run_that_has_taken_no_step_names_the_way_out(tmp_path: Path) -> None:
 
 
 def test_a_size_of_micro_batches_outlives_a_start_that_ran_out_of_memory(tmp_path: Path) -> None:
-    """As in the parity gate on several ranks: torchrun's next attempt would end in the same way."""
     folder = tmp_path / "run"
     with (
         pytest.raises(MicrobatchMemoryError),

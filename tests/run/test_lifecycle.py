@@ -36,12 +36,10 @@ def reading(value: float) -> Evaluation:
 
 
 def replace_in(run: Run, name: str, value: object) -> None:
-    """A run is frozen; a test may still look over its shoulder."""
     object.__setattr__(run, name, value)
 
 
 async def begun(run: Run) -> TrainState:
-    """The state after the start, whose checkpoint is written."""
     state = await begin(run)
     await run.checkpoints.finish()
     return state
@@ -92,7 +90,6 @@ def test_pictures_of_held_out_rows_never_end_a_run(stored: str, tmp_path: Path) 
 
 
 def test_sampled_dev_answers_are_drawn_as_the_settings_say(tmp_path: Path) -> None:
-    """The mean and the best of the accuracies of each row; nothing is drawn by default."""
     run = bandit_run(tmp_path)
     wait_for(begin(run))
     assert wait_for(sample_dev(run)) == {}
@@ -111,7 +108,6 @@ def test_sampled_dev_answers_are_drawn_as_the_settings_say(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_warm_up_runs_once_and_rl_starts_from_it(resume: bool, tmp_path: Path) -> None:
-    """Its order of events: readings, pairs, the policy told to start here, a reading, a checkpoint."""
     events: list[str] = []
 
     def run_with_warmup() -> Run:
@@ -160,7 +156,6 @@ def test_a_warm_up_runs_once_and_rl_starts_from_it(resume: bool, tmp_path: Path)
 
 
 def test_rows_without_images_have_no_controls(tmp_path: Path) -> None:
-    """Not a control of 0.0."""
     run = bandit_run(tmp_path, max_steps=1, evaluate={"image_controls": True, "shared_images": "ignore"})
     figures = train(run).to_json()
     assert figures["shuffled_images"] is figures["blank_images"] is None
@@ -201,7 +196,6 @@ def test_a_resumed_run_says_what_paces_it_now(
 
 
 def test_reasons_of_unscored_groups_stand_once_after_a_resume(tmp_path: Path) -> None:
-    """Those from before the checkpoint stay; those after it are found again."""
     run = bandit_run(tmp_path)
     state = wait_for(begun(run))
     record_unscored_answer(tmp_path, run.progress.warn, "before")

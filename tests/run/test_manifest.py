@@ -72,7 +72,6 @@ def test_every_damage_is_named(spoil: Callable[[Path], object], problem: str, tm
 def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(
     content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its policy or its state; the run ends as if nothing had been."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     train(bandit_run(whole))
     train(bandit_run(broken, max_steps=20))

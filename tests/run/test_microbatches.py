@@ -89,7 +89,6 @@ FREED = "the KV cache is freed before every update, since memory ran out before 
 def test_a_resume_prints_what_changes_after_memory_ran_out(
     policy: type[SmallMemoryPolicy], engine: str, printed: list[str], tmp_path: Path
 ) -> None:
-    """It named a KV cache to free with engines that keep none for the trainer, and a limit that was not lowered."""
     with pytest.raises(MicrobatchMemoryError):
         train(run_with(policy(), tmp_path, train=TRAIN))
     resumed = run_with(policy(), tmp_path, resume=True, train=TRAIN, rollout={"engine": {"name": engine}})

@@ -40,7 +40,6 @@ INT8 = {"engine": {"decode_weights": "int8"}, "max_new_tokens": 8}
 
 
 def other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine is given a language model that nobody trains."""
     own = TorchPolicy.outgoing
 
     def changed(policy: TorchPolicy) -> Iterator[OutgoingWeight]:
@@ -134,7 +133,6 @@ STEPS = 15
 
 
 def train_on_the_gates_rows(run: Run) -> float:
-    """Supervised steps on the first rows, with and without images; the last loss."""
     assert run.warmup is not None
     prompts = usable_prompts(run.sources.train, run.environment, 4, max_seconds=100, say=lambda _: None)
     pairs = [
@@ -214,7 +212,6 @@ WIDE = {"hidden_size": 256, "num_heads": 4, "num_kv_heads": 2}
     ids=["plain", "linear outputs kept", "cached features and a warm-up"],
 )
 def test_a_run_is_the_same_with_and_without_the_gate(settings: dict[str, dict[str, object]], tmp_path: Path) -> None:
-    """Digit for digit: nothing of the gate is left when the first step begins."""
     rollout = {"prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 6}
     rows = []
     for prompts in (0, 4):

@@ -21,7 +21,6 @@ ONE_FAR_OFF = [-1.0] * 50, [-1.0] * 49 + [1.0]
 
 
 def near(gap: float) -> tuple[list[float], list[float]]:
-    """Fifty tokens that all differ by `gap`."""
     return [-1.0] * 50, [-1.0 + gap] * 50
 
 

@@ -49,7 +49,6 @@ def test_what_its_length_took_from_the_reward_of_an_answer_is_a_part(tmp_path: P
 
 
 def test_texts_and_names_of_tools_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tool may return a whole file, and a model may make up a name of any length."""
     long = Message(role="tool", tool="t" * 200, parts=("x" * 60_000,), failed=True)
     monkeypatch.setattr(
         BanditEnvironment, "prompt", lambda _, task: [Message(role="user", parts=(task.question,)), long]

@@ -21,8 +21,6 @@ DYNAMIC = {"dynamic_sampling": {"max_gen_batches": 4}}
 
 
 class FormatOnly(BanditEnvironment):
-    """The reward of wrong answers differs, their accuracy does not."""
-
     def score(self, task, turns) -> Score:  # type: ignore[no-untyped-def]
         right = super().score(task, turns).accuracy
         return Score(reward=right + 0.1 * (turns[-1].text == "b"), accuracy=0.0)
@@ -47,7 +45,6 @@ def accuracies(group) -> set[float]:  # type: ignore[no-untyped-def]
 
 
 def test_a_step_is_filled_with_groups_that_differ(tmp_path: Path) -> None:
-    """A policy that is nearly sure: most groups of 8 are all right, and several rollouts are needed."""
     result = drawn(tmp_path, sure=4.0)
     assert len(result.to_train) == 8
     assert all(accuracies(group) == {0.0, 1.0} for group in result.to_train)

@@ -93,7 +93,6 @@ def test_a_checkpoint_that_is_written_again_is_a_new_one(tmp_path: Path) -> None
 
 
 def test_hours_are_those_of_all_attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The setting stays as it is, since messages name it."""
     run = restarts(tmp_path, max_restarts=3, max_hours=2.0)
     run._started = 0.0  # of a machine's own clock, `started + 2 * 3600 - started` may round to less than two hours
     monkeypatch.setattr("fovea.run.supervisor.monotonic", lambda: 0.5 * 3600)

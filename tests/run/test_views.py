@@ -36,7 +36,6 @@ SAME, OTHER = 1e-5, 1e-3
 
 
 def views_of(run: Run, step: int) -> list[PromptedTask]:
-    """The views of the next prompts, which stay the next."""
     order = run.stream.order.state()
     prompted = run.stream.source.take(run.stream.order, 3)
     run.stream.order.restore(order)

@@ -86,7 +86,6 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_answers(family: str) -> None:
 
 
 def small_trainer(**options: bool) -> tuple[TinyParts, SupervisedTrainer, list[SftExample]]:
-    """A tiny model with its trainer, and an answer to train it on."""
     parts = tiny("qwen3_vl")
     pairs = [SftExample(prompt=mixed_prompts(parts)[0], answer_ids=renderer(parts).target("\\boxed{3}"))]
     return parts, supervised_trainer(VLM(parts.network, parts.processor.banned_ids), Warmup(), **options), pairs
