@@ -134,13 +134,8 @@ def test_a_file_with_every_kind_of_bad_row_trains_to_the_end(tmp_path: Path, mon
         reasons = write(folder, site.url)
         assert len(reasons) >= 30
         files = (folder / "bad.jsonl", folder / "bad.jsonl")
-        settings = [
-            *WEB,
-            f"data.cache_dir={tmp_path}",
-            "evaluate.shared_images=count",
-            "rollout.prompts_per_step=6",
-            "evaluate.test_size=null",
-        ]
+        settings = [*WEB, f"data.cache_dir={tmp_path}", "evaluate.shared_images=count", "rollout.prompts_per_step=6"]
+        settings.append("evaluate.test_size=null")
         summary = trained(tmp_path, files, *settings, "max_steps=6", "checkpoint.every_steps=2")
         found = listed(tmp_path)
         assert {row["row"]: row["reason"] for row in found} == reasons

@@ -137,15 +137,13 @@ def test_a_reward_that_fails_is_counted_and_listed() -> None:
     own = ["reward=fails.py:score", "reward_on_failure=drop", "rollout.prompts_per_step=3", "max_steps=2"]
     train(build(load_config([], [*SMALL, *SHAPES, *own])))
     rows = metrics()
-    listed = [json.loads(line) for line in Path("run/unscored.jsonl").read_text(encoding="utf-8").splitlines()]
+    listed = list(map(json.loads, Path("run/unscored.jsonl").read_text(encoding="utf-8").splitlines()))
     by_step = [sum(entry["step"] == step for entry in listed) for step in (0, 1)]
     assert by_step == [row["groups/unscored"] for row in rows]
     assert sum(by_step) > 0
     assert any(entry["step"] is None for entry in listed), "a reading met a failure too"
-    assert all(
-        re.search(r"/\d+: fails\.py:score raised ValueError: call \d+ fails at fails\.py:8$", x["reason"])
-        for x in listed
-    )
+    reason = re.compile(r"/\d+: fails\.py:score raised ValueError: call \d+ fails at fails\.py:8$")
+    assert all(reason.search(entry["reason"]) for entry in listed)
     assert all(row["reward/image_1/seen"] == 0.5 for row in rows)
     records = [record for step in sample_steps(Path("run")) for record in read_step(Path("run"), step)]
     answers = [answer for record in records for answer in record.answers]
@@ -153,8 +151,7 @@ def test_a_reward_that_fails_is_counted_and_listed() -> None:
     assert all(answer.score.image_parts == ({"seen": 0.5},) for answer in answers)
     report = Path("run/report.html").read_text(encoding="utf-8")
     assert '"image_parts": [{"seen": 0.5}]' in report
-    summary = json.loads(Path("run/summary.json").read_text(encoding="utf-8"))
-    before = summary["test"]["before"]
+    before = json.loads(Path("run/summary.json").read_text(encoding="utf-8"))["test"]["before"]
     missing = before["rows_unscored"]
     assert missing == 2 - before["accuracy"]["n"] > 0
     shown = Path("run/console.txt").read_text(encoding="utf-8")

@@ -85,7 +85,6 @@ class Finding:
     """The metric's value, and its steps."""
     advice: str
     settings: str
-    """The settings to change, with their values in this run."""
 
     @property
     def text(self) -> str:
@@ -103,7 +102,6 @@ def _rule(conditions: Sequence[Mapping[str, Any]], settings: Sequence[str], **re
 
 RULES = _read(Path(__file__).with_suffix(".yaml"))
 METRICS = frozenset({STAGE, *(condition.metric for rule in RULES for condition in rule.conditions)})
-"""Names of the metrics that the rules read."""
 
 
 def find(columns: Mapping[str, Column], settings: Mapping[str, Any]) -> list[Finding]:

@@ -41,7 +41,6 @@ class PhaseTime:
     name: str
     seconds: float
     share: float
-    """Fraction of the whole step."""
     gib: float | None
     """Memory as defined by `fovea.metrics.log.Phases`; None for the time between phases."""
 

@@ -30,7 +30,6 @@ MAX_POINTS = 300
 """Points of the curve; of longer runs every second, fourth, ... step is kept."""
 WIDTH_PX, HEIGHT_PX = 420, 90
 CURVE = "reward"
-"""The metric whose curve is drawn."""
 
 
 class Publisher(Protocol):

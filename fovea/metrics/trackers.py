@@ -108,20 +108,17 @@ class TrackerSink:
         except FoveaError as error:
             now = self._clock()
             self._retry_at = now + max(PAUSE_SECONDS, PAUSE_PER_ATTEMPT * (now - started))
-            self._say_failed(error)
+            if not self._failing:
+                self._failing = True
+                reason = without_secrets(str(error))
+                self._warn(
+                    f"{self._setting}: failed after step {self._run.last_step} ({reason}); the run goes on, "
+                    f"{self._run_dir} has all of it, and the tracker is tried again now and then, or with resume=auto"
+                )
         else:
             if self._failing:
                 self._failing = False
                 self._warn(f"{self._setting}: works again, and has the metrics of all steps")
-
-    def _say_failed(self, error: FoveaError) -> None:
-        if not self._failing:
-            self._failing = True
-            reason = without_secrets(str(error))
-            self._warn(
-                f"{self._setting}: failed after step {self._run.last_step} ({reason}); the run goes on, "
-                f"{self._run_dir} has all of it, and the tracker is tried again now and then, or with resume=auto"
-            )
 
     def _send(self, step: int, metrics: Mapping[str, float], samples: Sequence[TrackedSample]) -> None:
         tracker = self.open()

@@ -24,7 +24,6 @@ class StepRecord:
     metrics: Metrics
     """All metrics of the step by name (`python -m fovea.metrics.names`), as in metrics.jsonl."""
     folder: Path
-    """The run folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +39,6 @@ class EvalRecord:
     evaluation: Evaluation
     """Its `accuracy`, and the accuracies, rewards and parts of all rows."""
     folder: Path
-    """The run folder."""
 
 
 OnStep: TypeAlias = Callable[[StepRecord], object]

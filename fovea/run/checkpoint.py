@@ -139,7 +139,6 @@ class SavedCheckpoint:
 
     folder: Path
     step: int
-    """RL steps taken."""
     state: Mapping[str, Any]
     """State of the run besides the policy: data order, accuracies, seconds."""
     passed_over: tuple[Path, ...] = ()

@@ -39,7 +39,6 @@ class Sources:
     dev: PromptSource
     test: PromptSource
     bad_rows: BadRows = field(default_factory=BadRows)
-    """Bad rows of all three splits."""
 
     @property
     def tasks(self) -> Mapping[str, Sequence[Task]]:
@@ -123,7 +122,6 @@ class Run:
     peak_tflops: float | None = None
     """Peak of the device in TFLOP/s, the denominator of `mfu`; None: neither known nor set."""
     token_text: Callable[[int], str] = str
-    """The text of one token id, for messages."""
     image_token_id: int = -1
     """Id of the visual tokens in a prompt; -1 for a model without images."""
     has_fast_path: bool = True
@@ -134,7 +132,6 @@ class Run:
     taken_push: TakenPush = field(default_factory=TakenPush)
     rollout_gap: RolloutGap = field(default_factory=RolloutGap)
     callbacks: Callbacks = field(default_factory=Callbacks)
-    """Functions that Python code has given, called after steps and evaluations."""
     profile: Callable[[int], AbstractContextManager[object]] = nullcontext
     """Context manager around every step, by step (`fovea.metrics.profile`)."""
     fingerprint: Fingerprint = field(default_factory=dict)

@@ -22,7 +22,7 @@ from functools import partial
 from importlib.metadata import Distribution, version
 from pathlib import Path
 from types import CellType, CodeType, FunctionType
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from huggingface_hub import try_to_load_from_cache
@@ -255,15 +255,11 @@ def checksum(path: Path, max_bytes: int) -> str:
     with path.open("rb") as file:
         if size <= max_bytes:
             return f"{size} bytes, {hashlib.file_digest(file, 'sha256').hexdigest()[:_DIGITS]}"
-        return f"{size} bytes, {_checksum_of_blocks(file, size, max_bytes)} in part"
-
-
-def _checksum_of_blocks(file: BinaryIO, size: int, max_bytes: int) -> str:
-    digest, block = hashlib.sha256(), min(_BLOCK_BYTES, max_bytes)
-    for start in np.linspace(0, size - block, max(2, max_bytes // block)).astype(int).tolist():
-        file.seek(start)
-        digest.update(file.read(block))
-    return digest.hexdigest()[:_DIGITS]
+        digest, block = hashlib.sha256(), min(_BLOCK_BYTES, max_bytes)
+        for start in np.linspace(0, size - block, max(2, max_bytes // block)).astype(int).tolist():
+            file.seek(start)
+            digest.update(file.read(block))
+    return f"{size} bytes, {digest.hexdigest()[:_DIGITS]} in part"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

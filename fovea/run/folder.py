@@ -63,10 +63,7 @@ def open_run_folder(config: Config) -> Iterator[Config]:
 
 
 def _delete_after(folder: Path, config: Config, _type: object, error: BaseException | None, _traceback: object) -> None:
-    """Delete the folder that a run has made for itself, where it leaves nothing that a new start would not make again.
-
-    A folder of one run's own, by a time in its name, is in nobody's way; nor is it deleted when `latest` leads to it.
-    """
+    """Delete the folder that a run has made, where a new start makes all of it again; never one named by a time."""
     may_go = isinstance(error, ERRORS_OF_THE_USER) and config.warmup is None and not has_a_time(folder)
     delete_unless_begun(folder, start_is_worth_keeping=not may_go)
 
@@ -138,10 +135,7 @@ def _check_same(saved: Path, config: Config) -> None:
 
 
 def _check_packages(saved: Path, tree: Tree, config: Config) -> None:
-    """ConfigError where a folder chooses a part of another package that the user's settings do not choose.
-
-    The folder may be a stranger's, and loading its settings would import the package.
-    """
+    """ConfigError for a part of another package that only the folder chooses: loading a stranger's would import it."""
     for key, name in sorted(package_parts(tree) - package_parts(config.model_dump())):
         raise ConfigError(
             f"the run in {saved.parent} began with {key}={name}, a part of another package, and these settings choose "

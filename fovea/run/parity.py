@@ -55,8 +55,7 @@ from fovea.weights.base import SyncReport
 
 PARITY_FILE = "parity.json"
 MAX_SEARCH_SECONDS = 300.0
-"""Time for finding training rows that can be used, which is long where images come from hosts that do not answer; the
-check goes on with those found by then."""
+"""Time for finding usable training rows, long where hosts of images do not answer; those found by then are all."""
 K3_FACTOR = 4
 """Largest k3, as a multiple of its value d^2 / 2 where all tokens differ by the largest mean difference d: a few tokens
 that are far off move it more than the mean."""
@@ -70,7 +69,6 @@ PUSH_PROMPTS = 4
 GROSS_FACTOR = 5
 """Multiple of the limit that two sound computations by the same weights do not reach."""
 MAX_NAMED = 3
-"""Failed sessions whose reasons are printed."""
 MIN_SAMPLES = 16
 """Completions of a step that are compared under faults: with a token each, enough for the sign test."""
 

@@ -40,9 +40,7 @@ class StepRollout:
     """Scored groups of one step."""
 
     groups: Sequence[Group]
-    """All scored groups."""
     to_train: Sequence[Group]
-    """Groups that the step trains on."""
     dropped: Sequence[Group]
     """Groups left out by dynamic sampling."""
     unscored: Sequence[str] = ()

@@ -121,28 +121,22 @@ def test_a_warm_up_runs_once_and_rl_starts_from_it(resume: bool, tmp_path: Path)
             answer_ids=lambda text, _row: (ANSWERS.index(text),),
         )
         replace_in(run, "warmup", stage)
-        policy, evaluate = run.policy, run.evaluator.evaluate
+        policy, engine, evaluate = run.policy, run.engine, run.evaluator.evaluate
 
-        async def sft(pairs: object) -> Metrics:
-            events.append("pairs")
-            return {"loss": 0.0}
+        def noted(event: str, result: Metrics | None = None) -> Any:
+            async def call(*_: object) -> Metrics | None:
+                events.append(event)
+                return result
 
-        async def snapshot_reference() -> None:
-            events.append("snapshot")
+            return call
 
-        async def noted(source: PromptSource, *limits: Any) -> Evaluation:
+        async def read(source: PromptSource, *limits: Any) -> Evaluation:
             events.append("reading")
             return await evaluate(source, *limits)
 
-        async def sleep() -> None:
-            events.append("sleep")
-
-        async def wake() -> None:
-            events.append("wake")
-
-        policy.sft, policy.snapshot_reference = sft, snapshot_reference  # type: ignore[method-assign]
-        run.engine.sleep, run.engine.wake = sleep, wake  # type: ignore[method-assign]
-        run.evaluator.evaluate = noted  # type: ignore[method-assign]
+        policy.sft, policy.snapshot_reference = noted("pairs", {"loss": 0.0}), noted("snapshot")  # type: ignore[method-assign]
+        engine.sleep, engine.wake = noted("sleep"), noted("wake")  # type: ignore[method-assign]
+        run.evaluator.evaluate = read  # type: ignore[method-assign]
         return run
 
     state = wait_for(begun(run_with_warmup()))

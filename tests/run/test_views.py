@@ -1,4 +1,4 @@
-"""Runs with noisy and masked pictures: log-probs are of the view that each is said to be of, and off is off."""
+"""Runs with noisy and masked pictures: log-probs are of the view that each is said to be of."""
 
 from __future__ import annotations
 
@@ -94,12 +94,6 @@ def test_an_engine_of_another_process_draws_on_the_same_views(tmp_path: Path) ->
     assert done.returncode == 0, done.stderr + done.stdout
     fovea_here("train", *settings("recipes/shapes.yaml", tmp_path / "one", *SAMPLES, *BOTH))
     compare(tmp_path / "one", tmp_path / "ray")
-
-
-def test_null_is_the_run_without_the_settings(tmp_path: Path) -> None:
-    train_here("shapes", tmp_path / "absent", *SHORT)
-    train_here("shapes", tmp_path / "null", *SHORT, "rollout.views=null", "algorithm.views=null")
-    assert untimed(tmp_path / "absent") == untimed(tmp_path / "null")
 
 
 @pytest.mark.parametrize(
