@@ -1,9 +1,6 @@
 """Findings: known causes for which a run collapses or does not move, by its metrics; the rules stand in findings.yaml.
 
-A rule holds when all of its conditions do over the newest values of their metrics, so that a run that has recovered
-has no finding.
-
-Axes: `N` steps with a value.
+Conditions are about the newest values, so that a run that has recovered has no finding. Axes: `N` steps with a value.
 """
 
 from __future__ import annotations

@@ -136,10 +136,9 @@ def _ended_lines(path: Path) -> Iterator[str]:
 class Phases:
     """Wall time and memory of the phases of a step: `with phases("rollout"): ...`.
 
-    Seconds of a phase entered several times add up. There is no CUDA synchronisation: asynchronous kernels count for
-    the phase that waits for them. Memory is the peak allocated by CUDA within the phase or, without CUDA, the resident
-    memory at its end; for a phase that is nested around others, or entered again, the maximum of all. Waits are those
-    of this process for its device (`utils.host_waits`).
+    Seconds of a phase entered several times add up; asynchronous kernels count for the phase that waits for them.
+    Memory is the peak allocated by CUDA within the phase or, without CUDA, the resident memory at its end; the maximum
+    where a phase is nested around others, or entered again. Waits are this process's for its device.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:

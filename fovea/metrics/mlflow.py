@@ -1,8 +1,4 @@
-"""MLflow as a tracker: the one file that imports mlflow (extra: mlflow).
-
-The server, or the database file, is the one that MLFLOW_TRACKING_URI names; MLflow's default is mlflow.db in the
-working directory.
-"""
+"""MLflow as a tracker, at MLFLOW_TRACKING_URI: the one file that imports mlflow (extra: mlflow)."""
 
 from __future__ import annotations
 

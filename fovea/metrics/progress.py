@@ -49,10 +49,7 @@ def notebook_publisher() -> Publisher | None:
 
 
 class NotebookDisplay:
-    """One output of a cell with the step, the figures, the time left and the curve of the reward.
-
-    `clock` returns seconds.
-    """
+    """One output of a cell with the step, the figures, the time left and the curve of the reward."""
 
     def __init__(self, publisher: Publisher, total_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._publisher, self._total_steps, self._clock = publisher, total_steps, clock

@@ -1,8 +1,4 @@
-"""The sink that feeds an experiment tracker, over all attempts of a run and all failures of the tracker.
-
-A tracker follows metrics.jsonl, which always has every step: what it missed is sent later, and nothing that goes wrong
-with it ends a run (docs/runs.md).
-"""
+"""The sink that feeds an experiment tracker, over all attempts of a run and failures of the tracker (docs/runs.md)."""
 
 from __future__ import annotations
 
@@ -57,8 +53,8 @@ class TrackedRun:
 class TrackerSink:
     """Sends the steps of a run to a tracker, each once over all attempts of the run.
 
-    A tracker that fails is warned of once, and tried again after a pause that grows with what the attempt took; the
-    metrics of the steps between are then sent from metrics.jsonl, without their samples.
+    A tracker that fails is warned of once, and tried again after a pause; the metrics of the steps between are then
+    sent from metrics.jsonl, without their samples.
     """
 
     def __init__(

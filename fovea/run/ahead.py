@@ -63,10 +63,9 @@ class RolloutsAhead:
         return rollout
 
     async def trained(self, version: int) -> Metrics:
-        """Bring the engines to this version, which the policy now has, if nothing is drawn ahead.
+        """Bring the engines to this version, which the policy now has, if nothing is drawn ahead, as at a barrier.
 
-        They then hold the newest weights for what comes after a barrier. Returns the metrics of the pushes of the step,
-        and the time that the engines idled.
+        Returns the metrics of the pushes of the step, and the time that the engines idled.
         """
         if not self._ahead or not self.has_more(version):
             await self._push(version)

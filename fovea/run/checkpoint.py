@@ -78,11 +78,7 @@ def folder_bytes(folder: Path) -> int:
 
 @contextmanager
 def room_for(what: str, folder: Path, needed_bytes: int) -> Iterator[None]:
-    """A block that writes about so many bytes into an existing folder; TrainError where they do not fit.
-
-    Nothing is begun where less is free. The block may still fail: of others' files, a quota or a limit of file sizes
-    nothing is known before.
-    """
+    """A block that writes about so many bytes into an existing folder; TrainError where they do not fit."""
     free_bytes = shutil.disk_usage(folder).free
     figures = f"it needs about {_shown(needed_bytes)}, and {_shown(free_bytes)} are free in {folder}"
     way_out = "make room there and go on with resume=auto"
@@ -249,10 +245,9 @@ class Checkpoints:
         return None
 
     def resume(self) -> SavedCheckpoint | None:
-        """The newest checkpoint that is whole, for a run to go on from; clears away what is in the way of its saves.
+        """The newest checkpoint that is whole, for the process that holds the lock of the run folder to go on from.
 
-        Later checkpoints, which are damaged, are renamed `step-N.damaged`; remains of interrupted saves and deletions
-        are deleted. Only for the process that holds the lock of the run folder.
+        Later, damaged ones are renamed `step-N.damaged`; remains of interrupted saves and deletions are deleted.
         """
         self._clear_remains()
         found = self.latest()

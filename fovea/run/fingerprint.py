@@ -71,10 +71,7 @@ class GivenCode:
 def take_fingerprint(
     config: Config, model: Model, splits: Mapping[str, Sequence[Task]], given: GivenCode
 ) -> Fingerprint:
-    """The fingerprint of what a run with these settings and rows by split reads.
-
-    `model` are the settings of the model with its path.
-    """
+    """The fingerprint of what a run with these settings and rows by split reads; `model` has its path."""
     return {
         **_files({f"file {_name(path, config)}": path for path in _row_files(config)}),
         **{name: text for split, tasks in splits.items() for name, text in row_texts(split, tasks)},

@@ -41,9 +41,8 @@ OF_TRACKERS = ("wandb", "swanlog", "mlruns")
 def open_run_folder(config: Config) -> Iterator[Config]:
     """Make the folder of `run_dir`, hold its lock and write the settings; ConfigError when it holds another run.
 
-    Gives the settings with the folder that a pattern in `run_dir` became. A folder holds a run from its first
-    checkpoint on: a start that failed earlier can be repeated, and the folder that it has made goes with it. So it does
-    where an error of the user's ends the run in its first step, unless there was a warm-up.
+    Gives the settings with the folder that a pattern in `run_dir` became. The folder goes with a start that fails
+    before its first checkpoint, and with an error of the user's in the first step, unless there was a warm-up.
     """
     with ExitStack() as held:
         try:

@@ -1,7 +1,6 @@
 """The largest micro-batches that fitted the memory, which a run keeps beyond its process.
 
-One process halves them and goes on, and its next checkpoint has their size. One of several ranks cannot: the run ends,
-and leaves the size for the next attempt in a file of its folder.
+One process halves them and goes on. One of several ranks cannot: the run ends, and leaves the size in a file.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
 Two computations of a log-prob differ by rounding: about 0.03 on average between two engines in bfloat16. A mean of 0.7,
 or a difference only on prompts with images, means wrong positions: such a run trains on noise or collapses days later.
 How large a difference is depends on the model, so that the trainer also scores the tokens under known faults
-(`run.parity_faults`). The gate takes rows outside of the data order, and leaves the run unchanged.
-
-Axes: `A` action tokens of a group.
+(`run.parity_faults`). The gate takes rows outside of the data order, and leaves the run unchanged. Axes: `A` action
+tokens of a group.
 """
 
 from __future__ import annotations
@@ -119,10 +118,7 @@ async def _beside_faults(run: Run, groups: Sequence[SampleGroup]) -> tuple[Parit
 
 
 async def read_pushed_parity(run: Run, version: int) -> ParityReading:
-    """Compare log-probs of a few completions after a push, also with those that the policy gave before it.
-
-    The seeds of every version are the same, so that an engine that has not taken a push draws the same tokens again.
-    """
+    """Compare log-probs of a few completions after a push, also with the policy's before it on tokens drawn again."""
     groups = await _draw(run, run.taken_push.prompts, version, as_for_update=False)
     sound = await _score(run, groups)
     stale = run.taken_push.beside(groups, sound)
@@ -178,10 +174,7 @@ async def _draw(
 
 
 def _recomputed(group: SampleGroup) -> SampleGroup:
-    """The group's samples on the pictures that the engine had, without old log-probs.
-
-    They have no completion ids, so that the trainer reuses no recorded activations.
-    """
+    """The group's samples on the pictures that the engine had, without old log-probs and recorded activations."""
     drawn = [sample for sample in group.samples if not sample.on_view]
     samples = [replace(sample, completion_ids=(), old_logprobs_T=None, masked_logprobs_T=None) for sample in drawn]
     return replace(group, samples=tuple(samples), masked=None)

@@ -4,8 +4,7 @@ Engines and trainers have been released with each of them, and none raises an er
 push cannot be imitated in a batch. But the policy has scored what the engine drew with them (`TakenPush`), and a
 request of the same seed draws the same tokens from the same weights.
 
-Axes: `A` action tokens of a group or a sample, `L` token ids of a text, `K` those of them that a fault keeps, some of
-them twice where it repeats them.
+Axes: `A` action tokens of a group or a sample, `L` token ids of a text, `K` those that a fault keeps or repeats.
 """
 
 from __future__ import annotations
@@ -38,10 +37,9 @@ def usable_prompts(
     say: Callable[[str], None],
     clock: Callable[[], float] = time.monotonic,
 ) -> list[tuple[PromptKind, PromptedTask]]:
-    """Prompts of the first `num_rows` usable training rows, with and without their images.
+    """Prompts of the first `num_rows` usable training rows found in time, with and without images; DataError for none.
 
-    `say` gets a line for every row that cannot be used. After `max_seconds` the rows found so far are all; DataError
-    where there are none.
+    `say` gets a line for every row that cannot be used.
     """
     prompts = list[tuple[PromptKind, PromptedTask]]()
     rows, tried, end, last_error = 0, 0, clock() + max_seconds, ""

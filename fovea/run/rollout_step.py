@@ -57,10 +57,7 @@ class StepRollout:
 
 
 async def draw(run: Run, step: int, phases: Phases) -> StepRollout:
-    """Roll out a step in its curriculum stage; its rewards count for the stage of the next one.
-
-    Rollouts are drawn in the order of their steps, one after another.
-    """
+    """Roll out a step in its curriculum stage, one step after another: its rewards count for the stage of the next."""
     _begin_stage(run, step)
     _prefill_metrics(run.engine)  # those of an evaluation
     rollout = await roll_out(run.engine, run.stream, run.config, step=step, phases=phases)
@@ -247,10 +244,7 @@ def rollout_sampling(config: Config, environment: Environment) -> Sampling:
 
 
 def answer_end_of(config: Config, environment: Environment) -> AnswerEnd | None:
-    """The end at which completions stop; None without `rollout.stop_after_answer`.
-
-    ConfigError where the environment does not say where its answers end.
-    """
+    """The end at which completions stop, if `rollout.stop_after_answer`; ConfigError if the environment names none."""
     if not config.rollout.stop_after_answer:
         return None
     end = declared_end(environment)

@@ -21,10 +21,7 @@ _ENDS_IN_TIME = re.compile(r"-\d{8}-\d{6}(-\d+)?$")
 
 
 def make_folder(config: Config) -> tuple[Path, bool]:
-    """Make the folder of a run, and say whether it is new; that of a pattern with a time always is.
-
-    ConfigError where such a pattern is to be resumed.
-    """
+    """Make the folder of a run, and say whether it is new; ConfigError if a pattern with a time is to be resumed."""
     if TIME not in config.run_dir:
         folder = Path(filled(config))
         if folder.is_symlink():

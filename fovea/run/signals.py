@@ -59,10 +59,7 @@ class Stop:
 
     @contextmanager
     def after_step(self) -> Iterator[None]:
-        """Context of the steps: the first signal is only noted, and the running step goes on to its end.
-
-        A run that has received one ends with the block.
-        """
+        """Context of the steps: a first signal is noted until the running step ends, and ends the run with the block."""
         self._in_steps = True
         try:
             yield
