@@ -113,7 +113,7 @@ async def _beside_faults(run: Run, groups: Sequence[SampleGroup]) -> tuple[Parit
     columns = defaultdict[str, list[Columns]](list)
     for (name, index, _), faulty_A in zip(faults, faulty, strict=True):
         columns[name].append((engine_logprobs(groups[index]), sound[index], faulty_A))
-    readings = [_fault_reading(name, of_fault) for name, of_fault in columns.items()]
+    readings = [FaultReading.of(name, of_fault) for name, of_fault in columns.items()]
     return _reading(run, groups, sound, readings), sound
 
 
@@ -122,7 +122,7 @@ async def read_pushed_parity(run: Run, version: int) -> ParityReading:
     groups = await _draw(run, run.taken_push.prompts, version, as_for_update=False)
     sound = await _score(run, groups)
     stale = run.taken_push.beside(groups, sound)
-    faults = [_fault_reading(f"the weights of version {run.taken_push.version}", stale)] if stale else []
+    faults = [FaultReading.of(f"the weights of version {run.taken_push.version}", stale)] if stale else []
     reading = _reading(run, groups, sound, faults)
     if not reading.doubtful:
         run.taken_push.remember(version, groups, sound)
@@ -188,11 +188,6 @@ async def _score(run: Run, groups: Sequence[SampleGroup]) -> list[Array]:
         scored = [(sample.old_logprobs_T, sample.mask_T) for sample in group.samples]
         found.append(np.concatenate([values_T[mask_T] for values_T, mask_T in scored if values_T is not None]))
     return found
-
-
-def _fault_reading(name: str, columns: Sequence[Columns]) -> FaultReading:
-    """Log-probs [A] of engine, sound trainer and faulty one, group by group, as a reading."""
-    return FaultReading.of(name, *(np.concatenate(column) for column in zip(*columns, strict=True)))
 
 
 def parity_table(reading: ParityReading) -> Table:
@@ -347,7 +342,7 @@ async def _read_features(run: Run, version: int) -> FaultReading | None:
         gaps.append(np.concatenate(await _score(run, groups)) - np.concatenate(list(map(engine_logprobs, groups))))
     # tokens of two draws may differ, so that their gaps are compared pair by pair
     pairs_2A = np.array(list(zip(*gaps, strict=False))).T
-    return FaultReading.of("known images", np.zeros_like(pairs_2A[0]), pairs_2A[0], pairs_2A[1])
+    return FaultReading.of("known images", [(np.zeros_like(pairs_2A[0]), pairs_2A[0], pairs_2A[1])])
 
 
 async def check_rollout(run: Run, step: int, batch: Batch, metrics: Metrics) -> None:

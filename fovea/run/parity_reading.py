@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from fovea.algorithms.kl import k3
-from fovea.run.parity_faults import Array, PromptKind
+from fovea.run.parity_faults import Array, Columns, PromptKind
 from fovea.types import SampleGroup
 
 
@@ -93,7 +93,8 @@ class FaultReading:
     nearer_fault: int
 
     @staticmethod
-    def of(name: str, engine_A: Array, sound_A: Array, faulty_A: Array) -> FaultReading:
+    def of(name: str, columns: Sequence[Columns]) -> FaultReading:
+        engine_A, sound_A, faulty_A = (np.concatenate(column) for column in zip(*columns, strict=True))
         to_sound_A, to_fault_A = np.abs(engine_A - sound_A), np.abs(engine_A - faulty_A)
         return FaultReading(
             name=name,

@@ -59,7 +59,7 @@ class Stop:
 
     @contextmanager
     def after_step(self) -> Iterator[None]:
-        """Context of the steps: a first signal is noted until the running step ends, and ends the run with the block."""
+        """Context of the steps: a first signal is noted until the running step ends; it ends the run with the block."""
         self._in_steps = True
         try:
             yield

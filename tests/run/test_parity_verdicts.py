@@ -129,7 +129,7 @@ def test_images_may_not_be_much_worse_than_text(images: float, text: float, pass
 def test_a_fault_is_read_token_by_token() -> None:
     engine, sound = np.float32([-1.0, -2.0, -3.0, -4.0]), np.float32([-1.5, -2.0, -3.0, -3.0])
     faulty = np.float32([-1.0, -2.0, -3.5, -4.25])
-    reading = FaultReading.of("f", engine, sound, faulty)
+    reading = FaultReading.of("f", [(engine[:1], sound[:1], faulty[:1]), (engine[1:], sound[1:], faulty[1:])])
     assert reading.sound.mean_abs == pytest.approx((0.5 + 1.0) / 4)
     assert reading.faulty.mean_abs == pytest.approx((0.5 + 0.25) / 4)
     # nearer on the first and the last token, not on the third; the second is equal
