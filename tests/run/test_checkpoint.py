@@ -108,31 +108,34 @@ def test_of_what_it_goes_back_behind_nothing_is_shown(tmp_path: Path, monkeypatc
     assert ViewedRun(tmp_path).facts()["finished"]
 
 
-def test_a_setting_that_must_not_change_is_named(whole: Path, tmp_path: Path) -> None:
-    message = r"seed=7, but the run in .*whole began with 0; set it back to resume, or start anew"
-    with pytest.raises(ConfigError, match=message):
-        run_in(tmp_path / "new", seed=7, resume=str(checkpoint(whole, 2)))
-    assert not (tmp_path / "new").exists()
+NOT_ONE = r"is not a checkpoint, such as runs/x/checkpoints/step-100; set"
 
 
 @pytest.mark.parametrize(
-    ("named", "fix"),
+    ("named", "settings", "message"),
     [
-        ("", r"set resume=.*whole/checkpoints/step-4"),
-        ("checkpoints/step-9", "set it to never, to auto, or to the folder"),
+        ("", {}, rf"{NOT_ONE} resume=.*whole/checkpoints/step-4"),
+        ("checkpoints/step-9", {}, rf"{NOT_ONE} it to never, to auto, or to the folder"),
+        (
+            "checkpoints/step-2",
+            {"seed": 7},
+            r"seed=7, but the run in .*whole began with 0; set it back to resume, or start anew",
+        ),
     ],
 )
-def test_what_is_no_checkpoint_is_said(named: str, fix: str, whole: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=rf"is not a checkpoint, such as runs/x/checkpoints/step-100; {fix}"):
-        run_in(tmp_path / "new", resume=str(whole / named))
+def test_what_cannot_be_resumed_is_said(
+    named: str, settings: Mapping[str, object], message: str, whole: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run_in(tmp_path / "new", **settings, resume=str(whole / named))
+    assert not (tmp_path / "new").exists()
 
 
-def test_a_damaged_one_is_an_error(whole: Path, tmp_path: Path) -> None:
-    run_in(tmp_path / "run", max_steps=1)
-    state = checkpoint(tmp_path / "run", 1) / "state.json"
+def test_a_damaged_one_is_an_error(tmp_path: Path) -> None:
+    state = checkpoint(run_in(tmp_path / "run", max_steps=1), 1) / "state.json"
     state.write_text(json.dumps(json.loads(state.read_text()) | {"step": 1, "pace": {}}))
     with pytest.raises(DataError, match=r"step-1: this checkpoint is damaged: state\.json is not as it was written"):
-        run_in(tmp_path / "new", resume=str(checkpoint(tmp_path / "run", 1)))
+        run_in(tmp_path / "new", resume=str(state.parent))
 
 
 def test_a_resumed_run_tells_of_lost_metrics_and_passes_an_empty_folder(

@@ -169,6 +169,25 @@ def test_resume_may_not_change_what_is_computed(changed: dict[str, object], mess
         start(tmp_path, config(resume="auto", **changed))
 
 
+MOVED = "rollout:\n  max_batch_tokens: 65536\n"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "content", "message"),
+    [
+        ("rollout:\n", MOVED, r"of an earlier version \(rollout\.max_batch_tokens is now rollout\.engine\.max_"),
+        *(("(?s).+", broken, "cannot be read, so its run cannot be resumed") for broken in ("", "{", "[1]")),
+    ],
+)
+def test_a_config_of_an_earlier_version_or_a_broken_one_is_one_line(
+    pattern: str, content: str, message: str, tmp_path: Path
+) -> None:
+    written = holds_a_run(tmp_path) / "config.yaml"
+    written.write_text(re.sub(pattern, content, written.read_text(), count=1))
+    with pytest.raises(ConfigError, match=rf"config\.yaml (is )?{message}"):
+        start(tmp_path, config(resume="auto"))
+
+
 @pytest.mark.parametrize(
     ("changed", "line"),
     [
@@ -199,14 +218,6 @@ def test_what_may_change_stands_beside_the_field() -> None:
     assert not fixed & may_change
 
 
-def test_a_run_of_an_earlier_version_is_told_what_has_moved(tmp_path: Path) -> None:
-    holds_a_run(tmp_path)
-    written = tmp_path / "config.yaml"
-    written.write_text(written.read_text().replace("rollout:\n", "rollout:\n  max_batch_tokens: 65536\n"))
-    with pytest.raises(ConfigError, match=r"earlier version \(rollout\.max_batch_tokens is now rollout\.engine\.max_"):
-        start(tmp_path, config(resume="auto"))
-
-
 def test_a_run_with_settings_that_are_constants_now_is_resumed(tmp_path: Path) -> None:
     holds_a_run(tmp_path)
     written = tmp_path / "config.yaml"
@@ -230,11 +241,3 @@ def test_a_setting_that_was_added_since_is_as_by_default(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match=r"algorithm\.entropy_coef=0\.5, but the run in .* began with 0\.0; set it"):
         start(tmp_path, config(resume="auto", algorithm={"entropy_coef": 0.5}))
     start(tmp_path, config(resume="auto"))
-
-
-@pytest.mark.parametrize("content", ["", "{", "[1]"])
-def test_a_broken_config_of_a_run_is_one_line(content: str, tmp_path: Path) -> None:
-    holds_a_run(tmp_path)
-    (tmp_path / "config.yaml").write_text(content)
-    with pytest.raises(ConfigError, match=r"config\.yaml cannot be read, so its run cannot be resumed"):
-        start(tmp_path, config(resume="auto"))
