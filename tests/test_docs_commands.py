@@ -37,7 +37,7 @@ RUN_BY = {
     ("README.md", "Use it"): "test_readme.py",
     ("own.md", None): "test_own_runs.py",
     ("turns.md", None): "test_own_runs.py",
-    ("agents.md", "gymnasium"): "test_agent_runs.py",
+    ("agents.md", "gymnasium"): "test_own_runs.py",
 }
 """The tests that run all commands below a heading, or of a page."""
 BLOCK = re.compile(r"^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)

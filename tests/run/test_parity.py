@@ -36,7 +36,6 @@ from tests.wiring.small import run_of
 
 ROUNDING = 1e-5
 """float32: two ways to one log-prob."""
-INT8 = {"engine": {"decode_weights": "int8"}, "max_new_tokens": 8}
 
 
 def other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,14 +133,9 @@ STEPS = 15
 def train_on_the_gates_rows(run: Run) -> float:
     assert run.warmup is not None
     prompts = usable_prompts(run.sources.train, run.environment, 4, max_seconds=100, say=lambda _: None)
-    pairs = [
-        SftExample(
-            prompt=row.prompt, answer_ids=run.warmup.answer_ids(*run.environment.demonstration(row.task), "a row")
-        )
-        for _, row in prompts
-    ]
-    worker = run.policy.worker
-    return [worker.sft(pairs)["loss"] for _ in range(STEPS)][-1]
+    answers = [run.warmup.answer_ids(*run.environment.demonstration(row.task), "a row") for _, row in prompts]
+    pairs = [SftExample(prompt=row.prompt, answer_ids=ids) for (_, row), ids in zip(prompts, answers, strict=True)]
+    return [run.policy.worker.sft(pairs)["loss"] for _ in range(STEPS)][-1]
 
 
 @pytest.mark.parametrize("family", DENSE_FAMILIES)
@@ -174,25 +168,19 @@ def test_faults_of_positions_cannot_be_told_on_the_plain_path(tmp_path: Path) ->
 
 
 def test_int8_decoding_is_measured_as_it_decodes(tmp_path: Path) -> None:
-    run = run_of(
-        tmp_path, rollout=INT8, algorithm={"importance_sampling_fix": True}, parity={"max_abs_logprob_diff": 1e-4}
-    )
-    with (
-        run.metrics,
-        pytest.raises(ParityError, match=r"embedded \(int8 decoding\) engine.*rollout.engine.decode_weights=exact"),
-    ):
+    rollout = {"engine": {"decode_weights": "int8"}, "max_new_tokens": 8}
+    corrected = {"importance_sampling_fix": True}
+    run = run_of(tmp_path, rollout=rollout, algorithm=corrected, parity={"max_abs_logprob_diff": 1e-4})
+    fix = r"embedded \(int8 decoding\) engine.*rollout.engine.decode_weights=exact"
+    with run.metrics, pytest.raises(ParityError, match=fix):
         wait_for(begin(run))
 
 
 def test_a_resumed_run_passes_the_gate_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = {
-        "max_steps": 2,
-        "rollout": {"prompts_per_step": 2, "max_new_tokens": 3},
-        "checkpoint": {"every_steps": 1},
-    }
-    train(run_of(tmp_path, **settings))
+    settings = {"rollout": {"prompts_per_step": 2, "max_new_tokens": 3}, "checkpoint": {"every_steps": 1}}
+    train(run_of(tmp_path, **settings, max_steps=2))
     other_weights(monkeypatch)
-    resumed = run_of(tmp_path, **settings | {"max_steps": 3, "resume": "auto"})
+    resumed = run_of(tmp_path, **settings, max_steps=3, resume="auto")
     with resumed.metrics, pytest.raises(ParityError):
         wait_for(begin(resumed))
     assert json.loads((tmp_path / "parity.json").read_text())["step"] == 2
