@@ -351,40 +351,47 @@ def test_a_name_of_two_packages_is_refused(plus: Path) -> None:
     assert re.search(r"fovea\.losses: (\S+ and \S+) both register gmpo; uninstall one", refusal())
 
 
+def part_of(base: str, name: str = "name: Literal['part'] = 'part'") -> str:
+    """Code of settings that derive from a class of Fovea's, with no method of their own."""
+    module, _, cls = base.partition(".")
+    imports = f"from typing import Literal\nfrom fovea.config.{module} import {cls}\n"
+    return f"{imports}class Part({cls}):\n    {name}\n"
+
+
+NO_METHOD = "which does not fit; .* method "
+
+
 @pytest.mark.parametrize(
-    ("code", "message"),
+    ("group", "setting", "code", "message"),
     [
-        ("import no_such_package\n", "cannot be imported: it raised ModuleNotFoundError: No module named 'no_such"),
-        ("Part = 1\n", "part is registered as 1, which does not fit; register a class that derives from fovea.config"),
         (
-            "from fovea.config.algorithm import LossSettings\nclass Part(LossSettings):\n    name: str = ''\n",
-            "with the line `name: Literal['part'] = 'part'`",
+            "losses",
+            "algorithm.loss",
+            "import no_such\n",
+            "imported: it raised ModuleNotFoundError: No module named 'no_such",
         ),
+        (
+            "losses",
+            "algorithm.loss",
+            "Part = 1\n",
+            "as 1, which does not fit; register a class that derives from fovea.config",
+        ),
+        (
+            "losses",
+            "algorithm.loss",
+            part_of("algorithm.LossSettings", "name: str = ''"),
+            "with the line `name: Literal\\['part'\\] = 'part'`",
+        ),
+        ("losses", "algorithm.loss", part_of("algorithm.LossSettings"), rf"{NO_METHOD}policy_loss \("),
+        ("engines", "rollout.engine", part_of("backends.StreamedEngine"), rf"{NO_METHOD}make_engine \("),
+        ("environments", "environment", part_of("splits.EnvironmentSettings"), rf"{NO_METHOD}make_environment \("),
+        ("trackers", "log.tracker", part_of("sections.TrackerSettings"), rf"{NO_METHOD}connect \("),
     ],
+    ids=["import", "a number", "name", "loss", "engine", "environment", "tracker"],
 )
-def test_a_part_that_does_not_fit_is_refused(code: str, message: str, site: Path) -> None:
-    other(site, "fovea.losses", "part", code)
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        load_config([], ["model.tiny={}", "algorithm.loss=part"])
-
-
-@pytest.mark.parametrize(
-    ("group", "base", "setting", "missing"),
-    [
-        ("fovea.losses", "algorithm.LossSettings", "algorithm.loss", "policy_loss"),
-        ("fovea.engines", "backends.StreamedEngine", "rollout.engine", "make_engine"),
-        ("fovea.environments", "splits.EnvironmentSettings", "environment", "make_environment"),
-        ("fovea.trackers", "sections.TrackerSettings", "log.tracker", "connect"),
-    ],
-)
-def test_a_part_without_its_method_is_refused(group: str, base: str, setting: str, missing: str, site: Path) -> None:
-    module, _, name = base.partition(".")
-    code = (
-        f"from typing import Literal\nfrom fovea.config.{module} import {name}\n"
-        f"class Part({name}):\n    name: Literal['part'] = 'part'\n"
-    )
-    other(site, group, "part", code)
-    with pytest.raises(ConfigError, match=rf"part is registered as .*, which does not fit; .* method {missing} \("):
+def test_a_part_that_does_not_fit_is_refused(group: str, setting: str, code: str, message: str, site: Path) -> None:
+    other(site, f"fovea.{group}", "part", code)
+    with pytest.raises(ConfigError, match=rf"fovea\.{group}: .*part.* {message}"):
         load_config([], ["model.tiny={}", f"{setting}=part"])
 
 

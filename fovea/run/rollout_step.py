@@ -58,10 +58,12 @@ class StepRollout:
 
 async def draw(run: Run, step: int, phases: Phases) -> StepRollout:
     """Roll out a step in its curriculum stage, one step after another: its rewards count for the stage of the next."""
-    _begin_stage(run, step)
+    curriculum = run.stream.curriculum
+    if (change := curriculum.begin_step(step)) is not None:
+        run.progress.print(f"step {step}: {change}")
+        run.stream.order.weigh_levels(curriculum.level_weights)
     _prefill_metrics(run.engine)  # those of an evaluation
     rollout = await roll_out(run.engine, run.stream, run.config, step=step, phases=phases)
-    curriculum = run.stream.curriculum
     metrics = rollout.metrics | curriculum.metrics() | run.sources.bad_rows.metrics()
     metrics |= _prefill_metrics(run.engine)
     if rollout.groups:
@@ -71,14 +73,6 @@ async def draw(run: Run, step: int, phases: Phases) -> StepRollout:
 
 def _prefill_metrics(engine: Engine) -> Metrics:
     return engine.prefill_metrics() if isinstance(engine, CountsPrefill) else {}
-
-
-def _begin_stage(run: Run, step: int) -> None:
-    """Enter the curriculum stage of this step; print a new stage, and apply its level weights to the data order."""
-    change = run.stream.curriculum.begin_step(step)
-    if change is not None:
-        run.progress.print(f"step {step}: {change}")
-        run.stream.order.weigh_levels(run.stream.curriculum.level_weights)
 
 
 async def roll_out(engine: Engine, stream: TaskStream, config: Config, *, step: int, phases: Phases) -> StepRollout:

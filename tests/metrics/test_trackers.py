@@ -315,8 +315,7 @@ def test_a_tracker_that_is_added_to_a_run_gets_all_of_its_steps() -> None:
     with MetricsLog([JsonlSink(folder)]) as log:
         for step in (1, 2):
             log.write(step, {"reward": 0.0})
-    added = Mock()
-    run = TrackedRun(folder / "numbers_run.json", goes_on=True)
+    added, run = Mock(), TrackedRun(folder / "numbers_run.json", goes_on=True)
     sink = TrackerSink(folder, "numbers", run, lambda: added, settings={}, warn=print)
     with MetricsLog([JsonlSink(folder, resume_step=2)], [sink]) as log:
         log.write(3, {"reward": 0.0})
@@ -353,9 +352,7 @@ def test_a_run_that_goes_back_to_a_named_checkpoint_has_a_curve_of_its_own() -> 
 @pytest.mark.parametrize(
     ("name", "plain"),
     [
-        ("accuracy/dev/count", "accuracy/dev/count"),
-        ("response tokens 1.5", "response tokens 1.5"),
-        ("farbe/grün", "farbe/grün"),
+        *((name, name) for name in ("accuracy/dev/count", "response tokens 1.5", "farbe/grün")),
         ("a/what?", "a/what__"),
         ("a/../../b", "b_"),
         ("../x", "x_"),
