@@ -168,9 +168,7 @@ class Checkpoints:
         self._writing: Future[None] | None = None
         self._seconds: list[float] = []
 
-    async def save(
-        self, step: int, policy: Policy, state: Mapping[str, Any], retained: RetainedCheckpoints | None = None
-    ) -> None:
+    async def save(self, step: int, policy: Policy, state: Mapping[str, Any], retained: RetainedCheckpoints) -> None:
         """Copy the state and begin to write a checkpoint of it, after the one before is written.
 
         When it is there, all but the newest `keep` and those of `retained` are deleted.
@@ -216,9 +214,9 @@ class Checkpoints:
         seconds, self._seconds = self._seconds, []
         return {"seconds/checkpoint_write": seconds[-1]} if seconds else {}
 
-    def _delete_old(self, retained: RetainedCheckpoints | None) -> None:
+    def _delete_old(self, retained: RetainedCheckpoints) -> None:
         folders = self._folders()
-        beyond = retained.steps([step_of(folder) for folder in folders]) if retained else set()
+        beyond = retained.steps([step_of(folder) for folder in folders])
         for old in folders[: -self._keep]:
             if step_of(old) not in beyond:
                 # renamed first: an interrupted deletion must not leave half a checkpoint
