@@ -279,16 +279,6 @@ def test_an_mlflow_that_fails_is_warned_of_once_and_gets_the_steps_when_it_works
     assert read_mlflow().rewards == [(step, step / 8) for step in range(1, 6)]
 
 
-def test_a_resumed_run_sends_mlflow_what_it_missed() -> None:
-    log_steps("mlflow", [1])
-    rename_table("metrics", "gone")
-    (warning,) = log_steps("mlflow", [2, 3], resume_step=1)
-    assert "failed after step 1" in warning
-    rename_table("gone", "metrics")
-    assert log_steps("mlflow", [4], resume_step=3) == []
-    assert read_mlflow().rewards == [(step, step / 8) for step in range(1, 5)]
-
-
 def test_a_server_that_is_gone_ends_a_new_run_at_once_and_no_resumed_one(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")

@@ -23,7 +23,7 @@ from fovea.train.ranks import ALONE
 from fovea.train.torch.checkpoint import StagedShards
 from fovea.types import Batch, Metrics
 from tests.fakes import BanditPolicy, bandit_run, run_with
-from tests.runs import arguments, fovea
+from tests.runs import arguments, fovea, untimed
 
 MIB = 2**20
 DISK_MIB = 4
@@ -62,10 +62,6 @@ def large_run(folder: Path, *, resume: bool = False) -> Run:
     return run_with(LargePolicy(), folder, resume=resume)
 
 
-def rewards(folder: Path) -> list[float]:
-    return [row["reward"] for row in read_metrics(folder)]
-
-
 def test_a_save_that_will_not_fit_is_not_begun_and_the_run_goes_on_after_room_was_made(
     small_disk: Path, tmp_path: Path
 ) -> None:
@@ -78,7 +74,7 @@ def test_a_save_that_will_not_fit_is_not_begun_and_the_run_goes_on_after_room_wa
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-0"]
     ballast.unlink()
     train(large_run(folder, resume=True))
-    assert rewards(folder) == rewards(tmp_path / "whole")
+    assert untimed(folder) == untimed(tmp_path / "whole")
 
 
 def test_a_disk_that_fills_up_amid_a_save_leaves_no_half(small_disk: Path) -> None:
@@ -112,7 +108,7 @@ def test_a_disk_that_fills_up_between_saves_ends_the_run_which_goes_on_after_roo
     assert 10 <= len(read_metrics(folder)) < 20
     (small_disk / "ballast").unlink()
     train(bandit_run(folder, resume=True))
-    assert rewards(folder) == rewards(tmp_path / "whole")
+    assert untimed(folder) == untimed(tmp_path / "whole")
 
 
 def test_the_writer_of_tensors_says_what_the_system_said(tmp_path: Path) -> None:
