@@ -73,11 +73,6 @@ class TaskStream:
         )
 
 
-def no_frame(_image: PromptImage) -> None:
-    """The frame of a model that gives no coordinates."""
-    return None
-
-
 @dataclass(slots=True)
 class RolloutGap:
     """Mean difference of a step's completions from the trainer, beyond which a known fault is looked for."""
@@ -126,8 +121,8 @@ class Run:
     """Id of the visual tokens in a prompt; -1 for a model without images."""
     has_fast_path: bool = True
     """True if the model's family packs rows (`ModelFamily.fast_path`)."""
-    box_frame: Callable[[PromptImage], tuple[int, int] | None] = no_frame
-    """Width and height in which the model gives coordinates on an image (`ModelFamily.box_frame`)."""
+    box_frame: Callable[[PromptImage], tuple[int, int] | None] = lambda _image: None
+    """Width and height in which the model gives coordinates on an image (`ModelFamily.box_frame`), if it does."""
     findings_watch: FindingsWatch = field(default_factory=FindingsWatch)
     taken_push: TakenPush = field(default_factory=TakenPush)
     rollout_gap: RolloutGap = field(default_factory=RolloutGap)
