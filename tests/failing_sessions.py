@@ -20,8 +20,6 @@ WARMUP = {"max_steps": 2, "check_every_steps": 2, "batch_size": 4}
 
 
 class Door:
-    """A session whose reply fails behind some doors."""
-
     def __init__(self, opens: bool) -> None:
         self.opens = opens
 

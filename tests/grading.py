@@ -15,7 +15,6 @@ Result = TypeVar("Result")
 
 
 def scored(graders: Sequence[Grader], task: Task, text: str, messages: tuple[Message, ...] = ()) -> Score:
-    """The score of an answer by the last of these graders, the one for held-out rows."""
     return wait_for(graders[-1].score(task, [Turn(messages=messages, text=text)]))
 
 

@@ -75,7 +75,6 @@ class Loaded(TinyParts):
         return picked, entropy, out.hidden_states[-1][0, place]
 
     def check(self, vlm: PolicyNetwork) -> float:
-        """The start check of a run on `CHATS`."""
         processor = self.processor.image_processor
         reference = Reference(network=self.network, processor=processor, arguments=vlm.family.layout.arguments)
         return StartCheck(vlm, self.processor, self.renderer, from_array, reference).run(CHATS)

@@ -15,7 +15,6 @@ def encoded(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
 
 
 def png(colour: str | tuple[int, int, int] = (1, 2, 3), width: int = 8, height: int | None = None) -> bytes:
-    """A picture of one colour, a square without `height`."""
     return encoded(Image.new("RGB", (width, height or width), colour))
 
 

@@ -10,7 +10,6 @@ from fovea.types import Completion, Episode, Prompt, Score, Task, Turn, TurnToke
 
 
 def text_prompt(token_ids: Sequence[int]) -> Prompt:
-    """A prompt without images."""
     ids = np.asarray(token_ids, dtype=np.int64)
     return Prompt(token_ids_L=ids, unexpanded_ids_U=ids)
 
@@ -27,5 +26,4 @@ def one_turn(task: Task, completion: Completion, score: Score) -> Episode:
 
 
 def all_actions(num_tokens: int) -> np.ndarray:
-    """The mask of a sample of one turn."""
     return np.ones(num_tokens, dtype=np.bool_)

@@ -32,7 +32,6 @@ def model_inputs(parts: TinyParts, prompt: Prompt, completion: np.ndarray) -> di
 
 
 def reference_logprobs(parts: TinyParts, prompt: Prompt, completion: np.ndarray, temperature: float = 1.0) -> Tensor:
-    """Log-probs [T] by transformers' sdpa attention."""
     predictions = _predictions(parts, prompt, completion, temperature)
     return predictions.gather(1, torch.from_numpy(completion)[:, None])[:, 0]
 
@@ -69,7 +68,6 @@ def reference_states(parts: TinyParts, prompt: Prompt, completion: np.ndarray) -
 
 
 def gradients(network: torch.nn.Module) -> dict[str, Tensor]:
-    """Copies of all gradients by name; the network's own are zeroed."""
     found = {name: p.grad.clone() for name, p in network.named_parameters() if p.grad is not None}
     network.zero_grad()
     return found

@@ -12,7 +12,6 @@ from fovea.train.torch.policy import TorchPolicy
 
 
 def saved_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Whole tensors from a folder of shards."""
     reader = dcp.HuggingFaceStorageReader(str(folder))
     entries = reader.read_metadata().state_dict_metadata
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
@@ -23,7 +22,6 @@ def saved_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def save_policy(policy: TorchPolicy, folder: Path) -> None:
-    """Save a policy and wait until it is on disk."""
     policy.save(folder)
     policy.finish_save()
 

@@ -1,4 +1,4 @@
-"""Training on data as users have it: every public layout, and a file of bad rows from beginning to end."""
+"""Training on data as users have it: every public layout, a file of bad rows from beginning to end, and epochs."""
 
 from __future__ import annotations
 
@@ -126,7 +126,6 @@ def by_reason(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def test_a_file_with_every_kind_of_bad_row_trains_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every one is listed once under its reason, also after a resume, and the good ones are all used."""
     # one server has all the bad rows, each with a separate reason
     monkeypatch.setattr(images, "HOST_PAUSE_SECONDS", 0.0)
     folder = tmp_path / "data"
@@ -135,13 +134,8 @@ def test_a_file_with_every_kind_of_bad_row_trains_to_the_end(tmp_path: Path, mon
         reasons = write(folder, site.url)
         assert len(reasons) >= 30
         files = (folder / "bad.jsonl", folder / "bad.jsonl")
-        settings = [
-            *WEB,
-            f"data.cache_dir={tmp_path}",
-            "evaluate.shared_images=count",
-            "rollout.prompts_per_step=6",
-            "evaluate.test_size=null",
-        ]
+        settings = [*WEB, f"data.cache_dir={tmp_path}", "evaluate.shared_images=count", "rollout.prompts_per_step=6"]
+        settings.append("evaluate.test_size=null")
         summary = trained(tmp_path, files, *settings, "max_steps=6", "checkpoint.every_steps=2")
         found = listed(tmp_path)
         assert {row["row"]: row["reason"] for row in found} == reasons
@@ -177,3 +171,45 @@ def test_photos_train_turned_as_their_exif_orientation_says(tmp_path: Path, caps
     trained(tmp_path, (tmp_path / "a.jsonl", tmp_path / "a.jsonl"), "log.progress=true")
     assert read_metrics(tmp_path / "run")[-1]["data/rows_skipped"] == 0
     assert capsys.readouterr().out.count("1 of 5 images turned by EXIF (5 of 5 training rows looked at)") == 1
+
+
+REWARD = """
+from pathlib import Path
+
+def score(task, text, images):
+    with Path(__file__).with_name("scored").open("a") as file:
+        file.write(f"{task.row['n']}\\n")
+    return 0.5
+"""
+
+
+def trained_rows(folder: Path, *settings: str) -> list[str]:
+    """The rows of which completions were scored in training; each has two."""
+    rows = [{"n": n, "problem": f"How many {n}?", "answer": "1"} for n in range(5)]
+    # the last row is bad: its image is not there
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, {**rows[0], "image": "no"}]))
+    (folder / "test.jsonl").write_text('{"n": "test", "problem": "How many?", "answer": "1"}\n' * 2)
+    (folder / "reward.py").write_text(REWARD)
+    files = [f"environment.{split}_files=['{folder}/{split}.jsonl']" for split in ("train", "test")]
+    own = [f"run_dir={folder}/run", f"reward={folder}/reward.py:score", "data.on_bad_row=skip", "max_steps=100"]
+    own.append(f"environment.dev_files=['{folder}/test.jsonl']")
+    train(build(load_config([ROOT / "recipes" / "geo3k.yaml"], [*SMALL, *files, *own, *settings])))
+    scored = (folder / "scored").read_text().split()
+    (folder / "scored").unlink()
+    return [row for row in scored if row != "test"]
+
+
+def test_a_run_in_the_order_of_its_file(tmp_path: Path) -> None:
+    scored = trained_rows(tmp_path, "max_epochs=2", "data.shuffle=false", "rollout.prompts_per_step=2")
+    # the first score is a trial of the reward, on a row of its choice
+    assert scored[1:] == [row for row in "0123401234" for _ in range(2)]
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2, 3, 4, 5]
+
+
+def test_every_row_is_trained_on_once_an_epoch_through_a_resume(tmp_path: Path) -> None:
+    settings = ("max_epochs=2", "rollout.prompts_per_step=4", "checkpoint.every_steps=1")
+    scored = trained_rows(tmp_path, *settings, "max_steps=2")[1:]
+    scored += trained_rows(tmp_path, *settings, "resume=auto")[1:]
+    assert Counter(scored) == dict.fromkeys("01234", 4)
+    # the last step takes what is left of ten usable rows
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2, 3]

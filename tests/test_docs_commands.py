@@ -37,7 +37,7 @@ RUN_BY = {
     ("README.md", "Use it"): "test_readme.py",
     ("own.md", None): "test_own_runs.py",
     ("turns.md", None): "test_own_runs.py",
-    ("agents.md", "gymnasium"): "test_agent_runs.py",
+    ("agents.md", "gymnasium"): "test_own_runs.py",
 }
 """The tests that run all commands below a heading, or of a page."""
 BLOCK = re.compile(r"^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -114,7 +114,6 @@ def name_of(command: Command) -> str:
 
 
 def parsed(command: Any, words: list[str], context: Any = None) -> None:
-    """Read words as the command line does; its exception where it refuses them."""
     inner = command.make_context(command.name, list(words), parent=context)
     if isinstance(command, TyperGroup):
         _, found, rest = command.resolve_command(inner, [*inner._protected_args, *inner.args])

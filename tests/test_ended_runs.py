@@ -84,7 +84,6 @@ def late(task, text, images):
 
 
 def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
-    """In a step of ten seconds, whose end it does not wait for."""
     (tmp_path / "own.py").write_text(SLOW_REWARD)
     slow = (f"reward={tmp_path / 'own.py'}:late", "max_steps=50", "algorithm.max_groups_without_signal=6")
     with going(tmp_path / "run", *slow, steps=1) as process:

@@ -42,7 +42,6 @@ def subclasses(of: type[FoveaError]) -> Iterator[type[FoveaError]]:
 
 
 def all_errors() -> list[type[FoveaError]]:
-    """Those of all files that define one."""
     for file in PACKAGE.rglob("*.py"):
         if re.search(r"^class \w+Error\(", file.read_text(encoding="utf-8"), re.MULTILINE):
             importlib.import_module(".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts))

@@ -23,7 +23,6 @@ OTHERS = re.compile(
 
 
 def texts() -> dict[str, str]:
-    """The text files of the repository by path, those that tell its history left out."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
         cwd=ROOT,
@@ -47,25 +46,21 @@ def test_no_text_offers_the_other_project() -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "is_found"),
     [
-        "needs fovea[hub]",
-        "pip install 'fovea[hub]'",
-        "pip install fovea",
-        "pip install -U --quiet fovea==0.1",
-        "uvx fovea",
+        ("needs fovea[hub]", True),
+        ("pip install 'fovea[hub]'", True),
+        ("pip install fovea", True),
+        ("pip install -U --quiet fovea==0.1", True),
+        ("uvx fovea", True),
+        ("pip install 'fovea-rl[hub]'", False),
+        ("pip install fovea-rl", False),
+        ("pip install -e /src/fovea/", False),
+        ("pip install x && fovea", False),
     ],
 )
-def test_such_a_text_is_found(text: str) -> None:
-    assert OTHERS.search(text)
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["pip install 'fovea-rl[hub]'", "pip install fovea-rl", "pip install -e /src/fovea/", "pip install x && fovea"],
-)
-def test_others_are_not(text: str) -> None:
-    assert not OTHERS.search(text)
+def test_such_a_text_is_found_and_no_other(text: str, is_found: bool) -> None:
+    assert bool(OTHERS.search(text)) is is_found
 
 
 def test_the_project_is_called_otherwise_and_its_extras_name_it() -> None:

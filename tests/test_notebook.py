@@ -62,7 +62,6 @@ class Notebook:
 
 @pytest.fixture(scope="module")
 def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
-    """A notebook that is used for all of these, as one may be."""
     folder = tmp_path_factory.mktemp("notebook")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     manager, client = start_new_kernel(kernel_name="python3", cwd=str(folder), env=environment)
@@ -98,7 +97,6 @@ def test_a_file_is_graded_in_a_cell(notebook: Notebook) -> None:
 
 
 def test_the_stop_button_saves_the_step_and_the_next_cell_resumes_it(notebook: Notebook) -> None:
-    """No checkpoint is due for long: the one to resume from is that of the stop."""
     made = (
         "import fovea\n"
         "settings = {'model.tiny': {}, 'threads': 1, 'environment.train_size': 64, 'environment.dev_size': 8,\n"

@@ -37,7 +37,6 @@ def test_a_notebook_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def check_answers(run: Path) -> None:
-    """What is rewarded is a colour and nothing beside it, and without the picture it is a guess."""
     rows = [json.loads(line) for line in (run / "answers" / "test-final.jsonl").read_text().splitlines()]
     assert {row["answer"] for row in rows if row["reward"] == 1} <= {"red", "green", "blue"}
     assert all(row["answer"].strip() == row["truth"] for row in rows if row["reward"] == 1)
@@ -56,7 +55,6 @@ def check_progress(outputs: list[nbformat.NotebookNode]) -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_a_notebook_is_stored_with_its_outputs_and_nothing_of_a_machine(file: Path) -> None:
-    """Those of a run that learned, from top to bottom; `python -m tests.stored_notebooks` writes them."""
     cells = [cell for cell in nbformat.read(file, as_version=4).cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     assert all(cell.outputs for cell in cells if not cell.source.endswith("train()"))

@@ -1,7 +1,8 @@
-"""Runs with the user's own code: docs/own.md and docs/turns.md as they stand, and rewards that fail on the way."""
+"""Runs with the user's own code: docs/own.md, turns.md and agents.md as they stand, and rewards that fail midway."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shlex
@@ -14,12 +15,13 @@ import yaml
 
 from fovea.cli.main import sort_words
 from fovea.config.loading import load_config
+from fovea.environments.adapters.mcp import McpConnection
 from fovea.errors import ScoreError
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.metrics.names import undefined
 from fovea.report.samples import read_step, sample_steps
-from fovea.types import Score, Turn
+from fovea.types import ImageRef, Score, Turn
 from fovea.wiring.run import build
 from tests.data.web import served
 from tests.images import png
@@ -29,6 +31,8 @@ PAGE = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", PAGE, re.DOTALL)
 FILES = {code.split("\n")[0].removeprefix("# "): code for kind, code in BLOCKS if kind != "sh" and code[0] == "#"}
 COMMANDS = [shlex.split(code) for kind, code in BLOCKS if kind == "sh"]
+AGENTS = (ROOT / "docs" / "agents.md").read_text(encoding="utf-8")
+FILES |= {name: text for text, name in re.findall(r"```(?:python|yaml)\n(# (\S+)\n.*?)```", AGENTS, re.DOTALL)}
 TINY = "model.tiny={hidden_size: 32, num_layers: 1, vocabulary_size: 300}"
 SMALL = [
     *(TINY, "max_steps=2", "run_dir=run", "log.progress=false", "log.tensorboard=false", "warmup=null"),
@@ -41,7 +45,6 @@ SHAPES = ["environment.train_size=8", "environment.dev_size=2", "environment.tes
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with the recipes and the files of the page."""
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     for name, code in FILES.items():
         (tmp_path / name).write_text(code, encoding="utf-8")
@@ -138,15 +141,13 @@ def test_a_reward_that_fails_is_counted_and_listed() -> None:
     own = ["reward=fails.py:score", "reward_on_failure=drop", "rollout.prompts_per_step=3", "max_steps=2"]
     train(build(load_config([], [*SMALL, *SHAPES, *own])))
     rows = metrics()
-    listed = [json.loads(line) for line in Path("run/unscored.jsonl").read_text(encoding="utf-8").splitlines()]
+    listed = list(map(json.loads, Path("run/unscored.jsonl").read_text(encoding="utf-8").splitlines()))
     by_step = [sum(entry["step"] == step for entry in listed) for step in (0, 1)]
     assert by_step == [row["groups/unscored"] for row in rows]
     assert sum(by_step) > 0
     assert any(entry["step"] is None for entry in listed), "a reading met a failure too"
-    assert all(
-        re.search(r"/\d+: fails\.py:score raised ValueError: call \d+ fails at fails\.py:8$", x["reason"])
-        for x in listed
-    )
+    reason = re.compile(r"/\d+: fails\.py:score raised ValueError: call \d+ fails at fails\.py:8$")
+    assert all(reason.search(entry["reason"]) for entry in listed)
     assert all(row["reward/image_1/seen"] == 0.5 for row in rows)
     records = [record for step in sample_steps(Path("run")) for record in read_step(Path("run"), step)]
     answers = [answer for record in records for answer in record.answers]
@@ -154,8 +155,7 @@ def test_a_reward_that_fails_is_counted_and_listed() -> None:
     assert all(answer.score.image_parts == ({"seen": 0.5},) for answer in answers)
     report = Path("run/report.html").read_text(encoding="utf-8")
     assert '"image_parts": [{"seen": 0.5}]' in report
-    summary = json.loads(Path("run/summary.json").read_text(encoding="utf-8"))
-    before = summary["test"]["before"]
+    before = json.loads(Path("run/summary.json").read_text(encoding="utf-8"))["test"]["before"]
     missing = before["rows_unscored"]
     assert missing == 2 - before["accuracy"]["n"] > 0
     shown = Path("run/console.txt").read_text(encoding="utf-8")
@@ -176,3 +176,29 @@ def test_a_run_that_fails_in_its_first_step_can_be_corrected_and_started_again()
     Path("mine.py").write_text(broken.replace("task.anwser", "0.5"), encoding="utf-8")
     train(build(settings))
     assert len(metrics()) == 2
+
+
+@pytest.mark.slow
+def test_a_run_plays_the_environment_of_gymnasium() -> None:
+    quiet = ["log.tensorboard=false", "log.progress=false", "evaluate.image_controls=false", "model.device=cpu"]
+    summary = train(build(load_config([Path("strip.yaml")], quiet)))
+    steps = read_metrics(Path("runs/strip"))
+    assert summary.steps == steps[-1]["step"] == 2
+    assert {each["episodes/failed"] for each in steps if "episodes/failed" in each} == {0}
+    # a tiny model with random weights names no action, so that its episodes are as long as they may be
+    assert summary.final is not None
+    assert summary.final.parts == {"invalid_actions": (3.0,) * 8}
+
+
+def test_the_server_of_the_page_gives_its_tool() -> None:
+    (code,) = re.findall(r"```python\n(import sys\n.*?)```", AGENTS, re.DOTALL)
+    names: dict[str, object] = {}
+    exec(code, names)
+    connection, tools = names["squares"], names["tools"]
+    assert isinstance(connection, McpConnection)
+    assert isinstance(tools, tuple)
+    (square,) = tools
+    (picture,) = asyncio.run(square.call({"colour": "red"}, ()))
+    connection.close()
+    assert isinstance(picture, ImageRef)
+    assert picture.source == Path("square.png").read_bytes()

@@ -18,7 +18,6 @@ COMMAND = ".venv/bin/fovea"
 
 
 def blocks(heading: str) -> list[str]:
-    """The blocks of commands below a heading and above the next one."""
     section = re.split(r"^##+ ", README.partition(f"# {heading}\n")[2], flags=re.MULTILINE)[0]
     return re.findall(r"^```\n(.*?)^```$", section, flags=re.DOTALL | re.MULTILINE)
 
@@ -29,7 +28,6 @@ def lines_of(block: str) -> list[str]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A clone's root as far as the commands can tell."""
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     return tmp_path
 

@@ -36,7 +36,6 @@ def geometry() -> list[dict[str, Any]]:
 
 
 def verl_geometry() -> list[dict[str, Any]]:
-    """As verl's own script writes them."""
     prompts = [[{"role": "user", "content": f"<image>How many sides have {n} squares?"}] for n in range(1, 13)]
     truths = [{"style": "rule", "ground_truth": str(4 * n)} for n in range(1, 13)]
     return [

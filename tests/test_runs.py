@@ -58,7 +58,6 @@ def kill_amid_a_save(arguments: Sequence[str], run_dir: Path, step: int) -> None
 
 @pytest.mark.kill
 def test_kill_9_amid_a_save_leaves_the_checkpoint_before(tmp_path: Path) -> None:
-    """And in the end a run that waits for its files, bit for bit; with readings before checkpoints."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     settings = ["max_steps=14", "checkpoint.every_steps=7", "evaluate.every_steps=7", *WIDE]
     train_shapes(whole, *settings, "checkpoint.background=false")
@@ -154,7 +153,6 @@ def test_every_setting_runs_for_three_steps(
 
 @pytest.mark.parametrize("name", DEFAULTS_OF)
 def test_every_algorithm_runs_from_the_demo_recipe(name: str, tmp_path: Path) -> None:
-    """As its users would call it: nothing of the recipe is in a name's way."""
     rows = train_here("shapes", tmp_path / "run", *SMALL, "max_steps=3", f"algorithm.name={name}")
     assert len(rows) == 3
     assert all(row["updates_skipped"] == 0 for row in rows)
@@ -182,7 +180,6 @@ def test_the_ppo_recipe_runs_for_every_family(family: str, trunk: str, tmp_path:
 
 @NEEDS_GEO3K
 def test_two_grpo_steps_on_real_geometry(tmp_path: Path) -> None:
-    """The recipe for a real model, on a tiny one: real images, real lengths, the boxed-answer reward."""
     run_dir = tmp_path / "run"
     rows = train_here(
         "geo3k",

@@ -22,7 +22,6 @@ MARKED = {"vllm": "tests/rollout/vllm", "sglang": "tests/rollout/sglang", "megat
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the tree on which every suite has passed."""
     root = tmp_path_factory.mktemp("suites") / "tree"
     for name in ("fovea", "tests", "examples", "requirements", ".ci"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -121,7 +120,6 @@ def test_a_suite_that_fails_or_whose_files_change_meanwhile_is_not_noted(tree: P
 
 
 def test_every_test_of_a_suite_is_among_its_files(tree: Path) -> None:
-    """A test that changes runs its suite."""
     marked = {
         (suite, file)
         for file in (tree / "tests").rglob("test_*.py")

@@ -142,8 +142,11 @@ def test_faults_are_found() -> None:
 
 
 def test_every_row_that_fails_is_listed_with_what_was_found() -> None:
-    @table(("number", "square"), [(2, 4), (3, 8), (4, 17), ("5", 25)])
-    def squares(number: int, square: int) -> None:
+    @table(("number", "square"), [(2, 4), (3, 8), ("5", 25), (4, None)])
+    def squares(number: int, square: int | None) -> None:
+        if square is None:
+            with pytest.raises(ValueError, match="not reached"):
+                return
         found = number * number
         assert found == square, f"found {found}"
 
@@ -151,19 +154,8 @@ def test_every_row_that_fails_is_listed_with_what_was_found() -> None:
         squares()
     first, *rows = str(caught.value).splitlines()
     assert first == "3 of 4 rows fail:"
-    assert [line for line in rows if line.startswith("(3, 8): AssertionError: found 9")]
-    assert [line for line in rows if line.startswith("(4, 17): AssertionError: found 16")]
-    assert [line for line in rows if line.startswith("('5', 25): TypeError: ")]
-
-
-def test_an_expected_error_that_does_not_come_fails_its_row() -> None:
-    @table("text", ["1", "x"])
-    def no_number(text: str) -> None:
-        with pytest.raises(ValueError, match="invalid literal"):
-            int(text)
-
-    with pytest.raises(AssertionError, match=r"1 of 2 rows fail:\n'1': Failed: DID NOT RAISE"):
-        no_number()
+    starts = ("(3, 8): AssertionError: found 9", "('5', 25): TypeError: ", "(4, None): Failed: DID NOT RAISE")
+    assert all(any(line.startswith(start) for line in rows) for start in starts)
 
 
 def test_a_table_without_rows_is_refused() -> None:

@@ -1,9 +1,6 @@
 """Findings: known causes for which a run collapses or does not move, by its metrics; the rules stand in findings.yaml.
 
-A rule holds when all of its conditions do over the newest values of their metrics, so that a run that has recovered
-has no finding.
-
-Axes: `N` steps with a value.
+Conditions are about the newest values, so that a run that has recovered has no finding. Axes: `N` steps with a value.
 """
 
 from __future__ import annotations
@@ -85,7 +82,6 @@ class Finding:
     """The metric's value, and its steps."""
     advice: str
     settings: str
-    """The settings to change, with their values in this run."""
 
     @property
     def text(self) -> str:
@@ -103,7 +99,6 @@ def _rule(conditions: Sequence[Mapping[str, Any]], settings: Sequence[str], **re
 
 RULES = _read(Path(__file__).with_suffix(".yaml"))
 METRICS = frozenset({STAGE, *(condition.metric for rule in RULES for condition in rule.conditions)})
-"""Names of the metrics that the rules read."""
 
 
 def find(columns: Mapping[str, Column], settings: Mapping[str, Any]) -> list[Finding]:

@@ -1,7 +1,4 @@
-"""Metric sinks (JSONL, trackers), and timers and memory counters for the phases of a step.
-
-Metric names are paths: `reward`, `groups/with_signal`, `seconds/rollout`, `accuracy/dev/count`.
-"""
+"""Metric sinks (JSONL, trackers), and timers and memory counters for the phases of a step."""
 
 from __future__ import annotations
 
@@ -109,14 +106,16 @@ class JsonlSink:
 
 def read_metrics(run_dir: Path) -> list[Metrics]:
     """The lines of metrics.jsonl, `step` included, with NaN for null; empty if there is no file."""
-    return [row for _, row in _complete_lines(run_dir / METRICS_FILE)]
+    path = run_dir / METRICS_FILE
+    lines = enumerate(_ended_lines(path), start=1)
+    return [parse_metrics(line, where=f"{path} line {number}") for number, line in lines]
 
 
 def _lines_until(last: int, path: Path) -> tuple[dict[int, str], int]:
     """The lines of the steps up to one, by step, and the number of complete lines that hold no metrics."""
     kept: dict[int, str] = {}
     num_damaged = 0
-    for line in _ended_lines(path) if last and path.exists() else ():
+    for line in _ended_lines(path) if last else ():
         try:
             step = int(parse_metrics(line, where=str(path))["step"])
         except DataError:
@@ -127,17 +126,9 @@ def _lines_until(last: int, path: Path) -> tuple[dict[int, str], int]:
     return kept, num_damaged
 
 
-def _complete_lines(path: Path) -> Iterator[tuple[str, Metrics]]:
-    """Complete lines of metrics.jsonl as text and parsed."""
-    if not path.exists():
-        return
-    for number, line in enumerate(_ended_lines(path), start=1):
-        yield line, parse_metrics(line, where=f"{path} line {number}")
-
-
 def _ended_lines(path: Path) -> Iterator[str]:
     """The lines of a file but for one without an end: a crash has cut it off, or it is being written right now."""
-    for line in read_lines(path, within=path.parent):
+    for line in read_lines(path, within=path.parent) if path.exists() else ():
         if line.endswith(b"\n"):
             yield line.decode("utf-8", errors="replace")
 
@@ -145,10 +136,9 @@ def _ended_lines(path: Path) -> Iterator[str]:
 class Phases:
     """Wall time and memory of the phases of a step: `with phases("rollout"): ...`.
 
-    Seconds of a phase entered several times add up. There is no CUDA synchronisation: asynchronous kernels count for
-    the phase that waits for them. Memory is the peak allocated by CUDA within the phase or, without CUDA, the resident
-    memory at its end; for a phase that is nested around others, or entered again, the maximum of all. Waits are those
-    of this process for its device (`utils.host_waits`).
+    Seconds of a phase entered several times add up; asynchronous kernels count for the phase that waits for them.
+    Memory is the peak allocated by CUDA within the phase or, without CUDA, the resident memory at its end; the maximum
+    where a phase is nested around others, or entered again. Waits are this process's for its device.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -201,11 +191,6 @@ def _phase_gib() -> float:
     if not pages.exists():
         return peak_rss_gib()
     return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / GIB
-
-
-def peak_memory() -> Metrics:
-    """Peak resident memory of this process, as a metric."""
-    return {"memory/peak_rss_gib": peak_rss_gib()}
 
 
 def peak_rss_gib() -> float:

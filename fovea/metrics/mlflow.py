@@ -1,8 +1,4 @@
-"""MLflow as a tracker: the one file that imports mlflow (extra: mlflow).
-
-The server, or the database file, is the one that MLFLOW_TRACKING_URI names; MLflow's default is mlflow.db in the
-working directory.
-"""
+"""MLflow as a tracker, at MLFLOW_TRACKING_URI: the one file that imports mlflow (extra: mlflow)."""
 
 from __future__ import annotations
 
@@ -58,7 +54,8 @@ class MlflowTracker:
         self._client.update_run(self._run_id, status="RUNNING")
 
     def begin(self, settings: Mapping[str, object]) -> None:
-        params = [Param(plain_name(key), _param(value)) for key, value in _leaves(settings)]
+        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in _leaves(settings)}
+        params = [Param(plain_name(key), readable(text)[:MAX_PARAM_LENGTH]) for key, text in texts.items()]
         for start in range(0, len(params), PARAMS_PER_REQUEST):
             self._client.log_batch(self._run_id, params=params[start : start + PARAMS_PER_REQUEST])
 
@@ -99,8 +96,3 @@ def _leaves(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str,
             yield from _leaves(value, f"{above}{key}.")
         else:
             yield f"{above}{key}", value
-
-
-def _param(value: object) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    return readable(text)[:MAX_PARAM_LENGTH]

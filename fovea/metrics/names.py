@@ -1,7 +1,6 @@
-"""Definitions of all logged metrics: name, unit, meaning, and the range of a healthy run.
+"""Definitions of all logged metrics (names.yaml): name, unit, meaning, and the range of a healthy run.
 
-`python -m fovea.metrics.names` prints them as a page of the documentation. Tests check that every key of real runs is
-defined. The definitions stand in names.yaml.
+`python -m fovea.metrics.names` prints them as a page of the documentation.
 """
 
 from __future__ import annotations
@@ -30,22 +29,14 @@ class Metric:
         return re.compile(".+".join(map(re.escape, pieces)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chapter:
-    """A titled table of metrics on the same subject."""
-
-    title: str
-    metrics: tuple[Metric, ...]
-
-
-def _read(file: Path) -> tuple[Chapter, ...]:
-    """The chapters of a file; TypeError for a metric with a field too many or too few."""
+def _read(file: Path) -> dict[str, tuple[Metric, ...]]:
+    """The metrics of a file by the title of their chapter; TypeError for a metric with a field too many or too few."""
     chapters = yaml.safe_load(file.read_text(encoding="utf-8"))
-    return tuple(Chapter(title=c["title"], metrics=tuple(Metric(**row) for row in c["metrics"])) for c in chapters)
+    return {chapter["title"]: tuple(Metric(**row) for row in chapter["metrics"]) for chapter in chapters}
 
 
 CHAPTERS = _read(Path(__file__).with_suffix(".yaml"))
-METRICS = tuple(metric for chapter in CHAPTERS for metric in chapter.metrics)
+METRICS = tuple(metric for metrics in CHAPTERS.values() for metric in metrics)
 
 
 def definition_of(key: str) -> Metric | None:
@@ -73,12 +64,11 @@ expect of a run that goes well, not a promise: look for changes that you did not
 
 def metrics_page() -> str:
     """The page of all metrics, as Markdown."""
-    return "\n".join([HEAD, *map(_chapter, CHAPTERS)])
-
-
-def _chapter(chapter: Chapter) -> str:
-    head = ["| name | unit | what it is | healthy |", "|---|---|---|---|"]
-    return "\n".join([f"## {chapter.title}", "", *head, *map(_row, chapter.metrics), ""])
+    lines = [HEAD]
+    for title, metrics in CHAPTERS.items():
+        head = ["| name | unit | what it is | healthy |", "|---|---|---|---|"]
+        lines += [f"## {title}", "", *head, *map(_row, metrics), ""]
+    return "\n".join(lines)
 
 
 def _row(metric: Metric) -> str:

@@ -1,9 +1,8 @@
 """Profiling with `profile=true`: phase times of a few warm steps, then a torch profiler trace of one step.
 
-profile/trace.json.gz opens in chrome://tracing and Perfetto; profile/phases.txt holds the tables.
+profile/trace.json.gz opens in chrome://tracing and Perfetto; profile/phases.txt holds the tables. One step is traced,
+because every operator is an event, some hundred thousand of them; the tracer slows small operators down.
 """
-# One step is traced, because every operator is an event: a 28-layer model that generates 512 tokens makes some hundred
-# thousand. Phase times come from other steps, because the tracer slows small operators down.
 
 from __future__ import annotations
 
@@ -11,13 +10,13 @@ import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console, RenderableType
 from rich.table import Table
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 from fovea.metrics.jsonl import BESIDE_STEPS, PART_OF_SYNC
 from fovea.types import Metrics
@@ -42,7 +41,6 @@ class PhaseTime:
     name: str
     seconds: float
     share: float
-    """Fraction of the whole step."""
     gib: float | None
     """Memory as defined by `fovea.metrics.log.Phases`; None for the time between phases."""
 
@@ -69,7 +67,7 @@ class StepProfile:
         if step != self._traced:
             yield
             return
-        with profile(activities=_activities(), acc_events=True) as profiler:
+        with profile(acc_events=True) as profiler:
             yield
         self._folder.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(self._folder / TRACE_FILE))
@@ -146,13 +144,15 @@ def operator_table(events: Sequence[Any]) -> Table:
     events = [event for event in events if event.device_type.name == "CPU" or not event.is_user_annotation]
     device_us = sum(event.self_device_time_total for event in events)
     cpu_us = sum(event.self_cpu_time_total for event in events)
-    events = sorted(events, key=lambda event: -_own_us(event, on_device=device_us > 0))
+    own_us = "self_device_time_total" if device_us > 0 else "self_cpu_time_total"
+    events = sorted(events, key=attrgetter(own_us), reverse=True)
     table = _table(f"Operators of one step, tracer on (top {TOP_OPERATORS})", "operator", "calls", "CPU ms", "share")
     if device_us:
         table.add_column("device ms", justify="right")
         table.add_column("share", justify="right")
     for event in events[:TOP_OPERATORS]:
-        cells = [_name(event), f"{event.count:,}", *_time_cells(event.self_cpu_time_total, cpu_us)]
+        name = f"{event.key} (outside operators)" if event.is_user_annotation else str(event.key)
+        cells = [name, f"{event.count:,}", *_time_cells(event.self_cpu_time_total, cpu_us)]
         table.add_row(*cells, *(_time_cells(event.self_device_time_total, device_us) if device_us else []))
     return table
 
@@ -160,23 +160,10 @@ def operator_table(events: Sequence[Any]) -> Table:
 def as_text(tables: Sequence[Table]) -> str:
     """Tables rendered as plain text."""
     console = Console(file=io.StringIO(), width=FILE_WIDTH, color_system=None)
-    for table in tables:
-        console.print(table)
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
-
-
-def _activities() -> list[ProfilerActivity]:
-    cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-    return [ProfilerActivity.CPU, *cuda]
-
-
-def _own_us(event: Any, *, on_device: bool) -> float:
-    return float(event.self_device_time_total if on_device else event.self_cpu_time_total)
-
-
-def _name(event: Any) -> str:
-    return f"{event.key} (outside operators)" if event.is_user_annotation else str(event.key)
+    with console.capture() as captured:
+        for table in tables:
+            console.print(table)
+    return captured.get()
 
 
 def _time_cells(own_us: float, all_us: float) -> tuple[str, str]:

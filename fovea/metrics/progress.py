@@ -30,7 +30,6 @@ MAX_POINTS = 300
 """Points of the curve; of longer runs every second, fourth, ... step is kept."""
 WIDTH_PX, HEIGHT_PX = 420, 90
 CURVE = "reward"
-"""The metric whose curve is drawn."""
 
 
 class Publisher(Protocol):
@@ -50,10 +49,7 @@ def notebook_publisher() -> Publisher | None:
 
 
 class NotebookDisplay:
-    """One output of a cell with the step, the figures, the time left and the curve of the reward.
-
-    `clock` returns seconds.
-    """
+    """One output of a cell with the step, the figures, the time left and the curve of the reward."""
 
     def __init__(self, publisher: Publisher, total_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._publisher, self._total_steps, self._clock = publisher, total_steps, clock
@@ -173,7 +169,6 @@ class Progress:
     ) -> None:
         self._console = Console(quiet=True) if not enabled else console or Console()
         self._file = None if transcript is None else ConsoleFile(transcript)
-        self._file_lines = None if self._file is None else _PlainLines(self._file, clock, total_steps)
         self._total_steps = total_steps
         self._step = start_step
         self._stage: Spinner | None = None
@@ -187,23 +182,22 @@ class Progress:
         )
         self._steps = self._bar.add_task("", total=total_steps, completed=start_step, time_left="")
         self._step_seconds: float | None = None
-        self._lines = _PlainLines(self._console, clock, total_steps)
         publisher = notebook_publisher() if enabled and console is None else None
         self._notebook = NotebookDisplay(publisher, total_steps, clock) if publisher else None
         self._live: Live | None = None
         if enabled and self._console.is_interactive:
             self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=4)
+        plain = (self._file, None if self._notebook or self._live else self._console)
+        self._plain = [_PlainLines(each, clock, total_steps) for each in plain if each is not None]
 
     def stage(self, text: str) -> None:
         """Show work before, between or after the steps by a text such as `warm-up 125/800  loss 0.41`."""
         text = printable(without_secrets(text))
         self._stage = Spinner("dots", Text(text))
-        if self._file_lines:
-            self._file_lines.stage(text)
+        for lines in self._plain:
+            lines.stage(text)
         if self._notebook:
             self._notebook.stage(text)
-        elif not self._live:
-            self._lines.stage(text)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show a finished step, counted from 1, and its metrics."""
@@ -212,12 +206,10 @@ class Progress:
         self._step_seconds = _smooth(self._step_seconds, metrics.get("seconds/step"))
         self._bar.update(self._steps, completed=step, time_left=self._time_left())
         line = f"step {self._count()}  {self._figures_line()}  {self._time_left()}"
-        if self._file_lines:
-            self._file_lines.step(step, line)
+        for lines in self._plain:
+            lines.step(step, line)
         if self._notebook:
             self._notebook.step(step, metrics, self._figures, self._time_left())
-        elif not self._live:
-            self._lines.step(step, line)
 
     def print(self, renderable: RenderableType) -> None:
         """Print above the live display; a string as it is, without rich's markup or line breaks."""
@@ -271,16 +263,10 @@ class Progress:
         return f"{_duration(self._step_seconds * (self._total_steps - self._step))} left"
 
 
-class _Prints(Protocol):
-    """A console or a file."""
-
-    def print(self, renderable: RenderableType, /, *, soft_wrap: bool | None = None) -> None: ...
-
-
 class _PlainLines:
     """The stages and steps that get a separate line where there is no live display."""
 
-    def __init__(self, console: _Prints, clock: Callable[[], float], total_steps: int) -> None:
+    def __init__(self, console: Console | ConsoleFile, clock: Callable[[], float], total_steps: int) -> None:
         self._console = console
         self._clock = clock
         self._total_steps = total_steps

@@ -49,10 +49,7 @@ def known_peak_tflops(device_name: str) -> float | None:
 
 
 def rates(groups: Sequence[Group], metrics: Mapping[str, float], peak_tflops: float | None) -> Metrics:
-    """Completions and tokens per second of the step; TFLOP/s of the update, and its MFU where the peak is known.
-
-    `metrics` holds the seconds of the phases, and `update_tflop` where the policy counts FLOPs.
-    """
+    """Completions and tokens per second of the step; TFLOP/s of the update, and its MFU where the peak is known."""
     episodes = [episode for group in groups for episode in group.episodes]
     tokens = sum(episode.num_action_tokens for episode in episodes)
     found = {

@@ -1,8 +1,4 @@
-"""The sink that feeds an experiment tracker, over all attempts of a run and all failures of the tracker.
-
-A tracker follows metrics.jsonl, which always has every step: what it missed is sent later, and nothing that goes wrong
-with it ends a run (docs/runs.md).
-"""
+"""The sink that feeds an experiment tracker, over all attempts of a run and failures of the tracker (docs/runs.md)."""
 
 from __future__ import annotations
 
@@ -57,8 +53,8 @@ class TrackedRun:
 class TrackerSink:
     """Sends the steps of a run to a tracker, each once over all attempts of the run.
 
-    A tracker that fails is warned of once, and tried again after a pause that grows with what the attempt took; the
-    metrics of the steps between are then sent from metrics.jsonl, without their samples.
+    A tracker that fails is warned of once, and tried again after a pause; the metrics of the steps between are then
+    sent from metrics.jsonl, without their samples.
     """
 
     def __init__(
@@ -108,20 +104,17 @@ class TrackerSink:
         except FoveaError as error:
             now = self._clock()
             self._retry_at = now + max(PAUSE_SECONDS, PAUSE_PER_ATTEMPT * (now - started))
-            self._say_failed(error)
+            if not self._failing:
+                self._failing = True
+                reason = without_secrets(str(error))
+                self._warn(
+                    f"{self._setting}: failed after step {self._run.last_step} ({reason}); the run goes on, "
+                    f"{self._run_dir} has all of it, and the tracker is tried again now and then, or with resume=auto"
+                )
         else:
             if self._failing:
                 self._failing = False
                 self._warn(f"{self._setting}: works again, and has the metrics of all steps")
-
-    def _say_failed(self, error: FoveaError) -> None:
-        if not self._failing:
-            self._failing = True
-            reason = without_secrets(str(error))
-            self._warn(
-                f"{self._setting}: failed after step {self._run.last_step} ({reason}); the run goes on, "
-                f"{self._run_dir} has all of it, and the tracker is tried again now and then, or with resume=auto"
-            )
 
     def _send(self, step: int, metrics: Mapping[str, float], samples: Sequence[TrackedSample]) -> None:
         tracker = self.open()

@@ -39,7 +39,7 @@ def _by_number(episodes: Sequence[Episode]) -> Metrics:
     for episode in episodes:
         for number, turn in enumerate(episode.turns, start=1):
             name = str(number) if number <= NUMBERED_TURNS else f"{NUMBERED_TURNS + 1}+"
-            values[f"turns/{name}/tokens"].append(_num_tokens(turn))
+            values[f"turns/{name}/tokens"].append(0 if turn.tokens is None else len(turn.tokens.completion.token_ids_T))
             if turn.tokens is not None:
                 entropies[f"turns/{name}/entropy"] += (-turn.tokens.completion.logprobs_T).tolist()
             if episode.score.turns:
@@ -51,10 +51,6 @@ def _of_environment(replies: Sequence[Turn]) -> Metrics:
     """The share of an environment's replies that say that an answer could not be read; none without replies."""
     messages = [message for turn in replies for message in turn.messages if message.role != "tool"]
     return {"turns/unread_frac": _mean([message.failed for message in messages])} if messages else {}
-
-
-def _num_tokens(turn: Turn) -> int:
-    return 0 if turn.tokens is None else len(turn.tokens.completion.token_ids_T)
 
 
 def _of_tools(messages: Sequence[Message], num_episodes: int) -> Metrics:

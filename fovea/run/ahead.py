@@ -4,10 +4,6 @@ Which version of the weights draws a step follows from the settings, not from wh
 steps, engines that took version `v` when the policy came to step `v` draw one step after another up to `v + k`; when
 the policy comes to step `v + k`, they take its weights, and draw on:
 
-    k = 1   step in training    0     1     2     3
-            steps being drawn   0 1   2     3     4
-            drawn by version    0 0   1     2     3
-
     k = 2   step in training    0     1     2     3     4
             steps being drawn   0 1 2       3 4         5 6
             drawn by version    0 0 0       2 2         4 4
@@ -40,7 +36,6 @@ class RolloutsAhead:
         """`step` is the next one, whose weights the engines hold."""
         self._run = run
         self._version = step
-        """Version of the weights that the engines hold."""
         self._ahead: dict[int, asyncio.Task[StepRollout | None]] = {}
         """Rollouts that are begun, or wait for their turn, by step."""
         self._positions: dict[int, Position] = {}
@@ -48,7 +43,6 @@ class RolloutsAhead:
         self._turn = asyncio.Lock()
         self._in_use = BusyTime()
         self._pushed: Metrics = {}
-        """Metrics of the last push of the present step."""
         self._step_began = (0.0, 0.0)
 
     def has_more(self, step: int) -> bool:
@@ -69,10 +63,9 @@ class RolloutsAhead:
         return rollout
 
     async def trained(self, version: int) -> Metrics:
-        """Bring the engines to this version, which the policy now has, if nothing is drawn ahead.
+        """Bring the engines to this version, which the policy now has, if nothing is drawn ahead, as at a barrier.
 
-        They then hold the newest weights for what comes after a barrier. Returns the metrics of the pushes of the step,
-        and the time that the engines idled.
+        Returns the metrics of the pushes of the step, and the time that the engines idled.
         """
         if not self._ahead or not self.has_more(version):
             await self._push(version)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from fovea.environments.custom.loading import name_of
 from fovea.environments.custom.trl import is_async
@@ -25,7 +24,6 @@ class StepRecord:
     metrics: Metrics
     """All metrics of the step by name (`python -m fovea.metrics.names`), as in metrics.jsonl."""
     folder: Path
-    """The run folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +39,8 @@ class EvalRecord:
     evaluation: Evaluation
     """Its `accuracy`, and the accuracies, rewards and parts of all rows."""
     folder: Path
-    """The run folder."""
 
 
-SIGNAL = 128
-"""An exit code by a signal is this one plus its number."""
 OnStep: TypeAlias = Callable[[StepRecord], object]
 OnEval: TypeAlias = Callable[[EvalRecord], object]
 
@@ -65,24 +60,22 @@ class Callbacks:
 
     def stepped(self, record: StepRecord) -> None:
         """Call `on_step`."""
-        if self.on_step is not None:
-            with _named(f"on_step={name_of(self.on_step)} at step {record.step}"):
-                self.on_step(record)
+        _call("on_step", self.on_step, record, f"at step {record.step}")
 
     def evaluated(self, record: EvalRecord) -> None:
         """Call `on_eval`."""
-        if self.on_eval is not None:
-            with _named(f"on_eval={name_of(self.on_eval)} of the evaluation {record.split}-{record.when}"):
-                self.on_eval(record)
+        _call("on_eval", self.on_eval, record, f"of the evaluation {record.split}-{record.when}")
 
 
-@contextmanager
-def _named(callback: str) -> Iterator[None]:
+def _call(argument: str, function: Callable[[Any], object] | None, record: StepRecord | EvalRecord, when: str) -> None:
+    if function is None:
+        return
+    callback = f"{argument}={name_of(function)} {when}"
     try:
-        yield
+        function(record)
     except SystemExit as error:
-        if isinstance(error.code, int) and error.code > SIGNAL:
-            raise  # a signal to the run came during the call
+        if isinstance(error.code, int) and error.code > 128:  # 128 and its number: a signal to the run during the call
+            raise
         raise RuntimeError(
             f"the callback {callback} called sys.exit({error.code!r}), by which a run does not end; raise an error to "
             "end it, or set max_steps"

@@ -1,7 +1,6 @@
-"""Checkpoints of a run: `checkpoints/step-N/` is complete or absent, never half, and damage to one is found.
+"""Checkpoints of a run, written beside the steps that follow: `checkpoints/step-N/` is complete or absent, never half.
 
-A checkpoint is written beside the steps that follow it, under a temporary name. What was damaged later, by a disk or by
-hand, does not match its manifest: a run resumes from the checkpoint before it.
+What was damaged later, by a disk or by hand, does not match its manifest: a run resumes from the checkpoint before it.
 """
 
 from __future__ import annotations
@@ -60,20 +59,16 @@ def damage(folder: Path) -> str | None:
     return None
 
 
-def _size(path: Path) -> int:
-    return path.stat().st_size
-
-
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-_MEASURES: Mapping[str, Callable[[Path], int | str]] = {"bytes": _size, "sha256": _sha256}
+_MEASURES: Mapping[str, Callable[[Path], int | str]] = {
+    "bytes": lambda path: path.stat().st_size,
+    "sha256": _sha256,
+}
 """By the name of the entry; the size, which costs nothing, comes first."""
-
-
-GIB = 2**30
 
 
 def folder_bytes(folder: Path) -> int:
@@ -83,11 +78,7 @@ def folder_bytes(folder: Path) -> int:
 
 @contextmanager
 def room_for(what: str, folder: Path, needed_bytes: int) -> Iterator[None]:
-    """A block that writes about so many bytes into an existing folder; TrainError where they do not fit.
-
-    Nothing is begun where less is free. The block may still fail: of others' files, a quota or a limit of file sizes
-    nothing is known before.
-    """
+    """A block that writes about so many bytes into an existing folder; TrainError where they do not fit."""
     free_bytes = shutil.disk_usage(folder).free
     figures = f"it needs about {_shown(needed_bytes)}, and {_shown(free_bytes)} are free in {folder}"
     way_out = "make room there and go on with resume=auto"
@@ -100,11 +91,7 @@ def room_for(what: str, folder: Path, needed_bytes: int) -> Iterator[None]:
 
 
 def _shown(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.1f} MiB"
-
-
-DEV_READING = "accuracy/dev"
-"""The metric by which a checkpoint is the best."""
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +111,7 @@ class RetainedCheckpoints:
             retained = replace(retained, skipped_since=None)
         elif retained.skipped_since is None:
             retained = replace(retained, skipped_since=step)
-        reading = metrics.get(DEV_READING)
+        reading = metrics.get("accuracy/dev")
         if keep_best and reading is not None and (retained.best_step is None or reading > retained.best_reading):
             retained = replace(retained, best_step=step, best_reading=reading)
         return retained
@@ -138,7 +125,6 @@ class RetainedCheckpoints:
 STATE = "state.json"
 FORMAT = 2
 """Version of the files of a checkpoint. Before 2, they were single files of whole tensors and a torch file."""
-WRITE_SECONDS = "seconds/checkpoint_write"
 SAVED_BYTES_PER_PARAMETER = 12
 """A float32 weight and AdamW's two moments of it."""
 
@@ -149,7 +135,6 @@ class SavedCheckpoint:
 
     folder: Path
     step: int
-    """RL steps taken."""
     state: Mapping[str, Any]
     """State of the run besides the policy: data order, accuracies, seconds."""
     passed_over: tuple[Path, ...] = ()
@@ -183,9 +168,7 @@ class Checkpoints:
         self._writing: Future[None] | None = None
         self._seconds: list[float] = []
 
-    async def save(
-        self, step: int, policy: Policy, state: Mapping[str, Any], retained: RetainedCheckpoints | None = None
-    ) -> None:
+    async def save(self, step: int, policy: Policy, state: Mapping[str, Any], retained: RetainedCheckpoints) -> None:
         """Copy the state and begin to write a checkpoint of it, after the one before is written.
 
         When it is there, all but the newest `keep` and those of `retained` are deleted.
@@ -229,18 +212,19 @@ class Checkpoints:
     def metrics(self) -> Metrics:
         """Seconds that the last checkpoint took, if one was finished since the last call."""
         seconds, self._seconds = self._seconds, []
-        return {WRITE_SECONDS: seconds[-1]} if seconds else {}
+        return {"seconds/checkpoint_write": seconds[-1]} if seconds else {}
 
-    def _delete_old(self, retained: RetainedCheckpoints | None) -> None:
+    def _delete_old(self, retained: RetainedCheckpoints) -> None:
         folders = self._folders()
-        beyond = retained.steps([step_of(folder) for folder in folders]) if retained else set()
+        beyond = retained.steps([step_of(folder) for folder in folders])
         for old in folders[: -self._keep]:
             if step_of(old) not in beyond:
-                _delete(old)
+                # renamed first: an interrupted deletion must not leave half a checkpoint
+                shutil.rmtree(_renamed(old, f".{old.name}.deleted"))
 
     @property
     def newest(self) -> Path | None:
-        """Folder of the newest checkpoint, damaged or not; None before the first."""
+        """Folder of the newest checkpoint, damaged or not."""
         return next(reversed(self._folders()), None)
 
     def latest(self) -> SavedCheckpoint | None:
@@ -259,15 +243,14 @@ class Checkpoints:
         return None
 
     def resume(self) -> SavedCheckpoint | None:
-        """The newest checkpoint that is whole, for a run to go on from; clears away what is in the way of its saves.
+        """The newest checkpoint that is whole, for the process that holds the lock of the run folder to go on from.
 
-        Later checkpoints, which are damaged, are renamed `step-N.damaged`; remains of interrupted saves and deletions
-        are deleted. Only for the process that holds the lock of the run folder.
+        Later, damaged ones are renamed `step-N.damaged`; remains of interrupted saves and deletions are deleted.
         """
         self._clear_remains()
         found = self.latest()
         for folder in found.passed_over if found else ():
-            _put_aside(folder, "damaged")
+            _renamed(folder, f"{folder.name}.damaged")
         return found
 
     def resume_from(self, folder: Path) -> SavedCheckpoint:
@@ -280,7 +263,7 @@ class Checkpoints:
         if folder.resolve().parent == self._root.resolve():
             for other in self._folders():
                 if step_of(other) > found.step:
-                    _put_aside(other, "later")
+                    _renamed(other, f"{other.name}.later")
         return found
 
     def _clear_remains(self) -> None:
@@ -336,16 +319,7 @@ def is_checkpoint(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (STATE, MANIFEST))
 
 
-def _put_aside(folder: Path, why: str) -> None:
-    aside = folder.with_name(f"{folder.name}.{why}")
-    shutil.rmtree(aside, ignore_errors=True)
-    folder.rename(aside)
-
-
-def _delete(folder: Path) -> None:
-    """Delete a checkpoint atomically."""
-    # renamed first: an interrupted deletion must not leave half a checkpoint
-    doomed = folder.with_name(f".{folder.name}.deleted")
-    shutil.rmtree(doomed, ignore_errors=True)
-    folder.rename(doomed)
-    shutil.rmtree(doomed)
+def _renamed(folder: Path, name: str) -> Path:
+    """The folder under another name, in place of what had it."""
+    shutil.rmtree(folder.with_name(name), ignore_errors=True)
+    return folder.rename(folder.with_name(name))

@@ -39,7 +39,6 @@ class Sources:
     dev: PromptSource
     test: PromptSource
     bad_rows: BadRows = field(default_factory=BadRows)
-    """Bad rows of all three splits."""
 
     @property
     def tasks(self) -> Mapping[str, Sequence[Task]]:
@@ -72,11 +71,6 @@ class TaskStream:
             renderer=self.source.renderer,
             max_tokens=self.max_episode_tokens,
         )
-
-
-def no_frame(_image: PromptImage) -> None:
-    """The frame of a model that gives no coordinates."""
-    return None
 
 
 @dataclass(slots=True)
@@ -123,18 +117,16 @@ class Run:
     peak_tflops: float | None = None
     """Peak of the device in TFLOP/s, the denominator of `mfu`; None: neither known nor set."""
     token_text: Callable[[int], str] = str
-    """The text of one token id, for messages."""
     image_token_id: int = -1
     """Id of the visual tokens in a prompt; -1 for a model without images."""
     has_fast_path: bool = True
     """True if the model's family packs rows (`ModelFamily.fast_path`)."""
-    box_frame: Callable[[PromptImage], tuple[int, int] | None] = no_frame
-    """Width and height in which the model gives coordinates on an image (`ModelFamily.box_frame`)."""
+    box_frame: Callable[[PromptImage], tuple[int, int] | None] = lambda _image: None
+    """Width and height in which the model gives coordinates on an image (`ModelFamily.box_frame`), if it does."""
     findings_watch: FindingsWatch = field(default_factory=FindingsWatch)
     taken_push: TakenPush = field(default_factory=TakenPush)
     rollout_gap: RolloutGap = field(default_factory=RolloutGap)
     callbacks: Callbacks = field(default_factory=Callbacks)
-    """Functions that Python code has given, called after steps and evaluations."""
     profile: Callable[[int], AbstractContextManager[object]] = nullcontext
     """Context manager around every step, by step (`fovea.metrics.profile`)."""
     fingerprint: Fingerprint = field(default_factory=dict)

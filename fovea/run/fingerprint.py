@@ -1,13 +1,12 @@
 """The fingerprint of what a run reads: rows, the user's code, files of the model, libraries; and changes on a resume.
 
-A fingerprint is a mapping of names to short texts: `train row 24` to a checksum of that row, `file train.parquet` to
-its size and checksum, `library torch` to a version. A checkpoint holds it.
+A fingerprint maps names to short texts: `train row 24` to a checksum of that row, `file train.parquet` to its size and
+checksum, `library torch` to a version. A checkpoint holds it.
 
-Taking it takes seconds, however large the data are. Of the files of rows, and again of those of models, MAX_FILE_BYTES
-are read in all, of larger ones evenly spaced blocks. In every split at most MAX_ROWS of the rows that are made on
-access are made, evenly spaced, with at most MAX_IMAGE_BYTES of the file of an image; rows that exist in a list are all
-taken. Of what is at a URL the address counts. Modules that the user's file imports count where they are beside it or in
-the working directory.
+Taking it takes seconds, however large the data are: of large files evenly spaced blocks are read (MAX_FILE_BYTES in all
+for rows, and again for models), and of rows that are made on access MAX_ROWS are made in every split; rows in a list
+are all taken. Of what is at a URL the address counts. Modules that the user's file imports count where they are beside
+it or in the working directory.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from functools import partial
 from importlib.metadata import Distribution, version
 from pathlib import Path
 from types import CellType, CodeType, FunctionType
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from huggingface_hub import try_to_load_from_cache
@@ -53,7 +52,6 @@ MAX_NAMED = 3
 MAX_FILE_BYTES = 2**30
 MAX_IMAGE_BYTES = 2**20
 MAX_ROWS = 1000
-LIBRARIES = ("torch", "transformers")
 _MODEL_FILES = (".json", ".safetensors", ".bin", ".model", ".txt", ".jinja", ".py")
 _BLOCK_BYTES = 2**20
 _DIGITS = 12
@@ -72,17 +70,14 @@ class GivenCode:
 def take_fingerprint(
     config: Config, model: Model, splits: Mapping[str, Sequence[Task]], given: GivenCode
 ) -> Fingerprint:
-    """The fingerprint of what a run with these settings and rows by split reads.
-
-    `model` are the settings of the model with its path.
-    """
+    """The fingerprint of what a run with these settings and rows by split reads; `model` has its path."""
     return {
         **_files({f"file {_name(path, config)}": path for path in _row_files(config)}),
         **{name: text for split, tasks in splits.items() for name, text in row_texts(split, tasks)},
         **dict(_code(config, given)),
         **_files(dict(model_files(config, model))),
         f"{LIBRARY}fovea": __version__,
-        **{f"{LIBRARY}{name}": version(name) for name in LIBRARIES},
+        **{f"{LIBRARY}{name}": version(name) for name in ("torch", "transformers")},
         **{f"{LIBRARY}{each.name}": each.version for each in _packages(config)},
     }
 
@@ -128,8 +123,13 @@ def _row(tasks: Sequence[Task], index: int) -> str:
         task = tasks[index]
     except DataError:
         return "a bad row"
-    digest = hashlib.sha256()
-    for part in _parts((task.question, task.answer, task.kind, task.images, task.row)):
+    return _digest((task.question, task.answer, task.kind, task.images, task.row))
+
+
+def _digest(values: object, text: str = "") -> str:
+    """Checksum of a text and of the content of values."""
+    digest = hashlib.sha256(text.encode())
+    for part in _parts(values):
         digest.update(len(part).to_bytes(8, "big") + part)
     return digest.hexdigest()[:_DIGITS]
 
@@ -193,10 +193,7 @@ def _source(given: object) -> str:
     given = getattr(given, "__func__", given)  # of a method
     if isinstance(given, FunctionType):
         values += [given.__defaults__, given.__kwdefaults__, [_content(cell) for cell in given.__closure__ or ()]]
-    digest = hashlib.sha256(_text_of(given).encode())
-    for part in _parts(values):
-        digest.update(len(part).to_bytes(8, "big") + part)
-    return digest.hexdigest()[:_DIGITS]
+    return _digest(values, _text_of(given))
 
 
 def _text_of(given: object) -> str:
@@ -254,15 +251,11 @@ def checksum(path: Path, max_bytes: int) -> str:
     with path.open("rb") as file:
         if size <= max_bytes:
             return f"{size} bytes, {hashlib.file_digest(file, 'sha256').hexdigest()[:_DIGITS]}"
-        return f"{size} bytes, {_checksum_of_blocks(file, size, max_bytes)} in part"
-
-
-def _checksum_of_blocks(file: BinaryIO, size: int, max_bytes: int) -> str:
-    digest, block = hashlib.sha256(), min(_BLOCK_BYTES, max_bytes)
-    for start in np.linspace(0, size - block, max(2, max_bytes // block)).astype(int).tolist():
-        file.seek(start)
-        digest.update(file.read(block))
-    return digest.hexdigest()[:_DIGITS]
+        digest, block = hashlib.sha256(), min(_BLOCK_BYTES, max_bytes)
+        for start in np.linspace(0, size - block, max(2, max_bytes // block)).astype(int).tolist():
+            file.seek(start)
+            digest.update(file.read(block))
+    return f"{size} bytes, {digest.hexdigest()[:_DIGITS]} in part"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,9 +41,8 @@ OF_TRACKERS = ("wandb", "swanlog", "mlruns")
 def open_run_folder(config: Config) -> Iterator[Config]:
     """Make the folder of `run_dir`, hold its lock and write the settings; ConfigError when it holds another run.
 
-    Gives the settings with the folder that a pattern in `run_dir` became. A folder holds a run from its first
-    checkpoint on: a start that failed earlier can be repeated, and the folder that it has made goes with it. So it does
-    where an error of the user's ends the run in its first step, unless there was a warm-up.
+    Gives the settings with the folder that a pattern in `run_dir` became. The folder goes with a start that fails
+    before its first checkpoint, and with an error of the user's in the first step, unless there was a warm-up.
     """
     with ExitStack() as held:
         try:
@@ -63,10 +62,7 @@ def open_run_folder(config: Config) -> Iterator[Config]:
 
 
 def _delete_after(folder: Path, config: Config, _type: object, error: BaseException | None, _traceback: object) -> None:
-    """Delete the folder that a run has made for itself, where it leaves nothing that a new start would not make again.
-
-    A folder of one run's own, by a time in its name, is in nobody's way; nor is it deleted when `latest` leads to it.
-    """
+    """Delete the folder that a run has made, where a new start makes all of it again; never one named by a time."""
     may_go = isinstance(error, ERRORS_OF_THE_USER) and config.warmup is None and not has_a_time(folder)
     delete_unless_begun(folder, start_is_worth_keeping=not may_go)
 
@@ -76,8 +72,10 @@ def check_run(folder: Path, config: Config) -> None:
     checkpoint = config.resume_from
     run = folder if checkpoint is None else run_of(checkpoint)
     if has_checkpoint(folder) and (config.resume == "never" or run.resolve() != folder.resolve()):
+        fix = "it has taken no step: after a correction of code or rows add resume_changed=allow, or delete the folder"
         raise ConfigError(
-            f"run_dir={folder} already holds a run; set resume=auto to continue it, or another run_dir{_if_new(folder)}"
+            f"run_dir={folder} already holds a run; set resume=auto to continue it, or another run_dir"
+            f"{f'; {fix}' if has_taken_no_step(folder) else ''}"
         )
     if not has_checkpoint(run):
         return
@@ -91,13 +89,6 @@ def check_run(folder: Path, config: Config) -> None:
             f"max_steps={config.max_steps}, but the run in {run} has taken {step} steps, so nothing is left to train; "
             "set a larger max_steps, or use it as it is (fovea eval, fovea export)"
         )
-
-
-def _if_new(folder: Path) -> str:
-    """Advice for a changed run that has no checkpoint yet."""
-    if not has_taken_no_step(folder):
-        return ""
-    return "; it has taken no step: after a correction of code or rows add resume_changed=allow, or delete the folder"
 
 
 def run_of(checkpoint: Path) -> Path:
@@ -143,10 +134,7 @@ def _check_same(saved: Path, config: Config) -> None:
 
 
 def _check_packages(saved: Path, tree: Tree, config: Config) -> None:
-    """ConfigError where a folder chooses a part of another package that the user's settings do not choose.
-
-    The folder may be a stranger's, and loading its settings would import the package.
-    """
+    """ConfigError for a part of another package that only the folder chooses: loading a stranger's would import it."""
     for key, name in sorted(package_parts(tree) - package_parts(config.model_dump())):
         raise ConfigError(
             f"the run in {saved.parent} began with {key}={name}, a part of another package, and these settings choose "

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from time import perf_counter
 from typing import Any, NoReturn
@@ -15,7 +15,7 @@ from fovea.config.backends import EmbeddedSettings
 from fovea.config.run import Config
 from fovea.errors import FoveaError
 from fovea.evaluation.statistics import dev_metrics
-from fovea.metrics.log import peak_memory
+from fovea.metrics.log import peak_rss_gib
 from fovea.metrics.throughput import rates
 from fovea.report.about import SUMMARY_FILE, add_hint, read_hints, write_versions
 from fovea.report.export import write_report
@@ -27,7 +27,7 @@ from fovea.run.callbacks import StepRecord
 from fovea.run.context import Run
 from fovea.run.fingerprint import library_versions
 from fovea.run.held_out import evaluate_controls, evaluate_test, read_dev, sample_dev, search_shared_images
-from fovea.run.microbatches import MicrobatchTokens, leaving_limit, left_limit, limit_of
+from fovea.run.microbatches import MicrobatchTokens, leaving_limit, left_limit
 from fovea.run.parity import check_push, pass_parity_gate, read_parity
 from fovea.run.parity_reading import ParityReading
 from fovea.run.rollout_step import (
@@ -48,11 +48,9 @@ ENDING_SECONDS = 30.0
 """Longest wait for the checkpoint that is being written when a run ends by an error."""
 
 
-@contextmanager
-def stopping(run: Run) -> Iterator[Stop]:
+def stopping(run: Run) -> AbstractContextManager[Stop]:
     """Handle the signals that end a run within the block, and its time limit."""
-    with ending_signals(Stop(run.config.max_hours, run.started - run.spent_seconds)) as stop:
-        yield stop
+    return ending_signals(Stop(run.config.max_hours, run.started - run.spent_seconds))
 
 
 @asynccontextmanager
@@ -83,7 +81,8 @@ async def begin(run: Run) -> TrainState:
     """Resume from the newest checkpoint, or evaluate, warm up and evaluate again; both go through the parity gate."""
     write_versions(run.folder, library_versions(run.fingerprint))
     if warning := too_few_rows(len(run.sources.train), run.config.rollout):
-        _hint(run, warning)
+        run.progress.print(warning)
+        add_hint(run.folder, warning)
     state = await (_begun(run) if run.resumed is None else _resumed(run))
     link_latest(run.folder)
     return state
@@ -121,7 +120,9 @@ async def _resumed(run: Run) -> TrainState:
     for damaged in run.resumed.passed_over:
         run.progress.warn(f"{damaged} is damaged: it is passed over, and kept as {damaged.name}.damaged")
     run.progress.print(f"resumed at step {state.step} from {run.resumed.folder}")
-    _report_changed_pace(run, saved["pace"])
+    for key, value in _pace(run.config).items():
+        if key in saved["pace"] and saved["pace"][key] != value:
+            run.progress.print(f"{key} was {saved['pace'][key]} and is {value} from here on")
     await _limit_microbatches(run, state.microbatches)
     await run.weight_sync.push(state.step)
     await pass_parity_gate(run, version=state.step)
@@ -133,7 +134,8 @@ async def _resumed(run: Run) -> TrainState:
 async def _limit_microbatches(run: Run, saved: MicrobatchTokens | None) -> None:
     """Begin with the micro-batches that fitted the memory in an earlier process of this run."""
     setting, left = run.config.train.max_tokens_per_microbatch, left_limit(run.folder)
-    limit = limit_of(setting, saved, left)
+    known = [each.limit for each in (saved, left) if each is not None and each.setting == setting]
+    limit = min(known, default=setting)
     # a limit that equals the setting was left by a rank whose memory ran out beside its engine's
     if limit < setting or (left is not None and left.setting == setting):
         await run.policy.limit_microbatches(limit)
@@ -158,12 +160,6 @@ def _pace(config: Config) -> dict[str, Any]:
         # where the schedule of the learning rate ends
         pace["max_steps"] = config.max_steps
     return pace
-
-
-def _report_changed_pace(run: Run, before: Mapping[str, Any]) -> None:
-    for key, value in _pace(run.config).items():
-        if key in before and before[key] != value:
-            run.progress.print(f"{key} was {before[key]} and is {value} from here on")
 
 
 async def measure_parity(run: Run) -> ParityReading:
@@ -213,17 +209,17 @@ async def _wake_with_weights(run: Run) -> SyncReport:
 async def record(run: Run, state: TrainState, groups: Sequence[Group], metrics: Metrics) -> TrainState:
     """Write metrics, dev accuracy and checkpoint of the step just taken; returns the next state."""
     await run.checkpoints.check()
-    seconds = run.phases.seconds()
+    seconds, setting = run.phases.seconds(), run.config.train.max_tokens_per_microbatch
     state = replace(
         state,
         step=state.step + 1,
         rl_seconds=state.rl_seconds + seconds["seconds/step"],
         kl_coef=_next_kl_coef(run.config, state.kl_coef, metrics),
-        microbatches=_microbatches(run.config, metrics),
+        microbatches=MicrobatchTokens(setting=setting, limit=int(metrics.get("microbatch/max_tokens", setting))),
     )
     step, settings = state.step, run.config
-    metrics = metrics | seconds | run.phases.gib() | run.phases.waits() | peak_memory()
-    metrics |= run.checkpoints.metrics()
+    metrics = metrics | seconds | run.phases.gib() | run.phases.waits()
+    metrics |= {"memory/peak_rss_gib": peak_rss_gib()} | run.checkpoints.metrics()
     metrics |= rates(groups, metrics, run.peak_tflops)
     if settings.evaluate.every_steps and step % settings.evaluate.every_steps == 0:
         metrics |= dev_metrics(await read_dev(run, f"step-{step:06d}", step)) | await sample_dev(run)
@@ -262,12 +258,6 @@ async def _print_notes(run: Run, state: TrainState, metrics: Metrics) -> None:
         run.progress.print(f"step {step}: {finding.text}")
 
 
-def _hint(run: Run, text: str) -> None:
-    """Print advice, and keep it for the end of the run and its report."""
-    run.progress.print(text)
-    add_hint(run.folder, text)
-
-
 def _print_hints(run: Run) -> None:
     """Print the advice of the whole run again at its end, and why it collapsed or does not move, where it does."""
     for hint in [*read_hints(run.folder), *(finding.text for finding in ViewedRun(run.folder).findings())]:
@@ -285,11 +275,6 @@ def _next_kl_coef(config: Config, kl_coef: float, metrics: Metrics) -> float:
         horizon_samples=kl.controller.horizon_samples,
         num_samples=rollout.prompts_per_step * rollout.samples_per_prompt,
     )
-
-
-def _microbatches(config: Config, metrics: Metrics) -> MicrobatchTokens:
-    setting = config.train.max_tokens_per_microbatch
-    return MicrobatchTokens(setting=setting, limit=int(metrics.get("microbatch/max_tokens", setting)))
 
 
 async def finish(run: Run, state: TrainState) -> Summary:

@@ -1,8 +1,7 @@
 """The lock of a run folder: one process at a time writes into it.
 
-The kernel holds the lock (`flock`) and drops it with its process, however that ends, so that a killed run is in
-nobody's way. The lock file names the owner, for the message to a second process, and for hosts that share a file
-system whose locks do not reach from one to the other.
+The kernel drops the lock (`flock`) with its process, however that ends. The lock file names the owner, for the message
+to a second process, and for hosts that share a file system whose locks do not reach from one to the other.
 """
 
 from __future__ import annotations
@@ -54,11 +53,7 @@ def owner_of(folder: Path) -> Owner | None:
 
 def was_left_by(pid: int, folder: Path) -> bool:
     """True if a process that held the lock of a folder has ended without releasing it, as by `_exit` of a C library."""
-    try:
-        with (folder / LOCK_FILE).open(encoding="utf-8") as file:
-            owner = _owner(file)
-    except FileNotFoundError:
-        return False
+    owner = owner_of(folder)
     return owner is not None and owner.is_here and owner.pid == pid
 
 

@@ -1,7 +1,6 @@
 """The largest micro-batches that fitted the memory, which a run keeps beyond its process.
 
-One process halves them in place and goes on, so that its next checkpoint has their size. One of several ranks cannot:
-the run ends, and leaves the size for the next attempt in a file of its folder.
+One process halves them and goes on. One of several ranks cannot: the run ends, and leaves the size in a file.
 """
 
 from __future__ import annotations
@@ -27,11 +26,6 @@ class MicrobatchTokens:
     """`train.max_tokens_per_microbatch` at that time. With another value a run begins anew, from that one."""
     limit: int
     """The setting, or less once memory ran out."""
-
-
-def limit_of(setting: int, *known: MicrobatchTokens | None) -> int:
-    """The limit to begin with under a setting: the smallest that is known of it."""
-    return min((each.limit for each in known if each is not None and each.setting == setting), default=setting)
 
 
 @contextmanager

@@ -1,12 +1,10 @@
 """The parity gate at the start of a run: the trainer's log-probs of tokens that the engine sampled must agree.
 
 Two computations of a log-prob differ by rounding: about 0.03 on average between two engines in bfloat16. A mean of 0.7,
-or a difference only on prompts with images, means wrong positions: such a run trains on noise or collapses days later,
-so that the gate is on by default. How large a difference is depends on the model, so that the trainer also scores the
-tokens under known faults (`run.parity_faults`), which are a yardstick. The gate leaves the run unchanged: it takes rows
-outside of the data order, and random numbers belong to requests.
-
-Axes: `A` action tokens of a group.
+or a difference only on prompts with images, means wrong positions: such a run trains on noise or collapses days later.
+How large a difference is depends on the model, so that the trainer also scores the tokens under known faults
+(`run.parity_faults`). The gate takes rows outside of the data order, and leaves the run unchanged. Axes: `A` action
+tokens of a group.
 """
 
 from __future__ import annotations
@@ -14,8 +12,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import asdict, replace
 
 import numpy as np
 from rich.table import Table
@@ -50,15 +47,14 @@ from fovea.run.parity_reading import (
 from fovea.run.rollout_step import training_sampling
 from fovea.samples import sample_group
 from fovea.train.base import Needs
-from fovea.types import Batch, Episode, Group, Metrics, Request, SampleGroup, Sampling, Score, Turn
+from fovea.types import Batch, Episode, Group, Metrics, Request, SampleGroup, Score, Turn
 from fovea.utils.event_loop import gather_or_cancel
 from fovea.utils.files import json_number, write_atomically
 from fovea.weights.base import SyncReport
 
 PARITY_FILE = "parity.json"
 MAX_SEARCH_SECONDS = 300.0
-"""Time for finding training rows that can be used, which is long where images come from hosts that do not answer; the
-check goes on with those found by then."""
+"""Time for finding usable training rows, long where hosts of images do not answer; those found by then are all."""
 K3_FACTOR = 4
 """Largest k3, as a multiple of its value d^2 / 2 where all tokens differ by the largest mean difference d: a few tokens
 that are far off move it more than the mean."""
@@ -72,14 +68,8 @@ PUSH_PROMPTS = 4
 GROSS_FACTOR = 5
 """Multiple of the limit that two sound computations by the same weights do not reach."""
 MAX_NAMED = 3
-"""Failed sessions whose reasons are printed."""
 MIN_SAMPLES = 16
 """Completions of a step that are compared under faults: with a token each, enough for the sign test."""
-
-
-def write_parity(folder: Path, reading: ParityReading, version: int) -> None:
-    """Write parity.json, with the policy's version as its step."""
-    write_atomically(folder / PARITY_FILE, _json(reading, version).encode())
 
 
 async def read_parity(run: Run, version: int) -> ParityReading:
@@ -123,19 +113,16 @@ async def _beside_faults(run: Run, groups: Sequence[SampleGroup]) -> tuple[Parit
     columns = defaultdict[str, list[Columns]](list)
     for (name, index, _), faulty_A in zip(faults, faulty, strict=True):
         columns[name].append((engine_logprobs(groups[index]), sound[index], faulty_A))
-    readings = [_fault_reading(name, of_fault) for name, of_fault in columns.items()]
+    readings = [FaultReading.of(name, of_fault) for name, of_fault in columns.items()]
     return _reading(run, groups, sound, readings), sound
 
 
 async def read_pushed_parity(run: Run, version: int) -> ParityReading:
-    """Compare log-probs of a few completions after a push, also with those that the policy gave before it.
-
-    The seeds of every version are the same, so that an engine that has not taken a push draws the same tokens again.
-    """
+    """Compare log-probs of a few completions after a push, also with the policy's before it on tokens drawn again."""
     groups = await _draw(run, run.taken_push.prompts, version, as_for_update=False)
     sound = await _score(run, groups)
     stale = run.taken_push.beside(groups, sound)
-    faults = [_fault_reading(f"the weights of version {run.taken_push.version}", stale)] if stale else []
+    faults = [FaultReading.of(f"the weights of version {run.taken_push.version}", stale)] if stale else []
     reading = _reading(run, groups, sound, faults)
     if not reading.doubtful:
         run.taken_push.remember(version, groups, sound)
@@ -155,6 +142,8 @@ async def _draw(
     `as_for_update`: on the engine's path for completions to train on, whose recorded activations a push frees.
     """
     several_turns = run.environment.max_turns > 1
+    sampling = training_sampling(run.config, run.environment)  # approximate weights included
+    sampling = replace(sampling, max_new_tokens=min(MAX_NEW_TOKENS, sampling.max_new_tokens))
     talking = [index for index, (kind, _) in enumerate(prompts) if kind == "with images"]
     places = [(index, number) for index in talking for number in range(SAMPLES_PER_PROMPT)]
     talks = Conversations.of(run.environment, places, engine=run.engine, log=sessions)
@@ -163,7 +152,7 @@ async def _draw(
         request = Request(
             id=f"parity/{version}/{index}",
             prompt=prompted.prompt,
-            sampling=replace(_few_tokens(run), seed=request_seed(run.config.seed, index)),
+            sampling=replace(sampling, seed=request_seed(run.config.seed, index)),
             n=SAMPLES_PER_PROMPT,
             for_update=as_for_update and not several_turns,
             keep=several_turns and kind == "with images",
@@ -185,19 +174,10 @@ async def _draw(
 
 
 def _recomputed(group: SampleGroup) -> SampleGroup:
-    """The group's samples on the pictures that the engine had, without old log-probs.
-
-    They have no completion ids, so that the trainer reuses no recorded activations.
-    """
+    """The group's samples on the pictures that the engine had, without old log-probs and recorded activations."""
     drawn = [sample for sample in group.samples if not sample.on_view]
     samples = [replace(sample, completion_ids=(), old_logprobs_T=None, masked_logprobs_T=None) for sample in drawn]
     return replace(group, samples=tuple(samples), masked=None)
-
-
-def _few_tokens(run: Run) -> Sampling:
-    """Sampling parameters of the rollout, approximate weights included, with a lower token limit."""
-    sampling = training_sampling(run.config, run.environment)
-    return replace(sampling, max_new_tokens=min(MAX_NEW_TOKENS, sampling.max_new_tokens))
 
 
 async def _score(run: Run, groups: Sequence[SampleGroup]) -> list[Array]:
@@ -208,11 +188,6 @@ async def _score(run: Run, groups: Sequence[SampleGroup]) -> list[Array]:
         scored = [(sample.old_logprobs_T, sample.mask_T) for sample in group.samples]
         found.append(np.concatenate([values_T[mask_T] for values_T, mask_T in scored if values_T is not None]))
     return found
-
-
-def _fault_reading(name: str, columns: Sequence[Columns]) -> FaultReading:
-    """Log-probs [A] of engine, sound trainer and faulty one, group by group, as a reading."""
-    return FaultReading.of(name, *(np.concatenate(column) for column in zip(*columns, strict=True)))
 
 
 def parity_table(reading: ParityReading) -> Table:
@@ -291,17 +266,16 @@ def summary_line(reading: ParityReading) -> str:
     broken = reading.violation
     if broken is not None and reading.worst.mean_abs <= reading.limit:
         return f"engine and trainer differ (on prompts {broken.kind.kind} they {broken.text}; {PARITY_FILE})"
-    doubt = "; cannot tell: " * bool(reading.doubtful) + ", ".join(fault.name for fault in reading.doubtful)
-    doubt = doubt if reading.passed else ""
+    unclear = ", ".join(fault.name for fault in reading.doubtful)
+    doubt = f"; cannot tell: {unclear}" if unclear and reading.passed else ""
     return f"engine and trainer {verdict} ({reading.worst.mean_abs:.1g}, limit {reading.limit:g}{doubt}; {PARITY_FILE})"
 
 
 def _json(reading: ParityReading, step: int) -> str:
     about = {"step": step, "model": reading.model, "engine": reading.engine, "passed": reading.passed}
-    kinds = [_kind_json(kind) for kind in reading.kinds]
     limits = {"max_abs_logprob_diff": reading.limit, "max_k3": reading.max_k3}
-    faults = [_fault_json(fault) for fault in reading.faults]
-    return json.dumps(about | limits | {"prompts": kinds, "faults": faults}, indent=2) + "\n"
+    found = {"prompts": [*map(_kind_json, reading.kinds)], "faults": [*map(_fault_json, reading.faults)]}
+    return json.dumps(about | limits | found, indent=2) + "\n"
 
 
 def _fault_json(fault: FaultReading) -> dict[str, object]:
@@ -314,14 +288,7 @@ def _gap_json(gap: Gap) -> dict[str, float | None]:
 
 
 def _kind_json(kind: KindReading) -> dict[str, object]:
-    worst = {
-        "row": kind.worst.row,
-        "number": kind.worst.number,
-        "token_id": kind.worst.token_id,
-        "text": kind.worst.text,
-        "engine_logprob": json_number(kind.worst.engine_logprob),
-        "trainer_logprob": json_number(kind.worst.trainer_logprob),
-    }
+    worst = {k: json_number(v) if isinstance(v, float) else v for k, v in asdict(kind.worst).items()}
     means = _gap_json(kind) | {"max_abs": json_number(kind.worst.gap)}
     return {"kind": kind.kind, "prompts": kind.prompts, "tokens": kind.tokens, **means, "worst_token": worst}
 
@@ -332,7 +299,7 @@ async def pass_parity_gate(run: Run, version: int) -> None:
         return
     run.progress.stage("comparing the log-probs of engine and trainer")
     reading = await read_parity(run, version)
-    write_parity(run.folder, reading, version)
+    write_atomically(run.folder / PARITY_FILE, _json(reading, step=version).encode())
     run.progress.print(summary_line(reading))
     # a push frees the activations that the engine recorded of these completions
     await run.weight_sync.push(version)
@@ -375,7 +342,7 @@ async def _read_features(run: Run, version: int) -> FaultReading | None:
         gaps.append(np.concatenate(await _score(run, groups)) - np.concatenate(list(map(engine_logprobs, groups))))
     # tokens of two draws may differ, so that their gaps are compared pair by pair
     pairs_2A = np.array(list(zip(*gaps, strict=False))).T
-    return FaultReading.of("known images", np.zeros_like(pairs_2A[0]), pairs_2A[0], pairs_2A[1])
+    return FaultReading.of("known images", [(np.zeros_like(pairs_2A[0]), pairs_2A[0], pairs_2A[1])])
 
 
 async def check_rollout(run: Run, step: int, batch: Batch, metrics: Metrics) -> None:

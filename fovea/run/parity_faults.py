@@ -1,13 +1,10 @@
 """Known faults of engines, imitated in the samples that the trainer scores: their images, positions and image tokens.
 
-A fault is made in the batch, so that every policy scores it as it scores sound samples. Engines and trainers have been
-released with each of them, and none raises an error there.
+Engines and trainers have been released with each of them, and none raises an error there. The weights from before a
+push cannot be imitated in a batch. But the policy has scored what the engine drew with them (`TakenPush`), and a
+request of the same seed draws the same tokens from the same weights.
 
-The weights from before a push cannot be imitated in a batch, and the policy no longer has them. But it has scored what
-the engine drew with them (`TakenPush`), and a request of the same seed draws the same tokens from the same weights.
-
-Axes: `A` action tokens of a group or a sample, `L` token ids of a text, `K` those of them that a fault keeps, some of
-them twice where it repeats them.
+Axes: `A` action tokens of a group or a sample, `L` token ids of a text, `K` those that a fault keeps or repeats.
 """
 
 from __future__ import annotations
@@ -40,10 +37,9 @@ def usable_prompts(
     say: Callable[[str], None],
     clock: Callable[[], float] = time.monotonic,
 ) -> list[tuple[PromptKind, PromptedTask]]:
-    """Prompts of the first `num_rows` usable training rows, with and without their images.
+    """Prompts of the first `num_rows` usable training rows found in time, with and without images; DataError for none.
 
-    `say` gets a line for every row that cannot be used. After `max_seconds` the rows found so far are all; DataError
-    where there are none.
+    `say` gets a line for every row that cannot be used.
     """
     prompts = list[tuple[PromptKind, PromptedTask]]()
     rows, tried, end, last_error = 0, 0, clock() + max_seconds, ""
@@ -62,13 +58,9 @@ def usable_prompts(
             rows += 1
         tried += 1
     if not prompts:
-        raise DataError(_none_found(tried, last_error, clock() >= end, max_seconds))
+        within = f" within {max_seconds:g} s" if clock() >= end else ""
+        raise DataError(f"none of the first {tried} training rows can be used{within}, the last one: {last_error}")
     return prompts
-
-
-def _none_found(tried: int, last_error: str, late: bool, max_seconds: float) -> str:
-    within = f" within {max_seconds:g} s" if late else ""
-    return f"none of the first {tried} training rows can be used{within}, the last one: {last_error}"
 
 
 def without_images(messages: Sequence[Message]) -> tuple[Message, ...]:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from fovea.algorithms.kl import k3
-from fovea.run.parity_faults import Array, PromptKind
+from fovea.run.parity_faults import Array, Columns, PromptKind
 from fovea.types import SampleGroup
 
 
@@ -81,20 +81,20 @@ class KindReading(Gap):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultReading:
-    """The engine beside a trainer with a known fault, on the prompts that the fault changes."""
+    """The engine beside a trainer with a known fault, on the prompts that the fault changes.
+
+    Its distances from the trainer as it is and from the one with the fault, and the number of tokens nearer to each.
+    """
 
     name: str
     sound: Gap
-    """Distance of the engine from the trainer as it is."""
     faulty: Gap
-    """Distance of the engine from the trainer with the fault."""
     nearer_sound: int
-    """Number of tokens on which the engine is nearer to the trainer as it is."""
     nearer_fault: int
-    """Number of tokens on which the engine is nearer to the trainer with the fault."""
 
     @staticmethod
-    def of(name: str, engine_A: Array, sound_A: Array, faulty_A: Array) -> FaultReading:
+    def of(name: str, columns: Sequence[Columns]) -> FaultReading:
+        engine_A, sound_A, faulty_A = (np.concatenate(column) for column in zip(*columns, strict=True))
         to_sound_A, to_fault_A = np.abs(engine_A - sound_A), np.abs(engine_A - faulty_A)
         return FaultReading(
             name=name,
@@ -152,9 +152,8 @@ class ParityReading:
     model: str
     engine: str
     limit: float
-    """Largest mean absolute difference of a kind of prompt."""
+    """Largest mean absolute difference of a kind of prompt; `max_k3` is its largest k3."""
     max_k3: float
-    """Largest k3 of a kind of prompt."""
     dtype: str
     kinds: tuple[KindReading, ...]
     faults: tuple[FaultReading, ...] = ()

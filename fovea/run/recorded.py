@@ -19,7 +19,7 @@ from fovea.report.samples import write_samples
 from fovea.run.context import Run
 from fovea.samples import length_penalty, replace_samples
 from fovea.train.base import Needs
-from fovea.types import Batch, Episode, Group, Message, PromptImage, Sample, Turn, TurnTokens
+from fovea.types import Batch, Episode, Group, Message, PromptImage, Sample, TurnTokens
 
 TRACKER_MAX_PIXELS = 512 * 512
 """Largest number of pixels of an image for a tracker, whose server stores it for every recorded step."""
@@ -27,19 +27,17 @@ MAX_TEXT_CHARS = 1000
 """Of a question and of an answer in a caption."""
 
 
-def tracked_samples(run_dir: Path, records: Iterable[SampleRecord], *, max_pixels: int) -> Sequence[TrackedSample]:
-    """The first image of each record that has one, of at most `max_pixels` pixels each."""
+def tracked_samples(run_dir: Path, records: Iterable[SampleRecord]) -> Sequence[TrackedSample]:
+    """The first image of each record that has one, of at most TRACKER_MAX_PIXELS each."""
     with_images = ((record, read_image(run_dir, record.images[0].name)) for record in records if record.images)
     return [
-        TrackedSample(image=_decoded(png, max_pixels), caption=_caption(record))
-        for record, png in with_images
-        if png is not None
+        TrackedSample(image=_decoded(png), caption=_caption(record)) for record, png in with_images if png is not None
     ]
 
 
-def _decoded(png: bytes, max_pixels: int) -> Image.Image:
+def _decoded(png: bytes) -> Image.Image:
     image = Image.open(io.BytesIO(png)).convert("RGB")
-    scale = min(1.0, (max_pixels / (image.width * image.height)) ** 0.5)
+    scale = min(1.0, (TRACKER_MAX_PIXELS / (image.width * image.height)) ** 0.5)
     if scale == 1.0:
         return image
     return image.resize((max(1, int(image.width * scale)), max(1, int(image.height * scale))))
@@ -47,11 +45,10 @@ def _decoded(png: bytes, max_pixels: int) -> Image.Image:
 
 def _caption(record: SampleRecord) -> str:
     """The question, the truth, and the group's first answer: the best or worst would show another policy."""
-    rewards = [answer.score.reward for answer in record.answers]
     lines = [_cut(record.prompt), f"truth: {_cut(record.truth)}"]
     if len(record.images) > 1:
         lines.append(f"image 1 of {len(record.images)}")
-    if rewards:
+    if rewards := [answer.score.reward for answer in record.answers]:
         mean = sum(rewards) / len(rewards)
         lines.append(
             f"reward {rewards[0]:.3g} (mean of {len(rewards)}: {mean:.3g}): {_cut(record.answers[0].score.text)}"
@@ -89,7 +86,7 @@ async def record_samples(run: Run, step: int, groups: Sequence[Group], batch: Ba
         records = [_record(run, group, samples) for group in kept]
         write_samples(run.folder, step, records)
         if run.metrics.has_trackers:
-            run.metrics.add_samples(tracked_samples(run.folder, records, max_pixels=TRACKER_MAX_PIXELS))
+            run.metrics.add_samples(tracked_samples(run.folder, records))
 
 
 async def _scored(run: Run, groups: Sequence[Group], batch: Batch) -> Samples:
@@ -135,7 +132,7 @@ def _record(run: Run, group: Group, samples: Samples) -> SampleRecord:
 
 def _answer(run: Run, episode: Episode, samples: Samples) -> RecordedAnswer:
     sample = samples.get(episode.tokens[0].completion.id)
-    places = _places(episode.tokens)
+    generated = [turn for turn in episode.turns if turn.tokens is not None]
     return RecordedAnswer(
         score=_score(run, episode),
         turns=tuple(
@@ -151,7 +148,7 @@ def _answer(run: Run, episode: Episode, samples: Samples) -> RecordedAnswer:
                 reward=episode.score.turns[number] if episode.score.turns else None,
                 seconds=round(turn.seconds, DECIMALS),
             )
-            for number, (turn, place) in enumerate(zip(_generated(episode), places, strict=True))
+            for number, (turn, place) in enumerate(zip(generated, _places(episode.tokens), strict=True))
         ),
         marks=episode.score.marks,
         end=episode.end,
@@ -163,10 +160,6 @@ def _score(run: Run, episode: Episode) -> SampledAnswer:
     score = sampled_answer(episode)
     penalty = length_penalty(episode, run.config.algorithm, run.config.rollout.max_new_tokens)
     return replace(score, parts={**score.parts, "algorithm.overlong": penalty}) if penalty else score
-
-
-def _generated(episode: Episode) -> tuple[Turn, ...]:
-    return tuple(turn for turn in episode.turns if turn.tokens is not None)
 
 
 def _places(turns: Sequence[TurnTokens]) -> Iterator[slice]:

@@ -1,24 +1,33 @@
-"""The rollout of a step, from rows to scored groups: one batch, or with dynamic sampling as many as fill the step."""
+"""The rollout of a step, from rows to scored groups: one batch, or with dynamic sampling as many as fill the step.
+
+Also views of its prompts: with noise to draw on (`rollout.views`), masked for the loss (`algorithm.views`).
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
 
 from fovea.config.run import Config
+from fovea.config.views import RolloutViews
+from fovea.data.views import SeededView, View, mask_of, noise_of
 from fovea.environments.answer_end import declared_end
 from fovea.environments.base import Environment, OpensSessions
+from fovea.environments.prompt_source import PromptedTask, PromptSource
 from fovea.errors import ConfigError, TrainError
 from fovea.metrics.log import Phases
 from fovea.rollout.base import CountsPrefill, Engine
 from fovea.rollout.collect import collect
 from fovea.rollout.conversation import SessionLog
 from fovea.run.context import Run, TaskStream
-from fovea.run.views import view_metrics, with_views
-from fovea.types import AnswerEnd, Group, Metrics, Sampling
+from fovea.types import AnswerEnd, Group, Metrics, Prompt, Sampling
 from fovea.utils.bounded import append_to, read_lines
 
 SAME_ACCURACY = 1e-6
@@ -31,9 +40,7 @@ class StepRollout:
     """Scored groups of one step."""
 
     groups: Sequence[Group]
-    """All scored groups."""
     to_train: Sequence[Group]
-    """Groups that the step trains on."""
     dropped: Sequence[Group]
     """Groups left out by dynamic sampling."""
     unscored: Sequence[str] = ()
@@ -50,14 +57,13 @@ class StepRollout:
 
 
 async def draw(run: Run, step: int, phases: Phases) -> StepRollout:
-    """Roll out a step in its curriculum stage; its rewards count for the stage of the next one.
-
-    Rollouts are drawn in the order of their steps, one after another.
-    """
-    _begin_stage(run, step)
+    """Roll out a step in its curriculum stage, one step after another: its rewards count for the stage of the next."""
+    curriculum = run.stream.curriculum
+    if (change := curriculum.begin_step(step)) is not None:
+        run.progress.print(f"step {step}: {change}")
+        run.stream.order.weigh_levels(curriculum.level_weights)
     _prefill_metrics(run.engine)  # those of an evaluation
     rollout = await roll_out(run.engine, run.stream, run.config, step=step, phases=phases)
-    curriculum = run.stream.curriculum
     metrics = rollout.metrics | curriculum.metrics() | run.sources.bad_rows.metrics()
     metrics |= _prefill_metrics(run.engine)
     if rollout.groups:
@@ -69,100 +75,87 @@ def _prefill_metrics(engine: Engine) -> Metrics:
     return engine.prefill_metrics() if isinstance(engine, CountsPrefill) else {}
 
 
-def _begin_stage(run: Run, step: int) -> None:
-    """Enter the curriculum stage of this step; print a new stage, and apply its level weights to the data order."""
-    change = run.stream.curriculum.begin_step(step)
-    if change is not None:
-        run.progress.print(f"step {step}: {change}")
-        run.stream.order.weigh_levels(run.stream.curriculum.level_weights)
-
-
 async def roll_out(engine: Engine, stream: TaskStream, config: Config, *, step: int, phases: Phases) -> StepRollout:
     """Roll out `prompts_per_step` groups; with dynamic sampling that many of mixed accuracy, within `max_gen_batches`.
 
     Yu et al., DAPO, arXiv 2503.14476, section 3.2, by accuracy instead of reward.
     """
     sessions = SessionLog()
-    rollout = await _roll_out(_Batches(engine=engine, stream=stream, config=config, sessions=sessions), step, phases)
-    unscored, metrics = rollout.unscored, dict(rollout.metrics)
+    draw_batch = partial(_draw_batch, engine, stream, config, sessions, phases, step)
+    rollout = await _roll_out(stream, config, draw_batch)
+    metrics = dict(rollout.metrics)
     if config.rollout.views:
         metrics |= view_metrics(rollout.groups, config.rollout.views, step, config.max_steps)
     has_sessions = isinstance(stream.environment, OpensSessions)
     if stream.grading.waits or has_sessions:
-        metrics["groups/unscored"] = float(len(unscored))
+        metrics["groups/unscored"] = float(len(rollout.unscored))
     if has_sessions:
         metrics |= sessions.metrics()
     failed = tuple(str(failure) for failure in sessions.failures if failure.reward is None)
     return replace(rollout, failed=failed, metrics=metrics)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Batches:
-    """The batches of groups that a step may draw."""
+async def _draw_batch(
+    engine: Engine,
+    stream: TaskStream,
+    config: Config,
+    sessions: SessionLog,
+    phases: Phases,
+    step: int,
+    num_before: int,
+) -> tuple[list[Group], list[str]]:
+    """The scored groups of one batch, and the reasons of those that were left out."""
+    rollout, unscored = config.rollout, list[str]()
+    with phases("data"):
+        prompted = stream.source.take(stream.order, rollout.prompts_per_step)
+        if rollout.views or config.algorithm.views:
+            prompted = with_views(stream.source, prompted, config, step=step, num_before=num_before)
+    with phases("rollout"):
+        groups = await collect(
+            engine,
+            stream.interaction,
+            prompted,
+            sampling=training_sampling(config, stream.environment),
+            n=rollout.samples_per_prompt,
+            seed=(config.seed, step),
+            num_before=num_before,
+            unscored=unscored,
+            sessions=sessions,
+            fewest=2 if config.algorithm.compares else 1,
+            for_update=True,
+            num_noisy=0 if rollout.views is None else rollout.views.num_drawn(rollout.samples_per_prompt),
+        )
+    return groups, unscored
 
-    engine: Engine
-    stream: TaskStream
-    config: Config
-    sessions: SessionLog
 
-    async def draw(self, step: int, num_before: int, phases: Phases) -> tuple[list[Group], list[str]]:
-        """The scored groups of one batch, and the reasons of those that were left out."""
-        rollout, unscored = self.config.rollout, list[str]()
-        with phases("data"):
-            prompted = self.stream.source.take(self.stream.order, rollout.prompts_per_step)
-            if rollout.views or self.config.algorithm.views:
-                prompted = with_views(self.stream.source, prompted, self.config, step=step, num_before=num_before)
-        with phases("rollout"):
-            groups = await collect(
-                self.engine,
-                self.stream.interaction,
-                prompted,
-                sampling=training_sampling(self.config, self.stream.environment),
-                n=rollout.samples_per_prompt,
-                seed=(self.config.seed, step),
-                num_before=num_before,
-                unscored=unscored,
-                sessions=self.sessions,
-                fewest=2 if self.config.algorithm.compares else 1,
-                for_update=True,
-                num_noisy=0 if rollout.views is None else rollout.views.num_drawn(rollout.samples_per_prompt),
-            )
-        return groups, unscored
+DrawBatch: TypeAlias = Callable[[int], Awaitable[tuple[list[Group], list[str]]]]
+"""Draws a batch of a step, after so many groups of it."""
 
 
-async def _roll_out(batches: _Batches, step: int, phases: Phases) -> StepRollout:
-    stream, wanted = batches.stream, batches.config.rollout.prompts_per_step
-    groups, unscored = await batches.draw(step, 0, phases)
-    dynamic = batches.config.algorithm.dynamic_sampling
+async def _roll_out(stream: TaskStream, config: Config, draw_batch: DrawBatch) -> StepRollout:
+    dynamic, wanted, num_batches = config.algorithm.dynamic_sampling, config.rollout.prompts_per_step, 1
+    groups, unscored = await draw_batch(0)
     if dynamic is None:
         return StepRollout(groups=groups, to_train=groups, dropped=(), unscored=unscored, metrics={})
-    num_batches = 1
     # by accuracy: a group whose rewards differ by a small part for the format only has nothing to teach
-    mixed, alike = _split_by_signal(groups)
-    while len(mixed) < wanted and num_batches < dynamic.max_gen_batches and stream.has_more:
-        more, more_unscored = await batches.draw(step, num_batches * wanted, phases)
-        more_mixed, more_alike = _split_by_signal(more)
+    while sum(map(_differs, groups)) < wanted and num_batches < dynamic.max_gen_batches and stream.has_more:
+        more, more_unscored = await draw_batch(num_batches * wanted)
         groups, unscored = [*groups, *more], [*unscored, *more_unscored]
-        mixed, alike = mixed + more_mixed, alike + more_alike
         num_batches += 1
-    to_train = mixed[:wanted]
+    mixed, alike = [each for each in groups if _differs(each)], [each for each in groups if not _differs(each)]
+    to_train, left_over = mixed[:wanted], mixed[wanted:]
     return StepRollout(
         groups=groups,
         to_train=to_train,
-        dropped=alike + mixed[wanted:],
+        dropped=alike + left_over,
         unscored=unscored,
         metrics={
             "dynamic_sampling/batches": float(num_batches),
             "dynamic_sampling/groups_dropped": float(len(alike)),
-            "dynamic_sampling/groups_left_over": float(len(mixed) - len(to_train)),
+            "dynamic_sampling/groups_left_over": float(len(left_over)),
             "dynamic_sampling/groups_missing": float(wanted - len(to_train)),
         },
     )
-
-
-def _split_by_signal(groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
-    """Split groups into those of mixed accuracy and those of equal accuracy."""
-    return [group for group in groups if _differs(group)], [group for group in groups if not _differs(group)]
 
 
 def _differs(group: Group) -> bool:
@@ -245,10 +238,7 @@ def rollout_sampling(config: Config, environment: Environment) -> Sampling:
 
 
 def answer_end_of(config: Config, environment: Environment) -> AnswerEnd | None:
-    """The end at which completions stop; None without `rollout.stop_after_answer`.
-
-    ConfigError where the environment does not say where its answers end.
-    """
+    """The end at which completions stop, if `rollout.stop_after_answer`; ConfigError if the environment names none."""
     if not config.rollout.stop_after_answer:
         return None
     end = declared_end(environment)
@@ -259,3 +249,50 @@ def answer_end_of(config: Config, environment: Environment) -> AnswerEnd | None:
             "environment answer_end = AnswerEnd(), of fovea.types"
         )
     return end
+
+
+NOISY, MASKED = 0, 1
+"""Last but one of the numbers that seed a picture, after the run's seed, the step and the group."""
+
+
+def in_one_turn(config: Config, environment: Environment) -> Environment:
+    """The environment; ConfigError for views in one of several turns, whose later pictures no view changes."""
+    given = {"rollout.views": config.rollout.views, "algorithm.views": config.algorithm.views}
+    several = environment.max_turns > 1 or isinstance(environment, OpensSessions)
+    for key in (key for key, views in given.items() if views is not None and several):
+        raise ConfigError(
+            f"{key} changes the pictures of prompts, but environment={config.environment.name} shows others in later "
+            f"turns, also by its tools; set {key}=null"
+        )
+    return environment
+
+
+def with_views(
+    source: PromptSource, prompted: Sequence[PromptedTask], config: Config, *, step: int, num_before: int
+) -> list[PromptedTask]:
+    """The tasks of a step, counted from 0, with the views that the settings ask for; the same in every run."""
+    noisy, masked = config.rollout.views, config.algorithm.views
+    noise: View | None = None if noisy is None else noise_of(noisy, step + 1, config.max_steps)
+    mask: View | None = None if masked is None else mask_of(masked)
+
+    def work(index: int, item: PromptedTask, view: View, kind: int) -> Callable[[], Prompt]:
+        seed = (config.seed, step, index, kind)
+        return source.view(item, lambda number: SeededView(view=view, seed=(*seed, number)))
+
+    numbered = list(enumerate(prompted, start=num_before))
+    views = [(kind, view) for kind, view in ((NOISY, noise), (MASKED, mask)) if view is not None]
+    made = source.at_once(
+        {(index, kind): work(index, item, view, kind) for kind, view in views for index, item in numbered}
+    )
+    return [replace(item, noisy=made.get((index, NOISY)), masked=made.get((index, MASKED))) for index, item in numbered]
+
+
+def view_metrics(groups: Sequence[Group], settings: RolloutViews, step: int, max_steps: int) -> Metrics:
+    """The noise of a step, counted from 0, and the accuracy of completions drawn on it; empty without any."""
+    episodes = [episode for group in groups for episode in group.episodes if episode.tokens[0].on_view]
+    if not episodes:
+        return {}
+    return {
+        "views/noise_step": float(noise_of(settings, step + 1, max_steps).step),
+        "accuracy/noisy": float(np.mean([episode.score.accuracy for episode in episodes])),
+    }

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from contextlib import suppress
 from datetime import datetime
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from uuid import uuid4
 
@@ -18,15 +17,11 @@ from fovea.metrics.jsonl import METRICS_FILE
 from fovea.run.microbatches import MICROBATCHES_FILE
 
 LATEST = "latest"
-TIME_FORMAT = "%Y%m%d-%H%M%S"
 _ENDS_IN_TIME = re.compile(r"-\d{8}-\d{6}(-\d+)?$")
 
 
 def make_folder(config: Config) -> tuple[Path, bool]:
-    """Make the folder of a run, and say whether it is new; that of a pattern with a time always is.
-
-    ConfigError where such a pattern is to be resumed.
-    """
+    """Make the folder of a run, and say whether it is new; ConfigError if a pattern with a time is to be resumed."""
     if TIME not in config.run_dir:
         folder = Path(filled(config))
         if folder.is_symlink():
@@ -39,18 +34,13 @@ def make_folder(config: Config) -> tuple[Path, bool]:
             f"resume=auto goes on with the run in run_dir, but run_dir={config.run_dir} is a new folder every time; "
             f"set run_dir to the folder of the run, such as runs/{LATEST}, or to one that is always the same"
         )
-    for folder in _candidates(config):
+    name = filled(config, datetime.now().strftime("%Y%m%d-%H%M%S"))
+    for folder in map(Path, chain([name], (f"{name}-{number}" for number in count(2)))):
         # not first asked for: another run may begin in the same second
         with suppress(FileExistsError):
             folder.mkdir(parents=True)
             return folder, True
     raise AssertionError("candidates never end")
-
-
-def _candidates(config: Config) -> Iterator[Path]:
-    name = filled(config, datetime.now().strftime(TIME_FORMAT))
-    yield Path(name)
-    yield from (Path(f"{name}-{number}") for number in count(2))
 
 
 def filled(config: Config, time: str = TIME) -> str:

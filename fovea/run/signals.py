@@ -1,13 +1,10 @@
 """The end of a run before its last step: by a signal, or by the time limit of the settings (`max_hours`).
 
-The signals are SIGTERM (Slurm, Kubernetes, spot machines), SIGINT (Ctrl-C) and SIGHUP (a closed terminal).
-
-During a step the first one waits: the step is finished and saved, then the run ends with exit code 128 + the signal's
-number (143, 130, 129). A second one, or one outside the steps, where nothing is to be saved, ends the run at once. A
-signal that is ignored when the run begins, as SIGHUP is under nohup, stays ignored; handlers that the program has set
-itself stay, too. The time limit is looked at after each step, where it acts as a signal does, with exit code 0.
-
-Worker processes ignore these signals: they end when the driver hangs up.
+During a step the first SIGTERM (Slurm, Kubernetes, spot machines), SIGINT (Ctrl-C) or SIGHUP (a closed terminal) waits:
+the step is finished and saved, then the run ends with exit code 128 + the signal's number (143, 130, 129). A second
+one, or one outside the steps, where nothing is to be saved, ends the run at once. The time limit is looked at after
+each step, where it acts as a signal does, with exit code 0. Worker processes ignore these signals: they end when the
+driver hangs up.
 """
 
 from __future__ import annotations
@@ -62,10 +59,7 @@ class Stop:
 
     @contextmanager
     def after_step(self) -> Iterator[None]:
-        """Context of the steps: the first signal is only noted, and the running step goes on to its end.
-
-        A run that has received one ends with the block.
-        """
+        """Context of the steps: a first signal is noted until the running step ends; it ends the run with the block."""
         self._in_steps = True
         try:
             yield

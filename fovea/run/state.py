@@ -21,7 +21,6 @@ class Position(TypedDict):
     order: Any
     curriculum: CurriculumState
     bad_rows: int
-    """Number of bad rows found so far."""
 
 
 def position_of(run: Run) -> Position:
@@ -71,17 +70,10 @@ class TrainState:
 
     def to_json(self) -> dict[str, Any]:
         """JSON form, without the step, which a checkpoint has anyway."""
-        return {
-            "kl_coef": self.kl_coef,
-            "before": _evaluation_to_json(self.before),
-            "after_warmup": _evaluation_to_json(self.after_warmup),
-            "warmup_seconds": self.warmup_seconds,
-            "rl_seconds": self.rl_seconds,
-            "shared_images": asdict(self.shared_images) if self.shared_images else None,
-            "kept": asdict(self.retained),
-            "microbatches": asdict(self.microbatches) if self.microbatches else None,
-            "total_seconds": self.total_seconds,
-        }
+        saved = asdict(self)
+        for name in ("step", "started", "earlier_seconds"):
+            del saved[name]
+        return saved | {"kept": saved.pop("retained"), "total_seconds": self.total_seconds}
 
     @staticmethod
     def from_json(step: int, saved: Mapping[str, Any], *, started: float) -> TrainState:
@@ -100,10 +92,6 @@ class TrainState:
             started=started,
             earlier_seconds=saved["total_seconds"],
         )
-
-
-def _evaluation_to_json(evaluation: Evaluation | None) -> dict[str, Any] | None:
-    return asdict(evaluation) if evaluation else None
 
 
 def _evaluation_from_json(saved: Mapping[str, Any] | None) -> Evaluation | None:

@@ -4,11 +4,8 @@ A run on Ray has one without restarts too, since Ray's library ends a process of
 and without a word.
 
 The child is the same command with the folder of the run written out. It is started again, with resume=auto, after a
-death that a new process may survive: by a signal such as SIGKILL, SIGSEGV or SIGBUS, by the loss of a worker process,
-or out of memory; not after an error of the user's, nor where somebody asked for the end. A new checkpoint gives all
-restarts back: a run that goes on may die any number of times, one that dies at the same place again and again ends.
-
-Signals that end a run are passed on to the child, which has a separate session and so gets none from the terminal.
+death that a new process may survive (`CAUSES`, and signals such as SIGKILL, SIGSEGV or SIGBUS); not after an error of
+the user's, nor where somebody asked for the end. A new checkpoint gives all restarts back.
 """
 
 from __future__ import annotations
@@ -20,7 +17,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
 from types import FrameType
@@ -39,7 +35,6 @@ CAUSES = {
     MicrobatchMemoryError.exit_code: "memory ran out in a micro-batch",
 }
 """Exit codes after which a run is started again, with the cause as a message gives it."""
-SHOW_CURSOR = "\x1b[?25h"
 
 
 def is_supervised(config: Config) -> bool:
@@ -103,21 +98,14 @@ def newest_written(folder: Path) -> Written:
     return Written((folder / "checkpoints" / f"step-{step}").stat().st_mtime_ns if step >= 0 else 0, step)
 
 
-@dataclass(slots=True)
 class Restarts:
     """The restarts that a run has left, and the arguments of the next attempt."""
 
-    config: Config
-    folder: Path
-    left: int = field(init=False)
-    newest: Written = field(init=False)
-    """Newest checkpoint at the last death."""
-    _started: float = field(default_factory=monotonic)
-    _first: Written = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.left, self.newest = self.config.max_restarts, newest_written(self.folder)
-        self._first = self.newest
+    def __init__(self, config: Config, folder: Path) -> None:
+        self.config, self.folder, self.left = config, folder, config.max_restarts
+        self.newest = self._first = newest_written(folder)
+        """Newest checkpoint at the last death."""
+        self._started = monotonic()
 
     def count(self) -> None:
         """Count a restart."""
@@ -176,7 +164,7 @@ class Child:
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         if code < 0 and sys.stdout.isatty():
-            sys.stdout.write(SHOW_CURSOR)  # a live display that was killed has hidden it
+            sys.stdout.write("\x1b[?25h")  # show the cursor, which a live display that was killed has hidden
         return code
 
     @contextmanager

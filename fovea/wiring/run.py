@@ -34,9 +34,8 @@ from fovea.run.context import Run, TaskStream
 from fovea.run.fingerprint import GivenCode, check_unchanged, take_fingerprint
 from fovea.run.folder import open_run_folder
 from fovea.run.parity_faults import without_images
-from fovea.run.rollout_step import answer_end_of, record_unscored_answer
+from fovea.run.rollout_step import answer_end_of, in_one_turn, record_unscored_answer
 from fovea.run.signals import Stop, ending_signals
-from fovea.run.views import in_one_turn
 from fovea.train.start_check import Reference, Row, StartCheck
 from fovea.types import Task
 from fovea.wiring.backends import open_backends

@@ -6,14 +6,16 @@ import os
 import subprocess
 import sys
 import warnings
+from contextlib import suppress
 from pathlib import Path
+from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
 import torch
 
 from fovea.errors import DataError
-from fovea.metrics.log import JsonlSink, MetricsLog, Phases, peak_memory, peak_rss_gib, read_metrics
+from fovea.metrics.log import JsonlSink, MetricsLog, Phases, peak_rss_gib, read_metrics
 from fovea.utils.files import write_atomically
 from fovea.utils.host_waits import awaited
 
@@ -24,22 +26,11 @@ def log_steps(sink, steps) -> None:
             log.write(step, {"reward": step / 8, "groups/with_signal": float(step)})
 
 
-class Recorder:
-    def __init__(self) -> None:
-        self.seen: list[object] = []
-
-    def write(self, step, metrics) -> None:
-        self.seen.append((step, dict(metrics)))
-
-    def close(self) -> None:
-        self.seen.append("closed")
-
-
 def test_every_sink_gets_every_step_and_is_closed() -> None:
-    first, second = Recorder(), Recorder()
+    first, second = Mock(), Mock()
     with MetricsLog([first, second]) as log:
         log.write(3, {"reward": 0.5})
-    assert first.seen == second.seen == [(3, {"reward": 0.5}), "closed"]
+    assert first.mock_calls == second.mock_calls == [call.write(3, {"reward": 0.5}), call.close()]
 
 
 def test_a_line_is_valid_json_with_the_step_first(tmp_path: Path) -> None:
@@ -102,25 +93,19 @@ def test_a_broken_line_is_named(tmp_path: Path, line: str) -> None:
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "folder" / "summary.json"
-    write_atomically(path, b"old")
-
-    def fail(*_: object) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr(os, "fsync", fail)
+    write_atomically(tmp_path / "summary.json", b"old")
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
-        write_atomically(path, b"new")
-    assert path.read_bytes() == b"old"
-    assert os.listdir(path.parent) == ["summary.json"]
+        write_atomically(tmp_path / "summary.json", b"new")
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]
 
 
-def test_phases_add_up_and_reset() -> None:
+def test_phases_add_up_also_where_they_fail_and_reset() -> None:
     times = iter([0.0, 2.0, 10.0, 10.5, 20.0, 21.0])
     phases = Phases(clock=lambda: next(times))
     for name in ("rollout", "update", "rollout"):
-        with phases(name):
-            pass
+        with suppress(RuntimeError), phases(name):
+            raise RuntimeError
     assert phases.seconds() == {"seconds/rollout": 3.0, "seconds/update": 0.5}
     assert phases.seconds() == {}
 
@@ -137,21 +122,12 @@ def test_waits_are_those_within_the_phase() -> None:
     assert phases.waits() == {}
 
 
-def test_a_phase_that_fails_still_counts() -> None:
-    times = iter([0.0, 2.0])
-    phases = Phases(clock=lambda: next(times))
-    with pytest.raises(RuntimeError), phases("update"):
-        raise RuntimeError
-    assert phases.seconds() == {"seconds/update": 2.0}
-
-
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="elsewhere getrusage is all there is")
 def test_peak_memory_is_that_of_the_process_itself() -> None:
     with mmap.mmap(-1, 2**30) as held:  # malloc might keep it when it is freed
         for start in range(0, len(held), 2**24):
             held[start : start + 2**24] = b"x" * 2**24
     assert peak_rss_gib() > 1
-    assert peak_memory()["memory/peak_rss_gib"] == pytest.approx(peak_rss_gib(), rel=0.05)
     code = "from fovea.metrics.log import peak_rss_gib; print(peak_rss_gib())"
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert 0.05 < float(child.stdout) < 0.9, "it has imported torch, and holds nothing of its parent"

@@ -7,25 +7,16 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from fovea.cli.main import app
 from fovea.metrics.log import read_metrics
 from fovea.metrics.profile import phase_times, timed_steps, traced_step
+from tests.runs import QUICK, fovea_here
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "shapes.yaml"
-SMALL = [
-    *("environment.train_size=64", "environment.dev_size=8", "environment.test_size=8"),
-    *("warmup=null", "evaluate.image_controls=false", "evaluate.shared_images=ignore", "log.tensorboard=false"),
-    *("evaluate.test_size=2", "parity.prompts=0"),
-    *("rollout.prompts_per_step=4", "rollout.samples_per_prompt=4"),
-]
+SMALL = [*QUICK, "environment.test_size=8", "evaluate.test_size=2", "rollout.prompts_per_step=4"]
 
 
 def train(run_dir: Path, *settings: str) -> str:
-    result = CliRunner().invoke(app, ["train", str(RECIPE), f"run_dir={run_dir}", *SMALL, *settings])
-    assert result.exit_code == 0, result.output
-    return result.output
+    return fovea_here("train", "recipes/shapes.yaml", f"run_dir={run_dir}", *SMALL, *settings).output
 
 
 def phase_rows(text: str) -> dict[str, list[str]]:
@@ -99,8 +90,5 @@ def test_a_real_run_leaves_a_trace_and_a_table_and_a_step_more_its_own(tmp_path:
 
     assert "profile:" not in train(tmp_path, "max_steps=5", "profile=true", "resume=auto"), "no step is left"
     assert "Phases, step 6 (tracer on)" in train(tmp_path, "max_steps=6", "profile=true", "resume=auto")
-
-
-def test_off_leaves_nothing(tmp_path: Path) -> None:
-    assert "profile" not in train(tmp_path, "max_steps=1")
-    assert not (tmp_path / "profile").exists()
+    assert "profile" not in train(tmp_path / "off", "max_steps=1")
+    assert not (tmp_path / "off/profile").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -36,19 +37,11 @@ def lines(console: Console) -> list[str]:
     return console.file.getvalue().splitlines()
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 def run(*, num_steps: int, step_s: float, start_step: int = 0) -> list[str]:
-    console, clock = plain_console(), Clock()
-    with Progress(num_steps, start_step, True, console, clock) as progress:
+    console, now_s = plain_console(), [0.0]
+    with Progress(num_steps, start_step, True, console, lambda: now_s[0]) as progress:
         for step in range(start_step + 1, num_steps + 1):
-            clock.now_s += step_s
+            now_s[0] += step_s
             progress.step(step, METRICS)
     return lines(console)
 
@@ -58,20 +51,18 @@ def test_a_plain_line_has_the_figures() -> None:
     assert first == "step 1/100  reward 0.500  signal 62%  accuracy 0.250  length 5.2  12,346 tok/s  3:18 left"
 
 
-def numbers(found: list[str]) -> list[int]:
-    return [int(line.split()[1].split("/")[0].replace(",", "")) for line in found]
-
-
-def test_fast_steps_give_a_line_per_tenth() -> None:
-    assert numbers(run(num_steps=1000, step_s=0.001)) == [*range(1, 1000, 100), 1000]
-
-
-def test_slow_steps_give_a_line_every_five_seconds() -> None:
-    assert numbers(run(num_steps=1000, step_s=0.5))[:4] == [1, 11, 21, 31]
-
-
-def test_a_resumed_run_goes_on_from_its_step() -> None:
-    assert numbers(run(num_steps=1000, step_s=0.001, start_step=900)) == [901, 1000]
+@pytest.mark.parametrize(
+    ("step_s", "start_step", "printed"),
+    [
+        (0.001, 0, [*range(1, 1000, 100), 1000]),  # a line per tenth
+        (0.5, 0, [*range(1, 1000, 10), 1000]),  # one every five seconds
+        (0.001, 900, [901, 1000]),
+    ],
+    ids=["fast steps", "slow steps", "resumed"],
+)
+def test_lines_are_few(step_s: float, start_step: int, printed: list[int]) -> None:
+    found = run(num_steps=1000, step_s=step_s, start_step=start_step)
+    assert [int(line.split()[1].split("/")[0].replace(",", "")) for line in found] == printed
 
 
 def test_time_left_follows_a_moving_average() -> None:
@@ -95,11 +86,11 @@ def test_a_reading_stays_until_the_next() -> None:
 
 
 def test_stages_print_when_they_change_or_are_late() -> None:
-    console, clock = plain_console(), Clock()
-    with Progress(10, 0, True, console, clock) as progress:
+    console, now_s = plain_console(), [0.0]
+    with Progress(10, 0, True, console, lambda: now_s[0]) as progress:
         progress.stage("making the model")
         for step in range(1, 801):
-            clock.now_s += 0.0625
+            now_s[0] += 0.0625
             progress.stage(f"warm-up {step}/800")
     assert lines(console) == ["making the model", *(f"warm-up {step}/800" for step in range(1, 801, 80))]
 
@@ -123,57 +114,34 @@ def test_a_warning_is_printed_once_with_a_display_and_without(
     assert capsys.readouterr().err == ("" if enabled else "step-6 is damaged\n")
 
 
-def test_the_live_display_has_a_bar_and_figures() -> None:
+def test_the_live_display_has_a_bar_and_figures_below_what_is_printed() -> None:
     console = terminal()
-    with Progress(100, 0, True, console) as progress:
+    with suppress(RuntimeError), Progress(100, 0, True, console) as progress:
         progress.stage("making the model")
         console.print(progress._render())
         progress.step(25, METRICS)
+        progress.print("a [table] of [/numbers]")
+        raise RuntimeError
     text = console.file.getvalue()
-    assert "making the model" in text
-    assert "step 25/100" in text
-    assert "━" in text
-    assert "reward 0.500  signal 62%  accuracy 0.250  length 5.2  12,346 tok/s" in text
-    assert "2:30 left" in text
+    figures = "reward 0.500  signal 62%  accuracy 0.250  length 5.2  12,346 tok/s"
+    assert all(part in text for part in ("making the model", "━", figures, "2:30 left"))
+    assert text.index("a [table] of [/numbers]") < text.rindex("step 25/100")
     assert text.endswith("\x1b[?25h"), "the cursor is shown again"
 
 
-def test_prints_above_the_live_display() -> None:
-    console = terminal()
-    with Progress(100, 0, True, console) as progress:
-        progress.step(1, METRICS)
-        progress.print("a [table] of [/numbers]")
-    text = console.file.getvalue()
-    assert text.index("a [table] of [/numbers]") < text.rindex("step 1/100")
-
-
-def test_a_long_string_is_not_broken() -> None:
+def test_texts_are_no_markup_and_are_not_broken() -> None:
     console = plain_console()
     with Progress(1, 0, True, console) as progress:
         progress.print("report: " + "folder/" * 20)
-    assert lines(console) == ["report: " + "folder/" * 20]
-
-
-def test_stage_text_is_not_markup() -> None:
-    console = plain_console()
-    with Progress(1, 0, True, console) as progress:
         progress.stage("reading [/x].parquet")
-    assert lines(console) == ["reading [/x].parquet"]
-
-
-def test_an_error_ends_the_live_display() -> None:
-    console = terminal()
-    with pytest.raises(RuntimeError), Progress(1, 0, True, console):
-        raise RuntimeError
-    assert console.file.getvalue().endswith("\x1b[?25h")
+    assert lines(console) == ["report: " + "folder/" * 20, "reading [/x].parquet"]
 
 
 def test_the_file_has_the_lines_whatever_the_terminal_shows(tmp_path: Path) -> None:
     file = tmp_path / "console.txt"
     for console, enabled in ((terminal(), True), (plain_console(), False)):
         file.unlink(missing_ok=True)
-        clock = Clock()
-        with Progress(2, 0, enabled, console, clock, transcript=file) as progress:
+        with Progress(2, 0, enabled, console, lambda: 0.0, transcript=file) as progress:
             progress.stage("making the model")
             progress.print("https://me:word@host/x " + "folder/" * 30 + " \ud800[/x]\x1b[2J")
             progress.step(1, METRICS)

@@ -14,13 +14,8 @@ TASK = Task(id="train/0", question="q", answer="a")
 
 
 def turn(*logprobs: float, messages: tuple[Message, ...] = (), seconds: float = 0.0) -> Turn:
-    completion = Completion(
-        token_ids_T=np.arange(len(logprobs)),
-        logprobs_T=np.array(logprobs, dtype=np.float32),
-        text="x",
-        finish="stop",
-        version=0,
-    )
+    ids, values = np.arange(len(logprobs)), np.array(logprobs, dtype=np.float32)
+    completion = Completion(token_ids_T=ids, logprobs_T=values, text="x", finish="stop", version=0)
     tokens = TurnTokens(observation=text_prompt([0]), completion=completion)
     return Turn(messages=messages, text="x", tokens=tokens, seconds=seconds)
 
@@ -77,7 +72,6 @@ def test_an_answer_that_an_environment_could_not_read_is_no_failed_call() -> Non
 
 
 def test_long_episodes_and_many_tools_have_few_names() -> None:
-    """60 turns and 59 tools, and names that a model or a server made up: the least called and the odd ones together."""
     calls = [(result(f"tool{number}"), result("often")) for number in range(59)]
     odd = (result("<b>\n"), result("x" * 65), result("says the model", failed=True))
     metrics = turn_metrics([episode(turn(-1), *(turn(-1, messages=(*call, *odd)) for call in calls))])

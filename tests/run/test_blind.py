@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import cast
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from benchmarks.parity_faults import CHANGES, POSITIONS, BrokenEngine, broken_positions
 from fovea import loop, loop_async
@@ -21,11 +22,53 @@ from fovea.models.modules import vision_tower
 from fovea.models.vision.feature_cache import ImageFeatures
 from fovea.models.vlm import VLM
 from fovea.rollout.base import Engine
+from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.rollout.outputs import Drawn, Sampled, completions
 from fovea.run.context import RolloutGap, Run
-from fovea.types import Completion, Prompt, PromptImage, Request
-from tests.run.copying import SETTINGS, copying_run
+from fovea.run.parity_faults import TakenPush
+from fovea.train.local import LocalPolicy
+from fovea.types import Completion, Prompt, PromptImage, Request, Sample, SampleGroup, Shape
+from fovea.weights.push import WeightPusher
+from tests.records import all_actions, text_prompt
+from tests.runs import untimed
 from tests.wiring.small import run_of
+
+SETTINGS: dict[str, object] = {
+    "max_steps": 3,
+    "rollout": {"prompts_per_step": 2, "samples_per_prompt": 4, "max_new_tokens": 12, "engine": {"reuse_gib": 0}},
+    # with a bonus for entropy every group trains
+    "algorithm": {"entropy_coef": 0.01, "max_groups_without_signal": 2},
+    "train": {"learning_rate": 3e-3},
+    "evaluate": {"image_controls": False, "test_size": 2, "dev_size": 2},
+}
+
+
+@dataclass
+class Copying:
+    """A sink that copies all weights, and says so of pushes that it loses too."""
+
+    engine: EmbeddedEngine
+    lost_from: int
+    has_weights = False
+
+    def begin_push(self, shapes: Mapping[str, Shape]) -> None:
+        self.copies: dict[str, Tensor] = {}
+
+    def take_weights(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
+        self.copies |= {name: weight.clone() for name, weight in bucket}
+
+    def finish_push(self, version: int) -> None:
+        if version < self.lost_from:
+            self.engine.load_weights(self.copies, version)
+
+
+def copying_run(folder: Path, *, lost_from: int = 99, **settings: object) -> Run:
+    run = run_of(folder, **SETTINGS | settings)
+    assert isinstance(run.engine, EmbeddedEngine)
+    assert isinstance(run.policy, LocalPolicy)
+    sink = Copying(run.engine, lost_from)
+    return replace(run, weight_sync=WeightPusher(run.policy.worker.outgoing, [sink]))
+
 
 Change = Callable[[Prompt, bool], Prompt]
 TAG = [5, 6, 7]
@@ -139,6 +182,50 @@ def test_an_engine_that_reports_another_prompt_stops_the_run_at_its_first_reques
     assert not read_metrics(tmp_path)
 
 
+def test_a_run_with_copies_is_checked_at_each_push_and_left_as_it_is(tmp_path: Path) -> None:
+    shared, copied = tmp_path / "shared", tmp_path / "copied"
+    loop.train(run_of(shared, **SETTINGS))
+    run = copying_run(copied)
+    loop.train(run)
+    assert run.taken_push.version == 3, "each push was told from the one before"
+    assert all("seconds/parity" in row for row in read_metrics(copied))
+    assert not any("seconds/parity" in row for row in read_metrics(shared))
+    about_pushes = {"transfer/weights_mib", "weights_checksum"}
+    rows = [[{k: v for k, v in row.items() if k not in about_pushes} for row in untimed(f)] for f in (shared, copied)]
+    assert rows[0] == rows[1]
+
+
+@pytest.mark.parametrize("lost_from", [1, 2])
+def test_a_push_that_the_engine_lost_is_named(lost_from: int, tmp_path: Path) -> None:
+    named = rf"(?s)after the push of version {lost_from}, .*this fault: the weights of version {lost_from - 1} \("
+    with pytest.raises(ParityError, match=named):
+        loop.train(copying_run(tmp_path, lost_from=lost_from))
+
+
+def group_of(*completions: tuple[list[int], list[float]]) -> SampleGroup:
+    samples = [
+        Sample(
+            token_ids_T=np.array(ids),
+            mask_T=all_actions(len(ids)),
+            rollout_logprobs_T=np.float32(logprobs),
+            reward=0,
+            weight=0,
+        )
+        for ids, logprobs in completions
+    ]
+    return SampleGroup(prompt=text_prompt([1]), samples=tuple(samples))
+
+
+def test_tokens_are_compared_as_far_as_both_draws_are_equal() -> None:
+    push = TakenPush()
+    push.remember(7, [group_of(([1, 2, 3], [0, 0, 0]), ([4], [0]))], [np.float32([-1, -2, -3, -4])])
+    later = group_of(([1, 2, 9, 9], [-0.1, -0.2, -0.3, -0.4]), ([5, 6], [-0.5, -0.6]))
+    ((engine_A, sound_A, stale_A),) = push.beside([later], [np.float32([-11, -12, -13, -14, -15, -16])])
+    assert engine_A.tolist() == pytest.approx([-0.1, -0.2])
+    assert sound_A.tolist() == [-11, -12]
+    assert stale_A.tolist() == [-1, -2]
+
+
 def one_step_behind(run: Run) -> Run:
     """The run with rollouts ahead, past the check that its engine has a process, which its copies stand for."""
     rollout = run.config.rollout.model_copy(update={"max_staleness_steps": 1})
@@ -157,9 +244,8 @@ def test_images_that_only_rollouts_ahead_lose_stop_the_run_at_that_step(tmp_path
             is_late = request.for_update and request.id.split("/")[1] not in ("parity", "0")
             return await (super() if is_late else engine).generate(request)
 
-    with pytest.raises(
-        ParityError, match=r"step 2: .*by 0\.\d+ on average, and 0.2 is allowed .*the last image missing"
-    ):
+    differ = r"step 2: .*by 0\.\d+ on average, and 0.2 is allowed .*the last image missing"
+    with pytest.raises(ParityError, match=differ):
         loop_async.train(replace(run, engine=Forgetful(engine, lose)))
     assert [row["step"] for row in read_metrics(tmp_path)] == [1]
 
@@ -173,9 +259,7 @@ def test_features_kept_over_a_push_stop_the_run_at_that_step(tmp_path: Path, mon
         return [kept[image.key] for image in images]
 
     monkeypatch.setattr(VLM, "rollout_features", features)
-    with pytest.raises(
-        ParityError, match=r"after the push of version 1, .*keeps features of images from older weights"
-    ):
+    with pytest.raises(ParityError, match=r"after the push of version 1, .*keeps features of images from older"):
         loop.train(copying_run(tmp_path))
     assert not read_metrics(tmp_path)
 
@@ -213,10 +297,8 @@ class Noisy:
         drawn = await self.run.engine.generate(request)
         if request.id.split("/")[1] in ("parity", "0"):
             return drawn
-        signs = [np.resize(np.float32([-1, 1]), len(each.logprobs_T)) for each in drawn]
-        return [
-            replace(each, logprobs_T=each.logprobs_T + self.gap * sign) for each, sign in zip(drawn, signs, strict=True)
-        ]
+        noise = np.float32([-self.gap, self.gap])
+        return [replace(each, logprobs_T=each.logprobs_T + np.resize(noise, len(each.logprobs_T))) for each in drawn]
 
 
 @pytest.mark.parametrize(("gap", "is_stopped"), [(0.15, False), (0.6, True)])

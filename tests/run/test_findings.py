@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,29 +28,26 @@ def found(folder: Path) -> list[str]:
     return [finding.cause for finding in ViewedRun(folder).findings()]
 
 
-FAST = ["train.learning_rate=2e-2", "train.lr_warmup_steps=0", "algorithm.entropy_coef=0"]
-BAD_RUNS = {
-    "cut off": [*QUICK, "rollout.max_new_tokens=2", "max_steps=20"],
-    "sure": [
-        *(*QUICK, HASH_REWARD, *FAST, "train.learning_rate=6e-3", "max_steps=60", "rollout.max_new_tokens=1"),
-        "evaluate.image_controls=true",
-    ],
-    "noise": [
-        *(*SMALL, "evaluate.image_controls=false", "log.tensorboard=false", "warmup.max_steps=60", "max_steps=20"),
-        *("rollout.max_new_tokens=8", "train.learning_rate=3e-3", "algorithm.entropy_coef=1"),
-    ],
-    "kl": [*QUICK, HASH_REWARD, *FAST, "max_steps=14", "rollout.max_new_tokens=4", "algorithm.kl.coef=1e-6"],
-}
+FAST = [*QUICK, HASH_REWARD, "train.learning_rate=2e-2", "train.lr_warmup_steps=0", "algorithm.entropy_coef=0"]
+KL = [*FAST, "max_steps=14", "rollout.max_new_tokens=4", "algorithm.kl.coef=1e-6"]
+SURE = [*FAST, "train.learning_rate=6e-3", "max_steps=60", "rollout.max_new_tokens=1", "evaluate.image_controls=true"]
+NOISE = [
+    *(*SMALL, "evaluate.image_controls=false", "log.tensorboard=false", "warmup.max_steps=60", "max_steps=20"),
+    *("rollout.max_new_tokens=8", "train.learning_rate=3e-3", "algorithm.entropy_coef=1"),
+]
 
 
 @pytest.mark.parametrize(
     ("settings", "causes"),
     [
-        (BAD_RUNS["cut off"], {"No answer earns anything", "Answers are cut off at the limit"}),
-        (BAD_RUNS["sure"], {"The policy has stopped exploring", "The text suffices without the picture"}),
-        (BAD_RUNS["noise"], {"The policy writes noise"}),
-        ([*BAD_RUNS["kl"], "algorithm.kl.name=loss"], {"The policy has left its reference"}),
-        ([*BAD_RUNS["kl"], "algorithm.kl.name=reward"], {"The KL penalty has run away"}),
+        (
+            [*QUICK, "rollout.max_new_tokens=2", "max_steps=20"],
+            {"No answer earns anything", "Answers are cut off at the limit"},
+        ),
+        (SURE, {"The policy has stopped exploring", "The text suffices without the picture"}),
+        (NOISE, {"The policy writes noise"}),
+        ([*KL, "algorithm.kl.name=loss"], {"The policy has left its reference"}),
+        ([*KL, "algorithm.kl.name=reward"], {"The KL penalty has run away"}),
     ],
     ids=["cut off", "sure", "noise", "kl", "kl in the reward"],
 )
@@ -94,23 +92,18 @@ def test_a_resumed_run_has_its_earlier_steps(tmp_path: Path) -> None:
     assert "step 20: No answer earns anything" in (tmp_path / "console.txt").read_text()
 
 
-class Constant(BanditEnvironment):
-    def score(self, task: Task, turns: Sequence[Turn]) -> Score:
-        return Score(reward=0.5, accuracy=0.5)
+def earning(reward: Callable[[Task], float], accuracy: float = 0.5) -> type[BanditEnvironment]:
+    class Earning(BanditEnvironment):
+        def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+            return Score(reward=reward(task), accuracy=accuracy)
+
+    return Earning
 
 
-class ByPrompt(BanditEnvironment):
-    def score(self, task: Task, turns: Sequence[Turn]) -> Score:
-        return Score(reward=float(task.answer == "b"), accuracy=0.5)
-
-
-class NothingRight(BanditEnvironment):
-    def score(self, task: Task, turns: Sequence[Turn]) -> Score:
-        return Score(reward=0.0, accuracy=0.0)
+NOTHING_RIGHT = earning(lambda _: 0.0, accuracy=0.0)
 
 
 def forget_what_was_learnt(run: Run) -> None:
-    """Have the policy lose its table half way, as by a step that is far too long."""
     update = run.policy.update
 
     async def forgetful(batch: object) -> Mapping[str, float]:
@@ -126,9 +119,9 @@ def forget_what_was_learnt(run: Run) -> None:
     ("environment", "broken", "causes"),
     [
         (BanditEnvironment, None, []),
-        (NothingRight, None, ["No answer earns anything"]),
-        (Constant, None, ["Every answer earns the same"]),
-        (ByPrompt, None, ["The answers to each prompt earn the same"]),
+        (NOTHING_RIGHT, None, ["No answer earns anything"]),
+        (earning(lambda _: 0.5), None, ["Every answer earns the same"]),
+        (earning(lambda task: float(task.answer == "b")), None, ["The answers to each prompt earn the same"]),
         (BanditEnvironment, forget_what_was_learnt, ["The reward has collapsed"]),
     ],
 )
@@ -155,32 +148,36 @@ def test_every_cause_is_in_the_docs_with_metrics_that_exist() -> None:
         assert all(definition_of(name) or name.startswith("shuffled_images/") for name in names)
 
 
-def test_more_prompts_a_step_than_rows_is_said_at_the_start(tmp_path: Path) -> None:
+def test_more_prompts_a_step_than_rows_is_said_at_the_start() -> None:
     warning = too_few_rows(60, Rollout(prompts_per_step=1000))
     assert warning is not None
     assert warning.startswith("rollout.prompts_per_step=1000 is more than the 60 training rows, so that rows come 17")
     assert too_few_rows(60, Rollout(prompts_per_step=60)) is None
 
 
-def test_a_run_prints_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.fakes.BanditEnvironment", NothingRight)
-    run = bandit_run(tmp_path, max_steps=25, rollout={"prompts_per_step": 17, "max_new_tokens": 1})
+def printed_by(run: Run) -> list[str]:
     lines: list[str] = []
     run.progress.print = lambda line: lines.append(str(line))  # type: ignore[method-assign]
-    train(run)
-    report = (run.folder / "report.html").read_text()
+    with suppress(SystemExit):
+        train(run)
+    return lines
+
+
+MANY = {"prompts_per_step": 17, "max_new_tokens": 1}
+
+
+def test_a_run_prints_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.fakes.BanditEnvironment", NOTHING_RIGHT)
+    lines = printed_by(bandit_run(tmp_path, max_steps=25, rollout=MANY))
+    report = (tmp_path / "report.html").read_text()
     for hint in ("is more than the 16 training rows", "No answer earns anything: reward is 0"):
-        said = [place for place, line in enumerate(lines) if hint in line]
-        assert len(said) == 2, "on the way, and at the end"
+        assert sum(hint in line for line in lines) == 2, "on the way, and at the end"
         assert report.count(hint.partition(":")[0]) == 1
 
 
 def test_a_run_that_ends_early_prints_it_at_its_end_too(tmp_path: Path) -> None:
-    run = bandit_run(tmp_path, max_steps=25, max_hours=1e-9, rollout={"prompts_per_step": 17, "max_new_tokens": 1})
-    lines: list[str] = []
-    run.progress.print = lambda line: lines.append(str(line))  # type: ignore[method-assign]
-    with pytest.raises(SystemExit, match="0"):
-        train(run)
+    lines = printed_by(bandit_run(tmp_path, max_steps=25, max_hours=1e-9, rollout=MANY))
     said = [place for place, line in enumerate(lines) if "is more than the 16 training rows" in line]
     assert len(said) == 2
     assert said[1] == len(lines) - 2, "before the line on how to go on"
+    assert "max_hours=1e-09 are over: saved at step 1" in lines[-1]

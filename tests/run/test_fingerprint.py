@@ -61,7 +61,6 @@ def settings(**more: Any) -> Config:
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with rows, a reward, a model and the run that has read them."""
     folder = tmp_path_factory.mktemp("begun")
     for split in ("train", "test"):
         write_rows(folder / f"{split}.jsonl")
@@ -84,15 +83,6 @@ def swapped_rows(folder: Path) -> None:
     (folder / "train.jsonl").write_text("".join([rows[1], rows[0], *rows[2:]]))
 
 
-def inverted_reward(folder: Path) -> None:
-    (folder / "own.py").write_text(REWARD.replace("float(", "1 - float("))
-
-
-def other_rule(folder: Path) -> None:
-    """In a module that a module of the reward's imports, when it is called."""
-    (folder / "helpers" / "rules.py").write_text("WEIGHT = 2\n")
-
-
 def flipped_weight(folder: Path) -> None:
     weights = folder / "model" / "model.safetensors"
     content = bytearray(weights.read_bytes())
@@ -100,9 +90,8 @@ def flipped_weight(folder: Path) -> None:
     weights.write_bytes(content)
 
 
-def other_tokenizer(folder: Path) -> None:
-    file = folder / "model" / "tokenizer.json"
-    file.write_text(file.read_text() + " ")
+def put(name: str, old: str, new: str) -> Callable[[Path], int]:
+    return lambda folder: (folder / name).write_text((folder / name).read_text().replace(old, new, 1))
 
 
 @pytest.mark.parametrize(
@@ -113,15 +102,22 @@ def other_tokenizer(folder: Path) -> None:
         (lambda folder: write_rows(folder / "train.jsonl", "01234567891"), "number of train rows was 10 and is 11"),
         (lambda folder: write_rows(folder / "test.jsonl", "9123456789"), r"test row 0"),
         (lambda folder: write_rows(folder / "train.jsonl", picture=1), r"train row 0 .*; and 7 more; set them back"),
-        (inverted_reward, r"other inputs than it has read so far: code of reward=.*own\.py:right was \d+ bytes"),
-        (other_rule, r"so far: code of reward=own\.py:right, its import helpers/rules\.py was \d+ bytes"),
+        (
+            put("own.py", "float(", "1 - float("),
+            r"other inputs than it has read so far: code of reward=.*own\.py:right was \d+ bytes",
+        ),
+        # in a module that a module of the reward's imports, when it is called
+        (
+            put("helpers/rules.py", "1", "2"),
+            r"so far: code of reward=own\.py:right, its import helpers/rules\.py was \d+ bytes",
+        ),
         (flipped_weight, r"so far: file of the model model\.safetensors was (\d+) bytes, .* and is \1 bytes, "),
-        (other_tokenizer, r"so far: file of the model tokenizer\.json was"),
+        (put("model/tokenizer.json", "{", " {"), r"so far: file of the model tokenizer\.json was"),
     ],
     ids=["answer", "order", "number", "test row", "image", "reward", "import", "weights", "tokenizer"],
 )
 def test_what_changed_is_named_and_may_be_allowed(
-    change: Callable[[Path], None], named: str, begun: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    change: Callable[[Path], object], named: str, begun: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(begun, folder)
@@ -133,7 +129,6 @@ def test_what_changed_is_named_and_may_be_allowed(
 
 
 def test_what_is_the_same_goes_on(begun: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Elsewhere, and with other times on its files."""
     shutil.copytree(begun, tmp_path / "copy", copy_function=shutil.copyfile)
     monkeypatch.chdir(tmp_path / "copy")
     run = build(settings(resume="auto", max_steps=2))
@@ -152,11 +147,15 @@ def test_other_versions_of_libraries_stop_a_run_and_patches_are_said() -> None:
         check_unchanged(before, before | {"library transformers": "5.2.0"}, allow=False, say=said.append)
 
 
-def test_what_comes_and_goes_is_a_change_too() -> None:
+def test_what_comes_and_goes_is_a_change_too_but_for_imports_that_came() -> None:
     assert [str(change) for change in changes({"a": "1", "b": "2"}, {"b": "2", "c": "3"})] == [
         "a was 1 and is not there",
         "c was not there and is 3",
     ]
+    name = "code of reward=mine.py:score, its import helper.py"
+    assert not changes({}, {name: "1"})
+    assert changes({name: "1"}, {name: "2"})
+    assert changes({name: "1"}, {})
 
 
 def row(index: int, **more: Any) -> Task:
@@ -239,10 +238,3 @@ def test_the_files_of_a_reward_model_beside_the_rules_count(tmp_path: Path) -> N
         "file of the model config.json": tmp_path / "policy" / "config.json",
         "file of the reward model of model_reward config.json": tmp_path / "judge" / "config.json",
     }
-
-
-def test_a_checkpoint_of_an_earlier_version_has_no_imports() -> None:
-    name = "code of reward=mine.py:score, its import helper.py"
-    assert not changes({}, {name: "1"})
-    assert changes({name: "1"}, {name: "2"})
-    assert changes({name: "1"}, {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from fovea.loop import train
 from fovea.report.held_out import read_pictures
 from fovea.run.context import Run
 from fovea.run.held_out import read_dev, sample_dev
-from fovea.run.lifecycle import begin, finish, save_checkpoint
+from fovea.run.lifecycle import begin, finish, save_last
 from fovea.run.rollout_step import evaluation_sampling, record_unscored_answer, rollout_sampling
 from fovea.run.state import TrainState
 from fovea.run.warmup import WarmupStage
@@ -35,20 +36,13 @@ def reading(value: float) -> Evaluation:
 
 
 def replace_in(run: Run, name: str, value: object) -> None:
-    """A run is frozen; a test may still look over its shoulder."""
     object.__setattr__(run, name, value)
 
 
 async def begun(run: Run) -> TrainState:
-    """The state after the start, whose checkpoint is written."""
     state = await begin(run)
     await run.checkpoints.finish()
     return state
-
-
-async def saved(run: Run, state: TrainState) -> None:
-    await save_checkpoint(run, state)
-    await run.checkpoints.finish()
 
 
 def test_the_table_tells_true_shuffled_and_blank_images_apart(tmp_path: Path) -> None:
@@ -68,20 +62,6 @@ def test_the_table_tells_true_shuffled_and_blank_images_apart(tmp_path: Path) ->
     figures = summary.to_json()
     assert figures["accuracy"] == {"before": 0.1, "warmup": 0.2, "final": 0.75}
     assert (figures["shuffled_images"], figures["blank_images"]) == (0.5, 0.25)
-
-
-def test_dev_readings_are_of_dev_rows(tmp_path: Path) -> None:
-    run = bandit_run(tmp_path)
-    wait_for(begin(run))
-    read: list[PromptSource] = []
-
-    async def evaluate(source: PromptSource, size: int | None = None, *_: object) -> Evaluation:
-        read.append(source)
-        return reading(1.0)
-
-    run.evaluator.evaluate = evaluate  # type: ignore[method-assign]
-    wait_for(read_dev(run, "now", 0))
-    assert read == [run.sources.dev]
 
 
 @pytest.mark.parametrize("stored", ["", "no json"])
@@ -110,7 +90,6 @@ def test_pictures_of_held_out_rows_never_end_a_run(stored: str, tmp_path: Path) 
 
 
 def test_sampled_dev_answers_are_drawn_as_the_settings_say(tmp_path: Path) -> None:
-    """The mean and the best of the accuracies of each row; nothing is drawn by default."""
     run = bandit_run(tmp_path)
     wait_for(begin(run))
     assert wait_for(sample_dev(run)) == {}
@@ -129,7 +108,6 @@ def test_sampled_dev_answers_are_drawn_as_the_settings_say(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_warm_up_runs_once_and_rl_starts_from_it(resume: bool, tmp_path: Path) -> None:
-    """Its order of events: readings, pairs, the policy told to start here, a reading, a checkpoint."""
     events: list[str] = []
 
     def run_with_warmup() -> Run:
@@ -143,28 +121,22 @@ def test_a_warm_up_runs_once_and_rl_starts_from_it(resume: bool, tmp_path: Path)
             answer_ids=lambda text, _row: (ANSWERS.index(text),),
         )
         replace_in(run, "warmup", stage)
-        policy, evaluate = run.policy, run.evaluator.evaluate
+        policy, engine, evaluate = run.policy, run.engine, run.evaluator.evaluate
 
-        async def sft(pairs: object) -> Metrics:
-            events.append("pairs")
-            return {"loss": 0.0}
+        def noted(event: str, result: Metrics | None = None) -> Any:
+            async def call(*_: object) -> Metrics | None:
+                events.append(event)
+                return result
 
-        async def snapshot_reference() -> None:
-            events.append("snapshot")
+            return call
 
-        async def noted(source: PromptSource, *limits: Any) -> Evaluation:
+        async def read(source: PromptSource, *limits: Any) -> Evaluation:
             events.append("reading")
             return await evaluate(source, *limits)
 
-        async def sleep() -> None:
-            events.append("sleep")
-
-        async def wake() -> None:
-            events.append("wake")
-
-        policy.sft, policy.snapshot_reference = sft, snapshot_reference  # type: ignore[method-assign]
-        run.engine.sleep, run.engine.wake = sleep, wake  # type: ignore[method-assign]
-        run.evaluator.evaluate = noted  # type: ignore[method-assign]
+        policy.sft, policy.snapshot_reference = noted("pairs", {"loss": 0.0}), noted("snapshot")  # type: ignore[method-assign]
+        engine.sleep, engine.wake = noted("sleep"), noted("wake")  # type: ignore[method-assign]
+        run.evaluator.evaluate = read  # type: ignore[method-assign]
         return run
 
     state = wait_for(begun(run_with_warmup()))
@@ -178,48 +150,50 @@ def test_a_warm_up_runs_once_and_rl_starts_from_it(resume: bool, tmp_path: Path)
 
 
 def test_rows_without_images_have_no_controls(tmp_path: Path) -> None:
-    """Not a control of 0.0."""
     run = bandit_run(tmp_path, max_steps=1, evaluate={"image_controls": True, "shared_images": "ignore"})
     figures = train(run).to_json()
     assert figures["shuffled_images"] is figures["blank_images"] is None
 
 
-@pytest.mark.parametrize(("schedule", "said"), [("linear", True), ("constant", False)])
-def test_a_resumed_run_with_another_end_says_what_that_changes(schedule: str, said: bool, tmp_path: Path) -> None:
-    settings = {"train": {"lr_schedule": schedule}}
-    train(bandit_run(tmp_path, max_steps=10, **settings))
-    longer = bandit_run(tmp_path, resume=True, max_steps=12, **settings)
+@pytest.mark.parametrize(
+    ("before", "now", "expected"),
+    [
+        ({"lr_schedule": "linear"}, {"lr_schedule": "linear"}, ["max_steps was 2 and is 3 from here on"]),
+        (
+            # the advice after a run that diverged: a lower rate from its last checkpoint on
+            {"learning_rate": 0.1, "vision_tower_learning_rate": 0.01},
+            {
+                "learning_rate": 0.05,
+                "max_grad_norm": 0.5,
+                "vision_tower_learning_rate": 0.02,
+                "projector_learning_rate": 0.03,
+            },
+            [
+                "train.learning_rate was 0.1 and is 0.05 from here on",
+                "train.vision_tower_learning_rate was 0.01 and is 0.02 from here on",
+                "train.projector_learning_rate was None and is 0.03 from here on",
+                "train.max_grad_norm was 1.0 and is 0.5 from here on",
+            ],
+        ),
+    ],
+    ids=["another end", "a lower rate"],
+)
+def test_a_resumed_run_says_what_paces_it_now(
+    before: Mapping[str, object], now: Mapping[str, object], expected: list[str], tmp_path: Path
+) -> None:
+    train(bandit_run(tmp_path, max_steps=2, train=before))
+    resumed = bandit_run(tmp_path, resume=True, max_steps=3, train=now)
     lines: list[str] = []
-    longer.progress.print = lambda line: lines.append(str(line))  # type: ignore[method-assign]
-    train(longer)
-    assert ("max_steps was 10 and is 12 from here on" in lines) is said
-
-
-def test_a_resumed_run_says_what_paces_it_now(tmp_path: Path) -> None:
-    """The advice after a run that diverged: a lower rate from its last checkpoint on."""
-    vision = {"vision_tower_learning_rate": 0.01}
-    train(bandit_run(tmp_path, max_steps=2, train={"learning_rate": 0.1, **vision}))
-    vision |= {"vision_tower_learning_rate": 0.02, "projector_learning_rate": 0.03}
-    settings = {"learning_rate": 0.05, "max_grad_norm": 0.5, **vision}
-    slower = bandit_run(tmp_path, resume=True, max_steps=3, train=settings)
-    lines: list[str] = []
-    slower.progress.print = lambda line: lines.append(str(line))  # type: ignore[method-assign]
-    train(slower)
-    changes = [line for line in lines if line.endswith("from here on")]
-    assert changes == [
-        "train.learning_rate was 0.1 and is 0.05 from here on",
-        "train.vision_tower_learning_rate was 0.01 and is 0.02 from here on",
-        "train.projector_learning_rate was None and is 0.03 from here on",
-        "train.max_grad_norm was 1.0 and is 0.5 from here on",
-    ]
+    resumed.progress.print = lambda line: lines.append(str(line))  # type: ignore[method-assign]
+    train(resumed)
+    assert [line for line in lines if line.endswith("from here on")] == expected
 
 
 def test_reasons_of_unscored_groups_stand_once_after_a_resume(tmp_path: Path) -> None:
-    """Those from before the checkpoint stay; those after it are found again."""
     run = bandit_run(tmp_path)
     state = wait_for(begun(run))
     record_unscored_answer(tmp_path, run.progress.warn, "before")
-    wait_for(saved(run, replace(state, step=10)))
+    wait_for(save_last(run, replace(state, step=10)))
     record_unscored_answer(tmp_path, run.progress.warn, "after")
     wait_for(begin(bandit_run(tmp_path, resume=True)))
     assert [json.loads(line)["reason"] for line in (tmp_path / "unscored.jsonl").read_text().splitlines()] == ["before"]
@@ -233,11 +207,7 @@ def test_reasons_of_unscored_groups_stand_once_after_a_resume(tmp_path: Path) ->
             "step 2: memory ran out in the update",
             "of 512 tokens at most from here on, in place of train.max_tokens_per_microbatch=16384",
         ),
-        (
-            {"transfer/engines_lost": 1.0},
-            "step 2: 1 of the engines had their process end or hang; the run goes on",
-            "",
-        ),
+        ({"transfer/engines_lost": 1.0}, "step 2: 1 of the engines had their process end or hang; the run goes on", ""),
     ],
     ids=["memory ran out", "a lost engine"],
 )

@@ -36,10 +36,6 @@ def holder(folder: Path) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def name_as_owner(folder: Path, owner: Owner) -> None:
-    (folder / LOCK_FILE).write_text(json.dumps(asdict(owner)))
-
-
 def test_a_second_process_is_told_who_holds_the_folder(tmp_path: Path) -> None:
     with holder(tmp_path) as process:
         named = rf"is in use by process {process.pid} on host {socket.gethostname()}, .* set another run_dir"
@@ -65,7 +61,7 @@ def test_a_killed_process_is_in_nobodys_way(tmp_path: Path) -> None:
 
 
 def test_an_owner_on_another_host_is_for_the_user_to_judge(tmp_path: Path) -> None:
-    name_as_owner(tmp_path, Owner(host="node-17", pid=4, started="1"))
+    (tmp_path / LOCK_FILE).write_text(json.dumps(asdict(Owner(host="node-17", pid=4, started="1"))))
     with (
         pytest.raises(ConfigError, match=r"held by process 4 on host node-17, .* delete .*run\.lock"),
         locked(tmp_path),

@@ -26,7 +26,7 @@ class SmallMemoryPolicy(BanditPolicy):
         self.max_tokens = SETTING
 
     async def limit_microbatches(self, max_tokens: int) -> None:
-        self.max_tokens = max_tokens
+        self.max_tokens = self.limited_to = max_tokens
 
     async def update(self, batch: Batch) -> Metrics:
         metrics = await super().update(batch)
@@ -54,31 +54,23 @@ def test_a_resumed_run_has_the_micro_batches_of_one_that_was_not_stopped(tmp_pat
     assert sizes(tmp_path / "stopped") == sizes(tmp_path / "whole") == [SETTING] * 11 + [SETTING / 2] * 19
 
 
-def test_a_rank_that_ran_out_of_memory_leaves_a_smaller_size_for_the_next_attempt(tmp_path: Path) -> None:
-    with pytest.raises(MicrobatchMemoryError):
-        train(run_with(OneOfSeveral(), tmp_path, train=TRAIN))
-    train(run_with(OneOfSeveral(), tmp_path, resume=True, train=TRAIN, max_steps=20))
-    assert sizes(tmp_path) == [SETTING] * 10 + [SETTING / 2] * 10
-
-
 class BesideEngine(SmallMemoryPolicy):
     """One of several ranks, whose memory ran out beside the engine's: the same limit will do."""
 
     async def run_out(self) -> None:
         raise MicrobatchMemoryError("memory ran out on rank 1 beside the engine's", SETTING)
 
-    async def limit_microbatches(self, max_tokens: int) -> None:
-        await super().limit_microbatches(max_tokens)
-        self.limited = True
 
-
-def test_a_rank_that_ran_out_of_memory_beside_the_engine_leaves_that_for_the_next_attempt(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("policy", "left"), [(OneOfSeveral, SETTING / 2), (BesideEngine, SETTING)])
+def test_a_rank_that_ran_out_of_memory_leaves_a_size_for_the_next_attempt(
+    policy: type[SmallMemoryPolicy], left: float, tmp_path: Path
+) -> None:
     with pytest.raises(MicrobatchMemoryError):
-        train(run_with(BesideEngine(), tmp_path, train=TRAIN))
-    next_attempt = run_with(BesideEngine(), tmp_path, resume=True, train=TRAIN, max_steps=11)
+        train(run_with(policy(), tmp_path, train=TRAIN))
+    next_attempt = run_with(policy(), tmp_path, resume=True, train=TRAIN, max_steps=11)
     train(next_attempt)
-    assert vars(next_attempt.policy)["limited"]
-    assert sizes(tmp_path) == [SETTING] * 11
+    assert vars(next_attempt.policy)["limited_to"] == left
+    assert sizes(tmp_path) == [SETTING] * 10 + [left]
 
 
 LIMITED = f"micro-batches have {SETTING // 2} tokens at most, since memory ran out before this resume; another value of"
@@ -97,7 +89,6 @@ FREED = "the KV cache is freed before every update, since memory ran out before 
 def test_a_resume_prints_what_changes_after_memory_ran_out(
     policy: type[SmallMemoryPolicy], engine: str, printed: list[str], tmp_path: Path
 ) -> None:
-    """It named a KV cache to free with engines that keep none for the trainer, and a limit that was not lowered."""
     with pytest.raises(MicrobatchMemoryError):
         train(run_with(policy(), tmp_path, train=TRAIN))
     resumed = run_with(policy(), tmp_path, resume=True, train=TRAIN, rollout={"engine": {"name": engine}})
@@ -111,9 +102,7 @@ def test_a_resume_prints_what_changes_after_memory_ran_out(
 def test_another_setting_is_a_new_beginning(tmp_path: Path) -> None:
     with pytest.raises(MicrobatchMemoryError):
         train(run_with(OneOfSeveral(), tmp_path, train=TRAIN))
-    larger = run_with(OneOfSeveral(), tmp_path, resume=True, train={"max_tokens_per_microbatch": 2 * SETTING})
-    policy = larger.policy
-    assert isinstance(policy, OneOfSeveral)
+    policy = OneOfSeveral()
     policy.max_tokens = 2 * SETTING
-    train(larger)
+    train(run_with(policy, tmp_path, resume=True, train={"max_tokens_per_microbatch": 2 * SETTING}))
     assert sizes(tmp_path)[10:] == [2 * SETTING] * 20

@@ -17,7 +17,6 @@ GREY = float(np.float32(1e-30))
 
 
 def picture(key: str, value: float) -> PromptImage:
-    """An image of 2 x 3 visual tokens."""
     pixels = np.full((24, 4), value, dtype=np.float32)
     tensors = {"pixel_values": pixels, "image_grid_thw": np.array([1, 4, 6])}
     return PromptImage(key=key, tensors=tensors, num_tokens=6, grid=(1, 4, 6))

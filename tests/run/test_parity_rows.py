@@ -25,7 +25,6 @@ PLAIN: dict[str, object] = {"question": "How many are two?", "answer": "2", "ima
 
 
 def look(folder: Path, rows: list[dict[str, object]], *words: str) -> bool:
-    """Run the gate of `fovea doctor`."""
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe = folder / "recipe.yaml"

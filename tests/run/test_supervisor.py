@@ -1,4 +1,4 @@
-"""What a supervisor makes of a death: whether the run is started again, how often, and with which settings."""
+"""What a supervisor makes of a death, and what a run makes of signals."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from fovea.config.run import Config
 from fovea.errors import ClusterError, ConfigError, MicrobatchMemoryError, OutOfMemoryError, ParityError, TrainError
+from fovea.run.signals import SAME_SIGNAL_SECONDS, Stop
 from fovea.run.supervisor import Child, Restarts, cause_of_death, supervise
 from tests.saved import make_checkpoint
 
@@ -18,10 +19,6 @@ KILLED = -signal.SIGKILL
 
 def restarts(folder: Path, **settings: object) -> Restarts:
     return Restarts(Config.model_validate({"model": {"tiny": {}}, **settings}), folder)
-
-
-def checkpoint(folder: Path, step: int) -> None:
-    make_checkpoint(folder, step)
 
 
 @pytest.mark.parametrize(
@@ -33,26 +30,20 @@ def checkpoint(folder: Path, step: int) -> None:
         (ClusterError.exit_code, "a worker process failed"),
         (OutOfMemoryError.exit_code, "memory ran out"),
         (MicrobatchMemoryError.exit_code, "memory ran out in a micro-batch"),
+        # the run's own end, an error of the user's or of Fovea's, and what somebody has asked for
+        *((code, None) for code in (0, 1, TrainError.exit_code, ParityError.exit_code, 130, 143)),
+        *((-number, None) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)),
     ],
 )
-def test_deaths_that_a_new_process_may_survive(code: int, cause: str) -> None:
+def test_deaths_that_a_new_process_may_survive_have_a_cause(code: int, cause: str | None) -> None:
     assert cause_of_death(code) == cause
-
-
-@pytest.mark.parametrize(
-    "code",
-    [0, 1, TrainError.exit_code, ParityError.exit_code, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP, 130, 143],
-)
-def test_other_ends_are_final(code: int) -> None:
-    """The run's own end, an error of the user's or of Fovea's, and what somebody has asked for."""
-    assert cause_of_death(code) is None
 
 
 def test_a_new_checkpoint_gives_all_restarts_back(tmp_path: Path) -> None:
     run = restarts(tmp_path, max_restarts=2)
     for step, left in ((None, 1), (10, 1), (None, 0), (20, 1), (None, 0), (None, -1)):
         if step is not None:
-            checkpoint(tmp_path, step)
+            make_checkpoint(tmp_path, step)
         assert not run.refusal
         run.count()
         assert run.left == left
@@ -64,25 +55,21 @@ def test_an_attempt_resumes_once_there_is_a_checkpoint(tmp_path: Path) -> None:
     run = restarts(tmp_path, max_restarts=3)
     run.count()
     assert run.words()[1:] == [f'run_dir="{tmp_path}"']
-    checkpoint(tmp_path, 0)
+    make_checkpoint(tmp_path, 0)
     run.count()
     assert run.words()[1:] == [f'run_dir="{tmp_path}"', "resume=auto"]
 
 
-def test_a_folder_that_holds_another_run_is_never_resumed_by_itself(tmp_path: Path) -> None:
-    """The first attempt may have died before it could say that the folder holds a run already."""
-    checkpoint(tmp_path, 30)
-    run = restarts(tmp_path, max_restarts=2)
+@pytest.mark.parametrize("named", ["never", "checkpoints/step-10"])
+def test_later_checkpoints_that_were_there_are_never_resumed(named: str, tmp_path: Path) -> None:
+    """The first attempt may have died before it could say that the folder holds a run, or put later ones aside."""
+    for step in (10, 20):
+        make_checkpoint(tmp_path, step)
+    run = restarts(tmp_path, max_restarts=2, resume=named if named == "never" else str(tmp_path / named))
     run.count()
     assert "resume=auto" not in run.words()
-
-
-def test_a_named_checkpoint_is_taken_until_later_ones_are_put_aside(tmp_path: Path) -> None:
-    for step in (10, 20):
-        checkpoint(tmp_path, step)
-    run = restarts(tmp_path, max_restarts=2, resume=str(tmp_path / "checkpoints" / "step-10"))
-    run.count()
-    assert "resume=auto" not in run.words(), "it would go on from step 20"
+    if named == "never":
+        return
     (tmp_path / "checkpoints" / "step-20").rename(tmp_path / "checkpoints" / "step-20.later")
     run.count()
     assert "resume=auto" in run.words()
@@ -91,10 +78,10 @@ def test_a_named_checkpoint_is_taken_until_later_ones_are_put_aside(tmp_path: Pa
 def test_a_checkpoint_that_is_written_again_is_a_new_one(tmp_path: Path) -> None:
     """A run that goes back from step 20 to 10, and dies once it has come to 20 again."""
     for step in (10, 20):
-        checkpoint(tmp_path, step)
+        make_checkpoint(tmp_path, step)
     run = restarts(tmp_path, max_restarts=2, resume=str(tmp_path / "checkpoints" / "step-10"))
     (tmp_path / "checkpoints" / "step-20").rename(tmp_path / "checkpoints" / "step-20.later")
-    checkpoint(tmp_path, 20)
+    make_checkpoint(tmp_path, 20)
     later = run.newest.time_ns + 10**9
     os.utime(tmp_path / "checkpoints" / "step-20", ns=(later, later))
     run.count()
@@ -106,7 +93,6 @@ def test_a_checkpoint_that_is_written_again_is_a_new_one(tmp_path: Path) -> None
 
 
 def test_hours_are_those_of_all_attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The setting stays as it is, since messages name it."""
     run = restarts(tmp_path, max_restarts=3, max_hours=2.0)
     run._started = 0.0  # of a machine's own clock, `started + 2 * 3600 - started` may round to less than two hours
     monkeypatch.setattr("fovea.run.supervisor.monotonic", lambda: 0.5 * 3600)
@@ -137,3 +123,26 @@ def test_the_child_is_not_a_fovea_of_the_working_directory(tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)
     config = restarts(tmp_path, max_restarts=1, run_dir=str(tmp_path / "run")).config
     assert supervise(config, ["--help"]) == 0
+
+
+def test_the_end_of_torchrun_may_be_told_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    now = [100.0]
+    monkeypatch.setattr("fovea.run.signals.perf_counter", lambda: now[0])
+    stop = Stop(started=0.0)
+    with pytest.raises(SystemExit), stop.after_step():  # noqa: PT012 (a stopped run ends with the block)
+        for _ in range(2):
+            stop.receive(signal.SIGTERM, None)
+        assert stop.received is signal.SIGTERM
+        now[0] += 2 * SAME_SIGNAL_SECONDS
+        with pytest.raises(SystemExit):
+            stop.receive(signal.SIGTERM, None)
+
+
+def test_without_torchrun_a_second_signal_ends_the_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    stop = Stop()
+    with pytest.raises(SystemExit), stop.after_step():  # noqa: PT012 (the same)
+        stop.receive(signal.SIGTERM, None)
+        with pytest.raises(SystemExit):
+            stop.receive(signal.SIGTERM, None)

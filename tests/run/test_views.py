@@ -1,4 +1,4 @@
-"""Runs with noisy and masked pictures: log-probs are of the view that each is said to be of, and off is off."""
+"""Runs with noisy and masked pictures: log-probs are of the view that each is said to be of."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from fovea.environments.prompt_source import PromptedTask
 from fovea.errors import ConfigError
 from fovea.run.context import Run
 from fovea.run.lifecycle import begin
-from fovea.run.rollout_step import roll_out
-from fovea.run.views import in_one_turn, with_views
+from fovea.run.rollout_step import in_one_turn, roll_out, with_views
 from fovea.samples import make_batch
 from fovea.train.base import Needs
 from fovea.types import Batch, Prompt, Sample
@@ -37,7 +36,6 @@ SAME, OTHER = 1e-5, 1e-3
 
 
 def views_of(run: Run, step: int) -> list[PromptedTask]:
-    """The views of the next prompts, which stay the next."""
     order = run.stream.order.state()
     prompted = run.stream.source.take(run.stream.order, 3)
     run.stream.order.restore(order)
@@ -96,12 +94,6 @@ def test_an_engine_of_another_process_draws_on_the_same_views(tmp_path: Path) ->
     assert done.returncode == 0, done.stderr + done.stdout
     fovea_here("train", *settings("recipes/shapes.yaml", tmp_path / "one", *SAMPLES, *BOTH))
     compare(tmp_path / "one", tmp_path / "ray")
-
-
-def test_null_is_the_run_without_the_settings(tmp_path: Path) -> None:
-    train_here("shapes", tmp_path / "absent", *SHORT)
-    train_here("shapes", tmp_path / "null", *SHORT, "rollout.views=null", "algorithm.views=null")
-    assert untimed(tmp_path / "absent") == untimed(tmp_path / "null")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,9 +12,11 @@ import torch
 from fovea.config.sections import Warmup
 from fovea.data.order import Order
 from fovea.errors import TrainError
+from fovea.models.tiny import TinyParts
 from fovea.models.vlm import VLM
 from fovea.run.warmup import WarmupStage, enough, warm_up
 from fovea.train.base import SftExample
+from fovea.train.sft import SupervisedTrainer
 from fovea.train.torch.policy import supervised_trainer
 from fovea.types import Evaluation, Metrics
 from fovea.utils.event_loop import wait_for
@@ -53,24 +56,20 @@ def stage(**settings: object) -> WarmupStage:
     )
 
 
-def test_it_stops_at_the_first_reading_that_is_enough() -> None:
+@pytest.mark.parametrize(("max_steps", "taken"), [(800, 8), (6, 6)])
+def test_it_stops_at_the_first_reading_that_is_enough_and_at_max_steps(max_steps: int, taken: int) -> None:
     policy, accuracies, lines = CountingPolicy(), iter([0.3, 0.9, 1.0]), list[str]()
 
     async def read_dev() -> Evaluation:
         return Evaluation(accuracies={"all": (next(accuracies),)})
 
-    steps = wait_for(warm_up(stage(stop_accuracy=0.5), policy, read_dev, lines.append, lines.append))
-    assert steps == len(policy.pairs) == 8
+    settings = stage(stop_accuracy=0.5, max_steps=max_steps)
+    steps = wait_for(warm_up(settings, policy, read_dev, lines.append, lines.append))
+    assert steps == len(policy.pairs) == taken
     assert {len(batch) for batch in policy.pairs} == {3}
     assert policy.pairs[0][0].answer_ids == (0, 9)
-    assert lines == ["warm-up 4/800  loss 0.50  dev accuracy 0.30", "warm-up 8/800  loss 0.50  dev accuracy 0.90"]
-
-
-def test_it_ends_at_max_steps() -> None:
-    async def never() -> Evaluation:
-        return Evaluation(accuracies={"all": (0.0,)})
-
-    assert wait_for(warm_up(stage(max_steps=10), CountingPolicy(), never, *[lambda _line: None] * 2)) == 10
+    readings = [f"warm-up 4/{max_steps}  loss 0.50  dev accuracy 0.30", "warm-up 8/800  loss 0.50  dev accuracy 0.90"]
+    assert lines == readings[: taken // 4]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -86,10 +85,14 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_answers(family: str) -> None:
     assert losses[-1] < 0.05 < losses[0]
 
 
-def test_gradients_of_the_warm_up_are_clipped() -> None:
+def small_trainer(**options: bool) -> tuple[TinyParts, SupervisedTrainer, list[SftExample]]:
     parts = tiny("qwen3_vl")
     pairs = [SftExample(prompt=mixed_prompts(parts)[0], answer_ids=renderer(parts).target("\\boxed{3}"))]
-    trainer = supervised_trainer(VLM(parts.network, parts.processor.banned_ids), Warmup())
+    return parts, supervised_trainer(VLM(parts.network, parts.processor.banned_ids), Warmup(), **options), pairs
+
+
+def test_gradients_of_the_warm_up_are_clipped() -> None:
+    parts, trainer, pairs = small_trainer()
     norms: list[torch.Tensor] = []
     trainer.optimizer.adamw.register_step_pre_hook(
         lambda *_: norms.extend(p.grad.norm() for p in parts.network.parameters() if p.grad is not None)
@@ -103,32 +106,20 @@ def test_a_warm_up_with_offload_takes_the_same_steps_by_masters_of_its_own() -> 
     """Its master weights and moments were on the GPU, whatever train.backend.cpu_offload said."""
     weights = []
     for offload in (False, True):
-        parts = tiny("qwen3_vl")
-        pairs = [SftExample(prompt=mixed_prompts(parts)[0], answer_ids=renderer(parts).target("\\boxed{3}"))]
-        vlm = VLM(parts.network, parts.processor.banned_ids)
-        trainer = supervised_trainer(vlm, Warmup(), cpu_offload=offload)
+        parts, trainer, pairs = small_trainer(cpu_offload=offload)
         losses = [trainer.update(pairs) for _ in range(2)]
         assert losses[1] != losses[0]
         masters = {x.data_ptr() for x in trainer.optimizer.masters.by_name.values()}
-        assert masters.isdisjoint(x.data_ptr() for x in vlm.parameters()) is offload
-        weights.append(list(vlm.parameters()))
+        assert masters.isdisjoint(x.data_ptr() for x in parts.network.parameters()) is offload
+        weights.append(list(parts.network.parameters()))
     assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
 
 
-def test_a_banned_token_in_an_answer_is_refused_before_the_step() -> None:
-    parts = tiny("qwen3_vl")
+def test_a_banned_token_and_a_loss_that_is_no_number_stop_the_warm_up() -> None:
+    parts, trainer, pairs = small_trainer()
     banned = parts.processor.banned_ids[0]
-    trainer = supervised_trainer(VLM(parts.network, parts.processor.banned_ids), Warmup())
     with pytest.raises(TrainError, match=f"an answer of the warm-up holds token id {banned}, which completions never"):
-        trainer.update(
-            [SftExample(prompt=mixed_prompts(parts)[0], answer_ids=(5, banned, parts.processor.stop_ids[0]))]
-        )
-
-
-def test_a_loss_that_is_no_number_stops_the_warm_up() -> None:
-    parts = tiny("qwen3_vl")
-    pairs = [SftExample(prompt=mixed_prompts(parts)[0], answer_ids=renderer(parts).target("\\boxed{3}"))]
-    trainer = supervised_trainer(VLM(parts.network, parts.processor.banned_ids), Warmup())
+        trainer.update([replace(pairs[0], answer_ids=(5, banned, parts.processor.stop_ids[0]))])
     with torch.no_grad():
         next(parts.network.parameters()).fill_(torch.nan)
     with pytest.raises(TrainError, match=r"the loss is nan at warm-up step 1; lower warmup\.learning_rate"):
