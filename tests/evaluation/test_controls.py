@@ -66,13 +66,6 @@ def test_a_shuffled_image_is_never_the_same_picture() -> None:
         assert task.images[0].source != pictures[int(task.id)].source
 
 
-def test_blank_images_keep_their_size_and_nothing_else() -> None:
-    task = Task(id="0", question="q", answer="a", images=(ImageRef(source=np.zeros((6, 9, 3), dtype=np.uint8)),))
-    (blank,) = with_blank_images([task], opener)
-    assert opener(blank.images[0]).size == (9, 6)
-    assert len(np.unique(np.asarray(blank.images[0].source))) == 1
-
-
 def test_blank_images_of_large_photos_hold_no_pixels(tmp_path: Path) -> None:
     """Those of all test rows are held at once."""
     Image.new("RGB", (40, 30)).save(tmp_path / "a.png")

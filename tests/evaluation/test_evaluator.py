@@ -146,15 +146,6 @@ def test_an_engines_images_are_forgotten_after_every_chunk() -> None:
     assert engine.forgotten == 4, "10 rows by 3"
 
 
-def test_an_evaluation_and_its_answers_are_the_same_reading() -> None:
-    evaluator = evaluator_of(BanditEnvironment())
-    source = source_of(BanditEnvironment().tasks("test"))
-    rows = wait_for(evaluator.answers(source, 10))
-    assert {row.answers[0].text for row in rows} == {"c"}
-    evaluation = wait_for(evaluator.evaluate(source, 10))
-    assert evaluation.accuracies["kind 0"] == tuple(row.answers[0].accuracy for row in rows if row.kind == "kind 0")
-
-
 class Waits:
     """Scores four answers at once, and waits until there are four."""
 

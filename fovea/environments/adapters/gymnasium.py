@@ -15,8 +15,7 @@ import numpy as np
 
 from fovea.config.environments import GymnasiumEnvironment
 from fovea.data.order import LazyTasks
-from fovea.environments.adapters.own_score import ScoredBySession
-from fovea.environments.adapters.seeds import FIRST_SEED
+from fovea.environments.adapters.own_score import FIRST_SEED, ScoredBySession
 from fovea.environments.base import Environment, Split
 from fovea.environments.custom.loading import load_named
 from fovea.environments.graders.limited_calls import MAX_LATE_CALLS, CallThreads

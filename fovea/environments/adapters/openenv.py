@@ -20,8 +20,7 @@ import numpy as np
 
 from fovea.config.environments import OpenEnvEnvironment
 from fovea.data.order import LazyTasks
-from fovea.environments.adapters.own_score import ScoredBySession
-from fovea.environments.adapters.seeds import FIRST_SEED
+from fovea.environments.adapters.own_score import FIRST_SEED, ScoredBySession
 from fovea.environments.base import Environment, Split
 from fovea.environments.graders.base import NoScoreError
 from fovea.errors import ConfigError, DataError, MissingExtraError, first_line

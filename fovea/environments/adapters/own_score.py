@@ -1,11 +1,15 @@
-"""The grader of environments whose sessions score their own episodes."""
+"""The grader and the seeds of environments whose sessions score their own episodes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fovea.environments.base import Split
 from fovea.environments.graders.base import NoScoreError
 from fovea.types import Score, Task, Turn
+
+FIRST_SEED: dict[Split, int] = {"train": 0, "dev": 1 << 24, "test": 1 << 25}
+"""The seed of a split's first row; splits have at most 2**24 rows (`config.environments.SeedRows`)."""
 
 
 class ScoredBySession:

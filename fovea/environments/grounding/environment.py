@@ -5,13 +5,16 @@
     grade.grade              places against true places, both in shares of the picture
 
 True places are in the units of the row until a grade needs the size of their picture, so that no image is opened for a
-list of tasks.
+list of tasks. Actions on screenshots are as in GUI-R1: a type, a point for a click, a text for typing and scrolling.
 """
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from fovea.config.grounding import GroundingEnvironment
 from fovea.data.rows import RowAccess, Rows
@@ -19,7 +22,6 @@ from fovea.environments.base import Split
 from fovea.environments.dataset_prompts import bad_row, never_right
 from fovea.environments.dataset_tasks import FileTasks, Row
 from fovea.environments.graders.base import Grader
-from fovea.environments.grounding.actions import CLICK, RIGHT_F1, WITH_TEXT, action_in, as_action, word_f1
 from fovea.environments.grounding.coordinates import Frame, Pictures, as_json, frame_of, in_frame
 from fovea.environments.grounding.geometry import centre
 from fovea.environments.grounding.grade import MOST_PLACES, Placed, Rule, grade, in_shares, is_box, is_point
@@ -31,6 +33,13 @@ _PICTURE = "fovea_picture"
 """Key of a task's row that holds its first picture: evaluation shows other pictures in its place, as a control."""
 _HISTORY = "history"
 """Column of GUI-R1 with the actions before a screenshot."""
+_ACTION = re.compile(r"[\"']action[\"']\s{0,9}:\s{0,9}[\"']([\w /-]{1,40})[\"']")
+_TEXT = re.compile(r"[\"']input_text[\"']\s{0,9}:\s{0,9}(?:\"([^\"\n]{0,2000})\"|'([^'\n]{0,2000})')")
+_CLICK = "click"
+_WITH_TEXT = ("type", "select", "scroll")
+"""Actions whose text must be right, too."""
+_RIGHT_F1 = 0.5
+"""F1 of the words from which a text is right, as in GUI-R1."""
 
 
 class Grounding(FileTasks):
@@ -60,7 +69,7 @@ class Grounding(FileTasks):
         written = [in_frame(place, frame) for place in places]
         if self._config.action_key is not None:
             name, text = action_of(task.row, self._config)
-            answer = as_action(name, written[0] if name == CLICK else None, text)
+            answer = as_action(name, written[0] if name == _CLICK else None, text)
         else:
             answer = as_json(written, several=not self._rule.single)
         answer = f"<answer>{answer}</answer>" if self._config.answer_tags else answer
@@ -77,7 +86,7 @@ class Grounding(FileTasks):
         return centre((left, top, right, bottom))
 
     def _answer_cell(self, row: Row, key: str, where: str) -> object:
-        if self._config.action_key is not None and action_of(row, self._config)[0] != CLICK:
+        if self._config.action_key is not None and action_of(row, self._config)[0] != _CLICK:
             return []
         return super()._answer_cell(row, key, where)
 
@@ -102,7 +111,7 @@ class Grounding(FileTasks):
         if not task.images:
             raise bad_row(task.id, "it has no image to find a place on", "image_absent")
         places = truth_of(task, self._config, self._pictures)
-        is_missing = not places and action_of(task.row, self._config)[0] == CLICK
+        is_missing = not places and action_of(task.row, self._config)[0] == _CLICK
         if is_missing or not all(is_box(place) or is_point(place) for place in places):
             raise never_right(task.answer, task.images[0].where)
 
@@ -131,11 +140,11 @@ class GroundingGrader:
         given = action_in(placed.answer.region)
         is_right = given.name == name
         parts = {**placed.parts, "action": float(is_right), "format": float(given.name != "")}
-        if name == CLICK:
+        if name == _CLICK:
             return replace(placed, quality=is_right * placed.quality, accuracy=is_right * placed.accuracy, parts=parts)
-        if name in WITH_TEXT:
+        if name in _WITH_TEXT:
             parts["text"] = word_f1(given.text, text)
-            is_right = is_right and parts["text"] >= RIGHT_F1
+            is_right = is_right and parts["text"] >= _RIGHT_F1
         return replace(placed, quality=float(is_right), accuracy=float(is_right), parts=parts)
 
 
@@ -163,3 +172,33 @@ def action_of(row: Row, config: GroundingEnvironment) -> tuple[str, str]:
     """The true action of a row and its text."""
     name, text = row.get(config.action_key or ""), row.get(config.text_key or "")
     return str(name or "").strip().lower(), "" if text is None else str(text)
+
+
+class Action(NamedTuple):
+    """The action that an answer names."""
+
+    name: str
+    text: str
+
+
+def action_in(region: str) -> Action:
+    """The last action of an answer, with the text behind it; empty where it names none."""
+    found = list(_ACTION.finditer(region))
+    if not found:
+        return Action("", "")
+    text = _TEXT.search(region, found[-1].start())
+    return Action(found[-1][1].strip().lower(), next((part for part in text.groups() if part), "") if text else "")
+
+
+def as_action(name: str, point: Numbers | None, text: str) -> str:
+    """An action as GUI-R1's answers have it."""
+    place = [-100, -100] if point is None else list(map(int, point))
+    return str([{"action": name, "point": place, "input_text": text}])
+
+
+def word_f1(text: str, truth: str) -> float:
+    """F1 of the words of two texts, in any case of letters."""
+    ours, theirs = Counter(text.lower().split()), Counter(truth.lower().split())
+    if not ours or not theirs:
+        return float(ours == theirs)
+    return 2 * (ours & theirs).total() / (ours.total() + theirs.total())

