@@ -1,4 +1,4 @@
-"""From groups to a batch: which groups train, and what the loss is divided by."""
+"""From groups to a batch: which groups train, the weights by aggregation, the overlong penalty."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from fovea.samples import episode_metrics, make_batch
 from fovea.types import Batch, Completion, Episode, EpisodeEnd, Group, Metrics, Prompt, Sample, Score, Task
 from tests.records import one_turn
 
+MAX_NEW_TOKENS = 10
 PROMPT = Prompt(token_ids_L=np.arange(3), unexpanded_ids_U=np.arange(3))
 
 
@@ -25,7 +26,7 @@ def episode(reward: float, tokens: int, kind: str) -> Episode:
         token_ids_T=np.arange(tokens),
         logprobs_T=np.zeros(tokens, dtype=np.float32),
         text="x",
-        finish="length" if tokens > 4 else "stop",
+        finish="length" if tokens == MAX_NEW_TOKENS else "stop",
         version=0,
     )
     task = Task(id="0", question="q", answer="a", kind=kind)
@@ -37,7 +38,7 @@ GROUPS = [group(1, 1), group(0, 1), group(0.5, 0.5, tokens=6), group(0, 0), grou
 
 
 def batch_of(**settings: object) -> tuple[Batch, Metrics]:
-    return make_batch(GROUPS, Algorithm.model_validate(settings), max_new_tokens=10)
+    return make(GROUPS, **settings)
 
 
 def first_rewards(limit: int) -> list[float]:
@@ -64,11 +65,11 @@ def test_the_loss_is_divided_by_the_tokens_of_every_group(limit: int) -> None:
 
 
 def test_metrics_are_means_over_episodes_and_by_kind() -> None:
-    metrics = episode_metrics([group(0, 1, kind="a"), group(0.5, 0.5, tokens=6, kind="b")])
+    metrics = episode_metrics([group(0, 1, kind="a"), group(0.5, 0.5, tokens=10, kind="b")])
     assert metrics["reward"] == 0.5
     assert metrics["accuracy"] == 0.25
     assert (metrics["accuracy/train/a"], metrics["accuracy/train/b"]) == (0.5, 0.0)
-    assert (metrics["response_tokens_mean"], metrics["response_tokens_max"], metrics["truncated_frac"]) == (5, 6, 0.5)
+    assert (metrics["response_tokens_mean"], metrics["response_tokens_max"], metrics["truncated_frac"]) == (7, 10, 0.5)
     assert metrics["reward/answer"] == 0.5
     assert [name for name in metrics if name.startswith("turns/")] == [], "every episode has one turn"
 
@@ -126,7 +127,7 @@ def in_turns(*rewards: float, penalised_tokens: int = 2, end: EpisodeEnd = "done
 
 def samples_of(*episodes: Episode, **settings: object) -> tuple[tuple[Sample, ...], Metrics]:
     group_ = Group(prompt=PROMPT, episodes=episodes)
-    batch, counts = make_batch([group_], Algorithm.model_validate(settings), max_new_tokens=10)
+    batch, counts = make([group_], **settings)
     return batch.samples, counts
 
 
@@ -175,3 +176,76 @@ def test_episodes_that_a_limit_ended_are_masked_or_scored(end: EpisodeEnd) -> No
 def test_a_reward_for_each_turn() -> None:
     with pytest.raises(AssertionError, match="1 rewards for 2 turns"):
         samples_of(replace(in_turns(1, 2), score=Score(reward=1, accuracy=1, turns=(1,))), in_turns(0, 0))
+
+
+def pairs(*episodes: tuple[float, int]) -> Group:
+    """A group by the rewards and lengths of its episodes."""
+    return Group(prompt=PROMPT, episodes=tuple(episode(reward, length, "all") for reward, length in episodes))
+
+
+WEIGHED = [pairs((1, 1), (0, 4)), pairs((0.5, 2), (0.5, 10)), pairs((0, 5), (1, 3)), pairs((0, 6), (0, 9))]
+"""The second and the last have no signal; 40 tokens in 8 completions."""
+
+
+def make(groups: list[Group], **settings: object) -> tuple[Batch, Metrics]:
+    return make_batch(groups, Algorithm.model_validate(settings), max_new_tokens=MAX_NEW_TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [
+        ("token-mean", [1 / 40] * 4),
+        ("seq-mean-token-mean", [1 / 8, 1 / 32, 1 / 40, 1 / 24]),
+        ("seq-mean-token-sum", [1 / 8] * 4),
+        ("seq-mean-token-sum-norm", [1 / 80] * 4),
+    ],
+)
+def test_weights_follow_the_aggregation_and_count_what_is_left_out(aggregation: str, expected: list[float]) -> None:
+    batch, counts = make(WEIGHED, aggregation=aggregation)
+    assert [len(sample.token_ids_T) for sample in batch.samples] == [1, 4, 5, 3]
+    assert [sample.weight for sample in batch.samples] == pytest.approx(expected)
+    assert counts["groups/skipped"] == 2
+
+
+def test_the_overlong_penalty_reaches_the_reward() -> None:
+    """A buffer of 0.4 x 10 tokens, from the 7th on; 3 / 4 of a token's share of the factor, at the limit all of it."""
+    groups = [pairs((1, 6), (1, 10)), pairs((0.5, 7), (0, 9))]
+    batch, counts = make(groups, overlong={"buffer_frac": 0.4, "penalty_factor": 2.0})
+    rewards = [sample.reward for sample in batch.samples]
+    assert rewards == pytest.approx([1, 1 - 2, 0.5 - 2 / 4, 0 - 2 * 3 / 4])
+    assert counts["reward/overlong"] == pytest.approx(-(2 + 2 / 4 + 2 * 3 / 4) / 4)
+    assert counts["groups/with_signal"] == 2, "what the penalty makes differ is a signal"
+    plain, without = make(groups)
+    assert [sample.reward for sample in plain.samples] == [0.5, 0], "equal rewards are left out without it"
+    assert "reward/overlong" not in without
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({}, 2),
+        ({"advantage": "reinforce++"}, 4),
+        ({"advantage": "reinforce++_baseline"}, 4),
+        ({"advantage": "gae"}, 4),
+        ({"kl": {"coef": 0.1}}, 4),
+        ({"advantage": "rloo"}, 2),
+        ({"advantage": "dr_grpo"}, 2),
+    ],
+    ids=str,
+)
+def test_groups_without_signal_stay_where_they_have_a_gradient(settings: dict[str, object], kept: int) -> None:
+    batch, counts = make(WEIGHED, **settings)
+    assert (len(batch.groups), len(batch.left_out)) == (kept, 4 - kept)
+    assert counts["groups/skipped"] == 4 - kept
+
+
+def test_groups_of_one_all_stay() -> None:
+    assert len(make([pairs((0, 3)), pairs((0, 4))])[0].groups) == 2
+
+
+def test_truncated_are_those_that_ended_at_the_limit() -> None:
+    assert episode_metrics(WEIGHED)["truncated_frac"] == 1 / 8
+    (turn,) = episode(0, 10, "all").turns
+    stopped = replace(episode(0, 10, "all"), turns=(replace(turn, finish="stop"),))
+    at_the_limit = [replace(WEIGHED[0], episodes=(stopped, episode(0, 10, "all"), episode(0, 10, "all")))]
+    assert episode_metrics(at_the_limit)["truncated_frac"] == pytest.approx(2 / 3)

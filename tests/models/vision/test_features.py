@@ -22,8 +22,7 @@ def pictures(parts: TinyParts, count: int = 5) -> list[PromptImage]:
 
 
 def test_feature_cache_keeps_to_its_bound(parts: TinyParts) -> None:
-    render = renderer(parts)
-    images = [render.prompt(user(image(seed), "x")).images[0] for seed in range(5)]
+    images = pictures(parts)
     vlm = VLM(parts.network, parts.processor.banned_ids)
     with torch.no_grad():
         one = vlm.encode(images[:1])[0].num_bytes
@@ -38,8 +37,7 @@ def test_feature_cache_keeps_to_its_bound(parts: TinyParts) -> None:
 
 def test_cached_features_do_not_depend_on_what_was_encoded_beside_them(parts: TinyParts) -> None:
     """To the last bit: a resumed run begins with an empty cache and meets its images in other company."""
-    render = renderer(parts)
-    images = [render.prompt(user(image(seed), "x")).images[0] for seed in range(7)]
+    images = pictures(parts, 7)
     torch.set_num_threads(2)
     try:
         together = VLM(parts.network, parts.processor.banned_ids, feature_cache=FeatureCache(2**20)).image_features(
