@@ -152,10 +152,10 @@ def _check_gradients(used: Sequence[Tensor], found: Sequence[Tensor], rounding: 
     """RuntimeError if the backward pass begins with other derivatives than gradients were made of."""
     assert len(used) == len(found), f"gradients of {len(used)} derivatives were made, and the loss has {len(found)}"
     for used_A, found_A in zip(used, found, strict=True):
-        # equal up to the order of sums over equal completions; a derivative that is not finite makes the loss so, and
-        # the update is skipped
+        # equal up to the order of sums over equal completions; a derivative or an advantage (in `rounding`) that is not
+        # finite makes the loss so, and the update is skipped
         limit = 1e-4 * used_A.nan_to_num(0, 0, 0).abs().max() + rounding
-        near_A = (used_A - found_A).abs() <= limit
+        near_A = ((used_A - found_A).abs() <= limit) | limit.isnan()
         # on the device, for which the host does not wait
         torch._assert_async((near_A | ~used_A.isfinite()).all(), DEPENDS_ON_OTHERS)
 

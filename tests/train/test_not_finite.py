@@ -27,10 +27,14 @@ def weights_of(policy: TorchPolicy) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in policy._vlm.parameters()])
 
 
-@pytest.mark.parametrize("max_tokens", [10_000, 100])
-def test_a_loss_that_is_not_finite_skips_the_step(max_tokens: int) -> None:
+@pytest.mark.parametrize(
+    "train",
+    [{}, {"max_tokens_per_microbatch": 100}, {"backend": {"logits_mib": 0.001}}],
+    ids=["one row", "rows", "chunks of logits"],
+)
+def test_a_loss_that_is_not_finite_skips_the_step(train: dict[str, object]) -> None:
     """Cut into several rows, those that are fine do not step either: half a batch is another gradient."""
-    policy = make_policy(tiny("qwen3_vl"), max_tokens_per_microbatch=max_tokens, lr_warmup_steps=0)
+    policy = make_policy(tiny("qwen3_vl"), lr_warmup_steps=0, **train)
     good = named(make_batch(tiny("qwen3_vl")))
     before = weights_of(policy)
     metrics = policy.update(with_advantage(good, 1, np.nan))
