@@ -134,7 +134,7 @@ def _with_near_keys(key: str, known: Sequence[str]) -> str:
 
 
 def without_settled(layer: Tree, merged: Tree, path: str = "") -> Tree:
-    """The settings of a layer less those of earlier versions that hold anyway in `merged`, to read older runs."""
+    """The settings of a layer without removed ones whose value `merged` has anyway, so that older runs can be read."""
     left = {name: value for name, value in layer.items() if not _is_settled(f"{path}{name}", value, merged)}
     sections = {name: value for name, value in left.items() if isinstance(value, dict)}
     inner = {name: without_settled(value, merged, f"{path}{name}.") for name, value in sections.items()}

@@ -28,7 +28,7 @@ def url_limits(settings: Data) -> UrlLimits:
 
 
 def make_opener(settings: Data, folder: Path, note: Callable[[str], None] = lambda _: None) -> ImageOpener:
-    """Make the opener of images, with a cache in the run folder; `note` gets of a host that no longer answers."""
+    """Make the opener of images, with a cache in the run folder; `note` gets a line for a host that is down."""
     read = FailedHosts(partial(remote_image, limits=url_limits(settings)), HOST_PAUSE_SECONDS, note)
     fetch = FetchedFiles(folder / "images", URL_CACHE_GIB, read)
     return ImageOpener(

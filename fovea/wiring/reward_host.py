@@ -1,4 +1,6 @@
-"""The process of a reward, whose other end is `fovea.environments.custom.processes`; it imports no torch."""
+"""The process of a reward, whose other end is `fovea.environments.custom.processes`; it imports no torch,
+unless the user's file does.
+"""
 
 from __future__ import annotations
 

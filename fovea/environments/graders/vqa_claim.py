@@ -312,7 +312,8 @@ def _last_marked(response: str) -> str | None:
 def soft_accuracy(given: str, truths: Sequence[str]) -> float:
     """VQA's accuracy: min(annotators who agree / 3, 1), averaged over all subsets that leave one annotator out.
 
-    Fewer than four have to agree all; one is the truth. They agree with the answer in its words, or in its claim.
+    With fewer than four annotators all others have to agree; a single annotator's answer is the truth. An annotator
+    agrees with the answer in its whole words, or in those of its claim.
     """
     claim = claim_of(given)
     claimed = (spelled(given), claim.phrase, claim.number or "")
