@@ -184,6 +184,7 @@ def main() -> None:
     if way == "user":
         os.chown(folder, given["uid"], given["uid"])
     os.chdir(folder)
+    os.environ.clear()  # bubblewrap adds to it
     if way == "unconfined":
         if child := os.fork():
             os._exit(exit_code(os.waitpid(child, 0)[1]))

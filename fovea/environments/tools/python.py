@@ -76,7 +76,7 @@ async def _run(command: Sequence[str], stdin: bytes) -> str:
         # asyncio sees the end of a process only where its pipe has been read to the end, which an unconfined program
         # can leave to another process
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(process.communicate(), 5)
+            await asyncio.wait_for(process.communicate(), 1)
     if not is_whole:
         return f"{output}... (the program was ended: it printed more than {MAX_OUTPUT_BYTES} bytes)"
     if process.returncode:
