@@ -55,7 +55,10 @@ class PythonTool:
 
 
 async def _run(command: Sequence[str], stdin: bytes) -> str:
-    process = await asyncio.create_subprocess_exec(
+    # as asyncio.create_subprocess_exec, which keeps its transport to itself
+    loop = asyncio.get_running_loop()
+    transport, protocol = await loop.subprocess_exec(
+        lambda: asyncio.subprocess.SubprocessStreamProtocol(limit=2**16, loop=loop),
         *command,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
@@ -63,6 +66,7 @@ async def _run(command: Sequence[str], stdin: bytes) -> str:
         env={},
         start_new_session=True,
     )
+    process = asyncio.subprocess.Process(transport, protocol, loop)
     try:
         async with asyncio.timeout(MAX_SECONDS + 1):
             output, is_whole = await _exchanged(process, stdin)
@@ -73,10 +77,8 @@ async def _run(command: Sequence[str], stdin: bytes) -> str:
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        # asyncio sees the end of a process only where its pipe has been read to the end, which an unconfined program
-        # can leave to another process
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(process.communicate(), 1)
+        transport.close()  # its pipes too, which an unconfined program can leave to another process
+        await process.wait()
     if not is_whole:
         return f"{output}... (the program was ended: it printed more than {MAX_OUTPUT_BYTES} bytes)"
     if process.returncode:
