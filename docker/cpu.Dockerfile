@@ -7,6 +7,9 @@ FROM python:3.12-slim-bookworm
 ENV PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu \
     PIP_DISABLE_PIP_VERSION_CHECK=1
 
+# confines the programs of the tool python, where the container may make namespaces
+RUN apt-get update && apt-get install --yes --no-install-recommends bubblewrap && rm -rf /var/lib/apt/lists/*
+
 WORKDIR /opt/fovea
 COPY constraints.txt pyproject.toml README.md LICENSE ./
 COPY fovea fovea

@@ -8,8 +8,9 @@ ENV NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility \
     PIP_DISABLE_PIP_VERSION_CHECK=1
 
-# Triton compiles the launchers of its kernels with a C compiler
-RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
+# Triton compiles the launchers of its kernels with a C compiler; bubblewrap confines the programs of the tool python,
+# where the container may make namespaces
+RUN apt-get update && apt-get install --yes --no-install-recommends bubblewrap gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /opt/fovea
 COPY constraints.txt pyproject.toml README.md LICENSE ./

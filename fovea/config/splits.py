@@ -49,7 +49,10 @@ class EnvironmentSettings(Member):
     tool_bonus: NonNegativeFloat = 0.0
     """Reward added for a right answer (accuracy above 0.5) in an episode in which a call of a tool succeeded."""
     allow_python: bool = False
-    """Consent to the tool python, which runs programs of the model in a process with limits and without network."""
+    """Consent to the tool python, which runs programs of the model, each confined to an empty folder."""
+    allow_unconfined_python: bool = False
+    """Accept that programs of the model read, change and delete whatever you may, and use the network, where nothing on
+    this machine confines them; only their time and memory are limited then."""
 
 
 class DrawnRows(EnvironmentSettings):

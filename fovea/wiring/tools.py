@@ -26,7 +26,12 @@ from fovea.utils.tool_calls.json_calls import JsonCalls
 def make_tools(config: Config, given: Sequence[object] = ()) -> tuple[Tool, ...]:
     """The tools that the settings name; `given` are those that Python code has given for these names."""
     settings = config.environment
-    loaded = load_tools(settings.tools, allow_python=settings.allow_python, given=given)
+    loaded = load_tools(
+        settings.tools,
+        allow_python=settings.allow_python,
+        allow_unconfined=settings.allow_unconfined_python,
+        given=given,
+    )
     return loaded if not settings.mcp.by_name else _with_servers(loaded, settings.mcp)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pkgutil import resolve_name
 from typing import Any
@@ -22,9 +22,12 @@ BUILT_IN: Mapping[str, Tool] = {tool.name: tool for tool in PICTURE_TOOLS} | {Ca
 """Built-in tools, without Python, which needs a consent."""
 
 
-def load_tools(names: Sequence[str], *, allow_python: bool, given: Sequence[object] = ()) -> tuple[Tool, ...]:
+def load_tools(
+    names: Sequence[str], *, allow_python: bool, allow_unconfined: bool = False, given: Sequence[object] = ()
+) -> tuple[Tool, ...]:
     """The named tools, or the `given` objects of these names; ConfigError for a wrong one, or one named twice."""
-    objects = given or [_named(name, allow_python=allow_python) for name in names]
+    python = (lambda: PythonTool.checked(allow_unconfined=allow_unconfined)) if allow_python else None
+    objects = given or [_named(name, python) for name in names]
     tools = tuple(_tool(each, name) for each, name in zip(objects, names, strict=True))
     found = dict[str, str]()
     for tool, shown in zip(tools, names, strict=True):
@@ -36,21 +39,21 @@ def load_tools(names: Sequence[str], *, allow_python: bool, given: Sequence[obje
 
 def _tool(named: Any, shown: str) -> Tool:
     if isinstance(named, str):
-        named = _named(named, allow_python=False)
+        named = _named(named)
     if hasattr(named, "spec") and callable(getattr(named, "call", None)) and not isinstance(named, type):
         tool: Tool = named
         return tool
     return function_tool(named, shown)
 
 
-def _named(name: str, *, allow_python: bool) -> object:
+def _named(name: str, make_python: Callable[[], Tool] | None = None) -> object:
     if name == PYTHON:
-        if not allow_python:
+        if make_python is None:
             raise ConfigError(
-                f"{SETTING} names python, which runs programs that the model writes, in a process with limits and "
-                "without network; set environment.allow_python=true if you want that"
+                f"{SETTING} names python, which runs programs that the model writes, each confined to an "
+                "empty folder; set environment.allow_python=true if you want that"
             )
-        return PythonTool.checked()
+        return make_python()
     if name in BUILT_IN:
         return BUILT_IN[name]
     module, colon, _ = name.rpartition(":")

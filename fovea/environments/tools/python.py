@@ -1,49 +1,22 @@
-"""Programs that the model writes, each in a separate process: with limits of time and memory, without network.
-
-It has an empty environment and folder, and starts no other process. It reads whatever files the user may read: run
-untrusted models in a container.
-"""
+"""Tool that runs programs of the model, each confined to an empty folder (`confinement` says against what)."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
-import shutil
+import secrets
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 
 from fovea.environments.tools.base import Picture, ToolError, object_schema
-from fovea.errors import ConfigError
+from fovea.environments.tools.confinement import MAX_MEMORY_MIB, MAX_SECONDS, WAYS, Confinement, Way, confinement_here
 from fovea.types import ImageRef, ToolSpec
 
-MAX_SECONDS = 10
-MAX_MEMORY_MIB = 512
 MAX_OUTPUT_BYTES = 20_000
 MAX_CODE_CHARACTERS = 20_000
-MAX_FILE_MIB = 16
-# the limits are set by the child itself, before it runs the program: a function between fork and exec may hang in a
-# process with threads
-_CHILD = f"""
-import resource, sys
-mib = 2**20
-limits = {{
-    resource.RLIMIT_CPU: {MAX_SECONDS},
-    resource.RLIMIT_AS: {MAX_MEMORY_MIB} * mib,
-    resource.RLIMIT_FSIZE: {MAX_FILE_MIB} * mib,
-    resource.RLIMIT_NOFILE: 32,
-    resource.RLIMIT_NPROC: 0,
-    resource.RLIMIT_CORE: 0,
-}}
-for kind, limit in limits.items():
-    resource.setrlimit(kind, (limit, limit))
-code = sys.stdin.read()
-sys.stdin.close()
-exec(compile(code, "program", "exec"), {{"__name__": "__main__"}})
-"""
 
 
 class PythonTool:
@@ -60,73 +33,85 @@ class PythonTool:
         ),
     )
 
-    def __init__(self, prefix: Sequence[str]) -> None:
-        """`prefix` is a command that runs another one without network."""
-        self._prefix = tuple(prefix)
+    def __init__(self, confinement: Confinement) -> None:
+        self.confinement = confinement
 
     @staticmethod
-    def checked() -> PythonTool:
-        """The tool; ConfigError where this machine cannot take the network from a process."""
-        unshare = shutil.which("unshare")
-        if unshare is None or sys.platform != "linux":
-            raise ConfigError("environment.tools names python, which needs Linux and the command unshare; leave it out")
-        prefix = (unshare, "--map-root-user", "--net", "--pid", "--fork", "--kill-child")
-        done = subprocess.run([*prefix, sys.executable, "-c", ""], capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise ConfigError(
-                "environment.tools names python, but this machine does not let a process give up the network "
-                f"({done.stderr.strip()[:200]}); allow user namespaces, or leave it out"
-            )
-        return PythonTool(prefix)
+    def checked(ways: Sequence[Way] = WAYS, *, python: str | None = None, allow_unconfined: bool = False) -> PythonTool:
+        """The tool, confined by the first of these ways that holds here; ConfigError if none does."""
+        return PythonTool(confinement_here(tuple(ways), python=python, allow_unconfined=allow_unconfined))
 
     async def call(self, arguments: Mapping[str, object], _pictures: Sequence[Picture]) -> Sequence[str | ImageRef]:
         code = str(arguments["code"])
         if len(code) > MAX_CODE_CHARACTERS:
             raise ToolError(f"the program has {len(code)} characters; the limit is {MAX_CODE_CHARACTERS}")
-        with tempfile.TemporaryDirectory(prefix="fovea-python-", ignore_cleanup_errors=True) as folder:
-            return (await self._run(code, folder),)
-
-    async def _run(self, code: str, folder: str) -> str:
-        process = await asyncio.create_subprocess_exec(
-            *self._prefix,
-            *(sys.executable, "-I", "-S", "-c", _CHILD),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            cwd=folder,
-            env={},
-            start_new_session=True,
-        )
+        if not self.confinement.needs_folder:
+            return (await _run(*self.confinement.launch(code)),)
+        folder = tempfile.mkdtemp(prefix="fovea-python-")
         try:
-            async with asyncio.timeout(MAX_SECONDS + 1):
-                output, is_whole = await _exchanged(process, code)
-                if is_whole:
-                    await process.wait()
-        except TimeoutError:
-            raise ToolError(f"the program ran longer than {MAX_SECONDS} seconds; make it shorter") from None
+            return (await _run(*self.confinement.launch(code, folder)),)
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            # asyncio sees the end of a process only where its pipe has been read to the end
-            await process.communicate()
-        if not is_whole:
-            return f"{output}... (the program was ended: it printed more than {MAX_OUTPUT_BYTES} bytes)"
-        if process.returncode:
-            raise ToolError(f"the program failed: {reason(output)}")
-        return output or "(the program printed nothing)"
+            await asyncio.to_thread(remove, folder)
 
 
-def reason(output: str) -> str:
-    """Last line that a program printed before it failed; that of a killed one may be unshare's remark about its end."""
-    lines = [line for line in output.strip().splitlines() if not line.startswith("unshare: ")]
-    return lines[-1] if lines else "it was killed"
+async def _run(command: Sequence[str], stdin: bytes) -> str:
+    # as asyncio.create_subprocess_exec, which keeps its transport to itself
+    loop = asyncio.get_running_loop()
+    transport, protocol = await loop.subprocess_exec(
+        lambda: asyncio.subprocess.SubprocessStreamProtocol(limit=2**16, loop=loop),
+        *command,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env={},
+        start_new_session=True,
+    )
+    process = asyncio.subprocess.Process(transport, protocol, loop)
+    try:
+        async with asyncio.timeout(MAX_SECONDS + 1):
+            output, is_whole = await _exchanged(process, stdin)
+            if is_whole:
+                await process.wait()
+    except TimeoutError:
+        raise ToolError(f"the program ran longer than {MAX_SECONDS} seconds; make it shorter") from None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        transport.close()  # its pipes too, which an unconfined program can leave to another process
+        await process.wait()
+    if not is_whole:
+        return f"{output}... (the program was ended: it printed more than {MAX_OUTPUT_BYTES} bytes)"
+    if process.returncode:
+        raise ToolError(f"the program failed: {(output.strip().splitlines() or ['it was killed'])[-1]}")
+    return output or "(the program printed nothing)"
 
 
-async def _exchanged(process: asyncio.subprocess.Process, code: str) -> tuple[str, bool]:
+def remove(folder: str) -> None:
+    """Remove a folder of any depth and size as far as possible: folders inside move to its top, so no path grows."""
+    waiting = [folder]
+    names = (f"{folder}/{secrets.token_hex(8)}-{number}" for number in itertools.count())
+    while waiting:
+        here = waiting.pop()
+        with contextlib.suppress(OSError), os.scandir(here) as entries:
+            for entry in list(entries):
+                with contextlib.suppress(OSError):
+                    if not entry.is_dir(follow_symlinks=False):
+                        os.unlink(entry.path)
+                        continue
+                    os.chmod(entry.path, 0o700)
+                    os.rename(entry.path, moved := next(names))
+                    waiting.append(moved)
+        with contextlib.suppress(OSError):
+            os.rmdir(here)
+    with contextlib.suppress(OSError):
+        os.rmdir(folder)
+
+
+async def _exchanged(process: asyncio.subprocess.Process, stdin: bytes) -> tuple[str, bool]:
     """Send the program, and read its output; False where that is longer than the limit."""
     assert process.stdin is not None, "a pipe"
     assert process.stdout is not None, "a pipe"
-    process.stdin.write(code.encode("utf-8", "replace"))
+    process.stdin.write(stdin)
     process.stdin.close()
     output = b""
     while len(output) <= MAX_OUTPUT_BYTES and (piece := await process.stdout.read(4096)):
