@@ -215,13 +215,14 @@ def _difference(sides: tuple[str, str]) -> Rounded | None:
 
 _AND = re.compile(r" ?(?:, ?and |,| and |\\?&) ?")
 _ANGLES = re.compile(r"^(?:angles? |\\angle )", re.IGNORECASE)
-_LIST_NAME = re.compile(r"[A-Za-z](?:_ ?\{? ?\w ?\}?)?'? ?(?:=|\\in(?![A-Za-z])) ?(?=[(\[{]|\\\{)|[A-Z]'? ?(?=\()")
+_LIST_NAME = re.compile(r"([A-Za-z](?:_ ?\{? ?\w ?\}?)?'?) ?(?:=|\\in(?![A-Za-z])) ?(?=[(\[{]|\\\{)|([A-Z]'?) ?(?=\()")
 
 
 def _unnamed(answer: str, other: str) -> str:
-    r"""A point, interval or set without its name, as in `x \in [0, 1)`, unless the other one has a name, too."""
-    named = _LIST_NAME.match(answer)
-    return answer[named.end() :] if named and not _LIST_NAME.match(other) else answer
+    r"""A point, interval or set without its name, as in `x \in [0, 1)`, unless the other one has another name."""
+    named, others = _LIST_NAME.match(answer), _LIST_NAME.match(other)
+    is_named_alike = named and others and (named[1] or named[2]) == (others[1] or others[2])
+    return answer[named.end() :] if named and (others is None or is_named_alike) else answer
 
 
 def _same_list(given: str, truth: str) -> bool:
@@ -268,8 +269,9 @@ def _rank(item: str) -> tuple[float, str]:
 
 # Several values: `\pm 3` is `3, -3`, and `x = 2, y = 3` is `(x, y) = (2, 3)`.
 
-_PLUS_MINUS = re.compile(r"\\[pm][mp](?![A-Za-z])")
+_PLUS_MINUS = re.compile(r"\\(?:pm|mp)(?![A-Za-z])")
 _OR = re.compile(r" ?(?:[,;] ?(?:or|and)(?![A-Za-z])|;|(?<![A-Za-z\\])(?:or|and)(?![A-Za-z])) ?")
+_AND_ALSO = re.compile(r" ?(?:[,;] ?and(?![A-Za-z])|;|(?<![A-Za-z\\])and(?![A-Za-z])) ?")
 _VARIABLE = re.compile(r"([A-Za-z]|\\[a-z]+)(?: ?_ ?\{? ?(\w) ?\}?)?")
 
 
@@ -304,22 +306,25 @@ def _same_assignments(given: str, truth: str) -> bool:
 
 def _assignments(answer: str) -> dict[str, str]:
     """The values by name of `x = 2, y = 3` or `(x, y) = (2, 3)`; none for other answers."""
-    pairs = [_EQUALS.split(item) for item in _between_commas(_OR.sub(",", answer))]
-    match pairs:
-        case [[names, values]]:
-            pairs = [list(pair) for pair in zip(_in_order(names)[1:-1], _in_order(values)[1:-1], strict=False)]
-            if not len(pairs) == len(_in_order(names)) - 2 == len(_in_order(values)) - 2:
-                return {}
-    found = {
-        pair[0].strip(): pair[1].strip() for pair in pairs if len(pair) == 2 and _VARIABLE.fullmatch(pair[0].strip())
-    }
-    return found if len(found) == len(pairs) > 1 else {}
+    pairs = [_EQUALS.split(item) for item in _between_commas(_AND_ALSO.sub(",", answer))]
+    if len(pairs) == 1 and len(pairs[0]) == 2:
+        names, values = map(_coordinates, pairs[0])
+        pairs = [list(pair) for pair in zip(names, values, strict=True)] if len(names) == len(values) else []
+    found = {pair[0].strip(): pair[1].strip() for pair in pairs if len(pair) == 2}
+    are_names = all(map(_VARIABLE.fullmatch, found))
+    return found if are_names and len(found) == len(pairs) > 1 else {}
 
 
 def _assigned(point: str, names: dict[str, str]) -> dict[str, str]:
-    values = _in_order(point)
-    is_point = values[:1] == ["("] and values[-1:] == [")"] and len(values) == len(names) + 2
-    return dict(zip(sorted(names, key=lambda name: name.lstrip("\\")), values[1:-1], strict=True)) if is_point else {}
+    values = _coordinates(point)
+    in_order = sorted(names, key=lambda name: name.lstrip("\\"))
+    return dict(zip(in_order, values, strict=True)) if len(values) == len(names) else {}
+
+
+def _coordinates(point: str) -> list[str]:
+    """The coordinates of a point; none for an interval or a list without brackets."""
+    items = _in_order(point.strip())
+    return items[1:-1] if items[:1] == ["("] and items[-1:] == [")"] else []
 
 
 def _in_order(answer: str) -> list[str]:

@@ -69,9 +69,9 @@ _ANY_UNDER = "|".join(sorted(_UNDER, key=len, reverse=True))
 _POWERS = {"square": 2, "sq": 2, "平方": 2, "cubic": 3, "cu": 3, "立方": 3}
 _UNIT = re.compile(
     # never behind a word: `a few days` is a text
-    r"(?:(?<=[\d)}.])|(?<![a-z]{3}) )\(?(?:(square|cubic|linear|sq|cu)\.? ?|(平方|立方))?"
+    r"(?:(?<=[\d)}.])|(?<![a-z]{3}) )(?P<open>\()?(?:(square|cubic|linear|sq|cu)\.? ?|(平方|立方))?"
     rf"((?i:{_ANY})|(?<=[ \d])m|(?<=\d)(?:''|\"))(?: ?(?:/| per ) ?((?i:{_ANY_UNDER})))?"
-    r"\.?( ?\^ ?(?:[23]|\{ ?[23] ?\})| squared| cubed)?\)?$"
+    r"\.?( ?\^ ?(?:[23]|\{ ?[23] ?\})| squared| cubed)?(?(open)\))$"
 )
 _PERCENT = re.compile(r"(?<=[\d}.]) ?(?:%|per ?cent|pct\.?)$", re.IGNORECASE)
 _MIXED = r"\d[\d,]*(?:\.\d*)?(?: ?\\frac ?\{ ?\d+ ?\} ?\{ ?\d+ ?\}| ?/ ?\d+| \d+ ?/ ?\d+)?"
@@ -91,13 +91,15 @@ class Unit(NamedTuple):
 def split_unit(answer: str) -> tuple[str, Unit | None]:
     """A number and its unit: `36 square feet` is 36, in feet to the power of 2."""
     answer = answer.strip()
+    if answer.isdigit():
+        return answer, None
     if percent := _PERCENT.search(answer):
         number = answer[: percent.start()].strip()
         return (number, Unit("percent")) if _SHARE.fullmatch(number) else (answer, None)
     found = _UNIT.search(answer)
     if found is None:
         return answer, None
-    before, chinese, over, under, behind = found.groups()
+    _, before, chinese, over, under, behind = found.groups()
     name = _NAMES.get(over.lower(), "m" if over == "m" else "in")
     if under is not None:
         name = f"{name}/{_UNDER[under.lower()]}"
