@@ -1,19 +1,21 @@
 r"""Geometry problems with a diagram, from Parquet files in one of two public layouts.
 
 In the hub's, `problem` is a text with `<image>` marks and `answer` bare or in `\boxed{...}`; in verl's, `prompt` is a
-list of {role, content} and `reward_model` holds `ground_truth`. Some diagrams of the public test split are in the train
-split too (172 of 601 rows): accuracy on these rows is on new questions, not on new diagrams.
+list of {role, content} and `reward_model` holds `ground_truth`. Of a list of answers any is right. Some diagrams of the
+public test split are in the train split too (172 of 601 rows): accuracy on these rows is on new questions, not on new
+diagrams.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 from fovea.config.environments import Geo3kEnvironment
 from fovea.data.rows import RowAccess
-from fovea.environments.dataset_tasks import FileTasks
+from fovea.environments.dataset_prompts import plain_answer
+from fovea.environments.dataset_tasks import FileTasks, answer_key, prompt_key
 from fovea.environments.graders.base import Grade, shown
 from fovea.environments.graders.math_answer import last_boxed, last_tagged, same_answer
 from fovea.types import AnswerEnd, Score, Task, Turn
@@ -26,7 +28,12 @@ class Geo3k(FileTasks):
     """The environment `geo3k`; see `config.Geo3kEnvironment`."""
 
     def __init__(self, config: Geo3kEnvironment, access: RowAccess) -> None:
-        super().__init__(config, access, is_gradable=lambda task: is_gradable(task.answer))
+        super().__init__(
+            config,
+            access,
+            read_answer=lambda cell, where: gold_answers(cell, where)[0],
+            is_gradable=lambda task: is_gradable(true_answers(task, config)),
+        )
         self._config = config
         self.answer_end = AnswerEnd(
             closing="</answer>" if config.answer_tags else "", after="</think>" if config.think_tags else ""
@@ -46,7 +53,7 @@ class Geo3kGrader:
 
     async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
         find = last_tagged if self._config.answer_tags else last_boxed
-        graded = grade(turns[-1].text, task.answer, find=find, think_tags=self._config.think_tags)
+        graded = grade(turns[-1].text, true_answers(task, self._config), find=find, think_tags=self._config.think_tags)
         return Score(reward=self._reward(graded), accuracy=graded.score, parts=graded.parts)
 
     def overruled(self, score: Score, *, right: bool) -> Score:
@@ -63,25 +70,45 @@ class Geo3kGrader:
         return (1 - weight) * graded.score + weight * graded.parts["format"]
 
 
-def grade(prediction: str, truth: str, *, find: FindsAnswer = last_boxed, think_tags: bool = False) -> Grade:
-    """A response against the true answer, by its last closed box; `format` is 1 for an answer in form, which with
+def gold_answers(cell: object, where: str) -> list[str]:
+    """The true answers of a cell: one, or several in a list, also in verl's `ground_truth`."""
+    if isinstance(cell, Mapping):
+        cell = cell.get("ground_truth")
+    several = cell if isinstance(cell, list | tuple) and cell else [cell]
+    return [plain_answer(one, where) for one in several]
 
-    `think_tags` follows `</think>`. The opening tag may be missing: many chat templates have written it already.
+
+def true_answers(task: Task, config: Geo3kEnvironment) -> list[str]:
+    """All true answers of a task's row, or its one answer."""
+    prompt = prompt_key(task.row, config) or ""
+    key = answer_key(task.row, prompt, config)
+    # a reply that ends the messages is one answer, and some tasks have no row
+    return [task.answer] if key == prompt or task.row.get(key) is None else gold_answers(task.row[key], task.id)
+
+
+def grade(
+    prediction: str, truth: str | Sequence[str], *, find: FindsAnswer = last_boxed, think_tags: bool = False
+) -> Grade:
+    """A response against the true answer, or any of several, by its last closed box.
+
+    `format` is 1 for an answer in form, which with `think_tags` follows `</think>`. The opening tag may be missing:
+    many chat templates have written it already.
     """
+    truths = [truth] if isinstance(truth, str) else truth
     given = find(prediction)
-    accuracy = float(given is not None and same_answer(given, truth))
+    accuracy = float(given is not None and any(same_answer(given, one) for one in truths))
     formatted = float(given is not None and (not think_tags or _found_after_thinking(prediction, find)))
     kind, missing = ("boxed", r"\boxed{}") if find is last_boxed else ("tagged", "<answer>")
     if given is None:
         reason = f"no {missing} that closes"
     else:
-        reason = f"{kind} {shown(given)} {'equals' if accuracy else 'is not'} {shown(truth)}"
+        reason = f"{kind} {shown(given)} {'equals' if accuracy else 'is not'} {' or '.join(map(shown, truths))}"
     return Grade(score=accuracy, parts={"answer": accuracy, "format": formatted}, reason=reason)
 
 
-def is_gradable(truth: str) -> bool:
-    """True if a true answer is right when it is boxed word for word; `{5` and a bare `$` are not."""
-    return grade(rf"\boxed{{{truth}}}", truth).score == 1
+def is_gradable(truths: Sequence[str]) -> bool:
+    """True if each true answer is right when it is boxed word for word; `{5` and a bare `$` are not."""
+    return all(grade(rf"\boxed{{{truth}}}", truth).score == 1 for truth in truths)
 
 
 def _found_after_thinking(text: str, find: FindsAnswer) -> bool:

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from fovea.environments.graders.math_answer import last_boxed
+from fovea.environments.graders.math_answer import last_boxed, same_answer
 from fovea.evaluation.answer import SampledAnswer
 from fovea.types import Evaluation, Metrics
 
@@ -146,9 +146,12 @@ def budgets(n: int) -> list[int]:
 
 
 def majority(answers: Sequence[SampledAnswer]) -> SampledAnswer:
-    """The most frequent answer by majority vote; ties go to the answer drawn first."""
+    """The most frequent answer by majority vote; equal ones count together, and ties go to the answer drawn first."""
     # sampling order is random, so that this tie-break favours no answer; Counter keeps the order of first occurrence
-    votes = Counter(vote(answer.text) for answer in answers)
+    spelled = Counter(vote(answer.text) for answer in answers)
+    votes: Counter[str] = Counter()
+    for text, count in spelled.items():
+        votes[next((other for other in votes if same_answer(text, other)), text)] += count
     elected = max(votes, key=votes.__getitem__)
     return next(answer for answer in answers if vote(answer.text) == elected)
 

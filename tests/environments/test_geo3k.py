@@ -233,6 +233,23 @@ def test_gold_answers_of_the_real_data_score_full_marks(train: str, test: str, n
             assert (score.reward, score.accuracy) == (1.0, 1.0), task.id
 
 
+def test_any_of_several_gold_answers_is_right(tmp_path: Path) -> None:
+    several = [r"\boxed{12}", r"3 \sqrt{2}"]
+    for rows, settings in (
+        ([row(answer=several), row(answer=["7"])], {}),
+        ([{**row(), "reward_model": {"ground_truth": several}}] * 2, {"answer_key": "reward_model"}),
+    ):
+        environment = geo3k(tmp_path, rows, **settings)
+        task = environment.tasks("test")[0]
+        assert task.answer == "12"
+        given = [r"\boxed{12.0}", r"\boxed{\sqrt{18}}", r"\boxed{12, 3\sqrt{2}}", r"\boxed{13}"]
+        assert [scored(environment.graders, task, text).accuracy for text in given] == [1, 1, 0, 0]
+    with pytest.raises(BadRowError, match=r"the answer is of type list"):
+        geo3k(tmp_path, [row(answer=[["12"]])]).tasks("test")[0]
+    with pytest.raises(BadRowError, match="wrong even when it is given word for word"):
+        geo3k(tmp_path, [row(answer=["12", "$"])]).tasks("test")[0]
+
+
 @table("truth", ["$", "degrees", "{5", "5}", "\N{ZERO WIDTH SPACE}", r"\text{}", r"\boxed{5"])
 def test_an_answer_that_is_wrong_word_for_word_is_a_bad_row(tmp_path: Path, truth: str) -> None:
     tasks = geo3k(tmp_path, [row(), row(answer=truth)]).tasks("test")

@@ -157,3 +157,10 @@ def test_the_majority_is_by_box_and_a_tie_goes_to_the_first() -> None:
     assert majority(said("red", "Blue", "blue ")).text == "Blue"
     assert majority(said("c", "b", "a")).text == "c"
     assert vote(r"\boxed{A \frac{1}{2}}") == r"a \frac{1}{2}"
+
+
+def test_equal_answers_are_one_in_the_vote() -> None:
+    answers = said(r"\boxed{3}", r"\boxed{0.5}", r"\boxed{3.0}", r"\boxed{\frac12}", r"\boxed{x = 1/2}")
+    assert majority(answers).text == r"\boxed{0.5}"
+    assert majority(said("Yes.", "no", "no", "yes", r"\text{Yes}")).text == "Yes."
+    assert majority(said("12 cm", "12 m", "12 m", "12 mm")).text == "12 m"

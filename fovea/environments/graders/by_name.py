@@ -39,10 +39,10 @@ def grader_of(name: Gradable, rows: Iterable[Row]) -> OfflineGrader:
 
 
 def _geo3k(prediction: str, row: Row, where: str) -> Grade:
-    truth = plain_answer(_truth(row, where), where)
-    if not geo3k.is_gradable(truth):
-        raise never_right(truth, where)
-    return geo3k.grade(prediction, truth)
+    truths = geo3k.gold_answers(_truth(row, where), where)
+    if not geo3k.is_gradable(truths):
+        raise never_right(truths[0], where)
+    return geo3k.grade(prediction, truths)
 
 
 def _vqa(prediction: str, row: Row, where: str) -> Grade:

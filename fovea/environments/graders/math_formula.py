@@ -7,11 +7,13 @@ The grammar, loosest first (spaces matter in mixed numbers only):
     product  signed (("*" | "\cdot" | "\times" | "/" | "\div") signed | power)*   16(4 - \pi), 10 y
     signed   ("+" | "-")* power
     power    atom ["^" argument]                                                  no "^" inside an exponent
-    atom     number | mixed | letter | \pi | \sqrt | \frac | "(" sum ")" | "{" sum "}" | "|" sum "|"
+    atom     number | mixed | letter | \pi | \sqrt | \frac | function | "(" sum ")" | "{" sum "}" | "|" sum "|"
     mixed    4 \frac{4}{11} | 4 4/11
+    function (\sin | \cos | \tan | \ln | \lg | \log ["_" argument]) ["^" argument] (group | factors)
 
 A letter stands for a fixed transcendental number, so that formulas in `y` are equal when they are one
-polynomial.
+polynomial. Angles are in radians, in which no sine of a whole number is a fraction: `\sin 30` equals itself only. The
+base of a bare `\log` is unknown, and likewise a fixed number.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ _ROUNDING = 2.0**-51
 """Relative, of one operation: twice the distance of neighbours, for functions that round less well than `+`."""
 _TOLERANCE = 1e-12
 """Relative; no bound of errors makes two numbers equal that are further apart."""
+_SMALLEST = 1e-300
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,10 @@ class Rounded:
             raise OverflowError(f"{self.value} with an error of {self.error}")
 
     def __add__(self, other: Rounded) -> Rounded:
+        """ArithmeticError where rounding hides one of the terms, as in `2^{60} + 1`."""
+        small, large = sorted((self, other), key=lambda term: abs(term.value))
+        if not small.is_zero() and abs(small.value) < _ROUNDING * abs(large.value):
+            raise ArithmeticError(f"{small.value} is lost beside {large.value}")
         return _of(self.value + other.value, self.error + other.error)
 
     def __sub__(self, other: Rounded) -> Rounded:
@@ -50,10 +57,13 @@ class Rounded:
         return Rounded(abs(self.value), self.error)
 
     def __mul__(self, other: Rounded) -> Rounded:
-        return _of(self.value * other.value, abs(self.value) * other.error + abs(other.value) * self.error)
+        value = self.value * other.value
+        _check_underflow(value, self.value and other.value)
+        return _of(value, abs(self.value) * other.error + abs(other.value) * self.error)
 
     def __truediv__(self, other: Rounded) -> Rounded:
         value = self.value / other.value
+        _check_underflow(value, self.value)
         return _of(value, (self.error + abs(value) * other.error) / abs(other.value))
 
     def __pow__(self, exponent: Rounded) -> Rounded:
@@ -61,10 +71,21 @@ class Rounded:
         value = self.value**exponent.value
         if isinstance(value, complex):
             raise ArithmeticError(f"{self.value} to the power of {exponent.value}")
+        _check_underflow(value, self.value)
         if self.value == 0:
             return _of(value, self.error ** min(1.0, exponent.value) if exponent.value > 0 else 0.0)
         of_base = exponent.value * self.error / self.value
         return _of(value, abs(value) * (abs(of_base) + exponent.error * abs(math.log(abs(self.value)))))
+
+    def sin(self, shift: float = 0.0) -> Rounded:
+        """The sine, or with a shift by a quarter of a turn the cosine."""
+        return _of(math.sin(self.value + shift), self.error + _ROUNDING * (abs(self.value) + shift))
+
+    def ln(self) -> Rounded:
+        """ArithmeticError where the logarithm is not a real number."""
+        if self.value <= 0:
+            raise ArithmeticError(f"the logarithm of {self.value}")
+        return _of(math.log(self.value), self.error / self.value)
 
     def is_zero(self) -> bool:
         """True if it is 0 but for rounding."""
@@ -79,12 +100,22 @@ def is_close(one: Rounded, other: Rounded) -> bool:
     return abs(one.value - other.value) <= min(one.error + other.error, _TOLERANCE * largest)
 
 
+def _check_underflow(value: float, of: float) -> None:
+    """ArithmeticError for a result that float64 holds with fewer digits, and at last as 0."""
+    if of and abs(value) < _SMALLEST:
+        raise ArithmeticError(f"a result as small as {value}")
+
+
 def _of(value: float, error: float) -> Rounded:
     return Rounded(value, error + _ROUNDING * abs(value))
 
 
 _MAX_NESTING = 20
-_MAX_EXPONENT = 20
+# Any power that float64 holds is in time, and no answer has a larger one than a number of particles.
+_MAX_EXPONENT = 300
+_MAX_DEGREE = 20
+# Beyond it the sine of a float64 says little.
+_MAX_ANGLE = 1e6
 # Beyond 15 digits float64 would call different integers equal.
 _MAX_DIGITS = 15
 # A decimal with so many digits is taken for a rounded one: 13.333333333333 is 40/3.
@@ -98,8 +129,11 @@ _OVER = ("/", r"\div")
 # What an implicit product may go on with, besides a letter; a digit only behind these, never as in `6 0`.
 _FACTOR_STARTS = ("(", "{", r"\pi", r"\sqrt", r"\frac")
 _BEFORE_DIGITS = (r"\pi", ")")
+_FUNCTIONS = (r"\sin", r"\cos", r"\tan", r"\ln", r"\lg", r"\log")
 _CLOSING = {"(": ")", "{": "}", "|": "|"}
 _ONE = Rounded(1.0)
+_BASE = 2 + math.sin(0.5)
+"""For the unknown base of a bare logarithm, as a letter's value."""
 
 
 class _NotAFormula(Exception):
@@ -186,7 +220,7 @@ class _Parser:
         token, previous = self._peek(), self._tokens[self._at - 1]
         if _is_number(token):
             return previous in _BEFORE_DIGITS
-        return token in _FACTOR_STARTS or (_is_letter(token) and not _is_letter(previous))
+        return token in (*_FACTOR_STARTS, *_FUNCTIONS) or (_is_letter(token) and not _is_letter(previous))
 
     def _signed(self) -> Rounded:
         is_negative = False
@@ -224,14 +258,14 @@ class _Parser:
             value = self._sum()
             self._need(_CLOSING[token])
             return abs(value) if token == "|" else value
-        if token == r"\pi":
-            return Rounded(math.pi) * _ONE
         if token == r"\sqrt":
             return self._root()
         if token == r"\frac":
             return self._argument() / self._argument()
-        if _is_letter(token):
-            return Rounded(2 + math.sin(ord(token))) * _ONE
+        if token in _FUNCTIONS:
+            return self._function(token)
+        if token == r"\pi" or _is_letter(token):
+            return Rounded(math.pi if token == r"\pi" else 2 + math.sin(ord(token))) * _ONE
         return _number(token) + self._fraction_of_mixed(token)
 
     def _argument(self) -> Rounded:
@@ -247,9 +281,35 @@ class _Parser:
             degree = self._argument()
             self._need("]")
         radicand = self._argument()
-        if radicand.value < 0 or not 2 <= degree.value <= _MAX_EXPONENT:
+        if radicand.value < 0 or not 2 <= degree.value <= _MAX_DEGREE:
             raise _NotAFormula
         return radicand ** (_ONE / degree)
+
+    def _function(self, name: str) -> Rounded:
+        r"""A function of a group or of the factors that follow: `\sin(30)`, `\log_{2} 8`, `\cos^2 2 \pi x`."""
+        base = Rounded(10.0)
+        if name == r"\log":
+            base = self._argument() if self._take("_") else Rounded(_BASE)
+        power = self._argument() if self._take("^") else _ONE
+        # `\sin^{-1}` is the arcsine
+        if not 1 <= power.value <= _MAX_DEGREE:
+            raise _NotAFormula
+        if self._peek() in ("(", "{"):
+            argument = self._atom()
+        else:
+            argument = self._signed()
+            while self._peek() not in ("(", "{", *_FUNCTIONS) and self._goes_on():
+                argument *= self._power()
+        if name in (r"\ln", r"\lg", r"\log"):
+            value = argument.ln() if name == r"\ln" else argument.ln() / base.ln()
+        elif abs(argument.value) > _MAX_ANGLE:
+            raise _NotAFormula
+        elif name == r"\sin":
+            value = argument.sin()
+        else:
+            cosine = argument.sin(math.pi / 2)
+            value = cosine if name == r"\cos" else argument.sin() / cosine
+        return value**power
 
     def _fraction_of_mixed(self, whole: str) -> Rounded:
         """The 4/11 of a mixed number; 0 where the integer stands alone."""

@@ -1,7 +1,7 @@
 r"""Normalisation of mathematical answers in LaTeX, Unicode or plain words, so that they can be compared.
 
-`normalised` removes everything without meaning (fonts, spaces, dollar signs, degree signs, a trailing unit) and
-rewrites anything with several spellings (`\dfrac`, `½`, `1,200`, `is less than`). It calculates nothing.
+`normalised` removes everything without meaning (fonts, spaces, dollar signs, degree signs but the last) and rewrites
+anything with several spellings (`\dfrac`, `½`, `1,200`, `is less than`). It calculates nothing.
 """
 
 from __future__ import annotations
@@ -33,6 +33,16 @@ _SYMBOLS = {
     "\N{LESS-THAN OR EQUAL TO}": r"\le ",
     "\N{GREATER-THAN OR EQUAL TO}": r"\ge ",
     "\N{NOT EQUAL TO}": r"\ne ",
+    "\N{PLUS-MINUS SIGN}": r"\pm ",
+    "\N{MINUS-OR-PLUS SIGN}": r"\mp ",
+    "\N{INFINITY}": r"\infty ",
+    "\N{EMPTY SET}": r"\emptyset ",
+    "\N{ELEMENT OF}": r"\in ",
+    "\N{UNION}": r"\cup ",
+    "\N{INTERSECTION}": r"\cap ",
+    "\N{IDEOGRAPHIC FULL STOP}": ".",
+    "\N{HALFWIDTH IDEOGRAPHIC FULL STOP}": ".",
+    "\N{IDEOGRAPHIC COMMA}": ",",
 }
 _VULGAR = {
     char: " " + unicodedata.normalize("NFKC", char).replace("\N{FRACTION SLASH}", "/") for char in "¼½¾⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
@@ -49,6 +59,11 @@ _FONTS = (
 )
 _COLOUR = r"(?:textcolor|color) ?\{[a-zA-Z]{1,20}\}"
 _WRAPPER = re.compile(rf"\\(?:{_FONTS}|ensuremath|underline|mathbin|mathrel|{_COLOUR})\s*\{{([^{{}}]*)\}}")
+_DEGREES = (
+    r"(?:\^ *)?\\circ(?![A-Za-z])(?: *\{ *\})?|\^ *\{ *(?:\^ *)?(?:\\circ|o) *\}|\^ *o(?![A-Za-z])"
+    r"|\\(?:text)?degree(?![A-Za-z])|(?<![A-Za-z\\])deg(?:rees?|\.)?(?![A-Za-z])|(?<=\d) ?度"
+)
+_PRICE = r"\d[\d,]*(?<!,)(?:\.\d+)?(?![\d,])"
 # In this order; (?![A-Za-z]) ends a command, so that `\left(` goes and `\leftarrow` stays.
 _REWRITES = [
     (re.compile(pattern), replacement)
@@ -63,6 +78,12 @@ _REWRITES = [
         (r"\\surd(?![A-Za-z])|(?<![A-Za-z\\])sqrt(?![A-Za-z])", r"\\sqrt"),
         (r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi"),
         (r"\\%", "%"),
+        (r"(?<![A-Za-z\\])(sin|cos|tan|log|ln|lg)(?![A-Za-z])", r"\\\1"),
+        (r"\\(log|ln|lg) ?_ ?([0-9A-Za-z])", r"\\\1_{\2} "),
+        (r"\\lbrace(?![A-Za-z])", r"\\{"),
+        (r"\\rbrace(?![A-Za-z])", r"\\}"),
+        (r"\\varnothing(?![A-Za-z])|\\\{ ?\\\}", r"\\emptyset "),
+        (r"\+ ?/ ?-", r"\\pm "),
         (r"\\lt(?![A-Za-z])", "<"),
         (r"\\gt(?![A-Za-z])", ">"),
         (r" is (?:strictly )?less than ", " < "),
@@ -76,11 +97,13 @@ _REWRITES = [
         (r"\\angle ?\{ ?(\w+) ?\}", r"\\angle \1 "),
         (r"\\over(?:line|leftrightarrow|rightarrow) ?\{ ?([A-Z](?: ?[A-Z])*) ?\}", r" \1 "),
         (r"\\colon(?![A-Za-z])|\{ ?: ?\}", ":"),
-        (r"\{,\}|,\\!", ","),
+        (r"(?:\{ ?, ?\}|,) ?\\! *|\{ ?, ?\}", ","),
+        (rf"\\\$ ?({_PRICE})|^ *\$ ?({_PRICE})(?=[^$]*$)", r"\1\2 dollars"),
         (r"\\[()\[\]]|\\?\$|\\(?:[,;:!> ]|q?quad(?![A-Za-z]))|~|\s", " "),
-        (r"(?:\^ *)?\\circ(?![A-Za-z])(?: *\{ *\})?|\^ *\{ *(?:\^ *)?(?:\\circ|o) *\}|\^ *o(?![A-Za-z])", " "),
-        (r"\\(?:text)?degree(?![A-Za-z])", " "),
-        (r"(?<![A-Za-z\\])deg(?:rees?|\.)?(?![A-Za-z])", " "),
+        (rf"(?:{_DEGREES}) ?(?:C|[cC]elsius)(?= *[.)]*$)", " celsius"),
+        (rf"(?:{_DEGREES}) ?(?:F|[fF]ahrenheit)(?= *[.)]*$)", " fahrenheit"),
+        (rf"(?:{_DEGREES})(?=[ .,;]*$)", "\N{DEGREE SIGN}"),
+        (_DEGREES, " "),
         (r" +", " "),
         (r"(?<=[\d)}]) to (?=[\d(\\])", ":"),
         (r"(?<=\d) x (?=10 ?\^)", r"\\times "),
@@ -90,21 +113,22 @@ _REWRITES = [
         (r"\\frac ?(\d) ?(?=[\d{\\])", r"\\frac{\1}"),
         (r"(\\frac ?\{[^{}]*\}) ?(\d)(?!\d)", r"\1{\2}"),
         (r"\{ ?(\\frac ?\{[^{}]*\} ?\{[^{}]*\}) ?\}(?! ?\{)", r"\1"),
+        (r"\\sqrt ?\[ ?(?:\{ ?\} ?)?\]", r"\\sqrt"),
     )
 ]
 _REPEATING = re.compile(r"(?<![\d.])(\d*)\.(\d*)\\(?:overline|bar) ?\{ ?(\d+) ?\}", re.ASCII)
 # 1,200 and 1 200; not in brackets, where a comma parts two numbers, nor before a slash: `4 100/111` is mixed.
 _GROUPED_DIGITS = re.compile(r"(?<![\d.,/(\[])[1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+)(?![\d/]|,\d)")
-_UNIT = re.compile(
-    r"(?:(?<=[\d)}.])| )\(?(?:(?:square|cubic|linear|sq\.?) ?)?"
-    r"(?:(?i:units?|(?:milli|centi|deci|kilo)?met(?:er|re)s?|inch(?:es)?|foot|feet|yards?|miles?|[mcdk]m|ft|in|yd|mi)"
-    r"|(?<=[ \d])m|(?<=\d)(?:''|\"))\.?(?: ?\^ ?(?:[23]|\{ ?[23] ?\})| squared| cubed)?\)?$"
+_ANSWER_IS = re.compile(
+    r"^(?:(?:the )?(?:final |correct )?answer(?: is|:)(?: ?:)?|(?:the )?(?:correct )?(?:option|choice)(?: is|:)?"
+    r"|there is|there's|approximately|about) |^答案(?:是|为)? ?:? ?(?=\S)",
+    re.I,
 )
-_ANSWER_IS = re.compile(r"^(?:(?:the )?(?:final )?answer(?: is|:)(?: ?:)?|there is|there's|approximately|about) ", re.I)
+_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 
 
 def normalised(answer: str) -> str:
-    """An answer in normal form, without unit, degree signs and introduction."""
+    """An answer in normal form, without an introduction; the unit behind it stays (`math_units`)."""
     answer = _SMALL_FRACTION.sub(lambda match: f" {match[1].translate(_SMALL)}/{match[2].translate(_SMALL)}", answer)
     answer = _RAISED_DIGITS.sub(_exponent, answer)
     # twice: NFKC makes new symbols (a bold pi becomes a pi), and destroys others (the degree sign's look-alike)
@@ -113,12 +137,11 @@ def normalised(answer: str) -> str:
         answer = pattern.sub(replacement, answer)
     answer = _REPEATING.sub(_fraction, answer)
     answer = _GROUPED_DIGITS.sub(lambda match: re.sub("[, ]", "", match.group()), answer)
-    return without_unit(_ANSWER_IS.sub("", answer.strip()).rstrip(".,; "))
-
-
-def without_unit(answer: str) -> str:
-    """A number without its unit: `36 square feet` is 36."""
-    return _UNIT.sub("", answer.strip()).strip()
+    answer = _ANSWER_IS.sub("", answer.strip()).rstrip(".,; ")
+    if answer == "\N{DEGREE SIGN}":
+        return ""
+    word = answer.casefold()
+    return str(_WORDS.index(word)) if word in _WORDS else answer
 
 
 def _unwrapped(answer: str) -> str:

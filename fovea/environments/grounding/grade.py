@@ -101,7 +101,8 @@ def grade(text: str, truth: Sequence[Numbers], frame: tuple[float, float], rule:
     Of an answer that should be one place, the last place counts, and it is in the format only by itself.
     """
     answer = read_answer(text, points=rule.points, most=MOST_PLACES)
-    places = [in_shares(place, frame) for place in answer.places]
+    # shares of the picture where its pixels or thousandths are asked for name no place
+    places = [_NOWHERE if _are_shares(place, frame) else in_shares(place, frame) for place in answer.places]
     if len(places) > MOST_PLACES:
         places = []
     valid = [_is_place(place, rule) for place in places]
@@ -126,6 +127,11 @@ def grade(text: str, truth: Sequence[Numbers], frame: tuple[float, float], rule:
 def in_shares(place: Numbers, frame: tuple[float, float]) -> Numbers:
     """A place in shares of the picture."""
     return tuple(number / frame[axis % 2] for axis, number in enumerate(place))
+
+
+def _are_shares(place: Numbers, frame: tuple[float, float]) -> bool:
+    """True for `[0.1, 0.2, 0.3, 0.4]` in a frame of 1000: a place within a single pixel, so in another frame."""
+    return min(frame) > 1 and all(0 <= number <= 1 for number in place) and any(number % 1 for number in place)
 
 
 def is_box(place: Numbers) -> bool:

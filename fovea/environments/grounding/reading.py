@@ -4,7 +4,7 @@ r"""Boxes and points in a text: JSON, tags, brackets and pairs, as the model fam
     {"point_2d": [12, 40]}          also point
     <box>(12,40),(30,60)</box>      also with brackets, or numbers only
     <point>12 40</point>
-    [12, 40, 30, 60]   (12, 40),(30, 60)   [12, 40]   (12, 40)
+    [12, 40, 30, 60]   (12, 40),(30, 60)   [12, 40]   (12, 40)   also with full-width brackets and commas
 
 Patterns have bounded repeats, so that reading takes linear time, and nothing is evaluated.
 """
@@ -36,6 +36,11 @@ _BOXES = re.compile(rf"{_PAIRS}|{_BARE_BOX}|{_BARE_POINT}")
 _POINTS = re.compile(rf"{_BARE_BOX}|{_BARE_POINT}")
 """Without pairs of coordinates, which are two points."""
 _NUMBERS_ONLY = re.compile(rf"{_FOUR}|{_TWO}")
+_HALF_WIDTH = {full: full - 0xFEE0 for full in range(0xFF01, 0xFF5F)} | str.maketrans(
+    "\N{IDEOGRAPHIC COMMA}\N{LEFT BLACK LENTICULAR BRACKET}\N{RIGHT BLACK LENTICULAR BRACKET}\N{IDEOGRAPHIC SPACE}",
+    ",[] ",
+)
+"""Digits, brackets and commas as Chinese and Japanese texts have them."""
 _FENCE = "```"
 _NAME = re.compile(r"[\w-]{0,20}\s")
 _NONE = re.compile(r"\[\s{0,9}\]|none\.?", re.IGNORECASE)
@@ -54,7 +59,7 @@ class Answer(NamedTuple):
     @property
     def says_none(self) -> bool:
         """True if the answer is an empty list or the word none."""
-        return not self.places and _NONE.fullmatch(self.region) is not None
+        return not self.places and _NONE.fullmatch(self.region.translate(_HALF_WIDTH)) is not None
 
 
 def read_answer(text: str, *, points: bool, most: int) -> Answer:
@@ -72,6 +77,7 @@ def read_answer(text: str, *, points: bool, most: int) -> Answer:
 
 
 def _places(region: str, *, points: bool, most: int) -> Iterator[Numbers]:
+    region = region.translate(_HALF_WIDTH)
     if bare := _NUMBERS_ONLY.fullmatch(region):
         yield numbers_of(bare)
         return

@@ -22,7 +22,9 @@ _REMOVED = re.compile(
 )
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _DOLLAR = re.compile(r"(?<!\\)\$")
-_OUTSIDE_GRAMMAR = re.compile(r"\||\\frac(?!\{)|\\frac\{(?:[^{}]|\{[^{}]*\})*\}(?!\{)")
+_OUTSIDE_GRAMMAR = re.compile(
+    r"\||\\(?:sin|cos|tan|log|ln|lg)(?![A-Za-z])|\\frac(?!\{)|\\frac\{(?:[^{}]|\{[^{}]*\})*\}(?!\{)"
+)
 _VARIABLE = re.compile(r"(?<![\\a-z])[a-z]")
 """A letter outside a LaTeX command: the script gives it no value, and calls such answers unequal."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from fovea.config.grounding import REWARD_KINDS, Ask, RewardKind
 from fovea.environments.grounding.grade import Placed, Rule, grade
 from fovea.environments.grounding.reading import Numbers
+from tests.tables import table
 
 FRAME = (1000.0, 1000.0)
 TRUTH = ((0.1, 0.2, 0.5, 0.6),)
@@ -46,6 +48,27 @@ def test_the_last_box_counts_and_the_format_has_one() -> None:
     assert graded(text).accuracy == 1
     assert reward(text) == pytest.approx(0.9)
     assert reward("<think>[1,2,3,4]?</think>[100,200,500,600]") == 1
+
+
+@table(
+    ("text", "settings"),
+    [
+        ("[0.1,0.2,0.5,0.6]", {}),
+        ("[0, 0, 1, 0.5]", {}),
+        ('[{"bbox_2d": [0.1, 0.2, 0.5, 0.6]}]', {"ask": "boxes", "reward": "f1"}),
+        ("[0.05,0.02]", {"ask": "point", "reward": "hit", "truth": ((0.0, 0.0, 0.1, 0.1),)}),
+        ("[0.05,0.02]", {"ask": "points", "reward": "f1", "truth": ((0.0, 0.0, 0.1, 0.1),)}),
+    ],
+)
+def test_shares_of_the_picture_earn_nothing_where_thousandths_are_asked(text: str, settings: dict[str, Any]) -> None:
+    assert reward(text, **settings) == 0
+
+
+def test_whole_numbers_and_frames_of_shares_are_as_they_were() -> None:
+    corner = ((0.0, 0.0, 0.001, 0.001),)
+    assert reward("[0,0,1,1]", corner) == 1
+    assert reward("[100.5,200.5,500.5,600.5]") > 0.98
+    assert grade("[0.1,0.2,0.5,0.6]", TRUTH, (1.0, 1.0), Rule(ask="box", reward="iou")).parts == {"iou": 1, "format": 1}
 
 
 def test_tags_of_the_format() -> None:

@@ -31,6 +31,11 @@ BOX, POINT = (12.0, 40.0, 30.0, 60.0), (12.0, 40.0)
         "<answer>[1,2,3,4]</answer> no: <answer>[12, 40, 30, 60]</answer>",
         r"\boxed{1,2,3,4} no: \boxed{12,40,30,60}",
         "The box is [12, 40,\n 30, 60].",
+        "\uff3b12\uff0c40\uff0c30\uff0c60\uff3d",
+        "\uff0812\uff0c 40\uff09\uff0c\uff0830\uff0c60\uff09",
+        "\u301012\u300140\u300130\u300160\u3011",
+        "\uff11\uff12\uff0c40\uff0c30\uff0c60",
+        "[12\uff0c40\uff0c\u300030\uff0c60]",
     ],
 )
 def test_one_box(text: str) -> None:
