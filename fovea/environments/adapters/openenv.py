@@ -45,7 +45,7 @@ MAX_PICTURES = 8
 """Most pictures of one field."""
 RESET_SECONDS = 120
 """Longest wait for the observation that a prompt shows; replies have the deadline of `environment.session`."""
-_TAG = re.compile(r"<action>(.*?)</action>", re.DOTALL | re.IGNORECASE)
+_TAG = re.compile(r"<action>(.*?)(</action>|\Z)", re.DOTALL | re.IGNORECASE)  # one that is not closed is read once
 _PICTURE_URL = re.compile(r"data:image/[\w.+-]+;base64,")
 
 
@@ -202,7 +202,7 @@ def action_in(text: str, action_key: str | None) -> dict[str, Any] | None:
 
     It is the field `action_key`, or without that a JSON object.
     """
-    tags = _TAG.findall(text)
+    tags = [content for content, closing in _TAG.findall(text) if closing]
     content = (tags[-1] if tags else text).strip()
     if action_key is not None:
         return {action_key: content}
