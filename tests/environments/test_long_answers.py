@@ -33,7 +33,29 @@ from tests.grading import within_a_second
 NUM_CHARS = 60_000
 """Linear readers take some hundredths of a second for so many, quadratic ones three to twenty seconds."""
 FILLS = [
-    *(" ", "\n", "\t", "\r\n", "\u00a0", "a", "A", "1", "-", "+", ".", ",", ":", ";", "!", "'", '"', "`", "*", "_", "#"),
+    *(
+        " ",
+        "\n",
+        "\t",
+        "\r\n",
+        "\u00a0",
+        "a",
+        "A",
+        "1",
+        "-",
+        "+",
+        ".",
+        ",",
+        ":",
+        ";",
+        "!",
+        "'",
+        '"',
+        "`",
+        "*",
+        "_",
+        "#",
+    ),
     *("=", "<", ">", "|", "/", "\\", "&", "%", "$", "(", ")", "[", "]", "{", "}", "()", "[]", "{}", "1,", "1.", "a b "),
     *("a, ", "the ", "no, ", "is ", "one ", "(1, 2), ", "[1,2,3,4],", '"box": [', "\\frac{", "\\boxed{", "```", "x:"),
     *("<think>", "</think> ", "<answer>", "</answer>", "<action>", "<tool_call>", "<function=f>", "\n<parameter=x>"),
@@ -56,7 +78,9 @@ PARSERS: dict[str, Callable[[str], object]] = {
     "actions of OpenEnv": lambda text: openenv.action_in(text, None),
     "actions on screens": action_in,
     "moves": lambda text: actions_in(text, GAME),
-    "boards in words": lambda text: description_f1(f"<observation>{text}</observation>", ["@$.", "..*"], ["@$.", "..*"]),
+    "boards in words": lambda text: description_f1(
+        f"<observation>{text}</observation>", ["@$.", "..*"], ["@$.", "..*"]
+    ),
     "clicks": lambda text: click_in(text, 1000),
     "calculations": computed,
     "ends of boxes": lambda text: find_answer_end(text, AnswerEnd()),

@@ -12,7 +12,7 @@ from PIL.Image import Image
 
 from fovea.config.rewards import OVERLONG, part_name
 from fovea.data.images import OpenImage
-from fovea.environments.custom.trl import RewardFunction, is_async
+from fovea.environments.custom.signatures import RewardFunction, is_async
 from fovea.environments.graders.base import Grader, NoScoreError, weighted_turns
 from fovea.environments.graders.limited_calls import BlockingCalls, called, without_ends
 from fovea.errors import describe_error, named
