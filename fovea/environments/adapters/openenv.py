@@ -13,6 +13,7 @@ import base64
 import hashlib
 import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -155,8 +156,8 @@ class OpenEnvSession:
             return (Message(role="user", parts=(f"No action was read. {how}",), failed=True),)
         observed = await self._server.ask("step", action)
         reward = observed.get("reward") or 0.0
-        if not isinstance(reward, int | float):
-            raise NoScoreError(f"at {self._config.url} sent the reward {reward!r:.60}, which is not a number")
+        if not isinstance(reward, int | float) or not abs(reward) <= sys.float_info.max:
+            raise NoScoreError(f"at {self._config.url} sent the reward {reward!r:.60}, which is not a finite number")
         self._rewards.append(float(reward))
         self._is_over = bool(observed.get("done"))
         return () if self._is_over else (Message(role="user", parts=parts_of(observed, self._config)),)
