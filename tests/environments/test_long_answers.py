@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 import pytest
 
@@ -104,7 +105,7 @@ def check_in_time(read: Callable[[str], object]) -> None:
             part = fill * (NUM_CHARS // len(fill))
             text = place.format(part, part)
             with suppress(ToolError, TryAgainError):  # no calculation, no score
-                within_a_second(lambda text=text: read(text))
+                within_a_second(partial(read, text))
 
 
 @pytest.mark.parametrize("name", PARSERS)
