@@ -129,7 +129,7 @@ class SessionError(FoveaError, RuntimeError):
 
 
 class FailedEpisodeError(UnscoredError):
-    """A session that failed, which the settings tolerate: its episode is left out, or has a fixed reward, and counted.
+    """A session or a score that failed, which the settings tolerate: its episode is left out, or has a fixed reward.
 
     `reason` is the name that it is counted under: `open`, `reply`, `picture`, `score` or `deadline`.
     """

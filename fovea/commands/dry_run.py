@@ -105,8 +105,7 @@ def _try_parts(
                 rows = _rows(config, part, split, renderer, rows_per_split)
                 lines.append(f"{name}, {rows}" if name else rows)
     with _noted(problems):
-        try_reward(graded)
-        lines += [*remarks_on_answers(graded), *remarks_on_shares(config, graded)]
+        lines += [*try_reward(graded, opener), *remarks_on_answers(graded), *remarks_on_shares(config, graded)]
         lines += remarks_on_images(tasks("train"), opener)
     with _noted(problems):
         make_order(config, tasks("train"))  # names of kinds and levels that no row has

@@ -6,7 +6,7 @@ import io
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -271,8 +271,9 @@ class Occluder:
         last = task_id.rpartition("/")[2]
         likely = int(last) if re.fullmatch("[0-9]{1,15}", last) else len(tasks)
         for row in chain(range(likely, len(tasks))[:1], range(len(tasks))):
-            if tasks[row].id == task_id:
-                return row
+            with suppress(DataError):  # a bad row, which nothing was asked about
+                if tasks[row].id == task_id:
+                    return row
         raise DataError(f"no row of the {self._split} split has the id {task_id!r}; give the data of the run")
 
     def _answers(self, rows: Sequence[int], asked: Sequence[Asked]) -> list[Answer]:

@@ -54,8 +54,9 @@ class Judge(Section):
     """Time limit of one try, from connecting to the last byte."""
     api_key_env: str | None = None
     """Environment variable that holds the key of the endpoint; the key itself is not a setting."""
-    on_failure: Literal["error", "drop"] = "error"
-    """Handling of a grade that all tries failed to get: stop, or drop the group and count it (`groups/unscored`)."""
+    on_failure: Literal["error", "drop", "drop_completion"] = "error"
+    """Handling of a grade that all tries failed to get: stop, or drop the group (`groups/unscored`) or only the
+    completion (`episodes/failed`)."""
 
     def contradictions(self) -> Iterator[str]:
         if self.prompt is not None and "{answer}" not in self.prompt:

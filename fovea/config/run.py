@@ -71,8 +71,9 @@ class Config(Section):
     """Weights of a list of rewards, in their order; the reward is the weighted sum. Default: 1 each."""
     reward_timeout_seconds: PositiveFloat = 10.0
     """Time limit for one call of your own reward (of a list: of all together), or of your own environment's score."""
-    reward_on_failure: Literal["error", "drop"] = "error"
-    """Handling of a call that raises, is late or returns no number: stop, or drop the group (`groups/unscored`)."""
+    reward_on_failure: Literal["error", "drop", "drop_completion"] = "error"
+    """Handling of a call that raises, is late or returns no number: stop, or drop the group (`groups/unscored`) or only
+    the completion (`episodes/failed`)."""
     reward_calls_at_once: PositiveInt = 1
     """Concurrent calls, in as many threads (more than 1 only for thread-safe code) or processes."""
     reward_in: MayChange[RewardPlace] = "thread"

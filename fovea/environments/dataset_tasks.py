@@ -9,7 +9,8 @@ and `image` the images.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TypeAlias
 
@@ -36,6 +37,8 @@ from fovea.types import Message, Task
 PROMPT_KEYS = ("problem", "prompt", "question", "conversations", "messages")
 """`problem` is hiyouga/geometry3k's and RLinf's, `prompt` verl's."""
 _IMAGE_NAME = re.compile(r"data:image/.*|\S.*\.(?:png|jpe?g|webp|gif|bmp|tiff?)", re.IGNORECASE | re.DOTALL)
+_ROWS_LOOKED_AT = 10
+"""First rows whose cells tell what a column holds, where no setting and no usual name does."""
 
 Row: TypeAlias = Mapping[str, object]
 ReadAnswer: TypeAlias = Callable[[object, str], str]
@@ -144,12 +147,20 @@ def check_pictures(settings: FileEnvironment, rows: Rows, source: str) -> None:
         return
     # a question or an answer may be a file's name, too
     others = {*PROMPT_KEYS, *settings.answer_names, *(column for _, column in settings.named_columns)}
-    column = next((column for column, cell in rows[0].items() if column not in others and _holds_image(cell)), None)
+    cells = ((column, cell) for row in first_rows(rows) for column, cell in row.items() if column not in others)
+    column = next((column for column, cell in cells if _holds_image(cell)), None)
     if column is not None:
         raise DataError(
             f"{source}: no column is called {' or '.join(names)}, but {column} holds images; set "
             f"environment.image_key={column}, or environment.image_keys=[] to ask without them"
         )
+
+
+def first_rows(rows: Sequence[Row]) -> Iterator[Row]:
+    """The first rows of a file, without those that cannot be read: `data.on_bad_row` decides about these."""
+    for index in range(min(len(rows), _ROWS_LOOKED_AT)):
+        with suppress(BadRowError):
+            yield rows[index]
 
 
 def _holds_image(cell: object) -> bool:
@@ -161,10 +172,10 @@ def _holds_image(cell: object) -> bool:
     return isinstance(cell, bytes) or (isinstance(cell, str) and _IMAGE_NAME.fullmatch(cell) is not None)
 
 
-def check_answer(settings: FileEnvironment, columns: Sequence[str], first: Row | None, source: str) -> None:
-    """DataError where no setting names the column of the answer, none is usual, and no reply ends the `first` row."""
-    key = prompt_key(first or {}, settings)
-    has_reply = first is not None and key is not None and ends_with_reply(first.get(key))
+def check_answer(settings: FileEnvironment, columns: Sequence[str], rows: Sequence[Row], source: str) -> None:
+    """DataError where no setting names the column of the answer, none is usual, and no reply ends one of the rows."""
+    asked = [(row, prompt_key(row, settings)) for row in first_rows(rows)]
+    has_reply = any(key is not None and ends_with_reply(row.get(key)) for row, key in asked)
     if settings.answer_key is None and not set(settings.answer_names) & set(columns) and not has_reply:
         others = [column for column in columns if column not in {*PROMPT_KEYS, *settings.image_names}]
         raise DataError(

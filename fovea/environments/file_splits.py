@@ -190,4 +190,6 @@ class FileSplits:
 
 def _cells(rows: Rows, key: str | None) -> list[str] | None:
     """The cells of a column as texts, `all` for an empty one; None without a column."""
-    return None if key is None else [KIND if cell is None else str(cell) for cell in rows.column(key)]
+    # a name of metrics: JSON may hold halves of characters, which no file of the run can
+    texts = None if key is None else (KIND if cell is None else str(cell) for cell in rows.column(key))
+    return None if texts is None else [text.encode(errors="replace").decode() for text in texts]

@@ -64,8 +64,8 @@ async def collect(  # noqa: PLR0913 (each says one thing about the rollout)
 
     A group's random numbers depend on `seed` and its index in the step, which counts `num_before` earlier groups. A
     group with an UnscoredError is left out and the reason appended to `unscored`; None: the error is raised. An episode
-    whose session fails is left out of its group and noted in `sessions`; None, or less than `fewest` left: all are. The
-    last `num_noisy` episodes of a group are drawn on its noisy prompt.
+    whose session or score fails is left out of its group and noted in `sessions`; None, or less than `fewest` left: all
+    are. The last `num_noisy` episodes of a group are drawn on its noisy prompt.
     """
     environment, indices = interaction.environment, range(num_before, num_before + len(prompted))
     places = [(index, number) for index in indices for number in range(n)]
@@ -83,6 +83,8 @@ async def collect(  # noqa: PLR0913 (each says one thing about the rollout)
         except FailedEpisodeError as error:
             if sessions is None:
                 raise
+            if conversation.failure is None:  # of the score
+                sessions.failures.append(error)
             return error
 
     async def group(index: int, item: PromptedTask) -> Group | None:
@@ -98,10 +100,11 @@ async def collect(  # noqa: PLR0913 (each says one thing about the rollout)
         firsts = await _of_views(engine, environment, item, request, num_noisy)
         try:
             if talks is None:
-                return await _answered(interaction.grading, item, firsts)
-            found = await gather_or_cancel(
-                episode(talks, item, request, first, (index, number)) for number, first in enumerate(firsts)
-            )
+                found = await _answered(interaction.grading, item, firsts, sessions)
+            else:
+                found = await gather_or_cancel(
+                    episode(talks, item, request, first, (index, number)) for number, first in enumerate(firsts)
+                )
             return _group_of(item, found, fewest)
         except UnscoredError as error:
             if unscored is None:
@@ -114,12 +117,26 @@ async def collect(  # noqa: PLR0913 (each says one thing about the rollout)
     return [group for group in groups if group is not None]
 
 
-async def _answered(grading: Grading, item: PromptedTask, firsts: Sequence[Turn]) -> Group:
-    """The group of scored answers."""
-    scores = await grading.scores(item.task, [(first,) for first in firsts])
-    scored_turns = zip(firsts, scores, strict=True)
-    episodes = (Episode(task=item.task, turns=(first,), score=score) for first, score in scored_turns)
-    return Group(prompt=item.prompt, episodes=tuple(episodes), masked=item.masked)
+async def _answered(
+    grading: Grading, item: PromptedTask, firsts: Sequence[Turn], sessions: SessionLog | None
+) -> Sequence[Episode | FailedEpisodeError]:
+    """The scored answers; one without a score is noted in `sessions` where the settings leave out only it."""
+
+    async def scored_ones(answers: Sequence[Turn]) -> list[Episode]:
+        scores = await grading.scores(item.task, [(first,) for first in answers])
+        scored_turns = zip(answers, scores, strict=True)
+        return [Episode(task=item.task, turns=(first,), score=score) for first, score in scored_turns]
+
+    async def scored_or_failed(first: Turn, log: SessionLog) -> Episode | FailedEpisodeError:
+        try:
+            return (await scored_ones([first]))[0]
+        except FailedEpisodeError as error:
+            log.failures.append(error)
+            return error
+
+    if sessions is None or not grading.drops_completions:
+        return await scored_ones(firsts)
+    return await gather_or_cancel(scored_or_failed(first, sessions) for first in firsts)
 
 
 def _group_of(item: PromptedTask, found: Sequence[Episode | FailedEpisodeError], fewest: int) -> Group:
@@ -129,7 +146,7 @@ def _group_of(item: PromptedTask, found: Sequence[Episode | FailedEpisodeError],
         failed = [each for each in found if not isinstance(each, Episode)]
         how_many = f"all {len(found)}" if not episodes else f"all but one of {len(found)}"
         raise UnscoredError(f"{how_many} episodes failed; the last: {failed[-1]}")
-    return Group(prompt=item.prompt, episodes=episodes)
+    return Group(prompt=item.prompt, episodes=episodes, masked=item.masked)
 
 
 async def _of_views(

@@ -44,12 +44,15 @@ class SessionLog:
             self.waited_seconds += perf_counter() - begun
 
     def metrics(self) -> Metrics:
-        """Numbers of failed episodes, by reason too, and the mean wait of an episode."""
+        """Numbers of failed episodes, and the mean wait of an episode."""
+        return {**self.failed_metrics(), "seconds/replies": self.waited_seconds / max(self.num_episodes, 1)}
+
+    def failed_metrics(self) -> Metrics:
+        """Numbers of failed episodes, by reason too."""
         reasons = Counter(failure.reason for failure in self.failures)
         return {
             "episodes/failed": float(len(self.failures)),
             **{f"episodes/failed_{reason}": float(count) for reason, count in sorted(reasons.items())},
-            "seconds/replies": self.waited_seconds / max(self.num_episodes, 1),
         }
 
 

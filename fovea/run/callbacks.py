@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from fovea.environments.custom.loading import name_of
-from fovea.environments.custom.trl import is_async
+from fovea.environments.custom.signatures import is_async
 from fovea.errors import ConfigError
 from fovea.types import Evaluation, Metrics
 

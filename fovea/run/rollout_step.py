@@ -91,6 +91,8 @@ async def roll_out(engine: Engine, stream: TaskStream, config: Config, *, step: 
         metrics["groups/unscored"] = float(len(rollout.unscored))
     if has_sessions:
         metrics |= sessions.metrics()
+    elif stream.grading.drops_completions:
+        metrics |= sessions.failed_metrics()
     failed = tuple(str(failure) for failure in sessions.failures if failure.reward is None)
     return replace(rollout, failed=failed, metrics=metrics)
 

@@ -38,7 +38,7 @@ from fovea.environments.custom.environment import UserEnvironment, UserSessions,
 from fovea.environments.custom.grader import reward_grader
 from fovea.environments.custom.loading import checked_environment, checked_reward, load_environment, load_reward
 from fovea.environments.custom.processes import RewardProcesses
-from fovea.environments.custom.trl import RewardFunction
+from fovea.environments.custom.signatures import RewardFunction
 from fovea.environments.dataset_tasks import OwnRows
 from fovea.environments.games.environment import BoardGame
 from fovea.environments.geo3k import Geo3k, Geo3kGrader

@@ -273,7 +273,7 @@ def _given(config: Config, settings: SplitFiles, rows: Rows, argument: str) -> G
         check_question(settings, columns, argument)
         # your own reward may do without, but a warm-up imitates the answers
         if not isinstance(settings, RowsEnvironment) or config.warmup is not None:
-            check_answer(settings, columns, rows[0] if len(rows) else None, argument)
+            check_answer(settings, columns, rows, argument)
     present = [name for name in names if name in columns]
     if not settings.names_images and not present:
         raise DataError(

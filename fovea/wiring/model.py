@@ -227,10 +227,8 @@ def tokenizer_corpus(environment: Environment, on_bad_row: Literal["error", "ski
     texts: list[str] = []
     for index in range(min(len(tasks), CORPUS_ROWS)):
         try:
-            task = tasks[index]
+            texts += [tasks[index].question, *environment.demonstration(tasks[index])]
         except DataError:
             if on_bad_row == "error":
-                raise
-            continue  # the run reports it when its data order comes to it
-        texts += [task.question, *environment.demonstration(task)]
+                raise  # the run reports others when its data order comes to them
     return texts

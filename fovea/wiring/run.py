@@ -15,7 +15,7 @@ from fovea.data.bad_rows import BadRows
 from fovea.data.images import ImageOpener
 from fovea.environments.base import Environment
 from fovea.environments.curriculum import CurriculumProgress
-from fovea.environments.custom.trl import RewardFunction
+from fovea.environments.custom.signatures import RewardFunction
 from fovea.environments.prompt_source import PromptSource
 from fovea.errors import DataError, ModelError
 from fovea.metrics.findings import FindingsWatch
@@ -134,7 +134,6 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
     start_step = resumed.step if resumed else 0
     progress = Progress(config.max_steps, start_step, config.log.progress, transcript=folder / CONSOLE_FILE)
     progress.print(f"run folder: {folder}")
-    try_reward(graded)
     opener = make_opener(config.data, folder, progress.print)
     _print_remarks(config, graded, opener, progress, is_new=resumed is None)
     progress.stage("making the model" if config.model.tiny else "looking up the model")
@@ -229,12 +228,13 @@ def _metrics_file(folder: Path, resumed: SavedCheckpoint | None, progress: Progr
 def _print_remarks(
     config: Config, graded: GradedEnvironment, opener: ImageOpener, progress: Progress, *, is_new: bool
 ) -> None:
-    """Warn of rows that will not do what was meant, keep the warnings for the report, and count turned images."""
+    """Try the reward, and warn of it and of rows that will not do what was meant, also in the report."""
+    remarks = try_reward(graded, opener)
     for line in remarks_on_images(graded.environment.tasks("train"), opener):
         progress.print(line)
     if is_new:
         Path(config.run_dir, HINTS_FILE).unlink(missing_ok=True)  # of an earlier start
-    for remark in (*remarks_on_answers(graded), *remarks_on_shares(config, graded)):
+    for remark in (*remarks, *remarks_on_answers(graded), *remarks_on_shares(config, graded)):
         progress.warn(remark)
         add_hint(Path(config.run_dir), remark)
 

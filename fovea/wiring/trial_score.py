@@ -13,8 +13,9 @@ from fovea.environments.base import Environment, Split
 from fovea.environments.custom.grader import SeveralRewards, UserGrader
 from fovea.environments.custom.processes import RewardProcesses
 from fovea.environments.dataset_tasks import OwnRows
+from fovea.environments.graders.base import shown
 from fovea.environments.graders.opinions import WithToolBonus
-from fovea.errors import DataError, UnscoredError
+from fovea.errors import DataError, ScoreError, UnscoredError
 from fovea.types import Task, Turn
 from fovea.utils.event_loop import wait_for
 from fovea.wiring.environment import GradedEnvironment
@@ -27,32 +28,54 @@ MAX_ROWS_TRIED = 10
 """Training rows in which one is sought that can be read; the run itself reports the bad ones."""
 
 
-def try_reward(graded: GradedEnvironment) -> None:
-    """Let the user's code score the right answer of a training row; ScoreError where it cannot.
+def try_reward(graded: GradedEnvironment, opener: ImageOpener) -> list[str]:
+    """Let the user's code score the right answer of a training row; ScoreError where it cannot, remarks on the score.
 
     Episodes of several turns are left to the run, as their course depends on the model. What the settings tolerate
-    (`reward_on_failure: drop`) is left to it, too.
+    (`reward_on_failure: drop`) is a remark.
     """
     try:
-        for each in (*graded.parts.values(), graded):
-            _try(each)
+        return [remark for each in (*graded.parts.values(), graded) for remark in _try(each, opener)]
     except BaseException:
         graded.grading.close()
         raise
 
 
-def _try(graded: GradedEnvironment) -> None:
+def _try(graded: GradedEnvironment, opener: ImageOpener) -> Iterator[str]:
     environment, grading = graded.environment, graded.grading
     grader = grading.graders[-1]
     grader = grader.own if isinstance(grader, WithToolBonus) else grader
     if environment.max_turns > 1 or not isinstance(grader, UserGrader | SeveralRewards | RewardProcesses):
         return
-    found = _answered_row(graded)
+    found = _answered_row(graded, opener)
     if found is None:
+        yield "your reward was not tried before the run: none of the training rows looked at can be used"
         return
     task, answer = found
-    with suppress(UnscoredError):
-        wait_for(grading.scores(task, [[Turn(messages=tuple(environment.prompt(task)), text=answer)]]))
+
+    def reward_of(text: str) -> float:
+        turn = Turn(messages=tuple(environment.prompt(task)), text=text)
+        return wait_for(grading.scores(task, [[turn]]))[0].reward
+
+    try:
+        reward = reward_of(answer)
+    except UnscoredError as error:
+        yield f"your reward gives the gold answer no score: {error}"
+        return
+    if not answer or reward > 0:
+        return
+    # it may read another form than the one in which the environment writes it, or give 0 at best
+    for form in (rf"\boxed{{{task.answer}}}", f"<answer>{task.answer}</answer>"):
+        with suppress(ScoreError):
+            reward = max(reward, reward_of(f"<think>I know.</think>{form}"))
+    nothing = reward
+    with suppress(ScoreError):
+        nothing = reward_of("I do not know.")
+    if reward <= min(0.0, nothing):
+        yield (
+            f"your reward gives the gold answer {reward:g} ({task.id}: {shown(answer)}, also in a box and in answer "
+            "tags), no more than no answer; correct what it reads, or the column of the answer (environment.answer_key)"
+        )
 
 
 def remarks_on_answers(graded: GradedEnvironment) -> Iterator[str]:
@@ -113,11 +136,16 @@ def spread(num_rows: int, num_chosen: int) -> Sequence[int]:
     return [index * num_rows // num_chosen for index in range(num_chosen)]
 
 
-def _answered_row(graded: GradedEnvironment) -> tuple[Task, str] | None:
-    tasks = graded.environment.tasks("train")
-    for index in range(min(len(tasks), MAX_ROWS_TRIED)):
-        try:
-            return tasks[index], graded.environment.target(tasks[index])
-        except DataError:
-            continue
+def _answered_row(graded: GradedEnvironment, opener: ImageOpener | None = None) -> tuple[Task, str] | None:
+    """A training row that can be used, and its right answer; with `opener` also its images can be opened."""
+    environment = graded.environment
+    tasks = environment.tasks("train")
+    for index in spread(len(tasks), MAX_ROWS_TRIED):
+        with suppress(DataError):
+            task = tasks[index]
+            environment.prompt(task)
+            if opener is not None:
+                for ref in task.images:
+                    opener(ref)
+            return task, environment.target(task)
     return None

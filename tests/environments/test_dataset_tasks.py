@@ -232,3 +232,11 @@ def test_all_of_geometry3k_streams_in_bounded_memory() -> None:
     assert num_bytes > 40e6
     assert cached <= 16 << 20
     assert sum(later) < 24
+
+
+def test_a_kind_is_a_name_that_files_can_hold(tmp_path: Path) -> None:
+    """JSON may hold half a character, and kinds become names of metrics."""
+    lines = [f'{{"problem": "1+1?", "answer": "2", "kind": "{kind}"}}\n' for kind in ("caf\\ud800", "plain")]
+    (tmp_path / "rows.jsonl").write_text("".join(lines), encoding="ascii")
+    files = FileTasks(settings(train_files=(str(tmp_path / "rows.jsonl"),), kind_key="kind"), RowAccess())
+    assert kinds_of(files.tasks("train")) == ["caf?", "plain"]

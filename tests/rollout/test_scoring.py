@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import threading
 import time
@@ -21,6 +22,7 @@ from fovea.environments.prompt_source import PromptedTask
 from fovea.errors import ScoreError, TrainError, UnscoredError
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
+from fovea.report.samples import read_step
 from fovea.rollout.collect import Interaction, collect
 from fovea.run.context import Run
 from fovea.types import Completion, Group, Request, Sampling, Score, Task, Turn
@@ -155,6 +157,30 @@ def test_without_a_list_or_with_another_error_it_raises() -> None:
 
 def with_grading(run: Run, grading: Grading) -> Run:
     return replace(run, stream=replace(run.stream, grading=grading))
+
+
+def test_only_a_completion_without_a_score_is_left_out(tmp_path: Path) -> None:
+    """As TRL does with None; `drop` leaves out its group."""
+    num_calls = itertools.count()
+
+    async def score(task: Task, turns: Sequence[Turn]) -> float | None:
+        none = task.id == "train/2" and next(num_calls) % 4 == 1
+        return None if none else BanditEnvironment().score(task, turns).reward
+
+    for policy, unscored, failed in (("drop_completion", 0, 1), ("drop", 1, None)):
+        limits = CallLimits(name="mine", on_failure=policy, calls_at_once=AT_ONCE)  # type: ignore[arg-type]
+        grading = Grading(graders=(UserGrader(score, CallThreads("mine")),), calls=LimitedCalls(limits))
+        rollout = {"prompts_per_step": 16, "samples_per_prompt": 4, "max_new_tokens": 1}
+        train(with_grading(bandit_run(tmp_path / policy, max_steps=2, rollout=rollout), grading))
+        rows = read_metrics(tmp_path / policy)
+        assert [row["groups/unscored"] for row in rows] == [unscored] * 2
+        assert [row.get("episodes/failed") for row in rows] == [failed] * 2
+        assert [row.get("episodes/failed_score") for row in rows] == [failed] * 2
+        noted = (tmp_path / policy / "unscored.jsonl").read_text(encoding="utf-8").splitlines()
+        assert [json.loads(line)["step"] for line in noted] == [0, 1]
+        assert all("train/2: mine returned None, which is not a number" in line for line in noted)
+        answers = [len(group.answers) for group in read_step(tmp_path / policy, 1)]
+        assert min(answers) == (3 if failed else 4)
 
 
 def test_a_run_counts_what_was_not_scored(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ except ImportError as error:
         f"environment.name=gymnasium needs the package gymnasium; {pip_install('gymnasium')}"
     ) from error
 
-_TAG = re.compile(r"<action>(.*?)</action>", re.DOTALL | re.IGNORECASE)
+_TAG = re.compile(r"<action>(.*?)(</action>|\Z)", re.DOTALL | re.IGNORECASE)  # one that is not closed is read once
 
 
 class Gymnasium(Environment):
@@ -146,7 +146,7 @@ class GymnasiumSession:
 def action_in(text: str, actions: Sequence[str]) -> str | None:
     """The action that a text names: in its last `<action>` tag, or without tags the only one named; None for others."""
     by_name = {action.casefold(): action for action in actions}
-    tags = _TAG.findall(text)
+    tags = [content for content, closing in _TAG.findall(text) if closing]
     if tags:
         return by_name.get(tags[-1].strip().casefold())
     found = {name for name in by_name if re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text.casefold())}

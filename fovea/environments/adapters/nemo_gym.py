@@ -9,8 +9,8 @@ of its agent and model servers.
 from __future__ import annotations
 
 import json
-import math
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -257,4 +257,5 @@ def _calls(made: Iterator[Mapping[str, str]], place: int) -> Iterator[dict[str, 
 
 
 def _is_finite(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    # compared as it is: a whole number may be too large for a float
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

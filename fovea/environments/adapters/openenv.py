@@ -13,6 +13,7 @@ import base64
 import hashlib
 import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -45,7 +46,7 @@ MAX_PICTURES = 8
 """Most pictures of one field."""
 RESET_SECONDS = 120
 """Longest wait for the observation that a prompt shows; replies have the deadline of `environment.session`."""
-_TAG = re.compile(r"<action>(.*?)</action>", re.DOTALL | re.IGNORECASE)
+_TAG = re.compile(r"<action>(.*?)(</action>|\Z)", re.DOTALL | re.IGNORECASE)  # one that is not closed is read once
 _PICTURE_URL = re.compile(r"data:image/[\w.+-]+;base64,")
 
 
@@ -155,8 +156,8 @@ class OpenEnvSession:
             return (Message(role="user", parts=(f"No action was read. {how}",), failed=True),)
         observed = await self._server.ask("step", action)
         reward = observed.get("reward") or 0.0
-        if not isinstance(reward, int | float):
-            raise NoScoreError(f"at {self._config.url} sent the reward {reward!r:.60}, which is not a number")
+        if not isinstance(reward, int | float) or not abs(reward) <= sys.float_info.max:
+            raise NoScoreError(f"at {self._config.url} sent the reward {reward!r:.60}, which is not a finite number")
         self._rewards.append(float(reward))
         self._is_over = bool(observed.get("done"))
         return () if self._is_over else (Message(role="user", parts=parts_of(observed, self._config)),)
@@ -202,7 +203,7 @@ def action_in(text: str, action_key: str | None) -> dict[str, Any] | None:
 
     It is the field `action_key`, or without that a JSON object.
     """
-    tags = _TAG.findall(text)
+    tags = [content for content, closing in _TAG.findall(text) if closing]
     content = (tags[-1] if tags else text).strip()
     if action_key is not None:
         return {action_key: content}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import TypeGuard, get_args
 
 import numpy as np
 from PIL import Image
 
-from fovea.errors import DataError
+from fovea.errors import BadRowError, DataError
 from fovea.types import ImageRef, Message, Role, Task
 
 _TEXTS = ("id", "question", "answer", "kind")
@@ -21,13 +22,18 @@ def check_tasks(tasks: Sequence[Task], made: str) -> None:
         raise DataError(f"{made} holds no rows; return some for every split")
     is_made = isinstance(tasks, list | tuple)
     ids = set[str]()
-    for task in tasks if is_made else [tasks[0]]:
+    for task in tasks if is_made else _first_made(tasks):
         if not isinstance(task, Task):
             raise DataError(f"{made} holds {_typed(task)}; return a list of fovea.types.Task")
         check_task(task, made)
         if task.id in ids:
             raise DataError(f"{made} holds two rows of id {task.id!r}; give every row of a split a separate id")
         ids.add(task.id)
+
+
+def _first_made(tasks: Sequence[Task]) -> Iterator[Task]:
+    with suppress(BadRowError):  # `data.on_bad_row` decides about it when its turn comes
+        yield tasks[0]
 
 
 def check_task(task: Task, made: str) -> None:

@@ -6,13 +6,14 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
+from numbers import Complex, Real
 from typing import SupportsFloat, TypeAlias, overload
 
 from PIL.Image import Image
 
 from fovea.config.rewards import OVERLONG, part_name
 from fovea.data.images import OpenImage
-from fovea.environments.custom.trl import RewardFunction, is_async
+from fovea.environments.custom.signatures import RewardFunction, is_async
 from fovea.environments.graders.base import Grader, NoScoreError, weighted_turns
 from fovea.environments.graders.limited_calls import BlockingCalls, called, without_ends
 from fovea.errors import describe_error, named
@@ -180,7 +181,8 @@ def _checked(score: Score, num_images: int) -> Score:
     """The score with plain numbers throughout."""
     _check_forms(score.parts, score.image_parts, score.marks)
     _check_turns(score.turns)
-    _check_parts(score.parts, max(map(len, (score.parts, *score.image_parts))))
+    for parts in (score.parts, *score.image_parts):
+        _check_parts(parts)
     if score.image_parts and len(score.image_parts) != num_images:
         raise ValueError(f"{IMAGE_PARTS} for {len(score.image_parts)} images, but the task has {num_images}")
     if len(score.marks) > MAX_MARKS:
@@ -219,17 +221,21 @@ def _check_turns(turns: object) -> None:
         _number(value, f"the reward of turn {place}")
 
 
-def _check_parts(parts: Mapping[str, object], most: int) -> None:
+def _check_parts(parts: Mapping[str, object]) -> None:
     """ValueError for too many parts, and for one whose name can be no metric's."""
-    if most > MAX_PARTS:
-        raise ValueError(f"{most} parts, and each is a separate metric; return at most {MAX_PARTS}")
+    if len(parts) > MAX_PARTS:
+        raise ValueError(f"{len(parts)} parts, and each is a separate metric; return at most {MAX_PARTS}")
     if OVERLONG in parts:
         raise ValueError(
             f"a part {OVERLONG}: the metric reward/{OVERLONG} is the penalty of algorithm.{OVERLONG}; rename it"
         )
     for name in map(str, parts):
-        if any("\ud800" <= character <= "\udfff" for character in name):
-            raise ValueError(f"a part {name!r:.60}, which holds half of a UTF-16 pair, which no plot shows; rename it")
+        _check_characters(name, "a part")
+
+
+def _check_characters(name: str, what: str) -> None:
+    if any("\ud800" <= character <= "\udfff" for character in name):
+        raise ValueError(f"{what} {name!r:.60}, which holds half of a UTF-16 pair, which no plot shows; rename it")
 
 
 def _checked_mark(mark: Mark, num_images: int) -> Mark:
@@ -239,18 +245,22 @@ def _checked_mark(mark: Mark, num_images: int) -> Mark:
         raise ValueError(f"a mark at {xy!r:.60}; give x, y of a point or x1, y1, x2, y2 of a box")
     if image not in range(1, num_images + 1):
         raise ValueError(f"a mark on image {image:g}, but the task has {num_images} images, counted from 1")
+    _check_characters(str(mark.label), "a mark labelled")
     return Mark(image=int(image), xy=tuple(_number(value, MARKS) for value in corners), label=str(mark.label))
 
 
 def _number(value: object, name: str) -> float:
     """A number of Python, numpy or torch; ValueError for anything else, and for one that is not finite."""
     called = f" as {name}" if name else ""
-    if isinstance(value, str | bytes) or not isinstance(value, SupportsFloat):
+    is_complex = isinstance(value, Complex) and not isinstance(value, Real)  # numpy would drop the imaginary part
+    if isinstance(value, str | bytes) or is_complex or not isinstance(value, SupportsFloat):
         no_return = " (is there a `return`?)" if value is None and not name else ""
         raise ValueError(f"{value!r:.60}{called}, which is not a number{no_return}; a score is one, or parts by name")
     try:
         number = float(value)
-    except (TypeError, ValueError, RuntimeError, OverflowError):  # arrays of several values, as numpy and torch say it
+    except OverflowError:  # whole numbers, which may also be too large for a text
+        raise ValueError(f"a number{called} beyond 1e308, which is not finite") from None
+    except (TypeError, ValueError, RuntimeError):  # arrays of several values, as numpy and torch say it
         raise ValueError(f"{value!r:.60}{called}, which is not one number") from None
     if not math.isfinite(number):
         raise ValueError(f"{number}{called}, which is not finite")

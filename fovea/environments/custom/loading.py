@@ -22,7 +22,7 @@ from typing import Any
 
 from fovea.config.environments import OwnEnvironment
 from fovea.config.rewards import FROM_PYTHON
-from fovea.environments.custom.trl import RewardFunction, called_as_by_trl, is_of_trl
+from fovea.environments.custom.signatures import OWN_NAMES, RewardFunction, called_by_name, check_required
 from fovea.errors import ConfigError, FoveaError, describe_error, result_or_error
 from fovea.types import AnswerEnd
 
@@ -43,11 +43,12 @@ def load_reward(spec: str) -> RewardFunction:
 
 
 def checked_reward(function: object, name: str) -> RewardFunction:
-    """The reward function, one of TRL's signature wrapped; ConfigError for what cannot be called as one."""
+    """The reward function, one of another trainer's signature wrapped; ConfigError for what cannot be called as one."""
     if not callable(function):
         raise ConfigError(f"reward={name} is {type(function).__name__}, no function; name one")
-    if is_of_trl(function):
-        return called_as_by_trl(function, name)
+    if (published := called_by_name(function, name)) is not None:
+        return published
+    check_required(function, OWN_NAMES, name)
     _check_call(function, ("task", "text", "images"), "reward", name)
     return function
 

@@ -6,12 +6,13 @@ import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from typing import Protocol
 
 from fovea.environments.graders.base import Grader
 from fovea.environments.graders.limited_calls import LimitedCalls, UnlimitedCalls
 from fovea.environments.graders.opinions import GivenScore, beside
-from fovea.errors import DataError, ScoreError
+from fovea.errors import DataError, FailedEpisodeError, ScoreError
 from fovea.types import Score, Task, Turn
 
 REWARD_LIMIT = 1e6
@@ -41,6 +42,12 @@ class Grading:
     def waits(self) -> bool:
         """True if some grader may wait, and may leave an answer without a score."""
         return self.calls is not None or any(part.waits for part in self.parts)
+
+    @property
+    def drops_completions(self) -> bool:
+        """True if a completion without a score may be left out of its group by itself."""
+        own = isinstance(self.calls, LimitedCalls) and self.calls.limits.on_failure == "drop_completion"
+        return own or any(part.drops_completions for part in self.parts)
 
     def at(self, stage: int) -> Grading:
         """The same with the grader of a stage of the curriculum; 0 is the first."""
@@ -73,6 +80,8 @@ class Grading:
         grader = self.graders[-1]
         try:
             score = await (self.calls.score(grader, task, turns) if self.calls else grader.score(task, turns))
+        except FailedEpisodeError as error:
+            raise FailedEpisodeError(f"{task.id}: {error}", error.reason, error.reward) from error
         except ScoreError as error:
             raise type(error)(f"{task.id}: {error}") from error
         return self.checked(task, turns, score)
@@ -85,7 +94,12 @@ class Grading:
             )
         for reward in (score.reward, *score.turns):
             if not abs(reward) <= REWARD_LIMIT:
-                is_large = math.isfinite(reward)
+                # a whole number may be too large for a float, and for a text
+                is_whole = isinstance(reward, int)
+                is_large, size = is_whole or math.isfinite(reward), Decimal(reward) if is_whole else reward
                 problem = f", beyond {REWARD_LIMIT:g}; scale it down" if is_large else "; return a finite number"
-                raise DataError(f"{task.id}: the reward of {turns[-1].text[:80]!r} is {reward:g}{problem}")
+                raise DataError(f"{task.id}: the reward of {turns[-1].text[:80]!r} is {size:.6g}{problem}")
+        for name in (name for parts in (score.parts, *score.image_parts) for name in parts):
+            if any("\ud800" <= character <= "\udfff" for character in name):
+                raise DataError(f"{task.id}: the score has a part {name!r:.60} with half a character; rename it")
         return score

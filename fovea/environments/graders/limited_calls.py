@@ -13,7 +13,7 @@ from threading import Thread
 from typing import Any, Literal, Protocol, TypeVar
 
 from fovea.environments.graders.base import Grader, LateError, NoScoreError, TryAgainError
-from fovea.errors import ScoreError, UnscoredError, describe_error, first_line, result_or_error
+from fovea.errors import FailedEpisodeError, ScoreError, UnscoredError, describe_error, first_line, result_or_error
 from fovea.types import Score, Task, Turn
 from fovea.utils.event_loop import BackgroundLoop
 from fovea.utils.loop_watch import LoopWatch
@@ -112,7 +112,7 @@ class CallLimits:
     """For one try; None for graders with a separate limit."""
     max_retries: int = 0
     """Further tries after a timeout or a TryAgainError, with growing pauses."""
-    on_failure: Literal["error", "drop"] = "error"
+    on_failure: Literal["error", "drop", "drop_completion"] = "error"
     may_hold_lock: bool = False
     """True if the calls run code of the user's, which can keep the time limit from acting."""
     way_out: str = ", or set reward_in=process, where such a call can be ended"
@@ -146,7 +146,10 @@ class LimitedCalls:
         self._calling = _watch(limits).calling if limits.may_hold_lock else nullcontext
 
     async def score(self, grader: Grader, task: Task, turns: Sequence[Turn]) -> Score:
-        """The score of the first try that gives one, awaited on `loop`; else ScoreError, or UnscoredError to drop."""
+        """The score of the first try that gives one, awaited on `loop`; else ScoreError, or UnscoredError to drop.
+
+        A FailedEpisodeError drops the completion, another UnscoredError its group.
+        """
         try:
             return await self.call(
                 lambda: grader.score(task, turns), self.limits.max_retries, (LateError, TryAgainError)
@@ -155,6 +158,8 @@ class LimitedCalls:
             text = f"{self.limits.name} {error}"
             if self.limits.on_failure == "drop":
                 raise UnscoredError(text) from error
+            if self.limits.on_failure == "drop_completion":
+                raise FailedEpisodeError(text, "score") from error
             fix = f"fix it, or set {self.limits.settings}on_failure=drop to leave such groups out"
             raise ScoreError(f"{text}; {fix}") from error
 

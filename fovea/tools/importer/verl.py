@@ -63,8 +63,7 @@ def reward(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     path, name = "custom_reward_function.path", "custom_reward_function.name"
     file = source.value(path)
     if isinstance(file, str):
-        why = "the function's arguments are others here (docs/own.md)"
-        yield source.line("reward", f"{file}:{source.value(name)}", path, name, why=why)
+        yield source.line("reward", f"{file}:{source.value(name)}", path, name, why="called as by verl (docs/own.md)")
     elif file is not None:
         yield from source.left(path, f"{show(file)} is not a file")
 

@@ -13,7 +13,7 @@ from fovea.utils.tool_calls.json_calls import CLOSING, OPENING
 
 FORM = "<tool_call><function=NAME><parameter=ARGUMENT>VALUE</parameter></function></tool_call>"
 _FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*)</function>\s*", re.DOTALL)
-_PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
 """Words of JSON and Python: the chat template writes Python's."""
 
@@ -36,11 +36,15 @@ def _call(block: str, schemas: Mapping[str, Mapping[str, Any]]) -> ToolCall | Ba
     function = _FUNCTION.fullmatch(block)
     if function is None:
         return BadCall(problem=f"the tool call has no <function=NAME>...</function>; write {FORM}")
-    name, body = function.groups()
-    if _PARAMETER.sub("", body).strip():
-        return BadCall(problem=f"the call of {name:.60} has text outside <parameter> tags; write {FORM}")
-    schema = schemas.get(name, {})
-    arguments = {key: _value(value, schema.get(key, {})) for key, value in _PARAMETER.findall(body)}
+    name, body = function[1], function[2].lstrip()
+    schema, arguments, place = schemas.get(name, {}), dict[str, object](), 0
+    # matched one after the other: a search would begin anew at every blank, which takes quadratic time
+    while place < len(body):
+        parameter = _PARAMETER.match(body, place)
+        if parameter is None:
+            return BadCall(problem=f"the call of {name:.60} has text outside <parameter> tags; write {FORM}")
+        key, value = parameter.groups()
+        arguments[key], place = _value(value, schema.get(key, {})), parameter.end()
     return ToolCall(name=name, arguments=arguments)
 
 

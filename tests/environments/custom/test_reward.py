@@ -10,6 +10,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +96,9 @@ IMAGES = [{"seen": 1}, {"seen": 0.5, "named": np.int64(2)}]
         (-3, scores(-3, 0)),
         (np.float32(0.25), scores(0.25, 0.25)),
         (torch.tensor(4.0), scores(4, 1)),
+        (Decimal("0.5"), scores(0.5, 0.5)),
+        (Fraction(1, 4), scores(0.25, 0.25)),
+        (np.bool_(True), scores(1, 1)),
         ({"answer": 0.5, "format": 0.25}, scores(0.75, 0.75, parts={"answer": 0.5, "format": 0.25})),
         ({"answer": 0.5, "reward": 7, "accuracy": 0.1}, scores(7, 0.1, parts={"answer": 0.5, "accuracy": 0.1})),
         (scores(3, 0.5, parts={"a": 1}), scores(3, 0.5, parts={"a": 1})),
@@ -145,6 +150,18 @@ NO_TURNS = [
         (MANY, "101 parts, and each is a separate metric; return at most 100"),
         ({"overlong": 0.0, "found": 1.0}, "a part overlong: the metric reward/overlong is the penalty of algorithm"),
         ({"caf\udce9": 0.0}, r"a part 'caf\udce9', which holds half of a UTF-16 pair, which no plot shows; rename it"),
+        ({"reward": 1, "image_parts": [{"caf\udce9": 0}, {}]}, r"a part 'caf\udce9', which holds half of a UTF-16"),
+        ({"reward": 1, "marks": [replace(BOX, label="\ud800")]}, r"a mark labelled '\ud800', which holds half of"),
+        (10**400, "a number beyond 1e308, which is not finite"),
+        ({"a": -(10**5000)}, "a number as a beyond 1e308, which is not finite"),
+        (Score(reward=10**400, accuracy=0), "a number as reward beyond 1e308"),
+        (Score(reward=0, accuracy=10**400), "a number as accuracy beyond 1e308"),
+        ({"turns": [10**400]}, "a number as the reward of turn 1 beyond 1e308"),
+        ({"reward": 1, "marks": [replace(BOX, image=10**400)]}, "a number as the image of a mark beyond 1e308"),
+        (Fraction(10**5000, 3), "a number beyond 1e308"),
+        (Decimal("1e400"), "inf, which is not finite"),
+        (Decimal("sNaN"), "Decimal('sNaN'), which is not one number"),
+        (np.complex64(1), "which is not a number"),
         ({"reward": 1, "image_parts": [MANY]}, "101 parts, and each is a separate metric"),
         ({"reward": 1, "image_parts": [{"seen": 1}]}, "image_parts for 1 images, but the task has 2"),
         ({"reward": 1, "image_parts": [1, 2]}, "[1, 2] as image_parts, which is not a list of mappings"),

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from fovea.config.environments import VqaEnvironment
 from fovea.config.rewards import RewardModel
 from fovea.config.run import Config
+from fovea.config.sections import Data
 from fovea.environments.graders.judge import JudgeClient
 from fovea.environments.graders.reward_model import RewardScorer
 from fovea.environments.vqa import VqaGrader
@@ -25,6 +26,7 @@ from fovea.models.vision_reward import VisionRewardScorer
 from fovea.types import ImageRef, Message, Turn
 from fovea.utils.event_loop import wait_for
 from fovea.wiring.environment import GradedEnvironment, make_environment, reward_scorer
+from fovea.wiring.images import make_opener
 from fovea.wiring.trial_score import try_reward
 from tests.chat_server import Endpoint, endpoints, says
 from tests.environments.files import files, row
@@ -136,7 +138,7 @@ def test_a_reward_with_a_bonus_has_its_trial_call(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("def score(task, text, images): return text.colour")
     scenes = {"name": "shapes", "tool_bonus": 0.5}
     with pytest.raises(ScoreError, match=r"broken\.py:score raised AttributeError"):
-        try_reward(made(tmp_path, scenes, reward=f"{tmp_path}/broken.py:score"))
+        try_reward(made(tmp_path, scenes, reward=f"{tmp_path}/broken.py:score"), make_opener(Data(), tmp_path))
 
 
 class RuledSessions(ScoredEpisodes):
