@@ -316,7 +316,7 @@ class Sample:
     reference_logprobs_T: NDArray[np.float32] | None = None
     """The reference model's log-probs; None without a KL term."""
     masked_logprobs_T: NDArray[np.float32] | None = None
-    """The trainer's log-probs on the masked picture before the update; None where the loss has no constant of them."""
+    """The trainer's log-probs on the masked picture before the update; None without `algorithm.views`."""
     values_T: NDArray[np.float32] | None = None
     """Values before each token, by the value function before the update; None without a value function."""
     advantages_T: NDArray[np.float32] | None = None
@@ -368,18 +368,12 @@ class SampleGroup:
     task_id: str = ""
     """Id of their task, for error messages."""
     masked: Prompt | None = None
-    """The prompt with masked pictures, of the same token ids; a pass takes the samples behind both prompts."""
+    """The prompt with masked pictures, of the same token ids, for log-probs before the update (`samples.on_masked`)."""
 
     @property
     def images(self) -> tuple[PromptImage, ...]:
-        """Images of the prompt, and of the masked one, then those of later turns, sample by sample."""
-        masked = () if self.masked is None else self.masked.images
-        return (*self.prompt.images, *masked, *(image for sample in self.samples for image in sample.images))
-
-    @property
-    def num_views(self) -> int:
-        """Prompts behind which a pass takes the samples."""
-        return 1 if self.masked is None else 2
+        """Images of the prompt, then those of later turns, sample by sample."""
+        return (*self.prompt.images, *(image for sample in self.samples for image in sample.images))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

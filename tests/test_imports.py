@@ -52,7 +52,7 @@ LATE_IMPORTS = {
         *("geospot", "geospot_europe", "geo3k", "readable"),
         *("draw", "shapes", "easy_vqa"),
     },
-    "fovea/cli/evaluate.py": {"evaluate", "export", "grade", "saliency", "serve", "_serve_agents"},
+    "fovea/cli/evaluate.py": {"evaluate", "export", "grade", "saliency", "serve"},
     "fovea/cli/tools.py": {"_count_gpus", "plan", "reproduce", "_print_outputs"},
     "fovea/cli/doctor.py": {"check_parity", "print_families", "probe_gpu"},
     "fovea/data/rows.py": {"_hub"},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict
 from functools import reduce
 from pathlib import Path
@@ -278,10 +277,6 @@ def serve(
         Path | None,
         typer.Option(metavar="DIR", help="Serve a trainer, which brings its weights through this folder of both."),
     ] = None,
-    for_agents: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Serve a run's engine to agents on this machine; record episodes here."),
-    ] = None,
     engine: Annotated[Literal["vllm", "sglang"], typer.Option(help="Engine whose server is started.")] = "vllm",
     allow_urls: Annotated[
         bool, typer.Option("--allow-urls", help="Read images of requests at http(s) URLs, public ones only.")
@@ -301,9 +296,6 @@ def serve(
         arguments = reduce(over, map(parse_override, words or []), Tree())
         if allow_private_addresses and not allow_urls:
             raise ConfigError("--allow-private-addresses says which images are read at URLs; add --allow-urls")
-        if for_agents is not None:
-            _refuse_beside_agents({"KEY=VALUE": words, "--name": name, "--for-training": for_training})
-            return _serve_agents(source, for_agents, host, port, api_key_env, trust=trust)
         from fovea.commands.serve import ServedModel, ServerAddress
         from fovea.commands.serve import serve as serve_model
         from fovea.data.fetch import UrlLimits
@@ -325,20 +317,6 @@ def serve(
         except KeyboardInterrupt:
             _say("stopped")
             raise typer.Exit(130) from None
-
-
-def _refuse_beside_agents(options: Mapping[str, object]) -> None:
-    if given := [option for option, value in options.items() if value]:
-        raise ConfigError(f"{given[0]} is about the server of another engine than --for-agents starts; leave it out")
-
-
-def _serve_agents(source: str, folder: Path, host: str, port: int, api_key_env: str | None, *, trust: bool) -> None:
-    if host != "127.0.0.1":
-        raise ConfigError(f"--host {host}: --for-agents listens at 127.0.0.1 only; leave --host out")
-    from fovea.commands.agent_server import serve_agents
-    from fovea.commands.serve import ServerAddress
-
-    serve_agents(source, folder, ServerAddress(port=port, api_key_env=api_key_env), _say, trust=trust)
 
 
 def _say(text: str) -> None:

@@ -181,12 +181,6 @@ class WorkersEngine:
         finally:
             self._running[engine] -= request.n
 
-    async def pause(self) -> None:
-        await self._call("pause")
-
-    async def resume(self) -> None:
-        await self._call("resume")
-
     async def sleep(self) -> None:
         """Free the memory of engines that share a device with a shard of the policy; the others go on."""
         self._kept = LRUCache(MAX_KEPT)
@@ -209,6 +203,3 @@ class WorkersEngine:
         engines = self._workers.engines
         kept = None if request.continues is None else self._kept.get(request.continues.rpartition("/")[0])
         return kept if kept in engines else min(engines, key=self._running.__getitem__)
-
-    async def _call(self, method: str) -> None:
-        await call_each((handle, Call(method=f"engine.{method}")) for handle in self._workers.engines)

@@ -21,7 +21,7 @@ from fovea.config.base import (
     long_forms,
     over,
 )
-from fovea.config.views import Papo, ViewsConfig, Vppo
+from fovea.config.views import ViewsConfig, Vppo
 
 UpperClip: TypeAlias = Annotated[float, Field(ge=0, le=1e9)]
 """1e9 clips nothing, since ratios are at most exp(20)."""
@@ -315,11 +315,6 @@ class Algorithm(Section):
         return isinstance(self.kl, KlInReward) or isinstance(self.views, Vppo)
 
     @property
-    def through_masked(self) -> bool:
-        """True if gradients pass through the log-probs on masked pictures, which the update then computes itself."""
-        return isinstance(self.views, Papo) and self.views.through_masked
-
-    @property
     def corrects_for_engine(self) -> bool:
         """True if the loss accounts for completions of other probabilities than the trainer's before the update."""
         return self.importance_sampling_fix or self.old_logprobs == "engine"
@@ -355,11 +350,6 @@ class Algorithm(Section):
                     f"algorithm.{key}={getattr(self, key)} shapes weights that importance_sampling_fix=false leaves "
                     f"out; set algorithm.importance_sampling_fix=true, or algorithm.{key}={defaults[key].default}"
                 )
-        if isinstance(self.advantage, Gae) and self.through_masked:
-            yield (
-                "algorithm.views.through_masked=true adds a second view to every row, and a value function "
-                "(advantage=gae) reads one; set algorithm.views.through_masked=false"
-            )
         if isinstance(self.advantage, Gae) and self.advantage.turn_lambda is None and self.turn_discount != 1:
             yield (
                 f"algorithm.turn_discount={self.turn_discount} discounts from turn to turn, but advantage=gae without "

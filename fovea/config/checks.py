@@ -238,7 +238,6 @@ def _megatron(config: Config) -> Iterator[str]:
         and "its value function is a head on the policy's states",
         f"cluster.placement={placement}": placement != "collocated"
         and "its process groups are those of all processes, of which some would not train",
-        "algorithm.views.through_masked": algorithm.through_masked and "its rows have one view",
         "train.gradient_checkpointing=selective": train.gradient_checkpointing == "selective"
         and "it computes whole layers again (full) or none",
         "train.vision_tower_learning_rate": train.vision_tower_learning_rate is not None and _ONE_RATE,

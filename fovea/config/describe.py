@@ -7,8 +7,7 @@ import json
 import re
 from collections.abc import Collection, Iterator, Sequence
 from functools import cache
-from pathlib import Path
-from typing import Any, NamedTuple, get_origin
+from typing import NamedTuple, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -19,7 +18,6 @@ from fovea.config.base import (
     Tree,
     default_name,
     is_union,
-    leaves,
     long_forms,
     names_of,
     sections_of,
@@ -27,13 +25,11 @@ from fovea.config.base import (
     variants_of,
 )
 from fovea.config.elsewhere import hint_for, hint_for_first_name, hint_for_last_name, hint_for_section
-from fovea.config.recipes import CLOSE_ENOUGH, read_yaml
+from fovea.config.recipes import CLOSE_ENOUGH
 from fovea.config.run import Config
 from fovea.config.type_text import GROUP, one_of, show, type_text
 from fovea.errors import ConfigError
 from fovea.utils.entry_points import state
-
-OLD_KEYS = Path(__file__).with_name("moved.yaml")
 
 
 def describe(prefix: str = "") -> list[Setting]:
@@ -94,7 +90,7 @@ def unknown_key(key: str, choices: Collection[str] = ()) -> str:
     if having:
         return f"{key}: a setting of {joined(having)} only; drop it, or add {having[0]}"
     in_no_section = inner.partition(".")[0] not in Config.model_fields
-    hint = moved_key(key) or hint_for(key)
+    hint = hint_for(key)
     if in_no_section:
         hint = hint or hint_for_section(key) or hint_for_first_name(key)
     known = sorted(
@@ -120,8 +116,6 @@ def _with_near_keys(key: str, known: Sequence[str]) -> str:
     """The complaint about a key, with those that share its last name, or else with the one that is most like it."""
     name = _last(key)
     near = sorted((other for other in known if _last(other) == name), key=lambda other: -_ratio(key, other))
-    if not near and (hint := _moved_from_elsewhere(name)):
-        return f"{key}: no such setting; {hint}"
     if not near and (hint := hint_for_last_name(key)):
         return hint
     if not near:
@@ -131,53 +125,6 @@ def _with_near_keys(key: str, known: Sequence[str]) -> str:
     if not near:
         return f"{key}: no such setting; `fovea config` lists them all"
     return f"{key}: no such setting; did you mean {' or '.join(near[:3])}?"
-
-
-def without_settled(layer: Tree, merged: Tree, path: str = "") -> Tree:
-    """The settings of a layer without removed ones whose value `merged` has anyway, so that older runs can be read."""
-    left = {name: value for name, value in layer.items() if not _is_settled(f"{path}{name}", value, merged)}
-    sections = {name: value for name, value in left.items() if isinstance(value, dict)}
-    inner = {name: without_settled(value, merged, f"{path}{name}.") for name, value in sections.items()}
-    return {name: inner.get(name, value) for name, value in left.items() if inner.get(name, value) or not value}
-
-
-def with_one_judge(layer: Tree) -> Tree:
-    """The settings of an earlier version, where each section that asked a judge or reward model had one, with one.
-
-    Different models stay where they are, for the message about moved settings; so does a part of a section.
-    """
-    kept, models = dict(layer), dict[str, Tree]()
-    for name in ("environment", "model_reward", "second_opinion"):
-        section = dict(layer[name]) if isinstance(layer.get(name), dict) else {}
-        found = [each for each in ("judge", "reward_model") if isinstance(section.get(each), dict)]
-        asked = {each: section.pop(each) for each in found}
-        match section:
-            case {"name": "caption"} if asked:
-                kept[name] = section
-            case {"weight": weight} if asked:
-                kept[name] = dict.fromkeys(asked, weight)
-            case {"ask": ask, "accept_score": 0.8} if asked:
-                kept[name] = ask
-            case _:
-                continue
-        if any(models.setdefault(each, model) != model for each, model in asked.items()):
-            return layer
-    return {**kept, **models}
-
-
-def _is_settled(key: str, value: object, merged: Tree) -> bool:
-    """True for a setting of an earlier version with the value that now holds without it."""
-    old, (part, inner) = _old_keys(), listed(key)
-    if inner not in old["fixed"] or old["fixed"][inner] != value or _field_at(merged, key) is not None:
-        return False
-    now, outer = leaves(merged), f"{part}." if part else ""
-    return all(now.get(outer + other, wanted) == wanted for other, wanted in old["while"].get(inner, {}).items())
-
-
-def old_settings(layer: Tree, merged: Tree) -> list[str]:
-    """Advice for each setting of an earlier version in a layer that the sections chosen in `merged` do not have."""
-    advice = {key: moved_key(key) for key in leaves(layer)}
-    return [text for key, text in advice.items() if text is not None and _field_at(merged, key) is None]
 
 
 def _field_at(tree: Tree, key: str) -> FieldInfo | None:
@@ -196,37 +143,6 @@ def _field_at(tree: Tree, key: str) -> FieldInfo | None:
             return None
         section = chosen
     return section.field_of(last)
-
-
-def moved_key(key: str) -> str | None:
-    """Advice for a setting of an earlier version; None for other keys."""
-    old = _old_keys()
-    part, inner = listed(key)
-    if part:
-        return (told := moved_key(inner)) and f"{part}: {told}"
-    if key in old["dropped"]:
-        return f"{key} is no longer set: {old['dropped'][key]}; remove it"
-    moved = next((known for known in reversed(old["moved"]) if is_at_or_below(key, known)), None)
-    if moved is None:
-        fixed = old["fixed"]
-        return f"{key} is no longer set: it is always {show(fixed[key])}; remove it" if key in fixed else None
-    below = key.removeprefix(moved)
-    if below and not any(setting.key == f"{old['moved'][moved]}{below}" for setting in settings()):
-        return None
-    return f"{key} is now {old['moved'][moved]}{below}"
-
-
-def _moved_from_elsewhere(name: str) -> str | None:
-    """Advice for the only setting of an earlier version whose key ends with this name; None where there is none."""
-    found = {key for table in _old_keys().values() for key in table if _last(key) == name}
-    return moved_key(found.pop()) if len(found) == 1 else None
-
-
-@cache
-def _old_keys() -> dict[str, dict[str, Any]]:
-    """The tables of moved.yaml; a key in a section stands behind that section."""
-    tables: dict[str, dict[str, Any]] = read_yaml(OLD_KEYS.read_bytes(), str(OLD_KEYS))
-    return tables
 
 
 def _last(key: str) -> str:

@@ -31,7 +31,6 @@ from fovea.config.base import (
     is_union,
     leaves,
     long_forms,
-    over,
     packages_of,
     sections_of,
     variant_of,
@@ -43,12 +42,9 @@ from fovea.config.describe import (
     has_setting,
     is_at_or_below,
     listed,
-    old_settings,
     settings,
     unknown_key,
     unknown_name,
-    with_one_judge,
-    without_settled,
 )
 from fovea.config.elsewhere import hint_for, hint_for_last_name
 from fovea.config.recipes import Override, read_override, read_recipe, write_yaml
@@ -58,8 +54,6 @@ from fovea.config.type_text import hint, show
 from fovea.errors import ConfigError
 from fovea.utils.shown_text import tree_without_secrets
 
-MOVED_AT_ONCE = 5
-"""Moved settings that one message names; the config.yaml of an old run has some thirty."""
 _PARTS = "environment.parts"
 _SPELLED = {"true": "on and yes", "false": "off and no", "null": "~ and an empty key"}
 """Other spellings that YAML reads as these values."""
@@ -178,14 +172,7 @@ class _Layers:
         """Keys that there are not, each with its source."""
 
     def add(self, layer: Tree, source: str) -> None:
-        layer = with_one_judge(layer)
-        merged = over(self.values, layer)
-        layer = without_settled(layer, merged)
         self.layers.append((source, layer))
-        if moved := old_settings(layer, merged):
-            more = f"; and {len(moved) - MOVED_AT_ONCE} more" if len(moved) > MOVED_AT_ONCE else ""
-            self.complaints.append(f"{source}: {'; '.join(moved[:MOVED_AT_ONCE])}{more}")
-            return
         try:
             unknown = list(_merge(self.values, layer, Config, ""))
         except ConfigError as error:

@@ -47,10 +47,6 @@ class Papo(MaskedViews):
     """Weight of the KL divergence (k3), which is taken off the loss."""
     masked_entropy_penalty: NonNegativeFloat = 0.0
     """Weight of the same mean as entropy_penalty, of log-probs on the masked picture."""
-    through_masked: bool = False
-    """Pass gradients through the log-probs on the masked picture too, as the paper's objective does, by one more prompt
-    and one more pass of the completions in the update; false: they are constants from before the update, as in the
-    authors' code."""
 
 
 class Vppo(MaskedViews):

@@ -123,11 +123,10 @@ class HeldOutAnswer:
 
     id: str
     index: int
-    """Position in its split; -1 in files of earlier versions."""
+    """Position in its split."""
     kind: str
     image_type: str | None
     question: str
-    """Empty in files of earlier versions."""
     truth: str
     answer: SampledAnswer
 
@@ -160,16 +159,16 @@ def _from_json(row: dict[str, Any]) -> HeldOutAnswer:
         text=str(row["answer"]),
         reward=_number(row["reward"]),
         accuracy=_number(row["accuracy"]),
-        parts={str(name): _number(value) for name, value in row.get("parts", {}).items()},
+        parts={str(name): _number(value) for name, value in row["parts"].items()},
         finish="length" if row["finish"] == "length" else "stop",
         turns=tuple(map(_said, row.get("turns", ()))),
     )
     return HeldOutAnswer(
         id=str(row["id"]),
-        index=int(row.get("index", -1)),
+        index=int(row["index"]),
         kind=str(row["kind"]),
-        image_type=None if row.get("image_type") is None else str(row["image_type"]),
-        question=str(row.get("question", "")),
+        image_type=None if row["image_type"] is None else str(row["image_type"]),
+        question=str(row["question"]),
         truth=str(row["truth"]),
         answer=answer,
     )

@@ -268,7 +268,7 @@ class SampleIndex:
         self._entries.append(entry)
 
     def _read(self, step: int) -> IndexedStep:
-        """The entry of a step of a run from before there was an index; without groups where its file is damaged."""
+        """The entry of a step that is in no index, as after a kill; without groups where its file is damaged."""
         try:
             records = read_step(self._run_dir, step)
         except (DataError, FileNotFoundError):

@@ -94,11 +94,11 @@ def run_summary(summary: SummaryJson | None, curves: Curves) -> RunSummary:
     seconds = summary["seconds"]
     total = f"RL {seconds['rl']:,.0f} s, {seconds['total']:,.0f} s in total"
     warmup = f"warm-up {seconds['warmup']:,.0f} s, " if seconds["warmup"] else ""
-    unscored = {stage: figures.get("rows_unscored", 0) for stage, figures in stages_on_test(summary).items()}
+    unscored = {stage: figures["rows_unscored"] for stage, figures in stages_on_test(summary).items()}
     notes = (
         _controls_note(summary),
         not_scored_text(unscored),
-        duplicates_text(summary["duplicates_across_splits"], summary.get("duplicates_searched_frac")),
+        duplicates_text(summary["duplicates_across_splits"], summary["duplicates_searched_frac"]),
     )
     held_out = [_accuracies(summary), *_rewards(stages_on_test(summary))]
     return RunSummary(
@@ -185,7 +185,7 @@ def _accuracies(summary: SummaryJson) -> FigureTable:
 
 
 def _rewards(stages: Mapping[str, FiguresJson]) -> list[FigureTable]:
-    """Reward and parts on the test rows at every stage; none in summaries of earlier versions."""
+    """Reward and parts on the test rows at every stage."""
     means = [
         ({"reward": estimate_from_json(of["reward"])} if of["reward"] else {}) | _estimates(of["parts"])
         for of in stages.values()

@@ -131,7 +131,7 @@ def write_pictures(run_dir: Path, split: str, pictures: Mapping[str, Sequence[by
 
 
 def read_pictures(run_dir: Path, split: str) -> dict[str, list[str]]:
-    """Names of the stored pictures by row of a split; empty for runs of earlier versions."""
+    """Names of the stored pictures by row of a split; empty where it has none."""
     path = _pictures_file(run_dir, split)
     try:
         found = json.loads(read_file(path, within=run_dir))

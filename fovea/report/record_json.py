@@ -39,11 +39,11 @@ def record_to_json(record: SampleRecord) -> dict[str, Any]:
 def record_from_json(row: Json) -> SampleRecord:
     """The record of a JSON object; KeyError, TypeError, ValueError or AttributeError where it holds none."""
     return SampleRecord(
-        id=str(row.get("id", "")),
+        id=str(row["id"]),
         kind=str(row["kind"]),
         prompt=str(row["prompt"]),
         truth=str(row["truth"]),
-        messages=tuple(map(_message_from_json, row["messages"])) if "messages" in row else _older_messages(row),
+        messages=tuple(map(_message_from_json, row["messages"])),
         answers=tuple(map(_answer_from_json, row["answers"])),
     )
 
@@ -77,12 +77,6 @@ def _mark_from_json(row: Json) -> Mark:
     return Mark(image=int(row["image"]), xy=tuple(map(float, row["xy"])), label=str(row["label"]))
 
 
-def _older_messages(row: Json) -> tuple[RecordedMessage, ...]:
-    """The prompt of a record of versions that kept its images and its question only."""
-    images = tuple(_image_from_json({"image": name}) for name in row["images"])
-    return (RecordedMessage(role="user", parts=(*images, str(row["prompt"]))),)
-
-
 def _message_to_json(message: RecordedMessage) -> dict[str, Any]:
     parts = [part if isinstance(part, str) else {"image": part.name, "frame": part.frame} for part in message.parts]
     return {"role": message.role, "parts": parts, "tool": message.tool, "failed": message.failed}
@@ -90,13 +84,11 @@ def _message_to_json(message: RecordedMessage) -> dict[str, Any]:
 
 def _message_from_json(row: Json) -> RecordedMessage:
     parts = tuple(part if isinstance(part, str) else _image_from_json(part) for part in row["parts"])
-    # records of versions before turns had tools lack the last two
-    tool, failed = str(row.get("tool", "")), bool(row.get("failed", False))
-    return RecordedMessage(role=str(row["role"]), parts=parts, tool=tool, failed=failed)
+    return RecordedMessage(role=str(row["role"]), parts=parts, tool=str(row["tool"]), failed=bool(row["failed"]))
 
 
 def _image_from_json(row: Json) -> RecordedImage:
-    name, frame = row["image"], row.get("frame")
+    name, frame = row["image"], row["frame"]
     image_path(Path(), name)  # refuses a name that leads elsewhere
     return RecordedImage(name=name, frame=None if frame is None else (int(frame[0]), int(frame[1])))
 
@@ -123,14 +115,14 @@ def _answer_from_json(row: Json) -> RecordedAnswer:
         reward=from_json_number(row["reward"]),
         accuracy=from_json_number(row["accuracy"]),
         parts=_parts_from_json(row["parts"]),
-        image_parts=tuple(map(_parts_from_json, row.get("image_parts", ()))),  # older records lack these three
+        image_parts=tuple(map(_parts_from_json, row["image_parts"])),
         finish=_finish(row),
     )
     return RecordedAnswer(
         score=score,
-        turns=tuple(map(_turn_from_json, row.get("turns", ()))),
-        marks=tuple(map(_mark_from_json, row.get("marks", ()))),
-        end=_END.get(row.get("end"), "done"),
+        turns=tuple(map(_turn_from_json, row["turns"])),
+        marks=tuple(map(_mark_from_json, row["marks"])),
+        end=_END[row["end"]],
     )
 
 
@@ -152,9 +144,9 @@ def _turn_from_json(row: Json) -> RecordedTurn:
         text=str(row["text"]),
         finish=_finish(row),
         tokens=None if row["tokens"] is None else _tokens_from_json(row["tokens"]),
-        version=None if row.get("version") is None else int(row["version"]),
-        reward=None if row.get("reward") is None else float(row["reward"]),
-        seconds=float(row.get("seconds") or 0.0),
+        version=None if row["version"] is None else int(row["version"]),
+        reward=None if row["reward"] is None else float(row["reward"]),
+        seconds=from_json_number(row["seconds"]),
     )
 
 

@@ -6,13 +6,13 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NotRequired, TypeAlias
+from typing import Literal, TypeAlias
 
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
 from fovea.errors import DataError
-from fovea.evaluation.statistics import Estimate, figures_of, share_estimate
+from fovea.evaluation.statistics import Estimate, figures_of
 from fovea.types import Evaluation
 from fovea.utils.bounded import read_file
 from fovea.utils.files import from_json_number, json_number, write_atomically
@@ -63,8 +63,8 @@ class FiguresJson(TypedDict):
     by_image_type: dict[str, EstimateJson]
     reward: EstimateJson | None
     parts: dict[str, EstimateJson]
-    rows_unscored: NotRequired[int]
-    """Rows left out because their grader gave no score; absent from summaries of earlier versions."""
+    rows_unscored: int
+    """Rows left out because their grader gave no score."""
 
 
 class FiguresAlongARun(TypedDict):
@@ -82,15 +82,14 @@ class SummaryJson(TypedDict):
     by_type: dict[str, TypeAccuracy]
     shuffled_images: float | None
     blank_images: float | None
-    same_kinds: NotRequired[float | None]
-    """The final accuracy on the question types that were asked with shuffled images; absent from earlier versions."""
+    same_kinds: float | None
+    """The final accuracy on the question types that were asked with shuffled images."""
     duplicates_across_splits: int | None
-    duplicates_searched_frac: NotRequired[float | None]
+    duplicates_searched_frac: float | None
     seconds: TrainingSeconds
     steps: int
     seed: int
-    test: NotRequired[FiguresAlongARun]
-    """Absent from summaries of earlier versions."""
+    test: FiguresAlongARun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,22 +188,14 @@ def read_summary(path: Path) -> SummaryJson:
 
 def accuracy_at(summary: SummaryJson, stage: Stage) -> Estimate | None:
     """The accuracy on all test rows at a stage of a run; None where it was not evaluated."""
-    if "test" in summary:
-        figures = summary["test"][stage]
-        return estimate_from_json(figures["accuracy"]) if figures else None
-    mean = summary["accuracy"][stage]
-    return None if mean is None else share_estimate(mean, sum(row["n"] for row in summary["by_type"].values()))
+    figures = summary["test"][stage]
+    return estimate_from_json(figures["accuracy"]) if figures else None
 
 
 def by_type_at(summary: SummaryJson, stage: Stage) -> dict[str, Estimate]:
     """The accuracy on the test rows by question type at a stage of a run; empty where it was not evaluated."""
-    if "test" in summary:
-        figures = summary["test"][stage]
-        return {kind: estimate_from_json(value) for kind, value in figures["by_type"].items()} if figures else {}
-    if stage == "before":
-        return {}  # summaries of earlier versions have none
-    means = {kind: (row[stage], row["n"]) for kind, row in summary["by_type"].items()}
-    return {kind: share_estimate(mean, n) for kind, (mean, n) in means.items() if mean is not None}
+    figures = summary["test"][stage]
+    return {kind: estimate_from_json(value) for kind, value in figures["by_type"].items()} if figures else {}
 
 
 def estimate_from_json(value: EstimateJson) -> Estimate:
@@ -213,9 +204,7 @@ def estimate_from_json(value: EstimateJson) -> Estimate:
 
 
 def stages_on_test(summary: SummaryJson) -> dict[str, FiguresJson]:
-    """The figures on the test rows at each stage that was evaluated; empty for summaries of earlier versions."""
-    if "test" not in summary:
-        return {}
+    """The figures on the test rows at each stage that was evaluated."""
     before = "before warm-up" if summary["test"]["warmup"] else "before RL"
     kept = {before: summary["test"]["before"], "after warm-up": summary["test"]["warmup"]}
     return {name: figures for name, figures in kept.items() if figures} | {"after RL": summary["test"]["final"]}

@@ -36,7 +36,7 @@ def run_findings(
 def _image_ablation(summary: SummaryJson) -> dict[str, Column]:
     """The accuracy with another question's image, and its share of the accuracy with the right one."""
     shuffled, steps = summary["shuffled_images"], [summary["steps"]]
-    accuracy = summary.get("same_kinds", summary["accuracy"]["final"])
+    accuracy = summary["same_kinds"]
     if shuffled is None or not accuracy:
         return {}
     return {

@@ -29,14 +29,6 @@ class Engine(Protocol):
         """Sample n completions of one prompt. Calls may overlap; a completion depends only on its own call."""
         ...
 
-    async def pause(self) -> None:
-        """Stop decoding; running requests keep their state."""
-        ...
-
-    async def resume(self) -> None:
-        """Continue decoding after `pause`."""
-        ...
-
     async def sleep(self) -> None:
         """Free device memory for the update; no request may be running."""
         ...

@@ -36,14 +36,6 @@ class RemoteEngine:
                 self._given_up.add(self.process.call("abort", request.id))
         return completions
 
-    async def pause(self) -> None:
-        """Stop decoding; running requests wait for `resume`."""
-        await self._call("engine.pause")
-
-    async def resume(self) -> None:
-        """Continue decoding."""
-        await self._call("engine.resume")
-
     async def sleep(self) -> None:
         """Free memory for the update."""
         self._forget_given_up()

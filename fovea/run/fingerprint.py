@@ -45,8 +45,6 @@ from fovea.utils.entry_points import registered
 Fingerprint: TypeAlias = Mapping[str, str]
 LIBRARY = "library "
 """Beginning of the names of library versions."""
-IMPORT = ", its import "
-"""Middle of the names of modules that the user's code imports; a new import is a change of the code as well."""
 MAX_NAMED = 3
 """Changes that a message names; of the others it gives the number."""
 MAX_FILE_BYTES = 2**30
@@ -175,7 +173,7 @@ def _code(config: Config, given: GivenCode) -> Iterator[tuple[str, str]]:
             yield f"code of {setting}={spec}", checksum(file, MAX_FILE_BYTES)
             for module in imported_files(file):
                 place = os.path.relpath(module, file.resolve().parent)
-                yield f"code of {setting}={spec}{IMPORT}{place}", checksum(module, MAX_FILE_BYTES)
+                yield f"code of {setting}={spec}, its import {place}", checksum(module, MAX_FILE_BYTES)
     if given.environment is not None:
         yield f"code of the environment {type(given.environment).__name__}", _source(given.environment)
     yield from ((f"code of the reward {name_of(reward)}", _source(reward)) for reward in given.rewards)
@@ -219,12 +217,10 @@ def _content(cell: CellType) -> object:
 
 def model_files(config: Config, model: Model) -> Iterator[tuple[str, Path]]:
     """The files of the policy's model, of an adapter that it starts from, and of the reward model."""
-    # names that checkpoints of earlier versions have
-    scorer = "reward model of model_reward" if "reward_model" in (config.model_reward or ()) else "reward model"
     folders = {
         "model": _model_folder(model),
         "adapter": Path(model.lora.adapter) if model.lora and model.lora.adapter else None,
-        scorer: Path(config.reward_model.path) if config.reward_model else None,
+        "reward model": Path(config.reward_model.path) if config.reward_model else None,
     }
     for name, folder in folders.items():
         found = sorted(folder.expanduser().glob("*")) if folder else []
@@ -289,8 +285,6 @@ def changes(before: Fingerprint, now: Fingerprint) -> list[InputChange]:
         InputChange(name=name, before=before.get(name), now=now.get(name))
         for name in dict.fromkeys([*before, *now])
         if before.get(name) != now.get(name)
-        # checkpoints of earlier versions do not have them
-        and not (IMPORT in name and name not in before)
     ]
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from fovea.config.base import Tree, leaves
-from fovea.config.describe import describe, old_settings, without_settled
+from fovea.config.describe import describe
 from fovea.config.loading import config_of, dump_config, package_parts
 from fovea.config.recipes import read_yaml
 from fovea.config.rewards import FROM_PYTHON
@@ -28,7 +28,6 @@ from fovea.run.run_dir import (
 )
 from fovea.utils.bounded import check_tree
 from fovea.utils.files import write_atomically
-from fovea.utils.shown_text import tree_without_secrets
 
 ERRORS_OF_THE_USER = (ConfigError, DataError, ScoreError)
 """Errors after which something is corrected and the run started anew: in settings, rows or a reward."""
@@ -111,12 +110,7 @@ def _check_same(saved: Path, config: Config) -> None:
     # it may change, and its tracker may be of another package, which loading would import
     tree.pop("log", None)
     _check_packages(saved, tree, config)
-    if moved := old_settings(without_settled(tree, tree), tree):
-        raise ConfigError(
-            f"{saved} is of an earlier version ({moved[0]}), so its run cannot be resumed; set another run_dir"
-        )
-    # an earlier version wrote secrets, and what has been added since is as by default
-    began = config_of(tree_without_secrets(tree), str(saved))
+    began = config_of(tree, str(saved))
     before = _fixed_settings(read_yaml(dump_config(began), str(saved)))
     now = _fixed_settings(read_yaml(dump_config(config), "the settings"))
     # a name first: what it stands for differs with it

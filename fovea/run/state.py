@@ -87,8 +87,7 @@ class TrainState:
             rl_seconds=saved["rl_seconds"],
             shared_images=_shared_images_from_json(saved["shared_images"]),
             retained=RetainedCheckpoints(**saved["kept"]),
-            # older checkpoints have no `microbatches`
-            microbatches=MicrobatchTokens(**saved["microbatches"]) if saved.get("microbatches") else None,
+            microbatches=MicrobatchTokens(**saved["microbatches"]) if saved["microbatches"] else None,
             started=started,
             earlier_seconds=saved["total_seconds"],
         )

@@ -42,7 +42,7 @@ class Needs:
             old_logprobs=algorithm.old_logprobs == "trainer"
             and (algorithm.minibatches > 1 or algorithm.needs_old_logprobs or dropout),
             reference_logprobs=algorithm.kl is not None,
-            masked_logprobs=algorithm.views is not None and not algorithm.through_masked,
+            masked_logprobs=algorithm.views is not None,
             values=algorithm.critic is not None,
         )
 

@@ -122,8 +122,7 @@ def precomputed_loss_gradients(micro: MicroBatch, algorithm: Algorithm, scale: f
 
     None where the derivative of an action depends on the log-probs of others, which are not all known before the loss.
     """
-    # the loss of an action depends on its log-prob on the masked picture, further on in the row
-    if micro.has_masked or not can_precompute_gradients(algorithm, on_policy=micro.old_logprobs_A is None):
+    if not can_precompute_gradients(algorithm, on_policy=micro.old_logprobs_A is None):
         return None
 
     def of_both(logprobs_U: Tensor, entropies_U: Tensor) -> tuple[Tensor, Tensor | None]:

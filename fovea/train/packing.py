@@ -7,7 +7,7 @@ prompt, `T` tokens of a completion.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from fovea.models.families.base import ModelFamily
 from fovea.models.shared_prefix.layout import PackedRow, shared_prefix_layout
-from fovea.models.token_logprobs import TokenScores
 from fovea.models.transfer import to_device
 from fovea.train.row_assignment import CompletionTokens, RowSlices, distinct
 from fovea.types import Prompt, PromptImage, Sample, SampleGroup
@@ -50,18 +49,6 @@ class MicroBatch:
         given = (self.rollout_logprobs_A, self.old_logprobs_A, self.reference_logprobs_A)
         return [logprobs_A for logprobs_A in (*given, self.masked_logprobs_A) if logprobs_A is not None]
 
-    @property
-    def has_masked(self) -> bool:
-        """True if the row has the actions a second time, behind masked prompts."""
-        return self.row.num_actions > len(self.weights_A)
-
-    def by_view(self, scores: TokenScores) -> tuple[TokenScores, MicroBatch]:
-        """The row's scores on clean pictures, and the micro-batch with the log-probs on masked ones if there are."""
-        if not self.has_masked:
-            return scores, self
-        clean_A = torch.arange(len(self.weights_A), device=self.weights_A.device)
-        return scores.at(clean_A), replace(self, masked_logprobs_A=scores.logprobs_A[len(self.weights_A) :])
-
 
 def micro_batches(
     family: ModelFamily, rows: Sequence[RowSlices], like: Sample, device: torch.device
@@ -75,7 +62,6 @@ def micro_batches(
 
 def _pack(family: ModelFamily, slices: RowSlices, like: Sample, device: torch.device) -> MicroBatch:
     groups = [each.group for each in slices]
-    masked = [group for group in groups if group.masked is not None]
     samples = [sample for group in groups for sample in group.samples]
     lengths = [sample.num_actions for sample in samples]
     # one selection per field of the row, not one per sample and field: these are Python's time in a step
@@ -87,8 +73,8 @@ def _pack(family: ModelFamily, slices: RowSlices, like: Sample, device: torch.de
     return MicroBatch(
         row=pack_conversations(
             family,
-            [*(group.prompt for group in groups), *(group.masked for group in masked if group.masked)],
-            [group.samples for group in (*groups, *masked)],
+            [group.prompt for group in groups],
+            [group.samples for group in groups],
             device,
         ),
         weights_A=_tensor(np.repeat(np.array([s.weight for s in samples], dtype=np.float32), lengths), device),

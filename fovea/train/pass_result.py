@@ -112,7 +112,6 @@ class Objective:
 
     def loss(self, scores: TokenScores, micro: MicroBatch) -> Tensor:
         """`scale` times the loss of a micro-batch, with that of a value head."""
-        scores, micro = micro.by_view(scores)
         loss, sums = policy_terms(scores, micro, self.algorithm)
         self.done.logprobs.append((micro, scores.logprobs_A.detach()))
         if scores.values_A is not None:

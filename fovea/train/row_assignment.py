@@ -87,7 +87,7 @@ class GroupSlice:
         # the last token of a completion is predicted and never an input
         samples, _ = distinct(self.group.samples)
         behind = sum(len(sample.token_ids_T) - 1 for sample in samples)
-        return self.group.num_views * (self.group.prompt.num_tokens + behind)
+        return self.group.prompt.num_tokens + behind
 
 
 RowSlices: TypeAlias = Sequence[GroupSlice]
@@ -108,17 +108,16 @@ class Cost:
     def vision(self, group: SampleGroup) -> float:
         """The part of the cost that is the vision tower's; 0 where features are cached."""
         later = (image for sample in distinct(group.samples)[0] for image in sample.images)
-        of_view = self.work.images((*group.prompt.images, *later), self.passes)
-        return group.num_views * of_view / (self.work.token * self.passes.linear)
+        return self.work.images((*group.prompt.images, *later), self.passes) / (self.work.token * self.passes.linear)
 
     def flops(self, group: SampleGroup) -> float:
-        """FLOPs of a group, with one pass over each view's prompt for all its samples, and one over equal samples."""
+        """FLOPs of a group, with one pass over the prompt for all its samples, and one over equal samples."""
         prompt = group.prompt
         total = self.work.prompt(prompt.num_tokens, prompt.images, self.passes)
         for sample in distinct(group.samples)[0]:
             total += self.work.completion(len(sample.token_ids_T), prompt.num_tokens, self.passes)
             total += self.work.images(sample.images, self.passes)
-        return group.num_views * total
+        return total
 
 
 def slice_groups(groups: Sequence[SampleGroup], max_tokens: int | None = None) -> list[GroupSlice]:
@@ -188,17 +187,16 @@ def _numbered(groups: Sequence[SampleGroup]) -> list[GroupSlice]:
 
 def _split(whole: GroupSlice, max_tokens: int) -> list[GroupSlice]:
     """Slices of a group under `max_tokens`, filled in the order of its samples."""
-    views, prompt_tokens = whole.group.num_views, whole.group.num_views * whole.group.prompt.num_tokens
+    prompt_tokens = whole.group.prompt.num_tokens
     parts: list[list[Sample]] = [[]]
     size = prompt_tokens
     _, index = distinct(whole.group.samples)
     in_part: set[int] = set()
     for sample, number in zip(whole.group.samples, index, strict=True):
-        tokens = views * (len(sample.token_ids_T) - 1)
+        tokens = len(sample.token_ids_T) - 1
         if prompt_tokens + tokens > max_tokens:
-            twice = ", twice (algorithm.views.through_masked=true)," if views > 1 else ""
             raise TrainError(
-                f"a prompt of {prompt_tokens // views} tokens with a completion of {tokens // views + 1}{twice} does "
+                f"a prompt of {prompt_tokens} tokens with a completion of {tokens + 1} does "
                 f"not fit train.max_tokens_per_microbatch={max_tokens}; set it to at least {prompt_tokens + tokens}, "
                 "or lower rollout.max_new_tokens"
             )
@@ -385,11 +383,7 @@ class RowAssignment:
 def unsplittable_tokens(groups: Sequence[SampleGroup]) -> int:
     """Tokens of the longest completion with its prompt, less than which no micro-batch of the groups can have."""
     return max(
-        (
-            group.num_views * (group.prompt.num_tokens + len(sample.token_ids_T) - 1)
-            for group in groups
-            for sample in group.samples
-        ),
+        (group.prompt.num_tokens + len(sample.token_ids_T) - 1 for group in groups for sample in group.samples),
         default=0,
     )
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -162,20 +161,12 @@ class TrainedPolicy(ABC):
         )
 
     def annotate(self, batch: Batch, needs: Needs) -> Batch:
-        """Add the log-probs and values that are needed to the samples of a batch.
-
-        Masked pictures stay in it for the update only where that passes gradients through them.
-        """
+        """Add the log-probs and values that are needed to the samples of a batch, and drop its masked pictures."""
         clean = without_masked(batch)
         passes = partial(self._annotated, clean, on_masked(batch), needs)
         if needs.beside_engine:
-            annotated = self._limit.beside_engine(passes, clean.groups)
-        else:
-            annotated = self._fit(passes, clean.groups)
-        if needs.masked_logprobs:
-            return annotated
-        pairs = zip(annotated.groups, batch.groups, strict=True)
-        return replace(annotated, groups=tuple(replace(group, masked=before.masked) for group, before in pairs))
+            return self._limit.beside_engine(passes, clean.groups)
+        return self._fit(passes, clean.groups)
 
     def _annotated(self, batch: Batch, masked: Batch, needs: Needs) -> Batch:
         # a value head on the policy's trunk gives values and log-probs in one pass

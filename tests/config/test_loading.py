@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from fovea.config.base import Section, sections_of, variants_of
 from fovea.config.environments import Geo3kEnvironment, OwnEnvironment, ShapesEnvironment
 from fovea.config.loading import dump_config, load_config
 from fovea.config.model import Lora, Model, TinyModel
@@ -300,7 +301,7 @@ def test_all_problems_are_named_at_once(recipe: Path) -> None:
     )
     unknown = error_of([recipe], "rollout.top_pp=1", "train.seeed=2", "algorithm.clip_high=0.3")
     assert unknown.startswith("command line: rollout.top_pp: no such setting; did you mean rollout.top_p?; also: train")
-    assert unknown.endswith("; also: algorithm.clip_high is now algorithm.loss.clip_high")
+    assert unknown.endswith("; also: algorithm.clip_high: no such setting; did you mean algorithm.loss.clip_high?")
 
 
 def test_problems_of_several_sources_name_each(recipe: Path) -> None:
@@ -409,3 +410,25 @@ def test_a_recipe_may_come_through_a_pipe(tmp_path: Path) -> None:
     for content, told in ((b"#" * 2**21, "larger than 1 MiB"), (b"seed: \xff\n", "not valid YAML: ")):
         (tmp_path / "bad.yaml").write_bytes(content)
         assert told in error_of([tmp_path / "bad.yaml"])
+
+
+def test_an_unknown_setting_is_near_none_of_an_unchosen_environment() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config([ROOT / "recipes/shapes.yaml"], ["environment.reward_mim_val=5"])
+    assert "reward_min_val" not in str(caught.value), "a setting of another environment"
+    with pytest.raises(ConfigError, match=r"did you mean environment\.image_side_px\?"):
+        load_config([ROOT / "recipes/shapes.yaml"], ["environment.image_side=5"])
+
+
+def test_every_union_is_chosen_by_its_first_section_unless_said() -> None:
+    """What the loader takes where no layer names one is what pydantic takes."""
+
+    def check(section: type[Section]) -> None:
+        for field in section.model_fields.values():
+            default = None if field.is_required() else field.get_default(call_default_factory=True)
+            if variants_of(field) and default is not None:
+                assert type(default) is next(iter(variants_of(field).values()))
+            for inner in sections_of(field):
+                check(inner)
+
+    check(Config)

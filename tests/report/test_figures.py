@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,17 +63,6 @@ def test_partial_credits_have_the_interval_of_a_mean(tmp_path: Path) -> None:
     final = Evaluation(accuracies={"all": (0.2, 0.4, 0.6, 0.8)})
     shown = summary_of(tmp_path, replace(SUMMARY, warmup=None, before=None, final=final))
     assert rows_of(shown["tables"][0]) == [("all", "50.0 [20, 80]", 4)]
-
-
-def test_a_summary_of_an_earlier_version_has_shares_of_its_rows(tmp_path: Path) -> None:
-    earlier = {key: value for key, value in SUMMARY.to_json().items() if key != "test"}
-    (tmp_path / "summary.json").write_text(json.dumps(earlier), encoding="utf-8")
-    (table,) = ViewedRun(tmp_path).summary()["tables"]
-    assert rows_of(table) == [
-        ("count", "", "40.0 [17, 69]", "80.0 [49, 94]", 10),
-        ("colour", "", "60.0 [31, 83]", "100.0 [72, 100]", 10),
-        ("all", "0.0 [0, 16]", "50.0 [30, 70]", "90.0 [70, 97]", 20),
-    ]
 
 
 def test_a_run_without_warmup_has_no_such_column(tmp_path: Path) -> None:

@@ -69,15 +69,6 @@ def test_answers_come_row_by_row(client: TestClient, folder: Path) -> None:
     assert client.get("/data/answers/0/1").status_code == 404
 
 
-def test_answers_of_earlier_versions_have_no_question(client: TestClient, folder: Path) -> None:
-    write_answers_of(folder, "test-final", ["3"])
-    file = folder / "answers" / "test-final.jsonl"
-    row = json.loads(file.read_text())
-    del row["question"]
-    file.write_text(json.dumps(row) + "\n")
-    assert client.get("/data/answers/0/0").json()["rows"][0]["question"] == ""
-
-
 def test_answers_are_bounded(client: TestClient, folder: Path) -> None:
     write_answers_of(folder, "test-final", ["3" * (MAX_CHARS + 1)] * (MAX_ROWS + 1))
     rows = client.get("/data/answers/0/0").json()["rows"]

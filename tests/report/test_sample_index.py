@@ -31,7 +31,7 @@ def test_a_step_that_was_taken_again_has_a_later_entry(tmp_path: Path) -> None:
 
 
 def test_a_run_without_an_index_is_read_in_parts(tmp_path: Path) -> None:
-    """As earlier versions left it; a page must not wait until thousands of steps are read."""
+    """A page must not wait until thousands of steps are read."""
     folder = write_run(tmp_path / "run", recorded=(1, 2, 3))
     (folder / "samples" / "index.jsonl").unlink()
     (folder / "samples" / "step-000002.jsonl").write_text("damaged\n")

@@ -141,48 +141,12 @@ def test_an_image_name_cannot_lead_out_of_the_run_folder(tmp_path: Path) -> None
         read_step(tmp_path, 1)
 
 
-def test_turns_of_versions_before_tools_are_read(tmp_path: Path) -> None:
-    """Their messages had no tool, their turns no reward and no time, their answers no end."""
-    write_samples(tmp_path, 1, [record()])
-    path = tmp_path / "samples" / "step-000001.jsonl"
-    row = json.loads(path.read_text())
-    for answer in row["answers"]:
-        del answer["end"]
-        for turn in answer["turns"]:
-            del turn["reward"], turn["seconds"]
-            for message in turn["messages"]:
-                del message["tool"], message["failed"]
-    path.write_text(json.dumps(row) + "\n")
-    (back,) = read_step(tmp_path, 1)
-    assert (back.answers[0].end, back.answers[0].turns[1].reward, back.answers[0].turns[1].seconds) == ("done", None, 0)
-    assert [(each.role, each.tool, each.failed) for each in back.answers[0].turns[1].messages] == [
-        ("tool", "", False)
-    ] * 2
-
-
 def test_per_token_values_of_another_length_are_refused(tmp_path: Path) -> None:
     write_samples(tmp_path, 1, [record()])
     path = tmp_path / "samples" / "step-000001.jsonl"
     path.write_text(path.read_text().replace("[-0.5, -0.26]", "[-0.5]"))
     with pytest.raises(DataError, match="values of 2, 1 and 2 tokens for 2"):
         read_step(tmp_path, 1)
-
-
-def test_records_of_earlier_versions_are_read(tmp_path: Path) -> None:
-    """They held the last text of an answer, and the prompt as a question beside its images."""
-    answer = {"text": "3", "reward": 1.0, "accuracy": 1.0, "parts": {"match": 1.0}, "finish": "length"}
-    row = {"kind": "count", "prompt": "How many?", "truth": "3", "images": [FIRST], "answers": [answer]}
-    (tmp_path / "samples").mkdir()
-    (tmp_path / "samples" / "step-000050.jsonl").write_text(json.dumps(row) + "\n")
-    score = SampledAnswer(text="3", reward=1.0, accuracy=1.0, parts={"match": 1.0}, finish="length")
-    expected = SampleRecord(
-        prompt="How many?",
-        truth="3",
-        kind="count",
-        messages=prompt_of("How many?", RecordedImage(name=FIRST)),
-        answers=(RecordedAnswer(score=score),),
-    )
-    assert read_step(tmp_path, 50) == (expected,)
 
 
 def test_later_steps_are_dropped_with_their_entries_and_what_was_cut_off(tmp_path: Path) -> None:

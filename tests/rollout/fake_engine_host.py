@@ -46,8 +46,6 @@ class FakeEngine:
         self._version: int | None = None
         self._num_running = 0
         self._is_asleep = False
-        self._is_going = asyncio.Event()
-        self._is_going.set()
 
     async def generate(self, request: Request) -> Sequence[Completion]:
         if self._is_asleep:
@@ -71,7 +69,6 @@ class FakeEngine:
             os.kill(os.getpid(), signal.SIGKILL)
         if request.id == STRANGE:
             raise KeyError("nowhere")
-        await self._is_going.wait()
         texts = {
             ENVIRONMENT: lambda: json.dumps(dict(os.environ)),
             KEPT: lambda: str(sum(isinstance(each, asyncio.Task | Request | Completion) for each in gc.get_objects())),
@@ -86,12 +83,6 @@ class FakeEngine:
             finish="stop",
             version=version,
         )
-
-    async def pause(self) -> None:
-        self._is_going.clear()
-
-    async def resume(self) -> None:
-        self._is_going.set()
 
     async def sleep(self) -> None:
         check_idle("sleep was called", self._num_running)

@@ -20,7 +20,7 @@ from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.rollout.embedded.linears import Int8Linears, OneDnnLinears, can_use_onednn
 from fovea.rollout.embedded.tuning import Tuning
 from fovea.train.packing import pack_row
-from fovea.types import Completion, Request, Sampling
+from fovea.types import Request, Sampling
 from fovea.utils.event_loop import wait_for
 from tests.reference import model_inputs, reference_logprobs
 from tests.rollout.drawing import LOGPROB_TOLERANCE, generate, make_engine, same, seeded
@@ -250,25 +250,6 @@ def request(parts: TinyParts) -> Request:
 async def switch(times: int) -> None:
     for _ in range(times):
         await asyncio.sleep(0)
-
-
-@pytest.mark.parametrize("cache", ["slots", "pages"])
-def test_a_paused_engine_waits_and_goes_on_where_it_was(cache: str) -> None:
-    parts = tiny("qwen3_vl")
-    options = {"cache": cache, **({"page_tokens": 16} if cache == "pages" else {})}
-
-    async def paused(engine: EmbeddedEngine) -> list[Completion]:
-        drawing = asyncio.ensure_future(engine.generate(request(parts)))
-        await switch(5)
-        await engine.pause()
-        await switch(SWITCHES)
-        assert not drawing.done()
-        await engine.resume()
-        return list(await drawing)
-
-    found = wait_for(paused(make_engine(parts, **options)))
-    (expected,) = generate(make_engine(parts, **options), [request(parts).prompt], [SAMPLING], 2)
-    assert same(found, expected)
 
 
 def test_an_engine_that_sleeps_takes_no_request_until_it_wakes() -> None:

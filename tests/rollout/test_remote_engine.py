@@ -100,15 +100,13 @@ def test_a_request_that_is_aborted_ends_with_an_error(engine: RemoteEngine) -> N
         drawing.result(10)
 
 
-def test_an_engine_pauses_and_sleeps_until_it_is_told_otherwise(engine: RemoteEngine) -> None:
+def test_an_engine_sleeps_after_its_requests_and_until_it_is_woken(engine: RemoteEngine) -> None:
     async def told() -> None:
-        await engine.pause()
-        drawing = asyncio.ensure_future(engine.generate(REQUEST))
+        drawing = asyncio.ensure_future(engine.generate(replace(REQUEST, id=f"{AFTER}1.0")))
         done, _ = await asyncio.wait([drawing], timeout=0.3)
         assert not done
         with pytest.raises(EngineError, match="sleep was called while"):
             await engine.sleep()
-        await engine.resume()
         await drawing
         await engine.sleep()
         with pytest.raises(EngineError, match="asleep; call wake first"):

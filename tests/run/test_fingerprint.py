@@ -147,15 +147,11 @@ def test_other_versions_of_libraries_stop_a_run_and_patches_are_said() -> None:
         check_unchanged(before, before | {"library transformers": "5.2.0"}, allow=False, say=said.append)
 
 
-def test_what_comes_and_goes_is_a_change_too_but_for_imports_that_came() -> None:
+def test_what_comes_and_goes_is_a_change_too() -> None:
     assert [str(change) for change in changes({"a": "1", "b": "2"}, {"b": "2", "c": "3"})] == [
         "a was 1 and is not there",
         "c was not there and is 3",
     ]
-    name = "code of reward=mine.py:score, its import helper.py"
-    assert not changes({}, {name: "1"})
-    assert changes({name: "1"}, {name: "2"})
-    assert changes({name: "1"}, {})
 
 
 def row(index: int, **more: Any) -> Task:
@@ -236,5 +232,5 @@ def test_the_files_of_a_reward_model_beside_the_rules_count(tmp_path: Path) -> N
     graded = settings(model={"path": str(tmp_path / "policy")}, **scorer)
     assert dict(model_files(graded, graded.model)) == {
         "file of the model config.json": tmp_path / "policy" / "config.json",
-        "file of the reward model of model_reward config.json": tmp_path / "judge" / "config.json",
+        "file of the reward model config.json": tmp_path / "judge" / "config.json",
     }

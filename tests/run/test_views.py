@@ -102,8 +102,6 @@ def test_an_engine_of_another_process_draws_on_the_same_views(tmp_path: Path) ->
         (["rollout.views={}", "algorithm.importance_sampling_fix=true"], "importance_sampling_fix"),
         (["rollout.views={}", "algorithm.old_logprobs=engine"], "old_logprobs=engine"),
         (["rollout.views.share=0.1", "rollout.samples_per_prompt=4"], "rollout.views.share=0.1"),
-        (["algorithm.views=papo", "algorithm.views.through_masked=true", "algorithm.name=ppo"], "through_masked"),
-        (["algorithm.views=papo", "algorithm.views.through_masked=true", "train.backend=megatron"], "through_masked"),
         (["algorithm.views=vppo", "rollout.max_staleness_steps=1"], "max_staleness_steps=1"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

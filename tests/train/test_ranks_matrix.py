@@ -31,7 +31,7 @@ FROZEN = {"freeze_vision_tower": True}
 PROJECTOR = {"freeze_vision_tower": True, "freeze_projector": False}
 TOWER = {"freeze_projector": True}
 LORA = {"lora": {"rank": 4}}
-PAPO = {"views": {"name": "papo", "coef": 0.3, "through_masked": True}}
+PAPO = {"views": {"name": "papo", "coef": 0.3}}
 VPPO = {"views": {"name": "vppo"}}
 BOTH_VIEWS = {"max_tokens_per_microbatch": 150}
 

@@ -133,7 +133,7 @@ function rowView(row, runs, name) {
     element("div", { class: "text" },
       row.question ? words(row.question, "words question") : null,
       element("p", { class: "truth" }, element("span", { class: "soft" }, "Truth: "), foreign(row.truth)),
-      element("ol", { class: "answers side-by-side" }, row.answers.map((answer, place) => answerView(answer, place, runs, images, row.index < 0 ? "" : `${name} --row ${row.index}`)))));
+      element("ol", { class: "answers side-by-side" }, row.answers.map((answer, place) => answerView(answer, place, runs, images, `${name} --row ${row.index}`)))));
 }
 
 function answerView(answer, place, runs, figures, which) {

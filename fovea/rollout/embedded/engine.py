@@ -95,8 +95,6 @@ class EmbeddedEngine:
         self._may_approximate = True
         """True if all running requests accept approximate weights."""
         self._asleep = False
-        self._unpaused = asyncio.Event()
-        self._unpaused.set()
         # a CUDA graph reads the weights at the addresses of its capture
         self._addresses: tuple[int, ...] = ()
         self._cache: Cache | None = None
@@ -141,14 +139,6 @@ class EmbeddedEngine:
         if not self._busy:
             self._worker = asyncio.create_task(self._run())
         return await queued.done
-
-    async def pause(self) -> None:
-        """Stop decoding after the current steps; running requests keep their KV cache and wait for `resume`."""
-        self._unpaused.clear()
-
-    async def resume(self) -> None:
-        """Continue decoding."""
-        self._unpaused.set()
 
     async def sleep(self) -> None:
         """Free memory for the update: pool, graphs and copied weights if they do not fit beside it (`PoolMemory`).
@@ -262,7 +252,6 @@ class EmbeddedEngine:
         try:
             while self._queue or batch.rows:
                 await asyncio.sleep(0)  # lets callers queue up, so that their prompts are prefilled together
-                await self._unpaused.wait()
                 self._admit(batch, cache)
                 self._decode(batch, cache)
         except BaseException as error:

@@ -43,13 +43,9 @@ class PlainEngine:
         self._prefill_work = PrefillWork(vlm.family.work)
         self._version: int | None = None
         self._asleep = False
-        self._unpaused = asyncio.Event()
-        self._unpaused.set()
 
     async def generate(self, request: Request) -> Sequence[Completion]:
         """Sample n completions of one prompt; EngineError when they cannot fit the token budget, or while asleep."""
-        await self._unpaused.wait()
-        # after the wait: the engine may have gone to sleep or been closed meanwhile
         if self._version is None:
             raise EngineError("the engine has no weights; call load_weights first")
         if self._asleep:
@@ -121,14 +117,6 @@ class PlainEngine:
             if name in own and own[name].data_ptr() != tensor.data_ptr():
                 own[name].copy_(tensor)
         self._version = version
-
-    async def pause(self) -> None:
-        """Start no further request until `resume`; a running one finishes first."""
-        self._unpaused.clear()
-
-    async def resume(self) -> None:
-        """Continue with waiting requests."""
-        self._unpaused.set()
 
     async def sleep(self) -> None:
         """Reject requests until `wake`; there is no memory to free between requests."""

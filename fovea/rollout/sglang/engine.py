@@ -69,14 +69,6 @@ class SglangEngine:
                 self.process.call("abort", request.id)
         return completions(request, drawn, self._text, version=self._readiness.drawn_with)
 
-    async def pause(self) -> None:
-        """Stop decoding after the current step; running requests keep their KV cache and wait for `resume`."""
-        await asyncio.wrap_future(self.process.call("pause"))
-
-    async def resume(self) -> None:
-        """Continue decoding."""
-        await asyncio.wrap_future(self.process.call("resume"))
-
     async def sleep(self) -> None:
         """Free weights and KV cache for the update; EngineError while requests run.
 
@@ -147,5 +139,5 @@ class SglangEngine:
         if self._given_up:
             raise EngineError(
                 f"{call}, and SGLang has not ended {len(self._given_up)} requests that were cancelled within "
-                f"{ABORT_SECONDS:g} s; call resume if it is paused, else start again to go on from the last checkpoint"
+                f"{ABORT_SECONDS:g} s; start again to go on from the last checkpoint"
             )

@@ -16,10 +16,8 @@ from typing import Any
 from sglang.srt.entrypoints.engine import Engine as SglangEngine
 from sglang.srt.managers.io_struct import (
     BeginWeightUpdateReqInput,
-    ContinueGenerationReqInput,
     EndWeightUpdateReqInput,
     GenerateReqInput,
-    PauseGenerationReqInput,
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
     UpdateWeightsFromTensorReqInput,
@@ -72,14 +70,6 @@ class Host:
         """End a call of `generate`, which then returns what it has drawn so far."""
         for rid in self._ids.pop(request, []):
             self._manager.abort_request(rid)
-
-    async def pause(self) -> None:
-        """Stop decoding, and take no request in."""
-        await self._manager.pause_generation(PauseGenerationReqInput(mode="in_place"))
-
-    async def resume(self) -> None:
-        """Go on decoding."""
-        await self._manager.continue_generation(ContinueGenerationReqInput())
 
     async def release(self, tags: Sequence[str]) -> None:
         """Free memory by SGLang's names for it, when all requests have ended; what it held is lost."""

@@ -76,8 +76,6 @@ class VllmEngine:
         self._runner: asyncio.Task[None] | None = None
         self._pushes_base = False
         """True if the present push brings other weights than those of an adapter."""
-        self._unpaused = asyncio.Event()
-        self._unpaused.set()
 
     @property
     def name(self) -> str:
@@ -100,14 +98,6 @@ class VllmEngine:
             # of a caller that was cancelled, vLLM still has the request
             if self._waiting.pop(request.id, None) is not None:
                 self.llm.abort_request([request.id])
-
-    async def pause(self) -> None:
-        """Stop decoding after the current step; running requests keep their KV cache and wait for `resume`."""
-        self._unpaused.clear()
-
-    async def resume(self) -> None:
-        """Continue decoding."""
-        self._unpaused.set()
 
     async def sleep(self) -> None:
         """Free weights and KV cache for the update, on a GPU; EngineError while requests run.
@@ -207,7 +197,6 @@ class VllmEngine:
         try:
             while self._waiting:
                 await asyncio.sleep(0)  # lets callers queue up, so that their prompts are prefilled together
-                await self._unpaused.wait()
                 with workers_of(self.llm):
                     outputs = self.llm.step()
                 for output in outputs:

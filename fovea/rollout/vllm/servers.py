@@ -190,7 +190,6 @@ class VllmServers:
         """By the address of a server, the push that it holds without any cache of older weights."""
         self._own: set[str] = set()
         """Addresses of the servers that have loaded a push of this run: none of them may hold another run's."""
-        self._is_paused = False
         self._readiness = Readiness(max_model_len=wanted.max_model_len, max_images=wanted.max_images)
         self._num_running = 0
         self._pool = ServerPool(
@@ -222,16 +221,6 @@ class VllmServers:
         finally:
             self._num_running -= 1
         return completions(request, drawn, self._text, version=self._readiness.drawn_with)
-
-    async def pause(self) -> None:
-        """Stop decoding; running requests wait on their servers for `resume`."""
-        self._is_paused = True
-        await self._loop.run(self._pool.on_all(self._pause_or_resume))
-
-    async def resume(self) -> None:
-        """Continue decoding."""
-        self._is_paused = False
-        await self._loop.run(self._pool.on_all(self._pause_or_resume))
 
     async def sleep(self) -> None:
         """Refuse requests until `wake`; nothing is freed on the servers' devices, which the trainer does not share."""
@@ -277,8 +266,6 @@ class VllmServers:
         # a server that started anew has lost what it held
         if await self._held(server) != {self._loaded.get(server.url)}:
             self._loaded.pop(server.url, None)
-        # it may have been lost while it was paused
-        await self._pause_or_resume(server)
         # again, if another push came meanwhile
         while (push := self._push) is not None and self._loaded.get(server.url) != push.name:
             await self._load(server)
@@ -318,18 +305,8 @@ class VllmServers:
             raise EngineError(f"{server.url} did not empty its prefix cache after a push of weights; start it again")
         await server.post("/reset_mm_cache")
         await server.post("/reset_encoder_cache")
-        await self._pause_or_resume(server)
+        await server.post("/resume")
         self._loaded[server.url] = push.name
-
-    async def _pause_or_resume(self, server: JsonServer) -> None:
-        """Bring a server into the state that `pause` or `resume` asked for last, while this waits as well."""
-        is_paused = None
-        while is_paused != self._is_paused:
-            is_paused = self._is_paused
-            path = "/pause?mode=keep" if is_paused else "/resume"
-            # once it has weights, of this run only
-            push = self._loaded.get(server.url)
-            await server.post(path, headers={PUSH_HEADER: push} if push else None)
 
 
 async def _rpc(server: JsonServer, method: str, *arguments: Any) -> list[dict[str, Any]]:

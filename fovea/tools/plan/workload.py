@@ -151,8 +151,6 @@ def workload_of(config: Config, sizes: ModelSizes, roles: Roles) -> Workload:
     """The step of these settings on so many GPUs; TrainError where a group does not fit a micro-batch."""
     lengths = lengths_of(config, sizes)
     group = _group(lengths, sizes.grid(lengths.image_tokens), config.rollout.samples_per_prompt)
-    if config.algorithm.through_masked:
-        group = replace(group, masked=group.prompt)
     passes = training_passes(
         lora=config.model.lora is not None,
         trains_vision=config.model.trains_tower,
@@ -185,11 +183,8 @@ def _rows(config: Config, cost: Cost, groups: Sequence[SampleGroup], roles: Role
 
 
 def _computed(group: SampleGroup, roles: Roles) -> list[SampleGroup]:
-    """A group as the trainer computes it, by view: under Megatron every completion has a copy of its prompt."""
-    views = [replace(group, masked=None)] * group.num_views
-    if not roles.is_divided:
-        return views
-    return [replace(view, samples=(sample,)) for view in views for sample in view.samples]
+    """A group as the trainer computes it: under Megatron every completion has a copy of its prompt."""
+    return [replace(group, samples=(sample,)) for sample in group.samples] if roles.is_divided else [group]
 
 
 def _shape(row: RowSlices, roles: Roles) -> RowShape:

@@ -154,9 +154,7 @@ class Reuse:
 
 
 def recorded_outputs(micro: MicroBatch, tape: Tape) -> RecordedOutputs | None:
-    """Recorded linear outputs of the row; None unless the tape holds those of every token, on one view."""
-    if micro.has_masked:
-        return None
+    """Recorded linear outputs of the row; None unless the tape holds those of every token."""
     of_groups = [distinct(group.samples)[0] for group in micro.groups]
     traces = [[_trace(sample, tape) for sample in samples] for samples in of_groups]
     known = [[trace for trace in group if trace is not None and trace.holds_linears] for group in traces]

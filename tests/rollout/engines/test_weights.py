@@ -17,7 +17,7 @@ from fovea.models.trainable import choose_trainable, lora_layers, trainable_para
 from fovea.types import Shape
 from fovea.utils.event_loop import wait_for
 from fovea.weights import push
-from tests.rollout.engine_suite import TOLERANCE, Served, ask, prompts_of
+from tests.rollout.engine_suite import TOLERANCE, Served, ask, prompts_of, slow
 from tests.rollout.engines.serving import served_by, stream, tiny_for
 from tests.rollout.engines.under_test import under_test
 
@@ -135,13 +135,11 @@ def test_new_weights_while_requests_run_are_refused(served: Served) -> None:
     engine: Any = served.engine
 
     async def push_in_the_middle() -> None:
-        await engine.pause()  # so that it still draws when a busy machine's next call arrives
-        drawing = asyncio.ensure_future(engine.generate(ask("running", prompts_of(served.parts)[0])))
+        drawing = asyncio.ensure_future(engine.generate(slow("running", prompts_of(served.parts)[0])))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         with pytest.raises(EngineError, match="new weights came while the engine is generating"):
             engine.begin_push(shapes_of(served))
-        await engine.resume()
         await drawing
 
     wait_for(push_in_the_middle())

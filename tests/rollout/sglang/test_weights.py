@@ -15,7 +15,7 @@ from fovea.rollout.sglang.scheduler import differences
 from fovea.rollout.sglang.weights import Sent
 from fovea.utils.checksum import value_hash
 from fovea.utils.event_loop import wait_for
-from tests.rollout.engine_suite import ask, prompts_of
+from tests.rollout.engine_suite import prompts_of, slow
 from tests.rollout.engines.serving import push, tiny_for
 
 
@@ -37,22 +37,20 @@ def test_the_parameters_of_a_worker_that_are_not_sharded_are_compared(
 def test_a_push_waits_for_requests_that_were_cancelled_and_not_for_ever(
     shared: SglangEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A paused engine does not end them."""
-    monkeypatch.setattr(engine_module, "ABORT_SECONDS", 0.5)
+    monkeypatch.setattr(engine_module, "ABORT_SECONDS", 0.0)
     parts = tiny_for("qwen3_vl", num_kv_heads=2)
     push(shared, parts, 7)
     shapes = {name: tuple(weight.shape) for name, weight in parts.network.named_parameters()}
 
-    async def cancel_while_paused() -> None:
-        await shared.pause()
-        drawing = asyncio.ensure_future(shared.generate(ask("cancelled", prompts_of(parts)[0])))
-        await asyncio.sleep(0.2)
+    async def cancel() -> None:
+        drawing = asyncio.ensure_future(shared.generate(slow("cancelled", prompts_of(parts)[0])))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
         drawing.cancel()
         await asyncio.wait([drawing])
         with pytest.raises(EngineError, match="has not ended 1 requests that were cancelled"):
             shared.begin_push(shapes)
-        await shared.resume()
 
-    wait_for(cancel_while_paused())
+    wait_for(cancel())
     monkeypatch.undo()
     push(shared, parts, 11)

@@ -211,24 +211,6 @@ def paths_of(endpoint: Endpoint, number: int) -> list[str]:
     return paths
 
 
-def test_a_server_that_comes_back_amid_a_pause_is_paused(started: Callable[..., Endpoint], tmp_path: Path) -> None:
-    """The pause comes while the server is told to go on, and is not a call of this server: it is not ready."""
-    endpoint = started(facts(""), RECEIVED)
-    engine = engine_of(endpoint, tmp_path)
-    try:
-        endpoint.replies = [(503, b"ending"), facts(""), RECEIVED]
-        endpoint.requests.clear()
-        endpoint.delay_seconds = 0.5
-        wait_for(engine.pause())  # it is lost
-        wait_for(engine.resume())  # on no server
-        paths_of(endpoint, 3)
-        wait_for(engine.pause())
-        paths = paths_of(endpoint, 4)
-    finally:
-        wait_for(engine.close())
-    assert paths == ["/pause?mode=keep", "/collective_rpc", "/resume", "/pause?mode=keep"]
-
-
 def test_a_server_that_is_lost_before_its_caches_are_empty_loads_the_push_again(
     started: Callable[..., Endpoint], tmp_path: Path
 ) -> None:
@@ -240,12 +222,12 @@ def test_a_server_that_is_lost_before_its_caches_are_empty_loads_the_push_again(
         loaded = answer(arrived={}, held={})
         (push,) = pushes_in(tmp_path)
         endpoint.replies = [facts(""), RECEIVED, loaded, (503, b""), facts(push)]
-        endpoint.replies += [RECEIVED, facts(push), RECEIVED, loaded, EMPTIED, RECEIVED]
+        endpoint.replies += [facts(push), RECEIVED, loaded, EMPTIED, RECEIVED]
         endpoint.requests.clear()
         engine.finish_push(1)
-        paths = paths_of(endpoint, 13)
+        paths = paths_of(endpoint, 12)
     finally:
         wait_for(engine.close())
     caches = ["/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache"]
     load = ["/collective_rpc", "/pause?mode=abort", "/collective_rpc"]
-    assert paths == [*load, caches[0], "/collective_rpc", "/resume", *load, *caches, "/resume"]
+    assert paths == [*load, caches[0], "/collective_rpc", *load, *caches, "/resume"]

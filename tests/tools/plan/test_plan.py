@@ -15,7 +15,6 @@ import pytest
 from typer.testing import CliRunner
 
 from fovea.cli.main import app
-from fovea.config.algorithm import Algorithm
 from fovea.config.loading import load_config
 from fovea.config.run import Config
 from fovea.errors import ConfigError
@@ -25,7 +24,6 @@ from fovea.tools.plan.activations import Numerics
 from fovea.tools.plan.model_sizes import ModelSizes, model_sizes
 from fovea.tools.plan.plan import RunPlan, advice_for, changes_for, make_plan, with_settings
 from fovea.tools.plan.rollout import decode_copies
-from fovea.tools.plan.workload import roles_of, workload_of
 from tests.policies import make_batch, make_policy
 from tests.tables import table
 from tests.tiny_models import FAMILIES, image, renderer, save, tiny, user
@@ -64,15 +62,6 @@ def test_saved_activations_are_those_that_autograd_keeps(family: str, how: Recom
     measured -= sum(prompt.images[0].tensors["pixel_values"].nbytes for prompt in prompts)
     # checkpoints hold rotary positions as arguments, where autograd's hooks do not see them
     assert planned == pytest.approx(measured, rel=0.05 if how == "none" else TOLERANCE)
-
-
-def test_a_masked_view_doubles_rows_and_work(tmp_path: Path) -> None:
-    config = config_for(save(tiny("qwen3_vl"), tmp_path), 25, 9)
-    algorithm = Algorithm.model_validate({"views": {"name": "papo", "through_masked": True}})
-    both = config.model_copy(update={"algorithm": algorithm})
-    found = [workload_of(each, model_sizes(each), roles_of(each, 1)) for each in (config, both)]
-    tokens = [sum(row.tokens for rows in work.rows for row in rows) for work in found]
-    assert [tokens[1], found[1].update_flops] == [2 * tokens[0], 2 * found[0].update_flops]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,0 +1,111 @@
+"""Conversations of an agent that sends all of its messages with every request, continued by the ids that were sampled.
+
+The beginning of a conversation is looked up by content, down to the last answer that was sampled here, and the request
+goes on from the ids of that answer: what was sampled is never tokenised again. A conversation with answers that were
+not sampled here, or that have changed, begins a new episode, which is counted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from fovea.environments.prompt_source import RendersPrompts
+from fovea.errors import BadRowError
+from fovea.rollout.base import Engine
+from fovea.rollout.collect import extended
+from fovea.types import Completion, ImageRef, Message, Prompt, Request, Sampling
+from fovea.utils.lru_cache import LRUCache
+
+MAX_REMEMBERED_BYTES = 1 << 30
+"""Of the conversations that may go on; the least recently used are forgotten, and then begin new episodes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentTurn:
+    """A conversation up to an answer that was sampled here."""
+
+    episode: str
+    """Id of the completion of its first turn."""
+    number: int
+    """Number of the turn, from 1."""
+    prompt: Prompt
+    completion: Completion
+    continues: str | None
+    """Id of the completion of the turn before; None in the first turn."""
+
+    @property
+    def num_bytes(self) -> int:
+        pixels = sum(image.num_bytes for image in self.prompt.images)
+        return self.prompt.token_ids_L.nbytes * 2 + self.completion.token_ids_T.nbytes * 2 + pixels
+
+
+class AgentConversations:
+    """Answers conversations by an engine."""
+
+    def __init__(self, engine: Engine, renderer: RendersPrompts, name: str) -> None:
+        """`name` begins the ids of completions."""
+        self._engine = engine
+        self._renderer = renderer
+        self._name = name
+        self._turns: LRUCache[str, AgentTurn] = LRUCache(MAX_REMEMBERED_BYTES)
+        self._num_requests = 0
+        self.num_unmatched = 0
+        """Conversations with earlier answers that were not sampled here, or have changed."""
+
+    async def answer(self, messages: Sequence[Message], sampling: Sampling) -> AgentTurn:
+        """Sample the answer to a conversation, whose pictures are encoded; BadRowError if it cannot be rendered."""
+        self._num_requests += 1
+        request_id = f"{self._name}/{self._num_requests}"
+        before, new = self._known(messages)
+        if before is None:
+            prompt = self._renderer.prompt(new, where=request_id)
+        else:
+            after = int(before.completion.token_ids_T[-1])
+            observation = self._renderer.observation(new, after=after, where=request_id)
+            prompt = extended(before.prompt, before.completion.token_ids_T, observation)
+        self._check_length(prompt)
+        (completion,) = await self._engine.generate(Request(id=request_id, prompt=prompt, sampling=sampling))
+        turn = AgentTurn(
+            episode=completion.id if before is None else before.episode,
+            number=1 if before is None else before.number + 1,
+            prompt=prompt,
+            completion=completion,
+            continues=None if before is None else before.completion.id,
+        )
+        *_, key = _keys((*messages, Message(role="assistant", parts=(completion.text,))))
+        self._turns.put(key, turn, turn.num_bytes)
+        return turn
+
+    def _check_length(self, prompt: Prompt) -> None:
+        most_tokens = self._renderer.most_tokens
+        if most_tokens is not None and prompt.num_tokens > most_tokens:
+            raise BadRowError(
+                f"the conversation has {prompt.num_tokens} tokens, images included, and the model has positions for "
+                f"{most_tokens} beside an answer; begin another one",
+                "prompt_too_long",
+            )
+
+    def _known(self, messages: Sequence[Message]) -> tuple[AgentTurn | None, Sequence[Message]]:
+        """The conversation up to the last earlier answer, if it was sampled here, and the messages after it."""
+        ends = [number for number, message in enumerate(messages, 1) if message.role == "assistant"]
+        if not ends:
+            return None, messages
+        before = self._turns.get(list(_keys(messages))[ends[-1] - 1])
+        if before is None or ends[-1] == len(messages):
+            self.num_unmatched += 1
+            return None, messages
+        return before, messages[ends[-1] :]
+
+
+def _keys(messages: Sequence[Message]) -> Iterator[str]:
+    """A hash of the content up to and with each message."""
+    digest = hashlib.sha256()
+    for message in messages:
+        digest.update(f"{message.role}\0{len(message.parts)}\0".encode())
+        for part in message.parts:
+            source = part.source if isinstance(part, ImageRef) else part.encode("utf-8", "surrogatepass")
+            assert isinstance(source, bytes), "pictures of requests are encoded"
+            digest.update(f"{type(part).__name__}\0{len(source)}\0".encode() + source)
+        yield digest.hexdigest()
