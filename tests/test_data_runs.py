@@ -12,7 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from fovea.cli.main import app
+from fovea.commands.dry_run import plan
 from fovea.config.loading import load_config
+from fovea.config.run import Config
 from fovea.data.bad_rows import BAD_ROWS_FILE
 from fovea.errors import DataError
 from fovea.loop import train
@@ -183,24 +185,32 @@ def score(task, text, images):
 """
 
 
-def trained_rows(folder: Path, *settings: str) -> list[str]:
-    """The rows of which completions were scored in training; each has two."""
-    rows = [{"n": n, "problem": f"How many {n}?", "answer": "1"} for n in range(5)]
+def counting_rows(folder: Path, *settings: str, num_rows: int = 5, num_bad: int = 1) -> Config:
+    """A run on so many usable rows whose reward writes down each row that it scores."""
+    rows: list[dict[str, object]] = [{"n": n, "problem": f"How many {n}?", "answer": "1"} for n in range(num_rows)]
     # the last row is bad: its image is not there
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, {**rows[0], "image": "no"}]))
+    rows += [{**rows[0], "image": "no"}] * num_bad
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "test.jsonl").write_text('{"n": "test", "problem": "How many?", "answer": "1"}\n' * 2)
     (folder / "reward.py").write_text(REWARD)
     files = [f"environment.{split}_files=['{folder}/{split}.jsonl']" for split in ("train", "test")]
     own = [f"run_dir={folder}/run", f"reward={folder}/reward.py:score", "data.on_bad_row=skip", "max_steps=100"]
     own.append(f"environment.dev_files=['{folder}/test.jsonl']")
-    train(build(load_config([ROOT / "recipes" / "geo3k.yaml"], [*SMALL, *files, *own, *settings])))
+    return load_config([ROOT / "recipes" / "geo3k.yaml"], [*SMALL, *files, *own, *settings])
+
+
+def trained_rows(folder: Path, config: Config) -> list[str]:
+    """The rows of which completions were scored in training; each has two."""
+    train(build(config))
     scored = (folder / "scored").read_text().split()
     (folder / "scored").unlink()
     return [row for row in scored if row != "test"]
 
 
 def test_a_run_in_the_order_of_its_file(tmp_path: Path) -> None:
-    scored = trained_rows(tmp_path, "max_epochs=2", "data.shuffle=false", "rollout.prompts_per_step=2")
+    scored = trained_rows(
+        tmp_path, counting_rows(tmp_path, "max_epochs=2", "data.shuffle=false", "rollout.prompts_per_step=2")
+    )
     # the first score is a trial of the reward, on a row of its choice
     assert scored[1:] == [row for row in "0123401234" for _ in range(2)]
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2, 3, 4, 5]
@@ -208,8 +218,26 @@ def test_a_run_in_the_order_of_its_file(tmp_path: Path) -> None:
 
 def test_every_row_is_trained_on_once_an_epoch_through_a_resume(tmp_path: Path) -> None:
     settings = ("max_epochs=2", "rollout.prompts_per_step=4", "checkpoint.every_steps=1")
-    scored = trained_rows(tmp_path, *settings, "max_steps=2")[1:]
-    scored += trained_rows(tmp_path, *settings, "resume=auto")[1:]
+    scored = trained_rows(tmp_path, counting_rows(tmp_path, *settings, "max_steps=2"))[1:]
+    scored += trained_rows(tmp_path, counting_rows(tmp_path, *settings, "resume=auto"))[1:]
     assert Counter(scored) == dict.fromkeys("01234", 4)
     # the last step takes what is left of ten usable rows
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "per_step", "epochs", "steps"),
+    [(36, 7, (1, 2), (6, 12)), (12, 32, (1, 2), (1, 2)), (40, 32, (1, 3), (2, 5))],
+)
+def test_more_epochs_on_resume_train_on_every_row_after_a_last_step_that_was_short(
+    num_rows: int, per_step: int, epochs: tuple[int, int], steps: tuple[int, int], tmp_path: Path
+) -> None:
+    counted = Counter[str]()
+    for max_epochs, num_steps in zip(epochs, steps, strict=True):
+        settings = (f"max_epochs={max_epochs}", f"rollout.prompts_per_step={per_step}", "resume=auto")
+        config = counting_rows(tmp_path, *settings, num_rows=num_rows, num_bad=0)
+        planned = plan(config)
+        counted.update(trained_rows(tmp_path, config)[2:])
+        assert counted == {str(row): 2 * max_epochs for row in range(num_rows)}
+        assert [row["step"] for row in read_metrics(tmp_path / "run")] == list(range(1, num_steps + 1))
+        assert any(f" {num_steps} steps of " in line for line in planned)

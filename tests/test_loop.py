@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Collection
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fovea.errors import DataError, MicrobatchMemoryError
+from fovea.errors import DataError, MicrobatchMemoryError, TrainError
 from fovea.loop import take_step, train
 from fovea.metrics.log import read_metrics
 from fovea.run import lifecycle
@@ -22,7 +23,7 @@ from fovea.run.rollout_step import training_sampling
 from fovea.run.state import TrainState
 from fovea.types import AnswerEnd, Batch, Metrics, Score
 from fovea.utils.event_loop import wait_for
-from tests.fakes import BanditEngine, BanditPolicy, bandit_run
+from tests.fakes import BanditEngine, BanditPolicy, bandit_run, run_with
 from tests.runs import untimed
 
 
@@ -295,6 +296,28 @@ def test_the_weight_of_the_kl_moves_towards_its_target_and_survives_a_resume(tmp
     train(bandit_run(broken, max_steps=10, algorithm=algorithm))
     train(bandit_run(broken, resume=True, algorithm=algorithm))
     assert untimed(broken) == untimed(whole)
+
+
+class SkippingPolicy(BanditPolicy):
+    """Skips every update but those of the steps in `taken`."""
+
+    taken: Collection[int] = ()
+
+    async def update(self, batch: Batch) -> Metrics:
+        step = self.updates + 1
+        return await super().update(batch) | {"updates_skipped": float(step not in self.taken)}
+
+
+def test_a_run_all_of_whose_updates_were_skipped_fails_and_may_not_say_that_it_trained(tmp_path: Path) -> None:
+    with pytest.raises(
+        TrainError, match=r"all 2 updates were skipped, since .* not finite.*; lower train.learning_rate"
+    ):
+        train(run_with(SkippingPolicy(), tmp_path / "all", max_steps=2))
+    assert not (tmp_path / "all" / "summary.json").exists()
+    for taken in (1, 2):
+        policy = SkippingPolicy()
+        policy.taken = (taken,)
+        assert train(run_with(policy, tmp_path / str(taken), max_steps=2)).steps == 2
 
 
 def test_values_reach_the_update_and_no_group_is_left_out(tmp_path: Path) -> None:

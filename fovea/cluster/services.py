@@ -148,8 +148,10 @@ class WorkersEngine:
     seeds.
     """
 
-    def __init__(self, workers: Workers, name: str) -> None:
+    def __init__(self, workers: Workers, name: str, *, repeats_in_rounds: bool = False) -> None:
         self.name = name
+        self.repeats_in_rounds = repeats_in_rounds
+        """True if those of all workers do, whose requests are then dealt out the same in every run."""
         self._workers = workers
         self._running: Counter[WorkerHandle] = Counter()
         """Completions that each engine is generating."""

@@ -19,6 +19,7 @@ from fovea.errors import FoveaError, LostEngineError, LostRankError, LostWorkerE
 from fovea.metrics.log import peak_gib
 from fovea.processes.calls import Call
 from fovea.rollout.base import Engine, HasProcesses
+from fovea.rollout.schedule import RoundsByLoad
 from fovea.train.base import ModelFacts
 from fovea.train.local import LocalPolicy
 from fovea.weights.base import WeightSync
@@ -34,6 +35,8 @@ class WorkerFacts:
     model: ModelFacts | None
     engine: str | None
     """The name of its engine."""
+    repeats_in_rounds: bool = False
+    """True if the log-probs of its engine repeat in rounds (`rollout.schedule.RoundsByLoad`)."""
     kernel_notes: tuple[str, ...] = ()
     """Lines on the kernels of its device, to print at the start (`wiring.model.kernel_notes`)."""
 
@@ -48,9 +51,11 @@ class Worker:
     kernel_notes: tuple[str, ...] = ()
 
     def describe(self) -> WorkerFacts:
+        engine: object = self.engine
         return WorkerFacts(
             model=None if self.policy is None else self.policy.describe(),
             engine=None if self.engine is None else self.engine.name,
+            repeats_in_rounds=isinstance(engine, RoundsByLoad) and engine.repeats_in_rounds,
             kernel_notes=self.kernel_notes,
         )
 

@@ -23,6 +23,7 @@ from fovea.models.load import empty_network, pick_device
 from fovea.models.model_files import WHOLE_MODEL
 from fovea.models.processor import load_processor
 from fovea.models.trainable import choose_trainable
+from fovea.run.checkpoint import Checkpoints, SavedCheckpoint, read_checkpoint
 from fovea.run.folder import check_run
 from fovea.run.run_dir import filled, has_checkpoint
 from fovea.run.signals import too_few_rows
@@ -64,7 +65,7 @@ def plan(config: Config, *, rows_per_split: int | None = NUM_OPENED) -> list[str
         elsewhere = config.with_own_files.model_copy(update={"run_dir": scratch})
         graded = make_environment(elsewhere)
         try:
-            lines = _try_parts(elsewhere, graded, problems, rows_per_split)
+            lines = _try_parts(elsewhere, graded, problems, rows_per_split, folder)
         finally:
             graded.grading.close()
     if len(problems) > 1:
@@ -86,9 +87,9 @@ def _noted(problems: list[FoveaError]) -> Iterator[None]:
 
 
 def _try_parts(
-    config: Config, graded: GradedEnvironment, problems: list[FoveaError], rows_per_split: int | None
+    config: Config, graded: GradedEnvironment, problems: list[FoveaError], rows_per_split: int | None, folder: Path
 ) -> list[str]:
-    """Lines about model, rows, rewards and steps; what fails is added to the problems."""
+    """Lines about model, rows, rewards and steps of the run in `folder`; what fails is added to the problems."""
     tiny = ", to be made with random weights" if config.model.tiny else ""
     lines, tasks = [f"model: {config.model.name}{tiny}"], graded.environment.tasks
     renderer: RendersPrompts = EmptyPrompts()
@@ -109,10 +110,18 @@ def _try_parts(
         lines += remarks_on_images(tasks("train"), opener)
     with _noted(problems):
         make_order(config, tasks("train"))  # names of kinds and levels that no row has
-        lines += filter(None, [too_few_rows(len(tasks("train")), config.rollout)])
-        config = within_epochs(config, partial(tasks, "train"))
+        lines += filter(None, [too_few_rows(len(tasks("train")), config)])
+        resumed = None if config.max_epochs is None else _resumed(config, folder)
+        config = within_epochs(config, partial(tasks, "train"), resumed)
     lines += [f"{key}: {', '.join(names)}, tried on a training row" for key, names in config.rewards.items()]
     return [*lines, _steps(config)]
+
+
+def _resumed(config: Config, folder: Path) -> SavedCheckpoint | None:
+    """The checkpoint that the run in a folder would go on from; None where it would begin."""
+    if config.resume_from is not None:
+        return read_checkpoint(config.resume_from)
+    return Checkpoints(folder, config.checkpoint.keep).latest() if config.resume == "auto" else None
 
 
 def _check_device(config: Config) -> None:

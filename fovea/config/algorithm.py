@@ -8,10 +8,12 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 from pydantic import Field
 
 from fovea.config.base import (
+    Coefficient,
+    CoefficientOrZero,
     Fraction,
+    LearningRate,
     MayChange,
     Member,
-    NonNegativeFloat,
     NonNegativeInt,
     OpenUnion,
     PositiveFloat,
@@ -132,11 +134,11 @@ class Critic(Section):
     trunk: Literal["shared", "detached", "separate"] = "shared"
     """Network below the value head. shared: the policy's, trained by both losses; detached: the policy's, without the
     value loss's gradient; separate: a separate model, initialised from the policy."""
-    learning_rate: MayChange[PositiveFloat | None] = None
+    learning_rate: MayChange[LearningRate | None] = None
     """Peak learning rate of the value head or the separate model; default: 20 times train.learning_rate."""
     warmup_steps: NonNegativeInt = 0
     """First steps, in which only the value function is trained."""
-    value_coef: PositiveFloat = 0.5
+    value_coef: Coefficient = 0.5
     """Weight of the value loss in a trunk shared with the policy; AdamW cancels it in a separate one."""
     value_clip: PositiveFloat | None = 0.5
     """PPO value clipping: largest move of a value within a step before its loss is clipped; null: off."""
@@ -165,7 +167,7 @@ class KlInLoss(Section):
     """KL penalty as a term of the loss."""
 
     name: Literal["loss"] = "loss"
-    coef: PositiveFloat = 0.01
+    coef: Coefficient = 0.01
     """Weight of the KL divergence from the model that RL began with."""
     # k1's gradient is 0 on average, so that in the loss it would hold nothing
     estimator: Literal["k2", "k3", "k3+"] = "k3"
@@ -186,7 +188,7 @@ class KlInReward(Section):
     """KL penalty taken off the reward, token by token."""
 
     name: Literal["reward"] = "reward"
-    coef: PositiveFloat = 0.01
+    coef: Coefficient = 0.01
     """Weight of the KL divergence from the model that RL began with."""
     estimator: Literal["k1", "k2", "k3"] = "k1"
     """Estimator of the KL divergence from the log-probs of the sampled tokens (Schulman's k1, k2, k3)."""
@@ -196,7 +198,7 @@ class KlInReward(Section):
 class DynamicSampling(Section):
     """DAPO: draw until prompts_per_step groups have both better and worse answers (by accuracy), and train on those."""
 
-    max_gen_batches: PositiveInt = 10
+    max_gen_batches: Annotated[int, Field(ge=1, le=1000)] = 10
     """Rollouts of one step at most; the step then trains on the groups it has."""
 
 
@@ -205,7 +207,7 @@ class Overlong(Section):
 
     buffer_frac: Annotated[float, Field(gt=0, le=1)] = 0.2
     """Share of max_new_tokens, at its end, over which the penalty grows."""
-    penalty_factor: NonNegativeFloat = 1.0
+    penalty_factor: CoefficientOrZero = 1.0
     """Penalty of a completion of max_new_tokens."""
 
 
@@ -282,7 +284,7 @@ class Algorithm(Section):
     """KL penalty to the model that RL began with (coef 0.01 is usual for VLMs); null: none, and no reference model."""
     views: ViewsConfig | None = None
     """Term of the loss from a second, masked view of every picture; null: none."""
-    entropy_coef: NonNegativeFloat = 0.0
+    entropy_coef: CoefficientOrZero = 0.0
     """Weight of the entropy bonus, aggregated as the loss is."""
     max_groups_without_signal: NonNegativeInt = 0
     """Groups of equal rewards that train along for the entropy bonus, lowest reward first (all of them with a KL
@@ -295,7 +297,7 @@ class Algorithm(Section):
     in the baseline of their group. false: they train by their score."""
     turn_discount: Fraction = 1.0
     """Discount factor per turn of rewards that are given by turn (docs/turns.md); 1: their sum."""
-    ppo_epochs: PositiveInt = 1
+    ppo_epochs: Annotated[int, Field(ge=1, le=1000)] = 1
     """Passes over the completions of a step."""
     minibatches: PositiveInt = 1
     """Optimizer steps per pass."""

@@ -17,6 +17,7 @@ from fovea.config.base import (
     OpenUnion,
     PositiveFloat,
     PositiveInt,
+    Seconds,
     Section,
 )
 from fovea.config.model import Lora
@@ -220,9 +221,9 @@ class SglangSettings(ServingEngine):
     name: Literal["sglang"] = "sglang"
     max_total_tokens: MayChange[PositiveInt | None] = None
     """Tokens of the KV cache. Default: what gpu_memory_utilization leaves; on CPUs 32,768, or twice max_model_len."""
-    start_seconds: MayChange[PositiveFloat] = 1800.0
+    start_seconds: MayChange[Seconds] = 1800.0
     """Longest time for SGLang to start and to load the model."""
-    timeout_seconds: MayChange[PositiveFloat] = 1800.0
+    timeout_seconds: MayChange[Seconds] = 1800.0
     """Longest time without an answer while SGLang has something to do; it is ended then, and counts as lost."""
 
     def complaints(self, use: EngineUse) -> Iterator[str]:
@@ -247,9 +248,9 @@ class VllmServersSettings(StreamedEngine):
     """Their addresses: http://HOST:PORT."""
     weights_dir: MayChange[str]
     """Folder that trainer and servers share: room for the weights twice, and the servers' key, for this user only."""
-    timeout_seconds: MayChange[PositiveFloat] = 1800.0
+    timeout_seconds: MayChange[Seconds] = 1800.0
     """Time limit of one call, after which it is made of another server."""
-    restart_seconds: MayChange[PositiveFloat] = 900.0
+    restart_seconds: MayChange[Seconds] = 900.0
     """Longest time for which no server may answer; one that is started again gets the present weights."""
     limit_mm_per_prompt: ImageLimit = Field(default_factory=ImageLimit)
     """Media of one prompt."""

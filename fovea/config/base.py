@@ -35,6 +35,18 @@ NonNegativeInt: TypeAlias = Annotated[int, Field(ge=0)]
 PositiveFloat: TypeAlias = Annotated[float, Field(gt=0)]
 FiniteFloat: TypeAlias = Annotated[float, Field(allow_inf_nan=False)]
 NonNegativeFloat: TypeAlias = Annotated[float, Field(ge=0)]
+Coefficient: TypeAlias = Annotated[float, Field(gt=0, le=1e6)]
+"""A factor of a term of the loss or the reward; times a much larger one, gradients overflow."""
+CoefficientOrZero: TypeAlias = Annotated[float, Field(ge=0, le=1e6)]
+LearningRate: TypeAlias = Annotated[float, Field(gt=0, le=100)]
+Seconds: TypeAlias = Annotated[float, Field(gt=0, le=1e8)]
+"""A time limit of at most three years; clocks of the operating system overflow at larger ones."""
+RowCount: TypeAlias = Annotated[int, Field(ge=1, le=1 << 24)]
+"""Rows of a split that is made, or draws of a step; each takes memory."""
+TokenCount: TypeAlias = Annotated[int, Field(ge=1, le=1 << 20)]
+"""Tokens of one text."""
+NumThreads: TypeAlias = Annotated[int, Field(ge=1, le=1024)]
+"""Threads or processes that are started at once."""
 
 
 def _can_be_called(url: str) -> str:

@@ -9,7 +9,17 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import ConfigDict, Field
 from pydantic.fields import FieldInfo
 
-from fovea.config.base import Fraction, HttpUrl, NonNegativeFloat, OpenUnion, PositiveFloat, PositiveInt, Section, Tree
+from fovea.config.base import (
+    Fraction,
+    HttpUrl,
+    NonNegativeFloat,
+    OpenUnion,
+    PositiveFloat,
+    PositiveInt,
+    RowCount,
+    Section,
+    Tree,
+)
 from fovea.config.games import FrozenLakeEnvironment, PagesEnvironment, SokobanEnvironment
 from fovea.config.grounding import GroundingEnvironment, GroundingShapesEnvironment
 from fovea.config.splits import DrawnRows, EnvironmentSettings, FileEnvironment, SessionLimits, SplitFiles
@@ -127,11 +137,11 @@ class ShapesEnvironment(DrawnRows):
     """Share of rows with two images to compare."""
     text_share: Fraction = 0.0
     """Share of text-only rows, whose scene is described in words."""
-    dev_size: PositiveInt = 400
+    dev_size: RowCount = 400
     """Dev scenes, for early stopping of the warm-up and evaluation while training."""
-    test_size: PositiveInt = 800
+    test_size: RowCount = 800
     """Held-out scenes of the final table."""
-    image_side_px: Annotated[int, Field(ge=32)] = 48
+    image_side_px: Annotated[int, Field(ge=32, le=8192)] = 48
     """Width and height of a scene."""
 
     def contradictions(self) -> Iterator[str]:
@@ -166,7 +176,7 @@ class SmallShapesEnvironment(DrawnRows):
     """Let the model ask for a box of the scene, enlarged, in a turn before its answer."""
     scale: Annotated[int, Field(ge=10, le=10_000)] = 1000
     """Coordinates of the right and the lower edge of the scene; Qwen3-VL gives places from 0 to 1000."""
-    test_size: PositiveInt = 600
+    test_size: RowCount = 600
     """Held-out scenes of the final table."""
 
 
@@ -270,15 +280,12 @@ class OwnEnvironment(EnvironmentSettings):
     """Argument `settings` of its constructor."""
 
 
-RowCount: TypeAlias = Annotated[int, Field(ge=1, le=1 << 24)]
-
-
 class SeedRows(EnvironmentSettings):
     """Settings of an environment whose rows are seeds; no seed is in two splits."""
 
     prompt: str = "Choose the next action."
     """Text below the first picture."""
-    max_turns: PositiveInt = 10
+    max_turns: Annotated[int, Field(ge=1, le=1 << 16)] = 10
     """Most actions of an episode."""
     train_size: RowCount = 1000
     """Training rows."""
@@ -338,7 +345,7 @@ class NemoGymEnvironment(SplitFiles):
     name: Literal["nemo_gym"] = "nemo_gym"
     url: HttpUrl
     """Address of the resources server, such as http://127.0.0.1:8000."""
-    max_turns: PositiveInt = 10
+    max_turns: Annotated[int, Field(ge=1, le=1 << 16)] = 10
     """Most answers of an episode, those with calls included."""
 
 

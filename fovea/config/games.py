@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
-from fovea.config.base import Fraction, NonNegativeFloat, PositiveInt
+from fovea.config.base import CoefficientOrZero, Fraction, PositiveInt
 from fovea.config.splits import DrawnRows
 
 Moves: TypeAlias = tuple[PositiveInt, PositiveInt]
@@ -18,17 +18,17 @@ class GameEnvironment(DrawnRows):
 
     moves: Moves = (1, 5)
     """Fewest and most moves of a shortest solution."""
-    max_turns: PositiveInt = 10
+    max_turns: Annotated[int, Field(ge=1, le=1 << 16)] = 10
     """Most turns of an episode; the board is then left unsolved."""
     max_actions_per_turn: PositiveInt = 1
     """Most moves of a turn, separated by commas; what follows them is not played."""
     think: bool = False
     """Ask for `<think>...</think><answer>...</answer>` around the moves; false: the answer is the moves only."""
-    success_reward: NonNegativeFloat = 1.0
+    success_reward: CoefficientOrZero = 1.0
     """Reward of the turn that solves the board."""
-    format_reward: NonNegativeFloat = 0.02
+    format_reward: CoefficientOrZero = 0.02
     """Reward of every turn whose answer is in the format and plays a move."""
-    state_reward: NonNegativeFloat = 0.0
+    state_reward: CoefficientOrZero = 0.0
     """Reward of every such turn for a right `<observation>` and a right `<prediction>` in its thought: where things are
     from the player before its moves and after them. 0: neither is asked for."""
 

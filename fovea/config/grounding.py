@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
-from fovea.config.base import Fraction, PositiveInt
+from fovea.config.base import Fraction, RowCount
 from fovea.config.splits import DrawnRows, FileEnvironment
 
 Ask: TypeAlias = Literal["box", "boxes", "point", "points"]
@@ -139,7 +139,7 @@ class GroundingShapesEnvironment(DrawnRows):
     """Reward of the place, as in `grounding`."""
     format_weight: Fraction = 0.1
     """Share of the reward for an answer that is the place and nothing else."""
-    test_size: PositiveInt = 600
+    test_size: RowCount = 600
     """Held-out scenes of the final table."""
 
     def contradictions(self) -> Iterator[str]:

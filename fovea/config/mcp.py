@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 from pydantic import ConfigDict, Field
 from pydantic.fields import FieldInfo
 
-from fovea.config.base import HttpUrl, PositiveFloat, Section
+from fovea.config.base import HttpUrl, Seconds, Section
 
 
 class McpServer(Section):
@@ -26,7 +26,7 @@ class McpServer(Section):
     """Allow an address in a private network; loopback always is."""
     tools: tuple[str, ...] | None = None
     """Names of the tools that the model may call; default: all."""
-    timeout_seconds: PositiveFloat = 60.0
+    timeout_seconds: Seconds = 60.0
     """Longest start, and longest call."""
 
     def contradictions(self) -> Iterator[str]:

@@ -20,19 +20,19 @@ class TinyModel(Section):
 
     family: Family = "qwen3_vl"
     """Architecture."""
-    hidden_size: PositiveInt = 64
+    hidden_size: Annotated[int, Field(ge=1, le=1 << 14)] = 64
     """Width of the language model."""
-    num_layers: PositiveInt = 3
+    num_layers: Annotated[int, Field(ge=1, le=1000)] = 3
     """Decoder layers."""
-    num_heads: PositiveInt = 2
+    num_heads: Annotated[int, Field(ge=1, le=1 << 11)] = 2
     """Query heads, which divide hidden_size: each is a multiple of 8 wide."""
-    num_kv_heads: PositiveInt = 1
+    num_kv_heads: Annotated[int, Field(ge=1, le=1 << 11)] = 1
     """Key and value heads."""
-    intermediate_size: PositiveInt = 128
+    intermediate_size: Annotated[int, Field(ge=1, le=1 << 16)] = 128
     """Width of the MLP, and of every expert of qwen3_vl_moe and qwen3_5_moe."""
-    image_side_px: Annotated[int, Field(ge=16)] = 48
+    image_side_px: Annotated[int, Field(ge=16, le=8192)] = 48
     """Side of the image for which the learned position grid is made (not in qwen2_vl, qwen2_5_vl)."""
-    vocabulary_size: Annotated[int, Field(ge=300)] = 512
+    vocabulary_size: Annotated[int, Field(ge=300, le=1 << 20)] = 512
     """Entries of the tokenizer, 256 bytes and Qwen's special tokens included; trained on the task's texts."""
 
     def contradictions(self) -> Iterator[str]:
@@ -62,9 +62,9 @@ class TinyModel(Section):
 class Lora(Section):
     """Low-rank adapters on linear layers, by peft."""
 
-    rank: PositiveInt = 16
+    rank: Annotated[int, Field(ge=1, le=1 << 13)] = 16
     """Rank of every adapter."""
-    alpha: PositiveInt = 32
+    alpha: Annotated[int, Field(ge=1, le=1_000_000)] = 32
     """Scale: the adapter's output is multiplied by alpha / rank."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of an adapter's inputs that an update drops, drawn once for each token of a packed row, and so once for a

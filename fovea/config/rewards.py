@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
-from fovea.config.base import HttpUrl, PositiveFloat, PositiveInt, Section
+from fovea.config.base import HttpUrl, NumThreads, Seconds, Section, TokenCount
 from fovea.config.type_text import Example
 
 RewardPlace: TypeAlias = Literal["thread", "process"]
@@ -46,11 +46,11 @@ class Judge(Section):
     prompt: str | None = None
     """Prompt after the images; holds {answer}, and optionally {question} and {references}, the true answers. Default:
     one for descriptions in environment.metric_weights, one for answers elsewhere (docs/environments.md)."""
-    max_new_tokens: PositiveInt = 256
+    max_new_tokens: TokenCount = 256
     """Longest reply, in tokens."""
-    max_concurrency: PositiveInt = 8
+    max_concurrency: NumThreads = 8
     """Concurrent calls."""
-    timeout_seconds: PositiveFloat = 60.0
+    timeout_seconds: Seconds = 60.0
     """Time limit of one try, from connecting to the last byte."""
     api_key_env: str | None = None
     """Environment variable that holds the key of the endpoint; the key itself is not a setting."""

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, Field
 
 from fovea.config.algorithm import Algorithm
 from fovea.config.backends import EmbeddedSettings, VllmServersSettings
-from fovea.config.base import FiniteFloat, MayChange, NonNegativeInt, PositiveFloat, PositiveInt, Section, Tree
+from fovea.config.base import FiniteFloat, MayChange, NonNegativeInt, NumThreads, PositiveInt, Seconds, Section, Tree
 from fovea.config.checks import disagreements
 from fovea.config.environments import (
     Curriculum,
@@ -46,7 +46,7 @@ class Config(Section):
     max_epochs: MayChange[PositiveInt | None] = None
     """Epochs after which a run ends, if max_steps does not end it before: each takes every training row exactly once,
     and the last step the rows that are left. Default: rows are drawn by question type, without an end."""
-    max_hours: MayChange[PositiveFloat | None] = None
+    max_hours: MayChange[Annotated[float, Field(gt=0, le=1e5)] | None] = None
     """Hours since this command began the run, a resumed one counting anew, after which it ends with its step, saved, to
     go on with resume=auto: the time limit of a scheduler, less that of a step. Default: no limit."""
     max_restarts: MayChange[NonNegativeInt] = 0
@@ -58,7 +58,7 @@ class Config(Section):
     resume_changed: MayChange[Literal["error", "allow"]] = "error"
     """Handling of rows, your own code, model files or libraries that are not those that the checkpoint was made
     with: stop and name them, or go on with what is there now."""
-    threads: MayChange[PositiveInt | None] = None
+    threads: MayChange[NumThreads | None] = None
     """CPU threads of torch; default: torch's own choice."""
     profile: MayChange[bool] = False
     """Profile a few steps into profile/ of the run folder: phases, operators, a trace of one step."""
@@ -69,12 +69,12 @@ class Config(Section):
     (docs/own.md). A run that was given a function by Python code has `python:module.name` here."""
     reward_weights: tuple[FiniteFloat, ...] | None = None
     """Weights of a list of rewards, in their order; the reward is the weighted sum. Default: 1 each."""
-    reward_timeout_seconds: PositiveFloat = 10.0
+    reward_timeout_seconds: Seconds = 10.0
     """Time limit for one call of your own reward (of a list: of all together), or of your own environment's score."""
     reward_on_failure: Literal["error", "drop", "drop_completion"] = "error"
     """Handling of a call that raises, is late or returns no number: stop, or drop the group (`groups/unscored`) or only
     the completion (`episodes/failed`)."""
-    reward_calls_at_once: PositiveInt = 1
+    reward_calls_at_once: NumThreads = 1
     """Concurrent calls, in as many threads (more than 1 only for thread-safe code) or processes."""
     reward_in: MayChange[RewardPlace] = "thread"
     """Threads of the run, or processes, for calls of reward functions that are named by their files. A process is

@@ -10,18 +10,21 @@ from pydantic import Field
 from fovea.config.backends import BackendConfig, EmbeddedSettings, EngineConfig, TorchBackend
 from fovea.config.base import (
     Fraction,
+    LearningRate,
     MayChange,
     Member,
-    NonNegativeFloat,
     NonNegativeInt,
     OpenUnion,
     PositiveFloat,
     PositiveInt,
+    Seconds,
     Section,
+    TokenCount,
 )
 from fovea.config.views import RolloutViews
 
 Conversion: TypeAlias = Literal["cmyk", "16_bit", "frames", "rotated"]
+MAX_COMPLETIONS_PER_STEP = 1 << 20
 DecayRate: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -30,7 +33,7 @@ class Data(Section):
 
     on_bad_row: MayChange[Literal["error", "skip"]] = "error"
     """Handling of a row that cannot become a prompt: stop, or drop it, count it (`data/rows_skipped`) and list it."""
-    max_prompt_tokens: PositiveInt = 2048
+    max_prompt_tokens: TokenCount = 2048
     """Longest prompt, visual tokens counted; longer ones are bad rows, and nothing is ever cut."""
     max_image_mib: PositiveFloat = 32.0
     """Largest image file, and most that is read from a URL."""
@@ -41,7 +44,7 @@ class Data(Section):
     RGB, 16_bit channels to 8, the first of several frames or pages."""
     image_root: str | None = None
     """Folder that relative image paths start from; default: the data file's. Paths that lead out of it are refused."""
-    url_timeout_seconds: MayChange[PositiveFloat] = 20.0
+    url_timeout_seconds: MayChange[Seconds] = 20.0
     """Time limit for one image, redirects included."""
     allow_private_addresses: bool = False
     """Allow image URLs that resolve to this machine or its private network."""
@@ -57,11 +60,11 @@ class Rollout(Section):
     """Sampling of completions."""
 
     engine: EngineConfig = Field(default_factory=EmbeddedSettings)
-    prompts_per_step: PositiveInt = 40
+    prompts_per_step: Annotated[int, Field(ge=1, le=1 << 17)] = 40
     """Prompts (groups) per step."""
-    samples_per_prompt: PositiveInt = 8
+    samples_per_prompt: Annotated[int, Field(ge=1, le=1 << 17)] = 8
     """Completions per prompt (n): the size of a group."""
-    max_new_tokens: PositiveInt = 512
+    max_new_tokens: TokenCount = 512
     """Longest completion, in tokens."""
     temperature: Annotated[float, Field(ge=1e-6)] = 1.0
     """Sampling temperature, applied to every log-prob in training too."""
@@ -80,26 +83,35 @@ class Rollout(Section):
     """Longest episode of several turns: tokens of prompt, answers and replies. One whose next turn might not fit ends
     before it; default: as many as the model has positions for."""
     views: RolloutViews | None = None
-    max_staleness_steps: NonNegativeInt = 0
+    max_staleness_steps: Annotated[int, Field(ge=0, le=1000)] = 0
     """Steps that the policy may have taken since the weights that draw a completion. 0: rollout and update in turn; 1:
     the next step is drawn during the update; more: so are the steps after it."""
+
+    def contradictions(self) -> Iterator[str]:
+        drawn = self.prompts_per_step * self.samples_per_prompt
+        if drawn > MAX_COMPLETIONS_PER_STEP:
+            yield (
+                f"rollout.prompts_per_step={self.prompts_per_step} times rollout.samples_per_prompt="
+                f"{self.samples_per_prompt} are {drawn:,} completions a step, more than {MAX_COMPLETIONS_PER_STEP:,}, "
+                "which no memory holds; lower one of them"
+            )
 
 
 class Train(Section):
     """Optimizer, schedule and micro-batches."""
 
     backend: BackendConfig = Field(default_factory=TorchBackend)
-    learning_rate: MayChange[PositiveFloat] = 1e-6
+    learning_rate: MayChange[LearningRate] = 1e-6
     """Peak learning rate of AdamW."""
-    vision_tower_learning_rate: MayChange[PositiveFloat | None] = None
+    vision_tower_learning_rate: MayChange[LearningRate | None] = None
     """Peak learning rate of the vision tower's weights; default: learning_rate."""
-    projector_learning_rate: MayChange[PositiveFloat | None] = None
+    projector_learning_rate: MayChange[LearningRate | None] = None
     """Peak learning rate of the layers that make visual tokens of the tower's output; default: learning_rate."""
     betas: tuple[DecayRate, DecayRate] = (0.9, 0.95)
     """Decay rates of AdamW's two moments."""
-    adam_eps: PositiveFloat = 1e-8
+    adam_eps: Annotated[float, Field(ge=1e-30, le=1)] = 1e-8
     """Term that AdamW adds to its denominator."""
-    weight_decay: MayChange[NonNegativeFloat] = 0.0
+    weight_decay: MayChange[Annotated[float, Field(ge=0, le=1000)]] = 0.0
     """Decoupled weight decay of AdamW, of all weights but norms and biases."""
     max_grad_norm: MayChange[PositiveFloat] = 1.0
     """Gradient clipping: largest global norm."""
@@ -138,9 +150,9 @@ class Warmup(Section):
 
     max_steps: PositiveInt = 800
     """Most optimizer steps."""
-    batch_size: PositiveInt = 32
+    batch_size: Annotated[int, Field(ge=1, le=1 << 17)] = 32
     """Prompt-answer pairs per step."""
-    learning_rate: PositiveFloat = 1e-3
+    learning_rate: LearningRate = 1e-3
     """Peak learning rate of AdamW."""
     kind_weights: dict[str, PositiveFloat] = Field(default_factory=dict)
     """Sampling weight of each question type, relative to its share of the rows; default 1."""
@@ -171,9 +183,9 @@ class Evaluate(Section):
     """Rows of each split in which shared images are looked for, a fixed sample; null: all, however long it takes."""
     image_controls: bool = True
     """Image ablation: also answer with a shuffled and a blank image: the accuracy of the text without the picture."""
-    samples_per_prompt: NonNegativeInt = 0
+    samples_per_prompt: Annotated[int, Field(ge=0, le=1 << 17)] = 0
     """Sampled answers per row in `fovea eval`, for pass@k and majority vote; 0: none."""
-    dev_samples_per_prompt: NonNegativeInt = 0
+    dev_samples_per_prompt: Annotated[int, Field(ge=0, le=1 << 17)] = 0
     """Sampled answers per row in every dev evaluation during training, beside the greedy one; 0: none."""
     temperature: Annotated[float, Field(ge=1e-6)] | None = None
     """Temperature of sampled answers; default: rollout.temperature."""
@@ -186,7 +198,7 @@ class Evaluate(Section):
 class Parity(Section):
     """Check at the start of a run that engine and trainer give the same log-probs for the same completions."""
 
-    prompts: NonNegativeInt = 4
+    prompts: Annotated[int, Field(ge=0, le=10_000)] = 4
     """Training prompts that are sampled from and scored again, with and without their images; two of them after each
     push to an engine that holds a copy of the weights. 0: no check."""
     max_abs_logprob_diff: PositiveFloat = 0.1
@@ -238,11 +250,11 @@ class Log(Section):
 class Cluster(Section):
     """Worker processes of a run, one per GPU; on CPUs a GPU stands for one process (docs/several_processes.md)."""
 
-    num_nodes: PositiveInt = 1
+    num_nodes: Annotated[int, Field(ge=1, le=10_000)] = 1
     """Machines of the Ray cluster that the run takes GPUs of."""
-    gpus_per_node: PositiveInt | None = None
+    gpus_per_node: Annotated[int, Field(ge=1, le=1024)] | None = None
     """GPUs on each of them. Set: Ray starts a worker for each. Default: one process, or those that torchrun started."""
-    wait_minutes: NonNegativeFloat = 1.0
+    wait_minutes: Annotated[float, Field(ge=0, le=1e6)] = 1.0
     """Time for which a run waits for free GPUs of a Ray cluster (nodes may be joining, or hold other runs); 0: none."""
     placement: Literal["collocated", "disaggregated", "hybrid"] = "collocated"
     """Use of the GPUs. collocated: each trains and generates in turn; disaggregated: rollout_gpus of them generate and
@@ -250,9 +262,9 @@ class Cluster(Section):
     rollout_gpus: NonNegativeInt = 0
     """GPUs that only generate; for disaggregated and hybrid."""
 
-    heartbeat_timeout_seconds: PositiveFloat = 60.0
+    heartbeat_timeout_seconds: Seconds = 60.0
     """Silence after which a worker process counts as hung: it is killed, and the run ends (docs/faults.md)."""
-    collective_timeout_seconds: PositiveFloat = 1800.0
+    collective_timeout_seconds: Seconds = 1800.0
     """Longest time for which a rank waits for the others in a collective call; then the run ends."""
 
     @property

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from fovea.config.base import MayChange, Member, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from fovea.config.base import CoefficientOrZero, MayChange, Member, RowCount, Seconds, Section
 from fovea.config.mcp import McpServers
 
 ROWS_FOLDER = "rows"
@@ -22,11 +22,11 @@ _GIVEN = re.compile(rf".+/({ROWS_FOLDER}/(?:test_|dev_)?rows-[0-9a-f]+\.parquet)
 class SessionLimits(Section):
     """Limits of an environment that replies in an episode, by your own code or from another process."""
 
-    max_concurrent: MayChange[PositiveInt] = 512
+    max_concurrent: MayChange[Annotated[int, Field(ge=1, le=1 << 16)]] = 512
     """Most episodes with an open session at once; the others wait after their first answer."""
-    deadline_seconds: MayChange[PositiveFloat] = 60.0
+    deadline_seconds: MayChange[Seconds] = 60.0
     """Longest open, reply, score or close of a session."""
-    retries: MayChange[NonNegativeInt] = 0
+    retries: MayChange[Annotated[int, Field(ge=0, le=1000)]] = 0
     """Further tries of a failed open, and of a failed reply without state; a session never gets an action twice."""
     on_failure: MayChange[Literal["drop", "reward", "stop"]] = "drop"
     """Treatment of an episode whose session fails. drop: leave it out of its group; reward: end it with failure_reward;
@@ -44,9 +44,9 @@ class EnvironmentSettings(Member):
     or your own as path/to/file.py:function or module:function."""
     mcp: McpServers = Field(default_factory=McpServers)
     """MCP servers, whose tools the model may call beside these."""
-    max_tool_turns: PositiveInt = 4
+    max_tool_turns: Annotated[int, Field(ge=1, le=1 << 16)] = 4
     """Further turns of an episode for calls of these tools."""
-    tool_bonus: NonNegativeFloat = 0.0
+    tool_bonus: CoefficientOrZero = 0.0
     """Reward added for a right answer (accuracy above 0.5) in an episode in which a call of a tool succeeded."""
     allow_python: bool = False
     """Consent to the tool python, which runs programs of the model, each confined to an empty folder."""
@@ -58,11 +58,11 @@ class EnvironmentSettings(Member):
 class DrawnRows(EnvironmentSettings):
     """Settings of an environment that draws its rows itself."""
 
-    train_size: PositiveInt = 24_000
+    train_size: RowCount = 24_000
     """Training rows, drawn when first used."""
-    dev_size: PositiveInt = 200
+    dev_size: RowCount = 200
     """Dev rows, for early stopping of the warm-up and evaluation while training."""
-    test_size: PositiveInt = 500
+    test_size: RowCount = 500
     """Held-out rows of the final table."""
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
-from fovea.config.base import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from fovea.config.base import Coefficient, CoefficientOrZero, Fraction, PositiveFloat, PositiveInt, Section
 
 Share: TypeAlias = Annotated[float, Field(gt=0, lt=1)]
 
@@ -35,7 +35,7 @@ class MaskedViews(Section):
     """Probability with which a patch is black."""
     mask_patch_px: PositiveInt = 14
     """Side of a patch, in pixels of the picture as it is read."""
-    entropy_penalty: NonNegativeFloat = 0.0
+    entropy_penalty: CoefficientOrZero = 0.0
     """Weight of the mean of -log p over the tokens, an estimate of the entropy, in the loss."""
 
 
@@ -43,9 +43,9 @@ class Papo(MaskedViews):
     """PAPO: raise the KL divergence from the policy on the clean picture to that on the masked one."""
 
     name: Literal["papo"] = "papo"
-    coef: PositiveFloat = 0.01
+    coef: Coefficient = 0.01
     """Weight of the KL divergence (k3), which is taken off the loss."""
-    masked_entropy_penalty: NonNegativeFloat = 0.0
+    masked_entropy_penalty: CoefficientOrZero = 0.0
     """Weight of the same mean as entropy_penalty, of log-probs on the masked picture."""
 
 
@@ -55,7 +55,7 @@ class Vppo(MaskedViews):
     name: Literal["vppo"] = "vppo"
     mask_ratio: Fraction = 0.5
     """Probability with which a patch is black."""
-    entropy_penalty: NonNegativeFloat = 0.06
+    entropy_penalty: CoefficientOrZero = 0.06
     """Weight of the mean of -log p over the tokens, an estimate of the entropy, in the loss."""
     token_share: Annotated[float, Field(gt=0, le=1)] = 0.4
     """Share of a completion's tokens in the policy loss: the tokens whose log-prob the mask changes most."""

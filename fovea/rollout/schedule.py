@@ -1,8 +1,8 @@
 """Order in which the later turns of a rollout go to the engine, and how many episodes have a session at once.
 
-The embedded engine on a CPU repeats bit for bit only if the same requests meet in its batch: a product of matrices is
-rounded by the number of its rows. There, turns wait for each other (decision 061). Servers and GPUs round by their load
-anyway, and get every turn as soon as its reply is there.
+The embedded engine on a CPU, here or in several processes, repeats bit for bit only if the same requests meet in its
+batch: a product of matrices is rounded by the number of its rows. There, turns wait for each other (decision 061).
+Servers and GPUs round by their load anyway, and get every turn as soon as its reply is there.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from fovea.algorithms.kl import next_kl_coef
 from fovea.config.algorithm import KlInReward
 from fovea.config.backends import EmbeddedSettings
 from fovea.config.run import Config
-from fovea.errors import FoveaError
+from fovea.errors import FoveaError, TrainError
 from fovea.evaluation.statistics import dev_metrics
 from fovea.metrics.log import peak_rss_gib
 from fovea.metrics.throughput import rates
@@ -80,7 +80,7 @@ async def closing(run: Run) -> AsyncIterator[None]:
 async def begin(run: Run) -> TrainState:
     """Resume from the newest checkpoint, or evaluate, warm up and evaluate again; both go through the parity gate."""
     write_versions(run.folder, library_versions(run.fingerprint))
-    if warning := too_few_rows(len(run.sources.train), run.config.rollout):
+    if warning := too_few_rows(len(run.sources.train), run.config):
         run.progress.print(warning)
         add_hint(run.folder, warning)
     state = await (_begun(run) if run.resumed is None else _resumed(run))
@@ -278,7 +278,16 @@ def _next_kl_coef(config: Config, kl_coef: float, metrics: Metrics) -> float:
 
 
 async def finish(run: Run, state: TrainState) -> Summary:
-    """End a saved run: test evaluation with image ablations, summary.json, report.html, printed tables."""
+    """End a saved run: test evaluation with image ablations, summary.json, report.html, printed tables.
+
+    TrainError where it has skipped every update, and so learned nothing.
+    """
+    if state.retained.skipped_since == 1:
+        raise TrainError(
+            f"all {state.step} updates were skipped, since a loss, a log-prob or a gradient was not finite, so the "
+            "weights are those of the start; lower train.learning_rate and the coefficients of the loss, or look for "
+            "non-finite values in the model and the rewards, and start again in another run_dir"
+        )
     run.progress.stage("evaluating on the test rows after RL")
     final = await evaluate_test(run, "final", state.step)
     shuffled, blank = await evaluate_controls(run) if run.config.evaluate.image_controls else (None, None)

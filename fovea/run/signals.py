@@ -20,7 +20,7 @@ from time import perf_counter
 from types import FrameType
 from typing import NoReturn
 
-from fovea.config.sections import Rollout
+from fovea.config.run import Config
 from fovea.utils.launch import is_of_torchrun
 
 SAVED = "the run is saved"
@@ -124,13 +124,14 @@ def _write(line: str) -> None:
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"\n{line}\n".encode())
 
 
-def too_few_rows(num_rows: int, rollout: Rollout) -> str | None:
+def too_few_rows(num_rows: int, config: Config) -> str | None:
     """A warning where a step draws more prompts than there are training rows; None where it does not."""
-    wanted = rollout.prompts_per_step
+    wanted, epochs = config.rollout.prompts_per_step, config.max_epochs
     if wanted <= num_rows:
         return None
+    times = -(-wanted // num_rows) if epochs is None else min(-(-wanted // num_rows), epochs)
+    effect = f"rows come {times} times in one step" if times > 1 else "a step takes all of them, each once"
     return (
-        f"rollout.prompts_per_step={wanted} is more than the {num_rows} training rows, so that rows come "
-        f"{-(-wanted // num_rows)} times in one step; lower it to {num_rows} or less, and raise "
-        "rollout.samples_per_prompt for more answers to each"
+        f"rollout.prompts_per_step={wanted} is more than the {num_rows} training rows, so that {effect}; lower it to "
+        f"{num_rows} or less, and raise rollout.samples_per_prompt for more answers to each"
     )

@@ -148,7 +148,9 @@ def _backends_of(
     facts = wait_for(call_each((handle, Call(method="describe")) for handle in handles))
     model = next(each.model for each in facts if each.model is not None)
     engine = next(each.engine for each in facts if each.engine is not None)
+    repeats = all(each.repeats_in_rounds for each in facts if each.engine is not None)
     workers = Workers(placement.learners(handles), placement.engines(handles), release)
     # all devices of a run are alike
     notes = tuple(dict.fromkeys(line for each in facts for line in each.kernel_notes))
-    return Backends(WorkersPolicy(workers, model), WorkersEngine(workers, engine), WorkersWeights(workers), notes)
+    engines = WorkersEngine(workers, engine, repeats_in_rounds=repeats)
+    return Backends(WorkersPolicy(workers, model), engines, WorkersWeights(workers), notes)

@@ -18,6 +18,7 @@ from fovea.environments.prompt_source import PromptSource
 from fovea.models.load import pick_device
 from fovea.models.processor import Processor
 from fovea.models.render import Renderer
+from fovea.run.checkpoint import SavedCheckpoint
 from fovea.run.context import Sources
 from fovea.types import Task
 
@@ -68,11 +69,16 @@ def prefetch_threads(device: torch.device) -> int:
     return CUDA_PREFETCH_THREADS if device.type == "cuda" else 0
 
 
-def within_epochs(config: Config, tasks: Callable[[], Sequence[Task]]) -> Config:
+def within_epochs(config: Config, tasks: Callable[[], Sequence[Task]], resumed: SavedCheckpoint | None) -> Config:
     """The settings of a run that `max_epochs` of the training rows may end before `max_steps`, as its schedules."""
     if config.max_epochs is None:
         return config
-    num_steps = math.ceil(config.max_epochs * len(tasks()) / config.rollout.prompts_per_step)
+    num_rows, per_step = config.max_epochs * len(tasks()), config.rollout.prompts_per_step
+    num_steps = math.ceil(num_rows / per_step)
+    if resumed is not None:
+        # with a smaller max_epochs, the last step before the checkpoint may have been short of rows
+        left = num_rows - resumed.state["order"]["num_drawn"]
+        num_steps = max(num_steps, resumed.step + math.ceil(left / per_step))
     return config.model_copy(update={"max_steps": min(num_steps, config.max_steps)})
 
 

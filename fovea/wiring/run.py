@@ -128,9 +128,9 @@ def build(
 
 def _make_services(config: Config, graded: GradedEnvironment, started: float, given: GivenCode) -> Run:
     folder = Path(config.run_dir)
-    config = within_epochs(config, partial(graded.environment.tasks, "train"))
     checkpoints = Checkpoints(folder, config.checkpoint.keep)
     resumed = _resumed(config, checkpoints)
+    config = within_epochs(config, partial(graded.environment.tasks, "train"), resumed)
     start_step = resumed.step if resumed else 0
     progress = Progress(config.max_steps, start_step, config.log.progress, transcript=folder / CONSOLE_FILE)
     progress.print(f"run folder: {folder}")

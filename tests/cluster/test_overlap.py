@@ -23,6 +23,7 @@ from tests.cluster.torchrun_runs import (
     settings,
     start_on_two,
     train_on_two,
+    without_transfer,
 )
 from tests.runs import ROOT, SMALL, final_weights, untimed
 
@@ -99,8 +100,3 @@ def wait_until_alone(torchrun: int, run_dir: Path) -> None:
 
 def saved_steps(run_dir: Path) -> list[int]:
     return [int(each.name.removeprefix("step-")) for each in (run_dir / "checkpoints").glob("step-*")]
-
-
-def without_transfer(run_dir: Path) -> list[dict[str, float]]:
-    """Metrics but for times and for what a resume sends anew."""
-    return [{key: x for key, x in row.items() if not key.startswith("transfer/")} for row in untimed(run_dir)]

@@ -29,9 +29,10 @@ from tests.cluster.torchrun_runs import (
     train_by_torchrun,
     train_on,
     train_on_two,
+    without_transfer,
 )
 from tests.failing_sessions import SETTINGS, WARMUP
-from tests.runs import fovea_here, untimed
+from tests.runs import final_weights, fovea_here, untimed
 from tests.saved import saved_tensors
 from tests.warm import run_ranks
 
@@ -112,6 +113,66 @@ def test_processes_with_an_engine_alone_train_as_one(placement: str, tmp_path: P
     trained = saved_tensors(tmp_path / f"two/checkpoints/step-{STEPS}/trainable").values()
     sent = {row["transfer/weights_mib"] for row in read_metrics(tmp_path / "two")}
     assert sent == {sum(tensor.nbytes for tensor in trained) / 2**20}
+
+
+LATE_REPLIES = """\
+import asyncio, random
+
+from fovea.types import Message, Score, Task
+
+class Session:
+    def __init__(self, seed):
+        self.random = random.Random(seed)
+
+    async def reply(self, turns):
+        await asyncio.sleep(random.SystemRandom().uniform(0, 0.05))
+        return [Message(role="user", parts=(str(self.random.randint(1, 9)),))] if self.random.random() < 0.8 else None
+
+    def score(self, turns):
+        return Score(reward=self.random.random() + len(turns[-1].text) / 32, accuracy=0.0)
+
+class LateReplies:
+    max_turns = 4
+
+    def tasks(self, split):
+        return [Task(id=f"{split}/{number}", question="Guess.", answer="5") for number in range(16)]
+
+    def prompt(self, task):
+        return [Message(role="user", parts=(f"{task.question} {task.id}",))]
+
+    def open(self, task, seed):
+        return Session(seed)
+
+    def target(self, task):
+        return task.answer
+"""
+DISAGGREGATED = ("cluster.placement=disaggregated", "cluster.rollout_gpus=1")
+REPEATED = {
+    "collocated": ("environment.session.max_concurrent=5",),
+    "disaggregated": DISAGGREGATED,
+    "overlapped": (*DISAGGREGATED, "rollout.max_staleness_steps=1"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", REPEATED)
+def test_agents_on_two_processes_repeat_and_resume_bit_for_bit_whichever_reply_is_first(
+    case: str, tmp_path: Path
+) -> None:
+    (tmp_path / "late.py").write_text(LATE_REPLIES)
+    (tmp_path / "late.yaml").write_text(
+        "model: {tiny: {}}\nrollout: {prompts_per_step: 4, samples_per_prompt: 4, max_new_tokens: 4}\n"
+        "evaluate: {image_controls: false, dev_size: 2, test_size: 2}\nparity: {prompts: 0}\n"
+        f"environment: {{name: own, file: '{tmp_path / 'late.py'}:LateReplies'}}\n"
+        "checkpoint: {every_steps: 2}\nlog: {tensorboard: false}\n"
+    )
+    for name, max_steps in (("first", 3), ("second", 2), ("second", 3)):
+        given = (f"run_dir={tmp_path / name}", f"max_steps={max_steps}", *REPEATED[case], "resume=auto")
+        train_on_two(str(tmp_path / "late.yaml"), *given)
+    rows = {name: without_transfer(tmp_path / name) for name in ("first", "second")}
+    assert max(row["turns/mean"] for row in rows["first"]) > 2
+    assert rows["second"] == rows["first"]
+    assert final_weights(tmp_path / "second", 3) == final_weights(tmp_path / "first", 3)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fovea.metrics.log import read_metrics
 from fovea.metrics.names import undefined
-from tests.runs import HASH_REWARD, ROOT, SMALL, environment
+from tests.runs import HASH_REWARD, ROOT, SMALL, environment, untimed
 from tests.saved import saved_tensors
 from tests.warm import run_together
 
@@ -146,3 +146,8 @@ def assert_all_end(process: subprocess.Popen[bytes], run_dir: Path, seconds: int
             return
         time.sleep(0.1)
     raise AssertionError(f"processes left behind: {processes_of(run_dir)}")
+
+
+def without_transfer(run_dir: Path) -> list[dict[str, float]]:
+    """Metrics but for times and for what a resume sends anew."""
+    return [{key: x for key, x in row.items() if not key.startswith("transfer/")} for row in untimed(run_dir)]

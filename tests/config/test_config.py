@@ -7,6 +7,7 @@ import re
 import pytest
 from pydantic import ValidationError
 
+from fovea.config.algorithm import Algorithm, KlInLoss, KlInReward
 from fovea.config.base import Section, Tree
 from fovea.config.environments import Geo3kEnvironment, ShapesEnvironment
 from fovea.config.model import Lora, Model, TinyModel
@@ -49,6 +50,25 @@ def test_nothing_writes_to_a_config() -> None:
         (TinyModel, {"num_heads": 3}, r"hidden_size=64 is not a multiple of 8 \* num_heads=24; .*=72"),
         (TinyModel, {"num_kv_heads": 3}, "num_heads=2 is not a multiple of num_kv_heads=3"),
         (TinyModel, {"family": "qwen3_vl_moe", "intermediate_size": 32}, "=32 are square.*set intermediate_size=40"),
+        (Rollout, {"samples_per_prompt": 10**12}, "should be less than or equal to 131072"),
+        (Rollout, {"prompts_per_step": 10**9}, "should be less than or equal to 131072"),
+        (
+            Rollout,
+            {"prompts_per_step": 10**5, "samples_per_prompt": 100},
+            "are 10,000,000 completions a step, more than",
+        ),
+        (Rollout, {"max_new_tokens": 10**12}, "should be less than or equal to 1048576"),
+        (Lora, {"rank": 10**5}, "should be less than or equal to 8192"),
+        (Train, {"adam_eps": 1e-300}, r"should be greater than or equal to 0\.0{29}1"),
+        (Train, {"weight_decay": 1e9}, "should be less than or equal to 1000"),
+        (Train, {"learning_rate": 1e9}, "should be less than or equal to 100"),
+        (KlInLoss, {"coef": 1e300}, "should be less than or equal to 1000000"),
+        (KlInReward, {"coef": 1e300}, "should be less than or equal to 1000000"),
+        (Algorithm, {"entropy_coef": 1e300}, "should be less than or equal to 1000000"),
+        (Config, {"model": {"tiny": {}}, "threads": 10**5}, "should be less than or equal to 1024"),
+        (Config, {"model": {"tiny": {}}, "reward_timeout_seconds": 1e300}, "should be less than or equal to 100000000"),
+        (TinyModel, {"hidden_size": 2**40}, "should be less than or equal to 16384"),
+        (ShapesEnvironment, {"train_size": 10**12}, "should be less than or equal to 16777216"),
         (Model, {}, r"set exactly one of model\.path"),
         (Model, {"path": "folder", "tiny": {}}, r"set exactly one of model\.path"),
         (Model, {"path": "folder", "min_pixels": 2, "max_pixels": 1}, "min_pixels=2 is above max_pixels=1"),

@@ -64,6 +64,20 @@ def test_kept_tokens_equal_transformers_warpers(settings: dict[str, float]) -> N
     torch.testing.assert_close(kept_tokens(logits.log_softmax(-1), rows), expected)
 
 
+@pytest.mark.parametrize(
+    "settings", [{"top_p": 1e-300}, {"temperature": 1e-300}, {"temperature": 1e-40}, {"min_p": 1.0}]
+)
+def test_settings_however_small_leave_the_likeliest_token(settings: dict[str, float]) -> None:
+    logits = random_logits()
+    likeliest = logits.index_fill(1, torch.tensor([2]), -torch.inf).argmax(-1)
+    sampling = Sampling(max_new_tokens=1, **settings)  # type: ignore[arg-type]
+    for uniform in (0.0, 0.5, float(np.nextafter(1.0, 0.0))):
+        u = torch.full((len(logits),), uniform, dtype=torch.float64)
+        tokens, logprobs = draw_rows(logits, u, [sampling] * len(logits), (2,))
+        assert tokens.tolist() == likeliest.tolist()
+        assert torch.isfinite(logprobs).all()
+
+
 def test_frequencies_are_the_probabilities() -> None:
     logits = torch.tensor([[1.0, 0.0, -1.0, 2.0, -torch.inf]])
     n = 40_000

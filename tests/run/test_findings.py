@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fovea.config.sections import Rollout
+from fovea.config.run import Config
 from fovea.loop import train
 from fovea.metrics.findings import RULES, find
 from fovea.metrics.names import definition_of
@@ -149,10 +149,17 @@ def test_every_cause_is_in_the_docs_with_metrics_that_exist() -> None:
 
 
 def test_more_prompts_a_step_than_rows_is_said_at_the_start() -> None:
-    warning = too_few_rows(60, Rollout(prompts_per_step=1000))
+    def of(prompts_per_step: int, max_epochs: int | None = None) -> Config:
+        given = {"rollout": {"prompts_per_step": prompts_per_step}, "max_epochs": max_epochs}
+        return Config.model_validate({"model": {"tiny": {}}, **given})
+
+    warning = too_few_rows(60, of(1000))
     assert warning is not None
     assert warning.startswith("rollout.prompts_per_step=1000 is more than the 60 training rows, so that rows come 17")
-    assert too_few_rows(60, Rollout(prompts_per_step=60)) is None
+    assert too_few_rows(60, of(60)) is None
+    # in epochs, a step ends with the last of them
+    assert "so that a step takes all of them, each once; lower" in str(too_few_rows(60, of(1000, max_epochs=1)))
+    assert "so that rows come 2 times in one step" in str(too_few_rows(60, of(1000, max_epochs=2)))
 
 
 def printed_by(run: Run) -> list[str]:

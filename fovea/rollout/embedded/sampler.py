@@ -23,6 +23,8 @@ from fovea.models.transfer import to_device
 from fovea.types import Sampling
 
 BELOW_ONE = float(np.nextafter(1.0, 0.0))
+LOWEST_TEMPERATURE = 1e-6
+"""Lowest temperature of the settings; logits divided by a much lower one are infinite in float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +70,7 @@ def row_settings(samplings: Sequence[Sampling], device: torch.device) -> RowSett
         return to_device(torch.tensor(values, dtype=torch.float32), device)[:, None]
 
     return RowSettings(
-        temperature_B1=column([s.temperature or 1.0 for s in samplings]),
+        temperature_B1=column([max(s.temperature, LOWEST_TEMPERATURE) if s.temperature else 1.0 for s in samplings]),
         greedy_B=to_device(torch.tensor([s.temperature == 0 for s in samplings]), device),
         top_k_B1=column([s.top_k or torch.inf for s in samplings]),
         top_p_B1=column([s.top_p for s in samplings]),
@@ -175,4 +177,6 @@ def kept_tokens(logits_BW: Tensor, settings: RowSettings) -> Tensor:
     # a token stays if the likelier ones have less than top_p together: the smallest set with that mass
     keep_BW &= (probs_BW.cumsum(dim=-1) - probs_BW) < settings.top_p_B1
     keep_BW &= probs_BW >= settings.min_p_B1 * probs_BW[:, :1]
+    # a top_p that is 0 in float32 would leave none
+    keep_BW[:, 0] = True
     return torch.zeros_like(keep_BW).scatter(1, order_BW, keep_BW)

@@ -18,6 +18,8 @@ Drawing = Mapping[str, Any]
 """One completion to draw, as the fields of SGLang's `GenerateReqInput`."""
 SEEDS = 1 << 63
 """Seeds below this, which SGLang keeps in signed 64 bits."""
+LOWEST_TOP_P = 1e-6
+"""Leaves the likeliest token only, as any lower one means to."""
 BAN = -1e9
 """The bias of a banned id: probability 0 in float32, and finite, since SGLang adds it to zeros elsewhere."""
 
@@ -49,7 +51,8 @@ class SglangTranslator:
             )
         return {
             "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
+            # 0 in float32 would leave no token
+            "top_p": max(sampling.top_p, LOWEST_TOP_P),
             "top_k": sampling.top_k or -1,
             "sampling_seed": (sampling.seed + number) % SEEDS,
             "max_new_tokens": sampling.max_new_tokens,

@@ -11,6 +11,7 @@ import posixpath
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from fovea.tools.importer.interpolation import Given, resolve
 DEFAULTS, ITSELF, SEARCHPATH = "defaults", "_self_", "hydra.searchpath"
 _NESTED_AT_MOST = 50
 """Files below files; deeper ones name each other in a circle."""
+_MOST_FILES = 1000
+"""Files of one config; each may name two that name the same ones."""
 _HEADER = re.compile(r"^#\s*@package\s+([\w.]+)\s*$", re.MULTILINE)
 _KEYWORD = re.compile(r"(?:(optional|override)\s+)?")
 
@@ -55,7 +58,7 @@ def composed(file: Path, searchpath: object = None) -> dict[str, Given]:
     own = leaves(read_recipe(file)).get(SEARCHPATH)
     roots = (file.parent, *_folders(own if searchpath is None else searchpath, file))
     top = _Config(file=file, roots=roots, name=file.name, package="")
-    for each in _settings(top, unread, depth=0):
+    for each in _settings(top, unread, depth=0, opened=count(1)):
         _put(found, each)
     if unread:
         found[DEFAULTS] = Given(key=DEFAULTS, value=unread, where=file.name)
@@ -86,7 +89,10 @@ def _put(found: dict[str, Given], setting: Given) -> None:
     found[setting.key] = setting
 
 
-def _settings(config: _Config, unread: list[str], depth: int) -> Iterator[Given]:
+def _settings(config: _Config, unread: list[str], depth: int, opened: Iterator[int]) -> Iterator[Given]:
+    """The settings of a file and of those that it names; `opened` counts the files of the whole config."""
+    if next(opened) > _MOST_FILES:
+        raise ConfigError(f"{config.file}: `defaults` name more than {_MOST_FILES} files; write fewer")
     if depth > _NESTED_AT_MOST:
         raise ConfigError(f"{config.file}: files of `defaults` name each other in a circle; take one of them out")
     tree = read_recipe(config.file)
@@ -98,7 +104,7 @@ def _settings(config: _Config, unread: list[str], depth: int) -> Iterator[Given]
         if name == ITSELF:
             yield from _own(config, tree)
         else:
-            yield from _of(config, name, unread, depth)
+            yield from _of(config, name, unread, depth, opened)
 
 
 def _own(config: _Config, tree: Tree) -> Iterator[Given]:
@@ -120,7 +126,7 @@ def _names(entry: Any) -> Iterator[str]:
                 yield f"{name}/{option}{at}{package}"
 
 
-def _of(config: _Config, entry: str, unread: list[str], depth: int) -> Iterator[Given]:
+def _of(config: _Config, entry: str, unread: list[str], depth: int, opened: Iterator[int]) -> Iterator[Given]:
     """The settings of the file that an entry names, or its name among those that are not read."""
     keyword = _KEYWORD.match(entry)
     assert keyword is not None, "the expression matches nothing, too"
@@ -131,7 +137,7 @@ def _of(config: _Config, entry: str, unread: list[str], depth: int) -> Iterator[
     if keyword[1] != "override" and not path.startswith("../") and file is not None:
         package = package or _package_of(file) or posixpath.dirname(name.lstrip("/")).replace("/", ".")
         chosen = _Config(file=file, roots=config.roots, name=path, package=_within(config, package))
-        yield from _settings(chosen, unread, depth + 1)
+        yield from _settings(chosen, unread, depth + 1, opened)
     elif keyword[1] != "optional":
         unread.append(entry)
 

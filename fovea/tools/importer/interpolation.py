@@ -43,6 +43,10 @@ class Given:
 _INNERMOST = re.compile(r"\$\{([^${}]*)\}")
 _MOST_REFERENCES = 100
 """More in one value go in a circle."""
+MOST_CHARACTERS = 100_000
+"""Longest value with its references replaced: each of those may double it."""
+_LARGEST = 1 << 63
+"""No number of a setting, nor of a part of one, is as large; products of larger ones may fill any memory."""
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "multiply": lambda first, second: first * second,
     "int_div": lambda first, second: first // second,
@@ -60,7 +64,7 @@ def resolve(
     """The value of a setting with its references replaced by what `lookup` has for their keys.
 
     `variables` are those of the environment that `oc.env` may read; None: all. ConfigError for one that it may not
-    read, for a function that is not known here, and for references in a circle.
+    read, for a function that is not known here, for references in a circle, and for a text that grows too long.
     """
     for _ in range(_MOST_REFERENCES):
         found = _INNERMOST.search(value) if isinstance(value, str) else None
@@ -69,6 +73,10 @@ def resolve(
         inner = _evaluate(found[1], key, lookup, variables)
         whole = found.span() == (0, len(value))
         value = inner if whole else f"{value[: found.start()]}{inner}{value[found.end() :]}"
+        if isinstance(value, str) and len(value) > MOST_CHARACTERS:
+            raise ConfigError(
+                f"{key}: its references make it longer than {MOST_CHARACTERS:,} characters; write its value"
+            )
     raise ConfigError(f"{key}: its references lead in a circle; write its value")
 
 
@@ -84,8 +92,11 @@ def _evaluate(inner: str, key: str, lookup: Callable[[str], Any], variables: Col
         return _variable(inner, key, [read_yaml(argument, key) for argument in arguments], variables)
     if name not in _FUNCTIONS:
         raise ConfigError(f"{key}: ${{{name}:...}} is a function that is not known here; write its value")
+    numbers = [read_yaml(argument, key) for argument in arguments]
     try:
-        return _FUNCTIONS[name](*(read_yaml(argument, key) for argument in arguments))
+        if name != "not" and not all(-_LARGEST < number < _LARGEST for number in numbers):
+            raise ArithmeticError("larger than any setting")
+        return _FUNCTIONS[name](*numbers)
     except (TypeError, ArithmeticError) as error:
         raise ConfigError(f"{key}: ${{{inner}}} has no value ({error}); write its value") from None
 

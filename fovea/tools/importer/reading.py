@@ -116,7 +116,10 @@ def _of_script(file: Path) -> Iterator[Given]:
         raise ConfigError(f"{file}: cannot be read ({error.strerror}); give a YAML file or a script") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{file}: no text; give a YAML file or a script") from None
-    words = list(_with_values(words_of(script)))
+    try:
+        words = list(_with_values(words_of(script)))
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
     settings = [_setting(word.text, f"{file.name} line {word.line}", word.unread) for word in words]
     if not any(settings):
         _refuse_options([word.text for word in words])

@@ -14,8 +14,15 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from fovea.errors import ConfigError
 from fovea.tools.importer.interpolation import SHOWN_VARIABLES, Unread
 
+MOST_FILLED = 1_000_000
+"""Characters that variables of a script stand for together: each may double those of another."""
+_MOST_NESTED = 30
+"""Defaults within defaults: `${A:-${B:-...}}`."""
+_SHOWN = 60
+"""Characters of a sum, or of a default, that an error shows."""
 _WORD_END = " \t\n;&|()"
 _ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_]\w*)=(?P<value>.*)", re.DOTALL)
 _PARAMETER = re.compile(r"(?P<name>\w+|[@*#?])(?::?(?P<sign>[-=])(?P<default>.*))?", re.DOTALL)
@@ -39,7 +46,10 @@ class Word:
 
 
 def words_of(script: str) -> list[Word]:
-    """The words of all commands of a script, in their order; assignments take effect where they stand."""
+    """The words of all commands of a script, in their order; assignments take effect where they stand.
+
+    ConfigError for variables that stand for too much, and for defaults that are nested too deeply.
+    """
     return list(_Reader(script).words())
 
 
@@ -48,6 +58,8 @@ class _Reader:
     script: str
     at: int = 0
     variables: dict[str, str | Unread] = field(default_factory=dict)
+    depth: int = 0
+    num_filled: int = 0
 
     def words(self) -> Iterator[Word]:
         while self.at < len(self.script):
@@ -130,16 +142,29 @@ class _Reader:
         if known is None and found["name"] in SHOWN_VARIABLES:
             known = os.environ.get(found["name"])
         if known is not None:
-            return known
+            return self._counted(known, found["name"])
         if found["sign"]:
             return self._filled(found["default"])
         in_environment = found["name"] in os.environ
         seen = "only in the environment, which a recipe does not show" if in_environment else "nowhere"
         return Unread(text=f"${inner}", reason=f"${inner} is set {seen}")
 
+    def _counted(self, value: str | Unread, name: str) -> str | Unread:
+        """The value of a variable; ConfigError where all values that were filled in are too long together."""
+        self.num_filled += len(value.text if isinstance(value, Unread) else value)
+        if self.num_filled > MOST_FILLED:
+            raise ConfigError(f"${name}: variables stand for more than {MOST_FILLED:,} characters; write their values")
+        return value
+
     def _filled(self, text: str) -> str | Unread:
         """A default, with its own quotes and variables."""
-        words = list(_Reader(text, variables=self.variables).words())
+        if self.depth == _MOST_NESTED:
+            raise ConfigError(
+                f"{text[:_SHOWN]}: more than {_MOST_NESTED} defaults are nested in each other; write the value"
+            )
+        reader = _Reader(text, variables=self.variables, depth=self.depth + 1, num_filled=self.num_filled)
+        words = list(reader.words())
+        self.num_filled = reader.num_filled
         unread = next((word for word in words if word.unread), None)
         return " ".join(word.text for word in words) if unread is None else Unread(text=text, reason=unread.unread)
 
@@ -147,11 +172,13 @@ class _Reader:
         filled = _NAME.sub(lambda name: self._number(name[0]), inner.replace("$", ""))
         try:
             return str(_value(ast.parse(filled.strip().replace("/", "//"), mode="eval").body))
-        except (SyntaxError, ValueError, ZeroDivisionError):
-            return Unread(text=f"$(({inner}))", reason=f"$(({inner})) is not a sum of known numbers")
+        # the last two: too many brackets
+        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+            shown = f"$(({inner if len(inner) <= _SHOWN else inner[:_SHOWN] + '...'}))"
+            return Unread(text=shown, reason=f"{shown} is not a sum of known numbers")
 
     def _number(self, name: str) -> str:
-        value = name if name.isdigit() else self.variables.get(name, name)
+        value = self._counted(name if name.isdigit() else self.variables.get(name, name), name)
         return value if isinstance(value, str) else name
 
     def _command(self, opens: str, closes: str) -> Unread:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from fovea.config.elsewhere import Counterpart, System
@@ -22,6 +22,9 @@ _TYPES: Mapping[str, Callable[[Any], bool]] = {
     "list of texts": lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value),
 }
 """Types of values in elsewhere.yaml, which names them one `or` another."""
+
+_LONGEST_CHAIN = 50
+"""Settings through which references lead to a value."""
 
 TRACKERS = {"mlflow": "log.mlflow_experiment", "swanlab": "log.swanlab_project", "wandb": "log.wandb_project"}
 """Trackers by their names in the others' lists of loggers: the setting that names their project."""
@@ -75,6 +78,8 @@ class SourceConfig:
     """The environment that the user named, where the settings do not tell."""
     count_gpus: Callable[[], int] = lambda: 0
     """Counts the GPUs of this machine, for settings that mean all of them."""
+    _resolved: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Values of keys that were asked for: references may lead to one of them in any number of ways."""
 
     def value(self, key: str) -> Any:
         """The value of a key, references replaced, or its default; None where it is null or has neither.
@@ -88,6 +93,12 @@ class SourceConfig:
         if key in through:
             circle = " -> ".join([*through[through.index(key) :], key])
             raise ConfigError(f"{circle}: these settings refer to each other in a circle; write the value of one")
+        if key in self._resolved:
+            return self._resolved[key]
+        if len(through) > _LONGEST_CHAIN:
+            raise ConfigError(
+                f"{through[0]}: it refers to more than {_LONGEST_CHAIN} settings in a row; write its value"
+            )
         given, known = self.given.get(key), self.system.find(key)
         if given is None:
             return known.default if known is not None and known.theirs == key else None
@@ -96,6 +107,7 @@ class SourceConfig:
         value = resolve(given.value, key, lambda other: self._value(other, (*through, key)))
         if known is not None and known.type and not any(_TYPES[each](value) for each in known.type.split(" or ")):
             raise Unusable(key, f"{show(value)} is not a {known.type}")
+        self._resolved[key] = value
         return value
 
     def one_of(self, key: str, ours: Mapping[str, T], kind: str) -> T:

@@ -254,6 +254,51 @@ def test_what_cannot_be_imported_is_told(words: list[str], message: str) -> None
     assert "\n" not in error
 
 
+def growing(first: object, value: str) -> str:
+    """A YAML file in which each of 42 settings is made of the one before."""
+    lines = [f"  a{n}: '{value.format(n - 1)}'" for n in range(1, 42)]
+    return "\n".join(["runner:", f"  a0: {first}", *lines, "  max_steps: ${runner.a41}"])
+
+
+def script_of(*lines: str) -> str:
+    return "\n".join([*lines, "python -m verl.trainer.main_ppo data.train_files=$B data.val_files=x"])
+
+
+@table(
+    ("text", "message"),
+    [
+        (growing("ab", "${{runner.a{0}}}${{runner.a{0}}}"), "its references make it longer than 100,000 characters"),
+        (growing("''", "${{runner.a{0}}}${{runner.a{0}}}"), "rollout.rollout_backend=null, RLinf's default"),
+        (growing(9, "${{multiply:${{runner.a{0}}},${{runner.a{0}}}}}"), "larger than any setting"),
+        (growing("x", "${{multiply:${{runner.a{0}}},1000000000000}}"), "has no value"),
+        (
+            "runner:\n" + "".join(f"  a{n}: ${{runner.a{n + 1}}}\n" for n in range(300)) + "  max_steps: ${runner.a0}",
+            "runner.max_steps: it refers to more than 50 settings in a row; write its value",
+        ),
+        (
+            script_of("A0=ab", *(f"A{n}=$A{n - 1}$A{n - 1}" for n in range(1, 42)), "B=$A41"),
+            ": variables stand for more than 1,000,000 characters; write their values",
+        ),
+        (script_of("B=" + "${A:-" * 3000 + "x" + "}" * 3000), "more than 30 defaults are nested in each other"),
+        (script_of(f"B=$(({'(' * 3000}1{')' * 3000}))"), "is not a sum of known numbers; add data.train_files=VALUE"),
+        (script_of(f"B=$((1{'+1' * 30000}))"), "is not a sum of known numbers; add data.train_files=VALUE"),
+    ],
+)
+def test_what_grows_without_end_is_refused(text: str, message: str) -> None:
+    file = "geo3k.yaml" if text.startswith("runner") else "run.sh"
+    Path(file).write_text(text, encoding="utf-8")
+    error = error_of(file, *(["--system", "rlinf", *GEO3K] if file == "geo3k.yaml" else []))
+    assert message in error
+    assert "\n" not in error
+
+
+def test_files_of_defaults_that_double_are_refused() -> None:
+    for number in range(45):
+        below = f"defaults: [a{number + 1}, a{number + 1}]\n" if number < 44 else "x: 1\n"
+        Path(f"a{number}.yaml").write_text(below, encoding="utf-8")
+    assert "`defaults` name more than 1000 files; write fewer" in error_of("a0.yaml")
+
+
 def test_a_variable_that_nobody_sets_is_asked_for() -> None:
     Path("run.sh").write_text(VERL.replace("DATA=/data/geo3k\n", ""), encoding="utf-8")
     assert error_of("run.sh").endswith("add data.train_files=VALUE behind the file")
