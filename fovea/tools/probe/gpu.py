@@ -162,7 +162,7 @@ def rate_lines(device: torch.device, measure: Callable[[], Rates | CheckFailed])
 
 
 def recipe(config: Config, measure: Callable[[], Rates | CheckFailed]) -> Iterator[str]:
-    """What the recipe gets of the device's rates, where these are known."""
+    """Expected rates of the recipe, where those of the device are known."""
     rates = measure()
     if isinstance(rates, CheckFailed):
         yield "no estimate: the rates could not be measured"
