@@ -39,7 +39,8 @@ MODULE = "benchmarks.gpu"
 SECONDS = 540.0
 SHARES = {"parity": 0.1, "decoding": 0.2, "steps": 0.35, "trl": 0.35}
 GOALS = {"times": 5.0, "MFU": 0.35, "of floor as read": 0.6}
-"""An update's MFU without recomputation, of which .36 to .40 is an estimate of the most; a kernel's share of the memory traffic that it has, prompts once per row."""
+"""MFU of an update without recomputation, which is estimated to reach .36 to .40 at most, and a kernel's share of its
+own memory traffic, with shared prompts once per row."""
 VARIANTS: tuple[tuple[torch.dtype, Kernel], ...] = (
     (torch.float32, "eager"),
     (torch.float32, "sdpa"),
