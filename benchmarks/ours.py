@@ -86,6 +86,7 @@ class Ours:
             train=whole - rollout,
             tokens=metrics["response_tokens_mean"] * settings.prompts_per_step * settings.samples_per_prompt,
             phases=phases,
+            ran_out_of_memory=metrics.get("microbatch/out_of_memory", 0) > 0,
         )
 
     def plain_step(self) -> StepTimes:

@@ -28,6 +28,8 @@ class StepTimes:
     """Number of completion tokens generated and trained on."""
     phases: Mapping[str, float] = field(default_factory=dict)
     """Seconds of each phase of Fovea's step, by its names in `fovea.loop.take_step`."""
+    ran_out_of_memory: bool = False
+    """True if Fovea halved its micro-batches in this step."""
 
 
 def medians(steps: Sequence[StepTimes]) -> dict[str, float]:
@@ -99,8 +101,9 @@ class Budget:
         self._clock = clock
         self._planned_end = clock()
         self._seconds = seconds
+        self._ends = clock() + seconds
 
     def part(self, share: float) -> Deadline:
-        """Start the next part, with its share of the time."""
-        self._planned_end += share * self._seconds
+        """Start the next part, with its share of the time, which a part before that took longer does not shorten."""
+        self._planned_end = min(max(self._planned_end, self._clock()) + share * self._seconds, self._ends)
         return Deadline(self._planned_end, self._clock)

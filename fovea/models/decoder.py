@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from fovea.models.delta_rule import DeltaShape, Scan
 from fovea.models.heads import HeadNorm, Heads, Triple, heads, unfused_heads
 from fovea.models.kernels import Gate, ReadSaved, RmsNormFunction, centred_norm, rms_norm, silu_times
 from fovea.models.rope import Rope, halves_of_pairs
+from fovea.models.trials import Tensors, first_difference, random_tensor, values_and_gradients, why_refused
 from fovea.utils.host_waits import awaited
 
 
@@ -56,6 +57,68 @@ def kernels_for(shape: DecoderShape, kernels: Kernels = TORCH_KERNELS) -> Kernel
         return unfused_heads(projections, width, norm, rope, norm_kernel=centred)
 
     return replace(kernels, norm=centred, heads=centred_heads)
+
+
+TRIED_TOKENS = (1, 3, 64, 130)
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+"""Largest norm of a difference between kernels over that of the values."""
+
+
+def kernels_refusal(kernels: Kernels, text_config: Any, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why these kernels cannot be used for this decoder; None where their values are those of `TORCH_KERNELS`."""
+    mlp = getattr(text_config, "intermediate_size", None) or text_config.moe_intermediate_size
+    return _kernels_refusal(kernels, decoder_shape(text_config), (text_config.hidden_size, mlp), device, dtype)
+
+
+@lru_cache(maxsize=64)
+def _kernels_refusal(
+    kernels: Kernels, shape: DecoderShape, widths: tuple[int, int], device: torch.device, dtype: torch.dtype
+) -> str | None:
+    like = torch.empty(0, device=device, dtype=dtype)
+
+    def trial() -> str | None:
+        for tokens in TRIED_TOKENS:
+            tried, plain = (_trial_values(each, tokens, shape, widths, like) for each in (kernels, TORCH_KERNELS))
+            wrong = first_difference(tried, plain, TOLERANCE[dtype])
+            if wrong is not None:
+                return f"{tokens} tokens: {wrong}"
+        return None
+
+    return why_refused(trial)
+
+
+def _trial_values(
+    kernels: Kernels, tokens: int, shape: DecoderShape, widths: tuple[int, int], like: Tensor
+) -> dict[str, Tensor]:
+    """Outputs and gradients of all kernels on random hidden states, heads with and without norms, and an MLP."""
+    kernels, width = kernels_for(shape, kernels), shape.head_dim
+    angles_ND = random_tensor(tokens, width // 2, like=like.float()).repeat(1, 2)
+    rope = Rope.of(angles_ND.cos().to(like), angles_ND.sin().to(like))
+
+    def run(query: Tensor, key: Tensor, value: Tensor, query_norm: Tensor, key_norm: Tensor, **of: Tensor) -> Tensors:
+        norm, names = HeadNorm(query_norm, key_norm, shape.norm_eps), ("queries", "keys", "values")
+        found = {
+            "RMS norm": kernels.norm(of["hidden"], of["weight"], shape.norm_eps),
+            "SwiGLU": kernels.gate(of["gate"], of["up"]),
+        }
+        # heads with norms first, which leave their inputs as they are
+        found |= zip(names, kernels.heads((query, key, value), width, norm, rope), strict=True)
+        rotated = kernels.heads((query, key, value), width, None, rope)
+        return found | {f"{name} without norm": x for name, x in zip(names, rotated, strict=True)}
+
+    (hidden, mlp), of_keys = widths, shape.num_kv_heads * width
+    rows = {
+        "query": shape.num_heads * width,
+        "key": of_keys,
+        "value": of_keys,
+        "hidden": hidden,
+        "gate": mlp,
+        "up": mlp,
+    }
+    inputs = {name: random_tensor(tokens, size, like=like, seed=seed) for seed, (name, size) in enumerate(rows.items())}
+    weights = {"query_norm": width, "key_norm": width, "weight": hidden}
+    inputs |= {name: random_tensor(size, like=like, seed=9 + seed) for seed, (name, size) in enumerate(weights.items())}
+    return values_and_gradients(run, inputs)
 
 
 class ExpertLoad:

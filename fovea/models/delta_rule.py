@@ -2,7 +2,7 @@
 
 A row's state takes the place of its keys and values, and has one size however long the row is. Rows are those of a
 batch, so that no state crosses the border of a row. The functions that compute it are transformers' own: kernels of
-flash-linear-attention and causal-conv1d where these are installed, else plain torch.
+flash-linear-attention and causal-conv1d where these are installed and pass a trial, else plain torch.
 
 Axes: `N` tokens, `R` rows, `T` tokens of the longest row, `C` channels of the convolution (queries, keys and values of
 all heads), `K` its window, `V` value heads, `D` width of a key, `F` width of a value.
@@ -10,21 +10,33 @@ all heads), `K` its window, `V` value heads, `D` width of a key, `F` width of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from fovea.models.shared_prefix.layout import SharedPrefixLayout
-from fovea.models.transformers_versions import DeltaFunctions, delta_functions
+from fovea.models.transformers_versions import DeltaFunctions, delta_functions, plain_delta_functions
+from fovea.models.trials import Tensors, first_difference, random_tensor, values_and_gradients, why_refused
 
 KERNELS = {"flash-linear-attention": "fla", "causal-conv1d": "causal_conv1d"}
-"""Packages whose kernels transformers runs on CUDA, with the module of each; not tested with Fovea yet."""
+"""Packages whose kernels transformers runs, with the module of each; compared with plain torch before a run uses them,
+and not on a GPU yet."""
+PACKAGES = {"convolve": "causal-conv1d", "chunks": "flash-linear-attention", "step": "flash-linear-attention"}
+"""The package that has the kernel of each of `DeltaFunctions`."""
+TRIALS = ((5, 1), (3, 3), (2, 64), (2, 130))
+"""Rows and tokens of a trial: a decode step, fewer tokens than the window, a whole chunk, and more than two."""
+TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+"""Largest norm of a difference over that of the values. Kernels of float32 multiply in TF32, with 10 bits."""
 
 CHUNK = 64
 """Most tokens of a chunk in plain torch, transformers' default."""
+GRID_LIMIT = 65_535
+"""Most rows times value heads of a call: the second axis of a CUDA grid ends there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +88,18 @@ class DeltaInputs:
             lengths_R=valid_RT.sum(1),
         )
 
+    def split(self, size: int) -> list[DeltaInputs]:
+        """Parts of so many rows each."""
+        lengths = None if self.lengths_R is None else self.lengths_R.split(size)
+        return [
+            replace(
+                self, mixed=mixed, log_decay=decay, beta=beta, lengths_R=None if lengths is None else lengths[index]
+            )
+            for index, (mixed, decay, beta) in enumerate(
+                zip(*(x.split(size) for x in (self.mixed, self.log_decay, self.beta)), strict=True)
+            )
+        ]
+
     def steps(self) -> DeltaInputs:
         """The inputs as rows of one token each."""
         return replace(self, mixed=self.mixed[:, None], log_decay=self.log_decay[:, None], beta=self.beta[:, None])
@@ -102,6 +126,10 @@ class DeltaState:
         """Copies of the states of these rows, each of which may branch from one row."""
         return DeltaState(self.tail_RKC.index_select(0, index), self.memory_RVDF.index_select(0, index))
 
+    def split(self, size: int) -> list[DeltaState]:
+        """Parts of so many rows each."""
+        return [DeltaState(*part) for part in zip(self.tail_RKC.split(size), self.memory_RVDF.split(size), strict=True)]
+
     @staticmethod
     def cat(states: Sequence[DeltaState]) -> DeltaState:
         """The states of all rows of several batches."""
@@ -115,10 +143,15 @@ Scan = Callable[[int, DeltaInputs], Tensor]
 
 
 def delta_rule(
-    rows: DeltaInputs, before: DeltaState, shape: DeltaShape, functions: DeltaFunctions | None = None
+    rows: DeltaInputs, before: DeltaState, shape: DeltaShape, functions: DeltaFunctions
 ) -> tuple[Tensor, DeltaState]:
-    """Outputs [R, T, V, F] of rows, and their states after the last token of each; default: the fastest functions."""
-    functions, tokens = functions or delta_functions(), rows.mixed.shape[1]
+    """Outputs [R, T, V, F] of rows, and their states after the last token of each."""
+    most = max(1, GRID_LIMIT // shape.value_heads)
+    if len(rows.mixed) > most:
+        parts = [delta_rule(*part, shape, functions) for part in zip(rows.split(most), before.split(most), strict=True)]
+        outs, states = zip(*parts, strict=True)
+        return torch.cat(outs), DeltaState.cat(states)
+    tokens = rows.mixed.shape[1]
     inputs_RTC = torch.cat([before.tail_RKC, rows.mixed], dim=1)
     # with the tail in front, as many outputs fewer belong to these tokens
     mixed_RCT = functions.convolve(inputs_RTC.transpose(1, 2), rows.conv_CK, None, activation="silu")[..., -tokens:]
@@ -150,34 +183,111 @@ def _tail(inputs_RTC: Tensor, lengths_R: Tensor | None, size: int) -> Tensor:
     return inputs_RTC.gather(1, index_RK[..., None].expand(-1, -1, inputs_RTC.shape[2]))
 
 
-def row_scan(layout: SharedPrefixLayout, shape: DeltaShape) -> Scan:
+def row_scan(layout: SharedPrefixLayout, shape: DeltaShape, like: Tensor) -> Scan:
     """The rule over a packed row: prompts from empty states, completions from the state after their prompt.
 
-    The state of a prompt receives gradients from all of its completions.
+    The state of a prompt receives gradients from all of its completions. `like` has the activations' type and device.
     """
+    # here, since a trial within a checkpointed layer would be recorded as part of it
+    functions = fastest_functions(shape, like.device, like.dtype)
     prompts, group = layout.completion_index_PGT.shape[:2]
     prompt_of_R = torch.arange(prompts, device=layout.prompt_index_PL.device).repeat_interleave(group)
 
     def scan(_layer: int, inputs: DeltaInputs) -> Tensor:
         empty = DeltaState.zeros(prompts, shape, inputs.mixed)
-        out_PLVF, states = delta_rule(inputs.rows(layout.prompt_index_PL, layout.prompt_valid_PL), empty, shape)
+        out_PLVF, states = delta_rule(
+            inputs.rows(layout.prompt_index_PL, layout.prompt_valid_PL), empty, shape, functions
+        )
         blocks = [out_PLVF.flatten(0, 1)]
         if layout.has_completions:
             index_RT, valid_RT = (x.flatten(0, 1) for x in (layout.completion_index_PGT, layout.completion_valid_PGT))
-            out_RTVF, _ = delta_rule(inputs.rows(index_RT, valid_RT), states.select(prompt_of_R), shape)
+            out_RTVF, _ = delta_rule(inputs.rows(index_RT, valid_RT), states.select(prompt_of_R), shape, functions)
             blocks.append(out_RTVF.flatten(0, 1))
         return torch.cat(blocks)[layout.return_index_N]
 
     return scan
 
 
-def slow_delta_note(device: torch.device) -> str | None:
-    """Note for the start of a run on a GPU without the kernels of delta nets, else None."""
+def fastest_functions(shape: DeltaShape, device: torch.device, dtype: torch.dtype) -> DeltaFunctions:
+    """The functions that transformers has picked for this machine, and plain ones in place of those refused."""
+    plain = plain_delta_functions()
+    refused = {name: getattr(plain, name) for name in delta_refusals(delta_functions(), shape, device, dtype)}
+    return replace(delta_functions(), **refused)
+
+
+@lru_cache(maxsize=64)
+def delta_refusals(
+    picked: DeltaFunctions, shape: DeltaShape, device: torch.device, dtype: torch.dtype
+) -> Mapping[str, str]:
+    """The functions that cannot be used for nets of this shape, by name, each with the reason.
+
+    Only functions whose package is installed are tried, each with plain functions for the other two.
+    """
+    tried = {
+        name: why_refused(partial(delta_difference, name, picked, shape, device, dtype))
+        for name, package in PACKAGES.items()
+        if find_spec(KERNELS[package]) is not None
+    }
+    return {name: refusal for name, refusal in tried.items() if refusal is not None}
+
+
+def delta_difference(
+    name: str, picked: DeltaFunctions, shape: DeltaShape, device: torch.device, dtype: torch.dtype
+) -> str | None:
+    """How one of the picked functions differs from a plain one on random rows that go on from states, else None."""
+    # transformers takes plain functions without a word where this fails
+    pkgutil.resolve_name(KERNELS[PACKAGES[name]])
+    plain = plain_delta_functions()
+    tried = replace(plain, **{name: getattr(picked, name)})
+    for rows, tokens in TRIALS:
+        found, expected = (trial_values(each, rows, tokens, shape, device, dtype) for each in (tried, plain))
+        wrong = first_difference(found, expected, TOLERANCE[dtype])
+        if wrong is not None:
+            return f"{rows} rows of {tokens} tokens: {wrong}"
+    return None
+
+
+def trial_values(
+    functions: DeltaFunctions, rows: int, tokens: int, shape: DeltaShape, device: torch.device, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Outputs and states of the rule on random rows, and all gradients, which a decode step does not have."""
+    like = torch.empty(0, device=device, dtype=dtype)
+    exact = like.float()
+    channels = sum(shape.widths)
+    # queries, keys and values apart: together, the largest gradient would hide an error of another
+    sizes = zip(("query", "key", "value"), shape.widths, strict=True)
+    inputs = {
+        name: random_tensor(rows, tokens, size, like=like, seed=index) for index, (name, size) in enumerate(sizes)
+    }
+    inputs |= {
+        "log_decay": random_tensor(rows, tokens, shape.value_heads, like=exact, seed=3).exp() * -0.1,
+        "beta": random_tensor(rows, tokens, shape.value_heads, like=like, seed=4).sigmoid(),
+        "conv_CK": random_tensor(channels, shape.window, like=like, seed=5) * 0.3,
+        "tail_RKC": random_tensor(rows, shape.window - 1, channels, like=like, seed=6),
+        "memory_RVDF": random_tensor(rows, shape.value_heads, shape.key_dim, shape.value_dim, like=exact, seed=7) * 0.1,
+    }
+
+    def run(query: Tensor, key: Tensor, value: Tensor, tail_RKC: Tensor, memory_RVDF: Tensor, **of: Tensor) -> Tensors:
+        given = DeltaInputs(mixed=torch.cat([query, key, value], -1), **of)
+        out, after = delta_rule(given, DeltaState(tail_RKC, memory_RVDF), shape, functions)
+        return {"output": out, "state": after.memory_RVDF}
+
+    if tokens > 1:
+        return values_and_gradients(run, inputs)
+    with torch.no_grad():
+        return dict(run(**inputs))
+
+
+def slow_delta_note(shape: DeltaShape, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Note for the start of a run whose delta nets lack a kernel: not installed on a GPU, or refused; else None."""
+    refusals = delta_refusals(delta_functions(), shape, device, dtype)
+    reasons = "; ".join(f"the kernel {name} of {PACKAGES[name]}: {reason}" for name, reason in refusals.items())
     missing = [package for package, module in KERNELS.items() if find_spec(module) is None]
-    if device.type == "cpu" or not missing:
-        return None
-    names = " ".join(missing)
-    return f"delta nets: plain torch functions run, many times slower than their kernels; pip install {names}"
+    if missing and device.type != "cpu":
+        reasons = "; ".join(filter(None, (reasons, f"not installed: pip install {' '.join(missing)}")))
+    return (
+        f"delta nets: plain torch functions run, many times slower than their kernels ({reasons})" if reasons else None
+    )
 
 
 def _gather(x_NX: Tensor, index_RT: Tensor) -> Tensor:

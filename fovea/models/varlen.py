@@ -23,6 +23,7 @@ from torch.nn.attention.varlen import varlen_attn  # its module registers `torch
 
 from fovea.models.torch_versions import shared_keys
 from fovea.models.transfer import to_device
+from fovea.models.trials import why_refused
 
 OPS: Any = torch.ops.torch_attn
 TRIALS = ((40, 2), (130, 40), (300, 1, 257))
@@ -211,18 +212,6 @@ class HeadShape:
         return HeadShape(query.device, query.dtype, query.shape[1], key.shape[1], query.shape[2])
 
 
-def why_refused(trial: Callable[[], object]) -> str | None:
-    """The first line of the error with which a kernel refuses a trial call; None where it runs.
-
-    No table of the supported types, widths and devices is published.
-    """
-    try:
-        trial()
-    except (RuntimeError, ValueError, TypeError, AttributeError) as error:  # by torch's version, any of these
-        return (str(error).splitlines() or [type(error).__name__])[0]
-    return None
-
-
 @lru_cache(maxsize=64)
 def flash_refusal(shape: HeadShape) -> str | None:
     """Why `FlashSegments` cannot be used for heads of this shape; None where it gives the values of `PlainSegments`."""
@@ -243,9 +232,7 @@ def takes_varlen(shape: HeadShape) -> bool:
 @torch.inference_mode(mode=False)  # whoever asks first may be within one, where nothing has gradients
 @torch.enable_grad()
 def _refusal(attention: Attended, twin: Attended, shape: HeadShape) -> str | None:
-    wrong: list[str | None] = []
-    refusal = why_refused(lambda: wrong.append(difference(attention, twin, shape)))
-    return refusal or wrong[0]
+    return why_refused(lambda: difference(attention, twin, shape))
 
 
 def difference(attention: Attended, twin: Attended, shape: HeadShape) -> str | None:

@@ -77,7 +77,7 @@ class VLM(PolicyNetwork):
             visual = VisualResidual(tokens=row.visual_index_V, layers=features.deepstack_VD)
         rope = self.rope(row.positions_3N, hidden_NE)
         attend = row_attention(self._attention, row.layout, self._shape, hidden_NE)
-        scan = None if self._shape.delta is None else row_scan(row.layout, self._shape.delta)
+        scan = None if self._shape.delta is None else row_scan(row.layout, self._shape.delta, hidden_NE)
         wanted, place_U = self._last_layer_tokens(row, visual)
         load = self.expert_load if self.training else None
         for index, layer in enumerate(language.layers):
@@ -191,7 +191,7 @@ class VLM(PolicyNetwork):
         notes = [
             slow_attention_note(text) if self._attention == "auto" else None,
             None if vision is None else slow_vision_note(vision),
-            None if self._shape.delta is None else slow_delta_note(self.device),
+            None if self._shape.delta is None else slow_delta_note(self._shape.delta, self.device, self.dtype),
         ]
         return [note for note in notes if note is not None]
 

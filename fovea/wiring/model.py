@@ -19,7 +19,7 @@ from fovea.config.model import Model
 from fovea.config.run import Config
 from fovea.environments.base import Environment
 from fovea.errors import ConfigError, DataError
-from fovea.models.decoder import TORCH_KERNELS, Kernels
+from fovea.models.decoder import TORCH_KERNELS, Kernels, kernels_refusal
 from fovea.models.heads import ValueHead
 from fovea.models.load import empty_network, load_network, pick_device
 from fovea.models.modules import config_of, family_of_network
@@ -28,6 +28,7 @@ from fovea.models.policy_network import PolicyNetwork
 from fovea.models.recompute import recompute_activations, recompute_plainly
 from fovea.models.tiny import make_tiny, save_tiny
 from fovea.models.trainable import choose_trainable
+from fovea.models.trials import why_refused
 from fovea.models.vision.feature_cache import FeatureCache
 from fovea.models.vlm import VLM
 from fovea.rollout.embedded.tuning import decoding_note
@@ -124,7 +125,8 @@ def make_vlm(config: Config, network: PreTrainedModel, banned_ids: Sequence[int]
 
 def _fast_vlm(config: Config, network: PreTrainedModel, banned_ids: Sequence[int], device: torch.device) -> VLM:
     settings = config.model
-    kernels = liger_kernels(device) if runs_liger(config, device) else TORCH_KERNELS
+    text_config = config_of(network).get_text_config()
+    runs = runs_liger(config, device) and liger_refusal(config, text_config, device, network.dtype) is None
     recompute_activations(network, config.train.gradient_checkpointing)
     _check_attention(settings, device)
     return VLM(
@@ -132,7 +134,7 @@ def _fast_vlm(config: Config, network: PreTrainedModel, banned_ids: Sequence[int
         banned_ids,
         attention=settings.attention,
         feature_cache=None if settings.trains_vision else FeatureCache(config.model.feature_cache_gib * 2**30),
-        kernels=kernels,
+        kernels=liger_kernels(device) if runs else TORCH_KERNELS,
         value_head=make_value_head(config, network),
     )
 
@@ -200,25 +202,40 @@ def runs_liger(config: Config, device: torch.device) -> bool:
     return device.type == "cuda" and has_liger() if setting == "auto" else setting
 
 
+def liger_refusal(config: Config, text_config: Any, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why Liger's kernels cannot be used for this decoder, None where they give the values of plain functions.
+
+    ConfigError or MissingExtraError where the setting asks for what cannot be.
+    """
+    if config.train.backend.liger_kernels is True:
+        liger_kernels(device)
+    # in the trial, since the import of an installed package may fail as well
+    return why_refused(lambda: kernels_refusal(liger_kernels(device), text_config, device, dtype))
+
+
 def kernel_notes(config: Config, vlm: PolicyNetwork) -> tuple[str, ...]:
     """A line for each choice of kernels, and each refusal with its own message and what runs instead; none on CPUs."""
     if not isinstance(vlm, VLM) or vlm.device.type == "cpu":
         return ()
-    chosen = liger_note(runs_liger(config, vlm.device)) if config.train.backend.liger_kernels == "auto" else []
+    runs = runs_liger(config, vlm.device)
+    refusal = liger_refusal(config, vlm.text_config, vlm.device, vlm.dtype) if runs else None
+    is_named = refusal is not None or config.train.backend.liger_kernels == "auto"
+    chosen = [liger_note(runs, refusal)] if is_named else []
     if isinstance(config.rollout.engine, EmbeddedSettings):
         chosen.append(decoding_note(vlm.text_config, vlm.device, vlm.dtype))
     return (*chosen, *(f"slow: {note}" for note in vlm.slow_kernels()))
 
 
-def liger_note(runs: bool) -> list[str]:
-    """Note on what `train.backend.liger_kernels=auto` chose."""
-    if runs:
-        return ["train.backend.liger_kernels=auto: Liger's kernels run RMS norm, SwiGLU and rotary positions"]
-    assert not has_liger(), "Liger is installed, but does not run on this GPU"
-    return [
-        f"slow: train.backend.liger_kernels=auto: {LIGER} is not installed, and torch's operators make more passes "
-        f"over memory for RMS norm, SwiGLU and rotary positions; {pip_install('liger')}"
-    ]
+def liger_note(runs: bool, refusal: str | None = None) -> str:
+    """Note on whether Liger's kernels run, and if not, why."""
+    if runs and refusal is None:
+        return "train.backend.liger_kernels=auto: Liger's kernels run RMS norm, SwiGLU and rotary positions"
+    assert runs or not has_liger(), "Liger is installed, but does not run on this GPU"
+    slower = "torch's operators make more passes over memory for RMS norm, SwiGLU and rotary positions"
+    if refusal is None:
+        return f"slow: train.backend.liger_kernels=auto: {LIGER} is not installed, and {slower}; {pip_install('liger')}"
+    fix = "train.backend.liger_kernels=false leaves out the trial"
+    return f"slow: Liger's kernels are not used ({refusal}), and {slower}; {fix}"
 
 
 def tokenizer_corpus(environment: Environment, on_bad_row: Literal["error", "skip"]) -> list[str]:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.gpu import LARGEST, SHARES, VARIANTS, Findings, main
+from benchmarks.gpu import LARGEST, SHARES, TINY, VARIANTS, Findings, main
 from benchmarks.gpu_faults import FAULTS, Fault, put_back
-from benchmarks.gpu_model import QWEN3_VL_2B, make_shaped
-from benchmarks.gpu_parts import Figures
+from benchmarks.gpu_model import QWEN3_VL_2B, SMALL, make_shaped
+from benchmarks.gpu_parts import Figures, Setting, bytes_of_step, steps
 from benchmarks.mutations import ROOT
-from benchmarks.timing import Budget
+from benchmarks.ours import Ours, share
+from benchmarks.timing import Budget, StepTimes
+from fovea.models.modules import language_model
+from fovea.tools.probe.rates import Rates
 
 
 def test_every_part_runs_in_small(tmp_path: Path) -> None:
@@ -30,15 +34,34 @@ def test_a_micro_batch_holds_whole_groups() -> None:
     """Else a group is split, and every part of it computes the prompt again."""
     prompt_tokens = (LARGEST.image_side_px // 32) ** 2 + 128
     assert 2 * (prompt_tokens + LARGEST.samples * LARGEST.completion_tokens) < LARGEST.microbatch_tokens
-    assert LARGEST.gradient_checkpointing == "full", "activations of so many tokens do not fit beside 2B weights"
+    assert LARGEST.gradient_checkpointing == "none", "an MFU is that of no recomputation"
 
 
-def test_without_time_only_the_first_part_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_an_update_for_which_memory_is_too_small_recomputes(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = Ours.step
+    failures = [torch.OutOfMemoryError("CUDA out of memory")]
+
+    def step(ours: Ours) -> StepTimes:
+        if failures:
+            raise failures.pop()
+        return taken(ours)
+
+    monkeypatch.setattr(Ours, "step", step)
+    parts = make_shaped(SMALL, "cpu", torch.float32)
+    rates = Rates(gemm=1e12, attention=1e12, read=1e11, copy=1e11)
+    setting = Setting(device="cpu", dtype=torch.float32, shape=SMALL, case=TINY, rates=rates, peak=1e12)
+    cases = [replace(TINY, prompts=2), replace(TINY, prompts=2, samples=3)]
+    rows = list(steps(setting, share(TINY, parts), cases, 1, Budget(600).part(1.0)))
+    assert [row["recomputed"] for row in rows] == ["selective", "selective"]
+    assert all(hasattr(layer, "recompute") for layer in language_model(parts.network).layers)
+
+
+def test_without_time_nothing_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     main(["--tiny", "--seconds", "0", "--json", str(tmp_path / "gpu.json")])
     found = json.loads((tmp_path / "gpu.json").read_text())
-    assert [row["verdict"] for row in found["parity"]] == ["ok"] * len(VARIANTS)
-    assert found["decoding"] == found["steps"] == []
+    assert found["parity"] == found["decoding"] == found["steps"] == []
     printed = capsys.readouterr().out
+    assert "skipped: parity of torch.float32, eager" in printed
     assert "skipped: decoding 4 sequences (would take about" in printed
     assert "skipped: our step of 4x2, 6 tokens" in printed
 
@@ -59,6 +82,37 @@ def test_a_part_leaves_the_time_that_it_did_not_use_to_the_next() -> None:
     assert second.allows("x", 70.0)
     assert not second.allows("x", 70.1)
     assert sum(SHARES.values()) == pytest.approx(1.0)
+
+
+def test_a_part_that_took_too_long_leaves_the_next_its_share() -> None:
+    now = 0.0
+    budget = Budget(100.0, clock=lambda: now)
+    budget.part(0.1)
+    now = 60.0
+    assert budget.part(0.2).seconds_left == 20.0
+    assert budget.part(0.7).seconds_left == 40.0, "no part goes beyond the end of the program"
+
+
+def test_rows_are_saved_as_they_come(tmp_path: Path) -> None:
+    path = tmp_path / "found.json"
+
+    def rows() -> Iterator[Figures]:
+        yield {"x": 1.0}
+        assert json.loads(path.read_text())["first"] == [{"x": 1.0}]
+        yield {"x": 2.0}
+
+    findings = Findings({"device": "cpu"}, str(path))
+    findings.part("first", "First", rows())
+    assert findings.failed == []
+
+
+def test_keys_of_a_shared_prompt_are_read_by_each_of_its_rows() -> None:
+    shared = share(TINY, make_shaped(SMALL, "cpu", torch.float32))
+    prompts = Ours(TINY, 1, shared).prompts(2)
+    once, of_rows = (bytes_of_step(shared, prompts, 8, 0, reads=reads) for reads in (1, 8))
+    text = SMALL["text"]
+    per_token = 2 * 4 * text["num_hidden_layers"] * text["num_key_value_heads"] * text["head_dim"]  # type: ignore[operator]
+    assert of_rows - once == 7 * per_token * sum(prompt.num_tokens for prompt in prompts)
 
 
 def test_a_part_that_fails_keeps_its_rows_and_those_after_it_run(tmp_path: Path) -> None:

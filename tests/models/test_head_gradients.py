@@ -122,6 +122,7 @@ def test_a_chunk_more_costs_no_precision_in_bfloat16() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_on_a_gpu_the_gradient_of_the_head_has_the_precision_of_its_inputs() -> None:
     """The product of a chunk is added in float32, unlike on a CPU, where it is rounded to 8 bits before."""
     generator = torch.Generator().manual_seed(0)

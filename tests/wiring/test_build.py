@@ -93,7 +93,7 @@ def test_liger_kernels_run_by_default_where_they_can(
     config = Config.model_validate({"model": {"tiny": {}}, "train": {"backend": {"liger_kernels": setting}}})
     assert runs_liger(config, torch.device(device)) is runs
     if setting == "auto" and device == "cuda":
-        (note,) = liger_note(runs)
+        note = liger_note(runs)
         assert note.startswith("slow: ") is not installed
         assert (pip_install("liger") in note) is not installed
 

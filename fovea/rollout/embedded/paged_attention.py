@@ -10,7 +10,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fovea.models.varlen import HeadShape, why_refused
+from fovea.models.trials import why_refused
+from fovea.models.varlen import HeadShape
 from fovea.rollout.embedded.paged_cache import PagedKernel, gathered_attention
 
 TRIALS = ((2, 40), (3, 130), (40, 300), (300, 600))
@@ -45,9 +46,7 @@ def paged_refusal(shape: HeadShape, page_tokens: int) -> str | None:
     """Why `paged_attention` cannot be used for heads of this shape; None where it gives the plain twin's values."""
     if shape.width < 16 or shape.width & (shape.width - 1):
         return f"its head size is a power of two from 16 on, not {shape.width}"
-    wrong: list[str | None] = []
-    refusal = why_refused(lambda: wrong.append(difference(paged_attention, shape, page_tokens)))
-    return refusal or wrong[0]
+    return why_refused(lambda: difference(paged_attention, shape, page_tokens))
 
 
 def difference(kernel: PagedKernel, shape: HeadShape, page_tokens: int) -> str | None:

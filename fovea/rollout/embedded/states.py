@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fovea.models.delta_rule import DeltaInputs, DeltaShape, DeltaState, Scan, delta_rule
+from fovea.models.delta_rule import DeltaInputs, DeltaShape, DeltaState, Scan, delta_rule, fastest_functions
 from fovea.models.shared_prefix.layout import shared_prefix_layout
 from fovea.rollout.embedded.cache import Moves, TokenSpan
 from fovea.rollout.embedded.requests import KeptKeys
@@ -25,6 +25,7 @@ class DeltaStates:
     def __init__(self, shape: DeltaShape, like: Tensor) -> None:
         """States on the device of `like`; tails of the convolution have its type."""
         self._shape, self._device = shape, like.device
+        self._functions = fastest_functions(shape, like.device, like.dtype)
         self._empty = DeltaState.zeros(1, shape, like)
         self.clear()
 
@@ -49,7 +50,7 @@ class DeltaStates:
         def scan(layer: int, inputs: DeltaInputs) -> Tensor:
             states = self._prompts[layer]
             rows = inputs.rows(layout.prompt_index_PL, layout.prompt_valid_PL)
-            out, after = delta_rule(rows, states.select(prompts), self._shape)
+            out, after = delta_rule(rows, states.select(prompts), self._shape, self._functions)
             states.tail_RKC[prompts], states.memory_RVDF[prompts] = after.tail_RKC, after.memory_RVDF
             return out.flatten(0, 1)[layout.return_index_N]
 
@@ -66,7 +67,7 @@ class DeltaStates:
 
     def step(self, layer: int, inputs: DeltaInputs) -> Tensor:
         """The delta rule of a decode step (a `Scan`): advances the states of all rows by one token."""
-        out, self._rows[layer] = delta_rule(inputs.steps(), self._rows[layer], self._shape)
+        out, self._rows[layer] = delta_rule(inputs.steps(), self._rows[layer], self._shape, self._functions)
         return out.squeeze(1)
 
     def remove(self, moves: Moves) -> None:

@@ -7,7 +7,7 @@ import os
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -25,7 +25,16 @@ from fovea.tools.plan.compute import DECODE_BANDWIDTH_FRAC, UPDATE_MFU
 from fovea.tools.plan.machine import machine_of
 from fovea.tools.plan.plan import make_plan
 from fovea.tools.probe import kernels
-from fovea.tools.probe.rates import Check, CheckFailed, Rates, best_seconds, measure_rates, ring, run_checks
+from fovea.tools.probe.rates import (
+    Check,
+    CheckFailed,
+    Rates,
+    best_seconds,
+    error_text,
+    measure_rates,
+    ring,
+    run_checks,
+)
 from fovea.utils.event_loop import wait_for
 from fovea.utils.malloc import GPU_ALLOCATOR, GPU_ALLOCATOR_BEFORE
 from fovea.wiring.run import build
@@ -89,27 +98,30 @@ def check_gpu(config: Config | None, say: Callable[[str], None], *, on_cpu: bool
     if not on_cpu and not torch.cuda.is_available():
         raise ModelError("--gpu, but torch sees no CUDA device; --gpu --cpu tries the same checks on the CPU")
     device = torch.device("cpu" if on_cpu else "cuda")
-    failed = run_checks(_checks(device, config), say)
+    failed = run_checks(checks_of(device, config), say)
     say(f"{len(failed)} checks failed: {'; '.join(failed)}" if failed else "all checks passed")
     say("send all of the above with a report of a fault, and the recipe with its settings")
     return not failed
 
 
-def _checks(device: torch.device, config: Config | None) -> Sequence[Check]:
-    on_cpu = device.type == "cpu"
-    dtype, side, num_bytes = (torch.float32, 256, 2**22) if on_cpu else (torch.bfloat16, 8192, 2**32)
-    rates = measure_rates(device.type, dtype, gemm_side=side, num_bytes=num_bytes)
+def checks_of(device: torch.device, config: Config | None) -> Sequence[Check]:
+    """All checks in order; the last is that of the recipe, if there is one."""
+    dtype, measure = torch.float32 if device.type == "cpu" else torch.bfloat16, cache(partial(measured, device))
     checks = [
         Check("machine", partial(machine, device)),
-        Check("rates", partial(rate_lines, device, rates)),
+        Check("rates", partial(rate_lines, device, measure)),
         Check("attention of updates", partial(kernels.packed_rows, device, dtype)),
         Check("attention of vision towers", partial(kernels.vision_rows, device, dtype)),
-        Check("attention of decode steps", partial(kernels.decoding, device, dtype, rates)),
+        Check("attention of decode steps", partial(kernels.decoding, device, dtype, measure)),
+        Check("delta nets (Qwen3.5)", partial(kernels.delta_nets, device, dtype)),
+        Check("Liger's kernels", partial(kernels.liger, device, dtype)),
+        Check("mixture of experts", partial(kernels.experts, device, dtype)),
+        Check("master weights on the host", partial(kernels.host_masters, device, dtype)),
         Check("engine beside trainer", partial(engine_beside_trainer, device, dtype)),
         Check("a step beside one on the CPU", partial(step_beside_cpu, device)),
         Check("ring of all GPUs", partial(ring, device)),
     ]
-    return checks if config is None else [*checks, Check("the recipe", partial(expected, config, rates))]
+    return checks if config is None else [*checks, Check("the recipe", partial(recipe, config, measure))]
 
 
 def machine(device: torch.device) -> Iterator[str]:
@@ -126,14 +138,36 @@ def machine(device: torch.device) -> Iterator[str]:
     yield from (f"{name}={os.environ[name]}" for name in ALLOCATOR if name in os.environ)
 
 
-def rate_lines(device: torch.device, rates: Rates) -> Iterator[str]:
+def measured(device: torch.device) -> Rates | CheckFailed:
+    """The device's rates, or why they cannot be measured, which is one failed check and ends no other."""
+    on_cpu = device.type == "cpu"
+    dtype, side, num_bytes = (torch.float32, 256, 2**22) if on_cpu else (torch.bfloat16, 8192, 2**32)
+    try:
+        return measure_rates(device.type, dtype, gemm_side=side, num_bytes=num_bytes)
+    except Exception as error:  # as text: its traceback would hold the tensors
+        return CheckFailed(error_text(error))
+
+
+def rate_lines(device: torch.device, measure: Callable[[], Rates | CheckFailed]) -> Iterator[str]:
     """Rates of products, attention, memory, and of copies from the host."""
+    rates = measure()
+    if isinstance(rates, CheckFailed):
+        raise rates
     yield f"products {rates.gemm / TERA:,.2f} TFLOP/s, attention {rates.attention / TERA:,.2f} TFLOP/s"
     yield f"reading {rates.read / GIGA:,.0f} GB/s, copying {rates.copy / GIGA:,.0f} GB/s"
     if device.type == "cuda":
         host = torch.empty(PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
         seconds = best_seconds(lambda: host.to(device, non_blocking=True), device.type)
         yield f"from the host's pinned memory {PINNED_BYTES / seconds / GIGA:,.0f} GB/s"
+
+
+def recipe(config: Config, measure: Callable[[], Rates | CheckFailed]) -> Iterator[str]:
+    """Expected rates of the recipe, where those of the device are known."""
+    rates = measure()
+    if isinstance(rates, CheckFailed):
+        yield "no estimate: the rates could not be measured"
+    else:
+        yield from expected(config, rates)
 
 
 def expected(config: Config, rates: Rates) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Checks of the attention kernels: values and gradients beside torch's own attention on the CPU, and their rates.
+"""Checks of the kernels: values and gradients beside plain functions, and their rates.
 
 Axes: `N` tokens of a packed row, `B` rows of a decode batch, `H` query heads, `J` key heads, `D` width of a head, `S`
 tokens of a page, `X` pages of a row.
@@ -6,19 +6,40 @@ tokens of a page, `X` pages of a row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import Qwen3VLTextConfig
 
+from fovea.config.sections import Train
+from fovea.models.decoder import TORCH_KERNELS, kernels_refusal
+from fovea.models.delta_rule import (
+    CHUNK,
+    KERNELS,
+    PACKAGES,
+    DeltaShape,
+    delta_refusals,
+    fastest_functions,
+    trial_values,
+)
+from fovea.models.experts import Experts, route
 from fovea.models.shared_prefix.attention_cuda import SharedVarlen
 from fovea.models.shared_prefix.layout import SharedPrefixLayout, shared_prefix_layout
+from fovea.models.transformers_versions import delta_functions, plain_delta_functions
+from fovea.models.trials import Tensors, differences, first_difference, random_tensor, values_and_gradients
 from fovea.models.varlen import HeadShape, flash_refusal, varlen_refusal
 from fovea.rollout.embedded.paged_attention import paged_attention, paged_refusal
 from fovea.rollout.embedded.paged_cache import PagedKernel, gathered_attention
 from fovea.rollout.embedded.tuning import PAGE_TOKENS
-from fovea.tools.probe.rates import CheckFailed, Rates, best_seconds
+from fovea.tools.probe.rates import CheckFailed, Rates, best_kernel_seconds, best_seconds, seconds_of
+from fovea.train.adamw import AdamWSettings
+from fovea.train.torch.optimizer import Optimizer
+from fovea.wiring.model import LIGER, liger_kernels
 
 Heads = tuple[int, int, int]
 """Query heads, key heads, and the width of a head."""
@@ -119,8 +140,9 @@ def vision_rows(device: torch.device, dtype: torch.dtype) -> Iterator[str]:
         yield f"{name}: right"
 
 
-def decoding(device: torch.device, dtype: torch.dtype, rates: Rates) -> Iterator[str]:
+def decoding(device: torch.device, dtype: torch.dtype, measure: Callable[[], Rates | CheckFailed]) -> Iterator[str]:
     """Attention of decode steps: its values beside the plain twin's, and its rate beside that of reading memory."""
+    rates = measure()
     for name, heads in LANGUAGE_HEADS.items():
         shape = HeadShape(device, dtype, *heads)
         if device.type == "cpu":
@@ -131,10 +153,8 @@ def decoding(device: torch.device, dtype: torch.dtype, rates: Rates) -> Iterator
         if refusal is not None:
             raise CheckFailed(f"{name}: {refusal}")
         rate = decode_rate(paged_attention, shape, DECODED_ROWS, DECODED_KEYS)
-        yield (
-            f"{name}: right; {DECODED_ROWS} rows of {DECODED_KEYS} keys: {rate / 1e9:,.0f} GB/s, "
-            f"{rate / rates.read:.0%} of reading"
-        )
+        share = "" if isinstance(rates, CheckFailed) else f", {rate / rates.read:.0%} of reading"
+        yield f"{name}: right; {DECODED_ROWS} rows of {DECODED_KEYS} keys: {rate / 1e9:,.0f} GB/s{share}"
 
 
 def decode_rate(kernel: PagedKernel, shape: HeadShape, rows: int, keys: int) -> float:
@@ -145,8 +165,96 @@ def decode_rate(kernel: PagedKernel, shape: HeadShape, rows: int, keys: int) -> 
     table_BX = (1 + torch.randperm(rows * wide, device=shape.device)).view(rows, wide).int()
     used_B = torch.full((rows,), keys, dtype=torch.int32, device=shape.device)
     query_BHD = torch.randn(rows, shape.heads, shape.width, device=shape.device, dtype=shape.dtype)
-    seconds = best_seconds(
+    seconds = best_kernel_seconds(
         lambda: kernel(query_BHD, stored_keys, stored_values, table_BX, used_B, shape.width**-0.5),
         str(shape.device.type),
     )
     return 2 * rows * keys * shape.key_heads * shape.width * shape.dtype.itemsize / seconds
+
+
+DELTA_SHAPE = DeltaShape(is_delta=(True,), key_heads=16, value_heads=32, key_dim=128, value_dim=128, window=4)
+"""Delta nets of Qwen3.5-4B and 9B."""
+TIMED_ROWS, TIMED_TOKENS = 8, 512
+
+
+def delta_nets(device: torch.device, dtype: torch.dtype) -> Iterator[str]:
+    """The delta rule by the functions that transformers has picked, beside plain torch: values, gradients, seconds."""
+    on_cpu = device.type == "cpu"
+    shape = replace(DELTA_SHAPE, key_heads=2, value_heads=4) if on_cpu else DELTA_SHAPE
+    rows, tokens = (2, CHUNK) if on_cpu else (TIMED_ROWS, TIMED_TOKENS)
+    missing = [package for package, module in KERNELS.items() if find_spec(module) is None]
+    if missing:
+        yield f"not installed: {', '.join(missing)}; plain torch functions run in their place"
+    refusals = delta_refusals(delta_functions(), shape, device, dtype)
+    usable = fastest_functions(shape, device, dtype)
+    found, plain = (
+        trial_values(each, rows, tokens, shape, device, dtype) for each in (usable, plain_delta_functions())
+    )
+    yield ", ".join(f"{name} {value:.1e}" for name, value in differences(found, plain).items())
+    for name, functions in (("run", usable), ("plain", plain_delta_functions())):
+        call = partial(trial_values, functions, rows, tokens, shape, device, dtype)
+        yield f"{name}: {rows} rows of {tokens} tokens, both passes: {1e3 * best_seconds(call, device.type):,.1f} ms"
+    if refusals:
+        reasons = "; ".join(f"{name} of {PACKAGES[name]}: {reason}" for name, reason in refusals.items())
+        raise CheckFailed(f"refused, and plain torch functions run in their place: {reasons}")
+
+
+def liger(device: torch.device, dtype: torch.dtype) -> Iterator[str]:
+    """Liger's kernels beside plain functions, for the heads and widths of language models."""
+    if find_spec(LIGER) is None or device.type == "cpu":
+        yield "not installed" if device.type != "cpu" else "not tried, its kernels run on CUDA only"
+        return
+    for name, (heads, key_heads, width) in LANGUAGE_HEADS.items():
+        text_config = Qwen3VLTextConfig(
+            hidden_size=heads * width,
+            intermediate_size=3 * heads * width,
+            num_attention_heads=heads,
+            num_key_value_heads=key_heads,
+            head_dim=width,
+        )
+        refusal = kernels_refusal(liger_kernels(device), text_config, device, dtype)
+        if refusal is not None:
+            raise CheckFailed(f"{name}: refused, and torch's operators run in their place: {refusal}")
+        yield f"{name}: right"
+
+
+def experts(device: torch.device, dtype: torch.dtype) -> Iterator[str]:
+    """A mixture of experts of Qwen3-VL-30B-A3B's size by grouped products, beside each expert on all tokens."""
+    count, width, expert_width, per_token = (4, 32, 16, 2) if device.type == "cpu" else (128, 2048, 768, 8)
+    like, tokens = torch.empty(0, device=device, dtype=dtype), 64
+    inputs = {
+        "x": random_tensor(tokens, width, like=like),
+        "gate_up": random_tensor(count, 2 * expert_width, width, like=like, seed=1) * width**-0.5,
+        "down": random_tensor(count, width, expert_width, like=like, seed=2) * expert_width**-0.5,
+    }
+    router_XE = random_tensor(count, width, like=like, seed=3)
+    weight_NK, expert_NK = route(inputs["x"], router_XE, per_token)
+
+    def outputs(grouped: bool, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensors:
+        layer = Experts(router_XE=router_XE, gate_up_XGE=gate_up, down_XEF=down, per_token=per_token)
+        run = layer.run_grouped if grouped else layer.run_all
+        return {"output": run(x, weight_NK, expert_NK, TORCH_KERNELS.gate)}
+
+    found, plain = (values_and_gradients(partial(outputs, grouped), inputs) for grouped in (True, False))
+    wrong = first_difference(found, plain, TOLERANCE[dtype])
+    if wrong is not None:
+        raise CheckFailed(wrong)
+    yield "right; " + ", ".join(f"{name} {value:.1e}" for name, value in differences(found, plain).items())
+
+
+def host_masters(device: torch.device, dtype: torch.dtype) -> Iterator[str]:
+    """Steps of AdamW on master weights in the host's memory, beside those of a model on the CPU."""
+    size = 2**12 if device.type == "cpu" else 2**26
+    settings = AdamWSettings.of_run(Train(), max_steps=2, peak_rate=1e-3)
+    weights, seconds = [], []
+    for place in (device, torch.device("cpu")):
+        parameter = torch.nn.Parameter(random_tensor(size, like=torch.empty(0, dtype=dtype)).to(place))
+        optimizer = Optimizer({"weight": parameter}, settings, on_host=place.type != "cpu")
+        for step in range(2):
+            optimizer.set_rate(step)
+            parameter.grad = random_tensor(size, like=torch.empty(0), seed=1 + step).to(place)
+            seconds.append(seconds_of(optimizer.step, place.type))
+        weights.append(parameter.detach().cpu())
+    if not torch.equal(*weights):
+        raise CheckFailed(f"weights are off by {float((weights[0].float() - weights[1].float()).abs().max()):.1e}")
+    yield f"right; {size / seconds[1] / 1e9:,.2f} billion parameters in a second"

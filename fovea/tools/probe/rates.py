@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.multiprocessing.spawn import spawn
 
+from fovea.rollout.embedded.decode_step import CudaCapture
 from fovea.tools.plan.machine import Machine
 
 FOVEA = str(Path(__file__).parents[2])
@@ -45,11 +46,11 @@ def run_checks(checks: Sequence[Check], say: Callable[[str], None]) -> list[str]
             say(f"    FAILED: {error}")
         except Exception as error:  # a kernel, a driver or a package may raise anything, and the others go on
             failed.append(check.name)
-            say(f"    FAILED: {_error_text(error)}")
+            say(f"    FAILED: {error_text(error)}")
     return failed
 
 
-def _error_text(error: Exception) -> str:
+def error_text(error: Exception) -> str:
     """Type and first line of an error, and the last place in Fovea that it went through."""
     first = (str(error).splitlines() or ["no message"])[0]
     places = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(FOVEA)]
@@ -104,7 +105,9 @@ def read_rate(num_bytes: int, device: str = "cpu", dtype: torch.dtype = torch.fl
     return num_bytes / best_seconds(values.sum, device)
 
 
-def attention_rate(device: str, dtype: torch.dtype, *, heads: int = 8, tokens: int = 1024, width: int = 64) -> float:
+def attention_rate(device: str, dtype: torch.dtype) -> float:
+    """Rate of fused attention without a mask; on a GPU of a case that takes far longer than its launch."""
+    heads, tokens, width = (16, 8192, 128) if device == "cuda" else (8, 1024, 64)
     query, key, value = (torch.randn(1, heads, tokens, width, device=device).to(dtype) for _ in range(3))
     seconds = best_seconds(lambda: F.scaled_dot_product_attention(query, key, value), device)
     return 4 * heads * tokens**2 * width / seconds
@@ -114,6 +117,18 @@ def best_seconds(call: Callable[[], object], device: str, tries: int = TRIES) ->
     """Seconds of the fastest of several calls, after one to warm up."""
     call()
     return min(seconds_of(call, device) for _ in range(tries))
+
+
+def best_kernel_seconds(call: Callable[[], object], device: str, calls: int = 20) -> float:
+    """Seconds of a call without its launch: on a GPU of a CUDA graph of several calls, as decoding has them."""
+    if device != "cuda":
+        return best_seconds(call, device)
+
+    def several() -> None:
+        for _ in range(calls):
+            call()
+
+    return best_seconds(CudaCapture()(several), device) / calls
 
 
 def seconds_of(call: Callable[[], object], device: str) -> float:

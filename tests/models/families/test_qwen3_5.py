@@ -14,6 +14,7 @@ from transformers import AutoModelForImageTextToText
 from fovea.commands.exporting.export import export
 from fovea.commands.targets import find_checkpoint, open_checkpoint
 from fovea.models import delta_rule, experts
+from fovea.models.decoder import decoder_shape
 from fovea.models.plain import PlainVLM
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.tiny import TinyParts
@@ -158,14 +159,17 @@ def test_it_trains_passes_the_parity_gate_and_is_exported(
 
 
 def test_kernels_that_are_not_installed_are_named_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = decoder_shape(tiny("qwen3_5").network.config.get_text_config()).delta
+    assert shape is not None
     found = [lambda name: None, lambda name: None if name == "fla" else name, lambda name: name]
     notes = []
+    monkeypatch.setattr(delta_rule, "delta_refusals", lambda *_: {})
     for each in found:
         monkeypatch.setattr(delta_rule, "find_spec", each)
-        notes.append(delta_rule.slow_delta_note(torch.device("cuda")))
-        assert delta_rule.slow_delta_note(CPU) is None
+        notes.append(delta_rule.slow_delta_note(shape, torch.device("cuda"), torch.bfloat16))
+        assert delta_rule.slow_delta_note(shape, CPU, torch.bfloat16) is None
     assert notes[2] is None
     assert [str(note).rpartition("pip install ")[2] for note in notes[:2]] == [
-        "flash-linear-attention causal-conv1d",
-        "flash-linear-attention",
+        "flash-linear-attention causal-conv1d)",
+        "flash-linear-attention)",
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -21,7 +21,7 @@ from fovea.tools.plan.compute import UPDATE_MFU
 from fovea.tools.plan.machine import machine_of
 from fovea.tools.plan.plan import make_plan
 from fovea.tools.plan.table import plan_tables
-from fovea.tools.probe import kernels, rates
+from fovea.tools.probe import gpu, kernels, rates
 from fovea.tools.probe.gpu import expected
 from fovea.tools.probe.kernels import plain_attention
 from fovea.tools.probe.rates import Check, CheckFailed, Rates, run_checks, with_cpu_rates
@@ -62,10 +62,38 @@ def test_packed_rows_are_compared_with_attention_of_torch(monkeypatch: pytest.Mo
 
 
 def test_a_rate_counts_keys_and_values_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "best_seconds", lambda call, _: call() is None or 0.5)
+    monkeypatch.setattr(kernels, "best_kernel_seconds", lambda call, _: call() is None or 0.5)
     shape = HeadShape(CPU, torch.bfloat16, 4, 2, 16)
     rate = kernels.decode_rate(kernels.gathered_attention, shape, rows=3, keys=40)
     assert rate == 3 * 40 * 2 * 16 * 2 * 2 / 0.5
+
+
+@pytest.mark.parametrize("check", [kernels.delta_nets, kernels.liger, kernels.experts, kernels.host_masters])
+def test_a_check_of_kernels_passes_on_the_cpu(check: Callable[[torch.device, torch.dtype], Iterator[str]]) -> None:
+    assert list(check(CPU, torch.float32))
+
+
+def test_wrong_experts_and_wrong_delta_nets_fail_their_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = kernels.Experts.run_grouped
+    monkeypatch.setattr(kernels.Experts, "run_grouped", lambda *given: right(*given) * 1.1)
+    with pytest.raises(CheckFailed, match="output is off by"):
+        list(kernels.experts(CPU, torch.float32))
+    monkeypatch.setattr(kernels, "delta_refusals", lambda *_: {"chunks": "RuntimeError: #640"})
+    with pytest.raises(CheckFailed, match="chunks of flash-linear-attention: RuntimeError: #640"):
+        list(kernels.delta_nets(CPU, torch.float32))
+
+
+def test_rates_that_cannot_be_measured_are_one_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> Rates:
+        raise RuntimeError("CUBLAS_STATUS_NOT_INITIALIZED")
+
+    monkeypatch.setattr(gpu, "measure_rates", fails)
+    names = ("machine", "rates", "attention of decode steps", "the recipe")
+    checks = [check for check in gpu.checks_of(CPU, load_config([shipped_recipe("shapes")], [])) if check.name in names]
+    said: list[str] = []
+    assert run_checks(checks, said.append) == ["rates"]
+    assert any("FAILED: RuntimeError: CUBLAS_STATUS_NOT_INITIALIZED" in line for line in said)
+    assert said[-1] == "    no estimate: the rates could not be measured"
 
 
 def test_the_ring_sums_over_processes() -> None:

@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# One short visit to a machine with a GPU, without network: all that it can tell, in 580 seconds at most.
+#
+#     benchmarks/first_visit.sh OUT [cpu]      cpu: small versions of all parts, to see that every line runs
+#
+# Every part has its own limit in seconds and its own file in OUT, so that a hang costs one part. PYTHON: the interpreter.
+set -u
+out=${1:?the folder for the results}
+cpu=${2:-}
+py=${PYTHON:-python3}
+cd "$(dirname "$0")/.." || exit 1
+mkdir -p "$out" || exit 1
+out=$(cd "$out" && pwd)
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+
+failed=0
+part() { # NAME LIMIT COMMAND...
+  local name=$1 limit=$2 started=$SECONDS
+  shift 2
+  [ -z "$cpu" ] || limit=$((10 * limit)) # whether a line runs, not how fast
+  timeout -k 5 "$limit" "$@" >"$out/$name.txt" 2>&1
+  local code=$?
+  [ "$code" -eq 0 ] || failed=$((failed + 1))
+  echo "[$SECONDS s] $name: exit code $code after $((SECONDS - started)) of $limit s"
+  tail -n 6 "$out/$name.txt"
+}
+
+device=cuda doctor=(--gpu) bench=(--seconds 160)
+if [ -n "$cpu" ]; then
+  device=cpu doctor=(--gpu --cpu) bench=(--tiny --seconds 160)
+fi
+run=$(mktemp -d)
+trap 'rm -rf "$run"' EXIT
+
+part 0-machine 20 bash -c '
+  nvidia-smi | head -n 15
+  free -g | head -n 2
+  which gcc
+  "$0" - <<END
+import os, sysconfig
+from importlib.metadata import distributions
+print("Python.h:", os.path.exists(sysconfig.get_path("include") + "/Python.h"))
+print(*sorted(f"{each.name} {each.version}" for each in distributions()), sep="\n")
+END' "$py"
+part 1-doctor 180 "$py" -m fovea doctor "${doctor[@]}"
+part 2-bench 195 "$py" -m benchmarks.gpu "${bench[@]}" --json "$out/gpu.json"
+part 3-train 90 "$py" -m fovea train shapes "model.device=$device" warmup.max_steps=20 max_steps=8 profile=true \
+  evaluate.before_training=false evaluate.image_controls=false environment.dev_size=8 environment.test_size=8 \
+  log.progress=false "run_dir=$run/run"
+cp "$run/run/metrics.jsonl" "$run/run/profile/phases.txt" "$out/"
+part 4-tests 60 "$py" -m pytest -m gpu -q -p no:cacheprovider tests/rollout/test_cuda_graphs.py \
+  tests/models/test_head_gradients.py tests/train/test_optimizer.py tests/models/test_kernels_liger.py
+echo "$failed parts failed; $SECONDS s in all"
+[ "$failed" -eq 0 ]
