@@ -205,7 +205,13 @@ class Renderer:
             chat = [_as_chat(Message(role="user", parts=("",))), called, *map(_as_chat, messages)]
             return self._templated(chat, arguments).partition(gemma_calls.call_of(ANSWER))[2].removeprefix(end)
         chat = self._chat([Message(role="user", parts=("",)), Message(role="assistant", parts=(ANSWER,)), *messages])
-        return self._templated(chat, arguments).partition(ANSWER)[2].removeprefix(end)
+        _, found, text = self._templated(chat, arguments).partition(ANSWER)
+        if not found:
+            raise DataError(
+                "the model's chat template does not write the answers of an assistant; put that of a newer revision of "
+                "the model into its folder, as chat_template.jinja"
+            )
+        return text.removeprefix(end)
 
     @cached_property
     def shows_tool_pictures(self) -> bool:
