@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from fovea.metrics.log import read_metrics
 from fovea.metrics.progress import CONSOLE_FILE
 from fovea.run.context import Run
 from fovea.run.lifecycle import begin
+from fovea.types import ImageRef, Message, Score, Task, Turn
 from fovea.utils.event_loop import wait_for
 from fovea.wiring.run import build
 from tests.failing_sessions import SETTINGS, WARMUP, Doors
@@ -52,3 +54,42 @@ def test_a_run_whose_sessions_all_fail_is_refused(tmp_path: Path) -> None:
         wait_for(begin(run_of(tmp_path / "gate", Doors(failing=4))))
     with pytest.raises(TrainError, match=r"all 4 demonstrations of a step of the warm-up failed; the last: a demonst"):
         wait_for(begin(run_of(tmp_path / "warm-up", Doors(failing=0, demonstrated=8), warmup=WARMUP)))
+
+
+class OddReply:
+    """A session whose reply no prompt can hold."""
+
+    def __init__(self, part: str | ImageRef) -> None:
+        self._part = part
+
+    def reply(self, turns: Sequence[Turn]) -> list[Message]:
+        return [Message(role="user", parts=(self._part,))]
+
+    def score(self, turns: Sequence[Turn]) -> Score:
+        return Score(reward=0.0)
+
+
+class OddReplies(Doors):
+    """Doors with such sessions."""
+
+    def __init__(self, part: str | ImageRef) -> None:
+        super().__init__(failing=0)
+        self._part = part
+
+    def open(self, task: Task, seed: int) -> OddReply:
+        return OddReply(self._part)
+
+
+@pytest.mark.parametrize(
+    ("part", "why"),
+    [
+        ("Go on.<|im_end|>", r"the environment's reply contains <\|im_end\|>"),
+        (ImageRef(source=b"none", where="room 3"), "room 3: "),
+    ],
+)
+def test_a_reply_that_no_prompt_can_hold_gets_no_advice_for_rows(
+    part: str | ImageRef, why: str, tmp_path: Path
+) -> None:
+    with pytest.raises(SessionError, match=why) as error:
+        wait_for(begin(run_of(tmp_path, OddReplies(part))))
+    assert "on_bad_row" not in str(error.value)

@@ -43,6 +43,7 @@ from fovea.utils.shown_text import without_secrets
 from fovea.wiring.environment import make_environment
 from fovea.wiring.megatron import saved_by_megatron, trains_with_megatron
 from fovea.wiring.model import locate_model, make_vlm, open_vlm
+from fovea.wiring.model_trial import try_model
 
 RECIPE_FILE = "recipe.yaml"
 """File of an exported folder with the settings of its run."""
@@ -296,6 +297,7 @@ def open_model(
     assert shared is not None, "a plain model has no its own settings"
     settings = _plain_model(shared.model, target)
     config = shared.model_copy(update={"model": settings})
+    try_model(settings)
     processor, network = load_processor(settings), load_network(settings)
     if target.adapter is not None:
         _merge_adapter(network, target.adapter)

@@ -20,6 +20,7 @@ from fovea.environments.graders.base import LateError, NoScoreError, TryAgainErr
 from fovea.environments.graders.limited_calls import CallLimits, CallThreads, LimitedCalls, called, without_ends
 from fovea.environments.session_task import SessionTask
 from fovea.errors import (
+    BadRowError,
     ClusterError,
     ConfigError,
     DataError,
@@ -69,7 +70,13 @@ def turn_limit(environment: Environment, task: Task) -> int:
 
 def unreadable(session: Session, error: DataError) -> FoveaError:
     """The error for an episode whose reply cannot be rendered, such as one with a damaged picture."""
-    return session.failure("picture", str(error)) if isinstance(session, LimitedSession) else error
+    text, reason = str(error), "reply"
+    if isinstance(error, BadRowError):
+        # the rest of its text is advice for rows
+        reason, text = "picture", text.partition("; ")[0] if "data.on_bad_row" in text else text
+    if isinstance(session, LimitedSession):
+        return session.failure(reason, text)
+    return DataError(f"{text}; correct it in the environment's reply") if reason == "picture" else error
 
 
 async def goes_on(session: Session, turns: Sequence[Turn]) -> bool:

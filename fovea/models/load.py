@@ -36,6 +36,7 @@ def empty_network(settings: Model) -> PreTrainedModel:
     """The network of `model.path` on the meta device, in evaluation mode; of its files only the config is read."""
     assert settings.path is not None, "a tiny model is loaded from the folder that it was written to"
     with damaged_model(settings.path), torch.device("meta"):
+        check_config_keys(settings.path, settings.revision or "main")
         config = load_config(settings.path, **hub_options(settings))
         network: PreTrainedModel = AutoModelForImageTextToText.from_config(config, dtype=DTYPES[settings.dtype])
     network.eval()

@@ -22,6 +22,8 @@ from fovea.models.transformers_versions import load_config, load_tokenizer
 from fovea.utils.config_keys import check_config_keys, optional_file, optional_json
 from fovea.utils.tool_calls import gemma_calls
 
+SIZES_OF_TOWER = {"merge_size": "spatial_merge_size"}
+"""Names in a vision config of sizes that image processors have under another one."""
 SET_BY_RENDERER = frozenset({"messages", "tools", "documents", "tokenize", "chat_template", "add_generation_prompt"})
 """Names that no argument of a chat template may have."""
 
@@ -65,6 +67,7 @@ def load_processor(settings: Model) -> Processor:
         written = optional_json(path, TOKENIZER_CONFIG, options["revision"])
         tokenizer = load_tokenizer(path, written, **options)
         image_processor = family.load_image_processor(path, options["revision"])
+        _check_sizes(config, image_processor, path)
         mark = family.image_mark(image_processor)
         if mark not in tokenizer.get_vocab():
             raise ModelError(
@@ -93,6 +96,18 @@ def _check_family(settings: Model, family: ModelFamily) -> None:
         raise ModelError(
             f"model.family=auto, but Fovea has a family for {settings.path}, a {family.model_type}; leave it out"
         )
+
+
+def _check_sizes(config: Any, image_processor: Any, path: str) -> None:
+    """ModelError where the image processor cuts pictures into other patches than the vision tower takes."""
+    vision = getattr(config, "vision_config", None)
+    for name in ("patch_size", "temporal_patch_size", "merge_size"):
+        cut, taken = getattr(image_processor, name, None), getattr(vision, SIZES_OF_TOWER.get(name, name), None)
+        if isinstance(cut, int) and isinstance(taken, int) and cut != taken:
+            raise ModelError(
+                f"model.path={path}: {name}={cut} in its preprocessor_config.json, but its config.json has {taken}; "
+                "download the whole model again, or give another folder"
+            )
 
 
 def template_with_defaults(processor: Processor) -> str:

@@ -10,14 +10,17 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import groupby
+from functools import cached_property, lru_cache
+from itertools import groupby, zip_longest
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
+from numpy.typing import NDArray
 
 from fovea.data.images import ImageOpener, Size
-from fovea.errors import BadRowError, DataError
-from fovea.models.processor import Processor
+from fovea.errors import BadRowError, ConfigError, DataError, first_line
+from fovea.models.processor import Processor, token_id
 from fovea.types import ImageRef, Message, Prompt, PromptImage, ToolSpec
 from fovea.utils.shown_text import special_marks, without_marks
 from fovea.utils.tool_calls import gemma_calls
@@ -26,6 +29,10 @@ from fovea.utils.tool_calls.json_calls import CLOSING, OPENING
 
 ANSWER = "the-answer-of-the-model"
 """Placeholder of an answer in the chat template, by which the text after an answer is found."""
+STAND_IN = "x"
+"""Text in place of any other, by which the special tokens of the chat template itself are found."""
+PICTURE = ImageRef(source="")
+"""Stand-in of any picture: one object, since a reference equals itself only."""
 SYSTEM_PROMPT = "You are a helpful assistant."
 """System prompt of Qwen2.5-VL's chat template, which leaves it out where there is a system message."""
 # the words that Qwen's text models are trained with
@@ -65,11 +72,17 @@ class Renderer:
         self._image_processor = processor.image_processor
         self._family = processor.family
         self._marks = special_marks(processor.tokenizer)
-        self._banned_ids = frozenset(processor.banned_ids)
+        self._starts = {ord(mark[0]): f"{mark[0]}\\" for mark in self._marks}
+        special = [processor.family.image_token_id, *(token_id(processor.tokenizer, mark) for mark in self._marks)]
+        self._is_special = np.isin(np.arange(max(len(processor.tokenizer), *special) + 1), special)
+        # the one that ends an answer is added behind it
+        self._never_inside = frozenset((*processor.banned_ids, *processor.stop_ids))
         self._open_image = open_image
         self._image_options = processor.family.image_options(processor.image_processor, min_pixels, max_pixels)
         self._image_mark = processor.family.image_mark(processor.image_processor)
         self.most_tokens: int | None = processor.max_positions - max_new_tokens
+        # chats of one form have the same special tokens: a data set has few forms, and each is rendered once more
+        self._expected = lru_cache(maxsize=1024)(self._expected_marks)
 
     def fewest_tokens(self, messages: Sequence[Message]) -> int:
         """A lower bound of the tokens of a prompt: those of its images, only from their headers.
@@ -81,67 +94,176 @@ class Renderer:
     def prompt(self, messages: Sequence[Message], where: str = "the prompt", tools: Sequence[ToolSpec] = ()) -> Prompt:
         """The prompt of a task, up to where the assistant's answer begins; BadRowError if it cannot be rendered.
 
-        `where` names the row in errors; `tools` are those that the model may call.
+        `where` names the row in errors; `tools` are those that the model may call. DataError for a tool whose texts
+        hold a special token.
         """
-        self._check_no_marks(messages, where)
-        return self._tokenized(self.text(messages, tools), messages)
+        text, ids_U, expected = self._read(messages, tools, None)
+        if self._marks_of(ids_U) != expected:
+            raise self._prompt_refusal(messages, tools, ids_U, expected, where)
+        return self._with_images(text, ids_U, messages, where)
 
     def observation(self, messages: Sequence[Message], *, after: int, where: str = "the reply") -> Prompt:
         """Tokens of the chat template between two answers: end of turn, these messages, start of the next turn.
 
-        `after` is the last token id of the answer. If it is the end-of-turn token, that is not repeated.
+        `after` is the last token id of the answer. If it is the end-of-turn token, that is not repeated. Special tokens
+        that tools return are made harmless; DataError for those of other messages.
         """
-        messages = without_special_tokens(messages, self._marks)
-        self._check_no_marks(messages, where)
+        given = without_special_tokens(messages, self._marks)
+        text, ids_U, expected = self._read(given, (), after)
+        if self._marks_of(ids_U) != expected and any(each.role == "tool" for each in given):
+            # the template joins letters of several texts to a mark
+            given = [_with_escapes(each, self._starts) if each.role == "tool" else each for each in given]
+            text, ids_U, expected = self._read(given, (), after)
+        if self._marks_of(ids_U) != expected:
+            raise DataError(
+                f"{where}: the environment's reply contains {self._odd_mark(ids_U, expected)}, which the model reads "
+                "as a separate mark; remove that from its text where the environment makes it"
+            )
+        return self._with_images(text, ids_U, given, where)
+
+    def _read(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec], after: int | None
+    ) -> tuple[str, NDArray[np.int64], tuple[int, ...]]:
+        """The text of a prompt, or of an observation after a token, its ids, and the special ids that it should have.
+
+        Those are the ids of the same chat with stand-ins for all that is not the template's own.
+        """
+        text = self._written(messages, tools, after, self._template_kwargs)
+        ids_U = np.asarray(self._ids(text), dtype=np.int64)
+        listed = json.dumps([_plain_tool(each, self._starts) for each in tools]) if tools else "[]"
+        return text, ids_U, self._expected(tuple(map(_stand_in, messages)), listed, after)
+
+    def _expected_marks(self, messages: tuple[Message, ...], listed: str, after: int | None) -> tuple[int, ...]:
+        tools = [ToolSpec(**each) for each in json.loads(listed)]
+        text = self._written(messages, tools, after, _escaped(self._template_kwargs, self._starts))
+        return self._marks_of(np.asarray(self._ids(text), dtype=np.int64))
+
+    def _marks_of(self, ids_U: NDArray[np.int64]) -> tuple[int, ...]:
+        """The special tokens among some ids, in order."""
+        return tuple(ids_U[self._is_special[ids_U]].tolist())
+
+    def _odd_mark(self, ids_U: NDArray[np.int64], expected: tuple[int, ...]) -> str:
+        """Text of the first special token that is not as expected."""
+        pairs = zip_longest(self._marks_of(ids_U), expected)
+        found, own = next(pair for pair in pairs if pair[0] != pair[1])
+        return self.token_text(own if found is None else found)
+
+    def _prompt_refusal(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSpec],
+        ids_U: NDArray[np.int64],
+        expected: tuple[int, ...],
+        where: str,
+    ) -> DataError:
+        """The error for a prompt with a special token that its template does not write; names whose text holds it."""
+        mark = f"{self._odd_mark(ids_U, expected)}, which the model reads as a separate mark"
+
+        def is_sound(some: Sequence[Message], others: Sequence[ToolSpec]) -> bool:
+            return self._marks_of(self._read(some, others, None)[1]) == expected
+
+        plain, plain_tools = list(map(_stand_in, messages)), [ToolSpec(**_plain_tool(x, self._starts)) for x in tools]
+        if not is_sound(plain, plain_tools):
+            raise ConfigError(
+                f"model.chat_template_kwargs: its values contain {mark} where the chat template writes them; remove "
+                "that from them"
+            )
+        if tools and is_sound(messages, plain_tools):
+            alone = [[*plain_tools[:i], tool, *plain_tools[i + 1 :]] for i, tool in enumerate(tools)]
+            named = [tool.name for tool, each in zip(tools, alone, strict=True) if not is_sound(messages, each)]
+            named = named or [tool.name for tool in tools]
+            each = f"tool {named[0]}: its" if len(named) == 1 else f"tools {', '.join(named)}: their"
+            return DataError(
+                f"{where}: {each} name, description or parameters contain {mark}; remove that where the tool is "
+                "described, or leave the tool out"
+            )
+        of_row = [_stand_in(each) if each.role == "system" else each for each in messages]
+        if is_sound(of_row, plain_tools):
+            whose, place = "its system prompt", "the system prompt"
+        else:
+            whose, place = "its text", "the row"
+        return BadRowError(
+            f"{where}: {whose} contains {mark}; remove that from {place}, or set data.on_bad_row=skip",
+            "prompt_special_token",
+        )
+
+    def _written(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSpec],
+        after: int | None,
+        arguments: Mapping[str, Any],
+    ) -> str:
+        """The text that the chat template writes for a prompt, or for an observation after a token."""
+        if after is None:
+            return self._text(messages, tools, arguments)
         end = self.token_text(after)
         # the text between two answers is rendered by itself: the answers' sampled ids are never tokenised again
-        is_result = messages[0].role == "tool" and gemma_calls.awaits_result(end)
-        text = self._text_after_call(messages, where) if is_result else self._text_after_answer(messages)
-        return self._tokenized(text.removeprefix(end), messages)
-
-    def _text_after_answer(self, messages: Sequence[Message]) -> str:
+        if messages[0].role == "tool" and gemma_calls.awaits_result(end):
+            # this template writes results into the turn of the model that has called
+            called = gemma_calls.calling(ANSWER)
+            chat = [_as_chat(Message(role="user", parts=("",))), called, *map(_as_chat, messages)]
+            return self._templated(chat, arguments).partition(gemma_calls.call_of(ANSWER))[2].removeprefix(end)
         chat = self._chat([Message(role="user", parts=("",)), Message(role="assistant", parts=(ANSWER,)), *messages])
-        return self._templated(chat).rpartition(ANSWER)[2]
-
-    def _text_after_call(self, messages: Sequence[Message], where: str) -> str:
-        """As `_text_after_answer`, for a template that writes results into the turn of the model that has called."""
-        chat = [_as_chat(Message(role="user", parts=("",))), gemma_calls.calling(ANSWER), *map(_as_chat, messages)]
-        text = self._templated(chat).rpartition(gemma_calls.call_of(ANSWER))[2]
-        if text.count(self._image_mark) < len(images_of(messages)):
+        _, found, text = self._templated(chat, arguments).partition(ANSWER)
+        if not found:
             raise DataError(
-                f"{where}: the model's chat template leaves out pictures that tools return; put that of a newer "
-                "revision of the model into its folder, as chat_template.jinja"
+                "the model's chat template does not write the answers of an assistant; put that of a newer revision of "
+                "the model into its folder, as chat_template.jinja"
             )
-        return text
+        return text.removeprefix(end)
 
-    def _tokenized(self, text: str, messages: Sequence[Message]) -> Prompt:
-        """Token ids of a text that the chat template made of the messages, with their images."""
-        images = [self._process(ref) for ref in images_of(messages)]
-        ids_U = np.asarray(self._ids(text), dtype=np.int64)
+    @cached_property
+    def shows_tool_pictures(self) -> bool:
+        """False if the chat template leaves out pictures that tools return; DataError where it refuses them."""
+        in_turn = self._reads_tools and not self._has_results
+        after = token_id(self._tokenizer, gemma_calls.RESULT) if in_turn else int(self._tokenizer.eos_token_id)
+        picture = Message(role="tool", tool=STAND_IN, parts=(PICTURE,))
+        return self._image_mark in self._written([picture], (), after, self._template_kwargs)
+
+    def _with_images(self, text: str, ids_U: NDArray[np.int64], messages: Sequence[Message], where: str) -> Prompt:
+        """The prompt of a text that the chat template made of the messages, with their images."""
+        refs = images_of(messages)
+        if (count := text.count(self._image_mark)) != len(refs):
+            of_tools = " that tools return" if any(map(images_of, [[m] for m in messages if m.role == "tool"])) else ""
+            raise DataError(
+                f"{where}: the model's chat template leaves out pictures{of_tools} (it writes {count} of {len(refs)}); "
+                "put that of a newer revision of the model into its folder, as chat_template.jinja"
+            )
+        images = [self._process(ref) for ref in refs]
         # tokenised with the text of the images: spaces and line breaks around a mark may merge with it into one token
         ids_L = np.asarray(self._ids(self._expand(text, images)), dtype=np.int64) if images else ids_U
         return Prompt(token_ids_L=ids_L, unexpanded_ids_U=ids_U, images=tuple(images))
 
     def text(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> str:
         """The messages as written by the chat template, with one image token per image."""
+        return self._text(messages, tools, self._template_kwargs)
+
+    def _text(self, messages: Sequence[Message], tools: Sequence[ToolSpec], arguments: Mapping[str, Any]) -> str:
         if tools and not self._reads_tools:
-            return self._templated(self._chat(with_tool_list(messages, tools)))
-        return self._templated(self._chat(messages), **({"tools": list(map(as_listed, tools))} if tools else {}))
+            return self._templated(self._chat(with_tool_list(messages, tools)), arguments)
+        listed = {"tools": list(map(as_listed, tools))} if tools else {}
+        return self._templated(self._chat(messages), {**listed, **arguments})
 
     def _chat(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         if not self._has_results and any(each.role == "tool" for each in messages):
             messages = with_results_of_user(messages)
         return list(map(_as_chat, messages))
 
-    def _templated(self, chat: Any, **tools: Any) -> str:
-        text = self._tokenizer.apply_chat_template(
-            chat,
-            chat_template=self._template,
-            tokenize=False,
-            add_generation_prompt=True,
-            **tools,
-            **self._template_kwargs,
-        )
+    def _templated(self, chat: Any, arguments: Mapping[str, Any]) -> str:
+        try:
+            text = self._tokenizer.apply_chat_template(
+                chat,
+                chat_template=self._template,
+                tokenize=False,
+                add_generation_prompt=True,
+                **arguments,
+            )
+        except TemplateError as error:
+            raise DataError(
+                f"the model's chat template does not take these messages ({first_line(error)}); change their roles or "
+                "parts, or put another template into the model's folder, as chat_template.jinja"
+            ) from error
         assert isinstance(text, str)
         return text
 
@@ -157,7 +279,7 @@ class Renderer:
     def target(self, text: str, where: str = "the answer") -> tuple[int, ...]:
         """Token ids of an answer to imitate, with the end token; DataError if it holds a token that is never drawn."""
         ids = self._ids(text)
-        for banned in self._banned_ids.intersection(ids):
+        for banned in self._never_inside.intersection(ids):
             raise DataError(
                 f"{where}: it contains {self.token_text(banned)}, which completions never hold: it cannot be imitated; "
                 "remove that mark from the answer"
@@ -192,18 +314,6 @@ class Renderer:
         pairs = zip(images, others, strict=True)
         return first + "".join(self._family.image_text(image) + after for image, after in pairs)
 
-    def _check_no_marks(self, messages: Sequence[Message], where: str) -> None:
-        """Raise BadRowError if the messages contain the text of a special token."""
-        # the tokenizer would read it as that token: a row could end a turn or add an image
-        texts = [part for message in messages for part in message.parts if isinstance(part, str)]
-        for mark in self._marks:
-            if any(mark in text for text in texts):
-                raise BadRowError(
-                    f"{where}: its text contains {mark}, which the model reads as a separate mark; remove that from "
-                    "the row, or set data.on_bad_row=skip",
-                    "prompt_special_token",
-                )
-
 
 @contextmanager
 def _refusals_named(where: str) -> Iterator[None]:
@@ -220,6 +330,35 @@ def _refusals_named(where: str) -> Iterator[None]:
 def images_of(messages: Sequence[Message]) -> list[ImageRef]:
     """The images of messages, in order."""
     return [part for message in messages for part in message.parts if isinstance(part, ImageRef)]
+
+
+def _stand_in(message: Message) -> Message:
+    """A message of the same form with other texts, pictures and names; blank texts stay, as templates look for them."""
+    parts = tuple(_stand_in_text(part) if isinstance(part, str) else PICTURE for part in message.parts)
+    return Message(role=message.role, parts=parts, tool=_stand_in_text(message.tool))
+
+
+def _stand_in_text(text: str) -> str:
+    return STAND_IN if text.strip() else text
+
+
+def _plain_tool(tool: ToolSpec, escapes: Mapping[int, str]) -> dict[str, Any]:
+    """Fields of a tool of the same form whose texts make no special token; templates look for words of its schema."""
+    named = {"name": _stand_in_text(tool.name), "description": _stand_in_text(tool.description)}
+    return {**named, "parameters": _escaped(tool.parameters, escapes)}
+
+
+def _with_escapes(message: Message, escapes: Mapping[int, str]) -> Message:
+    return replace(message, parts=tuple(_escaped(message.parts, escapes)))
+
+
+def _escaped(value: Any, escapes: Mapping[int, str]) -> Any:
+    """Nested mappings and lists with a backslash behind each character of a text that may begin a special token."""
+    if isinstance(value, str):
+        return value.translate(escapes)
+    if isinstance(value, Mapping):
+        return {_escaped(key, escapes): _escaped(entry, escapes) for key, entry in value.items()}
+    return [_escaped(each, escapes) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _as_chat(message: Message) -> dict[str, Any]:
@@ -273,4 +412,10 @@ def without_special_tokens(messages: Sequence[Message], marks: Sequence[str]) ->
 
 
 def _harmless(message: Message, marks: Sequence[str]) -> tuple[str | ImageRef, ...]:
-    return tuple(without_marks(part, marks) if isinstance(part, str) else part for part in message.parts)
+    parts: list[str | ImageRef] = []
+    for is_text, run in groupby(message.parts, lambda part: isinstance(part, str)):
+        texts = [without_marks(part, marks) if isinstance(part, str) else part for part in run]
+        joined = "".join(map(str, texts)) if is_text else ""
+        # most templates write them one behind the other
+        parts += [without_marks(joined, marks)] if any(mark in joined for mark in marks) else texts
+    return tuple(parts)

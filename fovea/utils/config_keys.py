@@ -16,18 +16,22 @@ from transformers.utils.hub import cached_file
 
 from fovea.errors import ModelError
 from fovea.utils.bounded import read_file
+from fovea.utils.config_numbers import check_numbers
 
 IMPLEMENTATIONS = {
     "attn_implementation": ("eager", "sdpa", "flex_attention"),
     "experts_implementation": ("eager", "batched_mm", "grouped_mm"),
 }
 """Values of keys that take the name of a kernel on the hub as well. The keys also come as _KEY and KEY_internal."""
+NUMBERED = ("config.json", "preprocessor_config.json", "processor_config.json")
+"""Files whose numbers have ranges."""
 ADAPTER_CONFIG = "adapter_config.json"
 
 
 def check_config_keys(path: str, revision: str, setting: str = "model.path") -> None:
     """ModelError where config.json or tokenizer_config.json has transformers fetch a kernel or import another package.
 
+    The numbers of config.json and of the processor's files are checked as well, before anything is built of them.
     An adapter beside the weights is refused as well: transformers would apply it, and import what its config names.
     """
     config, tokenizer = (optional_json(path, name, revision) for name in ("config.json", "tokenizer_config.json"))
@@ -37,6 +41,8 @@ def check_config_keys(path: str, revision: str, setting: str = "model.path") -> 
                 f"{setting}={path}: {key}={value!r} in its config.json names a kernel that transformers may fetch and "
                 f"run; delete the key, or set it to one of {', '.join(IMPLEMENTATIONS[name])}"
             )
+    for file in NUMBERED:
+        check_numbers(f"{setting}={path}", file, optional_json(path, file, revision))
     for file, content in (("config.json", config), ("tokenizer_config.json", tokenizer)):
         _check_tokenizer_class(f"{setting}={path}", file, content.get("tokenizer_class"))
     if optional_file(path, ADAPTER_CONFIG, revision) is not None:

@@ -35,6 +35,7 @@ from fovea.rollout.embedded.tuning import decoding_note
 from fovea.run.run_dir import has_checkpoint
 from fovea.train.ranks import ALONE, Ranks
 from fovea.utils.installing import pip_install
+from fovea.wiring.model_trial import try_model
 
 
 def load_on_ranks(settings: Model, device: torch.device, ranks: Ranks) -> PreTrainedModel:
@@ -95,11 +96,12 @@ def locate_model(
 ) -> Model:
     """Model settings with a `path`: those given, or a tiny model's, which is written into the run folder once.
 
-    A tiny model's tokenizer is trained on the texts of `environment`, which is called only then; `on_bad_row` is in
-    place of `data.on_bad_row` for them.
+    ModelError for a given model whose trial fails. A tiny model's tokenizer is trained on the texts of `environment`,
+    which is called only then; `on_bad_row` is in place of `data.on_bad_row` for them.
     """
     settings = config.model
     if settings.tiny is None:
+        try_model(settings)
         return settings
     target = folder / MODEL_FOLDER
     # without a checkpoint it is made again: the settings may differ from those of an earlier start

@@ -13,9 +13,10 @@ from fovea.environments.mixture import Mixture, Part
 from fovea.environments.sessions import LimitedSessions
 from fovea.environments.tools.base import THOUSANDTHS, Frame, Tool
 from fovea.environments.tools.loading import load_tools
+from fovea.environments.tools.picture_tools import MEASURE, PictureTool
 from fovea.environments.tools.results import ResultLimits
 from fovea.environments.tools.session import ToolUse, WithTools
-from fovea.errors import ConfigError
+from fovea.errors import ConfigError, ModelError
 from fovea.models.processor import Processor
 from fovea.models.render import Renderer
 from fovea.types import Message
@@ -75,7 +76,18 @@ def with_tools(
     settings, inside = config.environment, _inside(environment)
     # an environment that brings tools counts turns with calls itself
     further = settings.max_tool_turns if tools else 0
-    calling = WithTools(inside, make_use(), tools, max_turns=inside.max_turns + further)
+    use = make_use()
+    if (
+        named := []
+        if use.shows_pictures
+        else [tool.spec.name for tool in tools if isinstance(tool, PictureTool) and tool.name != MEASURE.name]
+    ):
+        raise ModelError(
+            f"environment.tools: {', '.join(named)} return pictures, which the chat template of "
+            f"model.path={config.model.name} leaves out; put that of a newer revision of the model into its folder, as "
+            "chat_template.jinja, or leave these tools out"
+        )
+    calling = WithTools(inside, use, tools, max_turns=inside.max_turns + further)
     asks_score = not isinstance(environment, LimitedSessions) or environment.asks_score
     return LimitedSessions(calling, settings.session, type(inside).__name__, asks_score=asks_score)
 
@@ -89,6 +101,7 @@ def use_of_model(
         frame=frame_of(renderer),
         limits=ResultLimits(open_image=opener, image_root=config.data.image_root),
         check_picture=lambda ref: renderer.fewest_tokens([Message(role="tool", parts=(ref,))]),
+        shows_pictures=renderer.shows_tool_pictures,
         warn=warn,
     )
 

@@ -102,6 +102,11 @@ def test_an_answer_with_a_token_that_is_never_drawn_is_refused(parts: TinyParts)
         renderer(parts).target("<|vision_start|>", where="row 7")
 
 
+def test_an_answer_with_the_token_that_ends_it_is_refused(parts: TinyParts) -> None:
+    with pytest.raises(DataError, match=r"row 7: it contains <\|im_end\|>, which completions never hold"):
+        renderer(parts).target("3<|im_end|>4", where="row 7")
+
+
 @pytest.mark.parametrize("family", PROCESSORS)
 def test_mixed_prompts_have_what_they_say(family: str) -> None:
     prompts = mixed_prompts(tiny(family))
@@ -152,15 +157,25 @@ def _visual_tokens(render: Renderer, messages: Sequence[Message]) -> int:
 
 def test_text_is_tokenized_once_for_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second pass over template and tokenizer would take a sixth of the time of a step of the demo."""
-    render, texts = Renderer(tiny("qwen3_vl").processor, from_array), list[object]()
+    processor, texts = tiny("qwen3_vl").processor, list[object]()
     source = PromptSource(
-        [], Shapes(ShapesEnvironment(), 0), render, max_prompt_tokens=2048, on_bad_row="error", cache_gib=0
+        [],
+        Shapes(ShapesEnvironment(), 0),
+        Renderer(processor, from_array),
+        max_prompt_tokens=2048,
+        on_bad_row="error",
+        cache_gib=0,
     )
-    tokenize = render.text
-    monkeypatch.setattr(render, "text", lambda messages, tools=(): texts.append(messages) or tokenize(messages, tools))
-    task = Shapes(ShapesEnvironment(), 0).tasks("train")[0]
-    assert source.render(task).prompt.num_tokens > 0
-    assert len(texts) == 1
+    write = processor.tokenizer.apply_chat_template
+    monkeypatch.setattr(
+        processor.tokenizer, "apply_chat_template", lambda chat, **given: texts.append(chat) or write(chat, **given)
+    )
+    first, *others = Shapes(ShapesEnvironment(), 0).tasks("train")[:9]
+    assert source.render(first).prompt.num_tokens > 0
+    assert len(texts) == 2, "once for all prompts of its form, to find the template's own special tokens"
+    for task in others:
+        source.render(task)
+    assert len(texts) == 2 + len(others)
 
 
 def test_a_row_over_its_limit_is_refused_before_any_image_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,12 +10,13 @@ import pytest
 from fovea.environments.base import UsesTools
 from fovea.environments.sessions import turn_limit
 from fovea.environments.tools.session import demonstrated_call
-from fovea.errors import ConfigError
+from fovea.errors import ConfigError, ModelError
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.run.context import Run
 from fovea.types import ImageRef, Message, Turn
 from fovea.utils.event_loop import wait_for
+from tests.tiny_models import save, tiny
 from tests.wiring.small import run_of
 
 SCENES = {"name": "shapes", "train_size": 8, "dev_size": 2, "test_size": 2}
@@ -68,3 +69,18 @@ def test_every_part_of_a_mixture_has_its_tools(tmp_path: Path) -> None:
 def test_tools_are_those_of_parts_or_of_all(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"environment.parts.far has tools, and the mixture has tools for all parts"):
         mixed_run(tmp_path, tools=["zoom"])
+
+
+def test_a_template_without_pictures_of_tools_is_named_at_the_start(tmp_path: Path) -> None:
+    folder = save(tiny("qwen3_vl"), tmp_path / "model")
+    file = folder / "chat_template.jinja"
+    written = file.read_text()
+    file.write_text(
+        written.replace("{%- if part.type == 'image' -%}", "{%- if part.type == 'image' and message.role != 'tool' -%}")
+    )
+    assert file.read_text() != written
+    settings = {"environment": {**SCENES, "tools": ["zoom"], "max_tool_turns": 1}, "model": {"path": str(folder)}}
+    with pytest.raises(
+        ModelError, match=r"environment.tools: zoom return pictures, which the chat template of .*model leaves"
+    ):
+        run_of(tmp_path / "run", **settings)

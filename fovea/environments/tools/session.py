@@ -100,6 +100,8 @@ class ToolUse:
     """Raises BadRowError for a picture of a shape that the model's image processor refuses."""
     warn: Callable[[str], None]
     """Gets one line about each tool that fails, the first time."""
+    shows_pictures: bool = True
+    """False if the model's chat template leaves out pictures that tools return."""
     printed: PrintedText = field(default_factory=PrintedText)
     warned: set[str] = field(default_factory=set)
     """Names of the tools that `warn` has got a line about."""
@@ -222,6 +224,8 @@ class ToolSession:
         checked = await asyncio.to_thread(checked_parts, parts, call.name, self._use.limits)
         for part in checked:
             if isinstance(part, ImageRef):
+                if not self._use.shows_pictures:
+                    raise BadResultError(f"{call.name} returned a picture, which the model's chat template leaves out")
                 self._use.check_picture(part)
         return checked
 

@@ -1,0 +1,164 @@
+"""Trial of a model folder's tokenizer, processor and chat template, in a process that can be ended.
+
+A stranger's template may loop for ever and a stranger's tokenizer may multiply a text until memory ends, inside code
+that no exception stops. What passes here is used in this process afterwards.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import lru_cache
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fovea.config.model import Model
+from fovea.data.images import ImageOpener
+from fovea.errors import FoveaError, ModelError, first_line
+from fovea.models.processor import load_processor
+from fovea.models.render import Renderer
+from fovea.types import ImageRef, Message
+
+CPU_SECONDS = 60
+"""Processor time of all steps together; an ordinary folder takes one or two."""
+WALL_SECONDS = 300.0
+"""Also for a machine with much else to do."""
+MEMORY_BYTES = 4 * 2**30
+"""More than the process has when it begins; tokenizers of 260,000 entries take a quarter."""
+MOST_TOKENS, MOST_CHARACTERS = 20_000, 200_000
+"""Of a question of one line about a small picture; tiles and thumbnails take a few thousand tokens."""
+FAULT = "fault: "
+LOADING = "the tokenizer or the processor (tokenizer.json, preprocessor_config.json)"
+WRITING = "the chat template (chat_template.jinja)"
+READING = "the tokenizer or the processor, on a question with a picture (tokenizer.json, preprocessor_config.json),"
+FIX = "correct that file, download the model again, or give another folder"
+QUESTION = f"How many? {''.join(map(chr, range(32, 127))).replace('<', '')} é ß 雪 🙂\n\tIt's 3."
+
+
+def try_model(settings: Model) -> None:
+    """ModelError for a model whose tokenizer, processor or chat template fails on a picture, or does not end.
+
+    A folder is tried once in a process, as long as its files stay.
+    """
+    folder = Path(str(settings.path))
+    files = sorted((each.name, each.stat().st_mtime_ns, each.stat().st_size) for each in folder.glob("*.j*"))
+    _try(settings.model_dump_json(), tuple(files))
+
+
+@lru_cache(maxsize=64)
+def _try(given: str, _files: tuple[tuple[str, int, int], ...]) -> None:
+    settings = Model.model_validate_json(given)
+    # a fork has all packages already; a new process would import them for ten seconds
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=_trial, args=(settings, theirs))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads beside a fork, which the trial does not need
+        child.start()
+    theirs.close()
+    try:
+        child.join(WALL_SECONDS)
+    finally:
+        child.kill()
+        child.join()
+    lines: list[str] = []
+    with ours, suppress(EOFError):
+        while ours.poll():
+            lines.append(ours.recv())
+    where = f"model.path={settings.path}"
+    if faults := [line.removeprefix(FAULT) for line in lines if line.startswith(FAULT)]:
+        raise ModelError(faults[-1])
+    if child.exitcode == 0:
+        return
+    step = lines[-1] if lines else "the trial of its files"
+    late = child.exitcode in (-signal.SIGXCPU, -signal.SIGKILL)
+    end = f"did not end within {CPU_SECONDS} s" if late else f"ended its process (exit code {child.exitcode})"
+    raise ModelError(f"{where}: {step} {end}; {FIX}")
+
+
+def _trial(settings: Model, tell: Connection) -> None:
+    """In the child: load and use all that is tried, and tell each step and a fault."""
+    where = f"model.path={settings.path}"
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_DFL)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in range(3):
+        os.dup2(nowhere, descriptor)
+    torch.set_num_threads(1)  # the threads of the process before the fork are not here
+    _limit()
+    step = LOADING
+    try:
+        for step in _steps(settings, where):
+            tell.send(step)
+    except FoveaError as error:
+        tell.send(FAULT + (str(error) if where in str(error) else f"{where}: {error}"))
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        named = WRITING if any(frame.filename == "<template>" for frame in frames) else step
+        match error:
+            case _LateError():
+                fault = f"did not end within {CPU_SECONDS} s"
+            case MemoryError():
+                fault = f"takes more than {MEMORY_BYTES >> 30} GiB of memory"
+            case _:
+                fault = f"fails on a question with a picture ({first_line(error)})"
+        tell.send(f"{FAULT}{where}: {named} {fault}; {FIX}")
+
+
+def _steps(settings: Model, where: str) -> Iterator[str]:
+    """Use all that is tried; yields the name of each step before it."""
+    yield LOADING
+    processor = load_processor(settings)
+    render = Renderer(processor, ImageOpener(max_mib=1, max_megapixels=1))
+    yield WRITING
+    picture = ImageRef(source=np.random.default_rng(0).integers(0, 255, (96, 128, 3), dtype=np.uint8))
+    asked = [Message(role="user", parts=(picture, "How many?"))]
+    text = render.text(asked)
+    if len(text) > MOST_CHARACTERS:
+        raise ModelError(f"{where}: {WRITING} writes {len(text)} characters for a question of one line; {FIX}")
+    yield READING
+    prompt = render.prompt(asked, where)
+    pads = int((prompt.token_ids_L == processor.family.image_token_id).sum())
+    if pads != (wanted := sum(image.num_tokens for image in prompt.images)):
+        raise ModelError(
+            f"{where}: its prompts have {pads} tokens of image_token_id={processor.family.image_token_id} for a "
+            f"picture of {wanted}: config.json does not go with tokenizer.json; {FIX}"
+        )
+    if not all(np.isfinite(x).all() for image in prompt.images for x in image.tensors.values()):
+        raise ModelError(f"{where}: its processor makes pixels that are no finite numbers; {FIX}")
+    if prompt.num_tokens > MOST_TOKENS:
+        raise ModelError(f"{where}: it makes {prompt.num_tokens} tokens of a question of one line; {FIX}")
+    render.prompt([Message(role="user", parts=(picture, QUESTION))], where)
+    yield WRITING
+    render.observation([Message(role="user", parts=(QUESTION,))], after=processor.stop_ids[-1], where=where)
+
+
+class _LateError(Exception):
+    """The end of the processor time."""
+
+
+def _raise_late(_signal: int, _frame: object) -> None:
+    raise _LateError
+
+
+def _limit() -> None:
+    """Limits of this process from here on, beyond what its imports have taken."""
+    # raised in Python's code, which then names the template; compiled code is killed five seconds later
+    signal.signal(signal.SIGXCPU, _raise_late)
+    seconds = CPU_SECONDS + int(time.process_time())
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
+    if (pages := Path("/proc/self/statm")).is_file():
+        taken = int(pages.read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY_BYTES, taken + MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,0 +1,78 @@
+"""Folders of strangers whose template, tokenizer or processor fails or does not end: each is named in one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fovea.config.model import Model
+from fovea.errors import ModelError
+from fovea.models.tiny import CHAT_TEMPLATE
+from fovea.wiring import model_trial
+from fovea.wiring.model_trial import try_model
+from tests.tiny_models import save, tiny
+
+
+def template(text: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / "chat_template.jinja").write_text(text) and None
+
+
+def changed(name: str, **values: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        content = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(content | values))
+
+    return change
+
+
+MULTIPLYING = {
+    "type": "Sequence",
+    "normalizers": [{"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000} for _ in range(6)],
+}
+ENDLESS = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
+LONG = "{% for i in range(100) %}{{ 'x' * 30000000 }}{% endfor %}"
+STRANGERS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "endless template": (template(ENDLESS), r"the chat template \(chat_template.jinja\) did not end within 5 s"),
+    "long output": (template(LONG), r"the chat template \(chat_template.jinja\) (writes|takes more than|ended its)"),
+    "a template without pictures": (
+        template(CHAT_TEMPLATE.replace("<|image_pad|>", "")),
+        r"the model's chat template leaves out pictures \(it writes 0 of 1\)",
+    ),
+    "a template without answers": (
+        template(
+            CHAT_TEMPLATE.replace(
+                "{%- for message in messages -%}", "{%- for message in messages if message.role == 'user' -%}"
+            )
+        ),
+        "the model's chat template does not write the answers of an assistant",
+    ),
+    "a template that refuses": (template("{{ raise_exception('no') }}"), "no"),
+    "a tokenizer that multiplies": (changed("tokenizer.json", normalizer=MULTIPLYING), r"tokenizer\.json"),
+    "another image id": (changed("config.json", image_token_id=5), "image_token_id=5"),
+    "an image id that no token has": (changed("config.json", image_token_id=10**6), "image_token_id=1000000"),
+    "another patch": (
+        changed("preprocessor_config.json", merge_size=3),
+        "merge_size=3 in its preprocessor_config.json",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STRANGERS)
+def test_what_fails_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    change, cause = STRANGERS[name]
+    monkeypatch.setattr(model_trial, "CPU_SECONDS", 5)
+    folder = save(tiny("qwen3_vl"), tmp_path)
+    change(folder)
+    with pytest.raises(ModelError, match=cause) as error:
+        try_model(Model(path=str(folder)))
+    assert str(folder) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_5"])
+def test_an_ordinary_folder_passes(family: str, tmp_path: Path) -> None:
+    try_model(Model(path=str(save(tiny(family), tmp_path))))
