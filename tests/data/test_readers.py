@@ -243,6 +243,8 @@ def test_a_broken_row_breaks_no_other(tmp_path: Path) -> None:
     assert list(bad_rows(rows)) == [1, 2, 3, 4]
     assert all(error.startswith("row_unreadable: ") for error in bad_rows(rows).values())
     assert "a.jsonl line 3: cannot be read (a JSON list, not an object" in bad_rows(rows)[2]
+    (tmp_path / "d.jsonl").write_text('{"n": 1}\n{"n": 2}\r{"n": 3}\r\n')
+    assert "line 2: cannot be read (lines end in CR only" in bad_rows(opened(str(tmp_path / "d.jsonl"), tmp_path))[1]
     (tmp_path / "b.json").write_text('[{"n": 1}, "text", {"n": 2}, {"n": 3,}, 7, [8], {"n": [{"x": "]"}]}]')
     rows = opened(str(tmp_path / "b.json"), tmp_path)
     assert list(bad_rows(rows)) == [1, 3, 4, 5]
@@ -269,6 +271,16 @@ def test_a_broken_row_breaks_no_other(tmp_path: Path) -> None:
             json.dumps([{"a": 1}, {"a": 2}], indent=2),
             r"a\.jsonl is a JSON list; name it a\.json, or write one object a",
         ),
+        (
+            "a.jsonl",
+            '{"n": 1, "n": 2}\n{"n": 3, "n": 4}\n',
+            r"none of its rows can be read \(line 1: an object has several values for 'n'\); write each row",
+        ),
+        ("a.jsonl", '{"n": 1}\r{"n": 2}\r', r"\(line 1: lines end in CR only, .*: tr '.r' '.n' < FILE > NEW\)"),
+        ("a.csv", "a,b\r1,2\r3,4\r", r"not a CSV .* \(lines end in CR only, .*: tr '.r' '.n' < FILE > NEW\)"),
+        ("a.json", f'[{{"n": {"1" * 5000}}}]', r"\(row 0: Exceeds the limit .* value has 5000 digits\); write each"),
+        ("a.jsonl", "no\n" * 101, r"none of its first 100 rows can be read \(line 1: Expecting value"),
+        ("a.jsonl", "{}\n{}\n", r"none of its rows can be read \(line 1: an object without columns\)"),
     ],
 )
 def test_files_that_are_no_table(name: str, content: str, problem: str, tmp_path: Path) -> None:
