@@ -169,7 +169,7 @@ def read_yaml(content: str | bytes, where: str) -> Any:
 
 
 def _place(error: yaml.MarkedYAMLError, content: bytes) -> tuple[str, str]:
-    """The line to correct, and a remark on an earlier one that may be meant: PyYAML sees many faults a line too late."""
+    """The line to correct, and a remark on an earlier one that may be meant: PyYAML sees many faults a line late."""
     context, mark = error.context or "", error.problem_mark
     if mark is None:
         return "", ""

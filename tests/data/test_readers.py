@@ -459,6 +459,7 @@ def test_every_form_of_an_image(tmp_path: Path) -> None:
         ("a\0b.png", "image_outside_folder"),
         ("file:///etc/passwd", "image_outside_folder"),
         ("s3://bucket/a.png::file:///etc/passwd", "url_invalid"),
+        ("http://[::1]/a.png::file:///etc/passwd", "url_invalid"),
         ("sftp://intranet/a.png", "image_outside_folder"),
     ],
 )

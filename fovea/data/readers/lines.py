@@ -103,14 +103,14 @@ def json_array(path: Path, setting: str) -> ByteRangeTable:
 
 
 def _with_columns(table: ByteRangeTable, path: Path, setting: str) -> ByteRangeTable:
-    """The table; DataError, with the fault of its first row, where none of the rows that name columns can be read."""
+    """The table; DataError, with the fault of the first row, where none of those that name the columns can be read."""
     if len(table) and not table.columns:
         reason = "an object without columns"
         try:
             table.row(0)
         except BadRowError as error:
-            assert isinstance(error.__cause__, Exception)
-            reason = first_line(error.__cause__)
+            cause = error.__cause__
+            reason = first_line(cause if isinstance(cause, Exception) else error)
         rows = "rows" if len(table) <= _HEADER_ROWS else f"first {_HEADER_ROWS} rows"
         raise DataError(
             f"{setting}: {path}: none of its {rows} can be read ({table.place(0)}: {reason}); write each row as an "
