@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -288,6 +289,22 @@ def test_files_that_are_no_table(name: str, content: str, problem: str, tmp_path
     with pytest.raises(DataError, match=problem) as error:
         opened(str(tmp_path / name), tmp_path)
     assert "\n" not in str(error.value)
+
+
+@table("ending", ["frame", "parquet", "csv", "jsonl"])
+def test_shuffled_rows_keep_their_cells_beside_an_index_column(ending: str, tmp_path: Path) -> None:
+    """pandas keeps the old numbers of rows that were shuffled as the index, and writes them as a column."""
+    order = [4, 0, 3, 1, 2]
+    frame = pd.DataFrame({"image": [f"{n}.png" for n in range(5)], "answer": list("abcde")}).iloc[order]
+    source: Any = {
+        "frame": lambda: frame,
+        "parquet": lambda: frame.to_parquet(tmp_path / "r.parquet"),
+        "csv": lambda: frame.to_csv(tmp_path / "r.csv"),
+        "jsonl": lambda: frame.reset_index().to_json(tmp_path / "r.jsonl", orient="records", lines=True),
+    }[ending]()
+    rows = opened(source if ending == "frame" else str(tmp_path / f"r.{ending}"), tmp_path)
+    assert [(row["image"], row["answer"]) for row in rows] == [(f"{n}.png", "abcde"[n]) for n in order]
+    assert list(rows.column("answer")) == ["abcde"[n] for n in order]
 
 
 def test_one_large_row_group_is_read_in_small_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

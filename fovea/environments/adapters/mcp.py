@@ -1,8 +1,8 @@
 """Tools of MCP servers, by the client of the package `mcp`: over stdin and stdout of a process, or streamable HTTP.
 
 A server is connected to once for a run, on an event loop beside the run's. Whenever it has ended, the calls that find
-it ended fail, and the next one connects again. Its tools are listed once, at the start. What it writes is bounded: characters and pictures of a result here, bytes and pixels of a
-picture where it is opened.
+it ended fail, and the next one connects again. Its tools are listed once, at the start. What it writes is bounded:
+characters and pictures of a result here, bytes and pixels of a picture where it is opened.
 """
 
 from __future__ import annotations
