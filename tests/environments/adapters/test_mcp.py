@@ -109,7 +109,7 @@ def test_each_end_of_a_server_makes_one_more_connection(tmp_path: Path) -> None:
     connection = McpConnection("squares", McpServer(command=(sys.executable, "-c", code)))
     own = opened(connection)
 
-    async def end_beside_a_slow_call() -> list[BaseException | Any]:
+    async def end_beside_a_slow_call() -> Any:
         slow = asyncio.create_task(own["slow"].call({}, ()))
         return await asyncio.gather(slow, own["end"].call({}, ()), return_exceptions=True)
 
