@@ -153,8 +153,8 @@ def complete_run(incomplete: str) -> list[str]:
 
 NEEDS = "# Needs: "
 """Start of the line in the head of a recipe that says what it takes."""
-NEEDS_ANOTHER = "another recipe before it"
-"""The `Needs:` line of a recipe that only extends another one."""
+NEEDS_ANOTHER = re.compile(r"(another recipe|\S+) before it")
+"""Start of the `Needs:` line of a recipe that only extends another one."""
 SENTENCE = re.compile(r".*?[.](?=\s|$)")
 WIDTH = 110
 
@@ -249,8 +249,9 @@ def sort_words(words: list[str], command: str = "train") -> tuple[list[Path], li
         raise ConfigError(f"no recipe given; write fovea {command} shapes [KEY=VALUE]...")
     first, name = recipes[0], recipes[0].stem
     is_shipped = first.resolve() in shipped_recipes().values()
-    if is_shipped and describe_recipe(first).needs.startswith(NEEDS_ANOTHER):
-        raise ConfigError(f"{name}: this recipe changes the one before it; write fovea {command} vqa {name}")
+    if is_shipped and (another := NEEDS_ANOTHER.match(describe_recipe(first).needs)):
+        before = "vqa" if another[1] == "another recipe" else another[1]
+        raise ConfigError(f"{name}: this recipe changes the one before it; write fovea {command} {before} {name}")
     return recipes, overrides
 
 

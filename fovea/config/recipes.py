@@ -157,9 +157,8 @@ def read_yaml(content: str | bytes, where: str) -> Any:
     try:
         return yaml.load(content, _Loader)
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        line = f" line {mark.line + 1}" if mark and isinstance(content, bytes) else ""
-        raise ConfigError(f"{where}{line}: not valid YAML: {error.problem}") from None
+        line, remark = _place(error, content) if isinstance(content, bytes) else ("", "")
+        raise ConfigError(f"{where}{line}: not valid YAML: {error.problem}{remark}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{where}: not valid YAML: {str(error).splitlines()[0]}") from None
     except RecursionError:
@@ -167,6 +166,29 @@ def read_yaml(content: str | bytes, where: str) -> Any:
     except (ValueError, LookupError, AttributeError) as error:  # as PyYAML reads 5,000 digits, or `!!bool abc`
         reason = str(error).partition(";")[0]
         raise ConfigError(f"{where}: a value is not what its form or tag says ({reason}); correct it") from None
+
+
+def _place(error: yaml.MarkedYAMLError, content: bytes) -> tuple[str, str]:
+    """The line to correct, and a remark on an earlier one that may be meant: PyYAML sees many faults a line late."""
+    context, mark = error.context or "", error.problem_mark
+    if mark is None:
+        return "", ""
+    # a key without a colon, and a quote that never closes, are at fault where they begin
+    if error.context_mark and context.startswith(("while scanning a simple key", "while scanning a quoted scalar")):
+        return f" line {error.context_mark.line + 1}", ""
+    lines = content.rstrip().split(b"\n")
+    line = min(mark.line + 1, len(lines))  # not the empty ones after the last
+    if error.context_mark and "flow" in context and error.context_mark.line + 1 < line:
+        return f" line {line}", f" (in what begins on line {error.context_mark.line + 1})"
+    if error.problem in (
+        "mapping values are not allowed here",
+        "expected <block end>, but found '<block mapping start>'",
+    ):
+        texts = [(number, text.strip()) for number, text in enumerate(lines[: line - 1], start=1)]
+        before, text = next((each for each in reversed(texts) if each[1] and not each[1].startswith(b"#")), (0, b":"))
+        if b":" not in text and not text.startswith(b"-"):
+            return f" line {line}", f" (or line {before} lacks its colon)"
+    return f" line {line}", ""
 
 
 def write_yaml(tree: dict[str, Any]) -> str:

@@ -27,6 +27,7 @@ from fovea.types import ImageRef
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]{80,}+={0,2}\s*|(?:iVBORw0KGgo|/9j/|R0lGOD|UklGR)[^.]{70,}")
 _DATA_URI = re.compile(r"data:image/[a-z0-9.+-]+(;[^,;]*)*;base64,", re.IGNORECASE)
 _ANYWHERE = re.compile(r"(https?|s3a?|gs|gcs)://")
+_IPV6_HOST = re.compile(r"https?://\[[0-9A-Fa-f:.%]+\]")
 _LONGEST_PATH = 4096
 """Characters: Linux takes no longer path, and the time of resolving one is quadratic in its slashes."""
 _SKIP = "or set data.on_bad_row=skip"
@@ -99,7 +100,7 @@ def _unbase64(text: str, where: str) -> bytes:
 
 
 def _located(path: str, where: str, folder: str | None) -> str:
-    if "::" in path and (is_url(path) or is_url(folder or "")):
+    if "::" in _IPV6_HOST.sub("", path, count=1) and (is_url(path) or is_url(folder or "")):
         # fsspec reads s3://a::file:///b as a chain of protocols that ends at a file of this machine
         raise BadRowError(
             f"{where}: {path[:200]} is a chain of URLs; write the URL of one image, {_SKIP}", "url_invalid"

@@ -86,7 +86,7 @@ class JsonlSink:
 
     def __init__(self, run_dir: Path, *, resume_step: int = 0) -> None:
         self._path = run_dir / METRICS_FILE
-        kept, num_damaged = _lines_until(resume_step, self._path)
+        kept, num_damaged, self.num_nuls = _lines_until(resume_step, self._path)
         write_atomically(self._path, "".join(kept.values()).encode())
         first = min(kept, default=1)
         self.num_lost = max(num_damaged, resume_step + 1 - first - len(kept)) if resume_step else 0
@@ -111,11 +111,18 @@ def read_metrics(run_dir: Path) -> list[Metrics]:
     return [parse_metrics(line, where=f"{path} line {number}") for number, line in lines]
 
 
-def _lines_until(last: int, path: Path) -> tuple[dict[int, str], int]:
-    """The lines of the steps up to one, by step, and the number of complete lines that hold no metrics."""
+def _lines_until(last: int, path: Path) -> tuple[dict[int, str], int, int]:
+    """The lines of the steps up to one, by step; how many complete lines hold no metrics; NULs in the cut-off last one.
+
+    NULs are what a failure of the machine leaves of bytes that had not reached the disk.
+    """
     kept: dict[int, str] = {}
-    num_damaged = 0
-    for line in _ended_lines(path) if last else ():
+    num_damaged = num_nuls = 0
+    for content in read_lines(path, within=path.parent) if last and path.exists() else ():
+        if not content.endswith(b"\n"):
+            num_nuls = content.count(0)
+            break
+        line = content.decode("utf-8", errors="replace")
         try:
             step = int(parse_metrics(line, where=str(path))["step"])
         except DataError:
@@ -123,7 +130,7 @@ def _lines_until(last: int, path: Path) -> tuple[dict[int, str], int]:
             continue
         if step <= last:
             kept[step] = line
-    return kept, num_damaged
+    return kept, num_damaged, num_nuls
 
 
 def _ended_lines(path: Path) -> Iterator[str]:

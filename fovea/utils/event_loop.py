@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import weakref
-from collections.abc import Callable, Coroutine, Hashable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any, Generic, TypeVar
 
+LOG = logging.getLogger(__name__)
 MAX_ENDING_SECONDS = 10.0
+SLOW_SECONDS = 5.0
+"""Wait for a server after which a start says what it waits for."""
 Result = TypeVar("Result")
 
 
@@ -83,6 +87,17 @@ def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
         task.cancel()
     if pending:
         loop.run_until_complete(asyncio.wait(pending))
+
+
+@contextmanager
+def warning_if_slow(waiting: str, limit_seconds: float) -> Iterator[None]:
+    """Warn of a wait, in words such as `x has not answered`, that lasts SLOW_SECONDS; within a running loop."""
+    text = "%s for %g seconds; waiting for up to %g seconds"
+    timer = asyncio.get_running_loop().call_later(SLOW_SECONDS, LOG.warning, text, waiting, SLOW_SECONDS, limit_seconds)
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class BackgroundLoop:

@@ -215,12 +215,19 @@ def _metrics_log(
 
 
 def _metrics_file(folder: Path, resumed: SavedCheckpoint | None, progress: Progress) -> JsonlSink:
-    """metrics.jsonl, with a warning where a run that goes on in its own folder has lost lines of it."""
+    """metrics.jsonl, with a warning where a run that goes on in its own folder finds it damaged."""
     sink = JsonlSink(folder, resume_step=resumed.step if resumed else 0)
-    if resumed and sink.num_lost and resumed.folder.resolve().is_relative_to(folder.resolve()):
+    if resumed is None or not resumed.folder.resolve().is_relative_to(folder.resolve()):
+        return sink
+    if sink.num_lost:
         progress.warn(
             f"{folder / METRICS_FILE} has no metrics of {sink.num_lost} of the {resumed.step} steps before the "
             "checkpoint (lines are damaged or missing); curves have a gap there, and training goes on as before"
+        )
+    elif sink.num_nuls:
+        progress.warn(
+            f"{folder / METRICS_FILE} ended in {sink.num_nuls} NUL bytes, as after a power failure; they are dropped, "
+            "and no step before the checkpoint is lost; look whether other files of this disk are damaged"
         )
     return sink
 

@@ -91,6 +91,23 @@ def test_a_mistake_ends_in_one_line(recipe: str, words: list[str], message: str)
     assert result.stderr == f"error: {message}\n"
 
 
+def test_a_recipe_that_extends_another_is_planned_after_it_only() -> None:
+    """Each shipped recipe whose head says "add it after"; it has a model of its own, and would be planned by itself."""
+    after = {
+        name: found[1]
+        for name, file in shipped_recipes().items()
+        if (found := re.search(r"add it after recipes/(?:published/)?(\w+)\.yaml", file.read_text(encoding="utf-8")))
+    }
+    assert {"geo3k_vllm", "megatron_qwen3_vl", "easyr1_dapo", "thinklite", "vppo"} <= after.keys()
+    wrong = {}
+    for name, before in after.items():
+        result = fovea("plan", name)
+        message = f"error: {name}: this recipe changes the one before it; write fovea plan {before} {name}\n"
+        if (result.exit_code, result.stderr) != (2, message):
+            wrong[name] = result.stderr
+    assert not wrong
+
+
 @pytest.mark.parametrize("command", OPTIONS)
 def test_a_command_is_told_of_its_own_options(recipe: str, command: str) -> None:
     said = fovea(command, "easyr1_geo3k_7b" if command == "reproduce" else recipe, "--quite").stderr

@@ -250,6 +250,25 @@ def test_a_tiny_model_over_a_path_is_told_how(recipe: Path, override: str) -> No
         ("seed: 1\nseed: 2\n", " line 2: not valid YAML: seed is written twice"),
         ("data:\n  kind_weights:\n    a: 1\n    a: 2\n", " line 4: not valid YAML: a is written twice"),
         ("seed: 1\n b: 2\n", " line 2: not valid YAML: mapping values are not allowed here"),
+        ("seed: 1\nthreads\n\n# four\nmax_steps: 3\n", " line 2: not valid YAML: could not find expected ':'"),
+        (
+            "model:\n  path tiny\n  dtype: float32\n",
+            " line 3: not valid YAML: mapping values are not allowed here (or line 2 lacks its colon)",
+        ),
+        (
+            "model:\n  path tiny\n  # a comment\n  dtype: float32\n",
+            " line 4: not valid YAML: expected <block end>, but found '<block mapping start>' (or line 2 lacks its "
+            "colon)",
+        ),
+        ("seed: 'open\nthreads: 1\n", " line 1: not valid YAML: found unexpected end of stream"),
+        (
+            "seed: 1\ndata: {on_bad_row: skip\nthreads: 1\nmax_steps: 3\n",
+            " line 3: not valid YAML: expected ',' or '}', but got ':' (in what begins on line 2)",
+        ),
+        (
+            "seed: 1\nrun_dir: [\n\n\n",
+            " line 2: not valid YAML: expected the node content, but found '<stream end>'",
+        ),
         (
             "seed: !!python/name:os.system\n",
             " line 1: not valid YAML: could not determine a constructor for the tag "

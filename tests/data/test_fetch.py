@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from fovea.data import fetch as fetch_module
+from fovea.data.cells import image_refs
 from fovea.data.fetch import MAX_FAILURES, FailedHosts, FetchedFiles, UrlLimits, download, fetch, is_public
 from fovea.data.images import ImageOpener
 from fovea.errors import BadRowError, DataError
@@ -126,8 +127,8 @@ def test_nobody_there() -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0", "[::1]", "[::ffff:127.0.0.1]", "2130706433"])
 def test_private_addresses_are_refused(host: str, site: Site) -> None:
-    port = site.url.rpartition(":")[2]
-    assert reason_of(f"http://{host}:{port}/a.png", allow_private_addresses=False) == "url_private_address"
+    (ref,) = image_refs(f"http://{host}:{site.url.rpartition(':')[2]}/a.png", where=WHERE, folder=site.url)
+    assert reason_of(str(ref.source), allow_private_addresses=False) == "url_private_address"
     assert not site.asked, "nothing was sent to it"
 
 

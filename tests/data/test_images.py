@@ -68,6 +68,17 @@ def test_alpha_is_flattened_on_white() -> None:
     np.testing.assert_array_equal(values(open_bytes(encoded(grey))), opened)
 
 
+def test_noise_below_full_transparency_is_white() -> None:
+    """Editors leave any colours where nothing is seen; half of the picture is opaque, and stays."""
+    noise = np.random.default_rng(3).integers(0, 256, (16, 16, 4), dtype=np.uint8)
+    noise[..., 3] = np.where(np.arange(16) < 8, 0, 255)
+    seen = np.where(noise[..., 3:] == 0, 255, noise[..., :3])
+    for kind in ("PNG", "TIFF"):
+        np.testing.assert_array_equal(values(open_bytes(encoded(Image.fromarray(noise), kind))), seen)
+    grey = values(open_bytes(encoded(Image.fromarray(noise[..., 2:].copy(), "LA"))))
+    np.testing.assert_array_equal(grey, np.repeat(seen[..., 2:], 3, axis=2))
+
+
 def test_opaque_alpha_changes_nothing() -> None:
     image = Image.fromarray(colours())
     opened = open_bytes(encoded(image.convert("RGBA")))

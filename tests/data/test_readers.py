@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -243,6 +244,8 @@ def test_a_broken_row_breaks_no_other(tmp_path: Path) -> None:
     assert list(bad_rows(rows)) == [1, 2, 3, 4]
     assert all(error.startswith("row_unreadable: ") for error in bad_rows(rows).values())
     assert "a.jsonl line 3: cannot be read (a JSON list, not an object" in bad_rows(rows)[2]
+    (tmp_path / "d.jsonl").write_text('{"n": 1}\n{"n": 2}\r{"n": 3}\r\n')
+    assert "line 2: cannot be read (lines end in CR only" in bad_rows(opened(str(tmp_path / "d.jsonl"), tmp_path))[1]
     (tmp_path / "b.json").write_text('[{"n": 1}, "text", {"n": 2}, {"n": 3,}, 7, [8], {"n": [{"x": "]"}]}]')
     rows = opened(str(tmp_path / "b.json"), tmp_path)
     assert list(bad_rows(rows)) == [1, 3, 4, 5]
@@ -269,6 +272,16 @@ def test_a_broken_row_breaks_no_other(tmp_path: Path) -> None:
             json.dumps([{"a": 1}, {"a": 2}], indent=2),
             r"a\.jsonl is a JSON list; name it a\.json, or write one object a",
         ),
+        (
+            "a.jsonl",
+            '{"n": 1, "n": 2}\n{"n": 3, "n": 4}\n',
+            r"none of its rows can be read \(line 1: an object has several values for 'n'\); write each row",
+        ),
+        ("a.jsonl", '{"n": 1}\r{"n": 2}\r', r"\(line 1: lines end in CR only, .*: tr '.r' '.n' < FILE > NEW\)"),
+        ("a.csv", "a,b\r1,2\r3,4\r", r"not a CSV .* \(lines end in CR only, .*: tr '.r' '.n' < FILE > NEW\)"),
+        ("a.json", f'[{{"n": {"1" * 5000}}}]', r"\(row 0: Exceeds the limit .* value has 5000 digits\); write each"),
+        ("a.jsonl", "no\n" * 101, r"none of its first 100 rows can be read \(line 1: Expecting value"),
+        ("a.jsonl", "{}\n{}\n", r"none of its rows can be read \(line 1: an object without columns\)"),
     ],
 )
 def test_files_that_are_no_table(name: str, content: str, problem: str, tmp_path: Path) -> None:
@@ -276,6 +289,22 @@ def test_files_that_are_no_table(name: str, content: str, problem: str, tmp_path
     with pytest.raises(DataError, match=problem) as error:
         opened(str(tmp_path / name), tmp_path)
     assert "\n" not in str(error.value)
+
+
+@table("ending", ["frame", "parquet", "csv", "jsonl"])
+def test_shuffled_rows_keep_their_cells_beside_an_index_column(ending: str, tmp_path: Path) -> None:
+    """pandas keeps the old numbers of rows that were shuffled as the index, and writes them as a column."""
+    order = [4, 0, 3, 1, 2]
+    frame = pd.DataFrame({"image": [f"{n}.png" for n in range(5)], "answer": list("abcde")}).iloc[order]
+    source: Any = {
+        "frame": lambda: frame,
+        "parquet": lambda: frame.to_parquet(tmp_path / "r.parquet"),
+        "csv": lambda: frame.to_csv(tmp_path / "r.csv"),
+        "jsonl": lambda: frame.reset_index().to_json(tmp_path / "r.jsonl", orient="records", lines=True),
+    }[ending]()
+    rows = opened(source if ending == "frame" else str(tmp_path / f"r.{ending}"), tmp_path)
+    assert [(row["image"], row["answer"]) for row in rows] == [(f"{n}.png", "abcde"[n]) for n in order]
+    assert list(rows.column("answer")) == ["abcde"[n] for n in order]
 
 
 def test_one_large_row_group_is_read_in_small_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -447,6 +476,7 @@ def test_every_form_of_an_image(tmp_path: Path) -> None:
         ("a\0b.png", "image_outside_folder"),
         ("file:///etc/passwd", "image_outside_folder"),
         ("s3://bucket/a.png::file:///etc/passwd", "url_invalid"),
+        ("http://[::1]/a.png::file:///etc/passwd", "url_invalid"),
         ("sftp://intranet/a.png", "image_outside_folder"),
     ],
 )

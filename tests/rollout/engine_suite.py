@@ -20,7 +20,7 @@ from fovea.models.render import Renderer
 from fovea.models.tiny import TinyParts
 from fovea.rollout.base import Engine
 from fovea.rollout.collect import extended
-from fovea.types import AnswerEnd, Completion, Prompt, Request, Sampling
+from fovea.types import AnswerEnd, Completion, ImageRef, Prompt, Request, Sampling
 from fovea.utils.event_loop import wait_for
 from tests.reference import reference_logprobs
 from tests.tiny_models import from_array, image, renderer, user
@@ -127,6 +127,23 @@ class EngineSuite:
             later.append(Request(id=request.id, prompt=prompt, sampling=request.sampling, continues=answer.id))
         for request, completions in zip(later, served.generate(*later), strict=True):
             assert served.largest_difference(request, completions) < TOLERANCE
+
+    def test_200_pictures_that_differ_in_one_pixel_are_200(self, served: Served) -> None:
+        """One question, whose pictures no cache may take for each other."""
+        render, base = renderer(served.parts), np.asarray(image(1).source)
+        requests = []
+        for place in range(200):
+            pixels = base.copy()
+            pixels[divmod(11 * place, 48)] ^= 255
+            prompt = render.prompt(user(ImageRef(source=pixels), "How many circles?"))
+            requests.append(ask(f"pixel/{place}", prompt, temperature=1.0, max_new_tokens=2))
+        assert len({each.prompt.images[0].key for each in requests}) == 200
+        answers = [completions for (*completions,) in served.generate(*requests)]
+        for request, completions in zip(requests, answers, strict=True):
+            assert served.largest_difference(request, completions) < TOLERANCE
+        exchanged = zip(requests, [*answers[1:], answers[0]], strict=True)
+        gaps = [served.largest_difference(request, completions) for request, completions in exchanged]
+        assert min(gaps) > TOLERANCE, "another picture gives other log-probs"
 
     def test_a_stop_token_ends_a_completion_and_is_part_of_it(self, served: Served) -> None:
         request = ask("stop token", prompts_of(served.parts)[1], n=4, temperature=2.0, max_new_tokens=200)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,13 +18,14 @@ from fovea.rollout.embedded.batch import DecodeBatch
 from fovea.rollout.embedded.cache import Cache
 from fovea.rollout.embedded.prefill import PrefillRow
 from fovea.rollout.embedded.requests import KeptKeys, RemovedRow
+from fovea.samples import replace_samples
 from fovea.train.base import Needs
 from fovea.train.torch.policy import TorchPolicy
-from fovea.types import Message, Turn
+from fovea.types import Message, Task, Turn
 from tests.policies import make_policy, stepped_gradients, train_settings
 from tests.reference import gradients, largest_relative_difference
 from tests.rollout.drawing import make_engine
-from tests.rollout.two_turns import TEMPERATURE, batch_of, drawn, environment, whole_logprobs
+from tests.rollout.two_turns import TEMPERATURE, LooksTwice, batch_of, drawn, environment, whole_logprobs
 from tests.tiny_models import FAMILIES, renderer, tiny
 
 TOLERANCE = 1e-5
@@ -46,6 +49,36 @@ def test_logprobs_of_all_turns_equal_transformers_on_the_whole_conversation(fami
         assert scored.old_logprobs_T is not None
         np.testing.assert_allclose(scored.old_logprobs_T[sample.mask_T], reference, atol=TOLERANCE)
         assert not scored.old_logprobs_T[~sample.mask_T].any()
+
+
+class AnswersOfATool(LooksTwice):
+    """The pictures of later turns come in messages of the role `tool`."""
+
+    def reply(self, task: Task, turns: Sequence[Turn]) -> Sequence[Message] | None:
+        reply = super().reply(task, turns)
+        return reply and [replace(message, role="tool", tool="zoom") for message in reply]
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("kind", [LooksTwice, AnswersOfATool])
+def test_pictures_of_later_turns_are_read_in_their_places(kind: type[LooksTwice], family: str) -> None:
+    """As many pads as the pictures have tokens, transformers' log-probs, and not those with two pictures exchanged."""
+    parts = tiny(family)
+    groups = drawn(parts, make_engine(parts), asked=environment(kind))
+    batch = batch_of(groups)
+    for group in batch.groups:
+        for sample in group.samples:
+            ids = np.concatenate([group.prompt.token_ids_L, sample.token_ids_T])
+            num_tokens = sum(image.num_tokens for image in (*group.prompt.images, *sample.images))
+            assert np.count_nonzero(ids == parts.processor.family.image_token_id) == num_tokens
+            assert not np.isin(sample.token_ids_T[sample.mask_T], parts.processor.banned_ids).any()
+    exchanged = replace_samples(batch, lambda sample: replace(sample, images=sample.images[::-1]))
+    with torch.no_grad():
+        expected, others = whole_logprobs(parts, batch), whole_logprobs(parts, exchanged)
+    for sample, reference, other in zip(batch.samples, expected, others, strict=True):
+        rolled_A = sample.rollout_logprobs_T[sample.mask_T]
+        np.testing.assert_allclose(rolled_A, reference, atol=TOLERANCE)
+        assert (reference - other)[-1].abs() > 10 * TOLERANCE, "the picture of the turn before counts"
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -144,15 +144,20 @@ def test_a_resumed_run_tells_of_lost_metrics_and_passes_an_empty_folder(
     run = run_in(tmp_path / "run", max_steps=2)
     (run / "checkpoints" / "step-99").mkdir()
     file = run / "metrics.jsonl"
-    file.write_bytes(file.read_bytes().splitlines(keepends=True)[0] + b"\0" * 4096)
+    file.write_bytes(file.read_bytes() + b"\0" * 4096)
     capsys.readouterr()
     run_in(run, max_steps=3, resume="auto")
-    assert "has no metrics of 1 of the 2 steps before the checkpoint" in capsys.readouterr().err
-    assert [row["step"] for row in read_metrics(run)] == [1, 3]
-    # the folder of a later step that is empty holds no checkpoint, and does not stand in the way of one
-    (run / "checkpoints" / "step-4").mkdir()
+    assert "metrics.jsonl ended in 4096 NUL bytes, as after a power failure" in capsys.readouterr().err
+    assert [row["step"] for row in read_metrics(run)] == [1, 2, 3]
+    first, *_, third = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(first + third + b"\0" * 4096)
     run_in(run, resume="auto")
-    assert (run / "checkpoints" / "step-4" / "manifest.json").is_file()
+    assert "has no metrics of 1 of the 3 steps before the checkpoint" in capsys.readouterr().err
+    assert [row["step"] for row in read_metrics(run)] == [1, 3, 4]
+    # the folder of a later step that is empty holds no checkpoint, and does not stand in the way of one
+    (run / "checkpoints" / "step-5").mkdir()
+    run_in(run, max_steps=5, resume="auto")
+    assert (run / "checkpoints" / "step-5" / "manifest.json").is_file()
 
 
 def saved_steps(folder: Path) -> list[int]:

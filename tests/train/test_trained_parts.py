@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 
+from fovea.config.algorithm import Algorithm, KlInLoss
 from fovea.config.model import Lora, Model, TinyModel
 from fovea.models.modules import family_of_network
+from fovea.models.plain import PlainVLM
 from fovea.models.trainable import choose_trainable, part_of, trainable_parameters
+from fovea.models.vlm import VLM
+from fovea.samples import replace_samples
+from fovea.train.torch.policy import TorchPolicy
+from fovea.types import Batch
 from tests.policies import (
     APART,
     GRADIENT_TOLERANCE,
     RATES,
     make_batch,
     make_policy,
+    train_settings,
     update_gradients,
     written_out_gradients,
 )
 from tests.reference import largest_relative_difference
 from tests.tiny_models import FAMILIES, tiny
+from tests.train.rank_policies import step
 
 EVERYWHERE = Lora(rank=4, parts=("language_model", "vision_tower", "projector"))
 
@@ -58,3 +69,33 @@ def test_gradients_of_adapters_are_those_of_the_written_out_loss(family: str, lo
     assert [bool(group.images) for group in batch.groups] == [True, True, False]
     expected, policy = written_out_gradients(parts, batch), make_policy(parts, enable_dynamic_batch_size=False)
     assert largest_relative_difference(expected, update_gradients(policy, batch)) < GRADIENT_TOLERANCE
+
+
+def test_steps_of_no_one_and_two_pictures_are_the_same_on_the_plain_path_under_a_reference() -> None:
+    """Each step has prompts of one number of pictures only, so that the tower has a gradient in some steps."""
+    rng = np.random.default_rng(0)
+    batch = replace_samples(make_batch(tiny("qwen3_vl")), lambda sample: replace(sample, reward=float(rng.normal())))
+    one, two, none = batch.groups
+    assert [len(group.images) for group in (none, one, two)] == [0, 1, 2]
+    before = {name: weight.detach().clone() for name, weight in tiny("qwen3_vl").network.named_parameters()}
+    metrics, changes = [], []
+    for path in (VLM, PlainVLM):
+        parts, frozen = tiny("qwen3_vl"), tiny("qwen3_vl")
+        policy = TorchPolicy(
+            path(parts.network, parts.processor.banned_ids),
+            train=train_settings(lr_warmup_steps=0),
+            algorithm=Algorithm(kl=KlInLoss(coef=0.5)),
+            temperature=0.9,
+            max_steps=10,
+            reference=path(frozen.network, parts.processor.banned_ids).requires_grad_(False),
+        )
+        metrics.append([step(policy, Batch(groups=(group,))) for group in (none, one, two)])
+        changes.append({name: weight.detach() - before[name] for name, weight in parts.network.named_parameters()})
+    for number, (fast, plain) in enumerate(zip(*metrics, strict=True)):
+        for key in ("loss", "grad_norm", "kl/reference"):
+            assert fast[key] == pytest.approx(plain[key], rel=1e-3, abs=1e-6), (number, key)
+    assert [steps["kl/reference"] > 1e-6 for steps in metrics[0]] == [False, True, True], "a step moves the policy away"
+    for name, change in changes[0].items():
+        # Adam's step of a gradient near zero is rounding
+        assert (change - changes[1][name]).norm() <= 0.02 * change.norm(), name
+    assert any(change.any() for name, change in changes[0].items() if ".visual." in name)

@@ -31,6 +31,7 @@ _HEAD_BYTES = 4096
 _HEADER_ROWS = 100
 # strings are passed over as a whole, so that brackets inside them do not count; possessive: no way back, no stack
 _JSON_MARKS = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[\]{}]', re.DOTALL)
+_CR_ONLY = r"lines end in CR only, not in LF or CR LF; convert them: tr '\r' '\n' < FILE > NEW"
 # csv's own limit of 128 KiB is less than an image in base64
 _MAX_CELL_BYTES = 1 << 28
 
@@ -89,7 +90,7 @@ def json_lines(path: Path, setting: str) -> ByteRangeTable:
     table = ByteRangeTable(path, _line_ranges(content), _json_object)
     if not table.columns and content[:_HEAD_BYTES].removeprefix(_BOM).lstrip().startswith(b"["):
         raise DataError(f"{setting}: {path} is a JSON list; name it {path.stem}.json, or write one object a line")
-    return table
+    return _with_columns(table, path, setting)
 
 
 def json_array(path: Path, setting: str) -> ByteRangeTable:
@@ -98,7 +99,24 @@ def json_array(path: Path, setting: str) -> ByteRangeTable:
     content = _mapped(path)
     if content[: 1 << 16].removeprefix(_BOM).lstrip()[:1] != b"[":
         return json_lines(path, setting)
-    return ByteRangeTable(path, _object_ranges(content, path, setting), _json_object)
+    return _with_columns(ByteRangeTable(path, _object_ranges(content, path, setting), _json_object), path, setting)
+
+
+def _with_columns(table: ByteRangeTable, path: Path, setting: str) -> ByteRangeTable:
+    """The table; DataError, with the fault of the first row, where none of those that name the columns can be read."""
+    if len(table) and not table.columns:
+        reason = "an object without columns"
+        try:
+            table.row(0)
+        except BadRowError as error:
+            cause = error.__cause__
+            reason = first_line(cause if isinstance(cause, Exception) else error)
+        rows = "rows" if len(table) <= _HEADER_ROWS else f"first {_HEADER_ROWS} rows"
+        raise DataError(
+            f"{setting}: {path}: none of its {rows} can be read ({table.place(0)}: {reason}); write each row as an "
+            "object of columns and values"
+        )
+    return table
 
 
 def csv_rows(path: Path, setting: str) -> ByteRangeTable:
@@ -176,7 +194,14 @@ def _object_ranges(content: mmap.mmap | bytes, path: Path, setting: str) -> Iter
 
 
 def _json_object(content: bytes) -> dict[str, object]:
-    row = json.loads(content, object_pairs_hook=_no_key_twice)
+    try:
+        row = json.loads(content, object_pairs_hook=_no_key_twice)
+    except json.JSONDecodeError:
+        if b"\r" in content.strip() and b"\n" not in content:
+            raise ValueError(_CR_ONLY) from None
+        raise
+    except ValueError as error:  # of an integer of 5,000 digits; the rest is advice for programmers
+        raise ValueError(str(error).partition("; use sys.")[0]) from None
     if not isinstance(row, dict):
         raise ValueError(f"a JSON {type(row).__name__}, not an object of columns and values")
     return row
@@ -213,8 +238,9 @@ def _csv_ranges(path: Path, delimiter: str, setting: str) -> Iterator[RowBytes]:
                 start, line = end, records.line_num + 1
             _check_quotes_end(_mapped(path)[last], delimiter)
         except csv.Error as error:
+            reason = _CR_ONLY if "new-line character" in str(error) else first_line(error)
             raise DataError(
-                f"{setting}: {path} is not a CSV file that can be read ({first_line(error)}); write it again, for "
+                f"{setting}: {path} is not a CSV file that can be read ({reason}); write it again, for "
                 "example with pandas: frame.to_csv(path, index=False)"
             ) from error
 

@@ -1,8 +1,8 @@
 """Tools of MCP servers, by the client of the package `mcp`: over stdin and stdout of a process, or streamable HTTP.
 
-A server is connected to once for a run, on an event loop beside the run's, and again if it has ended. Its tools are
-listed once, at the start. What it writes is bounded: characters and pictures of a result here, bytes and pixels of a
-picture where it is opened.
+A server is connected to once for a run, on an event loop beside the run's. Whenever it has ended, the calls that find
+it ended fail, and the next one connects again. Its tools are listed once, at the start. What it writes is bounded:
+characters and pictures of a result here, bytes and pixels of a picture where it is opened.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fovea.errors import ConfigError, MissingExtraError, first_line
 from fovea.processes import tied
 from fovea.types import ImageRef, ToolSpec
 from fovea.utils.addresses import is_loopback
-from fovea.utils.event_loop import BackgroundLoop
+from fovea.utils.event_loop import BackgroundLoop, warning_if_slow
 from fovea.utils.http_json import bearer
 from fovea.utils.installing import pip_install
 
@@ -122,9 +122,11 @@ class McpConnection:
         return f"at {settings.url}" if settings.command is None else f"`{' '.join(settings.command)[:80]}`"
 
     async def _listed(self) -> list[ToolSpec]:
-        async with asyncio.timeout(self._settings.timeout_seconds):
-            client = await self._connected()
-            listed = (await client.list_tools()).tools
+        limit = self._settings.timeout_seconds
+        with warning_if_slow(f"MCP server {self.name} ({self._place}) has not listed its tools", limit):
+            async with asyncio.timeout(limit):
+                client = await self._connected()
+                listed = (await client.list_tools()).tools
         return [
             ToolSpec(name=tool.name, description=tool.description or "", parameters=tool.input_schema)
             for tool in listed

@@ -26,7 +26,7 @@ from fovea.environments.base import Environment, Split
 from fovea.environments.graders.base import NoScoreError
 from fovea.errors import ConfigError, DataError, MissingExtraError, first_line
 from fovea.types import ImageRef, Message, Score, Task, Turn
-from fovea.utils.event_loop import wait_for
+from fovea.utils.event_loop import wait_for, warning_if_slow
 from fovea.utils.installing import pip_install
 
 try:
@@ -111,8 +111,9 @@ class OpenEnv(Environment):
         async def observed() -> Observed:
             server = await _Server.connected(self._config.url)
             try:
-                async with asyncio.timeout(RESET_SECONDS):
-                    return await server.ask("reset", self._reset(seed))
+                with warning_if_slow(f"environment.url={self._config.url} has not answered reset", RESET_SECONDS):
+                    async with asyncio.timeout(RESET_SECONDS):
+                        return await server.ask("reset", self._reset(seed))
             except TimeoutError:
                 raise NoScoreError(f"gave no answer to reset within {RESET_SECONDS} seconds") from None
             finally:

@@ -102,6 +102,29 @@ def test_a_server_that_ends_fails_one_call_and_is_started_again(tools: dict[str,
     assert first != second
 
 
+def test_each_end_of_a_server_makes_one_more_connection(tmp_path: Path) -> None:
+    """Two calls side by side find it ended, and it is started once for both; between calls it ends unseen."""
+    starts = tmp_path / "starts"
+    code = f"open({str(starts)!r}, 'a').write('x'); exec(open({str(SERVER)!r}).read())"
+    connection = McpConnection("squares", McpServer(command=(sys.executable, "-c", code)))
+    own = opened(connection)
+
+    async def end_beside_a_slow_call() -> Any:
+        slow = asyncio.create_task(own["slow"].call({}, ()))
+        return await asyncio.gather(slow, own["end"].call({}, ()), return_exceptions=True)
+
+    for num_ended in (1, 2):
+        assert {type(error) for error in asyncio.run(end_beside_a_slow_call())} == {ToolError}
+        (pid,) = call(own, "pid")
+        assert starts.read_text() == "x" * (1 + num_ended)
+    os.kill(int(str(pid)), signal.SIGKILL)
+    with pytest.raises(ToolError, match="Connection closed"):
+        call(own, "add", a=1, b=1)
+    assert call(own, "add", a=1, b=1) == ("2",)
+    assert starts.read_text() == "x" * 4
+    connection.close()
+
+
 @pytest.mark.slow
 def test_calls_run_side_by_side_within_their_time(tools: dict[str, McpTool]) -> None:
     connection = McpConnection("late", McpServer(command=COMMAND, timeout_seconds=8, tools=("slow", "add")))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
+import re
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -29,6 +30,7 @@ from fovea.environments.base import OpensSessions, ScoresEpisode
 from fovea.environments.graders.base import NoScoreError
 from fovea.errors import ConfigError
 from fovea.types import ImageRef, Message, Score, Task, Turn
+from fovea.utils import event_loop
 from tests.environments.adapters.servers import serving
 from tests.tables import table
 
@@ -160,8 +162,11 @@ def test_a_server_that_is_down_is_one_line() -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_server_that_never_answers_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_never_answers_is_named_and_ends_the_wait(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(openenv, "RESET_SECONDS", 0.5)
+    monkeypatch.setattr(event_loop, "SLOW_SECONDS", 0.1)
 
     async def never(connection: ServerConnection) -> None:
         await connection.wait_closed()
@@ -177,6 +182,8 @@ def test_a_server_that_never_answers_ends_the_wait(monkeypatch: pytest.MonkeyPat
     try:
         with pytest.raises(ConfigError, match=r"gave no answer to reset within 0.5 seconds; start the server"):
             corridor(f"http://127.0.0.1:{started.result(10)}")
+        (said,) = [record.getMessage() for record in caplog.records if record.name.startswith("fovea")]
+        assert re.match(r"environment.url=http://127.0.0.1:\d+ has not answered reset for 0.1 seconds; waiting", said)
     finally:
         end.set_result(None)
         thread.join()
