@@ -217,10 +217,15 @@ class Turn:
     messages: tuple[Message, ...]
     text: str
     finish: FinishReason = "stop"
-    tokens: TurnTokens | None = None
-    """None for an answer that no engine generated, such as one graded from a file."""
     seconds: float = 0.0
     """Seconds that the environment took for the messages; 0 in the first turn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledTurn(Turn):
+    """A turn that an engine has generated."""
+
+    tokens: TurnTokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,7 +268,7 @@ class Episode:
     @property
     def tokens(self) -> tuple[TurnTokens, ...]:
         """Tokens of each turn, without turns that no engine generated."""
-        return tuple(turn.tokens for turn in self.turns if turn.tokens is not None)
+        return tuple(turn.tokens for turn in self.turns if isinstance(turn, SampledTurn))
 
     @property
     def num_action_tokens(self) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fovea.types import Completion, Episode, Prompt, Score, Task, Turn, TurnTokens
+from fovea.types import Completion, Episode, Prompt, SampledTurn, Score, Task, TurnTokens
 
 
 def text_prompt(token_ids: Sequence[int]) -> Prompt:
@@ -16,7 +16,7 @@ def text_prompt(token_ids: Sequence[int]) -> Prompt:
 
 def one_turn(task: Task, completion: Completion, score: Score) -> Episode:
     """An episode of one turn; the prompt is a token."""
-    turn = Turn(
+    turn = SampledTurn(
         messages=(),
         text=completion.text,
         finish=completion.finish,

@@ -6,7 +6,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from fovea.types import Episode, Message, Metrics, Turn
+from fovea.types import Episode, Message, Metrics, SampledTurn, Turn
 
 NUMBERED_TURNS = 9
 """Turns with separate metrics; all later ones share those of `10+`, so that long episodes add no more names."""
@@ -39,9 +39,9 @@ def _by_number(episodes: Sequence[Episode]) -> Metrics:
     for episode in episodes:
         for number, turn in enumerate(episode.turns, start=1):
             name = str(number) if number <= NUMBERED_TURNS else f"{NUMBERED_TURNS + 1}+"
-            values[f"turns/{name}/tokens"].append(0 if turn.tokens is None else len(turn.tokens.completion.token_ids_T))
-            if turn.tokens is not None:
-                entropies[f"turns/{name}/entropy"] += (-turn.tokens.completion.logprobs_T).tolist()
+            surprisals_T = (-turn.tokens.completion.logprobs_T).tolist() if isinstance(turn, SampledTurn) else []
+            values[f"turns/{name}/tokens"].append(len(surprisals_T))
+            entropies[f"turns/{name}/entropy"] += surprisals_T
             if episode.score.turns:
                 values[f"turns/{name}/reward"].append(episode.score.turns[number - 1])
     return {key: _mean(of_key) for key, of_key in (values | entropies).items() if of_key}

@@ -16,7 +16,7 @@ from fovea.errors import DataError, FailedEpisodeError, UnscoredError
 from fovea.rollout.base import Engine
 from fovea.rollout.conversation import Conversations, SessionLog, scored
 from fovea.rollout.schedule import Place
-from fovea.types import Completion, Episode, Group, Message, Prompt, Request, Sampling, Turn, TurnTokens
+from fovea.types import Completion, Episode, Group, Message, Prompt, Request, SampledTurn, Sampling, Turn, TurnTokens
 from fovea.utils.event_loop import gather_or_cancel
 
 
@@ -188,7 +188,7 @@ class EngineSpeaker:
 
     async def answer(self, session: Session, turns: Sequence[Turn], messages: Sequence[Message]) -> Turn | None:
         """Generate the turn after these ones; None where it might take more than the tokens of an episode."""
-        spoken = [turn.tokens for turn in turns if turn.tokens is not None]
+        spoken = [turn.tokens for turn in turns if isinstance(turn, SampledTurn)]
         where = f"turn {len(turns) + 1} of {self._name}"
         try:
             after = int(spoken[-1].completion.token_ids_T[-1])
@@ -248,7 +248,7 @@ def _next_seed(seed: int, completion_id: str) -> int:
 
 
 def _turn(messages: tuple[Message, ...], observation: Prompt, completion: Completion, *, on_view: bool = False) -> Turn:
-    return Turn(
+    return SampledTurn(
         messages=messages,
         text=completion.text,
         finish=completion.finish,

@@ -19,7 +19,7 @@ from fovea.report.samples import write_samples
 from fovea.run.context import Run
 from fovea.samples import length_penalty, replace_samples
 from fovea.train.base import Needs
-from fovea.types import Batch, Episode, Group, Message, PromptImage, Sample, TurnTokens
+from fovea.types import Batch, Episode, Group, Message, PromptImage, Sample, SampledTurn, TurnTokens
 
 TRACKER_MAX_PIXELS = 512 * 512
 """Largest number of pixels of an image for a tracker, whose server stores it for every recorded step."""
@@ -132,19 +132,17 @@ def _record(run: Run, group: Group, samples: Samples) -> SampleRecord:
 
 def _answer(run: Run, episode: Episode, samples: Samples) -> RecordedAnswer:
     sample = samples.get(episode.tokens[0].completion.id)
-    generated = [turn for turn in episode.turns if turn.tokens is not None]
+    generated = [turn for turn in episode.turns if isinstance(turn, SampledTurn)]
     return RecordedAnswer(
         score=_score(run, episode),
         turns=tuple(
             RecordedTurn(
                 # the messages of the first turn are the prompt, which all answers share
-                messages=_messages(run, turn.messages, turn.tokens.observation.images)
-                if number and turn.tokens
-                else (),
+                messages=_messages(run, turn.messages, turn.tokens.observation.images) if number else (),
                 text=turn.text,
                 finish=turn.finish,
                 tokens=None if sample is None else _trace(run, sample, place),
-                version=None if turn.tokens is None else turn.tokens.completion.version,
+                version=turn.tokens.completion.version,
                 reward=episode.score.turns[number] if episode.score.turns else None,
                 seconds=round(turn.seconds, DECIMALS),
             )

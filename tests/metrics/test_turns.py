@@ -7,7 +7,7 @@ import pytest
 
 from fovea.metrics.names import undefined
 from fovea.metrics.turns import turn_metrics
-from fovea.types import Completion, Episode, EpisodeEnd, Message, Score, Task, Turn, TurnTokens
+from fovea.types import Completion, Episode, EpisodeEnd, Message, SampledTurn, Score, Task, Turn, TurnTokens
 from tests.records import text_prompt
 
 TASK = Task(id="train/0", question="q", answer="a")
@@ -17,7 +17,7 @@ def turn(*logprobs: float, messages: tuple[Message, ...] = (), seconds: float = 
     ids, values = np.arange(len(logprobs)), np.array(logprobs, dtype=np.float32)
     completion = Completion(token_ids_T=ids, logprobs_T=values, text="x", finish="stop", version=0)
     tokens = TurnTokens(observation=text_prompt([0]), completion=completion)
-    return Turn(messages=messages, text="x", tokens=tokens, seconds=seconds)
+    return SampledTurn(messages=messages, text="x", tokens=tokens, seconds=seconds)
 
 
 def episode(*turns: Turn, rewards: tuple[float, ...] = (), end: EpisodeEnd = "done") -> Episode:

@@ -5,7 +5,7 @@ import pytest
 
 from fovea.loop import train
 from fovea.report.samples import read_step, sample_steps
-from fovea.types import Message
+from fovea.types import Message, SampledTurn
 from tests.fakes import BanditEnvironment, bandit_run
 
 PER_STEP = {"prompts_per_step": 3, "samples_per_prompt": 4, "max_new_tokens": 1}
@@ -22,7 +22,7 @@ def test_a_record_has_what_the_update_makes_of_every_token(tmp_path: Path) -> No
     found = 0
     for answer in (answer for record in records for answer in record.answers):
         (turn,) = answer.turns
-        assert turn.tokens is not None
+        assert isinstance(turn, SampledTurn)
         assert turn.text == answer.score.text
         assert turn.version == 1, "the push after the first update"
         # the bandit's engine draws with the weights of its policy
