@@ -67,14 +67,22 @@ COVERS: dict[str, tuple[str, ...]] = {
     "kill": (
         *(*SHARED, "fovea/loop.py", "fovea/loop_async.py", "fovea/run", "fovea/rollout/*.py", "fovea/cli/main.py"),
         *("fovea/wiring/backends.py", "fovea/wiring/workers.py", "fovea/wiring/environment.py"),
-        *("fovea/environments/custom/processes.py", "fovea/metrics/jsonl.py", "fovea/train/torch/checkpoint.py"),
-        *("fovea/utils/launch.py", "fovea/utils/event_loop.py"),
+        *(
+            "gym/fovea_gym/environments/custom/processes.py",
+            "fovea/metrics/jsonl.py",
+            "fovea/train/torch/checkpoint.py",
+        ),
+        *("gym/fovea_gym/utils/launch.py", "gym/fovea_gym/utils/event_loop.py"),
         *("tests/warm*.py", "tests/cluster", "tests/processes", "tests/weights", "tests/rollout/fake_*.py"),
         *("tests/benchmarks/test_kills.py", "tests/environments/custom/test_processes.py"),
         *("tests/rollout/test_remote_engine.py", "tests/rollout/test_engine_process.py"),
         *("tests/test_ended_runs.py", "tests/test_runs.py", "tests/test_supervised_runs.py"),
-        *("fovea/environments/sessions.py", "fovea/environments/session_task.py", "tests/test_session_runs.py"),
-        *("fovea/environments/adapters/mcp.py", "tests/environments/adapters/test_mcp.py"),
+        *(
+            "gym/fovea_gym/environments/sessions.py",
+            "gym/fovea_gym/environments/session_task.py",
+            "tests/test_session_runs.py",
+        ),
+        *("gym/fovea_gym/adapters/mcp.py", "tests/environments/adapters/test_mcp.py"),
     ),
     "browser": (
         "fovea/view",

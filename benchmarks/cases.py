@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fovea.config.model import TinyModel
-from fovea.environments.base import Environment
 from fovea.models.load import DTYPES
 from fovea.models.tiny import FIXED, FixedSizes, TinyParts, make_tiny, with_processor
-from fovea.types import ImageRef, Message, Score, Task, Turn
+from fovea_gym.environments.base import Environment
+from fovea_gym.types import ImageRef, Message, Score, Task, Turn
 
 Dtype = Literal["float32", "bfloat16"]
 QUESTION = "Say which of the coloured shapes in the picture is closest to its upper left corner and how many there are"

@@ -16,11 +16,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pyarrow.parquet as pq
 
-from fovea.config.environments import Geo3kEnvironment, GeoSpotEnvironment
-from fovea.environments.geo3k import Geo3kGrader
-from fovea.environments.geospot.environment import GeoSpotGrader
-from fovea.environments.geospot.reward import GeoStage
-from fovea.types import Score, Task, Turn
+from fovea_gym.environments.geo3k import Geo3kGrader
+from fovea_gym.environments.geospot.environment import GeoSpotGrader
+from fovea_gym.environments.geospot.reward import GeoStage
+from fovea_gym.settings.environments import Geo3kEnvironment, GeoSpotEnvironment
+from fovea_gym.types import Score, Task, Turn
 
 SHARE = 0.3
 _FILES = {"train_files": ["train.parquet"], "test_files": ["test.parquet"]}

@@ -29,8 +29,8 @@ from fovea.config.backends import EmbeddedSettings
 from fovea.models.families.registry import family_of
 from fovea.models.flops import FORWARD, Passes, Work, training_passes
 from fovea.models.modules import language_model, vision_tower
-from fovea.tools.probe.rates import BEYOND_CACHE_BYTES, Rates, best_seconds, measure_rates, read_rate
 from fovea.types import Prompt
+from fovea_tools.probe.rates import BEYOND_CACHE_BYTES, Rates, best_seconds, measure_rates, read_rate
 
 MODULE = "benchmarks.floors"
 WARM_STEPS = 1

@@ -30,10 +30,10 @@ from benchmarks.timing import Budget
 from fovea.config.model import TinyModel
 from fovea.metrics.throughput import known_peak_tflops
 from fovea.models.shared_prefix.attention import Kernel
-from fovea.tools.probe.rates import measure_rates
-from fovea.utils.event_loop import wait_for
 from fovea.weights.push import WeightPusher
 from fovea.weights.sinks import SharedTensors
+from fovea_gym.utils.event_loop import wait_for
+from fovea_tools.probe.rates import measure_rates
 
 MODULE = "benchmarks.gpu"
 SECONDS = 540.0

@@ -24,9 +24,9 @@ from fovea.models.flops import Passes, training_passes
 from fovea.models.recompute import Recompute, recompute_activations
 from fovea.models.shared_prefix.attention import Kernel
 from fovea.models.tiny import TinyParts
-from fovea.tools.probe.rates import Rates, seconds_of
 from fovea.types import Prompt, Request, Sampling
-from fovea.utils.event_loop import wait_for
+from fovea_gym.utils.event_loop import wait_for
+from fovea_tools.probe.rates import Rates, seconds_of
 
 WARM_STEPS = 1
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.03}

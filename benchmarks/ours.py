@@ -13,11 +13,9 @@ from fovea.advantages import with_advantages
 from fovea.config.backends import EmbeddedSettings
 from fovea.config.model import Lora, Model
 from fovea.config.run import Config
-from fovea.data.images import ImageOpener
+from fovea.data.curriculum import CurriculumProgress
 from fovea.data.order import Order
-from fovea.environments.curriculum import CurriculumProgress
-from fovea.environments.graders.grading import Grading
-from fovea.environments.prompt_source import PromptSource
+from fovea.data.prompt_source import PromptSource
 from fovea.evaluation.evaluator import Evaluator
 from fovea.loop import take_step
 from fovea.metrics.log import MetricsLog, Phases, peak_rss_gib
@@ -39,11 +37,13 @@ from fovea.samples import make_batch
 from fovea.train.local import LocalPolicy
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch, Prompt, Sampling
-from fovea.utils.event_loop import wait_for
 from fovea.weights.push import WeightPusher
 from fovea.weights.sinks import SharedTensors
 from fovea.wiring.data import prefetch_threads
 from fovea.wiring.engine import make_embedded, make_tape
+from fovea_gym.graders.grading import Grading
+from fovea_gym.rows.images import ImageOpener
+from fovea_gym.utils.event_loop import wait_for
 
 LEARNING_RATE = 1e-6
 OPENER = ImageOpener(max_mib=32, max_megapixels=64)

@@ -24,9 +24,7 @@ from unittest.mock import patch
 import numpy as np
 from numpy.typing import NDArray
 
-from fovea.config.environments import ShapesZoomEnvironment
 from fovea.config.run import Config
-from fovea.environments.shapes.environment import ShapesZoom
 from fovea.models.families.qwen_vl import QwenVL
 from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.run.context import Run
@@ -34,9 +32,12 @@ from fovea.run.parity import read_parity, read_pushed_parity
 from fovea.run.parity_reading import ParityReading
 from fovea.train.base import SftExample
 from fovea.train.local import LocalPolicy
-from fovea.types import Completion, Message, Prompt, PromptImage, Request, Task, Turn
-from fovea.utils.event_loop import wait_for
+from fovea.types import Completion, Prompt, PromptImage, Request
 from fovea.wiring.run import build
+from fovea_gym.environments.shapes.environment import ShapesZoom
+from fovea_gym.settings.environments import ShapesZoomEnvironment
+from fovea_gym.types import Message, Task, Turn
+from fovea_gym.utils.event_loop import wait_for
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 DTYPES = ("float32", "bfloat16")

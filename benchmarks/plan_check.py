@@ -28,9 +28,9 @@ from fovea.config.loading import load_config
 from fovea.config.run import Config
 from fovea.loop import train
 from fovea.run.context import Run
-from fovea.tools.plan.plan import make_plan
 from fovea.wiring.model import MODEL_FOLDER
 from fovea.wiring.run import build
+from fovea_tools.plan.plan import make_plan
 
 MODULE = "benchmarks.plan_check"
 MIB = 2**20

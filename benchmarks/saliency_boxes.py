@@ -25,14 +25,14 @@ from rich.table import Table
 
 from fovea.commands.saliency import Asked, Occluder, Saliency, Wanted
 from fovea.commands.targets import CheckpointTarget, find_checkpoint, parse_target
-from fovea.config.environments import ShapesEnvironment
-from fovea.environments.base import Split
-from fovea.environments.hash_splits import row_generator
-from fovea.environments.shapes.environment import grade
-from fovea.environments.shapes.questions import KINDS, scene
-from fovea.environments.shapes.scenes import UNIT_SIDE, box_of, free_spots, grid_spots, paint
 from fovea.evaluation.statistics import NUM_RESAMPLES
-from fovea.types import Task
+from fovea_gym.environments.base import Split
+from fovea_gym.environments.hash_splits import row_generator
+from fovea_gym.environments.shapes.environment import grade
+from fovea_gym.environments.shapes.questions import KINDS, scene
+from fovea_gym.environments.shapes.scenes import UNIT_SIDE, box_of, free_spots, grid_spots, paint
+from fovea_gym.settings.environments import ShapesEnvironment
+from fovea_gym.types import Task
 
 SPLIT: Split = "test"
 DRAWS = 200

@@ -36,10 +36,10 @@ from fovea.metrics.log import read_metrics
 from fovea.models.flops import Work, training_passes
 from fovea.processes.messages import Packing, Share, SharedArguments
 from fovea.run.context import Run
-from fovea.tools.plan.plan import make_plan
 from fovea.train.row_assignment import Cost, ImageKeys, RowAssignment
 from fovea.types import Batch, Prompt, PromptImage, Sample, SampleGroup
 from fovea.wiring.run import build
+from fovea_tools.plan.plan import make_plan
 
 MODULE = "benchmarks.scaling"
 MIB = 2**20

@@ -20,14 +20,15 @@ from benchmarks.printing import as_table, show
 from fovea.config.algorithm import Algorithm
 from fovea.config.model import TinyModel
 from fovea.config.sections import Train
-from fovea.data.images import ImageOpener
 from fovea.models.plain import PlainVLM
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.render import Renderer
 from fovea.models.tiny import FixedSizes, TinyParts, make_tiny
 from fovea.models.vlm import VLM
 from fovea.train.torch.policy import TorchPolicy
-from fovea.types import Batch, ImageRef, Message, Prompt, Sample, SampleGroup
+from fovea.types import Batch, Prompt, Sample, SampleGroup
+from fovea_gym.rows.images import ImageOpener
+from fovea_gym.types import ImageRef, Message
 
 SIZES = {
     "hidden_size": 256,

@@ -21,8 +21,8 @@ from fovea.config.recipes import shipped_recipe
 from fovea.loop import take_step
 from fovea.run.context import Run
 from fovea.run.lifecycle import begin, closing, record
-from fovea.utils.event_loop import wait_for
 from fovea.wiring.run import build
+from fovea_gym.utils.event_loop import wait_for
 
 ROOT = Path(fovea.__file__).parent
 SMALL = (

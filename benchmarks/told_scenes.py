@@ -15,12 +15,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from fovea.config.environments import ShapesEnvironment
-from fovea.data.order import LazyTasks
-from fovea.environments.base import Split
-from fovea.environments.shapes.environment import Shapes, ShapesGrader
-from fovea.environments.shapes.questions import KINDS, MAX_COUNT
-from fovea.types import Message, Score, Task, Turn
+from fovea_gym.environments.base import Split
+from fovea_gym.environments.shapes.environment import Shapes, ShapesGrader
+from fovea_gym.environments.shapes.questions import KINDS, MAX_COUNT
+from fovea_gym.rows.tasks import LazyTasks
+from fovea_gym.settings.environments import ShapesEnvironment
+from fovea_gym.types import Message, Score, Task, Turn
 
 SIZES: Mapping[Split, int] = {"train": 6000, "dev": 200, "test": 400}
 TOLD_OF_TEN = 3

@@ -22,12 +22,12 @@ import fovea
 from fovea.config.describe import Setting, describe
 from fovea.config.elsewhere import systems
 from fovea.metrics.names import metrics_page
-from fovea.tools.importer.docs import page as system_page
+from fovea_tools.importer.docs import page as system_page
 
 ROOT = Path(__file__).parents[1]
 HOME = "README.md"
 PROTOCOLS = {
-    "Environments": "fovea.environments.base",
+    "Environments": "fovea_gym.environments.base",
     "Rollout engines": "fovea.rollout.base",
     "Training": "fovea.train.base",
     "Records": "fovea.types",

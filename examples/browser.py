@@ -21,14 +21,14 @@ import numpy as np
 from PIL import Image
 from playwright.async_api import Browser, Page, Playwright, async_playwright
 
-from fovea.config.games import PagesEnvironment
-from fovea.data.order import LazyTasks
-from fovea.environments.base import Split
-from fovea.environments.pages.environment import Pages, click_in, kind_of, pages_of
-from fovea.environments.pages.page import MENU, html
 from fovea.processes.session_processes import session_environment
-from fovea.types import ImageRef, Mark, Message, Score, Task, Turn
-from fovea.utils.event_loop import BackgroundLoop
+from fovea_gym.environments.base import Split
+from fovea_gym.examples.pages.environment import Pages, click_in, kind_of, pages_of
+from fovea_gym.examples.pages.page import MENU, html
+from fovea_gym.rows.tasks import LazyTasks
+from fovea_gym.settings.games import PagesEnvironment
+from fovea_gym.types import ImageRef, Mark, Message, Score, Task, Turn
+from fovea_gym.utils.event_loop import BackgroundLoop
 
 SIDE_PX = 48
 """Side of the window: 9 visual tokens of the tiny models."""

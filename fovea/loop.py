@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fovea.advantages import with_advantages
-from fovea.errors import ConfigError
 from fovea.report.summary import Summary
 from fovea.run.context import Run
 from fovea.run.lifecycle import begin, closing, end_early, finish, record, save_last, stopping
@@ -17,7 +16,8 @@ from fovea.run.state import TrainState
 from fovea.samples import episode_metrics, make_batch
 from fovea.train.base import Needs
 from fovea.types import Group, Metrics
-from fovea.utils.event_loop import wait_for
+from fovea_gym.errors import ConfigError
+from fovea_gym.utils.event_loop import wait_for
 
 
 def train(run: Run) -> Summary:

@@ -18,7 +18,7 @@ from fovea.run.signals import Stop
 from fovea.run.state import TrainState
 from fovea.samples import staleness
 from fovea.types import Group, Metrics
-from fovea.utils.event_loop import wait_for
+from fovea_gym.utils.event_loop import wait_for
 
 
 def train(run: Run) -> Summary:

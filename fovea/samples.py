@@ -20,7 +20,8 @@ from fovea.algorithms.advantage import has_signal, overlong_penalty
 from fovea.algorithms.aggregation import sample_weights
 from fovea.config.algorithm import Algorithm
 from fovea.metrics.turns import turn_metrics
-from fovea.types import Batch, Episode, Group, Metrics, Sample, SampleGroup, Score, TurnTokens
+from fovea.types import Batch, Episode, Group, Metrics, Sample, SampleGroup, TurnTokens
+from fovea_gym.types import Score
 
 Value = TypeVar("Value", bound=np.generic)
 WHITENED = ("reinforce++", "reinforce++_baseline", "gae")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fovea.run.warmup import SESSION_SEED
-from fovea.types import Message, Score, Task, Turn
+from fovea_gym.types import Message, Score, Task, Turn
 
 SETTINGS = {
     "model": {"tiny": {"hidden_size": 32, "num_layers": 1, "vocabulary_size": 300}},

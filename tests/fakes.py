@@ -13,11 +13,9 @@ from PIL import Image
 
 from fovea.config.model import Model, TinyModel
 from fovea.config.run import Config
-from fovea.data.order import Order, kinds_of
-from fovea.environments.base import Environment
-from fovea.environments.curriculum import CurriculumProgress, Stage, Stages
-from fovea.environments.graders.grading import Grading
-from fovea.environments.prompt_source import PromptSource
+from fovea.data.curriculum import CurriculumProgress
+from fovea.data.order import Order
+from fovea.data.prompt_source import PromptSource
 from fovea.evaluation.evaluator import Evaluator
 from fovea.metrics.log import JsonlSink, MetricsLog, Phases
 from fovea.metrics.progress import Progress
@@ -25,21 +23,13 @@ from fovea.run.checkpoint import Checkpoints
 from fovea.run.context import Run, Sources, TaskStream
 from fovea.samples import with_old_logprobs, with_reference_logprobs, with_values
 from fovea.train.base import ModelFacts, Needs, SftExample
-from fovea.types import (
-    Batch,
-    Completion,
-    ImageRef,
-    Message,
-    Metrics,
-    Prompt,
-    Request,
-    Sampling,
-    Score,
-    Task,
-    ToolSpec,
-    Turn,
-)
+from fovea.types import Batch, Completion, Metrics, Prompt, Request, Sampling
 from fovea.weights.base import SyncReport
+from fovea_gym.environments.base import Environment
+from fovea_gym.environments.stages import Stage, Stages
+from fovea_gym.graders.grading import Grading
+from fovea_gym.rows.tasks import kinds_of
+from fovea_gym.types import ImageRef, Message, Score, Task, ToolSpec, Turn
 
 ANSWERS = ("a", "b", "c", "d")
 

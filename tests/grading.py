@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from fovea.environments.graders.base import Grader
-from fovea.environments.graders.grading import Grading
-from fovea.types import Message, Score, Task, Turn
-from fovea.utils.event_loop import wait_for
+from fovea_gym.graders.base import Grader
+from fovea_gym.graders.grading import Grading
+from fovea_gym.types import Message, Score, Task, Turn
+from fovea_gym.utils.event_loop import wait_for
 
 Result = TypeVar("Result")
 

@@ -24,7 +24,8 @@ from fovea.models.render import Renderer, images_of
 from fovea.models.tiny import TinyParts
 from fovea.train.packing import pack_row
 from fovea.train.start_check import Reference, StartCheck
-from fovea.types import Completion, Message, Prompt
+from fovea.types import Completion, Prompt
+from fovea_gym.types import Message
 from tests.reference import largest_relative_difference
 from tests.tiny_models import CPU, from_array, image, user
 

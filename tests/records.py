@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fovea.types import Completion, Episode, Prompt, SampledTurn, Score, Task, TurnTokens
+from fovea.types import Completion, Episode, Prompt, SampledTurn, TurnTokens
+from fovea_gym.types import Score, Task
 
 
 def text_prompt(token_ids: Sequence[int]) -> Prompt:

@@ -16,12 +16,12 @@ from fovea.commands.dry_run import plan
 from fovea.config.loading import load_config
 from fovea.config.run import Config
 from fovea.data.bad_rows import BAD_ROWS_FILE
-from fovea.errors import DataError
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.report.summary import Summary
 from fovea.wiring import images
 from fovea.wiring.run import build
+from fovea_gym.errors import DataError
 from tests.bad_files import FILES, write
 from tests.data.small import SMALL
 from tests.data.web import served

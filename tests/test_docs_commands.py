@@ -24,7 +24,7 @@ from fovea.commands.benchmarks import chosen
 from fovea.config.describe import describe
 from fovea.config.elsewhere import systems
 from fovea.config.loading import load_config
-from fovea.tools.importer.docs import page
+from fovea_tools.importer.docs import page
 from tests.tables import table
 
 ROOT = Path(__file__).parent.parent

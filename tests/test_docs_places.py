@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fovea.config.describe import describe
-from fovea.errors import ConfigError
+from fovea_gym.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

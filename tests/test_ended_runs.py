@@ -149,7 +149,7 @@ def score(task, text, images):
 IMPATIENT = """\
 import sys
 from fovea.cli.main import main
-from fovea.environments.graders import limited_calls
+from fovea_gym.graders import limited_calls
 
 limited_calls.HELD_SECONDS = 1
 main()

@@ -13,12 +13,12 @@ import pytest
 from pydantic import BaseModel, PositiveInt, model_validator
 
 import fovea
-from fovea.errors import (
+from fovea.errors import MicrobatchMemoryError
+from fovea_gym.errors import (
     BadRowError,
     ConfigError,
     FailedEpisodeError,
     FoveaError,
-    MicrobatchMemoryError,
     SeveralErrors,
     describe_error,
     first_line,

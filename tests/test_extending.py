@@ -22,7 +22,7 @@ from fovea.config.describe import describe
 from fovea.config.loading import dump_config, load_config
 from fovea.config.model import Model
 from fovea.config.run import Config
-from fovea.errors import ConfigError, DataError, ModelError
+from fovea.errors import ModelError
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.models.families.named import NamedFamily
@@ -30,8 +30,9 @@ from fovea.models.plain import PlainVLM
 from fovea.models.processor import load_processor
 from fovea.models.vlm import VLM
 from fovea.run.checkpoint import write_manifest
-from fovea.tools.families.tiny import save_tiny_kind
 from fovea.wiring.run import build
+from fovea_gym.errors import ConfigError, DataError
+from fovea_tools.families.tiny import save_tiny_kind
 from tests.hub_models import TOLERANCE, Loaded, assert_inputs_equal, needs_image_processors
 from tests.policies import batch_of, make_policy, update_gradients
 from tests.reference import largest_relative_difference
@@ -326,7 +327,7 @@ def test_a_package_that_was_imported_takes_no_name_of_ours(site: Path) -> None:
 
 ATLAS = """
 from typing import Literal
-from fovea.config.splits import EnvironmentSettings
+from fovea_gym.settings.splits import EnvironmentSettings
 
 class Part(EnvironmentSettings):
     name: Literal["atlas"] = "atlas"

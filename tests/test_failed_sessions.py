@@ -9,15 +9,16 @@ from pathlib import Path
 import pytest
 
 from fovea.config.run import Config
-from fovea.errors import SessionError, TrainError
+from fovea.errors import TrainError
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.metrics.progress import CONSOLE_FILE
 from fovea.run.context import Run
 from fovea.run.lifecycle import begin
-from fovea.types import ImageRef, Message, Score, Task, Turn
-from fovea.utils.event_loop import wait_for
 from fovea.wiring.run import build
+from fovea_gym.errors import SessionError
+from fovea_gym.types import ImageRef, Message, Score, Task, Turn
+from fovea_gym.utils.event_loop import wait_for
 from tests.failing_sessions import SETTINGS, WARMUP, Doors
 
 

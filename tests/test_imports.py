@@ -55,10 +55,10 @@ LATE_IMPORTS = {
     "fovea/cli/evaluate.py": {"evaluate", "export", "grade", "saliency", "serve"},
     "fovea/cli/tools.py": {"_count_gpus", "plan", "reproduce", "_print_outputs"},
     "fovea/cli/doctor.py": {"check_parity", "print_families", "probe_gpu"},
-    "fovea/data/rows.py": {"_hub"},
-    "fovea/environments/graders/by_name.py": {"grader_of"},
+    "gym/fovea_gym/rows/rows.py": {"_hub"},
+    "gym/fovea_gym/graders/by_name.py": {"grader_of"},
     "fovea/rollout/embedded/paged_attention.py": {"paged_attention"},
-    "fovea/utils/addresses.py": {"http_parts"},
+    "gym/fovea_gym/utils/addresses.py": {"http_parts"},
 }
 """Files that may import inside functions, and inside which. The command line starts without
 torch, so the commands that need it import what they run; a reader that needs an extra is imported when it reads."""
@@ -94,7 +94,7 @@ def imports_of(path: Path) -> Iterator[Imported]:
             modules = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}:{node.lineno}: a relative import; write it in full"
-            # `from fovea.data import rows` imports a module, `from fovea.data.rows import read` a name
+            # `from fovea.data import rows` imports a module, `from fovea_gym.rows.rows import read` a name
             modules = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
             modules = [ast.unparse(node.args[0]).strip("'\"")]
@@ -173,13 +173,13 @@ def test_backends_do_not_know_each_other() -> None:
         ("mlflow", "fovea/metrics/mlflow.py"),
         ("swanlab", "fovea/metrics/swanlab.py"),
         ("liger_kernel", "fovea/models/kernels_liger.py"),
-        ("datasets", "fovea/data/readers/hub.py"),
+        ("datasets", "gym/fovea_gym/rows/readers/hub.py"),
         ("ray", "fovea/cluster/ray.py"),
-        ("easy_vqa", "fovea/tools/data_sets/easy_vqa.py"),
-        ("mixtrain", "fovea/tools/workflows/mixtrain.py"),
-        ("gymnasium", "fovea/environments/adapters/gymnasium.py"),
-        ("mcp", "fovea/environments/adapters/mcp.py"),
-        ("websockets", "fovea/environments/adapters/openenv.py"),
+        ("easy_vqa", "tools/fovea_tools/data_sets/easy_vqa.py"),
+        ("mixtrain", "tools/fovea_tools/workflows/mixtrain.py"),
+        ("gymnasium", "gym/fovea_gym/adapters/gymnasium.py"),
+        ("mcp", "gym/fovea_gym/adapters/mcp.py"),
+        ("websockets", "gym/fovea_gym/adapters/openenv.py"),
         ("triton", "fovea/rollout/embedded/paged_triton.py"),
     ],
 )
@@ -207,8 +207,8 @@ DRIVER = """
 import asyncio, sys
 from pathlib import Path
 from fovea.config.run import Model, ShapesEnvironment
-from fovea.data.images import ImageOpener
-from fovea.environments.shapes.environment import Shapes
+from fovea_gym.rows.images import ImageOpener
+from fovea_gym.environments.shapes.environment import Shapes
 from fovea.loop import take_step
 from fovea.models.processor import load_processor
 from fovea.models.render import Renderer

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fovea.errors import DataError, MicrobatchMemoryError, TrainError
+from fovea.errors import MicrobatchMemoryError, TrainError
 from fovea.loop import take_step, train
 from fovea.metrics.log import read_metrics
 from fovea.run import lifecycle
@@ -21,8 +21,10 @@ from fovea.run.lifecycle import begin
 from fovea.run.microbatches import MicrobatchTokens, left_limit
 from fovea.run.rollout_step import training_sampling
 from fovea.run.state import TrainState
-from fovea.types import AnswerEnd, Batch, Metrics, Score
-from fovea.utils.event_loop import wait_for
+from fovea.types import Batch, Metrics
+from fovea_gym.errors import DataError
+from fovea_gym.types import AnswerEnd, Score
+from fovea_gym.utils.event_loop import wait_for
 from tests.fakes import BanditEngine, BanditPolicy, bandit_run, run_with
 from tests.runs import untimed
 

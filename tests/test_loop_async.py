@@ -14,15 +14,17 @@ import pytest
 from fovea import loop
 from fovea.data.bad_rows import BAD_ROWS_FILE, BadRows
 from fovea.data.order import EpochOrder
-from fovea.environments.prompt_source import PromptSource
-from fovea.errors import BadRowError, ConfigError, EngineError, TrainError
+from fovea.data.prompt_source import PromptSource
+from fovea.errors import EngineError, TrainError
 from fovea.loop_async import train
 from fovea.metrics.log import read_metrics
 from fovea.run.ahead import next_barrier
 from fovea.run.checkpoint import Checkpoints
 from fovea.run.context import Run
-from fovea.types import Batch, Completion, Message, Metrics, Request, Task
+from fovea.types import Batch, Completion, Metrics, Request
 from fovea.weights.base import SyncReport
+from fovea_gym.errors import BadRowError, ConfigError
+from fovea_gym.types import Message, Task
 from tests.fakes import BanditEngine, BanditEnvironment, BanditPolicy, BanditRenderer, bandit_run, staged_run
 from tests.runs import untimed
 

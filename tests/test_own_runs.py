@@ -15,14 +15,14 @@ import yaml
 
 from fovea.cli.main import sort_words
 from fovea.config.loading import load_config
-from fovea.environments.adapters.mcp import McpConnection
-from fovea.errors import ScoreError
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.metrics.names import undefined
 from fovea.report.samples import read_step, sample_steps
-from fovea.types import ImageRef, Score, Turn
 from fovea.wiring.run import build
+from fovea_gym.adapters.mcp import McpConnection
+from fovea_gym.errors import ScoreError
+from fovea_gym.types import ImageRef, Score, Turn
 from tests.data.web import served
 from tests.images import png
 

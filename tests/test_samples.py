@@ -10,7 +10,8 @@ import pytest
 from fovea.config.algorithm import Algorithm
 from fovea.metrics.names import definition_of
 from fovea.samples import episode_metrics, make_batch
-from fovea.types import Batch, Completion, Episode, EpisodeEnd, Group, Metrics, Prompt, Sample, Score, Task
+from fovea.types import Batch, Completion, Episode, EpisodeEnd, Group, Metrics, Prompt, Sample
+from fovea_gym.types import Score, Task
 from tests.records import one_turn
 
 MAX_NEW_TOKENS = 10

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fovea.processes.ending import running
+from fovea_gym.processes.ending import running
 from tests.runs import environment, final_weights, untimed
 from tests.warm import run_warm
 

@@ -120,10 +120,10 @@ EXAMPLES = """
 1: from tests.train.test_ppo import scored
 1: from tests.train import test_ppo
 1: SCRIPT = "from tests.train.test_ppo import scored"
-1: from fovea.data.rows import _hub
+1: from fovea_gym.rows.rows import _hub
 0: from fovea import __version__
 1: from fovea.data import rows; rows._hub()
-1: monkeypatch.setattr("fovea.data.rows._hub", None)
+1: monkeypatch.setattr("fovea_gym.rows.rows._hub", None)
 0: policy._optimizer.adamw.step()
 1: policy._optimizer._adamw.step()
 1: cast(Any, engines[1]._line)._pid

@@ -13,14 +13,15 @@ import transformers
 from transformers.processing_utils import ProcessorMixin
 
 from fovea.config.model import TinyModel
-from fovea.data.images import ImageOpener
 from fovea.models.heads import ValueHead
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.render import Renderer
 from fovea.models.tiny import FixedSizes, TinyParts, make_tiny
 from fovea.models.vlm import VLM
 from fovea.train.packing import pack_row
-from fovea.types import ImageRef, Message, PixelChange, Prompt
+from fovea.types import Prompt
+from fovea_gym.rows.images import ImageOpener
+from fovea_gym.types import ImageRef, Message, PixelChange
 
 DENSE_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 FAMILIES = (*DENSE_FAMILIES, "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")

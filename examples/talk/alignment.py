@@ -25,7 +25,7 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransforme
 from examples.talk.captions import COLOUR_OPENING, SHAPE_OPENING, Speaker, caption_tokens
 from examples.talk.network import GRID, build_image_processor, new_tower
 from fovea.models.vision.attention import run_in_segments
-from fovea.tools.data_sets.easy_vqa import Contents, EasyVqaPicture
+from fovea_tools.data_sets.easy_vqa import Contents, EasyVqaPicture
 
 REPORT_EVERY_STEPS = 50
 WARMUP_STEPS = 50

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from examples.talk.language import load_language, load_tokenizer
 from examples.talk.network import build_tokenizer
 from fovea.models.processor import token_id
-from fovea.tools.data_sets.easy_vqa import Contents
+from fovea_tools.data_sets.easy_vqa import Contents
 
 INSTRUCTIONS = (
     "Describe the picture.",

@@ -13,10 +13,11 @@ from torch import Tensor
 from examples.talk.alignment import Alignment, align
 from examples.talk.language import licence, load_language, load_tokenizer, package_folder
 from examples.talk.network import build_image_processor, build_network, build_tokenizer, new_tower
-from fovea.errors import ConfigError, ModelError
+from fovea.errors import ModelError
 from fovea.models.model_files import no_progress_bar, save_tokenizer
-from fovea.tools.data_sets.easy_vqa import split_pictures
-from fovea.utils.files import atomic_folder, write_atomically
+from fovea_gym.errors import ConfigError
+from fovea_gym.utils.files import atomic_folder, write_atomically
+from fovea_tools.data_sets.easy_vqa import split_pictures
 
 TOWER_FILE = "tower.safetensors"
 """The tower that ships with Fovea, beside this module; `smolvl-tower` makes it."""

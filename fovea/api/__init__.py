@@ -3,10 +3,10 @@
 from fovea.api.targets import TrainedRun, evaluate, export, load_run
 from fovea.api.trainers import GRPO, PPO
 from fovea.commands.exporting.export import Exported
-from fovea.errors import FoveaError
 from fovea.evaluation.comparison import TargetMetrics
 from fovea.run.callbacks import EvalRecord, StepRecord
-from fovea.types import Score, Task
+from fovea_gym.errors import FoveaError
+from fovea_gym.types import Score, Task
 
 __all__ = [
     "GRPO",

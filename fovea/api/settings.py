@@ -13,17 +13,17 @@ from typing import Any, TypeAlias
 import numpy as np
 from typing_extensions import TypedDict
 
-from fovea.config.base import Tree, check_depth, nested
 from fovea.config.describe import listed, settings
-from fovea.data.rows import InMemory, given_rows
-from fovea.environments.base import Split
-from fovea.environments.custom.loading import check_named, checked_environment, checked_reward, load_reward, name_of
-from fovea.environments.tools.base import Tool
-from fovea.environments.tools.loading import load_tools
-from fovea.errors import ConfigError
 from fovea.run.fingerprint import GivenCode
 from fovea.wiring.environment import GradedEnvironment
 from fovea.wiring.given import ARGUMENTS, Frames
+from fovea_gym.environments.base import Split
+from fovea_gym.environments.custom.loading import check_named, checked_environment, checked_reward, load_reward, name_of
+from fovea_gym.errors import ConfigError
+from fovea_gym.rows.rows import InMemory, given_rows
+from fovea_gym.settings.base import Tree, check_depth, nested
+from fovea_gym.tools.base import Tool
+from fovea_gym.tools.loading import load_tools
 
 RewardArgument: TypeAlias = str | Callable[..., object] | Sequence[str | Callable[..., object]] | None
 """A function of task, text and images (docs/own.md) or of TRL's signature, `path/to/file.py:function`, or a list."""

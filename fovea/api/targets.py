@@ -16,14 +16,14 @@ from fovea.commands.evaluate import EvalOptions, evaluate_targets
 from fovea.commands.exporting.export import Exported
 from fovea.commands.exporting.export import export as export_model
 from fovea.config.recipes import find_recipe
-from fovea.data.rows import InMemory
-from fovea.environments.base import Split
-from fovea.errors import ConfigError
 from fovea.evaluation.comparison import TargetMetrics
 from fovea.metrics.log import read_metrics
 from fovea.report.about import CONFIG_FILE, SUMMARY_FILE, check_run_folder
 from fovea.report.summary import SummaryJson, read_summary
 from fovea.types import Metrics
+from fovea_gym.environments.base import Split
+from fovea_gym.errors import ConfigError
+from fovea_gym.rows.rows import InMemory
 
 Recipe: TypeAlias = str | os.PathLike[str]
 """A YAML file, or the name of a recipe that comes with Fovea."""

@@ -25,20 +25,20 @@ from fovea.api.settings import (
 )
 from fovea.api.targets import Recipe, Target, TrainedRun, evaluate, export, load_run, recipe_files, restored_threads
 from fovea.commands.exporting.export import Exported, check_empty
-from fovea.config.base import Tree
 from fovea.config.loading import environment_of, load_run_config
 from fovea.config.run import Config
-from fovea.data.rows import InMemory
-from fovea.environments.base import Split
-from fovea.errors import ConfigError
 from fovea.evaluation.comparison import TargetMetrics
 from fovea.run.callbacks import Callbacks, OnEval, OnStep
 from fovea.run.context import Run
 from fovea.run.run_dir import has_checkpoint
-from fovea.utils.launch import check_torchrun, is_worker
+from fovea.utils.torchrun import check_torchrun, is_worker
 from fovea.wiring.given import check_takes_rows
 from fovea.wiring.run import build
 from fovea.wiring.workers import serve_driver
+from fovea_gym.environments.base import Split
+from fovea_gym.errors import ConfigError
+from fovea_gym.rows.rows import InMemory
+from fovea_gym.settings.base import Tree
 
 
 class Trainer:

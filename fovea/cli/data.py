@@ -44,7 +44,7 @@ def geospot(
 ) -> None:
     """Render locator maps, offline, from GeoNames' cities."""
     with one_line_errors(debug=debug):
-        from fovea.tools.data_sets.maps import write_maps
+        from fovea_tools.data_sets.maps import write_maps
 
         _say("reading places and drawing maps ...", quiet)
         _report("geospot", write_maps(out, num_rows=rows, seed=seed, image_side_px=image_side_px), quiet=quiet)
@@ -70,7 +70,7 @@ def geospot_europe(
     A tiny model learns to name the marked city, its region, country and coordinates.
     """
     with one_line_errors(debug=debug):
-        from fovea.tools.data_sets.europe import write_europe
+        from fovea_tools.data_sets.europe import write_europe
 
         _say("drawing maps ...", quiet)
         files = write_europe(
@@ -98,7 +98,7 @@ def geo3k(
 ) -> None:
     """Fetch Geometry3K from the Hugging Face hub or a copy."""
     with one_line_errors(debug=debug):
-        from fovea.tools.data_sets.geo3k import SPLITS, write_geo3k
+        from fovea_tools.data_sets.geo3k import SPLITS, write_geo3k
 
         _say(f"reading {source} ...", quiet)
         _report("geo3k", write_geo3k(out, source=source, splits=split or SPLITS), TINY, quiet=quiet)
@@ -117,7 +117,7 @@ def readable(
     In Geometry3K's layout. Five kinds of diagrams; a fifth of the problems is in the test file only.
     """
     with one_line_errors(debug=debug):
-        from fovea.tools.data_sets.readable import write_readable
+        from fovea_tools.data_sets.readable import write_readable
 
         _say("drawing diagrams ...", quiet)
         _report("readable", write_readable(out, num_rows=rows, seed=seed), quiet=quiet)
@@ -135,8 +135,8 @@ def _drawn(command: str, recipe: str, folder: Path, help_text: str) -> None:
         debug: Debug = False,
     ) -> None:
         with one_line_errors(debug=debug):
-            from fovea.tools.data_sets.scenes import write_captions
-            from fovea.tools.data_sets.vqa import write_visual_qa, write_vqa
+            from fovea_tools.data_sets.scenes import write_captions
+            from fovea_tools.data_sets.vqa import write_visual_qa, write_vqa
 
             _say("drawing scenes ...", quiet)
             write = {"vqa": write_vqa, "visual-qa": write_visual_qa, "caption": write_captions}[command]
@@ -173,7 +173,7 @@ def easy_vqa(
     test share no picture.
     """
     with one_line_errors(debug=debug):
-        from fovea.tools.data_sets.easy_vqa import write_easy_vqa
+        from fovea_tools.data_sets.easy_vqa import write_easy_vqa
 
         _say("reading pictures ...", quiet)
         _report("easy_vqa", write_easy_vqa(out, num_rows=rows, seed=seed), quiet=quiet)
@@ -198,7 +198,7 @@ def shapes(
     Training does not need them: the recipe generates its own.
     """
     with one_line_errors(debug=debug):
-        from fovea.tools.data_sets.scenes import write_shapes
+        from fovea_tools.data_sets.scenes import write_shapes
 
         _say("drawing scenes ...", quiet)
         files = write_shapes(

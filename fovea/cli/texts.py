@@ -18,8 +18,8 @@ import typer
 
 from fovea.config.describe import describe
 from fovea.config.recipes import find_recipe, recipes_folder, shipped_recipes
-from fovea.errors import ConfigError, DataError, FoveaError, SeveralErrors
-from fovea.utils.shown_text import printable, without_secrets
+from fovea_gym.errors import ConfigError, DataError, FoveaError, SeveralErrors
+from fovea_gym.utils.shown_text import printable, without_secrets
 
 Debug: TypeAlias = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Trust: TypeAlias = Annotated[

@@ -1,4 +1,4 @@
-"""The commands of `fovea/tools/`: plan, workflows and reproduce. Imports are deferred, as in `main.py`."""
+"""The commands of `tools/fovea_tools/`: plan, workflows and reproduce. Imports are deferred, as in `main.py`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import typer
 
 from fovea.cli.texts import WIDTH, Debug, Trust, Words, one_line_errors, sort_words
 from fovea.config.loading import load_config
-from fovea.errors import ConfigError
-from fovea.tools.importer.reading import read, system_of, where_of
-from fovea.tools.importer.source import EnvironmentName
-from fovea.tools.importer.translate import recipe_text, translate
-from fovea.tools.published.catalogue import PublishedResult, find_result, published_results
-from fovea.tools.workflows.inputs import EvaluationInputs, TrainingInputs, read_inputs
+from fovea_gym.errors import ConfigError
+from fovea_tools.importer.reading import read, system_of, where_of
+from fovea_tools.importer.source import EnvironmentName
+from fovea_tools.importer.translate import recipe_text, translate
+from fovea_tools.published.catalogue import PublishedResult, find_result, published_results
+from fovea_tools.workflows.inputs import EvaluationInputs, TrainingInputs, read_inputs
 
 
 def complete_result(incomplete: str) -> list[str]:
@@ -53,7 +53,7 @@ def reproduce(
             raise ConfigError("no result named; write fovea reproduce NAME; `fovea reproduce --list` has the names")
         result = find_result(name)
         recipes, overrides = sort_words([*result.recipes, *(words or [])], command="reproduce")
-        from fovea.tools.published.reproduce import check_memory, fetch_rows, prepare, train, write_page
+        from fovea_tools.published.reproduce import check_memory, fetch_rows, prepare, train, write_page
 
         run = prepare(result, recipes, overrides)
         check_memory(run)
@@ -90,10 +90,10 @@ def plan(
         import torch
         from rich.console import Console
 
-        from fovea.tools.plan.machine import machine_of
-        from fovea.tools.plan.plan import advice_for, make_plan
-        from fovea.tools.plan.table import plan_tables
-        from fovea.tools.probe.rates import with_cpu_rates
+        from fovea_tools.plan.machine import machine_of
+        from fovea_tools.plan.plan import advice_for, make_plan
+        from fovea_tools.plan.table import plan_tables
+        from fovea_tools.probe.rates import with_cpu_rates
 
         machine = machine_of(config.plan, config.cluster, config.model.device)
         planned = make_plan(config, machine=with_cpu_rates(machine, getattr(torch, config.model.dtype)))
@@ -126,7 +126,7 @@ def import_config(
     says where it comes from. The rest is listed with reasons, and settings that contradict each other are an error.
     Examples: fovea import-config run_qwen2_5_vl-7b.sh --environment geo3k; fovea import-config
     qwen3-vl-2b-grpo-fsdp-geo3k.yaml runner.max_steps=750 --out mine.yaml. The whole table:
-    python -m fovea.tools.importer.docs verl.
+    python -m fovea_tools.importer.docs verl.
     """
     with one_line_errors(debug=debug):
         given = read(words or [])
@@ -186,7 +186,7 @@ def _print_outputs(function: str, inputs: TrainingInputs | EvaluationInputs, *, 
     from fovea.utils.malloc import tune_allocators
 
     tune_allocators()
-    from fovea.tools.workflows import training
+    from fovea_tools.workflows import training
 
     with redirect_stdout(sys.stderr):
         outputs = getattr(training, function)(inputs, trust=trust).to_json()

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fovea.config.sections import Cluster
-from fovea.errors import ConfigError
 from fovea.train.ranks import Ranks, check_replicas
+from fovea_gym.errors import ConfigError
 
 T = TypeVar("T")
 

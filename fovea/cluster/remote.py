@@ -10,11 +10,12 @@ from threading import Thread
 from typing import Any, NoReturn, Protocol
 
 from fovea.cluster.workers import Worker, is_collective, make_call
-from fovea.errors import ClusterError, LostWorkerError, result_or_error
+from fovea.errors import LostWorkerError
 from fovea.processes.calls import Call, PendingCalls
-from fovea.processes.ending import kill_below
 from fovea.processes.heartbeat import BEAT, Watch
 from fovea.processes.serving import Rules, hang_up
+from fovea_gym.errors import ClusterError, result_or_error
+from fovea_gym.processes.ending import kill_below
 
 
 class WorkerLine(Protocol):

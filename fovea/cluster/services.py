@@ -15,8 +15,8 @@ from fovea.train.base import ModelFacts, Needs, SftExample
 from fovea.train.row_assignment import ImageKeys
 from fovea.train.schedule import ImagesByRank
 from fovea.types import Batch, Completion, Metrics, Request
-from fovea.utils.lru_cache import LRUCache
 from fovea.weights.base import SyncReport
+from fovea_gym.utils.lru_cache import LRUCache
 
 MAX_KEPT = 1 << 16
 """Requests whose engine is remembered: more than a step has, and few where engines that train nothing never sleep."""

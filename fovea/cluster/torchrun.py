@@ -19,11 +19,11 @@ from torch.distributed.rendezvous import rendezvous
 
 from fovea.cluster.loopback import gloo_on_loopback
 from fovea.cluster.remote import ConnectionLine, RemoteWorker
-from fovea.errors import ClusterError
 from fovea.processes.messages import Packing
 from fovea.train.ranks import Ranks
-from fovea.utils.launch import end_with_torchrun, local_rank, num_local_processes, num_processes
 from fovea.utils.malloc import GPU_ALLOCATOR
+from fovea.utils.torchrun import end_with_torchrun, local_rank, num_local_processes, num_processes
+from fovea_gym.errors import ClusterError
 
 TIMEOUT = "fovea/collective_timeout_seconds"
 """Key of the store under which the others find the driver's timeout of collective calls."""

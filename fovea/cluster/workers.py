@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from fovea.errors import FoveaError, LostEngineError, LostRankError, LostWorkerError
+from fovea.errors import LostEngineError, LostRankError, LostWorkerError
 from fovea.metrics.log import peak_gib
 from fovea.processes.calls import Call
 from fovea.rollout.base import Engine, HasProcesses
@@ -23,6 +23,7 @@ from fovea.rollout.schedule import RoundsByLoad
 from fovea.train.base import ModelFacts
 from fovea.train.local import LocalPolicy
 from fovea.weights.base import WeightSync
+from fovea_gym.errors import FoveaError
 
 CAUSE_SECONDS = 5.0
 """How long the error of a worker that has left a collective call is waited for, where the others' is known."""

@@ -18,30 +18,31 @@ from rich.text import Text
 from fovea import __version__
 from fovea.commands.evaluate import EvalOptions, EvalSet, Say, check_servers, compare, print_progress, say_of
 from fovea.commands.targets import Target, parse_targets, settings_file, shared_settings
-from fovea.config.base import Tree
 from fovea.config.loading import dump_config, load_config, public_settings
 from fovea.config.recipes import Override
 from fovea.config.run import Config
-from fovea.errors import ConfigError
-from fovea.evaluation.benchmarks.base import Benchmark, Published
-from fovea.evaluation.benchmarks.environment import BenchmarkEnvironment, open_benchmark
-from fovea.evaluation.benchmarks.hallusionbench import HallusionBench
-from fovea.evaluation.benchmarks.mathverse import MathVerse
-from fovea.evaluation.benchmarks.mathvision import MathVision
-from fovea.evaluation.benchmarks.mathvista import MathVista
-from fovea.evaluation.benchmarks.mmmu import Mmmu
-from fovea.evaluation.benchmarks.places import RefCoco, ScreenSpot
-from fovea.evaluation.benchmarks.vstar import VStar
 from fovea.evaluation.comparison import EvalResults, TargetMetrics, target_metrics
 from fovea.evaluation.json_file import results_json, write_tree
-from fovea.evaluation.statistics import Estimate, percent_text
+from fovea.evaluation.statistics import percent_text
 from fovea.report.evaluation import ImagesOf, add_answers, target_facts, write_targets
 from fovea.report.export import PageData
 from fovea.report.figures import RunSummary, Stat, target_summary
 from fovea.run.fingerprint import GivenCode
-from fovea.utils.event_loop import wait_for
-from fovea.utils.shown_text import printable, without_secrets
 from fovea.wiring.images import make_access
+from fovea_gym.benchmarks.base import Benchmark, Published
+from fovea_gym.benchmarks.environment import BenchmarkEnvironment, open_benchmark
+from fovea_gym.benchmarks.estimates import Estimate
+from fovea_gym.benchmarks.hallusionbench import HallusionBench
+from fovea_gym.benchmarks.mathverse import MathVerse
+from fovea_gym.benchmarks.mathvision import MathVision
+from fovea_gym.benchmarks.mathvista import MathVista
+from fovea_gym.benchmarks.mmmu import Mmmu
+from fovea_gym.benchmarks.places import RefCoco, ScreenSpot
+from fovea_gym.benchmarks.vstar import VStar
+from fovea_gym.errors import ConfigError
+from fovea_gym.settings.base import Tree
+from fovea_gym.utils.event_loop import wait_for
+from fovea_gym.utils.shown_text import printable, without_secrets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,9 +15,8 @@ import torch
 from fovea.config.backends import StreamedEngine
 from fovea.config.model import Model
 from fovea.config.run import Config
-from fovea.environments.base import Split
-from fovea.environments.prompt_source import PromptSource, RendersPrompts
-from fovea.errors import DataError, FoveaError, ModelError, SeveralErrors
+from fovea.data.prompt_source import PromptSource, RendersPrompts
+from fovea.errors import ModelError
 from fovea.evaluation.chat_server import EmptyPrompts
 from fovea.models.load import empty_network, pick_device
 from fovea.models.model_files import WHOLE_MODEL
@@ -27,7 +26,7 @@ from fovea.run.checkpoint import Checkpoints, SavedCheckpoint, read_checkpoint
 from fovea.run.folder import check_run
 from fovea.run.run_dir import filled, has_checkpoint
 from fovea.run.signals import too_few_rows
-from fovea.utils.launch import num_processes
+from fovea.utils.torchrun import num_processes
 from fovea.wiring.backends import placement_of
 from fovea.wiring.data import make_order, make_renderer, within_epochs
 from fovea.wiring.environment import GradedEnvironment, make_environment
@@ -37,6 +36,8 @@ from fovea.wiring.megatron import trains_with_megatron
 from fovea.wiring.model import locate_model
 from fovea.wiring.outputs import chosen_trackers
 from fovea.wiring.trial_score import remarks_on_answers, remarks_on_images, remarks_on_shares, spread, try_reward
+from fovea_gym.environments.base import Split
+from fovea_gym.errors import DataError, FoveaError, SeveralErrors
 
 SPLITS: tuple[Split, ...] = ("train", "dev", "test")
 INDEX_FILE = "model.safetensors.index.json"

@@ -30,14 +30,7 @@ from fovea.config.backends import EmbeddedSettings
 from fovea.config.loading import dump_config, keys_of, load_config, public_settings
 from fovea.config.recipes import Override
 from fovea.config.run import TIME, Config
-from fovea.data.images import ImageOpener
-from fovea.data.rows import InMemory
-from fovea.environments.base import Environment, Split
-from fovea.environments.graders.grading import Grading
-from fovea.environments.prompt_source import PromptSource, RendersPrompts
-from fovea.environments.tools.base import Tool
-from fovea.environments.tools.session import ToolUse
-from fovea.errors import DataError
+from fovea.data.prompt_source import PromptSource, RendersPrompts
 from fovea.evaluation.answer_logprobs import answer_logprobs
 from fovea.evaluation.baselines import baseline_answers, majority_answers
 from fovea.evaluation.chat_server import ChatModel, EmptyPrompts
@@ -53,16 +46,23 @@ from fovea.report.tables import tables
 from fovea.rollout.base import Engine
 from fovea.run.fingerprint import GivenCode
 from fovea.run.rollout_step import evaluation_sampling
-from fovea.types import Task
-from fovea.utils.event_loop import wait_for
-from fovea.utils.http_json import JsonServer, bearer
-from fovea.utils.shown_text import printable, without_secrets
 from fovea.wiring.data import PROMPT_CACHE_GIB, make_renderer
 from fovea.wiring.engine import SERVER_BOUNDS, make_embedded, make_evaluator, make_server_evaluator
 from fovea.wiring.environment import make_environment
 from fovea.wiring.given import rows_as_files
 from fovea.wiring.images import make_opener
 from fovea.wiring.tools import use_of_model, use_of_server, with_tools
+from fovea_gym.environments.base import Environment, Split
+from fovea_gym.errors import DataError
+from fovea_gym.graders.grading import Grading
+from fovea_gym.rows.images import ImageOpener
+from fovea_gym.rows.rows import InMemory
+from fovea_gym.tools.base import Tool
+from fovea_gym.tools.session import ToolUse
+from fovea_gym.types import Task
+from fovea_gym.utils.event_loop import wait_for
+from fovea_gym.utils.http_json import JsonServer, bearer
+from fovea_gym.utils.shown_text import printable, without_secrets
 
 Say = Callable[[str], None]
 ONLY_ROWS: Sequence[Override] = ({"model": {"tiny": {}}}, {"environment": {"name": "rows"}})

@@ -9,11 +9,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fovea.config.environments import Gradable
 from fovea.data.bad_rows import OTHER
-from fovea.environments.dataset_prompts import ON_BAD_ROW, bad_row
-from fovea.environments.graders.by_name import grader_of
-from fovea.errors import BadRowError, ConfigError, DataError
+from fovea_gym.environments.dataset_prompts import ON_BAD_ROW, bad_row
+from fovea_gym.errors import BadRowError, ConfigError, DataError
+from fovea_gym.graders.by_name import grader_of
+from fovea_gym.settings.environments import Gradable
 
 MAX_LISTED_LINES = 10
 """Line numbers listed for each reason that rows could not be graded."""

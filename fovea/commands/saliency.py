@@ -28,9 +28,7 @@ from fovea.commands.targets import (
 )
 from fovea.config.loading import keys_of
 from fovea.config.recipes import Override
-from fovea.environments.base import Split
-from fovea.environments.prompt_source import PromptedTask, PromptSource
-from fovea.errors import ConfigError, DataError
+from fovea.data.prompt_source import PromptedTask, PromptSource
 from fovea.evaluation.answer_logprobs import answer_logprobs
 from fovea.evaluation.json_file import answer_files, read_answers
 from fovea.evaluation.occlusion import OcclusionMap, Patch, patches
@@ -48,10 +46,13 @@ from fovea.report.maps import (
 )
 from fovea.report.samples import read_step
 from fovea.run.rollout_step import rollout_sampling
-from fovea.types import ImageRef, PixelChange, Request
-from fovea.utils.bounded import check_inside
-from fovea.utils.event_loop import wait_for
-from fovea.utils.files import write_atomically
+from fovea.types import Request
+from fovea_gym.environments.base import Split
+from fovea_gym.errors import ConfigError, DataError
+from fovea_gym.types import ImageRef, PixelChange
+from fovea_gym.utils.bounded import check_inside
+from fovea_gym.utils.event_loop import wait_for
+from fovea_gym.utils.files import write_atomically
 
 PATCHES_PER_SIDE = 16
 """Patches along the longer side, unless their size is given."""

@@ -20,14 +20,15 @@ from transformers import AutoConfig
 from fovea.commands.exporting.export import export, step_of
 from fovea.commands.targets import CheckpointTarget, ModelTarget, parse_target
 from fovea.config.model import Model
-from fovea.data.fetch import UrlLimits
-from fovea.errors import ConfigError, EngineError
+from fovea.errors import EngineError
 from fovea.models.processor import load_processor
-from fovea.processes.child import ChildProcess
 from fovea.rollout.server import Launch, LaunchesServers, ModelServer
 from fovea.rollout.server_guard import made_key
-from fovea.utils.addresses import is_loopback
-from fovea.utils.bounded import check_inside
+from fovea_gym.errors import ConfigError
+from fovea_gym.processes.child import ChildProcess
+from fovea_gym.rows.fetch import UrlLimits
+from fovea_gym.utils.addresses import is_loopback
+from fovea_gym.utils.bounded import check_inside
 
 EXPORTS = "exports"
 """Folder of a run with the exports that it was served from."""

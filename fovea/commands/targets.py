@@ -19,15 +19,11 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from fovea.commands.trust import check_packages, check_trust
-from fovea.config.base import Section, leaves
 from fovea.config.loading import keys_of, load_config
 from fovea.config.model import Model
 from fovea.config.recipes import Override, section_of, shipped_recipes
-from fovea.config.rewards import reward_tuple
 from fovea.config.run import Config
-from fovea.config.splits import SplitFiles
-from fovea.environments.base import Environment
-from fovea.errors import ConfigError, DataError, FoveaError, ModelError
+from fovea.errors import ModelError
 from fovea.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_merges
 from fovea.models.load import load_network
 from fovea.models.policy_network import PolicyNetwork
@@ -37,13 +33,18 @@ from fovea.report.about import CONFIG_FILE
 from fovea.run.checkpoint import Checkpoints, DamagedCheckpointError, is_checkpoint, read_checkpoint
 from fovea.train.torch.checkpoint import load_trained
 from fovea.train.torch.sharding import copy_weights
-from fovea.utils.addresses import http_parts, is_hub_id, near_folder
-from fovea.utils.bounded import check_inside, read_file
-from fovea.utils.shown_text import without_secrets
 from fovea.wiring.environment import make_environment
 from fovea.wiring.megatron import saved_by_megatron, trains_with_megatron
 from fovea.wiring.model import locate_model, make_vlm, open_vlm
 from fovea.wiring.model_trial import try_model
+from fovea_gym.environments.base import Environment
+from fovea_gym.errors import ConfigError, DataError, FoveaError
+from fovea_gym.settings.base import Section, leaves
+from fovea_gym.settings.rewards import reward_tuple
+from fovea_gym.settings.splits import SplitFiles
+from fovea_gym.utils.addresses import http_parts, is_hub_id, near_folder
+from fovea_gym.utils.bounded import check_inside, read_file
+from fovea_gym.utils.shown_text import without_secrets
 
 RECIPE_FILE = "recipe.yaml"
 """File of an exported folder with the settings of its run."""

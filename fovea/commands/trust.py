@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fovea.config.backends import MegatronBackend, ServingEngine, VllmServersSettings
-from fovea.config.environments import OwnEnvironment
 from fovea.config.loading import keys_of, package_parts
 from fovea.config.recipes import Override, read_override, read_recipe
-from fovea.config.rewards import FROM_PYTHON
 from fovea.config.run import Config
-from fovea.errors import ConfigError
+from fovea_gym.errors import ConfigError
+from fovea_gym.settings.environments import OwnEnvironment
+from fovea_gym.settings.rewards import FROM_PYTHON
 
 
 def check_packages(file: Path, overrides: Sequence[Override], *, trust: bool) -> None:

@@ -7,7 +7,8 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
-from fovea.config.base import (
+from fovea.config.views import ViewsConfig, Vppo
+from fovea_gym.settings.base import (
     Coefficient,
     CoefficientOrZero,
     Fraction,
@@ -23,7 +24,6 @@ from fovea.config.base import (
     long_forms,
     over,
 )
-from fovea.config.views import ViewsConfig, Vppo
 
 UpperClip: TypeAlias = Annotated[float, Field(ge=0, le=1e9)]
 """1e9 clips nothing, since ratios are at most exp(20)."""

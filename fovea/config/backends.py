@@ -8,7 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
-from fovea.config.base import (
+from fovea.config.model import Lora
+from fovea_gym.settings.base import (
     HttpUrl,
     MayChange,
     Member,
@@ -20,8 +21,7 @@ from fovea.config.base import (
     Seconds,
     Section,
 )
-from fovea.config.model import Lora
-from fovea.config.type_text import Example
+from fovea_gym.settings.type_text import Example
 
 CPU_KV_CACHE_GIB, CPU_KV_CACHE_TOKENS = 1.0, 32_768
 """KV caches of vLLM and SGLang on a CPU where nothing is set: the trainer needs the machine's memory too."""

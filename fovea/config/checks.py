@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 
 from fovea.config.algorithm import KlInReward
 from fovea.config.backends import EngineUse, MegatronBackend
-from fovea.config.base import Section
-from fovea.config.environments import (
+from fovea_gym.settings.base import Section
+from fovea_gym.settings.environments import (
     CaptionEnvironment,
     Geo3kEnvironment,
     MixtureEnvironment,
     RowsEnvironment,
     VqaEnvironment,
 )
-from fovea.config.rewards import FROM_PYTHON, OVERLONG, GradingModel, part_name, reward_tuple
-from fovea.config.splits import SplitFiles
+from fovea_gym.settings.rewards import FROM_PYTHON, OVERLONG, GradingModel, part_name, reward_tuple
+from fovea_gym.settings.splits import SplitFiles
 
 if TYPE_CHECKING:
     from fovea.config.run import Config

@@ -11,7 +11,11 @@ from typing import NamedTuple, get_origin
 
 from pydantic.fields import FieldInfo
 
-from fovea.config.base import (
+from fovea.config.elsewhere import hint_for, hint_for_first_name, hint_for_last_name, hint_for_section
+from fovea.config.recipes import CLOSE_ENOUGH
+from fovea.config.run import Config
+from fovea_gym.errors import ConfigError
+from fovea_gym.settings.base import (
     MAY_CHANGE,
     NAME,
     Section,
@@ -24,12 +28,8 @@ from fovea.config.base import (
     variant_of,
     variants_of,
 )
-from fovea.config.elsewhere import hint_for, hint_for_first_name, hint_for_last_name, hint_for_section
-from fovea.config.recipes import CLOSE_ENOUGH
-from fovea.config.run import Config
-from fovea.config.type_text import GROUP, one_of, show, type_text
-from fovea.errors import ConfigError
-from fovea.utils.entry_points import state
+from fovea_gym.settings.type_text import GROUP, one_of, show, type_text
+from fovea_gym.utils.entry_points import state
 
 
 def describe(prefix: str = "") -> list[Setting]:

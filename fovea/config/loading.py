@@ -23,18 +23,6 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from fovea.config.base import (
-    NAME,
-    Section,
-    Tree,
-    default_name,
-    is_union,
-    leaves,
-    long_forms,
-    packages_of,
-    sections_of,
-    variant_of,
-)
 from fovea.config.describe import (
     allowed_at,
     describe,
@@ -49,10 +37,22 @@ from fovea.config.describe import (
 from fovea.config.elsewhere import hint_for, hint_for_last_name
 from fovea.config.recipes import Override, read_override, read_recipe, write_yaml
 from fovea.config.run import Config
-from fovea.config.splits import ROWS_FOLDER
-from fovea.config.type_text import hint, show
-from fovea.errors import ConfigError
-from fovea.utils.shown_text import tree_without_secrets
+from fovea_gym.errors import ConfigError
+from fovea_gym.settings.base import (
+    NAME,
+    Section,
+    Tree,
+    default_name,
+    is_union,
+    leaves,
+    long_forms,
+    packages_of,
+    sections_of,
+    variant_of,
+)
+from fovea_gym.settings.splits import ROWS_FOLDER
+from fovea_gym.settings.type_text import hint, show
+from fovea_gym.utils.shown_text import tree_without_secrets
 
 _PARTS = "environment.parts"
 _SPELLED = {"true": "on and yes", "false": "off and no", "null": "~ and an empty key"}

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
-from fovea.config.base import MayChange, NonNegativeFloat, PositiveInt, Section, Tree
+from fovea_gym.settings.base import MayChange, NonNegativeFloat, PositiveInt, Section, Tree
 
 Family: TypeAlias = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
 LoraPart: TypeAlias = Literal["language_model", "vision_tower", "projector"]

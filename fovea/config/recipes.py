@@ -11,10 +11,10 @@ from typing import Any, TypeAlias
 
 import yaml
 
-from fovea.config.base import Tree, nested
-from fovea.config.type_text import show
-from fovea.errors import ConfigError
-from fovea.utils.bounded import MIB
+from fovea_gym.errors import ConfigError
+from fovea_gym.settings.base import Tree, nested
+from fovea_gym.settings.type_text import show
+from fovea_gym.utils.bounded import MIB
 
 COMMAND_LINE, ARGUMENTS = "command line", "arguments"
 Override: TypeAlias = str | Tree

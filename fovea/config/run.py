@@ -15,19 +15,23 @@ from pydantic import AfterValidator, Field
 
 from fovea.config.algorithm import Algorithm
 from fovea.config.backends import EmbeddedSettings, VllmServersSettings
-from fovea.config.base import FiniteFloat, MayChange, NonNegativeInt, NumThreads, PositiveInt, Seconds, Section, Tree
 from fovea.config.checks import disagreements
-from fovea.config.environments import (
-    Curriculum,
-    EnvironmentConfig,
-    MixtureEnvironment,
-    PartEnvironment,
-    ShapesEnvironment,
-)
+from fovea.config.curriculum import Curriculum
 from fovea.config.model import Model
-from fovea.config.rewards import GradingModel, Judge, RewardModel, RewardPlace, RewardShare, reward_tuple
 from fovea.config.sections import Checkpoint, Cluster, Data, Evaluate, Log, Parity, Plan, Rollout, Train, Warmup
-from fovea.config.splits import SplitFiles
+from fovea_gym.settings.base import (
+    FiniteFloat,
+    MayChange,
+    NonNegativeInt,
+    NumThreads,
+    PositiveInt,
+    Seconds,
+    Section,
+    Tree,
+)
+from fovea_gym.settings.environments import EnvironmentConfig, MixtureEnvironment, PartEnvironment, ShapesEnvironment
+from fovea_gym.settings.rewards import GradingModel, Judge, RewardModel, RewardPlace, RewardShare, reward_tuple
+from fovea_gym.settings.splits import SplitFiles
 
 NAME, TIME = "{name}", "{time}"
 """Placeholders in `run_dir`."""

@@ -8,7 +8,8 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field
 
 from fovea.config.backends import BackendConfig, EmbeddedSettings, EngineConfig, TorchBackend
-from fovea.config.base import (
+from fovea.config.views import RolloutViews
+from fovea_gym.settings.base import (
     Fraction,
     LearningRate,
     MayChange,
@@ -21,9 +22,8 @@ from fovea.config.base import (
     Section,
     TokenCount,
 )
-from fovea.config.views import RolloutViews
+from fovea_gym.types import Conversion
 
-Conversion: TypeAlias = Literal["cmyk", "16_bit", "frames", "rotated"]
 MAX_COMPLETIONS_PER_STEP = 1 << 20
 DecayRate: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
-from fovea.config.base import Coefficient, CoefficientOrZero, Fraction, PositiveFloat, PositiveInt, Section
+from fovea_gym.settings.base import Coefficient, CoefficientOrZero, Fraction, PositiveFloat, PositiveInt, Section
 
 Share: TypeAlias = Annotated[float, Field(gt=0, lt=1)]
 

@@ -11,11 +11,11 @@ from collections import Counter
 from itertools import islice
 from pathlib import Path
 
-from fovea.data.order import RowPlace
-from fovea.errors import BadRowError, DataError
 from fovea.types import Metrics
-from fovea.utils.bounded import append_to, read_lines
-from fovea.utils.files import write_atomically
+from fovea_gym.errors import BadRowError, DataError
+from fovea_gym.rows.tasks import RowPlace
+from fovea_gym.utils.bounded import append_to, read_lines
+from fovea_gym.utils.files import write_atomically
 
 BAD_ROWS_FILE = "bad_rows.jsonl"
 OTHER = "other"

@@ -12,9 +12,9 @@ from pathlib import Path
 import PIL
 from PIL.Image import Image
 
-from fovea.data.images import OpenImage, is_url
-from fovea.errors import DataError
-from fovea.types import ImageRef
+from fovea_gym.errors import DataError
+from fovea_gym.rows.images import OpenImage, is_url
+from fovea_gym.types import ImageRef
 
 FILE = "pixel_hashes.sqlite"
 _COMMIT_EVERY = 200

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fovea.types import Episode, FinishReason, Message
+from fovea.types import Episode
+from fovea_gym.types import FinishReason, Message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

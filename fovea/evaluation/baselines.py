@@ -8,12 +8,13 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from fovea.environments.base import Environment
-from fovea.environments.graders.grading import Grading
-from fovea.environments.prompt_source import PromptSource
-from fovea.errors import DataError, UnscoredError
+from fovea.data.prompt_source import PromptSource
 from fovea.evaluation.evaluator import AnsweredRow, answered_rows
-from fovea.types import Episode, Task, Turn
+from fovea.types import Episode
+from fovea_gym.environments.base import Environment
+from fovea_gym.errors import DataError, UnscoredError
+from fovea_gym.graders.grading import Grading
+from fovea_gym.types import Task, Turn
 
 MAX_MAJORITY_ROWS = 5000
 """Training rows sampled from the whole split: enough for stable most frequent answers."""

@@ -13,20 +13,22 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from fovea.data.images import OpenImage, png_url
-from fovea.environments.answer_end import find_answer_end
-from fovea.environments.base import Environment, Session, UsesTools
-from fovea.environments.graders.grading import Grading
-from fovea.environments.prompt_source import PromptSource
-from fovea.environments.sessions import unreadable
-from fovea.errors import BadRowError, ConfigError, EngineError, UnscoredError, first_line, named
+from fovea.data.prompt_source import PromptSource
+from fovea.errors import EngineError
 from fovea.evaluation.evaluator import AnsweredRow, answered_rows
 from fovea.models.render import with_results_of_user, with_tool_list, without_special_tokens
 from fovea.rollout.collect import request_seed
 from fovea.rollout.conversation import Conversations, scored
-from fovea.types import AnswerEnd, Episode, FinishReason, ImageRef, Message, Prompt, Sampling, Task, ToolSpec, Turn
-from fovea.utils.event_loop import gather_or_cancel
-from fovea.utils.http_json import CallError, JsonServer
+from fovea.types import Episode, Prompt, Sampling
+from fovea_gym.environments.answer_end import find_answer_end
+from fovea_gym.environments.base import Environment, Session, UsesTools
+from fovea_gym.environments.sessions import unreadable
+from fovea_gym.errors import BadRowError, ConfigError, UnscoredError, first_line, named
+from fovea_gym.graders.grading import Grading
+from fovea_gym.rows.images import OpenImage, png_url
+from fovea_gym.types import AnswerEnd, FinishReason, ImageRef, Message, Task, ToolSpec, Turn
+from fovea_gym.utils.event_loop import gather_or_cancel
+from fovea_gym.utils.http_json import CallError, JsonServer
 
 Chat: TypeAlias = list[dict[str, Any]]
 """Messages as OpenAI's interface has them."""

@@ -9,17 +9,8 @@ from typing import TYPE_CHECKING
 
 from fovea.evaluation.answer import SampledAnswer
 from fovea.evaluation.evaluator import AnsweredRow
-from fovea.evaluation.statistics import (
-    Difference,
-    Estimate,
-    best_of,
-    budgets,
-    estimate,
-    majority,
-    mean_estimate,
-    paired_difference,
-    parts_of,
-)
+from fovea.evaluation.statistics import Difference, best_of, budgets, majority, paired_difference, parts_of
+from fovea_gym.benchmarks.estimates import Estimate, estimate, mean_estimate
 
 if TYPE_CHECKING:  # it imports torch, which pages and summaries do without
     from fovea.models.processor import BannedTokens

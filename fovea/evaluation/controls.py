@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from fovea.data.images import OpenImage
-from fovea.environments.prompt_source import PromptSource
-from fovea.types import ImageRef, Message, Task
+from fovea.data.prompt_source import PromptSource
+from fovea_gym.rows.images import OpenImage
+from fovea_gym.types import ImageRef, Message, Task
 
 GREY = 128
 Say = Callable[[str], None]

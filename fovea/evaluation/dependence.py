@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from fovea.environments.prompt_source import PromptSource
+from fovea.data.prompt_source import PromptSource
 from fovea.evaluation.answer_logprobs import Answered
 from fovea.evaluation.evaluator import AnsweredRow
 

@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn, Protocol
 
-from fovea.environments.base import Environment
-from fovea.environments.graders.grading import Grading
-from fovea.environments.prompt_source import PromptSource
-from fovea.errors import BadRowError, ConfigError, ScoreError, UnscoredError
+from fovea.data.prompt_source import PromptSource
 from fovea.evaluation.answer import SampledAnswer, sampled_answer
 from fovea.evaluation.statistics import parts_of
 from fovea.rollout.base import Engine, HoldsImages
 from fovea.rollout.collect import Interaction, collect
-from fovea.types import Episode, Evaluation, Sampling, Task
+from fovea.types import Episode, Evaluation, Sampling
+from fovea_gym.environments.base import Environment
+from fovea_gym.errors import BadRowError, ConfigError, ScoreError, UnscoredError
+from fovea_gym.graders.grading import Grading
+from fovea_gym.types import Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

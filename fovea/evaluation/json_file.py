@@ -10,12 +10,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from fovea.errors import DataError
 from fovea.evaluation.answer import SaidMessage, SampledAnswer, turns_to_json
 from fovea.evaluation.comparison import EvalResults, EvalRow, TargetAnswers, TargetMetrics
 from fovea.evaluation.evaluator import AnsweredRow
-from fovea.utils.bounded import read_lines
-from fovea.utils.files import from_json_number, json_number, write_atomically
+from fovea_gym.errors import DataError
+from fovea_gym.utils.bounded import read_lines
+from fovea_gym.utils.files import from_json_number, json_number, write_atomically
 
 
 def write_json(

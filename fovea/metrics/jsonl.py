@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from fovea.errors import DataError
-from fovea.utils.files import from_json_number
+from fovea_gym.errors import DataError
+from fovea_gym.utils.files import from_json_number
 
 if TYPE_CHECKING:  # it imports numpy, for which the parent of a supervised run has no use
     from fovea.types import Metrics

@@ -15,13 +15,13 @@ from typing import Protocol, Self
 import torch
 from torch.profiler import record_function
 
-from fovea.errors import DataError
 from fovea.metrics.jsonl import METRICS_FILE, parse_metrics
 from fovea.metrics.tracker import TrackedSample
 from fovea.types import Metrics
-from fovea.utils.bounded import append_to, read_lines
-from fovea.utils.files import json_number, write_atomically
 from fovea.utils.host_waits import host_waits
+from fovea_gym.errors import DataError
+from fovea_gym.utils.bounded import append_to, read_lines
+from fovea_gym.utils.files import json_number, write_atomically
 
 GIB = 2**30
 

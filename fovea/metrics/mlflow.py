@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from fovea.errors import ConfigError, MissingExtraError
 from fovea.metrics.tracker import TrackedSample, plain_name, readable
-from fovea.utils.installing import pip_install
+from fovea_gym.errors import ConfigError, MissingExtraError
+from fovea_gym.utils.installing import pip_install
 
 try:
     from mlflow import MlflowClient

@@ -20,7 +20,7 @@ from torch.profiler import profile
 
 from fovea.metrics.jsonl import BESIDE_STEPS, PART_OF_SYNC
 from fovea.types import Metrics
-from fovea.utils.files import write_atomically
+from fovea_gym.utils.files import write_atomically
 
 PROFILE_FOLDER = "profile"
 TRACE_FILE = "trace.json.gz"

@@ -21,8 +21,8 @@ from rich.progress import Progress as Columns
 from rich.spinner import Spinner
 from rich.text import Text
 
-from fovea.utils.bounded import append_to
-from fovea.utils.shown_text import printable, without_secrets
+from fovea_gym.utils.bounded import append_to
+from fovea_gym.utils.shown_text import printable, without_secrets
 
 UPDATE_EVERY_S = 0.5
 """Shortest time between two updates: a front end draws each of them."""

@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 
 from PIL.Image import Image
 
-from fovea.utils.shown_text import printable
+from fovea_gym.utils.shown_text import printable
 
 MAX_NAME_LENGTH = 240
 """Of a metric; MLflow allows 250 characters."""

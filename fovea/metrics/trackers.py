@@ -11,12 +11,13 @@ from pathlib import Path
 import numpy as np
 from torch.utils.tensorboard import SummaryWriter
 
-from fovea.errors import DataError, FoveaError, TrackerError, first_line, named
+from fovea.errors import TrackerError
 from fovea.metrics.log import read_metrics
 from fovea.metrics.tracker import TrackedSample, Tracker, readable
-from fovea.utils.bounded import read_file
-from fovea.utils.files import write_atomically
-from fovea.utils.shown_text import without_secrets
+from fovea_gym.errors import DataError, FoveaError, first_line, named
+from fovea_gym.utils.bounded import read_file
+from fovea_gym.utils.files import write_atomically
+from fovea_gym.utils.shown_text import without_secrets
 
 PAUSE_SECONDS = 60.0
 """Shortest pause between two attempts to reach a tracker that has failed."""

@@ -6,7 +6,8 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from fovea.types import Episode, Message, Metrics, SampledTurn, Turn
+from fovea.types import Episode, Metrics, SampledTurn
+from fovea_gym.types import Message, Turn
 
 NUMBERED_TURNS = 9
 """Turns with separate metrics; all later ones share those of `10+`, so that long episodes add no more names."""

@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fovea.config.model import Lora
-from fovea.errors import ConfigError, ModelError
-from fovea.utils.bounded import read_file
+from fovea.errors import ModelError
+from fovea_gym.errors import ConfigError
+from fovea_gym.utils.bounded import read_file
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PARTS = ("lora_A", "lora_B")

@@ -15,8 +15,9 @@ from safetensors import SafetensorError
 from transformers.utils import logging
 
 from fovea.config.model import Model
-from fovea.errors import ModelError, first_line
-from fovea.utils.addresses import is_hub_id, near_folder
+from fovea.errors import ModelError
+from fovea_gym.errors import first_line
+from fovea_gym.utils.addresses import is_hub_id, near_folder
 
 # an index may name pickles, which torch refuses, and a config a package that is not installed
 UNREADABLE: tuple[type[Exception], ...] = (

@@ -20,7 +20,7 @@ from fovea.models.model_files import CONFIG as TOKENIZER_CONFIG
 from fovea.models.model_files import check_folder, damaged_model, hub_options
 from fovea.models.transformers_versions import load_config, load_tokenizer
 from fovea.utils.config_keys import check_config_keys, optional_file, optional_json
-from fovea.utils.tool_calls import gemma_calls
+from fovea_gym.tools.calls import gemma_calls
 
 SIZES_OF_TOWER = {"merge_size": "spatial_merge_size"}
 """Names in a vision config of sizes that image processors have under another one."""

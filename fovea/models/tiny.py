@@ -24,7 +24,7 @@ from fovea.models.load import save_in_hub_layout
 from fovea.models.model_files import no_progress_bar, save_tokenizer
 from fovea.models.processor import Processor, make_processor, token_id
 from fovea.models.transformers_versions import SPECIAL_TOKENS_KEY, rope_fields
-from fovea.utils.files import atomic_folder
+from fovea_gym.utils.files import atomic_folder
 
 SPECIAL_TOKENS = (
     "<|endoftext|>",

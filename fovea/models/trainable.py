@@ -19,13 +19,14 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from fovea.config.model import ALL_LINEAR, Lora, Model
-from fovea.errors import ConfigError, TrainError
+from fovea.errors import TrainError
 from fovea.models.adapter_files import load_adapter
 from fovea.models.experts import Experts
 from fovea.models.families.base import ModelFamily
 from fovea.models.modules import base_model, family_of_network, language_model, projector_modules, vision_modules
 from fovea.types import ParameterCount
 from fovea.utils.checksum import bit_hash, read_hashes
+from fovea_gym.errors import ConfigError
 
 ADAPTER = "default"
 LANGUAGE_MODEL, VISION_TOWER, PROJECTOR = "language model", "vision tower", "projector"

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from fovea.errors import first_line, is_out_of_memory
+from fovea.errors import is_out_of_memory
+from fovea_gym.errors import first_line
 
 Tensors = Mapping[str, Tensor]
 

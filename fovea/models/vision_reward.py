@@ -19,16 +19,16 @@ from torch import Tensor
 from transformers import AutoModel
 
 from fovea.config.model import Model
-from fovea.config.rewards import RewardModel
-from fovea.data.images import ImageOpener
 from fovea.errors import ModelError
 from fovea.models.model_files import check_folder, damaged_model, hub_options, no_progress_bar
 from fovea.models.plain import PlainRow, plain_states
 from fovea.models.processor import load_processor
 from fovea.models.render import Renderer
-from fovea.types import ImageRef, Message
 from fovea.utils.config_keys import check_unquantized
-from fovea.utils.shown_text import special_marks, without_marks
+from fovea_gym.rows.images import ImageOpener
+from fovea_gym.settings.rewards import RewardModel
+from fovea_gym.types import ImageRef, Message
+from fovea_gym.utils.shown_text import special_marks, without_marks
 
 KEY = "reward_model.path"
 """The setting that names the folder."""

@@ -16,13 +16,14 @@ from time import monotonic
 from types import MappingProxyType
 from typing import Any
 
-from fovea.errors import EngineError, LostEngineError, first_line
+from fovea.errors import EngineError, LostEngineError
 from fovea.processes.calls import Call, PendingCalls
-from fovea.processes.child import KEPT_LOGS, ChildProcess, LogFile, kept_logs
-from fovea.processes.ending import CLOSE_SECONDS
 from fovea.processes.heartbeat import Silence
 from fovea.processes.serving import hang_up
-from fovea.utils.launch import with_this_fovea, without_torchrun
+from fovea_gym.errors import first_line
+from fovea_gym.processes.child import KEPT_LOGS, ChildProcess, LogFile, kept_logs
+from fovea_gym.processes.ending import CLOSE_SECONDS
+from fovea_gym.utils.launch import with_this_fovea, without_torchrun
 
 LOOK_SECONDS = 0.5
 EXIT_SECONDS = 2.0

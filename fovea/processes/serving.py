@@ -13,9 +13,10 @@ from socket import SHUT_RDWR, socket
 from threading import Lock, Thread
 from typing import Any, Protocol
 
-from fovea.errors import EngineError, FoveaError, first_line
+from fovea.errors import EngineError
 from fovea.processes.calls import Answer, Call, NumberedCalls
 from fovea.processes.messages import Packing
+from fovea_gym.errors import FoveaError, first_line
 
 
 class CallTarget(Protocol):

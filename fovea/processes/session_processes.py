@@ -14,8 +14,8 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from fovea.processes.ending import running
 from fovea.processes.owner import Owner
+from fovea_gym.processes.ending import running
 
 MARK = "FOVEA_SESSION_OF"
 """Environment variable with the process of the run that a session belongs to, as JSON."""

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from fovea.config.recipes import read_yaml
-from fovea.config.splits import RUN_DIR
-from fovea.errors import DataError
-from fovea.utils.bounded import read_file
-from fovea.utils.files import write_atomically
+from fovea_gym.errors import DataError
+from fovea_gym.settings.splits import RUN_DIR
+from fovea_gym.utils.bounded import read_file
+from fovea_gym.utils.files import write_atomically
 
 CONFIG_FILE = "config.yaml"
 SUMMARY_FILE = "summary.json"

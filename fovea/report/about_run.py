@@ -9,8 +9,8 @@ from typing import Any
 
 from fovea.metrics.progress import CONSOLE_FILE
 from fovea.report.about import read_hints
-from fovea.utils.bounded import open_file
-from fovea.utils.shown_text import printable, without_secrets
+from fovea_gym.utils.bounded import open_file
+from fovea_gym.utils.shown_text import printable, without_secrets
 
 MAX_CONSOLE_BYTES = 128 * 1024
 """The end of the console output, which the page shows."""

@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fovea.environments.grounding.grade import READ
-from fovea.environments.grounding.reading import MARK, numbers_of
 from fovea.metrics.names import definition_of
 from fovea.report.curves import Curve, Totals
 from fovea.report.maps import MapsOf, maps_json
 from fovea.report.record_json import mark_to_json, record_to_json
 from fovea.report.records import GroupSummary, RecordedAnswer, RecordedImage, SampleRecord
 from fovea.report.samples import IndexedStep
-from fovea.types import Mark
-from fovea.utils.files import json_number
+from fovea_gym.environments.grounding.grade import READ
+from fovea_gym.environments.grounding.reading import MARK, numbers_of
+from fovea_gym.types import Mark
+from fovea_gym.utils.files import json_number
 
 MAX_MARKS = 200
 """Of one text: more cannot be told apart on an image."""

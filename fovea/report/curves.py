@@ -16,7 +16,6 @@ from typing import BinaryIO, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from fovea.errors import DataError
 from fovea.metrics.jsonl import METRICS_FILE, parse_metrics
 from fovea.metrics.names import is_rounding
 from fovea.report.records import summary_of
@@ -29,7 +28,8 @@ from fovea.report.samples import (
     sample_steps,
     samples_folder,
 )
-from fovea.utils.bounded import lines_of, open_file
+from fovea_gym.errors import DataError
+from fovea_gym.utils.bounded import lines_of, open_file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

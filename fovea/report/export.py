@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from fovea.errors import ConfigError, DataError
 from fovea.report.answers import step_json
 from fovea.report.curves import Total
 from fovea.report.images import read_image
@@ -23,7 +22,8 @@ from fovea.report.maps import command_of
 from fovea.report.page_files import SCRIPT, STYLE, page_file
 from fovea.report.records import SampleRecord
 from fovea.report.viewed_run import ViewedRun
-from fovea.utils.files import write_atomically
+from fovea_gym.errors import ConfigError, DataError
+from fovea_gym.utils.files import write_atomically
 
 REPORT_FILE = "report.html"
 MAX_STEPS, MAX_GROUPS, MAX_ANSWERS = 40, 8, 16

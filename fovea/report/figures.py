@@ -10,15 +10,7 @@ from typing import TypeAlias
 import numpy as np
 
 from fovea.evaluation.comparison import TargetMetrics
-from fovea.evaluation.statistics import (
-    Difference,
-    Estimate,
-    format_interval,
-    mean_text,
-    percent,
-    percent_text,
-    shown_once,
-)
+from fovea.evaluation.statistics import Difference, format_interval, mean_text, percent, percent_text, shown_once
 from fovea.metrics.jsonl import BESIDE_STEPS, PART_OF_SYNC
 from fovea.report.curves import Curves
 from fovea.report.summary import (
@@ -34,6 +26,7 @@ from fovea.report.summary import (
     stages_on_test,
 )
 from fovea.report.tables import DEPENDENCE, dependence_of, image_ablation_of, rewards_of, sampled_of
+from fovea_gym.benchmarks.estimates import Estimate
 
 Cell: TypeAlias = Estimate | Difference | None
 Bar: TypeAlias = tuple[float, float, float]

@@ -10,7 +10,6 @@ from typing import Any
 
 from PIL.Image import Image
 
-from fovea.errors import DataError
 from fovea.evaluation.answer import SampledAnswer
 from fovea.evaluation.comparison import EvalRow
 from fovea.evaluation.json_file import ANSWERS_FOLDER, HeldOutAnswer, answer_files, read_answers
@@ -18,8 +17,9 @@ from fovea.report.images import image_path, png_bytes, write_image
 from fovea.report.maps import MapJson, MapsOf, maps_json
 from fovea.report.record_json import answer_to_json
 from fovea.report.records import RecordedAnswer, RecordedMessage, RecordedTurn
-from fovea.utils.bounded import read_file
-from fovea.utils.files import write_atomically
+from fovea_gym.errors import DataError
+from fovea_gym.utils.bounded import read_file
+from fovea_gym.utils.files import write_atomically
 
 MAX_ROWS = 1000
 """Answers of an evaluation that the page gets."""

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from PIL import Image
 
-from fovea.utils.bounded import read_file
-from fovea.utils.files import write_atomically
+from fovea_gym.utils.bounded import read_file
+from fovea_gym.utils.files import write_atomically
 
 MAX_SIDE_PX = 768
 """Larger images are stored at this size, enough for display."""

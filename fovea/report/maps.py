@@ -16,12 +16,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from fovea.errors import DataError
 from fovea.evaluation.answer import SampledAnswer
 from fovea.report.records import RecordedAnswer
-from fovea.utils.bounded import read_file
-from fovea.utils.files import write_atomically
-from fovea.utils.shown_text import printable
+from fovea_gym.errors import DataError
+from fovea_gym.utils.bounded import read_file
+from fovea_gym.utils.files import write_atomically
+from fovea_gym.utils.shown_text import printable
 
 FOLDER = "saliency"
 MAX_MAPS = 500

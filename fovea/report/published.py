@@ -11,12 +11,13 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
-from fovea.errors import DataError
-from fovea.evaluation.statistics import Estimate, percent, percent_text
+from fovea.evaluation.statistics import percent, percent_text
 from fovea.report.figures import FigureRow, FigureTable, RunSummary
 from fovea.report.summary import Stage, SummaryJson, accuracy_at
-from fovea.utils.bounded import read_file
-from fovea.utils.files import write_atomically
+from fovea_gym.benchmarks.estimates import Estimate
+from fovea_gym.errors import DataError
+from fovea_gym.utils.bounded import read_file
+from fovea_gym.utils.files import write_atomically
 
 PUBLISHED_FILE = "published.json"
 

@@ -17,8 +17,9 @@ from fovea.report.records import (
     SampleRecord,
     TokenTrace,
 )
-from fovea.types import EpisodeEnd, FinishReason, Mark
-from fovea.utils.files import from_json_number, json_number
+from fovea.types import EpisodeEnd
+from fovea_gym.types import FinishReason, Mark
+from fovea_gym.utils.files import from_json_number, json_number
 
 Json = Mapping[str, Any]
 _END: Mapping[object, EpisodeEnd] = {end: end for end in get_args(EpisodeEnd)}

@@ -9,7 +9,8 @@ import hashlib
 from dataclasses import dataclass, field
 
 from fovea.evaluation.answer import SampledAnswer
-from fovea.types import EpisodeEnd, FinishReason, Mark
+from fovea.types import EpisodeEnd
+from fovea_gym.types import FinishReason, Mark
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fovea.errors import DataError
 from fovea.report.record_json import record_from_json, record_to_json, summary_from_json, summary_to_json
 from fovea.report.records import GroupSummary, SampleRecord, summary_of
-from fovea.utils.bounded import append_to, read_file, read_lines
-from fovea.utils.files import write_atomically
+from fovea_gym.errors import DataError
+from fovea_gym.utils.bounded import append_to, read_file, read_lines
+from fovea_gym.utils.files import write_atomically
 
 INDEX_FILE = "index.jsonl"
 BAD_CONTENT = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)

@@ -11,11 +11,12 @@ from typing import Literal, TypeAlias
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
-from fovea.errors import DataError
-from fovea.evaluation.statistics import Estimate, figures_of
+from fovea.evaluation.statistics import figures_of
 from fovea.types import Evaluation
-from fovea.utils.bounded import read_file
-from fovea.utils.files import from_json_number, json_number, write_atomically
+from fovea_gym.benchmarks.estimates import Estimate
+from fovea_gym.errors import DataError
+from fovea_gym.utils.bounded import read_file
+from fovea_gym.utils.files import from_json_number, json_number, write_atomically
 
 Stage: TypeAlias = Literal["before", "warmup", "final"]
 """When the test rows are evaluated: before training, after a warm-up, after RL."""

@@ -8,10 +8,11 @@ from rich.table import Table
 from rich.text import Text
 
 from fovea.evaluation.comparison import TargetMetrics
-from fovea.evaluation.statistics import Difference, Estimate, Figures, figures_of, mean_text, percent_text, shown_once
+from fovea.evaluation.statistics import Difference, Figures, figures_of, mean_text, percent_text, shown_once
 from fovea.report.summary import Summary, duplicates_text, not_scored_text
 from fovea.types import Evaluation
-from fovea.utils.shown_text import printable
+from fovea_gym.benchmarks.estimates import Estimate
+from fovea_gym.utils.shown_text import printable
 
 Cell = Estimate | Difference | None
 TARGETS_PER_TABLE = 2

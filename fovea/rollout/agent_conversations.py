@@ -11,12 +11,13 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from fovea.environments.prompt_source import RendersPrompts
-from fovea.errors import BadRowError
+from fovea.data.prompt_source import RendersPrompts
 from fovea.rollout.base import Engine
 from fovea.rollout.collect import extended
-from fovea.types import Completion, ImageRef, Message, Prompt, Request, Sampling
-from fovea.utils.lru_cache import LRUCache
+from fovea.types import Completion, Prompt, Request, Sampling
+from fovea_gym.errors import BadRowError
+from fovea_gym.types import ImageRef, Message
+from fovea_gym.utils.lru_cache import LRUCache
 
 MAX_REMEMBERED_BYTES = 1 << 30
 """Of the conversations that may go on; the least recently used are forgotten, and then begin new episodes."""

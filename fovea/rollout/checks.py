@@ -13,8 +13,9 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from transformers import PretrainedConfig
 
-from fovea.errors import ConfigError, EngineError
+from fovea.errors import EngineError
 from fovea.types import Shape
+from fovea_gym.errors import ConfigError
 
 QWEN2_VL_MERGE = 2
 """Patches on each side of a visual token, of which the Qwen2-VL of vLLM and SGLang has no setting."""

@@ -8,16 +8,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from fovea.environments.base import Environment, OpensSessions, Session
-from fovea.environments.graders.grading import Grading
-from fovea.environments.prompt_source import PromptedTask, RendersPrompts, SeenReply, as_sent
-from fovea.environments.sessions import turn_limit, unreadable
-from fovea.errors import DataError, FailedEpisodeError, UnscoredError
+from fovea.data.prompt_source import PromptedTask, RendersPrompts, SeenReply, as_sent
 from fovea.rollout.base import Engine
 from fovea.rollout.conversation import Conversations, SessionLog, scored
 from fovea.rollout.schedule import Place
-from fovea.types import Completion, Episode, Group, Message, Prompt, Request, SampledTurn, Sampling, Turn, TurnTokens
-from fovea.utils.event_loop import gather_or_cancel
+from fovea.types import Completion, Episode, Group, Prompt, Request, SampledTurn, Sampling, TurnTokens
+from fovea_gym.environments.base import Environment, OpensSessions, Session
+from fovea_gym.environments.sessions import turn_limit, unreadable
+from fovea_gym.errors import DataError, FailedEpisodeError, UnscoredError
+from fovea_gym.graders.grading import Grading
+from fovea_gym.types import Message, Turn
+from fovea_gym.utils.event_loop import gather_or_cancel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

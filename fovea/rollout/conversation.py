@@ -9,13 +9,14 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Protocol
 
-from fovea.environments.base import Environment, LimitsSessions, Session
-from fovea.environments.graders.grading import Grading
-from fovea.environments.prompt_source import SeenReply, as_sent
-from fovea.environments.sessions import goes_on, open_session, score_of, turn_limit, unreadable
-from fovea.errors import DataError, FailedEpisodeError
+from fovea.data.prompt_source import SeenReply, as_sent
 from fovea.rollout.schedule import Place, Schedule, schedule_of
-from fovea.types import Episode, EpisodeEnd, Message, Metrics, Score, Task, Turn
+from fovea.types import Episode, EpisodeEnd, Metrics
+from fovea_gym.environments.base import Environment, LimitsSessions, Session
+from fovea_gym.environments.sessions import goes_on, open_session, score_of, turn_limit, unreadable
+from fovea_gym.errors import DataError, FailedEpisodeError
+from fovea_gym.graders.grading import Grading
+from fovea_gym.types import Message, Score, Task, Turn
 
 
 class Speaker(Protocol):

@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from fovea.environments.answer_end import find_answer_end
-from fovea.environments.graders.math_answer import BOX
 from fovea.errors import EngineError
-from fovea.types import AnswerEnd, Completion, FinishReason, Prompt, PromptImage, Request, Sampling
-from fovea.utils.tool_calls import gemma_calls
+from fovea.types import Completion, Prompt, PromptImage, Request, Sampling
+from fovea_gym.environments.answer_end import find_answer_end
+from fovea_gym.graders.math_answer import BOX
+from fovea_gym.tools.calls import gemma_calls
+from fovea_gym.types import AnswerEnd, FinishReason
 
 FINISHES: Mapping[str | None, FinishReason] = {"stop": "stop", "length": "length"}
 

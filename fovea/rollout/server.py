@@ -9,11 +9,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from fovea.data.fetch import UrlLimits
-from fovea.errors import ConfigError, EngineError
+from fovea.errors import EngineError
 from fovea.rollout.outputs import check_fits
 from fovea.types import Request
-from fovea.utils.launch import with_this_fovea
+from fovea_gym.errors import ConfigError
+from fovea_gym.rows.fetch import UrlLimits
+from fovea_gym.utils.launch import with_this_fovea
 
 BANNED_IDS_ENV, API_KEY_ENV, ADMIN_KEY_ENV = "FOVEA_BANNED_IDS", "FOVEA_SERVER_KEY", "FOVEA_ADMIN_KEY"
 URL_LIMITS_ENV = "FOVEA_URL_LIMITS"

@@ -16,12 +16,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
-from fovea.data.fetch import UrlLimits, fetch
-from fovea.data.images import ImageOpener
-from fovea.errors import BadRowError, ConfigError
 from fovea.rollout.server import ADMIN_KEY_ENV, API_KEY_ENV, BANNED_IDS_ENV, URL_LIMITS_ENV
-from fovea.types import ImageRef
-from fovea.utils.addresses import is_loopback
+from fovea_gym.errors import BadRowError, ConfigError
+from fovea_gym.rows.fetch import UrlLimits, fetch
+from fovea_gym.rows.images import ImageOpener
+from fovea_gym.types import ImageRef
+from fovea_gym.utils.addresses import is_loopback
 
 SOURCES = ("url", "image", "video", "audio")
 """Names in messages, or their ends as in `image_url`, under which engines take files by address."""

@@ -9,10 +9,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from fovea.errors import EngineError, LostEngineError, named
-from fovea.utils.event_loop import gather_or_cancel
-from fovea.utils.http_json import CallError, JsonServer
-from fovea.utils.shown_text import printable, without_secrets
+from fovea.errors import EngineError, LostEngineError
+from fovea_gym.errors import named
+from fovea_gym.utils.event_loop import gather_or_cancel
+from fovea_gym.utils.http_json import CallError, JsonServer
+from fovea_gym.utils.shown_text import printable, without_secrets
 
 LOG = logging.getLogger(__name__)
 MAX_TRIES = 10

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from fovea.environments.custom.loading import name_of
-from fovea.environments.custom.signatures import is_async
-from fovea.errors import ConfigError
 from fovea.types import Evaluation, Metrics
+from fovea_gym.environments.custom.loading import name_of
+from fovea_gym.environments.custom.signatures import is_async
+from fovea_gym.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,14 +18,15 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, NoReturn
 
-from fovea.errors import DataError, FoveaError, TrainError, broken_checkpoint, first_line
+from fovea.errors import TrainError, broken_checkpoint
 from fovea.run.fingerprint import library_versions
 from fovea.run.run_dir import checkpoint_folders, holds_files, step_of
 from fovea.train.base import Policy
 from fovea.types import Metrics
-from fovea.utils.bounded import check_inside, check_tree, read_file
-from fovea.utils.event_loop import in_background
-from fovea.utils.files import atomic_folder
+from fovea_gym.errors import DataError, FoveaError, first_line
+from fovea_gym.utils.bounded import check_inside, check_tree, read_file
+from fovea_gym.utils.event_loop import in_background
+from fovea_gym.utils.files import atomic_folder
 
 MANIFEST = "manifest.json"
 

@@ -9,12 +9,9 @@ from pathlib import Path
 
 from fovea.config.run import Config
 from fovea.data.bad_rows import BadRows
-from fovea.data.images import OpenImage
+from fovea.data.curriculum import CurriculumProgress
 from fovea.data.order import RowOrder
-from fovea.environments.base import Environment
-from fovea.environments.curriculum import CurriculumProgress
-from fovea.environments.graders.grading import Grading
-from fovea.environments.prompt_source import PromptSource
+from fovea.data.prompt_source import PromptSource
 from fovea.evaluation.evaluator import Evaluator
 from fovea.metrics.findings import FindingsWatch
 from fovea.metrics.log import MetricsLog, Phases
@@ -27,8 +24,12 @@ from fovea.run.fingerprint import Fingerprint
 from fovea.run.parity_faults import TakenPush
 from fovea.run.warmup import WarmupStage
 from fovea.train.base import Policy
-from fovea.types import PromptImage, Task
+from fovea.types import PromptImage
 from fovea.weights.base import WeightSync
+from fovea_gym.environments.base import Environment
+from fovea_gym.graders.grading import Grading
+from fovea_gym.rows.images import OpenImage
+from fovea_gym.types import Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

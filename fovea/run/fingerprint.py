@@ -29,18 +29,18 @@ from huggingface_hub import try_to_load_from_cache
 from PIL.Image import Image
 
 from fovea import __version__
-from fovea.config.environments import OwnEnvironment
 from fovea.config.model import Model
-from fovea.config.rewards import FROM_PYTHON
 from fovea.config.run import Config
-from fovea.config.splits import RUN_DIR
-from fovea.data.images import is_url
-from fovea.data.order import place_of
-from fovea.data.readers.base import FORMATS
-from fovea.environments.custom.loading import imported_files, name_of
-from fovea.errors import DataError
-from fovea.types import ImageRef, Task
-from fovea.utils.entry_points import registered
+from fovea_gym.environments.custom.loading import imported_files, name_of
+from fovea_gym.errors import DataError
+from fovea_gym.rows.images import is_url
+from fovea_gym.rows.readers.base import FORMATS
+from fovea_gym.rows.tasks import place_of
+from fovea_gym.settings.environments import OwnEnvironment
+from fovea_gym.settings.rewards import FROM_PYTHON
+from fovea_gym.settings.splits import RUN_DIR
+from fovea_gym.types import ImageRef, Task
+from fovea_gym.utils.entry_points import registered
 
 Fingerprint: TypeAlias = Mapping[str, str]
 LIBRARY = "library "

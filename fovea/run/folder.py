@@ -7,14 +7,10 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
-from fovea.config.base import Tree, leaves
 from fovea.config.describe import describe
 from fovea.config.loading import config_of, dump_config, package_parts
 from fovea.config.recipes import read_yaml
-from fovea.config.rewards import FROM_PYTHON
 from fovea.config.run import Config
-from fovea.config.splits import ROWS_FOLDER, RUN_DIR
-from fovea.errors import ConfigError, DataError, ScoreError
 from fovea.report.about import CONFIG_FILE, read_config
 from fovea.run.checkpoint import Checkpoints, is_checkpoint
 from fovea.run.lock import locked
@@ -26,8 +22,12 @@ from fovea.run.run_dir import (
     make_folder,
     newest_step,
 )
-from fovea.utils.bounded import check_tree
-from fovea.utils.files import write_atomically
+from fovea_gym.errors import ConfigError, DataError, ScoreError
+from fovea_gym.settings.base import Tree, leaves
+from fovea_gym.settings.rewards import FROM_PYTHON
+from fovea_gym.settings.splits import ROWS_FOLDER, RUN_DIR
+from fovea_gym.utils.bounded import check_tree
+from fovea_gym.utils.files import write_atomically
 
 ERRORS_OF_THE_USER = (ConfigError, DataError, ScoreError)
 """Errors after which something is corrected and the run started anew: in settings, rows or a reward."""

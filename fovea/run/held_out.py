@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from fovea.data.pixel_hashes import pixel_hashes
-from fovea.errors import BadRowError, DataError, TrainError
+from fovea.errors import TrainError
 from fovea.evaluation.controls import (
     SharedImages,
     find_shared_images,
@@ -22,7 +22,9 @@ from fovea.report.held_out import MAX_PICTURED, read_pictures, thumbnails, write
 from fovea.run.callbacks import EvalRecord
 from fovea.run.context import Run
 from fovea.run.rollout_step import evaluation_sampling
-from fovea.types import Evaluation, Metrics, Task
+from fovea.types import Evaluation, Metrics
+from fovea_gym.errors import BadRowError, DataError
+from fovea_gym.types import Task
 
 
 async def evaluate_test(run: Run, when: str, step: int) -> Evaluation:

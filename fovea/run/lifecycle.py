@@ -13,7 +13,7 @@ from fovea.algorithms.kl import next_kl_coef
 from fovea.config.algorithm import KlInReward
 from fovea.config.backends import EmbeddedSettings
 from fovea.config.run import Config
-from fovea.errors import FoveaError, TrainError
+from fovea.errors import TrainError
 from fovea.evaluation.statistics import dev_metrics
 from fovea.metrics.log import peak_rss_gib
 from fovea.metrics.throughput import rates
@@ -43,6 +43,7 @@ from fovea.run.state import TrainState, position_of, restore_position
 from fovea.run.warmup import warm_up
 from fovea.types import Evaluation, Group, Metrics
 from fovea.weights.base import SyncReport
+from fovea_gym.errors import FoveaError
 
 ENDING_SECONDS = 30.0
 """Longest wait for the checkpoint that is being written when a run ends by an error."""

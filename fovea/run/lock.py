@@ -17,9 +17,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO
 
-from fovea.errors import ConfigError
 from fovea.processes.owner import Owner
-from fovea.utils.bounded import append_to, read_file
+from fovea_gym.errors import ConfigError
+from fovea_gym.utils.bounded import append_to, read_file
 
 LOCK_FILE = "run.lock"
 MAX_CHARS = 10_000

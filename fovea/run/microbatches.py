@@ -11,9 +11,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fovea.errors import DataError, MicrobatchMemoryError
-from fovea.utils.bounded import read_file
-from fovea.utils.files import write_atomically
+from fovea.errors import MicrobatchMemoryError
+from fovea_gym.errors import DataError
+from fovea_gym.utils.bounded import read_file
+from fovea_gym.utils.files import write_atomically
 
 MICROBATCHES_FILE = "microbatches.json"
 

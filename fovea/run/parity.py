@@ -18,8 +18,8 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from fovea.environments.prompt_source import PromptedTask
-from fovea.errors import ParityError, SessionError
+from fovea.data.prompt_source import PromptedTask
+from fovea.errors import ParityError
 from fovea.rollout.collect import EngineSpeaker, first_turns, request_seed, session_seed
 from fovea.rollout.conversation import Conversations, SessionLog
 from fovea.run.context import Run
@@ -47,10 +47,12 @@ from fovea.run.parity_reading import (
 from fovea.run.rollout_step import training_sampling
 from fovea.samples import sample_group
 from fovea.train.base import Needs
-from fovea.types import Batch, Episode, Group, Metrics, Request, SampleGroup, Score, Turn
-from fovea.utils.event_loop import gather_or_cancel
-from fovea.utils.files import json_number, write_atomically
+from fovea.types import Batch, Episode, Group, Metrics, Request, SampleGroup
 from fovea.weights.base import SyncReport
+from fovea_gym.errors import SessionError
+from fovea_gym.types import Score, Turn
+from fovea_gym.utils.event_loop import gather_or_cancel
+from fovea_gym.utils.files import json_number, write_atomically
 
 PARITY_FILE = "parity.json"
 MAX_SEARCH_SECONDS = 300.0

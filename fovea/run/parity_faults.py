@@ -18,10 +18,11 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from fovea.environments.base import Environment
-from fovea.environments.prompt_source import PromptedTask, PromptSource
-from fovea.errors import DataError
-from fovea.types import ImageRef, Message, Prompt, PromptImage, Sample, SampleGroup
+from fovea.data.prompt_source import PromptedTask, PromptSource
+from fovea.types import Prompt, PromptImage, Sample, SampleGroup
+from fovea_gym.environments.base import Environment
+from fovea_gym.errors import DataError
+from fovea_gym.types import ImageRef, Message
 
 PromptKind = Literal["with images", "without images"]
 MAX_ROWS_TRIED = 1000

@@ -19,7 +19,8 @@ from fovea.report.samples import write_samples
 from fovea.run.context import Run
 from fovea.samples import length_penalty, replace_samples
 from fovea.train.base import Needs
-from fovea.types import Batch, Episode, Group, Message, PromptImage, Sample, SampledTurn, TurnTokens
+from fovea.types import Batch, Episode, Group, PromptImage, Sample, SampledTurn, TurnTokens
+from fovea_gym.types import Message
 
 TRACKER_MAX_PIXELS = 512 * 512
 """Largest number of pixels of an image for a tracker, whose server stores it for every recorded step."""

@@ -17,18 +17,20 @@ import numpy as np
 
 from fovea.config.run import Config
 from fovea.config.views import RolloutViews
+from fovea.data.prompt_source import PromptedTask, PromptSource
 from fovea.data.views import SeededView, View, mask_of, noise_of
-from fovea.environments.answer_end import declared_end
-from fovea.environments.base import Environment, OpensSessions
-from fovea.environments.prompt_source import PromptedTask, PromptSource
-from fovea.errors import ConfigError, TrainError
+from fovea.errors import TrainError
 from fovea.metrics.log import Phases
 from fovea.rollout.base import CountsPrefill, Engine
 from fovea.rollout.collect import collect
 from fovea.rollout.conversation import SessionLog
 from fovea.run.context import Run, TaskStream
-from fovea.types import AnswerEnd, Group, Metrics, Prompt, Sampling
-from fovea.utils.bounded import append_to, read_lines
+from fovea.types import Group, Metrics, Prompt, Sampling
+from fovea_gym.environments.answer_end import declared_end
+from fovea_gym.environments.base import Environment, OpensSessions
+from fovea_gym.errors import ConfigError
+from fovea_gym.types import AnswerEnd
+from fovea_gym.utils.bounded import append_to, read_lines
 
 SAME_ACCURACY = 1e-6
 """Accuracies of a group within this range count as equal."""

@@ -12,9 +12,9 @@ from pathlib import Path
 from uuid import uuid4
 
 from fovea.config.run import NAME, TIME, Config
-from fovea.errors import ConfigError
 from fovea.metrics.jsonl import METRICS_FILE
 from fovea.run.microbatches import MICROBATCHES_FILE
+from fovea_gym.errors import ConfigError
 
 LATEST = "latest"
 _ENDS_IN_TIME = re.compile(r"-\d{8}-\d{6}(-\d+)?$")

@@ -21,7 +21,7 @@ from types import FrameType
 from typing import NoReturn
 
 from fovea.config.run import Config
-from fovea.utils.launch import is_of_torchrun
+from fovea.utils.torchrun import is_of_torchrun
 
 SAVED = "the run is saved"
 """Message of the KeyboardInterrupt of a run that has already been saved."""

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any, TypedDict
 
-from fovea.environments.curriculum import CurriculumState
+from fovea.data.curriculum import CurriculumState
 from fovea.evaluation.controls import Searched, SharedImages
 from fovea.run.checkpoint import RetainedCheckpoints
 from fovea.run.context import Run

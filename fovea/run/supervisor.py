@@ -23,11 +23,13 @@ from types import FrameType
 from typing import NamedTuple
 
 from fovea.config.run import Config
-from fovea.errors import ClusterError, ConfigError, MicrobatchMemoryError, OutOfMemoryError
+from fovea.errors import MicrobatchMemoryError
 from fovea.run.lock import was_left_by
 from fovea.run.run_dir import delete_unless_begun, make_folder, newest_step
 from fovea.run.signals import ENDING, handling
-from fovea.utils.launch import module_command, num_processes, signal_at_end_of_parent, with_this_fovea
+from fovea.utils.torchrun import num_processes
+from fovea_gym.errors import ClusterError, ConfigError, OutOfMemoryError
+from fovea_gym.utils.launch import module_command, signal_at_end_of_parent, with_this_fovea
 
 CAUSES = {
     ClusterError.exit_code: "a worker process failed",

@@ -9,13 +9,15 @@ import numpy as np
 
 from fovea.config import sections as config
 from fovea.data.order import Order
-from fovea.environments.base import Environment, Session
-from fovea.environments.prompt_source import PromptedTask, PromptSource
-from fovea.environments.sessions import open_session, turn_limit, unreadable
-from fovea.errors import DataError, FailedEpisodeError, TrainError
+from fovea.data.prompt_source import PromptedTask, PromptSource
+from fovea.errors import TrainError
 from fovea.rollout.collect import extended
 from fovea.train.base import Policy, SftExample
-from fovea.types import Evaluation, Prompt, Turn
+from fovea.types import Evaluation, Prompt
+from fovea_gym.environments.base import Environment, Session
+from fovea_gym.environments.sessions import open_session, turn_limit, unreadable
+from fovea_gym.errors import DataError, FailedEpisodeError
+from fovea_gym.types import Turn
 
 SESSION_SEED = 0
 """Seed of the sessions in which demonstrations are played."""

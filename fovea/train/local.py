@@ -12,7 +12,7 @@ import torch
 from fovea.train.base import ModelFacts, Needs, PolicyWorker, SftExample
 from fovea.train.schedule import ImagesByRank
 from fovea.types import Batch, Metrics
-from fovea.utils.event_loop import BackgroundLoop, in_background
+from fovea_gym.utils.event_loop import BackgroundLoop, in_background
 
 
 class Caller(Protocol):

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fovea.config.sections import Train
-from fovea.errors import FoveaError, MicrobatchMemoryError, OutOfMemoryError, is_out_of_memory, memory_for
+from fovea.errors import MicrobatchMemoryError, is_out_of_memory, memory_for
 from fovea.models.drawn_distribution import check_drawable
 from fovea.models.flops import training_passes
 from fovea.models.policy_network import PolicyNetwork
@@ -32,6 +32,7 @@ from fovea.train.row_assignment import Cost, RowAssignment, tokens_beside_engine
 from fovea.types import Metrics, SampleGroup
 from fovea.utils.host_waits import awaited
 from fovea.utils.malloc import return_freed_memory
+from fovea_gym.errors import FoveaError, OutOfMemoryError
 
 LOG = logging.getLogger(__name__)
 Result = TypeVar("Result")

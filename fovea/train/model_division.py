@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fovea.config.backends import MegatronBackend
-from fovea.errors import ConfigError
+from fovea_gym.errors import ConfigError
 
 MIXTURE = "qwen3_vl_moe"
 """The `model_type` with experts."""

@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fovea.errors import ConfigError, TrainError
+from fovea.errors import TrainError
 from fovea.utils.host_waits import awaited
+from fovea_gym.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,15 +16,17 @@ from PIL import ImageOps
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fovea.data.images import OpenImage
-from fovea.errors import FoveaError, ModelError, first_line, is_out_of_memory
+from fovea.errors import ModelError, is_out_of_memory
 from fovea.models.drawn_distribution import drawn_logprobs_
 from fovea.models.families.hub_processor import PER_TOKEN, HubProcessor
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.processor import Processor
 from fovea.models.render import Renderer, images_of
 from fovea.train.packing import pack_row
-from fovea.types import ImageRef, Message, Prompt
+from fovea.types import Prompt
+from fovea_gym.errors import FoveaError, first_line
+from fovea_gym.rows.images import OpenImage
+from fovea_gym.types import ImageRef, Message
 
 ANSWER = "The answer is \\boxed{3}."
 MAX_RMS = {torch.float32: 1e-4, torch.bfloat16: 0.3}

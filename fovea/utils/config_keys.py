@@ -15,8 +15,8 @@ from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 from transformers.utils.hub import cached_file
 
 from fovea.errors import ModelError
-from fovea.utils.bounded import read_file
 from fovea.utils.config_numbers import check_numbers
+from fovea_gym.utils.bounded import read_file
 
 IMPLEMENTATIONS = {
     "attn_implementation": ("eager", "sdpa", "flex_attention"),

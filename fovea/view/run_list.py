@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fovea.config.recipes import read_yaml
-from fovea.errors import FoveaError
 from fovea.evaluation.statistics import percent, percent_text
 from fovea.metrics.jsonl import METRICS_FILE, parse_metrics
 from fovea.report.about import CONFIG_FILE, SUMMARY_FILE, read_config
 from fovea.report.about_run import max_steps_of
 from fovea.report.summary import accuracy_at, read_summary
 from fovea.run.lock import owner_of
-from fovea.utils.bounded import open_file
+from fovea_gym.errors import FoveaError
+from fovea_gym.utils.bounded import open_file
 
 MAX_RUNS = 500
 TAIL_BYTES = 256 * 1024

@@ -20,10 +20,10 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from fovea.errors import ConfigError, FoveaError
 from fovea.report.images import read_image
 from fovea.report.page_files import PAGE_FILES, media_type, page_file
 from fovea.report.viewed_run import ViewedRun
+from fovea_gym.errors import ConfigError, FoveaError
 
 Endpoint: TypeAlias = Callable[[Request], Response]
 HOSTS = ("127.0.0.1", "localhost")

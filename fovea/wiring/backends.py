@@ -18,15 +18,13 @@ from fovea.config.backends import EmbeddedSettings, MegatronBackend, VllmServers
 from fovea.config.backends import StreamedEngine as StreamedSettings
 from fovea.config.model import Model
 from fovea.config.run import Config
-from fovea.errors import ConfigError
 from fovea.models.processor import Processor
 from fovea.processes.calls import Call
 from fovea.rollout.base import Engine
 from fovea.train.base import Policy
 from fovea.train.local import LocalPolicy
 from fovea.train.model_division import check_processes
-from fovea.utils.event_loop import wait_for
-from fovea.utils.launch import num_processes
+from fovea.utils.torchrun import num_processes
 from fovea.weights.base import WeightSync
 from fovea.weights.push import WeightPusher
 from fovea.weights.sinks import SharedTensors
@@ -36,6 +34,8 @@ from fovea.wiring.megatron import trains_with_megatron
 from fovea.wiring.model import kernel_notes, open_vlm
 from fovea.wiring.policy import make_policy
 from fovea.wiring.workers import Setup, check_offload, make_megatron_worker, make_pusher, worker_of
+from fovea_gym.errors import ConfigError
+from fovea_gym.utils.event_loop import wait_for
 
 
 class Backends(NamedTuple):

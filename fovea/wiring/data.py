@@ -10,17 +10,18 @@ import torch
 from fovea.config.model import Model
 from fovea.config.run import Config
 from fovea.data.bad_rows import BadRows
-from fovea.data.images import ImageOpener
-from fovea.data.order import EpochOrder, Order, RowOrder, kinds_of, levels_of
-from fovea.environments.base import Environment, Split
-from fovea.environments.mixture import with_shares
-from fovea.environments.prompt_source import PromptSource
+from fovea.data.order import EpochOrder, Order, RowOrder
+from fovea.data.prompt_source import PromptSource
 from fovea.models.load import pick_device
 from fovea.models.processor import Processor
 from fovea.models.render import Renderer
 from fovea.run.checkpoint import SavedCheckpoint
 from fovea.run.context import Sources
-from fovea.types import Task
+from fovea_gym.environments.base import Environment, Split
+from fovea_gym.environments.mixture import with_shares
+from fovea_gym.rows.images import ImageOpener
+from fovea_gym.rows.tasks import kinds_of, levels_of
+from fovea_gym.types import Task
 
 PROMPT_CACHE_GIB = 1.0
 """Memory for processed prompts and images of a split; the least recently used are evicted."""

@@ -13,14 +13,8 @@ from fovea.algorithms.policy_loss import HasFormula
 from fovea.config.algorithm import ClippedLoss
 from fovea.config.backends import EmbeddedSettings, SglangSettings, VllmServersSettings, VllmSettings
 from fovea.config.backends import StreamedEngine as StreamedSettings
-from fovea.config.base import Section
-from fovea.config.environments import ShapesEnvironment
 from fovea.config.model import Model
 from fovea.config.run import Config
-from fovea.data.images import OpenImage
-from fovea.environments.base import Environment, MakesEnvironment
-from fovea.environments.graders.grading import Grading
-from fovea.errors import ClusterError, ConfigError, FoveaError, OutOfMemoryError
 from fovea.evaluation.chat_server import ChatModel, ServerEvaluator
 from fovea.evaluation.evaluator import Evaluator
 from fovea.models.activation_tape import Tape
@@ -35,12 +29,18 @@ from fovea.rollout.embedded.tuning import Tuning
 from fovea.rollout.remote_engine import RemoteEngine
 from fovea.run.rollout_step import answer_end_of
 from fovea.types import Sampling
-from fovea.utils.http_json import CallBounds
-from fovea.utils.installing import pip_install
-from fovea.utils.launch import module_command
 from fovea.weights.base import WeightSink
 from fovea.wiring.interpreter import find_interpreter, variables_of
 from fovea.wiring.megatron import PushedPolicy
+from fovea_gym.environments.base import Environment, MakesEnvironment
+from fovea_gym.errors import ClusterError, ConfigError, FoveaError, OutOfMemoryError
+from fovea_gym.graders.grading import Grading
+from fovea_gym.rows.images import OpenImage
+from fovea_gym.settings.base import Section
+from fovea_gym.settings.environments import ShapesEnvironment
+from fovea_gym.utils.http_json import CallBounds
+from fovea_gym.utils.installing import pip_install
+from fovea_gym.utils.launch import module_command
 
 NO_LIMITS = Limits(start_seconds=math.inf, timeout_seconds=math.inf)
 """The engine's own limits are applied in the process that makes it."""

@@ -9,7 +9,51 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from fovea.config.environments import (
+from fovea.config.run import Config
+from fovea.models.families.registry import known
+from fovea.models.reward_scorer import RewardScorer
+from fovea.models.vision_reward import VisionRewardScorer
+from fovea.processes.session_processes import end_left_processes
+from fovea.wiring import reward_host
+from fovea.wiring.frames import ModelPictures
+from fovea.wiring.images import make_access, make_opener
+from fovea.wiring.tools import make_tools, uses_tools
+from fovea_gym.adapters.nemo_gym import NemoGym
+from fovea_gym.benchmarks.environment import BenchmarkGrader
+from fovea_gym.environments.base import Environment, MakesEnvironment, OpensSessions
+from fovea_gym.environments.caption import Caption, CaptionGrader, JudgedCaptionGrader
+from fovea_gym.environments.custom.environment import UserEnvironment, UserSessions, user_graders
+from fovea_gym.environments.custom.grader import reward_grader
+from fovea_gym.environments.custom.loading import checked_environment, checked_reward, load_environment, load_reward
+from fovea_gym.environments.custom.processes import RewardProcesses
+from fovea_gym.environments.custom.signatures import RewardFunction
+from fovea_gym.environments.dataset_tasks import OwnRows
+from fovea_gym.environments.geo3k import Geo3k, Geo3kGrader
+from fovea_gym.environments.grounding.environment import Grounding
+from fovea_gym.environments.grounding.shapes import GroundingShapes
+from fovea_gym.environments.mixture import Part, errors_of_part, mixture_of, without_scores
+from fovea_gym.environments.sessions import SETTINGS, EnvironmentWithSessions, LimitedSessions
+from fovea_gym.environments.shapes.environment import Shapes, ShapesZoom
+from fovea_gym.environments.shapes.small import SmallShapes
+from fovea_gym.environments.stages import Stages
+from fovea_gym.environments.vqa import Vqa, VqaGrader
+from fovea_gym.errors import ConfigError
+from fovea_gym.examples.games.environment import BoardGame
+from fovea_gym.examples.pages.environment import Pages
+from fovea_gym.graders.base import Grader
+from fovea_gym.graders.grading import Closes, Grading
+from fovea_gym.graders.judge import CAPTION_PROMPT, JudgeClient, limits_of
+from fovea_gym.graders.limited_calls import MAX_LATE_CALLS, CallLimits, CallThreads, LimitedCalls, UnlimitedCalls
+from fovea_gym.graders.opinions import (
+    LimitedGrader,
+    OpinionOfJudge,
+    OpinionOfRewardModel,
+    ScoresAnswers,
+    WithModelReward,
+    WithSecondOpinion,
+    WithToolBonus,
+)
+from fovea_gym.settings.environments import (
     CaptionEnvironment,
     Geo3kEnvironment,
     GeoSpotEnvironment,
@@ -25,62 +69,12 @@ from fovea.config.environments import (
     SmallShapesEnvironment,
     VqaEnvironment,
 )
-from fovea.config.games import FrozenLakeEnvironment, PagesEnvironment, SokobanEnvironment
-from fovea.config.grounding import GroundingEnvironment, GroundingShapesEnvironment
-from fovea.config.rewards import RewardModel, reward_tuple
-from fovea.config.run import Config
-from fovea.config.splits import EnvironmentSettings, SessionLimits
-from fovea.environments.adapters.nemo_gym import NemoGym
-from fovea.environments.base import Environment, MakesEnvironment, OpensSessions
-from fovea.environments.caption import Caption, CaptionGrader, JudgedCaptionGrader
-from fovea.environments.curriculum import Stages
-from fovea.environments.custom.environment import UserEnvironment, UserSessions, user_graders
-from fovea.environments.custom.grader import reward_grader
-from fovea.environments.custom.loading import checked_environment, checked_reward, load_environment, load_reward
-from fovea.environments.custom.processes import RewardProcesses
-from fovea.environments.custom.signatures import RewardFunction
-from fovea.environments.dataset_tasks import OwnRows
-from fovea.environments.games.environment import BoardGame
-from fovea.environments.geo3k import Geo3k, Geo3kGrader
-from fovea.environments.graders.base import Grader
-from fovea.environments.graders.grading import Closes, Grading
-from fovea.environments.graders.judge import CAPTION_PROMPT, JudgeClient, limits_of
-from fovea.environments.graders.limited_calls import (
-    MAX_LATE_CALLS,
-    CallLimits,
-    CallThreads,
-    LimitedCalls,
-    UnlimitedCalls,
-)
-from fovea.environments.graders.opinions import (
-    LimitedGrader,
-    OpinionOfJudge,
-    OpinionOfRewardModel,
-    ScoresAnswers,
-    WithModelReward,
-    WithSecondOpinion,
-    WithToolBonus,
-)
-from fovea.environments.graders.reward_model import RewardScorer
-from fovea.environments.grounding.environment import Grounding
-from fovea.environments.grounding.shapes import GroundingShapes
-from fovea.environments.mixture import Part, errors_of_part, mixture_of, without_scores
-from fovea.environments.pages.environment import Pages
-from fovea.environments.sessions import SETTINGS, EnvironmentWithSessions, LimitedSessions
-from fovea.environments.shapes.environment import Shapes, ShapesZoom
-from fovea.environments.shapes.small import SmallShapes
-from fovea.environments.tools.base import Tool
-from fovea.environments.vqa import Vqa, VqaGrader
-from fovea.errors import ConfigError
-from fovea.evaluation.benchmarks.environment import BenchmarkGrader
-from fovea.models.families.registry import known
-from fovea.models.vision_reward import VisionRewardScorer
-from fovea.processes.session_processes import end_left_processes
-from fovea.utils.bounded import read_file
-from fovea.wiring import reward_host
-from fovea.wiring.frames import ModelPictures
-from fovea.wiring.images import make_access, make_opener
-from fovea.wiring.tools import make_tools, uses_tools
+from fovea_gym.settings.games import FrozenLakeEnvironment, PagesEnvironment, SokobanEnvironment
+from fovea_gym.settings.grounding import GroundingEnvironment, GroundingShapesEnvironment
+from fovea_gym.settings.rewards import RewardModel, reward_tuple
+from fovea_gym.settings.splits import EnvironmentSettings, SessionLimits
+from fovea_gym.tools.base import Tool
+from fovea_gym.utils.bounded import read_file
 
 LOG = logging.getLogger(__name__)
 
@@ -205,7 +199,7 @@ def named_environment(config: Config) -> GradedEnvironment:
             return user_environment(config, load_environment(settings), settings.file)
         case GeoSpotEnvironment() as settings:
             # an optional extra; the module reports its absence
-            from fovea.environments.geospot.environment import GeoSpot
+            from fovea_gym.environments.geospot.environment import GeoSpot
 
             made: Environment = GeoSpot(settings, make_access(config.data))
         case Geo3kEnvironment() as settings:
@@ -229,11 +223,11 @@ def package_environment(config: Config, settings: EnvironmentSettings) -> Graded
     access = make_access(config.data)
     match settings:
         case GymnasiumEnvironment():
-            from fovea.environments.adapters.gymnasium import Gymnasium
+            from fovea_gym.adapters.gymnasium import Gymnasium
 
             made: Environment = Gymnasium(settings)
         case OpenEnvEnvironment():
-            from fovea.environments.adapters.openenv import OpenEnv
+            from fovea_gym.adapters.openenv import OpenEnv
 
             made = OpenEnv(settings)
         case NemoGymEnvironment():

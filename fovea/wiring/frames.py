@@ -8,14 +8,15 @@ from typing import Any
 import numpy as np
 
 from fovea.config.model import Model
-from fovea.data.images import ImageOpener, Size
-from fovea.errors import ConfigError
 from fovea.models.families.base import ModelFamily
 from fovea.models.families.qwen_vl import GRID
 from fovea.models.families.registry import family_of
 from fovea.models.processor import load_processor
 from fovea.models.tiny import FIXED, build_image_processor, tiny_config
-from fovea.types import ImageRef, PromptImage
+from fovea.types import PromptImage
+from fovea_gym.errors import ConfigError
+from fovea_gym.rows.images import ImageOpener, Size
+from fovea_gym.types import ImageRef
 
 _THOUSANDTHS = (1000, 1000)
 MOST_SIZES = 4096

@@ -18,21 +18,21 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from fovea.config.base import variants_of
-from fovea.config.environments import RowsEnvironment
-from fovea.config.grounding import GroundingEnvironment
 from fovea.config.run import Config
-from fovea.config.splits import ROWS_FOLDER, RUN_DIR, FileEnvironment, SplitFiles
-from fovea.data.cells import image_refs
-from fovea.data.images import is_url
-from fovea.data.readers.base import check_named, listed, nearest
-from fovea.data.rows import InMemory, Rows, given_rows
-from fovea.data.writing import IMAGE_TYPE, image_cell, write_rows
-from fovea.environments.base import Split
-from fovea.environments.dataset_tasks import check_answer, check_question
-from fovea.errors import BadRowError, ConfigError, DataError
-from fovea.types import ImageRef
-from fovea.utils.files import atomic_file
+from fovea_gym.environments.base import Split
+from fovea_gym.environments.dataset_tasks import check_answer, check_question
+from fovea_gym.errors import BadRowError, ConfigError, DataError
+from fovea_gym.rows.cells import image_refs
+from fovea_gym.rows.images import is_url
+from fovea_gym.rows.readers.base import check_named, listed, nearest
+from fovea_gym.rows.rows import InMemory, Rows, given_rows
+from fovea_gym.rows.writing import IMAGE_TYPE, image_cell, write_rows
+from fovea_gym.settings.base import variants_of
+from fovea_gym.settings.environments import RowsEnvironment
+from fovea_gym.settings.grounding import GroundingEnvironment
+from fovea_gym.settings.splits import ROWS_FOLDER, RUN_DIR, FileEnvironment, SplitFiles
+from fovea_gym.types import ImageRef
+from fovea_gym.utils.files import atomic_file
 
 _NO_IMAGE: dict[str, object] = {"bytes": None, "path": ""}
 """The cell of what is not an image, in a row that is a bad one when it is read."""

@@ -10,7 +10,7 @@ import torch
 
 import fovea
 from fovea.config.run import Config
-from fovea.errors import ConfigError
+from fovea_gym.errors import ConfigError
 
 
 def set_threads(config: Config) -> None:

@@ -17,8 +17,6 @@ from transformers import PreTrainedModel
 from fovea.config.backends import EmbeddedSettings
 from fovea.config.model import Model
 from fovea.config.run import Config
-from fovea.environments.base import Environment
-from fovea.errors import ConfigError, DataError
 from fovea.models.decoder import TORCH_KERNELS, Kernels, kernels_refusal
 from fovea.models.heads import ValueHead
 from fovea.models.load import empty_network, load_network, pick_device
@@ -34,8 +32,10 @@ from fovea.models.vlm import VLM
 from fovea.rollout.embedded.tuning import decoding_note
 from fovea.run.run_dir import has_checkpoint
 from fovea.train.ranks import ALONE, Ranks
-from fovea.utils.installing import pip_install
 from fovea.wiring.model_trial import try_model
+from fovea_gym.environments.base import Environment
+from fovea_gym.errors import ConfigError, DataError
+from fovea_gym.utils.installing import pip_install
 
 
 def load_on_ranks(settings: Model, device: torch.device, ranks: Ranks) -> PreTrainedModel:

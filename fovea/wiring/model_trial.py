@@ -24,11 +24,12 @@ import numpy as np
 import torch
 
 from fovea.config.model import Model
-from fovea.data.images import ImageOpener
-from fovea.errors import FoveaError, ModelError, first_line
+from fovea.errors import ModelError
 from fovea.models.processor import load_processor
 from fovea.models.render import Renderer
-from fovea.types import ImageRef, Message
+from fovea_gym.errors import FoveaError, first_line
+from fovea_gym.rows.images import ImageOpener
+from fovea_gym.types import ImageRef, Message
 
 CPU_SECONDS = 60
 """Processor time of all steps together; an ordinary folder takes one or two."""

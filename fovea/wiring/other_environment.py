@@ -13,14 +13,15 @@ from fovea import __version__
 from fovea.config.backends import StreamedEngine as StreamedSettings
 from fovea.config.model import Model
 from fovea.config.run import Config
-from fovea.errors import ConfigError, EngineError, FoveaError, first_line, named
+from fovea.errors import EngineError
 from fovea.models.processor import load_processor
 from fovea.processes.serving import begin, refuse, serve_parent
 from fovea.types import Completion, Request
-from fovea.utils.event_loop import wait_for
 from fovea.utils.tensor_records import opened
 from fovea.wiring.engine import PushedEngine, make_streamed
 from fovea.wiring.interpreter import set_threads
+from fovea_gym.errors import ConfigError, FoveaError, first_line, named
+from fovea_gym.utils.event_loop import wait_for
 
 
 class RequestTasks:

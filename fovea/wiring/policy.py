@@ -6,11 +6,8 @@ import copy
 
 from fovea.config.algorithm import Critic
 from fovea.config.run import Config
-from fovea.data.order import Order, kinds_of
-from fovea.environments.base import Environment
-from fovea.environments.mixture import with_shares
-from fovea.environments.prompt_source import PromptSource
-from fovea.errors import ConfigError
+from fovea.data.order import Order
+from fovea.data.prompt_source import PromptSource
 from fovea.models.activation_tape import Tape
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.render import Renderer
@@ -22,6 +19,10 @@ from fovea.train.torch.optimizer import Optimizer
 from fovea.train.torch.passes import ValueFunction, ValueModel
 from fovea.train.torch.policy import TorchPolicy
 from fovea.train.torch.sharding import shard
+from fovea_gym.environments.base import Environment
+from fovea_gym.environments.mixture import with_shares
+from fovea_gym.errors import ConfigError
+from fovea_gym.rows.tasks import kinds_of
 
 
 def make_policy(config: Config, vlm: PolicyNetwork, tape: Tape | None = None, ranks: Ranks = ALONE) -> TorchPolicy:

@@ -1,4 +1,4 @@
-"""The process of a reward, whose other end is `fovea.environments.custom.processes`; it imports no torch,
+"""The process of a reward, whose other end is `fovea_gym.environments.custom.processes`; it imports no torch,
 unless the user's file does.
 """
 
@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from fovea.config.sections import Data
-from fovea.environments.custom.grader import reward_grader
-from fovea.environments.custom.loading import load_reward
-from fovea.environments.custom.processes import HEADER, score_to_json
-from fovea.environments.graders.base import Grader, NoScoreError
-from fovea.environments.graders.limited_calls import result_of
-from fovea.errors import FoveaError, first_line, named, result_or_error
-from fovea.types import Turn
 from fovea.wiring.images import make_opener
+from fovea_gym.environments.custom.grader import reward_grader
+from fovea_gym.environments.custom.loading import load_reward
+from fovea_gym.environments.custom.processes import HEADER, score_to_json
+from fovea_gym.errors import FoveaError, first_line, named, result_or_error
+from fovea_gym.graders.base import Grader, NoScoreError
+from fovea_gym.graders.limited_calls import result_of
+from fovea_gym.types import Turn
 
 
 class CallsHere:

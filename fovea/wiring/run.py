@@ -12,12 +12,9 @@ from time import perf_counter
 from fovea.config.model import Model
 from fovea.config.run import Config
 from fovea.data.bad_rows import BadRows
-from fovea.data.images import ImageOpener
-from fovea.environments.base import Environment
-from fovea.environments.curriculum import CurriculumProgress
-from fovea.environments.custom.signatures import RewardFunction
-from fovea.environments.prompt_source import PromptSource
-from fovea.errors import DataError, ModelError
+from fovea.data.curriculum import CurriculumProgress
+from fovea.data.prompt_source import PromptSource
+from fovea.errors import ModelError
 from fovea.metrics.findings import FindingsWatch
 from fovea.metrics.jsonl import METRICS_FILE
 from fovea.metrics.log import JsonlSink, MetricsLog, Phases, Sink, read_metrics
@@ -37,7 +34,6 @@ from fovea.run.parity_faults import without_images
 from fovea.run.rollout_step import answer_end_of, in_one_turn, record_unscored_answer
 from fovea.run.signals import Stop, ending_signals
 from fovea.train.start_check import Reference, Row, StartCheck
-from fovea.types import Task
 from fovea.wiring.backends import open_backends
 from fovea.wiring.data import make_order, make_renderer, make_sources, within_epochs
 from fovea.wiring.engine import make_evaluator
@@ -49,6 +45,11 @@ from fovea.wiring.outputs import chosen_trackers, make_profile, make_trackers, m
 from fovea.wiring.policy import make_warmup
 from fovea.wiring.tools import use_of_model, with_tools
 from fovea.wiring.trial_score import remarks_on_answers, remarks_on_images, remarks_on_shares, try_reward
+from fovea_gym.environments.base import Environment
+from fovea_gym.environments.custom.signatures import RewardFunction
+from fovea_gym.errors import DataError
+from fovea_gym.rows.images import ImageOpener
+from fovea_gym.types import Task
 
 ROWS_TRIED = 64
 """Training rows among which rows with several images, one and none are looked for."""

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from fovea.config.environments import MixtureEnvironment
-from fovea.config.mcp import McpServers
 from fovea.config.run import Config
-from fovea.data.images import ImageOpener
-from fovea.environments.base import Environment, UsesTools
-from fovea.environments.mixture import Mixture, Part
-from fovea.environments.sessions import LimitedSessions
-from fovea.environments.tools.base import THOUSANDTHS, Frame, Tool
-from fovea.environments.tools.loading import load_tools
-from fovea.environments.tools.picture_tools import MEASURE, PictureTool
-from fovea.environments.tools.results import ResultLimits
-from fovea.environments.tools.session import ToolUse, WithTools
-from fovea.errors import ConfigError, ModelError
+from fovea.errors import ModelError
 from fovea.models.processor import Processor
 from fovea.models.render import Renderer
-from fovea.types import Message
-from fovea.utils.tool_calls.detect import format_of
-from fovea.utils.tool_calls.json_calls import JsonCalls
+from fovea.models.tool_calls import format_of
+from fovea_gym.environments.base import Environment, UsesTools
+from fovea_gym.environments.mixture import Mixture, Part
+from fovea_gym.environments.sessions import LimitedSessions
+from fovea_gym.errors import ConfigError
+from fovea_gym.rows.images import ImageOpener
+from fovea_gym.settings.environments import MixtureEnvironment
+from fovea_gym.settings.mcp import McpServers
+from fovea_gym.tools.base import THOUSANDTHS, Frame, Tool
+from fovea_gym.tools.calls.json_calls import JsonCalls
+from fovea_gym.tools.loading import load_tools
+from fovea_gym.tools.picture_tools import MEASURE, PictureTool
+from fovea_gym.tools.results import ResultLimits
+from fovea_gym.tools.session import ToolUse, WithTools
+from fovea_gym.types import Message
 
 
 def make_tools(config: Config, given: Sequence[object] = ()) -> tuple[Tool, ...]:
@@ -37,7 +38,7 @@ def make_tools(config: Config, given: Sequence[object] = ()) -> tuple[Tool, ...]
 
 
 def _with_servers(loaded: Sequence[Tool], servers: McpServers) -> tuple[Tool, ...]:
-    from fovea.environments.adapters.mcp import McpConnection  # an optional extra; the module reports its absence
+    from fovea_gym.adapters.mcp import McpConnection  # an optional extra; the module reports its absence
 
     named = {tool.spec.name: tool for tool in loaded}
     for name, server in servers.by_name.items():

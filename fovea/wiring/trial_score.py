@@ -6,19 +6,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 from fovea.config.run import Config
-from fovea.config.splits import ANSWER_KEYS, SplitFiles
-from fovea.data.images import ImageOpener, is_url
-from fovea.data.readers.base import listed
-from fovea.environments.base import Environment, Split
-from fovea.environments.custom.grader import SeveralRewards, UserGrader
-from fovea.environments.custom.processes import RewardProcesses
-from fovea.environments.dataset_tasks import OwnRows
-from fovea.environments.graders.base import shown
-from fovea.environments.graders.opinions import WithToolBonus
-from fovea.errors import DataError, ScoreError, UnscoredError
-from fovea.types import Task, Turn
-from fovea.utils.event_loop import wait_for
 from fovea.wiring.environment import GradedEnvironment
+from fovea_gym.environments.base import Environment, Split
+from fovea_gym.environments.custom.grader import SeveralRewards, UserGrader
+from fovea_gym.environments.custom.processes import RewardProcesses
+from fovea_gym.environments.dataset_tasks import OwnRows
+from fovea_gym.errors import DataError, ScoreError, UnscoredError
+from fovea_gym.graders.base import shown
+from fovea_gym.graders.opinions import WithToolBonus
+from fovea_gym.rows.images import ImageOpener, is_url
+from fovea_gym.rows.readers.base import listed
+from fovea_gym.settings.splits import ANSWER_KEYS, SplitFiles
+from fovea_gym.types import Task, Turn
+from fovea_gym.utils.event_loop import wait_for
 
 ALLOWED_EXCESS = 1.5
 """Rows that a share holds out, relative to what was asked for, up to which nothing is printed."""

@@ -16,7 +16,6 @@ from fovea.cluster.workers import Worker
 from fovea.config.backends import EmbeddedSettings, VllmServersSettings
 from fovea.config.model import Model
 from fovea.config.run import Config
-from fovea.errors import ConfigError
 from fovea.models.load import pick_device
 from fovea.models.outgoing import in_layout_of_files, outgoing
 from fovea.models.policy_network import PolicyNetwork
@@ -28,7 +27,6 @@ from fovea.run.microbatches import leaving_limit
 from fovea.run.signals import ENDING
 from fovea.train.local import Caller, CallerThread, LocalPolicy, call_here
 from fovea.train.ranks import ALONE, Ranks
-from fovea.utils.event_loop import wait_for
 from fovea.weights.base import WeightSink
 from fovea.weights.broadcast import Broadcast, ReceivedWeights
 from fovea.weights.push import WeightPusher
@@ -38,6 +36,8 @@ from fovea.wiring.interpreter import set_threads
 from fovea.wiring.megatron import PushedPolicy, make_megatron_policy, trains_with_megatron
 from fovea.wiring.model import kernel_notes, open_vlm
 from fovea.wiring.policy import make_policy
+from fovea_gym.errors import ConfigError
+from fovea_gym.utils.event_loop import wait_for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,8 @@ from fovea.models.tiny import TinyParts
 from fovea.models.vlm import VLM
 from fovea.samples import make_batch
 from fovea.train.packing import pack_row
-from fovea.types import Completion, Group, Prompt, Score, Task
+from fovea.types import Completion, Group, Prompt
+from fovea_gym.types import Score, Task
 from tests.records import one_turn
 from tests.reference import gradients, largest_relative_difference, model_inputs
 from tests.tiny_models import CPU, mixed_prompts, random_completions, tiny

@@ -14,11 +14,11 @@ import pyarrow.parquet as pq
 import pytest
 
 import fovea
-from fovea.config.environments import VqaEnvironment
 from fovea.metrics.log import read_metrics
 from fovea.wiring.environment import make_environment
 from fovea.wiring.given import rows_as_files
 from fovea.wiring.images import make_opener
+from fovea_gym.settings.environments import VqaEnvironment
 from tests.api.small import PHOTOS, SETTINGS, base64_png, picture, rows, score
 from tests.images import png
 from tests.tables import table

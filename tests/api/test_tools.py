@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 import fovea
-from fovea.environments.base import Environment, Split
-from fovea.environments.tools.session import demonstrated_call
-from fovea.errors import ConfigError
 from fovea.metrics.log import read_metrics
-from fovea.types import Message, Score, Task, Turn
+from fovea_gym.environments.base import Environment, Split
+from fovea_gym.errors import ConfigError
+from fovea_gym.tools.session import demonstrated_call
+from fovea_gym.types import Message, Score, Task, Turn
 from tests.api.small import SETTINGS, rows, score
 
 CALLS: list[str] = []

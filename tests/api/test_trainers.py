@@ -23,7 +23,7 @@ from fovea.api.settings import Settings
 from fovea.cli.main import app
 from fovea.config.loading import dump_config
 from fovea.config.run import Config
-from fovea.types import Task
+from fovea_gym.types import Task
 from tests.api.small import SETTINGS, SHAPES
 from tests.fakes import BanditEnvironment
 from tests.runs import untimed

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.controls import SHARE, main, random_geo3k, random_geospot
 from benchmarks.told_scenes import ToldScenes
-from fovea.types import Task, Turn
+from fovea_gym.types import Task, Turn
 
 PARIS = {"city": "Paris", "region": None, "country": "France", "lat": 48.86, "lon": 2.35}
 ANSWER = "City: Paris\nCountry: France\nLatitude: 48.86\nLongitude: 2.35"

@@ -17,9 +17,9 @@ from benchmarks.timing import Speedup, StepTimes, shown_ratio, with_plain_share
 from fovea.config.loading import load_config
 from fovea.models.flops import FORWARD, Passes, training_passes
 from fovea.processes.messages import Packing
-from fovea.tools.plan.plan import make_plan
-from fovea.tools.probe.rates import Rates
 from fovea.types import Request, Sampling
+from fovea_tools.plan.plan import make_plan
+from fovea_tools.probe.rates import Rates
 
 GROUPS, GPUS = 5, 3
 RECIPE = Path(__file__).parents[2] / "recipes/shapes.yaml"

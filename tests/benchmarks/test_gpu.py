@@ -18,7 +18,7 @@ from benchmarks.mutations import ROOT
 from benchmarks.ours import Ours, share
 from benchmarks.timing import Budget, StepTimes
 from fovea.models.modules import language_model
-from fovea.tools.probe.rates import Rates
+from fovea_tools.probe.rates import Rates
 
 
 def test_every_part_runs_in_small(tmp_path: Path) -> None:

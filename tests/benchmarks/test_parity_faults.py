@@ -10,7 +10,7 @@ from benchmarks.flat_positions import flat_positions
 from benchmarks.parity_faults import FAULTS, POSITIONS, answer, main, read_with, rows_of, tiny_run
 from fovea.run.parity import read_parity
 from fovea.run.parity_reading import ParityReading
-from fovea.utils.event_loop import wait_for
+from fovea_gym.utils.event_loop import wait_for
 
 
 def test_each_fault_is_named_on_random_weights(tmp_path: Path) -> None:

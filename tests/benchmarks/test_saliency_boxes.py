@@ -8,11 +8,11 @@ from PIL import Image
 
 from benchmarks.saliency_boxes import Seen, asked_box, of_best, of_chance, of_map, ratio, seen
 from fovea.commands.saliency import Saliency
-from fovea.config.environments import ShapesEnvironment
-from fovea.environments.shapes.environment import Shapes
 from fovea.evaluation.occlusion import OcclusionMap
 from fovea.report.maps import AnswerMap
-from fovea.types import Task
+from fovea_gym.environments.shapes.environment import Shapes
+from fovea_gym.settings.environments import ShapesEnvironment
+from fovea_gym.types import Task
 
 
 def one(falls: list[list[float]], box: tuple[float, float, float, float]) -> Seen:

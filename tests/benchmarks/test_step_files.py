@@ -9,7 +9,7 @@ from benchmarks.step_files import files_of_a_step
 
 PAGE = (Path(__file__).parents[2] / "docs/step.md").read_text(encoding="utf-8")
 MOST_LINKED, MOST_ENTERED = 22, 110
-WITHOUT_CODE = {"fovea/environments/base.py", "fovea/run/context.py"}
+WITHOUT_CODE = {"gym/fovea_gym/environments/base.py", "fovea/run/context.py"}
 """Protocols and records, in which nothing runs."""
 
 

@@ -23,9 +23,10 @@ from fovea.config.describe import describe
 from fovea.config.loading import load_config
 from fovea.config.recipes import find_recipe, shipped_recipes
 from fovea.config.run import Config
-from fovea.errors import DataError, TrainError
+from fovea.errors import TrainError
 from fovea.run.signals import Stop
-from fovea.utils.installing import pip_install
+from fovea_gym.errors import DataError
+from fovea_gym.utils.installing import pip_install
 from tests.tables import table
 
 ROOT = Path(__file__).parents[2]

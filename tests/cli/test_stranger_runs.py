@@ -15,12 +15,12 @@ from fovea.cli.main import app
 from fovea.commands.serve import served_folder
 from fovea.config.loading import load_config
 from fovea.config.recipes import read_yaml
-from fovea.errors import ConfigError, DataError, FoveaError
 from fovea.report.viewed_run import ViewedRun
 from fovea.run.checkpoint import damage, read_checkpoint, write_manifest
 from fovea.run.folder import open_run_folder
 from fovea.run.microbatches import left_limit
 from fovea.view.server import make_app
+from fovea_gym.errors import ConfigError, DataError, FoveaError
 
 PRIVATE = b"-----BEGIN OPENSSH PRIVATE KEY-----"
 NAME = "0123456789abcdef"

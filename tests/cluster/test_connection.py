@@ -22,7 +22,7 @@ from fovea.cluster.remote import ConnectionLine, RemoteWorker, rules_of
 from fovea.cluster.services import WorkersEngine, WorkersPolicy
 from fovea.cluster.workers import LocalHandle, Worker, WorkerHandle, Workers
 from fovea.config.sections import Train
-from fovea.errors import ClusterError, EngineError
+from fovea.errors import EngineError
 from fovea.processes.calls import Call
 from fovea.processes.serving import CallerConnection, serve_connection
 from fovea.train.base import SftExample
@@ -30,7 +30,8 @@ from fovea.train.local import LocalPolicy
 from fovea.train.row_assignment import RowAssignment
 from fovea.train.schedule import ImagesByRank, UpdatePasses
 from fovea.types import Completion, Prompt, PromptImage, Request, Sampling
-from fovea.utils.event_loop import wait_for
+from fovea_gym.errors import ClusterError
+from fovea_gym.utils.event_loop import wait_for
 from tests.runs import ROOT, environment
 
 LIMIT_SECONDS = 20

@@ -23,9 +23,9 @@ from fovea.processes.engine_process import EngineProcess
 from fovea.processes.serving import CallerConnection, serve_connection
 from fovea.rollout.remote_engine import RemoteEngine
 from fovea.types import Completion, Request, Sampling
-from fovea.utils.event_loop import wait_for
 from fovea.weights.base import SyncReport
 from fovea.wiring.engine import NO_LIMITS
+from fovea_gym.utils.event_loop import wait_for
 from tests.rollout.drawing import make_engine, same
 from tests.tiny_models import mixed_prompts, tiny
 from tests.warm import start_rank

@@ -20,9 +20,9 @@ from fovea.cluster.ray_token import make_token
 from fovea.config.model import Model, TinyModel
 from fovea.config.run import Config
 from fovea.config.sections import Cluster
-from fovea.errors import ClusterError, ConfigError
 from fovea.metrics.log import read_metrics
 from fovea.wiring.backends import open_backends
+from fovea_gym.errors import ClusterError, ConfigError
 from tests.cluster.ray_environment import NODE_CPUS, RayCluster, cluster_of, own_ray
 from tests.cluster.torchrun_runs import LONG, LONG_STEPS, STEPS, compare, settings
 from tests.runs import ROOT, command, environment, final_weights, fovea_here, untimed

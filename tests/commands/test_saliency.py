@@ -15,15 +15,15 @@ from typer.testing import CliRunner
 from fovea.cli.main import app
 from fovea.commands.saliency import Asked, Occluder, Wanted, row_numbers
 from fovea.commands.targets import ModelTarget, find_checkpoint
-from fovea.config.environments import ShapesEnvironment
 from fovea.config.recipes import shipped_recipes
-from fovea.environments.shapes.environment import Shapes
-from fovea.errors import ConfigError
 from fovea.evaluation.occlusion import OcclusionMap
 from fovea.report.maps import FOLDER, MAX_MAPS, AnswerMap, read_maps
 from fovea.report.samples import read_step
 from fovea.report.viewed_run import ViewedRun
-from fovea.types import ImageRef
+from fovea_gym.environments.shapes.environment import Shapes
+from fovea_gym.errors import ConfigError
+from fovea_gym.settings.environments import ShapesEnvironment
+from fovea_gym.types import ImageRef
 from tests.reference import reference_logprobs
 from tests.runs import QUICK, fovea_here
 from tests.tables import table

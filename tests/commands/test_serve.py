@@ -14,9 +14,10 @@ import pytest
 
 from fovea.commands.serve import ServerAddress, example, running, served_folder, wait_until_healthy
 from fovea.commands.targets import CheckpointTarget
-from fovea.errors import ConfigError, EngineError
+from fovea.errors import EngineError
 from fovea.models.tiny import save_tiny
 from fovea.rollout.server import Launch, ModelServer
+from fovea_gym.errors import ConfigError
 from tests.tiny_models import tiny
 
 

@@ -17,10 +17,11 @@ from fovea.config.loading import dump_config
 from fovea.config.model import Model
 from fovea.config.recipes import shipped_recipe
 from fovea.config.run import Config
-from fovea.errors import ConfigError, ModelError
+from fovea.errors import ModelError
 from fovea.models.load import load_network
 from fovea.run.checkpoint import FORMAT, write_manifest
-from fovea.utils import http_json
+from fovea_gym.errors import ConfigError
+from fovea_gym.utils import http_json
 from tests.data.web import served
 from tests.images import encoded, noise
 from tests.tiny_models import save, tiny

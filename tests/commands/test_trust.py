@@ -25,10 +25,10 @@ from fovea.commands.exporting.export import export
 from fovea.commands.trust import check_trust
 from fovea.config.loading import load_config
 from fovea.config.run import Config
-from fovea.errors import FoveaError
 from fovea.loop import train
 from fovea.run.checkpoint import write_manifest
 from fovea.wiring.run import build
+from fovea_gym.errors import FoveaError
 from tests.tiny_models import save, tiny
 
 SETTINGS: dict[str, Any] = {

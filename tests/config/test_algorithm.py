@@ -20,12 +20,12 @@ from fovea.config.algorithm import (
     Rloo,
     SapoLoss,
 )
-from fovea.config.base import leaves
 from fovea.config.describe import describe
 from fovea.config.loading import dump_config, load_config
 from fovea.config.model import Model
 from fovea.config.run import Config
-from fovea.errors import ConfigError
+from fovea_gym.errors import ConfigError
+from fovea_gym.settings.base import leaves
 from tests.tables import table
 
 RECIPE = "recipes/shapes.yaml"

@@ -9,7 +9,7 @@ from fovea.config.backends import EmbeddedSettings, MegatronBackend, SglangSetti
 from fovea.config.loading import load_config
 from fovea.config.run import Config
 from fovea.config.sections import Cluster
-from fovea.errors import ConfigError
+from fovea_gym.errors import ConfigError
 from tests.tables import table
 
 SERVERS = (

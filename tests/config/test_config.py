@@ -8,11 +8,11 @@ import pytest
 from pydantic import ValidationError
 
 from fovea.config.algorithm import Algorithm, KlInLoss, KlInReward
-from fovea.config.base import Section, Tree
-from fovea.config.environments import Geo3kEnvironment, ShapesEnvironment
 from fovea.config.model import Lora, Model, TinyModel
 from fovea.config.run import Config
 from fovea.config.sections import Rollout, Train
+from fovea_gym.settings.base import Section, Tree
+from fovea_gym.settings.environments import Geo3kEnvironment, ShapesEnvironment
 from tests.tables import table
 
 APART = {"placement": "disaggregated", "rollout_gpus": 1}

@@ -15,7 +15,7 @@ from fovea.config.model import Model, TinyModel
 from fovea.config.recipes import parse_override
 from fovea.config.run import Config
 from fovea.config.sections import Rollout
-from fovea.errors import ConfigError
+from fovea_gym.errors import ConfigError
 from tests.tables import table
 
 ROOT = Path(__file__).parents[2]

@@ -13,8 +13,8 @@ from fovea.config.describe import describe, unknown_key
 from fovea.config.elsewhere import BELOW, Counterpart, System, systems
 from fovea.config.loading import load_config
 from fovea.config.run import Config
-from fovea.errors import ConfigError
 from fovea.metrics.names import definition_of
+from fovea_gym.errors import ConfigError
 from tests.tables import table
 
 ALL = [(system, each) for system in systems().values() for each in system.settings]

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from fovea.config.base import Section, sections_of, variants_of
-from fovea.config.environments import Geo3kEnvironment, OwnEnvironment, ShapesEnvironment
 from fovea.config.loading import dump_config, load_config
 from fovea.config.model import Lora, Model, TinyModel
 from fovea.config.recipes import parse_override
 from fovea.config.run import Config
 from fovea.config.sections import Warmup
-from fovea.errors import ConfigError
+from fovea_gym.errors import ConfigError
+from fovea_gym.settings.base import Section, sections_of, variants_of
+from fovea_gym.settings.environments import Geo3kEnvironment, OwnEnvironment, ShapesEnvironment
 from tests.tables import table
 
 ROOT = Path(__file__).parents[2]

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from fovea.config.describe import describe
-from fovea.config.environments import Geo3kEnvironment, MixtureEnvironment, OwnEnvironment, ShapesEnvironment
 from fovea.config.loading import dump_config, keys_of, load_config
 from fovea.config.run import Config
-from fovea.errors import ConfigError
+from fovea_gym.errors import ConfigError
+from fovea_gym.settings.environments import Geo3kEnvironment, MixtureEnvironment, OwnEnvironment, ShapesEnvironment
 from tests.tables import table
 
 RECIPE = """

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from fovea.data import fetch as fetch_module
-from fovea.data.cells import image_refs
-from fovea.data.fetch import MAX_FAILURES, FailedHosts, FetchedFiles, UrlLimits, download, fetch, is_public
-from fovea.data.images import ImageOpener
-from fovea.errors import BadRowError, DataError
-from fovea.types import ImageRef
+from fovea_gym.errors import BadRowError, DataError
+from fovea_gym.rows import fetch as fetch_module
+from fovea_gym.rows.cells import image_refs
+from fovea_gym.rows.fetch import MAX_FAILURES, FailedHosts, FetchedFiles, UrlLimits, download, fetch, is_public
+from fovea_gym.rows.images import ImageOpener
+from fovea_gym.types import ImageRef
 from tests.data.three_rows import opened
 from tests.data.web import Site, served
 from tests.images import png

@@ -13,14 +13,14 @@ import pytest
 from PIL import Image
 from pydantic import ValidationError
 
-from fovea.config.environments import GeoSpotEnvironment, VqaEnvironment
 from fovea.config.run import Config
-from fovea.data.rows import RowAccess, open_rows
-from fovea.environments.file_splits import image_hashes, split_by_image
-from fovea.environments.geospot.environment import GeoSpot
-from fovea.environments.vqa import Vqa
-from fovea.errors import DataError
-from fovea.types import Task
+from fovea_gym.environments.file_splits import image_hashes, split_by_image
+from fovea_gym.environments.geospot.environment import GeoSpot
+from fovea_gym.environments.vqa import Vqa
+from fovea_gym.errors import DataError
+from fovea_gym.rows.rows import RowAccess, open_rows
+from fovea_gym.settings.environments import GeoSpotEnvironment, VqaEnvironment
+from fovea_gym.types import Task
 
 
 def png(number: int) -> bytes:

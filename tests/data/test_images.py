@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from fovea.config.sections import Conversion
-from fovea.data.images import ImageOpener
-from fovea.errors import BadRowError, DataError
-from fovea.types import ImageRef
+from fovea_gym.errors import BadRowError, DataError
+from fovea_gym.rows.images import ImageOpener
+from fovea_gym.types import Conversion, ImageRef
 from tests.bad_files import png_of
 from tests.images import encoded
 from tests.tables import table

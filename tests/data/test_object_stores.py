@@ -16,12 +16,12 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry
 
 from fovea.config.run import Config
-from fovea.data.cells import image_refs
-from fovea.errors import BadRowError, MissingExtraError
-from fovea.utils.installing import pip_install
 from fovea.wiring.environment import make_environment
 from fovea.wiring.given import rows_as_files
 from fovea.wiring.images import make_opener
+from fovea_gym.errors import BadRowError, MissingExtraError
+from fovea_gym.rows.cells import image_refs
+from fovea_gym.utils.installing import pip_install
 from tests.images import png
 from tests.tables import table
 

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fovea.config.loading import load_config
-from fovea.data.order import EpochOrder, LazyTasks, Order, kinds_of
-from fovea.errors import ConfigError, DataError
-from fovea.types import Task
+from fovea.data.order import EpochOrder, Order
+from fovea_gym.errors import ConfigError, DataError
+from fovea_gym.rows.tasks import LazyTasks, kinds_of
+from fovea_gym.types import Task
 
 KINDS = ["a"] * 7 + ["b"] * 3 + ["c"] * 5
 

@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fovea.data.readers import parquet
-from fovea.errors import BadRowError, DataError
+from fovea_gym.errors import BadRowError, DataError
+from fovea_gym.rows.readers import parquet
 from tests.data.three_rows import ROWS, as_csv, opened
 
 CONSTANT = "x" * 100_000

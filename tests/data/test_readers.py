@@ -18,12 +18,12 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from fovea.data.fetch import UrlLimits
-from fovea.data.images import ImageOpener
-from fovea.data.readers import parquet
-from fovea.data.rows import RowAccess, Rows, image_refs, open_rows
-from fovea.errors import BadRowError, DataError, MissingExtraError
-from fovea.utils.installing import pip_install
+from fovea_gym.errors import BadRowError, DataError, MissingExtraError
+from fovea_gym.rows.fetch import UrlLimits
+from fovea_gym.rows.images import ImageOpener
+from fovea_gym.rows.readers import parquet
+from fovea_gym.rows.rows import RowAccess, Rows, image_refs, open_rows
+from fovea_gym.utils.installing import pip_install
 from tests.data.three_rows import ROWS, as_csv, opened
 from tests.data.web import served
 from tests.images import png

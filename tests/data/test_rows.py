@@ -13,11 +13,11 @@ import pytest
 
 from fovea.cli.data import app as data_app
 from fovea.data.bad_rows import BAD_ROWS_FILE, BadRows
-from fovea.data.order import RowPlace
-from fovea.data.readers.parquet import GroupCache
-from fovea.data.rows import MADE, RowAccess, image_refs, open_rows
-from fovea.errors import BadRowError, DataError, MissingExtraError
-from fovea.utils.installing import pip_install
+from fovea_gym.errors import BadRowError, DataError, MissingExtraError
+from fovea_gym.rows.readers.parquet import GroupCache
+from fovea_gym.rows.rows import MADE, RowAccess, image_refs, open_rows
+from fovea_gym.rows.tasks import RowPlace
+from fovea_gym.utils.installing import pip_install
 
 
 def written(path: Path, num_rows: int, *, first: int = 0, rows_per_group: int = 4) -> str:
@@ -163,7 +163,7 @@ def test_damaged_row_group(tmp_path: Path) -> None:
 
 def test_a_split_that_a_folder_lacks_is_told_without_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    monkeypatch.delitem(sys.modules, "fovea.data.readers.hub", raising=False)
+    monkeypatch.delitem(sys.modules, "fovea_gym.rows.readers.hub", raising=False)
     for split in ("train", "test"):
         (tmp_path / split).mkdir()
         (tmp_path / split / "metadata.csv").write_text("file_name,label\na.png,red\n", encoding="utf-8")

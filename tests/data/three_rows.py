@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from fovea.data.rows import RowAccess, Rows, open_rows
+from fovea_gym.rows.rows import RowAccess, Rows, open_rows
 
 ROWS = [
     {"n": "0", "text": "plain", "image": "a.png"},

@@ -9,12 +9,13 @@ from typing import Any, Literal
 import numpy as np
 from PIL import Image
 
-from fovea.config.environments import ShapesEnvironment
 from fovea.data.bad_rows import BadRows
-from fovea.environments.prompt_source import PromptSource, RendersPrompts
-from fovea.environments.shapes.environment import Shapes
-from fovea.errors import DataError
-from fovea.types import ImageRef, Message, Prompt, PromptImage, Task, ToolSpec
+from fovea.data.prompt_source import PromptSource, RendersPrompts
+from fovea.types import Prompt, PromptImage
+from fovea_gym.environments.shapes.environment import Shapes
+from fovea_gym.errors import DataError
+from fovea_gym.settings.environments import ShapesEnvironment
+from fovea_gym.types import ImageRef, Message, Task, ToolSpec
 from tests.fakes import BanditEnvironment, BanditRenderer
 
 

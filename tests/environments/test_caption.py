@@ -14,17 +14,27 @@ from hypothesis import strategies as st
 from PIL import Image
 from pydantic import ValidationError
 
-from fovea.config.environments import CaptionEnvironment
-from fovea.config.rewards import RewardModel
-from fovea.data.images import ImageOpener
-from fovea.data.rows import RowAccess
-from fovea.environments.caption import Caption, CaptionGrader, CiderD, JudgedCaptionGrader, bleu, chrf, grade, words_of
-from fovea.environments.graders.by_name import grader_of
-from fovea.environments.graders.opinions import OpinionOfJudge
-from fovea.environments.graders.reward_model import RewardScorer
-from fovea.errors import DataError, ModelError
+from fovea.errors import ModelError
+from fovea.models.reward_scorer import RewardScorer
 from fovea.models.tiny import build_tokenizer
-from fovea.utils.shown_text import without_marks
+from fovea_gym.environments.caption import (
+    Caption,
+    CaptionGrader,
+    CiderD,
+    JudgedCaptionGrader,
+    bleu,
+    chrf,
+    grade,
+    words_of,
+)
+from fovea_gym.errors import DataError
+from fovea_gym.graders.by_name import grader_of
+from fovea_gym.graders.opinions import OpinionOfJudge
+from fovea_gym.rows.images import ImageOpener
+from fovea_gym.rows.rows import RowAccess
+from fovea_gym.settings.environments import CaptionEnvironment
+from fovea_gym.settings.rewards import RewardModel
+from fovea_gym.utils.shown_text import without_marks
 from tests.environments.files import COLOURS, files, row
 from tests.environments.reward_model import TEXTS, save_reward_model
 from tests.grading import scored, within_a_second

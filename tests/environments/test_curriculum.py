@@ -8,15 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from fovea.config import environments as config
-from fovea.data.order import LazyTasks, Order, levels_of
-from fovea.data.rows import RowAccess
-from fovea.environments.curriculum import CurriculumProgress, Stages
-from fovea.environments.geospot.environment import GeoSpot
-from fovea.errors import ConfigError, DataError
+from fovea.data.curriculum import CurriculumProgress
+from fovea.data.order import Order
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.wiring.environment import stages_of as stages_of_environment
+from fovea_gym.environments.geospot.environment import GeoSpot
+from fovea_gym.environments.stages import Stages
+from fovea_gym.errors import ConfigError, DataError
+from fovea_gym.rows.rows import RowAccess
+from fovea_gym.rows.tasks import LazyTasks, levels_of
+from fovea_gym.settings import environments as config
 from tests.fakes import STAGES, BanditEnvironment, bandit_run, staged_run
 from tests.tables import table
 

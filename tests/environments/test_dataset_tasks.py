@@ -11,13 +11,13 @@ import pytest
 from PIL import Image
 from pydantic import ValidationError
 
-from fovea.config.environments import Geo3kEnvironment
 from fovea.config.loading import load_config
-from fovea.data.order import kinds_of, place_of
-from fovea.data.rows import InMemory, RowAccess
-from fovea.environments.dataset_tasks import FileTasks
-from fovea.errors import BadRowError, ConfigError, DataError
-from fovea.types import ImageRef, Task
+from fovea_gym.environments.dataset_tasks import FileTasks
+from fovea_gym.errors import BadRowError, ConfigError, DataError
+from fovea_gym.rows.rows import InMemory, RowAccess
+from fovea_gym.rows.tasks import kinds_of, place_of
+from fovea_gym.settings.environments import Geo3kEnvironment
+from fovea_gym.types import ImageRef, Task
 from tests.tables import table
 
 SHARED = Path(__file__).parents[3] / "shared" / "data" / "geo3k"
@@ -185,12 +185,12 @@ def test_a_file_without_a_question_says_which_columns_it_has() -> None:
 STREAMED = """
 import gc, sys
 from pathlib import Path
-from fovea.config.environments import Geo3kEnvironment
-from fovea.data.images import ImageOpener
+from fovea_gym.settings.environments import Geo3kEnvironment
+from fovea_gym.rows.images import ImageOpener
 from fovea.data.order import Order, kinds_of
-from fovea.data.readers.parquet import GroupCache
-from fovea.data.rows import RowAccess
-from fovea.environments.dataset_tasks import FileTasks
+from fovea_gym.rows.readers.parquet import GroupCache
+from fovea_gym.rows.rows import RowAccess
+from fovea_gym.environments.dataset_tasks import FileTasks
 
 def anonymous_mib():
     return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) / 1024

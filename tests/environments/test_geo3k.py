@@ -11,14 +11,14 @@ import pytest
 from PIL import Image
 from pydantic import ValidationError
 
-from fovea.config.environments import Geo3kEnvironment
-from fovea.data.images import ImageOpener
-from fovea.data.order import kinds_of
-from fovea.data.rows import RowAccess
-from fovea.environments.base import Environment, Split
-from fovea.environments.geo3k import Geo3k, grade
-from fovea.errors import BadRowError, DataError
-from fovea.types import ImageRef, Task
+from fovea_gym.environments.base import Environment, Split
+from fovea_gym.environments.geo3k import Geo3k, grade
+from fovea_gym.errors import BadRowError, DataError
+from fovea_gym.rows.images import ImageOpener
+from fovea_gym.rows.rows import RowAccess
+from fovea_gym.rows.tasks import kinds_of
+from fovea_gym.settings.environments import Geo3kEnvironment
+from fovea_gym.types import ImageRef, Task
 from tests.grading import scored
 from tests.images import encoded
 from tests.tables import table

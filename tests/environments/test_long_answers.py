@@ -11,24 +11,24 @@ from functools import partial
 
 import pytest
 
-from fovea.config.games import FrozenLakeEnvironment
-from fovea.environments.adapters import gymnasium, openenv
-from fovea.environments.answer_end import find_answer_end
-from fovea.environments.games.description import description_f1
-from fovea.environments.games.environment import actions_in
-from fovea.environments.graders.base import TryAgainError
-from fovea.environments.graders.by_name import grader_of
-from fovea.environments.graders.judge import parsed_score
-from fovea.environments.grounding.environment import action_in
-from fovea.environments.grounding.grade import Rule
-from fovea.environments.grounding.grade import grade as grade_places
-from fovea.environments.pages.environment import click_in
-from fovea.environments.tools.base import ToolError
-from fovea.environments.tools.calculator import computed
-from fovea.types import AnswerEnd, ToolSpec
-from fovea.utils.tool_calls.gemma_calls import GemmaCalls
-from fovea.utils.tool_calls.json_calls import JsonCalls
-from fovea.utils.tool_calls.xml_calls import XmlCalls
+from fovea_gym.adapters import gymnasium, openenv
+from fovea_gym.environments.answer_end import find_answer_end
+from fovea_gym.environments.grounding.environment import action_in
+from fovea_gym.environments.grounding.grade import Rule
+from fovea_gym.environments.grounding.grade import grade as grade_places
+from fovea_gym.examples.games.description import description_f1
+from fovea_gym.examples.games.environment import actions_in
+from fovea_gym.examples.pages.environment import click_in
+from fovea_gym.graders.base import TryAgainError
+from fovea_gym.graders.by_name import grader_of
+from fovea_gym.graders.judge import parsed_score
+from fovea_gym.settings.games import FrozenLakeEnvironment
+from fovea_gym.tools.base import ToolError
+from fovea_gym.tools.calculator import computed
+from fovea_gym.tools.calls.gemma_calls import GemmaCalls
+from fovea_gym.tools.calls.json_calls import JsonCalls
+from fovea_gym.tools.calls.xml_calls import XmlCalls
+from fovea_gym.types import AnswerEnd, ToolSpec
 from tests.grading import within_a_second
 
 NUM_CHARS = 60_000

@@ -16,22 +16,22 @@ import pytest
 
 from fovea.commands.dry_run import plan
 from fovea.commands.evaluate import EvalOptions, evaluate_targets
-from fovea.config.environments import ShapesEnvironment
 from fovea.config.loading import load_config
 from fovea.config.run import Config
-from fovea.data.order import kinds_of, place_of
-from fovea.environments.graders.grading import Grading
-from fovea.environments.graders.limited_calls import CallLimits, LimitedCalls
-from fovea.environments.mixture import Mixture, Part
-from fovea.environments.shapes.environment import Shapes
-from fovea.environments.shapes.questions import KINDS
-from fovea.errors import ConfigError, DataError, ScoreError
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
-from fovea.types import Score, Task, Turn
 from fovea.wiring.data import make_order
 from fovea.wiring.environment import GradedEnvironment, make_environment
 from fovea.wiring.run import build
+from fovea_gym.environments.mixture import Mixture, Part
+from fovea_gym.environments.shapes.environment import Shapes
+from fovea_gym.environments.shapes.questions import KINDS
+from fovea_gym.errors import ConfigError, DataError, ScoreError
+from fovea_gym.graders.grading import Grading
+from fovea_gym.graders.limited_calls import CallLimits, LimitedCalls
+from fovea_gym.rows.tasks import kinds_of, place_of
+from fovea_gym.settings.environments import ShapesEnvironment
+from fovea_gym.types import Score, Task, Turn
 
 ROLLOUT = {"prompts_per_step": 8, "samples_per_prompt": 2, "max_new_tokens": 4}
 REST = {
@@ -236,7 +236,7 @@ def test_stages_of_a_part_are_refused(tmp_path: Path) -> None:
     def at(self, stage):
         return self
 """
-    staged = f"from fovea.environments.curriculum import Stage\n{OWN}{stages}"
+    staged = f"from fovea.data.curriculum import Stage\n{OWN}{stages}"
     (tmp_path / "own.py").write_text(staged)
     parts = parts_in(tmp_path) | {"sums": {"environment": f"{tmp_path}/own.py:Sums"}}
     with pytest.raises(ConfigError, match=r"environment\.parts\.sums has 2 stages.*curriculum\.enabled=false"):

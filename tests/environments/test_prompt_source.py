@@ -11,9 +11,9 @@ import pytest
 from PIL import Image
 
 from fovea.data.order import EpochOrder, Order
-from fovea.environments.prompt_source import PromptSource
-from fovea.errors import DataError
-from fovea.types import ImageRef
+from fovea.data.prompt_source import PromptSource
+from fovea_gym.errors import DataError
+from fovea_gym.types import ImageRef
 from tests.environments.prompt_sources import make_source
 from tests.tables import table
 

@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from fovea.config.environments import VqaEnvironment
 from fovea.config.loading import load_config
 from fovea.config.run import Config
-from fovea.data.order import kinds_of, levels_of
-from fovea.data.rows import RowAccess
-from fovea.environments.vqa import Vqa, grade
-from fovea.errors import BadRowError, DataError
 from fovea.loop import train
-from fovea.types import ImageRef, Score, Task
 from fovea.wiring.environment import make_environment
 from fovea.wiring.run import build
+from fovea_gym.environments.vqa import Vqa, grade
+from fovea_gym.errors import BadRowError, DataError
+from fovea_gym.rows.rows import RowAccess
+from fovea_gym.rows.tasks import kinds_of, levels_of
+from fovea_gym.settings.environments import VqaEnvironment
+from fovea_gym.types import ImageRef, Score, Task
 from tests.environments.files import COLOURS, files, row
 from tests.grading import scored
 from tests.tables import table

@@ -17,22 +17,24 @@ from PIL import Image
 
 from fovea.commands.targets import ServerTarget, parse_target, parse_targets
 from fovea.config.run import Config
-from fovea.environments.base import Environment, UsesTools
-from fovea.environments.prompt_source import PromptSource
-from fovea.environments.tools.function import function_tool
-from fovea.environments.tools.session import demonstrated_call
-from fovea.errors import BadRowError, ConfigError, EngineError
+from fovea.data.prompt_source import PromptSource
+from fovea.errors import EngineError
 from fovea.evaluation.chat_server import ChatModel, EmptyPrompts, ServerEvaluator
 from fovea.evaluation.controls import image_controls
 from fovea.evaluation.evaluator import AnsweredRow
 from fovea.evaluation.json_file import write_answers
 from fovea.models.tiny import TinyParts
-from fovea.types import AnswerEnd, ImageRef, Message, Sampling, Task, Turn
-from fovea.utils import http_json
-from fovea.utils.event_loop import wait_for
-from fovea.utils.http_json import CallBounds, JsonServer, bearer
+from fovea.types import Sampling
 from fovea.wiring.environment import make_environment
 from fovea.wiring.tools import use_of_server, with_tools
+from fovea_gym.environments.base import Environment, UsesTools
+from fovea_gym.errors import BadRowError, ConfigError
+from fovea_gym.tools.function import function_tool
+from fovea_gym.tools.session import demonstrated_call
+from fovea_gym.types import AnswerEnd, ImageRef, Message, Task, Turn
+from fovea_gym.utils import http_json
+from fovea_gym.utils.event_loop import wait_for
+from fovea_gym.utils.http_json import CallBounds, JsonServer, bearer
 from tests.chat_server import Endpoint, endpoints
 from tests.fakes import BanditEnvironment, graded
 from tests.tiny_models import from_array, renderer, tiny

@@ -16,8 +16,9 @@ from fovea.evaluation.answer import SampledAnswer
 from fovea.evaluation.comparison import EvalResults, EvalRow, TargetAnswers, target_metrics
 from fovea.evaluation.evaluator import AnsweredRow
 from fovea.evaluation.json_file import write_json
-from fovea.evaluation.statistics import Estimate, bootstrap_interval, mean_text, percent_text
+from fovea.evaluation.statistics import bootstrap_interval, mean_text, percent_text
 from fovea.report.tables import tables
+from fovea_gym.benchmarks.estimates import Estimate
 
 KINDS = ["count", "colour", "count", "colour"]
 

@@ -11,16 +11,7 @@ import numpy as np
 from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
-from fovea.config.environments import ShapesEnvironment
-from fovea.config.games import FrozenLakeEnvironment
-from fovea.data.images import ImageOpener
-from fovea.environments.games.board import solution
-from fovea.environments.games.drawing import draw
-from fovea.environments.games.environment import BoardGame
-from fovea.environments.games.frozen_lake import FrozenLake
-from fovea.environments.graders.grading import Grading
-from fovea.environments.prompt_source import PromptSource
-from fovea.environments.shapes.environment import Shapes
+from fovea.data.prompt_source import PromptSource
 from fovea.evaluation.controls import (
     image_controls,
     pictured_tasks,
@@ -30,8 +21,18 @@ from fovea.evaluation.controls import (
 )
 from fovea.evaluation.evaluator import Evaluator
 from fovea.models.render import Renderer
-from fovea.types import Completion, ImageRef, Message, Request, Sampling, Task
-from fovea.utils.event_loop import wait_for
+from fovea.types import Completion, Request, Sampling
+from fovea_gym.environments.shapes.environment import Shapes
+from fovea_gym.examples.games.board import solution
+from fovea_gym.examples.games.drawing import draw
+from fovea_gym.examples.games.environment import BoardGame
+from fovea_gym.examples.games.frozen_lake import FrozenLake
+from fovea_gym.graders.grading import Grading
+from fovea_gym.rows.images import ImageOpener
+from fovea_gym.settings.environments import ShapesEnvironment
+from fovea_gym.settings.games import FrozenLakeEnvironment
+from fovea_gym.types import ImageRef, Message, Task
+from fovea_gym.utils.event_loop import wait_for
 from tests.environments.prompt_sources import opener, source_of
 from tests.fakes import BanditEngine
 from tests.tiny_models import renderer, tiny

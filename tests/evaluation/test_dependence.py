@@ -7,14 +7,14 @@ from functools import partial
 import numpy as np
 import pytest
 
-from fovea.config.environments import ShapesEnvironment
-from fovea.environments.shapes.environment import Shapes
 from fovea.evaluation.answer import SampledAnswer
 from fovea.evaluation.answer_logprobs import answer_logprobs
 from fovea.evaluation.controls import image_controls
 from fovea.evaluation.dependence import dependence
 from fovea.evaluation.evaluator import AnsweredRow
 from fovea.models.vlm import VLM
+from fovea_gym.environments.shapes.environment import Shapes
+from fovea_gym.settings.environments import ShapesEnvironment
 from tests.environments.prompt_sources import opener, source_of
 from tests.reference import reference_logprobs
 from tests.tiny_models import renderer, tiny

@@ -10,16 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fovea.environments.custom.grader import UserGrader
-from fovea.environments.graders.grading import Grading
-from fovea.environments.graders.limited_calls import CallLimits, CallThreads, LimitedCalls
-from fovea.environments.prompt_source import PromptSource
-from fovea.errors import DataError, ScoreError, UnscoredError
+from fovea.data.prompt_source import PromptSource
 from fovea.evaluation.baselines import baseline_answers, majority_answers
 from fovea.evaluation.evaluator import Evaluator
 from fovea.run.lifecycle import begin
-from fovea.types import Sampling, Score, Task, Turn
-from fovea.utils.event_loop import wait_for
+from fovea.types import Sampling
+from fovea_gym.environments.custom.grader import UserGrader
+from fovea_gym.errors import DataError, ScoreError, UnscoredError
+from fovea_gym.graders.grading import Grading
+from fovea_gym.graders.limited_calls import CallLimits, CallThreads, LimitedCalls
+from fovea_gym.types import Score, Task, Turn
+from fovea_gym.utils.event_loop import wait_for
 from tests.fakes import BanditEngine, BanditEnvironment, BanditRenderer, bandit_run, graded
 
 

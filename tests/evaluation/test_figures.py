@@ -13,29 +13,23 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from fovea.environments.geospot.gazetteer import LatLon
-from fovea.environments.geospot.parsing import parse_answer
-from fovea.environments.geospot.reward import KnownPlace, distance_parts
-from fovea.environments.prompt_source import PromptSource
-from fovea.errors import ConfigError
+from fovea.data.prompt_source import PromptSource
 from fovea.evaluation.evaluator import Evaluator
-from fovea.evaluation.statistics import (
-    dev_metrics,
-    figures_of,
-    mean_estimate,
-    mean_text,
-    percent_text,
-    share_estimate,
-    shown_once,
-)
+from fovea.evaluation.statistics import dev_metrics, figures_of, mean_text, percent_text, shown_once
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.metrics.names import undefined
 from fovea.report.summary import read_summary
 from fovea.report.tables import tables_of
 from fovea.run.lifecycle import begin
-from fovea.types import Evaluation, Sampling, Score, Task, Turn
-from fovea.utils.event_loop import wait_for
+from fovea.types import Evaluation, Sampling
+from fovea_gym.benchmarks.estimates import mean_estimate, share_estimate
+from fovea_gym.environments.geospot.gazetteer import LatLon
+from fovea_gym.environments.geospot.parsing import parse_answer
+from fovea_gym.environments.geospot.reward import KnownPlace, distance_parts
+from fovea_gym.errors import ConfigError
+from fovea_gym.types import Score, Task, Turn
+from fovea_gym.utils.event_loop import wait_for
 from tests.fakes import BanditEngine, BanditEnvironment, BanditRenderer, bandit_run, graded
 
 PARIS = LatLon(48.8566, 2.3522)

@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from fovea.cli import main as cli
-from fovea.config.environments import ShapesEnvironment
-from fovea.environments.shapes.environment import Shapes
+from fovea_gym.environments.shapes.environment import Shapes
+from fovea_gym.settings.environments import ShapesEnvironment
 from tests.grading import scored
 
 

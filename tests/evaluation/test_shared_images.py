@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fovea.config.environments import ShapesEnvironment
-from fovea.data.images import ImageOpener
 from fovea.data.pixel_hashes import pixel_hash, pixel_hashes
-from fovea.environments.prompt_source import PromptSource
-from fovea.environments.shapes.environment import Shapes
-from fovea.errors import DataError
+from fovea.data.prompt_source import PromptSource
 from fovea.evaluation import controls
 from fovea.evaluation.controls import SharedImages, find_shared_images
-from fovea.types import ImageRef, Task
+from fovea_gym.environments.shapes.environment import Shapes
+from fovea_gym.errors import DataError
+from fovea_gym.rows.images import ImageOpener
+from fovea_gym.settings.environments import ShapesEnvironment
+from fovea_gym.types import ImageRef, Task
 from tests.environments.prompt_sources import opener, source_of
 
 

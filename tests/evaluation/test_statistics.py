@@ -15,14 +15,12 @@ from fovea.evaluation.statistics import (
     best_of,
     bootstrap_interval,
     budgets,
-    estimate,
     majority,
-    mean_estimate,
     mean_text,
     paired_difference,
     vote,
-    wilson_interval,
 )
+from fovea_gym.benchmarks.estimates import estimate, mean_estimate, wilson_interval
 
 
 def said(*texts: str, accuracy: float = 0.0) -> list[SampledAnswer]:

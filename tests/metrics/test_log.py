@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from fovea.errors import DataError
 from fovea.metrics.log import JsonlSink, MetricsLog, Phases, peak_rss_gib, read_metrics
-from fovea.utils.files import write_atomically
 from fovea.utils.host_waits import awaited
+from fovea_gym.errors import DataError
+from fovea_gym.utils.files import write_atomically
 
 
 def log_steps(sink, steps) -> None:

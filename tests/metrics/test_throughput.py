@@ -12,8 +12,9 @@ from fovea.metrics.progress import Progress
 from fovea.metrics.throughput import known_peak_tflops, rates
 from fovea.models.tiny import TinyParts
 from fovea.train.base import ModelFacts
-from fovea.types import Batch, Completion, Group, Sample, SampleGroup, Score, Task
+from fovea.types import Batch, Completion, Group, Sample, SampleGroup
 from fovea.wiring.outputs import peak_tflops
+from fovea_gym.types import Score, Task
 from tests.flops import NOT_COUNTED_BY_TORCH
 from tests.policies import make_policy
 from tests.records import all_actions, one_turn, text_prompt

@@ -7,7 +7,8 @@ import pytest
 
 from fovea.metrics.names import undefined
 from fovea.metrics.turns import turn_metrics
-from fovea.types import Completion, Episode, EpisodeEnd, Message, SampledTurn, Score, Task, Turn, TurnTokens
+from fovea.types import Completion, Episode, EpisodeEnd, SampledTurn, TurnTokens
+from fovea_gym.types import Message, Score, Task, Turn
 from tests.records import text_prompt
 
 TASK = Task(id="train/0", question="q", answer="a")

@@ -15,11 +15,12 @@ from fovea.commands.targets import CheckpointTarget, open_checkpoint
 from fovea.config.loading import dump_config
 from fovea.config.model import Lora, Model, TinyModel
 from fovea.config.run import Config
-from fovea.errors import ConfigError, FoveaError, ModelError
+from fovea.errors import ModelError
 from fovea.models.tiny import TinyParts
 from fovea.models.trainable import choose_trainable, factored_weights, trainable_parameters
 from fovea.wiring.model import make_vlm, open_vlm
 from fovea.wiring.policy import make_policy
+from fovea_gym.errors import ConfigError, FoveaError
 from tests.policies import make_batch, weights_of
 from tests.saved import save_policy
 from tests.tiny_models import packed_logprobs, save, tiny

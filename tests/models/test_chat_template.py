@@ -12,7 +12,7 @@ from fovea.errors import ModelError
 from fovea.models.processor import Processor, load_processor, template_with_defaults
 from fovea.models.render import Renderer
 from fovea.models.tiny import CHAT_TEMPLATE
-from fovea.types import Message
+from fovea_gym.types import Message
 from tests.tiny_models import from_array, save, tiny, user
 
 THINKING = (

@@ -12,7 +12,7 @@ from transformers import Qwen3VLMoeTextConfig
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextSparseMoeBlock
 
 from fovea.config.model import Lora, Model, TinyModel
-from fovea.errors import ConfigError, ModelError
+from fovea.errors import ModelError
 from fovea.models.decoder import ExpertLoad, LayerCall, imbalance
 from fovea.models.experts import Experts, route
 from fovea.models.kernels import silu_times
@@ -21,6 +21,7 @@ from fovea.models.rope import Rope
 from fovea.models.trainable import choose_trainable, trainable_parameters
 from fovea.models.vlm import VLM
 from fovea.train.packing import pack_row
+from fovea_gym.errors import ConfigError
 from tests.reference import gradients, largest_relative_difference, reference_logprobs
 from tests.rollout.drawing import LOGPROB_TOLERANCE, generate, make_engine, seeded
 from tests.tiny_models import CPU, image, random_completions, renderer, tiny, user, with_dense_layer

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from fovea.errors import BadRowError, ConfigError, DataError
 from fovea.models.processor import Processor
 from fovea.models.render import Renderer
-from fovea.types import ImageRef, Message, ToolSpec
+from fovea_gym.errors import BadRowError, ConfigError, DataError
+from fovea_gym.types import ImageRef, Message, ToolSpec
 from tests.tables import table
 from tests.tiny_models import from_array, image, tiny, user
 

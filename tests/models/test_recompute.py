@@ -10,12 +10,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fovea.config.loading import load_config
 from fovea.config.model import Lora, Model, TinyModel
-from fovea.errors import ConfigError
 from fovea.models.recompute import Recompute, kept_bytes, recompute_activations
 from fovea.models.trainable import choose_trainable, trainable_parameters
 from fovea.models.vlm import VLM
 from fovea.train.packing import pack_row
 from fovea.train.update_metrics import ActivationMeter
+from fovea_gym.errors import ConfigError
 from tests.tiny_models import CPU, mixed_prompts, random_completions, tiny
 
 MID = {

@@ -9,15 +9,16 @@ import pytest
 import torch
 from PIL import Image, ImageFile
 
-from fovea.config.environments import ShapesEnvironment
-from fovea.data.images import ImageOpener
-from fovea.environments.prompt_source import PromptSource
-from fovea.environments.shapes.environment import Shapes
-from fovea.errors import BadRowError, DataError
+from fovea.data.prompt_source import PromptSource
 from fovea.models.families.qwen_vl import IMAGE_PAD
 from fovea.models.render import Renderer
 from fovea.models.tiny import TinyParts
-from fovea.types import ImageRef, Message, PromptImage, Task
+from fovea.types import PromptImage
+from fovea_gym.environments.shapes.environment import Shapes
+from fovea_gym.errors import BadRowError, DataError
+from fovea_gym.rows.images import ImageOpener
+from fovea_gym.settings.environments import ShapesEnvironment
+from fovea_gym.types import ImageRef, Message, Task
 from tests.images import encoded, png
 from tests.tiny_models import PROCESSORS, from_array, image, mixed_prompts, processor_of, renderer, tiny, user
 

@@ -16,8 +16,8 @@ from fovea.config.run import Config
 from fovea.errors import ModelError
 from fovea.models.load import empty_network, load_network
 from fovea.models.processor import load_processor
-from fovea.tools.plan.model_sizes import model_sizes
 from fovea.utils.config_numbers import check_numbers
+from fovea_tools.plan.model_sizes import model_sizes
 from tests.tables import table
 from tests.tiny_models import save, tiny
 

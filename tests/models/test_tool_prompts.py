@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from fovea.errors import DataError
 from fovea.models.processor import make_processor
 from fovea.models.render import Renderer, as_listed
 from fovea.models.tiny import TinyParts
-from fovea.types import Message, ToolCall, ToolSpec
-from fovea.utils.tool_calls.detect import format_of
+from fovea.models.tool_calls import format_of
+from fovea_gym.errors import DataError
+from fovea_gym.types import Message, ToolCall, ToolSpec
 from tests.tables import table
 from tests.tiny_models import from_array, image, tiny, user
 from tests.utils.tool_calls.fuzzed import template

@@ -12,7 +12,6 @@ from peft import LoraConfig, get_peft_model
 from pydantic import ValidationError
 
 from fovea.config.model import Lora, Model, TinyModel
-from fovea.errors import ConfigError, FoveaError
 from fovea.models.modules import projector_modules
 from fovea.models.plain import PlainVLM
 from fovea.models.recompute import Recompute, recompute_activations
@@ -28,8 +27,9 @@ from fovea.models.trainable import (
     trainable_parameters,
 )
 from fovea.models.vlm import VLM
-from fovea.tools.families.tiny import save_tiny_kind
 from fovea.train.packing import pack_row
+from fovea_gym.errors import ConfigError, FoveaError
+from fovea_tools.families.tiny import save_tiny_kind
 from tests.hub_models import Loaded, needs_image_processors
 from tests.reference import gradients, largest_relative_difference, reference_logprobs
 from tests.tiny_models import CORPUS, CPU, mixed_prompts, packed_logprobs, random_completions, tiny

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fovea.processes.child import ChildProcess
+from fovea_gym.processes.child import ChildProcess
 
 
 def test_a_child_whose_watcher_cannot_start_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -22,12 +22,13 @@ import torch.distributed as dist
 from fovea.cluster.placement import Placement, Role
 from fovea.cluster.remote import ConnectionLine, RemoteWorker
 from fovea.cluster.workers import call_each, lost_ranks
-from fovea.errors import ClusterError, LostRankError
+from fovea.errors import LostRankError
 from fovea.metrics.log import read_metrics
 from fovea.processes.calls import Call
 from fovea.processes.heartbeat import BEATS_PER_TIMEOUT, Silence, Watch, beating
 from fovea.processes.serving import CallerConnection
-from fovea.utils.event_loop import wait_for
+from fovea_gym.errors import ClusterError
+from fovea_gym.utils.event_loop import wait_for
 from tests.cluster.torchrun_runs import LONG, processes_of, rank_of, settings, torchrun
 from tests.process_groups import members
 from tests.runs import ROOT, environment

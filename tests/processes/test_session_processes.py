@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from fovea.processes.ending import running
 from fovea.processes.session_processes import MARK, end_left_processes, session_environment
+from fovea_gym.processes.ending import running
 
 RUN = """
 import subprocess, sys, time

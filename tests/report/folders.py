@@ -20,7 +20,8 @@ from fovea.report.maps import AnswerMap, map_path, write_map
 from fovea.report.records import RecordedAnswer, RecordedImage, RecordedMessage, RecordedTurn, SampleRecord, TokenTrace
 from fovea.report.samples import write_samples
 from fovea.report.summary import Summary, write_summary
-from fovea.types import Evaluation, Mark
+from fovea.types import Evaluation
+from fovea_gym.types import Mark
 
 KINDS = ("colour", "count")
 

@@ -4,9 +4,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fovea.errors import DataError
 from fovea.metrics.log import JsonlSink
 from fovea.report.curves import MAX_POINTS, Curves, downsampled
+from fovea_gym.errors import DataError
 
 
 def test_a_short_curve_is_kept_as_it_is() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from fovea.errors import DataError
 from fovea.evaluation.answer import SaidMessage, SampledAnswer
 from fovea.evaluation.evaluator import AnsweredRow
 from fovea.evaluation.json_file import write_answers
@@ -30,6 +29,7 @@ from fovea.report.maps import (
 )
 from fovea.report.viewed_run import ViewedRun
 from fovea.view.server import make_app
+from fovea_gym.errors import DataError
 from tests.report.folders import keep_map, map_of, write_answers_of, write_run
 from tests.report.pages import ATTACK, Page
 from tests.tables import table

@@ -3,7 +3,7 @@ import pytest
 from fovea.evaluation.answer import SampledAnswer
 from fovea.report.answers import MAX_MARKS, marks_in, step_json
 from fovea.report.records import RecordedAnswer, RecordedImage, RecordedMessage, SampleRecord
-from fovea.types import Mark
+from fovea_gym.types import Mark
 
 THOUSANDTHS = RecordedImage(name="0123456789abcdef", frame=(1000, 1000))
 PIXELS = RecordedImage(name="0123456789abcdef", frame=(280, 140))

@@ -8,13 +8,14 @@ import pytest
 
 from fovea.commands.benchmarks import BENCHMARKS
 from fovea.config.recipes import shipped_recipes
-from fovea.errors import DataError
-from fovea.evaluation.statistics import Estimate, percent_text
+from fovea.evaluation.statistics import percent_text
 from fovea.report.figures import RunSummary
 from fovea.report.published import PUBLISHED_FILE, PublishedJson, with_published, write_published
 from fovea.report.summary import EstimateJson, SummaryJson
-from fovea.tools.published.catalogue import find_result, published_results
-from fovea.tools.published.reproduce import published_json
+from fovea_gym.benchmarks.estimates import Estimate
+from fovea_gym.errors import DataError
+from fovea_tools.published.catalogue import find_result, published_results
+from fovea_tools.published.reproduce import published_json
 
 RESULT = find_result("r1v_clevr_2b")
 RECIPES = [shipped_recipes()[name] for name in RESULT.recipes]

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fovea.errors import DataError
 from fovea.evaluation.answer import SampledAnswer
 from fovea.report.images import image_path, png_bytes, read_image, write_image
 from fovea.report.records import (
@@ -21,7 +20,8 @@ from fovea.report.records import (
     summary_of,
 )
 from fovea.report.samples import drop_samples, index_line, read_step, sample_steps, write_samples
-from fovea.types import Mark
+from fovea_gym.errors import DataError
+from fovea_gym.types import Mark
 
 FIRST, SECOND = "0123456789abcdef", "fedcba9876543210"
 

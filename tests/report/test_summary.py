@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fovea.errors import DataError
-from fovea.evaluation.statistics import wilson_interval
 from fovea.report.summary import Summary, read_summary, write_summary
 from fovea.report.tables import controls_table, summary_table
 from fovea.types import Evaluation
+from fovea_gym.benchmarks.estimates import wilson_interval
+from fovea_gym.errors import DataError
 
 
 def evaluation(**correct_of: tuple[int, int]) -> Evaluation:

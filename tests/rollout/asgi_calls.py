@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fovea.rollout.server_guard import App, Message, Receive, Send
-from fovea.utils.event_loop import wait_for
+from fovea_gym.utils.event_loop import wait_for
 
 
 async def everybody(_scope: Message, _receive: Receive, send: Send) -> None:

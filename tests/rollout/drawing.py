@@ -16,7 +16,7 @@ from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.rollout.embedded.plain import PlainEngine
 from fovea.rollout.embedded.tuning import Tuning
 from fovea.types import Completion, Prompt, Request, Sampling
-from fovea.utils.event_loop import wait_for
+from fovea_gym.utils.event_loop import wait_for
 from tests.tiny_models import mixed_prompts
 
 LOGPROB_TOLERANCE = 1e-5

@@ -14,14 +14,15 @@ import numpy as np
 import pytest
 import torch
 
-from fovea.environments.answer_end import find_answer_end
 from fovea.errors import EngineError
 from fovea.models.render import Renderer
 from fovea.models.tiny import TinyParts
 from fovea.rollout.base import Engine
 from fovea.rollout.collect import extended
-from fovea.types import AnswerEnd, Completion, ImageRef, Prompt, Request, Sampling
-from fovea.utils.event_loop import wait_for
+from fovea.types import Completion, Prompt, Request, Sampling
+from fovea_gym.environments.answer_end import find_answer_end
+from fovea_gym.types import AnswerEnd, ImageRef
+from fovea_gym.utils.event_loop import wait_for
 from tests.reference import reference_logprobs
 from tests.tiny_models import from_array, image, renderer, user
 

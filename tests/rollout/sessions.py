@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from fovea.config.run import Config
-from fovea.environments.prompt_source import PromptedTask
+from fovea.data.prompt_source import PromptedTask
 from fovea.rollout.collect import Interaction, collect
 from fovea.rollout.conversation import SessionLog
-from fovea.types import Completion, Episode, Group, Message, Prompt, Request, Sampling, Score, Task, Turn
-from fovea.utils.event_loop import wait_for
+from fovea.types import Completion, Episode, Group, Prompt, Request, Sampling
 from fovea.wiring.environment import GradedEnvironment, make_environment
+from fovea_gym.types import Message, Score, Task, Turn
+from fovea_gym.utils.event_loop import wait_for
 from tests.fakes import BanditRenderer
 
 MORE = [Message(role="user", parts=("go on",))]

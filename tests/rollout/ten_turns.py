@@ -10,7 +10,8 @@ import pytest
 
 from fovea.models.tiny import TinyParts
 from fovea.rollout.base import Engine
-from fovea.types import Batch, Completion, Group, Message, Prompt, Request, Task, Turn
+from fovea.types import Batch, Completion, Group, Prompt, Request
+from fovea_gym.types import Message, Task, Turn
 from tests.rollout.two_turns import LooksTwice, batch_of, drawn, environment
 from tests.tiny_models import image
 

@@ -7,12 +7,13 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from fovea.data.images import ImageOpener
-from fovea.errors import BadRowError
 from fovea.models.render import Renderer
 from fovea.rollout.agent_conversations import AgentConversations, AgentTurn
-from fovea.types import ImageRef, Message, Role, Sampling
-from fovea.utils.event_loop import wait_for
+from fovea.types import Sampling
+from fovea_gym.errors import BadRowError
+from fovea_gym.rows.images import ImageOpener
+from fovea_gym.types import ImageRef, Message, Role
+from fovea_gym.utils.event_loop import wait_for
 from tests.images import encoded, noise
 from tests.reference import reference_logprobs
 from tests.rollout.drawing import make_engine

@@ -9,15 +9,16 @@ from transformers import PreTrainedTokenizerBase
 
 from fovea.config.run import Config
 from fovea.config.sections import Warmup
-from fovea.environments.answer_end import find_answer_end
-from fovea.errors import ConfigError
 from fovea.models.tiny import TinyParts
 from fovea.models.vlm import VLM
 from fovea.run.rollout_step import rollout_sampling
 from fovea.train.base import SftExample
 from fovea.train.torch.policy import supervised_trainer
-from fovea.types import AnswerEnd, Completion, Sampling
+from fovea.types import Completion, Sampling
 from fovea.wiring.environment import make_environment
+from fovea_gym.environments.answer_end import find_answer_end
+from fovea_gym.errors import ConfigError
+from fovea_gym.types import AnswerEnd
 from tests.fakes import BanditEnvironment
 from tests.rollout.drawing import generate, make_engine, plain_engine, same
 from tests.tiny_models import mixed_prompts, renderer, tiny

@@ -11,7 +11,7 @@ from fovea.rollout.embedded import decode_step as forward
 from fovea.rollout.embedded import engine as engine_module
 from fovea.rollout.embedded.paged_cache import PagedCache
 from fovea.types import Completion, Sampling
-from fovea.utils.event_loop import wait_for
+from fovea_gym.utils.event_loop import wait_for
 from tests.rollout.drawing import generate, make_engine, mixed_requests, same, seeded
 from tests.tiny_models import mixed_prompts, tiny
 

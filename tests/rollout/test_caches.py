@@ -25,7 +25,7 @@ from fovea.rollout.embedded.paged_cache import GROWTH_TOKENS, MAX_ROWS, PagedCac
 from fovea.rollout.embedded.requests import QueuedRequest
 from fovea.rollout.embedded.tuning import PAGE_TOKENS
 from fovea.types import Prompt, Request, Sampling
-from fovea.utils.event_loop import wait_for
+from fovea_gym.utils.event_loop import wait_for
 from tests.rollout.drawing import make_engine
 from tests.tiny_models import tiny
 from tests.tools.plan.published import RECIPES

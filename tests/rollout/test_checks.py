@@ -7,8 +7,8 @@ import contextlib
 import pytest
 import torch
 
-from fovea.errors import ConfigError
 from fovea.rollout.checks import check_family, fitting_length, gpus_of_engine, keeping_gpu
+from fovea_gym.errors import ConfigError
 from tests.rollout.fake_cuda import FakeCuda
 from tests.tiny_models import tiny
 

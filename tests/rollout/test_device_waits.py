@@ -15,7 +15,7 @@ from fovea.models.vlm import VLM
 from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.rollout.embedded.tuning import Tuning
 from fovea.types import Completion, Request, Sampling
-from fovea.utils.event_loop import wait_for
+from fovea_gym.utils.event_loop import wait_for
 from tests.meta_device import META, PretendedDevice
 from tests.tiny_models import mixed_prompts, tiny
 

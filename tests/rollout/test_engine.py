@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fovea.errors import EngineError, OutOfMemoryError
+from fovea.errors import EngineError
 from fovea.models.activation_tape import LinearGroup, Tape
 from fovea.models.linear_factors import Factors, add_adapter
 from fovea.models.tiny import TinyParts
@@ -21,7 +21,8 @@ from fovea.rollout.embedded.linears import Int8Linears, OneDnnLinears, can_use_o
 from fovea.rollout.embedded.tuning import Tuning
 from fovea.train.packing import pack_row
 from fovea.types import Request, Sampling
-from fovea.utils.event_loop import wait_for
+from fovea_gym.errors import OutOfMemoryError
+from fovea_gym.utils.event_loop import wait_for
 from tests.reference import model_inputs, reference_logprobs
 from tests.rollout.drawing import LOGPROB_TOLERANCE, generate, make_engine, same, seeded
 from tests.tiny_models import CPU, FAMILIES, mixed_prompts, renderer, tiny, user

@@ -19,9 +19,9 @@ import psutil
 import pytest
 
 from fovea.errors import EngineError, LostEngineError
-from fovea.processes.child import KEPT_LOGS
 from fovea.processes.engine_process import LOOK_SECONDS, EngineProcess, Limits, NotStartedError
 from fovea.processes.heartbeat import Silence
+from fovea_gym.processes.child import KEPT_LOGS
 from tests.process_groups import members
 from tests.rollout.fake_calls_host import BEGUN, LIMITS, Unreadable
 

@@ -14,7 +14,7 @@ from fovea.models.tiny import TinyParts
 from fovea.rollout.collect import extended
 from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.types import Completion, Request, Sampling
-from fovea.utils.event_loop import wait_for
+from fovea_gym.utils.event_loop import wait_for
 from tests.reference import reference_logprobs
 from tests.rollout.drawing import make_engine
 from tests.tiny_models import image, renderer, tiny, user

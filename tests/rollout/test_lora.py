@@ -18,7 +18,7 @@ from fovea.rollout.embedded.tuning import Tuning
 from fovea.train.packing import pack_row
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Completion, Prompt
-from fovea.utils.event_loop import wait_for
+from fovea_gym.utils.event_loop import wait_for
 from tests.policies import make_batch, make_policy, shared_weights
 from tests.rollout.drawing import LOGPROB_TOLERANCE, generate, seeded
 from tests.tiny_models import CPU, mixed_prompts, tiny

@@ -24,8 +24,8 @@ from fovea.rollout.embedded.tuning import default_bytes
 from fovea.train.base import SftExample
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Sampling
-from fovea.utils.event_loop import wait_for
 from fovea.wiring.engine import free_first
+from fovea_gym.utils.event_loop import wait_for
 from tests.policies import make_batch, make_policy, train_settings
 from tests.rollout.drawing import generate, make_engine, same, seeded
 from tests.tiny_models import mixed_prompts, tiny

@@ -16,7 +16,7 @@ from fovea.rollout.embedded.batch import DecodeBatch
 from fovea.rollout.embedded.cache import Cache
 from fovea.rollout.embedded.requests import KeptKeys, QueuedRequest, RemovedRow
 from fovea.types import Prompt, Sampling
-from fovea.utils.lru_cache import LRUCache
+from fovea_gym.utils.lru_cache import LRUCache
 from tests.rollout.drawing import LOGPROB_TOLERANCE, generate, make_engine, same, seeded
 from tests.rollout.two_turns import drawn
 from tests.tiny_models import mixed_prompts, tiny

@@ -16,13 +16,14 @@ import torch
 
 from fovea.config.backends import VllmSettings
 from fovea.config.loading import load_config
-from fovea.errors import ConfigError, EngineError, LostEngineError
+from fovea.errors import EngineError, LostEngineError
 from fovea.models.processor import load_processor
 from fovea.processes.engine_process import EngineProcess, Limits
 from fovea.rollout.remote_engine import RemoteEngine
 from fovea.types import Completion
-from fovea.utils.event_loop import wait_for
 from fovea.wiring.engine import NO_LIMITS, make_streamed
+from fovea_gym.errors import ConfigError
+from fovea_gym.utils.event_loop import wait_for
 from tests.process_groups import members
 from tests.rollout.engine_suite import ask, prompts_of
 from tests.rollout.fake_engine_host import AFTER, CLOSED, DEADLY, ENVIRONMENT, FOR_EVER, KEPT, STRANGE

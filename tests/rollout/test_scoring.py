@@ -15,18 +15,20 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from fovea.environments.custom.grader import UserGrader
-from fovea.environments.graders.grading import Grading
-from fovea.environments.graders.limited_calls import CallLimits, CallThreads, LimitedCalls
-from fovea.environments.prompt_source import PromptedTask
-from fovea.errors import ScoreError, TrainError, UnscoredError
+from fovea.data.prompt_source import PromptedTask
+from fovea.errors import TrainError
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.report.samples import read_step
 from fovea.rollout.collect import Interaction, collect
 from fovea.run.context import Run
-from fovea.types import Completion, Group, Request, Sampling, Score, Task, Turn
-from fovea.utils.event_loop import wait_for
+from fovea.types import Completion, Group, Request, Sampling
+from fovea_gym.environments.custom.grader import UserGrader
+from fovea_gym.errors import ScoreError, UnscoredError
+from fovea_gym.graders.grading import Grading
+from fovea_gym.graders.limited_calls import CallLimits, CallThreads, LimitedCalls
+from fovea_gym.types import Score, Task, Turn
+from fovea_gym.utils.event_loop import wait_for
 from tests.fakes import BanditEnvironment, BanditRenderer, bandit_run, graded
 
 NUM_GROUPS, NUM_COMPLETIONS, AT_ONCE = 5, 3, 4

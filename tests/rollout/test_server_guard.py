@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from fovea.errors import ConfigError
 from fovea.rollout.server import ADMIN_KEY_ENV, API_KEY_ENV, BANNED_IDS_ENV
 from fovea.rollout.server_guard import (
     KEY_FILE,
@@ -23,7 +22,8 @@ from fovea.rollout.server_guard import (
     Send,
     made_key,
 )
-from fovea.utils.event_loop import wait_for
+from fovea_gym.errors import ConfigError
+from fovea_gym.utils.event_loop import wait_for
 from tests.rollout.asgi_calls import everybody, status
 
 ASK, ADMINISTER = "/v1/models", "/update_weights_from_disk"

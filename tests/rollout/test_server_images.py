@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from fovea.data import fetch
-from fovea.data.fetch import UrlLimits
 from fovea.rollout.server import BANNED_IDS_ENV, URL_LIMITS_ENV, ModelServer, environment
 from fovea.rollout.server_guard import MAX_ADDRESSES, UNREADABLE, Bans, Message
-from fovea.utils.event_loop import wait_for
+from fovea_gym.rows import fetch
+from fovea_gym.rows.fetch import UrlLimits
+from fovea_gym.utils.event_loop import wait_for
 from tests.data.web import Site, served
 from tests.images import encoded, noise
 from tests.rollout.asgi_calls import everybody

@@ -12,8 +12,8 @@ import pytest
 from fovea.errors import EngineError, LostEngineError
 from fovea.rollout import server_pool
 from fovea.rollout.server_pool import MAX_TRIES, PooledServer, ServerPool, TakenError
-from fovea.utils.event_loop import wait_for
-from fovea.utils.http_json import CallBounds, CallError, JsonServer
+from fovea_gym.utils.event_loop import wait_for
+from fovea_gym.utils.http_json import CallBounds, CallError, JsonServer
 from tests.chat_server import Endpoint, endpoints
 
 WHOLE = (200, b'{"whole": true}')

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from fovea.config.splits import SessionLimits
-from fovea.environments.base import Session
-from fovea.environments.sessions import LimitedSessions
 from fovea.train.base import Needs
-from fovea.types import Group, Message, Task, Turn
+from fovea.types import Group
+from fovea_gym.environments.base import Session
+from fovea_gym.environments.sessions import LimitedSessions
+from fovea_gym.settings.splits import SessionLimits
+from fovea_gym.types import Message, Task, Turn
 from tests.policies import make_policy
 from tests.reference import reference_logprobs
 from tests.rollout.drawing import make_engine

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fovea.environments.graders.base import TryAgainError
-from fovea.environments.graders.grading import Grading
-from fovea.environments.mixture import Part, mixture_of
-from fovea.errors import SessionError
-from fovea.types import Message, Score, Task, Turn
-from fovea.utils.event_loop import wait_for
 from fovea.wiring.environment import GradedEnvironment
+from fovea_gym.environments.mixture import Part, mixture_of
+from fovea_gym.errors import SessionError
+from fovea_gym.graders.base import TryAgainError
+from fovea_gym.graders.grading import Grading
+from fovea_gym.types import Message, Score, Task, Turn
+from fovea_gym.utils.event_loop import wait_for
 from tests.rollout.sessions import MORE, Echo, Rows, drawn, limited, rolled_out
 
 WAIT_SECONDS = 1.0

@@ -17,9 +17,9 @@ from transformers import SuppressTokensLogitsProcessor
 
 from fovea.models.tiny import TinyParts
 from fovea.rollout.embedded.engine import EmbeddedEngine
-from fovea.tools.families.tiny import save_tiny_kind
 from fovea.train.base import Needs
 from fovea.types import Batch, Group, Prompt
+from fovea_tools.families.tiny import save_tiny_kind
 from tests.hub_models import Loaded, moving_difference
 from tests.policies import make_policy, stepped_gradients
 from tests.reference import gradients, reference_logprobs

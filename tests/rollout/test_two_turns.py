@@ -21,7 +21,7 @@ from fovea.rollout.embedded.requests import KeptKeys, RemovedRow
 from fovea.samples import replace_samples
 from fovea.train.base import Needs
 from fovea.train.torch.policy import TorchPolicy
-from fovea.types import Message, Task, Turn
+from fovea_gym.types import Message, Task, Turn
 from tests.policies import make_policy, stepped_gradients, train_settings
 from tests.reference import gradients, largest_relative_difference
 from tests.rollout.drawing import make_engine

@@ -10,11 +10,7 @@ import torch
 from torch import Tensor
 
 from fovea.config.algorithm import Algorithm
-from fovea.config.environments import ShapesZoomEnvironment
-from fovea.environments.base import Environment
-from fovea.environments.graders.grading import Grading
-from fovea.environments.prompt_source import PromptedTask
-from fovea.environments.shapes.environment import ShapesGrader, ShapesZoom
+from fovea.data.prompt_source import PromptedTask
 from fovea.models.plain import PlainVLM
 from fovea.models.tiny import TinyParts
 from fovea.models.vlm import VLM
@@ -23,8 +19,13 @@ from fovea.rollout.collect import Interaction, collect
 from fovea.samples import make_batch, replace_samples
 from fovea.train.base import Needs
 from fovea.train.torch.policy import TorchPolicy
-from fovea.types import Batch, Group, Message, Sample, Sampling, Task, Turn
-from fovea.utils.event_loop import wait_for
+from fovea.types import Batch, Group, Sample, Sampling
+from fovea_gym.environments.base import Environment
+from fovea_gym.environments.shapes.environment import ShapesGrader, ShapesZoom
+from fovea_gym.graders.grading import Grading
+from fovea_gym.settings.environments import ShapesZoomEnvironment
+from fovea_gym.types import Message, Task, Turn
+from fovea_gym.utils.event_loop import wait_for
 from tests.policies import train_settings
 from tests.reference import reference_logprobs
 from tests.rollout.drawing import make_engine, plain_engine

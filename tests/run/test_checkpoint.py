@@ -12,7 +12,6 @@ import pytest
 from fovea import loop
 from fovea.api.targets import load_run
 from fovea.config.run import Config
-from fovea.errors import ConfigError, DataError
 from fovea.evaluation.controls import Searched, SharedImages
 from fovea.evaluation.evaluator import Evaluator
 from fovea.loop import train
@@ -26,6 +25,7 @@ from fovea.run.microbatches import MicrobatchTokens
 from fovea.run.state import TrainState
 from fovea.types import Batch, Evaluation, Group, Metrics
 from fovea.wiring.run import build
+from fovea_gym.errors import ConfigError, DataError
 from tests.fakes import BanditPolicy, bandit_run
 from tests.runs import untimed
 from tests.saved import saved_bytes

@@ -18,7 +18,7 @@ from fovea.report.viewed_run import ViewedRun
 from fovea.run import rollout_step
 from fovea.run.context import Run
 from fovea.run.signals import too_few_rows
-from fovea.types import Score, Task, Turn
+from fovea_gym.types import Score, Task, Turn
 from tests.fakes import BanditEnvironment, bandit_run
 from tests.runs import HASH_REWARD, QUICK, ROOT, SMALL, train_here
 from tests.tiny_models import save, tiny

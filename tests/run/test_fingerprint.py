@@ -13,12 +13,12 @@ import pytest
 from PIL import Image
 
 from fovea.config.run import Config
-from fovea.data.order import LazyTasks
-from fovea.errors import DataError
 from fovea.loop import train
 from fovea.run.fingerprint import MAX_ROWS, Fingerprint, changes, check_unchanged, checksum, model_files, row_texts
-from fovea.types import ImageRef, Task
 from fovea.wiring.run import build
+from fovea_gym.errors import DataError
+from fovea_gym.rows.tasks import LazyTasks
+from fovea_gym.types import ImageRef, Task
 
 REWARD = """\
 import numpy, helpers.words

@@ -11,10 +11,11 @@ import pytest
 
 from fovea.config.describe import describe
 from fovea.config.run import Config
-from fovea.errors import ConfigError, DataError, MicrobatchMemoryError, ScoreError, TrainError
+from fovea.errors import MicrobatchMemoryError, TrainError
 from fovea.run.folder import open_run_folder
 from fovea.run.microbatches import MicrobatchTokens, leaving_limit, left_limit
 from fovea.run.run_dir import link_latest
+from fovea_gym.errors import ConfigError, DataError, ScoreError
 from tests.saved import make_checkpoint
 
 

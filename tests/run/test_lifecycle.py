@@ -15,8 +15,7 @@ from PIL.Image import Image
 
 from fovea.config.sections import Warmup
 from fovea.data.order import Order
-from fovea.environments.prompt_source import PromptSource
-from fovea.errors import BadRowError
+from fovea.data.prompt_source import PromptSource
 from fovea.loop import train
 from fovea.report.held_out import read_pictures
 from fovea.run.context import Run
@@ -25,8 +24,10 @@ from fovea.run.lifecycle import begin, finish, save_last
 from fovea.run.rollout_step import evaluation_sampling, record_unscored_answer, rollout_sampling
 from fovea.run.state import TrainState
 from fovea.run.warmup import WarmupStage
-from fovea.types import Batch, Evaluation, ImageRef, Metrics
-from fovea.utils.event_loop import wait_for
+from fovea.types import Batch, Evaluation, Metrics
+from fovea_gym.errors import BadRowError
+from fovea_gym.types import ImageRef
+from fovea_gym.utils.event_loop import wait_for
 from tests.fakes import ANSWERS, BanditPolicy, bandit_run
 from tests.wiring.small import run_of
 

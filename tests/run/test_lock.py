@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from fovea.errors import ConfigError
 from fovea.processes.owner import Owner
 from fovea.run.lock import LOCK_FILE, locked
+from fovea_gym.errors import ConfigError
 
 HOLD = "import sys; from pathlib import Path; from fovea.run.lock import locked\n"
 HOLD += "with locked(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"

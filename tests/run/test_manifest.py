@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from fovea.commands.targets import find_checkpoint
-from fovea.errors import DataError
 from fovea.loop import train
 from fovea.run.checkpoint import MANIFEST, Checkpoints, SavedCheckpoint, damage, write_manifest
+from fovea_gym.errors import DataError
 from tests.fakes import bandit_run
 from tests.runs import untimed
 

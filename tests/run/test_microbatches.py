@@ -11,7 +11,7 @@ from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.run.lifecycle import begin
 from fovea.types import Batch, Metrics
-from fovea.utils.event_loop import wait_for
+from fovea_gym.utils.event_loop import wait_for
 from tests.fakes import BanditPolicy, run_with
 
 SETTING = 1000

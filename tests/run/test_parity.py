@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from fovea.cli.doctor import Found
 from fovea.cli.main import app
-from fovea.errors import DataError, ParityError
+from fovea.errors import ParityError
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.models.families.qwen_vl import QwenVL
@@ -28,8 +28,10 @@ from fovea.run.parity_reading import FLOOR_FRAC, parity_failure
 from fovea.train import adamw
 from fovea.train.base import SftExample
 from fovea.train.torch.policy import TorchPolicy
-from fovea.types import Batch, ImageRef, Message
-from fovea.utils.event_loop import wait_for
+from fovea.types import Batch
+from fovea_gym.errors import DataError
+from fovea_gym.types import ImageRef, Message
+from fovea_gym.utils.event_loop import wait_for
 from tests.fakes import bandit_run
 from tests.runs import untimed
 from tests.tiny_models import DENSE_FAMILIES, FAMILIES, image

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from fovea.cli.doctor import check_parity
-from fovea.environments.prompt_source import PromptedTask, PromptSource
-from fovea.errors import DataError
+from fovea.data.prompt_source import PromptedTask, PromptSource
 from fovea.run import parity
 from fovea.run.parity_faults import usable_prompts
 from fovea.types import SampleGroup
 from fovea.wiring import images
+from fovea_gym.errors import DataError
 from tests.fakes import bandit_run
 
 TINY = "model.tiny={hidden_size: 32, num_layers: 1, vocabulary_size: 300}"

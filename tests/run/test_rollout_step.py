@@ -13,8 +13,8 @@ from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.run.lifecycle import begin
 from fovea.run.rollout_step import StepRollout, roll_out
-from fovea.types import Score, Task, Turn
-from fovea.utils.event_loop import wait_for
+from fovea_gym.types import Score, Task, Turn
+from fovea_gym.utils.event_loop import wait_for
 from tests.fakes import BanditEnvironment, bandit_run, graded
 
 DYNAMIC = {"dynamic_sampling": {"max_gen_batches": 4}}

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from fovea.config.run import Config
-from fovea.errors import ClusterError, ConfigError, MicrobatchMemoryError, OutOfMemoryError, ParityError, TrainError
+from fovea.errors import MicrobatchMemoryError, ParityError, TrainError
 from fovea.run.signals import SAME_SIGNAL_SECONDS, Stop
 from fovea.run.supervisor import Child, Restarts, cause_of_death, supervise
+from fovea_gym.errors import ClusterError, ConfigError, OutOfMemoryError
 from tests.saved import make_checkpoint
 
 KILLED = -signal.SIGKILL

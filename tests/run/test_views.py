@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 from fovea.config.loading import load_config
-from fovea.environments.prompt_source import PromptedTask
-from fovea.errors import ConfigError
+from fovea.data.prompt_source import PromptedTask
 from fovea.run.context import Run
 from fovea.run.lifecycle import begin
 from fovea.run.rollout_step import in_one_turn, roll_out, with_views
 from fovea.samples import make_batch
 from fovea.train.base import Needs
 from fovea.types import Batch, Prompt, Sample
-from fovea.utils.event_loop import wait_for
 from fovea.wiring.run import build
+from fovea_gym.errors import ConfigError
+from fovea_gym.utils.event_loop import wait_for
 from tests.cluster.ray_environment import own_ray
 from tests.cluster.torchrun_runs import compare, settings
 from tests.fakes import BanditEnvironment

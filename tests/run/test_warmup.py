@@ -19,7 +19,7 @@ from fovea.train.base import SftExample
 from fovea.train.sft import SupervisedTrainer
 from fovea.train.torch.policy import supervised_trainer
 from fovea.types import Evaluation, Metrics
-from fovea.utils.event_loop import wait_for
+from fovea_gym.utils.event_loop import wait_for
 from tests.environments.prompt_sources import make_source
 from tests.fakes import ANSWERS, BanditEnvironment, BanditPolicy
 from tests.reference import reference_logprobs

@@ -16,8 +16,8 @@ from examples.talk.alignment import read_share
 from examples.talk.folder import read_tower
 from examples.talk.language import package_folder
 from fovea.cli.main import app
-from fovea.errors import MissingExtraError
-from fovea.tools.data_sets.easy_vqa import split_pictures
+from fovea_gym.errors import MissingExtraError
+from fovea_tools.data_sets.easy_vqa import split_pictures
 
 MIN_READ_SHARE = 0.8
 """Chance is a twenty-fourth; colours alone would be a third. The language model reads less than the tower tells it."""

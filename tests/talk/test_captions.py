@@ -15,8 +15,8 @@ from examples.talk.captions import CAPTIONS, Speaker, caption_tokens
 from examples.talk.folder import read_tower
 from examples.talk.language import package_folder
 from examples.talk.network import build_image_processor, build_network
-from fovea.errors import MissingExtraError
-from fovea.tools.data_sets.easy_vqa import Contents, EasyVqaPicture, split_pictures
+from fovea_gym.errors import MissingExtraError
+from fovea_tools.data_sets.easy_vqa import Contents, EasyVqaPicture, split_pictures
 
 LOSS = 1e-4
 """Largest difference of losses of some 3 nats in float32: the order of sums in other kernels."""

@@ -23,7 +23,7 @@ from fovea.config.model import Model
 from fovea.models.load import load_network
 from fovea.models.processor import Processor, load_processor
 from fovea.models.render import Renderer
-from fovea.types import ImageRef
+from fovea_gym.types import ImageRef
 from tests.tiny_models import from_array, user
 
 pytest.importorskip("gguf", reason="the package gguf is not installed (the extra talk)")
@@ -31,7 +31,7 @@ pytest.importorskip("gguf", reason="the package gguf is not installed (the extra
 from examples.talk.__main__ import app
 from examples.talk.language import FILE, package_folder
 from examples.talk.network import MARKS
-from fovea.errors import MissingExtraError
+from fovea_gym.errors import MissingExtraError
 
 ROOT = Path(__file__).parents[2]
 MAX_TOWER_BYTES = 5 * 2**20

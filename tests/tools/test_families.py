@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fovea.cli.main import app
-from fovea.tools.families.table import COLUMNS, TestedType, as_page, check_types, model_types
+from fovea_tools.families.table import COLUMNS, TestedType, as_page, check_types, model_types
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 

@@ -18,7 +18,7 @@ from fovea.models.vlm import VLM
 from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch, Completion, Prompt, Sample, SampleGroup, Sampling
-from fovea.utils.event_loop import wait_for
+from fovea_gym.utils.event_loop import wait_for
 from tests.policies import shared_weights, stepped_gradients
 from tests.rollout.drawing import generate
 from tests.tiny_models import mixed_prompts

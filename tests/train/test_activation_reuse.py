@@ -24,8 +24,8 @@ from fovea.rollout.embedded.tuning import Tuning
 from fovea.samples import with_old_logprobs
 from fovea.train.update_metrics import ActivationMeter
 from fovea.types import Completion, Request, Sampling
-from fovea.utils.event_loop import wait_for
 from fovea.wiring.engine import make_tape
+from fovea_gym.utils.event_loop import wait_for
 from tests.meta_device import META
 from tests.policies import shared_weights
 from tests.reference import largest_relative_difference

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fovea.config.sections import Train
-from fovea.errors import MicrobatchMemoryError, OutOfMemoryError, TrainError, is_out_of_memory, memory_for
+from fovea.errors import MicrobatchMemoryError, TrainError, is_out_of_memory, memory_for
 from fovea.models.shared_prefix.layout import PackedRow
 from fovea.models.vlm import VLM
 from fovea.train.base import Needs
@@ -22,6 +22,7 @@ from fovea.train.microbatches import MicrobatchLimit
 from fovea.train.ranks import ALONE, Ranks
 from fovea.train.update_metrics import ActivationMeter
 from fovea.types import Batch
+from fovea_gym.errors import OutOfMemoryError
 from tests.policies import make_batch, make_policy, many_groups, train_settings
 from tests.tiny_models import tiny
 from tests.train.limited_memory import NUM_GROUPS, ROOMY, SPARE_MIB, result

@@ -16,7 +16,8 @@ from fovea.metrics.log import read_metrics
 from fovea.report.samples import read_step
 from fovea.samples import make_batch, with_old_logprobs, with_values
 from fovea.train.torch.policy import TorchPolicy
-from fovea.types import Batch, Group, Score
+from fovea.types import Batch, Group
+from fovea_gym.types import Score
 from tests.policies import stepped_gradients
 from tests.reference import largest_relative_difference
 from tests.rollout.drawing import make_engine

@@ -13,7 +13,7 @@ from threading import Event
 
 import pytest
 
-from fovea.utils.event_loop import BackgroundLoop, gather_or_cancel, wait_for
+from fovea_gym.utils.event_loop import BackgroundLoop, gather_or_cancel, wait_for
 
 
 async def press_ctrl_c() -> None:
@@ -125,7 +125,7 @@ def test_a_background_loop_starts_again_after_its_end() -> None:
 
 SCRIPT = """
 import asyncio, ctypes, os, re, sys, threading, time
-from fovea.utils.loop_watch import LoopWatch
+from fovea_gym.utils.loop_watch import LoopWatch
 
 watch = LoopWatch(2, "error: mine.py:score blocks")
 

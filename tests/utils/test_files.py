@@ -10,10 +10,10 @@ from typing import NoReturn
 import pytest
 import torch
 
-from fovea.errors import DataError
-from fovea.utils.bounded import append_to, check_tree, open_file, read_file, read_lines
 from fovea.utils.checksum import PLACE_MULTIPLIER, ROW, ROWS_AT_ONCE, bit_hash, combined, read_hashes
-from fovea.utils.files import atomic_file, atomic_folder, complete_bytes, delete_abandoned, write_atomically
+from fovea_gym.errors import DataError
+from fovea_gym.utils.bounded import append_to, check_tree, open_file, read_file, read_lines
+from fovea_gym.utils.files import atomic_file, atomic_folder, complete_bytes, delete_abandoned, write_atomically
 
 
 def names(folder: Path) -> list[str]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from fovea.errors import ConfigError
-from fovea.utils.event_loop import wait_for
-from fovea.utils.http_json import CallBounds, CallError, JsonServer, bearer
+from fovea_gym.errors import ConfigError
+from fovea_gym.utils.event_loop import wait_for
+from fovea_gym.utils.http_json import CallBounds, CallError, JsonServer, bearer
 from tests.chat_server import endpoints
 
 BOUNDS = CallBounds(timeout_seconds=10.0, calls_at_once=2)

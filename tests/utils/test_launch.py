@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 import fovea
-from fovea.utils.installing import pip_install
+from fovea_gym.utils.installing import pip_install
 
 SCRIPT = """
 import os, subprocess, sys
-from fovea.utils.launch import with_this_fovea
+from fovea_gym.utils.launch import with_this_fovea
 
 command = [sys.executable, "-P", "-c", "import fovea; print(fovea.__file__)"]
 subprocess.run(command, env=with_this_fovea(os.environ), check=True)

@@ -3,7 +3,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fovea.utils.lru_cache import LRUCache
+from fovea_gym.utils.lru_cache import LRUCache
 
 
 def filled(max_bytes: float, sizes: Sequence[int], min_values: int = 0) -> LRUCache[int, str]:

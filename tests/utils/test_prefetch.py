@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from fovea.utils.event_loop import Prefetch
+from fovea_gym.utils.event_loop import Prefetch
 
 SECONDS = 30.0
 

@@ -12,13 +12,13 @@ from typer.testing import CliRunner
 from fovea.cli import main as cli
 from fovea.config.loading import dump_config, load_config, public_settings
 from fovea.config.run import Config
-from fovea.data.fetch import UrlLimits
-from fovea.data.readers.remote import local_copy
-from fovea.errors import DataError
 from fovea.metrics.progress import Progress
 from fovea.report.about import CONFIG_FILE
 from fovea.run.folder import open_run_folder
-from fovea.utils.shown_text import printable, without_secrets
+from fovea_gym.errors import DataError
+from fovea_gym.rows.fetch import UrlLimits
+from fovea_gym.rows.readers.remote import local_copy
+from fovea_gym.utils.shown_text import printable, without_secrets
 
 URL = "https://bob:hunter2@host.org/rows.parquet?version=3&X-Amz-Signature=abc123&token=t0psecret#part"
 SHOWN = "https://***@host.org/rows.parquet?version=3&X-Amz-Signature=***&token=***#part"

@@ -20,8 +20,8 @@ from fovea.report.images import png_bytes, write_image
 from fovea.report.records import RecordedImage, RecordedMessage, RecordedTurn
 from fovea.report.samples import write_samples
 from fovea.report.viewed_run import ViewedRun
-from fovea.types import Mark
 from fovea.wiring.run import build
+from fovea_gym.types import Mark
 from tests.chromium import Browser, open_browser
 from tests.report.folders import group, image_in, write_run
 from tests.view.browsing import GROUP, HOSTILE, LINE, open_page, served, text_of

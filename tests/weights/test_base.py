@@ -14,10 +14,10 @@ from fovea.errors import EngineError
 from fovea.models.outgoing import OutgoingWeight
 from fovea.models.trainable import choose_trainable
 from fovea.types import Sampling, Shape, Weights
-from fovea.utils.event_loop import wait_for
 from fovea.weights.base import WeightSink
 from fovea.weights.push import WeightPusher
 from fovea.weights.sinks import NetworkCopy, SharedTensors
+from fovea_gym.utils.event_loop import wait_for
 from tests.meta_device import META, NoPageableCopies
 from tests.policies import make_policy, shared_weights
 from tests.rollout.drawing import generate, make_engine

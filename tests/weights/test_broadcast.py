@@ -17,17 +17,17 @@ from torch import Tensor
 from fovea.cluster.placement import Placement, Role
 from fovea.config.model import Lora, Model, TinyModel
 from fovea.config.run import Config
-from fovea.errors import FoveaError
 from fovea.models.outgoing import OutgoingWeight
 from fovea.models.trainable import choose_trainable, factored_weights, trainable_parameters
 from fovea.types import Shape, Weights
-from fovea.utils.event_loop import wait_for
 from fovea.weights import push
 from fovea.weights.base import WeightSync
 from fovea.weights.broadcast import Broadcast, ReceivedWeights
 from fovea.weights.push import WeightPusher
 from fovea.weights.sinks import NetworkCopy
 from fovea.wiring.workers import make_pusher
+from fovea_gym.errors import FoveaError
+from fovea_gym.utils.event_loop import wait_for
 from tests.policies import make_policy
 from tests.rollout.drawing import make_engine
 from tests.tiny_models import tiny

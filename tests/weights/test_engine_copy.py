@@ -24,10 +24,10 @@ from fovea.models.vlm import VLM
 from fovea.rollout.base import Engine
 from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.types import Completion, Request, Sampling
-from fovea.utils.event_loop import wait_for
 from fovea.weights.push import WeightPusher
 from fovea.weights.sinks import NetworkCopy
 from fovea.wiring.workers import make_worker
+from fovea_gym.utils.event_loop import wait_for
 from tests.policies import make_policy
 from tests.process_ranks import PATIENCE
 from tests.rollout.drawing import same

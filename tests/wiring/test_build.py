@@ -18,21 +18,14 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from fovea.commands.exporting.export import export
 from fovea.commands.targets import find_checkpoint, open_checkpoint
-from fovea.config.environments import ShapesEnvironment
 from fovea.config.run import Config
-from fovea.data.order import LazyTasks
-from fovea.environments.base import Environment, Split
-from fovea.environments.shapes.environment import Shapes
-from fovea.errors import ConfigError, DataError, MissingExtraError, TrainError
+from fovea.errors import TrainError
 from fovea.loop import train
 from fovea.models.processor import load_processor
 from fovea.models.tiny import make_tiny
 from fovea.models.vision.feature_cache import FeatureCache
 from fovea.run.lifecycle import begin
 from fovea.train.base import ModelFacts
-from fovea.types import Task
-from fovea.utils.event_loop import wait_for
-from fovea.utils.installing import pip_install
 from fovea.wiring import model as wired_model
 from fovea.wiring.backends import open_backends, placement_of
 from fovea.wiring.model import (
@@ -45,6 +38,14 @@ from fovea.wiring.model import (
     tokenizer_corpus,
 )
 from fovea.wiring.outputs import model_table
+from fovea_gym.environments.base import Environment, Split
+from fovea_gym.environments.shapes.environment import Shapes
+from fovea_gym.errors import ConfigError, DataError, MissingExtraError
+from fovea_gym.rows.tasks import LazyTasks
+from fovea_gym.settings.environments import ShapesEnvironment
+from fovea_gym.types import Task
+from fovea_gym.utils.event_loop import wait_for
+from fovea_gym.utils.installing import pip_install
 from tests.tiny_models import save, tiny
 from tests.wiring.small import SMALL, run_of
 

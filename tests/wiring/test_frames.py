@@ -12,14 +12,14 @@ from PIL import Image
 
 from fovea.config.loading import load_config
 from fovea.config.run import Config
-from fovea.data.rows import InMemory
-from fovea.environments.base import Split
-from fovea.errors import FoveaError
 from fovea.wiring.environment import make_environment
 from fovea.wiring.given import rows_as_files
 from fovea.wiring.images import make_opener
 from fovea.wiring.run import build
 from fovea.wiring.trial_score import remarks_on_answers, remarks_on_shares
+from fovea_gym.environments.base import Split
+from fovea_gym.errors import FoveaError
+from fovea_gym.rows.rows import InMemory
 
 QUESTION = {"question": "<image>Which?", "answer": "red"}
 PLACE = {"country": "France", "city": "Paris", "lat": 48.86, "lon": 2.35}

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from fovea.config.model import Model
-from fovea.errors import FoveaError
 from fovea.models.load import load_network
 from fovea.models.tiny import save_tiny
 from fovea.train.ranks import Ranks
 from fovea.wiring.model import load_on_ranks
+from fovea_gym.errors import FoveaError
 from tests.tiny_models import CPU, FAMILIES, tiny
 from tests.warm import run_ranks
 

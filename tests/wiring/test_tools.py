@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from fovea.environments.base import UsesTools
-from fovea.environments.sessions import turn_limit
-from fovea.environments.tools.session import demonstrated_call
-from fovea.errors import ConfigError, ModelError
+from fovea.errors import ModelError
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.run.context import Run
-from fovea.types import ImageRef, Message, Turn
-from fovea.utils.event_loop import wait_for
+from fovea_gym.environments.base import UsesTools
+from fovea_gym.environments.sessions import turn_limit
+from fovea_gym.errors import ConfigError
+from fovea_gym.tools.session import demonstrated_call
+from fovea_gym.types import ImageRef, Message, Turn
+from fovea_gym.utils.event_loop import wait_for
 from tests.tiny_models import save, tiny
 from tests.wiring.small import run_of
 

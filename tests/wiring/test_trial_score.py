@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from fovea.cli.main import app
 from fovea.config.loading import load_config
-from fovea.errors import ScoreError
 from fovea.wiring.environment import make_environment
 from fovea.wiring.images import make_opener
 from fovea.wiring.trial_score import try_reward
+from fovea_gym.errors import ScoreError
 from tests.environments.files import row
 from tests.grading import score_in_run
 from tests.images import png

@@ -1,5 +1,5 @@
 """The workflow vlm-rl-training for `mixtrain workflow create` (docs/workflows.md)."""
 
-from fovea.tools.workflows.mixtrain import VLMRLTraining
+from fovea_tools.workflows.mixtrain import VLMRLTraining
 
 __all__ = ["VLMRLTraining"]

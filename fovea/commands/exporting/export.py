@@ -32,8 +32,7 @@ from fovea.commands.targets import (
 from fovea.config.loading import dump_config
 from fovea.config.model import Model
 from fovea.config.recipes import Override
-from fovea.data.images import ImageOpener
-from fovea.errors import ConfigError, DataError, ModelError, broken_checkpoint
+from fovea.errors import ModelError, broken_checkpoint
 from fovea.models.adapter_files import ADAPTER_WEIGHTS, PARTS, tensor_name
 from fovea.models.load import DTYPES, load_network, save_network
 from fovea.models.model_files import save_tokenizer
@@ -45,9 +44,12 @@ from fovea.report.about import SUMMARY_FILE
 from fovea.report.summary import read_summary
 from fovea.run.checkpoint import STATE
 from fovea.train.packing import pack_row
-from fovea.types import ImageRef, Message, Prompt
-from fovea.utils.bounded import read_file
-from fovea.utils.files import atomic_folder
+from fovea.types import Prompt
+from fovea_gym.errors import ConfigError, DataError
+from fovea_gym.rows.images import ImageOpener
+from fovea_gym.types import ImageRef, Message
+from fovea_gym.utils.bounded import read_file
+from fovea_gym.utils.files import atomic_folder
 
 # A different summation order moves log-probs by 1e-5 in float32. In bfloat16 it moves those of 30 layers by .11 in the
 # root mean square, and single tokens by .27; two exchanged projections or a differently processed image by .9 and more.

@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from fovea.data.images import Size
-from fovea.errors import ConfigError, ModelError
+from fovea.errors import ModelError
 from fovea.models.families.base import FastPath
 from fovea.models.families.hub_processor import (
     PER_TOKEN,
@@ -36,6 +35,8 @@ from fovea.models.families.hub_processor import (
 )
 from fovea.models.flops import Work
 from fovea.types import PromptImage
+from fovea_gym.errors import ConfigError
+from fovea_gym.rows.images import Size
 
 PIXELS, GRID = "pixel_values", "image_grid_thw"
 MERGED_SIDES = ("scale_factor", "spatial_merge_size", "downsample_factor", "pooling_kernel_size")

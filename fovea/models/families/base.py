@@ -14,12 +14,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fovea.data.images import Size
 from fovea.models.experts import Experts
 from fovea.models.flops import Work
 from fovea.models.varlen import HeadShape
 from fovea.models.vision.feature_cache import ImageFeatures
 from fovea.types import PromptImage
+from fovea_gym.rows.images import Size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

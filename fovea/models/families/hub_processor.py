@@ -13,11 +13,11 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoTokenizer
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
-from fovea.data.images import Size
 from fovea.errors import ModelError
 from fovea.types import PromptImage
-from fovea.utils.bounded import read_file
 from fovea.utils.config_keys import optional_file
+from fovea_gym.rows.images import Size
+from fovea_gym.utils.bounded import read_file
 
 FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 TEXT = "image_text"

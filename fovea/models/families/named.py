@@ -18,7 +18,6 @@ from torch import nn
 from transformers import Idefics3Processor
 from transformers.processing_utils import ProcessorMixin
 
-from fovea.data.images import Size
 from fovea.models.families.auto import AutoFamily
 from fovea.models.families.base import FastPath, ModelFamily
 from fovea.models.families.hub_processor import HubProcessor, load_hub_processor
@@ -27,6 +26,7 @@ from fovea.models.transfer import to_device
 from fovea.models.vision.feature_cache import ImageFeatures
 from fovea.models.vision.tower_inputs import BlockCounts, graph_bytes
 from fovea.types import PromptImage
+from fovea_gym.rows.images import Size
 
 HAS_HEAD_NORMS = {
     "llama": False,

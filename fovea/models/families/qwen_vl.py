@@ -17,7 +17,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fovea.data.images import Size
 from fovea.models.experts import Experts
 from fovea.models.families.base import (
     AttentionModules,
@@ -40,6 +39,7 @@ from fovea.models.varlen import HeadShape
 from fovea.models.vision.feature_cache import ImageFeatures
 from fovea.models.vision.tower_inputs import BlockCounts, graph_bytes, tower_heads, tower_inputs
 from fovea.types import PositionRule, PromptImage
+from fovea_gym.rows.images import Size
 
 IMAGE_PAD = "<|image_pad|>"
 PIXELS, GRID = "pixel_values", "image_grid_thw"

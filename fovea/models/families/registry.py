@@ -12,7 +12,7 @@ from fovea.models.families.auto import AutoFamily
 from fovea.models.families.base import ModelFamily
 from fovea.models.families.named import NAMED
 from fovea.models.families.qwen_vl import Qwen2VL, Qwen3VL, Qwen3VLMoe, Qwen25VL, Qwen35, Qwen35Moe
-from fovea.utils.entry_points import load, registered
+from fovea_gym.utils.entry_points import load, registered
 
 GROUP = "fovea.families"
 """Entry points by which other packages add constructors of families, by `model_type`."""

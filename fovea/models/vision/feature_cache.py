@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fovea.types import PromptImage
-from fovea.utils.lru_cache import LRUCache
+from fovea_gym.utils.lru_cache import LRUCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,9 +23,10 @@ from fovea.rollout.embedded.cache import Moves, fill_holes
 from fovea.rollout.embedded.requests import DecodeRow, QueuedRequest, RemovedRow
 from fovea.rollout.embedded.sampler import Draw, RowSettings, needs_of, row_settings, sample_tokens, uniforms
 from fovea.rollout.outputs import CompletionText, make_completion
-from fovea.types import Completion, FinishReason
+from fovea.types import Completion
 from fovea.utils.host_waits import awaited
 from fovea.utils.tensor_records import map_tensors
+from fovea_gym.types import FinishReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,7 +42,7 @@ from fovea.rollout.embedded.requests import KeptKeys, QueuedRequest, RemovedRow,
 from fovea.rollout.embedded.tuning import INT8, PoolMemory, Tuning, make_cache, make_stepper, uses_pages
 from fovea.rollout.outputs import CompletionText
 from fovea.types import Completion, Metrics, Request, Weights
-from fovea.utils.lru_cache import LRUCache
+from fovea_gym.utils.lru_cache import LRUCache
 
 DEFAULT_TUNING = Tuning()
 PREFILL_PASSES = 2

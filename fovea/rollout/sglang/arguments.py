@@ -11,7 +11,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from fovea.config.backends import CPU_KV_CACHE_TOKENS, SglangSettings
 from fovea.config.model import Model
-from fovea.errors import ConfigError, EngineError, LostEngineError
+from fovea.errors import EngineError, LostEngineError
 from fovea.models.load import pick_device
 from fovea.models.model_files import hub_options
 from fovea.models.processor import Processor
@@ -28,7 +28,8 @@ from fovea.rollout.outputs import CompletionText
 from fovea.rollout.sglang.engine import SglangEngine
 from fovea.rollout.sglang.inputs import SglangTranslator
 from fovea.rollout.sglang.weights import SglangWeights
-from fovea.utils.launch import module_command
+from fovea_gym.errors import ConfigError
+from fovea_gym.utils.launch import module_command
 
 FAMILIES = TESTED_FAMILIES["SGLang"]
 """Families whose processed tensors and fused weights are those of `rollout.sglang.inputs` and `.scheduler`."""

@@ -10,11 +10,11 @@ from sglang.srt.server_args import ServerArgs
 from transformers import AutoConfig
 
 from fovea.config.backends import CPU_KV_CACHE_TOKENS
-from fovea.errors import ConfigError
 from fovea.rollout.checks import check_family, check_known, check_merge
 from fovea.rollout.server import Launch, ModelServer, checked, environment
 from fovea.rollout.sglang.arguments import CPU_ARGUMENTS, CPU_ENVIRONMENT, FAMILIES, check_vision
-from fovea.utils.launch import module_command
+from fovea_gym.errors import ConfigError
+from fovea_gym.utils.launch import module_command
 
 PROCESS = "fovea.rollout.sglang.server_process"
 SERVER_ENVIRONMENT = {

@@ -16,7 +16,6 @@ from vllm.v1.executor import Executor
 
 from fovea.config.backends import CPU_KV_CACHE_GIB, VllmSettings
 from fovea.config.model import Model
-from fovea.errors import ConfigError, first_line, named
 from fovea.models.model_files import hub_options
 from fovea.models.processor import Processor
 from fovea.rollout.checks import (
@@ -34,6 +33,7 @@ from fovea.rollout.vllm.engine import VllmEngine
 from fovea.rollout.vllm.inputs import VllmTranslator
 from fovea.rollout.vllm.server import TRAINED_ON
 from fovea.rollout.vllm.worker import VllmAdapter, room_for
+from fovea_gym.errors import ConfigError, first_line, named
 
 RECEIVER = "fovea.rollout.vllm.worker.WeightReceiver"
 

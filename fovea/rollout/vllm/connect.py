@@ -10,7 +10,6 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 
 from fovea.config.backends import VllmServersSettings as Settings
 from fovea.config.model import Model
-from fovea.errors import ConfigError, first_line, named
 from fovea.models.processor import Processor
 from fovea.rollout.checks import fitting_length
 from fovea.rollout.outputs import CompletionText
@@ -20,7 +19,8 @@ from fovea.rollout.vllm.inputs import VllmTranslator
 from fovea.rollout.vllm.push_folder import PushFolder
 from fovea.rollout.vllm.servers import ServerFacts, VllmServers
 from fovea.rollout.vllm.weights import ExpectedWeights
-from fovea.utils.http_json import CallBounds, JsonServer
+from fovea_gym.errors import ConfigError, first_line, named
+from fovea_gym.utils.http_json import CallBounds, JsonServer
 
 REQUESTS_AT_ONCE = 256
 """Most requests of one server at once: as many as vLLM decodes by default."""

@@ -15,13 +15,14 @@ from torch import Tensor
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-from fovea.errors import EngineError, LostEngineError, first_line, named
+from fovea.errors import EngineError, LostEngineError
 from fovea.rollout.outputs import CompletionText, Drawn, Sampled, completions
 from fovea.rollout.server import BROKEN_PUSH, CLOSED, NO_WEIGHTS, Readiness, check_idle
 from fovea.rollout.vllm.inputs import VllmTranslator
 from fovea.rollout.vllm.weights import VllmWeights
 from fovea.rollout.vllm.worker import REQUEST, VllmAdapter
 from fovea.types import Completion, Request, Shape
+from fovea_gym.errors import first_line, named
 
 
 @contextmanager

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from fovea.config.base import over
 from fovea.rollout.server import Launch, ModelServer, checked, environment
-from fovea.utils.launch import module_command
+from fovea_gym.settings.base import over
+from fovea_gym.utils.launch import module_command
 
 TRAINED_ON: Mapping[str, Any] = {
     "trust_remote_code": False,

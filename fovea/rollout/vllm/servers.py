@@ -15,7 +15,7 @@ from torch import Tensor
 from vllm import SamplingParams
 from vllm.entrypoints.scale_out.token_in_token_out.mm_serde import encode_mm_kwargs_item
 
-from fovea.errors import EngineError, first_line, named
+from fovea.errors import EngineError
 from fovea.rollout.outputs import FINISHES, CompletionText, Drawn, Sampled, completions
 from fovea.rollout.server import BROKEN_PUSH, CLOSED, Readiness, check_idle
 from fovea.rollout.server_guard import App, Message, Receive, Send, answer, header, refuse, whole_body
@@ -24,8 +24,9 @@ from fovea.rollout.vllm.inputs import VllmTranslator
 from fovea.rollout.vllm.push_folder import OTHER_RUN, Push, PushFolder, run_of
 from fovea.rollout.vllm.weights import ExpectedWeights, compare
 from fovea.types import Completion, Request, Shape
-from fovea.utils.event_loop import BackgroundLoop
-from fovea.utils.http_json import CallError, JsonServer
+from fovea_gym.errors import first_line, named
+from fovea_gym.utils.event_loop import BackgroundLoop
+from fovea_gym.utils.http_json import CallError, JsonServer
 
 PUSH_HEADER = "x-fovea-push"
 """Header of a call with the name of the push that it is for."""

@@ -1,6 +1,6 @@
 """Training by Megatron-core, with models from Hugging Face folders by Megatron's bridge (docs/megatron.md)."""
 
-from fovea.errors import ConfigError
+from fovea_gym.errors import ConfigError
 
 try:
     import megatron.bridge  # noqa: F401

@@ -29,7 +29,6 @@ from transformers import AutoModelForImageTextToText
 from fovea.config.backends import MegatronBackend
 from fovea.config.model import Lora, Model
 from fovea.config.run import Config
-from fovea.errors import ConfigError
 from fovea.models.linear_factors import Factors, merged_weight
 from fovea.models.load import DTYPES, pick_device
 from fovea.models.model_files import check_folder, damaged_model, hub_options
@@ -51,6 +50,7 @@ from fovea.train.megatron.packed_rows import PackedRows, attending_to_own_row, p
 from fovea.train.megatron.parallel import ParallelRank
 from fovea.train.model_division import FAMILIES, MIXTURE, check_division
 from fovea.utils.config_keys import check_config_keys
+from fovea_gym.errors import ConfigError
 
 TARGETS = {
     "linear_qkv": ("linear_q", "linear_k", "linear_v"),

@@ -26,12 +26,13 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate
 
-from fovea.errors import TrainError, broken_checkpoint, named
+from fovea.errors import TrainError, broken_checkpoint
 from fovea.models.trainable import VALUE_HEAD, policy_parameters
 from fovea.train.ranks import Ranks
-from fovea.utils.event_loop import in_background
-from fovea.utils.files import flush, os_errors
 from fovea.utils.host_waits import awaited
+from fovea_gym.errors import named
+from fovea_gym.utils.event_loop import in_background
+from fovea_gym.utils.files import flush, os_errors
 
 OFFSETS, OFFSET = "DCP_SHARDING_INFO", "saved_offsets"
 """Keys of DCP's entry in the header of a file."""

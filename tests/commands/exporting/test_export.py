@@ -36,13 +36,14 @@ from fovea.commands.exporting.export import (
 )
 from fovea.commands.targets import find_checkpoint, open_checkpoint, parse_target, shared_settings
 from fovea.config.run import Config
-from fovea.errors import ConfigError, DataError, ModelError
+from fovea.errors import ModelError
 from fovea.evaluation.json_file import read_answers
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.models.tiny import TinyParts
 from fovea.run import checkpoint
 from fovea.wiring.run import build
+from fovea_gym.errors import ConfigError, DataError
 from tests.policies import weights_of
 from tests.reference import model_inputs, reference_logprobs
 from tests.saved import saved_tensors

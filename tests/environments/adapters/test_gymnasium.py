@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from fovea.config.environments import GymnasiumEnvironment
 from fovea.config.loading import load_config
-from fovea.environments.adapters.gymnasium import Gymnasium, action_in
-from fovea.environments.base import OpensSessions, ScoresEpisode
-from fovea.environments.graders.base import NoScoreError
-from fovea.environments.sessions import LimitedSessions
-from fovea.errors import ConfigError
-from fovea.types import ImageRef, Message, Score, Task, Turn
-from fovea.utils.event_loop import wait_for
 from fovea.wiring.environment import make_environment
+from fovea_gym.adapters.gymnasium import Gymnasium, action_in
+from fovea_gym.environments.base import OpensSessions, ScoresEpisode
+from fovea_gym.environments.sessions import LimitedSessions
+from fovea_gym.errors import ConfigError
+from fovea_gym.graders.base import NoScoreError
+from fovea_gym.settings.environments import GymnasiumEnvironment
+from fovea_gym.types import ImageRef, Message, Score, Task, Turn
+from fovea_gym.utils.event_loop import wait_for
 from tests.environments.adapters.gym_game import Walk
 from tests.tables import table
 

@@ -22,12 +22,12 @@ from PIL import Image
 from pydantic import ValidationError
 
 from fovea.config.loading import load_config
-from fovea.config.mcp import McpServer
-from fovea.environments.adapters.mcp import McpConnection, McpTool, parts_of
-from fovea.environments.tools.base import ToolError
-from fovea.errors import ConfigError
-from fovea.types import ImageRef
 from fovea.wiring.environment import make_environment
+from fovea_gym.adapters.mcp import McpConnection, McpTool, parts_of
+from fovea_gym.errors import ConfigError
+from fovea_gym.settings.mcp import McpServer
+from fovea_gym.tools.base import ToolError
+from fovea_gym.types import ImageRef
 from tests.tables import table
 
 SERVER = Path(__file__).parent / "mcp_server.py"
@@ -264,8 +264,8 @@ def test_settings_add_the_tools_of_servers() -> None:
 
 KILLED = """
 import asyncio, sys
-from fovea.config.mcp import McpServer
-from fovea.environments.adapters.mcp import McpConnection
+from fovea_gym.settings.mcp import McpServer
+from fovea_gym.adapters.mcp import McpConnection
 
 connection = McpConnection("s", McpServer(command=(sys.executable, *sys.argv[1:])))
 tools = {tool.spec.name: tool for tool in connection.tools()}

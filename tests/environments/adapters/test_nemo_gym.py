@@ -15,18 +15,18 @@ import pytest
 from openai.types.responses import Response
 from PIL import Image
 
-from fovea.config.environments import NemoGymEnvironment
-from fovea.data.images import ImageOpener
-from fovea.data.rows import RowAccess
-from fovea.environments.adapters.nemo_gym import NemoGym
-from fovea.environments.graders.base import NoScoreError
-from fovea.environments.tools.base import THOUSANDTHS
-from fovea.environments.tools.results import ResultLimits
-from fovea.environments.tools.session import ToolUse, WithTools
-from fovea.errors import BadRowError, DataError
-from fovea.types import ImageRef, Message, Score, Task, Turn
-from fovea.utils.http_json import JsonServer
-from fovea.utils.tool_calls.json_calls import JsonCalls
+from fovea_gym.adapters.nemo_gym import NemoGym
+from fovea_gym.errors import BadRowError, DataError
+from fovea_gym.graders.base import NoScoreError
+from fovea_gym.rows.images import ImageOpener
+from fovea_gym.rows.rows import RowAccess
+from fovea_gym.settings.environments import NemoGymEnvironment
+from fovea_gym.tools.base import THOUSANDTHS
+from fovea_gym.tools.calls.json_calls import JsonCalls
+from fovea_gym.tools.results import ResultLimits
+from fovea_gym.tools.session import ToolUse, WithTools
+from fovea_gym.types import ImageRef, Message, Score, Task, Turn
+from fovea_gym.utils.http_json import JsonServer
 from tests.environments.adapters.servers import serving
 from tests.tables import table
 

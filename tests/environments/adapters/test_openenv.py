@@ -22,15 +22,15 @@ import pytest
 import websockets.asyncio.server as websockets
 from websockets.asyncio.server import ServerConnection
 
-from fovea.config.environments import OpenEnvEnvironment
-from fovea.data.images import ImageOpener
-from fovea.environments.adapters import openenv
-from fovea.environments.adapters.openenv import OpenEnv, action_in, parts_of
-from fovea.environments.base import OpensSessions, ScoresEpisode
-from fovea.environments.graders.base import NoScoreError
-from fovea.errors import ConfigError
-from fovea.types import ImageRef, Message, Score, Task, Turn
-from fovea.utils import event_loop
+from fovea_gym.adapters import openenv
+from fovea_gym.adapters.openenv import OpenEnv, action_in, parts_of
+from fovea_gym.environments.base import OpensSessions, ScoresEpisode
+from fovea_gym.errors import ConfigError
+from fovea_gym.graders.base import NoScoreError
+from fovea_gym.rows.images import ImageOpener
+from fovea_gym.settings.environments import OpenEnvEnvironment
+from fovea_gym.types import ImageRef, Message, Score, Task, Turn
+from fovea_gym.utils import event_loop
 from tests.environments.adapters.servers import serving
 from tests.tables import table
 

@@ -11,9 +11,9 @@ import numpy as np
 from PIL import Image
 
 from fovea.config.loading import load_config
-from fovea.environments.graders.grading import Grading
-from fovea.types import ImageRef
 from fovea.wiring.environment import make_environment
+from fovea_gym.graders.grading import Grading
+from fovea_gym.types import ImageRef
 from tests.fakes import BanditEnvironment
 
 REWARDS = """

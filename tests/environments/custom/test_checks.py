@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fovea.environments.custom.environment import UserEnvironment
-from fovea.errors import DataError
-from fovea.types import ImageRef, Message, Task, Turn
+from fovea_gym.environments.custom.environment import UserEnvironment
+from fovea_gym.errors import DataError
+from fovea_gym.types import ImageRef, Message, Task, Turn
 from tests.tables import table
 
 PICTURE = Image.new("RGB", (2, 2))

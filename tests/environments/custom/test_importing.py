@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fovea.environments.custom.loading import load_named
+from fovea_gym.environments.custom.loading import load_named
 
 IMPORTS = "from beside import NAME\ndef name(): return NAME\n"
 

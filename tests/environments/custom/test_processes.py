@@ -18,12 +18,12 @@ import pytest
 from PIL import Image
 
 import fovea
-from fovea.environments.custom.loading import import_file
-from fovea.environments.graders.grading import Grading
-from fovea.errors import ConfigError, ScoreError, UnscoredError
 from fovea.metrics.log import read_metrics
-from fovea.types import Task, Turn
-from fovea.utils.event_loop import wait_for
+from fovea_gym.environments.custom.loading import import_file
+from fovea_gym.errors import ConfigError, ScoreError, UnscoredError
+from fovea_gym.graders.grading import Grading
+from fovea_gym.types import Task, Turn
+from fovea_gym.utils.event_loop import wait_for
 from tests.environments.custom.process_rewards import REWARDS, TASK, graded
 from tests.grading import score_in_run
 from tests.runs import ROOT, arguments, environment, until_killed

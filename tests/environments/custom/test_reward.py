@@ -22,16 +22,17 @@ from PIL import Image
 
 from fovea.config.loading import load_config
 from fovea.config.run import Config
-from fovea.environments.curriculum import CurriculumProgress, Stage, Stages
-from fovea.environments.custom.environment import UserEnvironment
-from fovea.environments.custom.grader import OpenedImages, UserGrader, checked_score, score_function, score_of
-from fovea.environments.custom.loading import checked_reward, load_reward
-from fovea.environments.graders.grading import Grading
-from fovea.environments.graders.limited_calls import MAX_LATE_CALLS, CallLimits, CallThreads, LimitedCalls
-from fovea.environments.sessions import LimitedSessions
-from fovea.errors import ConfigError, DataError, ScoreError, UnscoredError
-from fovea.types import ImageRef, Mark, Message, Score, Task, Turn
+from fovea.data.curriculum import CurriculumProgress
 from fovea.wiring.environment import GradedEnvironment, make_environment
+from fovea_gym.environments.custom.environment import UserEnvironment
+from fovea_gym.environments.custom.grader import OpenedImages, UserGrader, checked_score, score_function, score_of
+from fovea_gym.environments.custom.loading import checked_reward, load_reward
+from fovea_gym.environments.sessions import LimitedSessions
+from fovea_gym.environments.stages import Stage, Stages
+from fovea_gym.errors import ConfigError, DataError, ScoreError, UnscoredError
+from fovea_gym.graders.grading import Grading
+from fovea_gym.graders.limited_calls import MAX_LATE_CALLS, CallLimits, CallThreads, LimitedCalls
+from fovea_gym.types import ImageRef, Mark, Message, Score, Task, Turn
 from tests.fakes import BanditEnvironment
 from tests.grading import score_in_run
 from tests.tables import table

@@ -16,13 +16,13 @@ import torch
 from PIL import Image
 
 from fovea.config.loading import load_config
-from fovea.environments.custom.grader import UserGrader
-from fovea.environments.custom.loading import checked_reward
-from fovea.environments.graders.grading import Grading
-from fovea.environments.graders.limited_calls import CallLimits, CallThreads, LimitedCalls
-from fovea.errors import ConfigError, ScoreError, UnscoredError
-from fovea.types import ImageRef, Mark, Score, Task
 from fovea.wiring.environment import make_environment
+from fovea_gym.environments.custom.grader import UserGrader
+from fovea_gym.environments.custom.loading import checked_reward
+from fovea_gym.errors import ConfigError, ScoreError, UnscoredError
+from fovea_gym.graders.grading import Grading
+from fovea_gym.graders.limited_calls import CallLimits, CallThreads, LimitedCalls
+from fovea_gym.types import ImageRef, Mark, Score, Task
 from tests.fakes import BanditEnvironment
 from tests.grading import score_in_run
 from tests.tables import table

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from fovea.environments.custom.grader import score_of
-from fovea.environments.custom.loading import checked_reward
-from fovea.errors import ConfigError
-from fovea.types import Task
-from fovea.utils.event_loop import wait_for
+from fovea_gym.environments.custom.grader import score_of
+from fovea_gym.environments.custom.loading import checked_reward
+from fovea_gym.errors import ConfigError
+from fovea_gym.types import Task
+from fovea_gym.utils.event_loop import wait_for
 from tests.tables import table
 
 TASK = Task(

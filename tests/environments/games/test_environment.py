@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from fovea.config.games import FrozenLakeEnvironment, SokobanEnvironment
-from fovea.environments.base import Split
-from fovea.environments.games.board import solution
-from fovea.environments.games.drawing import draw
-from fovea.environments.games.environment import BoardGame, actions_in, game_of, start_of
-from fovea.environments.games.frozen_lake import FrozenLake
-from fovea.environments.hash_splits import split_of
-from fovea.errors import ConfigError
-from fovea.types import Message, Score, Task, Turn
-from fovea.utils.event_loop import wait_for
+from fovea_gym.environments.base import Split
+from fovea_gym.environments.hash_splits import split_of
+from fovea_gym.errors import ConfigError
+from fovea_gym.examples.games.board import solution
+from fovea_gym.examples.games.drawing import draw
+from fovea_gym.examples.games.environment import BoardGame, actions_in, game_of, start_of
+from fovea_gym.examples.games.frozen_lake import FrozenLake
+from fovea_gym.settings.games import FrozenLakeEnvironment, SokobanEnvironment
+from fovea_gym.types import Message, Score, Task, Turn
+from fovea_gym.utils.event_loop import wait_for
 
 SPLITS: tuple[Split, ...] = ("train", "dev", "test")
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from gymnasium.envs.toy_text.frozen_lake import generate_random_map, is_valid
 
-from fovea.environments.games.board import ACTIONS, Action, Board, solution
-from fovea.environments.games.drawing import CELL_PX, draw
-from fovea.environments.games.frozen_lake import FrozenLake, random_lake
-from fovea.environments.games.sokoban import Sokoban, random_level
+from fovea_gym.examples.games.board import ACTIONS, Action, Board, solution
+from fovea_gym.examples.games.drawing import CELL_PX, draw
+from fovea_gym.examples.games.frozen_lake import FrozenLake, random_lake
+from fovea_gym.examples.games.sokoban import Sokoban, random_level
 
 MICROBAN_1 = ("####--", "#-.#--", "#--###", "#*@--#", "#--$-#", "#--###", "####--")
 """The first level of David W. Skinner's Microban, with floor outside its walls; a shortest solution has 33 moves."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fovea.environments.geospot.countries import country_code, country_codes, country_name
+from fovea_gym.environments.geospot.countries import country_code, country_codes, country_name
 from tests.tables import table
 
 SHARED = Path(__file__).parents[4] / "shared" / "data" / "cases" / "country_alias_cases_sample.jsonl"

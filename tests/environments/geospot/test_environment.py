@@ -12,21 +12,21 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from fovea.cli.main import app
-from fovea.config.environments import GeoSpotEnvironment
 from fovea.config.loading import load_config
 from fovea.config.run import Config
-from fovea.data.images import ImageOpener
-from fovea.data.order import kinds_of, levels_of
-from fovea.data.rows import RowAccess
-from fovea.environments.base import Environment, Split
-from fovea.environments.geospot.countries import country_name
-from fovea.environments.geospot.environment import GeoSpot
-from fovea.errors import DataError
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
-from fovea.tools.data_sets.maps import map_cities, write_maps
-from fovea.types import Task
 from fovea.wiring.run import build
+from fovea_gym.environments.base import Environment, Split
+from fovea_gym.environments.geospot.countries import country_name
+from fovea_gym.environments.geospot.environment import GeoSpot
+from fovea_gym.errors import DataError
+from fovea_gym.rows.images import ImageOpener
+from fovea_gym.rows.rows import RowAccess
+from fovea_gym.rows.tasks import kinds_of, levels_of
+from fovea_gym.settings.environments import GeoSpotEnvironment
+from fovea_gym.types import Task
+from fovea_tools.data_sets.maps import map_cities, write_maps
 from tests.grading import scored
 from tests.images import png
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fovea.environments.geospot.gazetteer import LatLon, country_distance_km, fold, great_circle_km, spellings
-from fovea.environments.geospot.reward import same_city, same_region
+from fovea_gym.environments.geospot.gazetteer import LatLon, country_distance_km, fold, great_circle_km, spellings
+from fovea_gym.environments.geospot.reward import same_city, same_region
 from tests.tables import table
 
 LOCATIONS = Path(__file__).parents[4] / "shared" / "data" / "geospot" / "locations_160.csv"

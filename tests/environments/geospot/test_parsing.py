@@ -10,10 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fovea.environments.geospot.coordinates import degrees_text, parse_degrees, parse_point
-from fovea.environments.geospot.gazetteer import LatLon
-from fovea.environments.geospot.parsing import parse_answer
-from fovea.environments.geospot.reward import grade
+from fovea_gym.environments.geospot.coordinates import degrees_text, parse_degrees, parse_point
+from fovea_gym.environments.geospot.gazetteer import LatLon
+from fovea_gym.environments.geospot.parsing import parse_answer
+from fovea_gym.environments.geospot.reward import grade
 from tests.grading import within_a_second
 from tests.tables import table
 

@@ -7,10 +7,10 @@ from itertools import pairwise
 
 import pytest
 
-from fovea.environments.geospot.gazetteer import LatLon, country_distance_km
-from fovea.environments.geospot.parsing import PlaceAnswer
-from fovea.environments.geospot.reward import PARTS, STAGES, WEIGHTS, KnownPlace, grade, grade_answer, place_of
-from fovea.errors import DataError
+from fovea_gym.environments.geospot.gazetteer import LatLon, country_distance_km
+from fovea_gym.environments.geospot.parsing import PlaceAnswer
+from fovea_gym.environments.geospot.reward import PARTS, STAGES, WEIGHTS, KnownPlace, grade, grade_answer, place_of
+from fovea_gym.errors import DataError
 
 TRUTH = KnownPlace(country="FR", region="Île-de-France", city="Paris", at=LatLon(48.0, 2.0))
 GOLD = PlaceAnswer(country="France", region="Île-de-France", city="Paris", at=LatLon(48.0, 2.0))

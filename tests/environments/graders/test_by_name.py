@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from fovea.utils.installing import pip_install
+from fovea_gym.utils.installing import pip_install
 
 ROW = {"truth": "3"}
 CODE = f"""
@@ -13,7 +13,7 @@ import sys
 
 sys.modules["babel"] = None  # as if it were not installed
 
-from fovea.environments.graders.by_name import grader_of
+from fovea_gym.graders.by_name import grader_of
 from fovea.errors import MissingExtraError
 
 for name in ("geo3k", "vqa", "shapes"):

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fovea.environments.graders.grading import Grading
-from fovea.errors import DataError
-from fovea.types import Score, Task, Turn
+from fovea_gym.errors import DataError
+from fovea_gym.graders.grading import Grading
+from fovea_gym.types import Score, Task, Turn
 from tests.grading import score_in_run
 from tests.tables import table
 

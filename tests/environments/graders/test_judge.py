@@ -20,16 +20,16 @@ from urllib.request import urlopen
 import pytest
 from PIL import Image
 
-from fovea.config.rewards import Judge
-from fovea.environments.graders import judge as judge_module
-from fovea.environments.graders import limited_calls
-from fovea.environments.graders.base import TryAgainError
-from fovea.environments.graders.grading import Grading
-from fovea.environments.graders.judge import RETRIES, JudgeClient, limits_of, parsed_score
-from fovea.environments.graders.limited_calls import LimitedCalls
-from fovea.errors import ConfigError, FoveaError, ScoreError, UnscoredError
-from fovea.types import Score, Task, Turn
-from fovea.utils.event_loop import gather_or_cancel, wait_for
+from fovea_gym.errors import ConfigError, FoveaError, ScoreError, UnscoredError
+from fovea_gym.graders import judge as judge_module
+from fovea_gym.graders import limited_calls
+from fovea_gym.graders.base import TryAgainError
+from fovea_gym.graders.grading import Grading
+from fovea_gym.graders.judge import RETRIES, JudgeClient, limits_of, parsed_score
+from fovea_gym.graders.limited_calls import LimitedCalls
+from fovea_gym.settings.rewards import Judge
+from fovea_gym.types import Score, Task, Turn
+from fovea_gym.utils.event_loop import gather_or_cancel, wait_for
 from tests.chat_server import Endpoint, endpoints, says
 from tests.environments.judge_model import COLOURS, PROMPT, QUESTION, description, make_judge, picture
 from tests.grading import score_in_run

@@ -10,13 +10,13 @@ from threading import Event
 
 import pytest
 
-from fovea.environments.graders.base import NoScoreError, weighted_turns
-from fovea.environments.graders.grading import Grading
-from fovea.environments.graders.limited_calls import CallLimits, LimitedCalls
-from fovea.environments.graders.opinions import WithModelReward
-from fovea.errors import DataError, ScoreError
-from fovea.types import Score, Task, Turn
-from fovea.utils.event_loop import gather_or_cancel, wait_for
+from fovea_gym.errors import DataError, ScoreError
+from fovea_gym.graders.base import NoScoreError, weighted_turns
+from fovea_gym.graders.grading import Grading
+from fovea_gym.graders.limited_calls import CallLimits, LimitedCalls
+from fovea_gym.graders.opinions import WithModelReward
+from fovea_gym.types import Score, Task, Turn
+from fovea_gym.utils.event_loop import gather_or_cancel, wait_for
 from tests.fakes import BanditEnvironment
 from tests.grading import score_in_run
 

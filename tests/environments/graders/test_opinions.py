@@ -14,20 +14,21 @@ from PIL import Image
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
-from fovea.config.environments import VqaEnvironment
-from fovea.config.rewards import RewardModel
 from fovea.config.run import Config
 from fovea.config.sections import Data
-from fovea.environments.graders.judge import JudgeClient
-from fovea.environments.graders.reward_model import RewardScorer
-from fovea.environments.vqa import VqaGrader
-from fovea.errors import ConfigError, ModelError, ScoreError
+from fovea.errors import ModelError
+from fovea.models.reward_scorer import RewardScorer
 from fovea.models.vision_reward import VisionRewardScorer
-from fovea.types import ImageRef, Message, Turn
-from fovea.utils.event_loop import wait_for
 from fovea.wiring.environment import GradedEnvironment, make_environment, reward_scorer
 from fovea.wiring.images import make_opener
 from fovea.wiring.trial_score import try_reward
+from fovea_gym.environments.vqa import VqaGrader
+from fovea_gym.errors import ConfigError, ScoreError
+from fovea_gym.graders.judge import JudgeClient
+from fovea_gym.settings.environments import VqaEnvironment
+from fovea_gym.settings.rewards import RewardModel
+from fovea_gym.types import ImageRef, Message, Turn
+from fovea_gym.utils.event_loop import wait_for
 from tests.chat_server import Endpoint, endpoints, says
 from tests.environments.files import files, row
 from tests.environments.reward_model import save_reward_model

@@ -11,12 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from fovea.config.grounding import GroundingEnvironment
 from fovea.config.model import Model
-from fovea.data.images import ImageOpener
-from fovea.data.rows import RowAccess
-from fovea.environments.grounding.environment import Grounding
 from fovea.wiring.frames import ModelPictures
+from fovea_gym.environments.grounding.environment import Grounding
+from fovea_gym.rows.images import ImageOpener
+from fovea_gym.rows.rows import RowAccess
+from fovea_gym.settings.grounding import GroundingEnvironment
 
 SIZE = (400, 200)
 """Width and height of the pictures."""

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from fovea.environments.grounding.geometry import Box, average_precision, best_pairs, giou, iou, is_inside, most_pairs
+from fovea_gym.environments.grounding.geometry import (
+    Box,
+    average_precision,
+    best_pairs,
+    giou,
+    iou,
+    is_inside,
+    most_pairs,
+)
 
 SAME = 1e-6
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fovea.config.grounding import REWARD_KINDS, Ask, RewardKind
-from fovea.environments.grounding.grade import Placed, Rule, grade
-from fovea.environments.grounding.reading import Numbers
+from fovea_gym.environments.grounding.grade import Placed, Rule, grade
+from fovea_gym.environments.grounding.reading import Numbers
+from fovea_gym.settings.grounding import REWARD_KINDS, Ask, RewardKind
 from tests.tables import table
 
 FRAME = (1000.0, 1000.0)

@@ -11,17 +11,18 @@ import pytest
 from PIL import Image
 
 from fovea.commands.grade import grade_file
-from fovea.config.grounding import Coordinates
 from fovea.config.loading import load_config
-from fovea.data.rows import RowAccess
-from fovea.environments.grounding.coordinates import frame_of, in_frame
-from fovea.environments.grounding.environment import Grounding
-from fovea.environments.grounding.grade import in_shares
-from fovea.errors import BadRowError, ConfigError, DataError
 from fovea.evaluation.controls import with_shuffled_images
-from fovea.types import ImageRef, PromptImage, Score, Task
+from fovea.types import PromptImage
 from fovea.wiring.environment import make_environment
 from fovea.wiring.given import rows_as_files
+from fovea_gym.environments.grounding.coordinates import frame_of, in_frame
+from fovea_gym.environments.grounding.environment import Grounding
+from fovea_gym.environments.grounding.grade import in_shares
+from fovea_gym.errors import BadRowError, ConfigError, DataError
+from fovea_gym.rows.rows import RowAccess
+from fovea_gym.settings.grounding import Coordinates
+from fovea_gym.types import ImageRef, Score, Task
 from tests.environments.grounding.layouts import (
     grounding,
     gui_r1,

@@ -6,7 +6,7 @@ from time import perf_counter
 
 import pytest
 
-from fovea.environments.grounding.reading import read_answer
+from fovea_gym.environments.grounding.reading import read_answer
 
 BOX, POINT = (12.0, 40.0, 30.0, 60.0), (12.0, 40.0)
 

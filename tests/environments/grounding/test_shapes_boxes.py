@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fovea.config.grounding import GroundingShapesEnvironment
-from fovea.environments.answer_end import find_answer_end
-from fovea.environments.base import Split
-from fovea.environments.grounding.shapes import GroundingShapes
-from fovea.environments.shapes.scenes import SHAPES, Spot, Thing, box_of, paint
-from fovea.types import Task
+from fovea_gym.environments.answer_end import find_answer_end
+from fovea_gym.environments.base import Split
+from fovea_gym.environments.grounding.shapes import GroundingShapes
+from fovea_gym.environments.shapes.scenes import SHAPES, Spot, Thing, box_of, paint
+from fovea_gym.settings.grounding import GroundingShapesEnvironment
+from fovea_gym.types import Task
 from tests.grading import scored
 
 SPLITS: tuple[Split, ...] = ("train", "dev", "test")

@@ -11,9 +11,9 @@ import psutil
 import pytest
 
 from examples.browser import BrowserPages
-from fovea.environments.pages.environment import pages_of
-from fovea.environments.pages.page import picture
-from fovea.types import Score, Task, Turn
+from fovea_gym.examples.pages.environment import pages_of
+from fovea_gym.examples.pages.page import picture
+from fovea_gym.types import Score, Task, Turn
 from tests.chromium import chromium
 
 pytestmark = pytest.mark.browser

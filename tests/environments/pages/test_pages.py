@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fovea.config.games import PagesEnvironment
-from fovea.environments.base import Split
-from fovea.environments.pages.environment import Pages, click_in, pages_of
-from fovea.environments.pages.page import Control, html, picture, random_controls
-from fovea.types import Score, Task, Turn
-from fovea.utils.event_loop import wait_for
+from fovea_gym.environments.base import Split
+from fovea_gym.examples.pages.environment import Pages, click_in, pages_of
+from fovea_gym.examples.pages.page import Control, html, picture, random_controls
+from fovea_gym.settings.games import PagesEnvironment
+from fovea_gym.types import Score, Task, Turn
+from fovea_gym.utils.event_loop import wait_for
 from tests.chromium import Browser, open_browser
 
 ROOT = Path(__file__).parents[3]

@@ -9,14 +9,14 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from fovea.config.environments import ShapesEnvironment
-from fovea.data.images import ImageOpener
-from fovea.data.order import kinds_of
-from fovea.environments.base import Split
-from fovea.environments.shapes.environment import Shapes
-from fovea.environments.shapes.questions import KINDS, scene
-from fovea.environments.shapes.scenes import COLOURS, SHAPES, Thing, draw, free_spots, grid_spots
-from fovea.types import Task
+from fovea_gym.environments.base import Split
+from fovea_gym.environments.shapes.environment import Shapes
+from fovea_gym.environments.shapes.questions import KINDS, scene
+from fovea_gym.environments.shapes.scenes import COLOURS, SHAPES, Thing, draw, free_spots, grid_spots
+from fovea_gym.rows.images import ImageOpener
+from fovea_gym.rows.tasks import kinds_of
+from fovea_gym.settings.environments import ShapesEnvironment
+from fovea_gym.types import Task
 from tests.grading import scored
 
 SPLITS: tuple[Split, ...] = ("train", "dev", "test")

@@ -11,17 +11,18 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from fovea.config.environments import ShapesEnvironment
 from fovea.config.run import Config
-from fovea.data.order import Order, kinds_of, levels_of
-from fovea.environments.base import Split
-from fovea.environments.shapes.environment import Shapes
-from fovea.environments.shapes.questions import COMPARISON_ANSWERS, KINDS, comparison, in_words, scene
-from fovea.environments.shapes.scenes import COLOURS, SHAPES, Thing
+from fovea.data.order import Order
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
-from fovea.types import ImageRef, Message, Task
 from fovea.wiring.run import build
+from fovea_gym.environments.base import Split
+from fovea_gym.environments.shapes.environment import Shapes
+from fovea_gym.environments.shapes.questions import COMPARISON_ANSWERS, KINDS, comparison, in_words, scene
+from fovea_gym.environments.shapes.scenes import COLOURS, SHAPES, Thing
+from fovea_gym.rows.tasks import kinds_of, levels_of
+from fovea_gym.settings.environments import ShapesEnvironment
+from fovea_gym.types import ImageRef, Message, Task
 from tests.grading import scored
 
 SPLITS: tuple[Split, ...] = ("train", "dev", "test")

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fovea.config.environments import SmallShapesEnvironment
-from fovea.environments.base import Split
-from fovea.environments.shapes.scenes import SHAPES
-from fovea.environments.shapes.small import SmallShapes
-from fovea.types import Message, Task, Turn
+from fovea_gym.environments.base import Split
+from fovea_gym.environments.shapes.scenes import SHAPES
+from fovea_gym.environments.shapes.small import SmallShapes
+from fovea_gym.settings.environments import SmallShapesEnvironment
+from fovea_gym.types import Message, Task, Turn
 from tests.grading import scored
 
 SPLITS: tuple[Split, ...] = ("train", "dev", "test")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pydantic
 
-from fovea.environments.tools.python import PythonTool
+from fovea_gym.tools.python import PythonTool
 from tests.environments.tools.pictures import text_of
 
 SECRET = "the key of all keys"

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 from PIL import Image
 
-from fovea.environments.tools.base import Picture, Tool
-from fovea.types import ImageRef
+from fovea_gym.tools.base import Picture, Tool
+from fovea_gym.types import ImageRef
 from tests.tiny_models import from_array
 
 

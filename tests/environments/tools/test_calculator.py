@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from fovea.environments.tools.base import ToolError
-from fovea.environments.tools.calculator import Calculator, computed
+from fovea_gym.tools.base import ToolError
+from fovea_gym.tools.calculator import Calculator, computed
 from tests.environments.tools.pictures import text_of
 from tests.tables import table
 

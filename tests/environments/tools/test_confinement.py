@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from fovea.environments.tools.base import ToolError
-from fovea.environments.tools.confinement import Way, base_python
-from fovea.environments.tools.python import PythonTool
-from fovea.errors import ConfigError
+from fovea_gym.errors import ConfigError
+from fovea_gym.tools.base import ToolError
+from fovea_gym.tools.confinement import Way, base_python
+from fovea_gym.tools.python import PythonTool
 from tests.environments.tools.attacks import Victim, gaps_during
 from tests.environments.tools.pictures import text_of
 

@@ -12,10 +12,10 @@ import pytest
 from PIL import Image
 from transformers.utils.chat_template_utils import get_json_schema
 
-from fovea.environments.tools.base import ToolError
-from fovea.environments.tools.function import function_tool
-from fovea.errors import ConfigError
-from fovea.types import ImageRef
+from fovea_gym.errors import ConfigError
+from fovea_gym.tools.base import ToolError
+from fovea_gym.tools.function import function_tool
+from fovea_gym.types import ImageRef
 from tests.environments.tools.pictures import parts_of, quartered, seen, text_of
 from tests.tables import table
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from fovea.environments.tools.calculator import Calculator
-from fovea.environments.tools.loading import load_tools
-from fovea.errors import ConfigError
+from fovea_gym.errors import ConfigError
+from fovea_gym.tools.calculator import Calculator
+from fovea_gym.tools.loading import load_tools
 from tests.tables import table
 
 TEN_LINES = '''
@@ -43,7 +43,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_tools_are_built_in_or_in_files_and_modules(file: Path) -> None:
-    module = "fovea.environments.tools.picture_tools:ZOOM_AT"
+    module = "fovea_gym.tools.picture_tools:ZOOM_AT"
     tools = load_tools(["zoom", "calculator", f"{file}:brightness", module], allow_python=False)
     assert [tool.spec.name for tool in tools] == ["zoom", "calculator", "brightness", "zoom_at"]
     (tool,) = load_tools(["python:fovea.Calculator"], allow_python=False, given=[Calculator()])

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fovea.environments.tools.base import Frame, ToolError
-from fovea.environments.tools.picture_tools import CROP, DRAW, MEASURE, ROTATE, ZOOM, ZOOM_AT
+from fovea_gym.tools.base import Frame, ToolError
+from fovea_gym.tools.picture_tools import CROP, DRAW, MEASURE, ROTATE, ZOOM, ZOOM_AT
 from tests.environments.tools.pictures import image_of, quartered, seen, text_of
 from tests.tables import table
 

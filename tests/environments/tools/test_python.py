@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from fovea.environments.tools.base import ToolError
-from fovea.environments.tools.loading import load_tools
-from fovea.environments.tools.python import PythonTool
-from fovea.errors import ConfigError
+from fovea_gym.errors import ConfigError
+from fovea_gym.tools.base import ToolError
+from fovea_gym.tools.loading import load_tools
+from fovea_gym.tools.python import PythonTool
 from tests.environments.tools.pictures import text_of
 
 

@@ -13,19 +13,19 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fovea.environments.base import Environment, OpensSessions, ScoresEpisode, Split, UsesTools
-from fovea.environments.tools.base import THOUSANDTHS, Frame, Tool
-from fovea.environments.tools.calculator import Calculator
-from fovea.environments.tools.function import function_tool
-from fovea.environments.tools.picture_tools import ZOOM
-from fovea.environments.tools.results import ResultLimits
-from fovea.environments.tools.session import ToolUse, WithTools, demonstrated_call
 from fovea.models.render import Renderer
-from fovea.types import ImageRef, Message, Score, Task, Turn
-from fovea.utils.tool_calls.base import CallFormat
-from fovea.utils.tool_calls.gemma_calls import GemmaCalls
-from fovea.utils.tool_calls.json_calls import JsonCalls
-from fovea.utils.tool_calls.xml_calls import XmlCalls
+from fovea_gym.environments.base import Environment, OpensSessions, ScoresEpisode, Split, UsesTools
+from fovea_gym.tools.base import THOUSANDTHS, Frame, Tool
+from fovea_gym.tools.calculator import Calculator
+from fovea_gym.tools.calls.base import CallFormat
+from fovea_gym.tools.calls.gemma_calls import GemmaCalls
+from fovea_gym.tools.calls.json_calls import JsonCalls
+from fovea_gym.tools.calls.xml_calls import XmlCalls
+from fovea_gym.tools.function import function_tool
+from fovea_gym.tools.picture_tools import ZOOM
+from fovea_gym.tools.results import ResultLimits
+from fovea_gym.tools.session import ToolUse, WithTools, demonstrated_call
+from fovea_gym.types import ImageRef, Message, Score, Task, Turn
 from tests.environments.tools.pictures import quartered
 from tests.tables import table
 from tests.tiny_models import from_array, tiny

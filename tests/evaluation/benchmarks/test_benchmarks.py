@@ -16,14 +16,14 @@ from typer.testing import CliRunner, Result
 from fovea.cli.main import app
 from fovea.commands.benchmarks import BENCHMARKS
 from fovea.config.sections import Data
-from fovea.data.rows import RowAccess
-from fovea.errors import DataError
-from fovea.evaluation.benchmarks import hallusionbench, mathverse, mathvista, mmmu
-from fovea.evaluation.benchmarks.base import final_answer
-from fovea.evaluation.benchmarks.environment import open_benchmark
 from fovea.models.render import Renderer
-from fovea.types import ImageRef, Message
 from fovea.wiring.images import make_opener
+from fovea_gym.benchmarks import hallusionbench, mathverse, mathvista, mmmu
+from fovea_gym.benchmarks.base import final_answer
+from fovea_gym.benchmarks.environment import open_benchmark
+from fovea_gym.errors import DataError
+from fovea_gym.rows.rows import RowAccess
+from fovea_gym.types import ImageRef, Message
 from tests.chat_server import Endpoint, says
 from tests.evaluation.benchmarks.made import ROWS, Row, parquet, png, write
 from tests.grading import within_a_second

@@ -14,8 +14,8 @@ from fovea.models.families.auto import AutoFamily
 from fovea.models.families.registry import FAMILIES
 from fovea.models.plain import PlainVLM
 from fovea.models.processor import load_processor
-from fovea.tools.families.tiny import KINDS, save_tiny_kind
 from fovea.train.packing import pack_row
+from fovea_tools.families.tiny import KINDS, save_tiny_kind
 from tests.hub_models import (
     CHATS,
     TOLERANCE,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from fovea.tools.families.tiny import KINDS, save_tiny_kind
+from fovea_tools.families.tiny import KINDS, save_tiny_kind
 from tests.hub_models import CHATS, Loaded, needs_image_processors
 from tests.tiny_models import CORPUS
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fovea.config.model import Model
-from fovea.errors import ConfigError, ModelError
+from fovea.errors import ModelError
 from fovea.models.experts import Experts
 from fovea.models.families.auto import AutoFamily
 from fovea.models.families.hub_processor import load_hub_processor
@@ -26,10 +26,11 @@ from fovea.models.policy_network import PolicyNetwork
 from fovea.models.recompute import Recompute, recompute_activations
 from fovea.models.render import images_of
 from fovea.models.vlm import VLM
-from fovea.tools.families.tiny import KINDS, save_tiny_kind
 from fovea.train.packing import pack_row
 from fovea.types import PromptImage
 from fovea.wiring.run import build
+from fovea_gym.errors import ConfigError
+from fovea_tools.families.tiny import KINDS, save_tiny_kind
 from tests.hub_models import (
     CHATS,
     TOLERANCE,

@@ -13,8 +13,8 @@ import pytest
 from fovea.config.model import Lora, Model
 from fovea.models.outgoing import in_layout_of_files, outgoing_merged
 from fovea.models.tiny import TinyParts, save_tiny
-from fovea.utils.event_loop import wait_for
 from fovea.weights.push import WeightPusher
+from fovea_gym.utils.event_loop import wait_for
 from tests.rollout.engine_suite import LIMIT_TOKENS, Served
 from tests.rollout.engines.under_test import under_test
 from tests.rollout.ten_turns import TURNS

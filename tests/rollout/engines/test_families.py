@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fovea.errors import EngineError
-from fovea.utils.event_loop import wait_for
+from fovea_gym.utils.event_loop import wait_for
 from tests.rollout.engine_suite import ask, check_draws, check_draws_of_two_pushes, prompts_of
 from tests.rollout.engines.serving import serving, stream, tiny_for
 from tests.tiny_models import with_deepstack

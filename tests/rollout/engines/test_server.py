@@ -20,9 +20,9 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from fovea.commands.serve import served_folder
 from fovea.config.model import Model
-from fovea.evaluation.benchmarks.mathvision import extracted
 from fovea.models.processor import load_processor
 from fovea.rollout.server_guard import MAX_BODY_BYTES, UNREADABLE
+from fovea_gym.benchmarks.mathvision import extracted
 from tests.data.web import served
 from tests.evaluation.benchmarks.made import ROWS, write
 from tests.images import encoded, noise

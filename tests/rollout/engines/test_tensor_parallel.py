@@ -13,7 +13,7 @@ from fovea.cluster.workers import LocalHandle, Worker, Workers
 from fovea.errors import LostEngineError
 from fovea.rollout.base import Engine
 from fovea.types import Completion
-from fovea.utils.event_loop import wait_for
+from fovea_gym.utils.event_loop import wait_for
 from tests.rollout.engine_suite import Served, ask, check_draws_of_two_pushes, equal, prompts_of
 from tests.rollout.engines.serving import push, serving, tiny_for
 from tests.rollout.engines.under_test import under_test

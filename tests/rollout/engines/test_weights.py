@@ -15,8 +15,8 @@ from fovea.errors import EngineError
 from fovea.models.outgoing import outgoing_merged
 from fovea.models.trainable import choose_trainable, lora_layers, trainable_parameters
 from fovea.types import Shape
-from fovea.utils.event_loop import wait_for
 from fovea.weights import push
+from fovea_gym.utils.event_loop import wait_for
 from tests.rollout.engine_suite import TOLERANCE, Served, ask, prompts_of, slow
 from tests.rollout.engines.serving import served_by, stream, tiny_for
 from tests.rollout.engines.under_test import under_test

@@ -12,9 +12,9 @@ from sglang.srt.server_args import ServerArgs
 
 from fovea.config.backends import SglangSettings
 from fovea.config.model import Model
-from fovea.errors import ConfigError
 from fovea.models.tiny import save_tiny
 from fovea.rollout.sglang.arguments import CPU_ARGUMENTS, SETTINGS, make_engine, server_arguments
+from fovea_gym.errors import ConfigError
 from tests.rollout.engines.serving import start
 from tests.tiny_models import tiny
 

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from fovea.errors import ConfigError, LostEngineError
+from fovea.errors import LostEngineError
 from fovea.processes.engine_process import Limits
 from fovea.rollout.sglang.engine import CACHE, SglangEngine
-from fovea.utils.event_loop import wait_for
+from fovea_gym.errors import ConfigError
+from fovea_gym.utils.event_loop import wait_for
 from tests.process_groups import members
 from tests.rollout.engine_suite import ask, prompts_of
 from tests.rollout.engines.on_sglang import workers

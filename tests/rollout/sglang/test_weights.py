@@ -14,7 +14,7 @@ from fovea.rollout.sglang.engine import SglangEngine
 from fovea.rollout.sglang.scheduler import differences
 from fovea.rollout.sglang.weights import Sent
 from fovea.utils.checksum import value_hash
-from fovea.utils.event_loop import wait_for
+from fovea_gym.utils.event_loop import wait_for
 from tests.rollout.engine_suite import prompts_of, slow
 from tests.rollout.engines.serving import push, tiny_for
 

@@ -12,8 +12,8 @@ from fovea.config.model import Lora, Model
 from fovea.errors import EngineError
 from fovea.models.outgoing import outgoing
 from fovea.models.trainable import choose_trainable, lora_layers, trainable_parameters
-from fovea.utils.event_loop import wait_for
 from fovea.weights.push import WeightPusher
+from fovea_gym.utils.event_loop import wait_for
 from tests.rollout.engine_suite import TOLERANCE, ask, prompts_of
 from tests.rollout.engines.serving import serving
 from tests.tiny_models import tiny

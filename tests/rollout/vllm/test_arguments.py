@@ -11,10 +11,10 @@ from vllm.engine.arg_utils import EngineArgs
 
 from fovea.config.backends import VllmSettings
 from fovea.config.model import Model
-from fovea.errors import ConfigError
 from fovea.models.tiny import save_tiny
 from fovea.rollout.checks import gpus_of_engine
 from fovea.rollout.vllm.arguments import check_model, engine_arguments, make_engine
+from fovea_gym.errors import ConfigError
 from tests.rollout.fake_cuda import FakeCuda
 from tests.tiny_models import tiny
 

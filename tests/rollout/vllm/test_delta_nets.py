@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from fovea.config.model import Model
-from fovea.errors import ConfigError
 from fovea.models.tiny import TinyParts
 from fovea.rollout.vllm.arguments import check_delta_nets
 from fovea.types import Completion, Request
+from fovea_gym.errors import ConfigError
 from tests.reference import reference_logprobs
 from tests.rollout.engine_suite import ask, prompts_of
 from tests.rollout.engines.serving import serving

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from fovea.models.plain import PlainVLM
-from fovea.tools.families.tiny import save_tiny_kind
+from fovea_tools.families.tiny import save_tiny_kind
 from tests.hub_models import Loaded, assert_scored
 from tests.rollout.engine_suite import ask
 from tests.rollout.engines.serving import serving

@@ -10,8 +10,8 @@ import pytest
 from fovea.config.backends import VllmSettings
 from fovea.config.loading import load_config
 from fovea.rollout.remote_engine import RemoteEngine
-from fovea.utils.event_loop import wait_for
 from fovea.wiring.engine import make_streamed
+from fovea_gym.utils.event_loop import wait_for
 from tests.rollout.engine_suite import LIMIT_TOKENS, EngineSuite, Served
 from tests.rollout.engines.on_vllm import ENGINE
 from tests.rollout.engines.serving import served_by

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from fovea.errors import ConfigError, EngineError
+from fovea.errors import EngineError
 from fovea.rollout import server_pool
 from fovea.rollout.server import ModelServer
 from fovea.rollout.server_guard import Message, Receive, Send
@@ -23,8 +23,9 @@ from fovea.rollout.vllm.push_folder import PushFolder
 from fovea.rollout.vllm.server import WEIGHTS_DIR_ENV, launch
 from fovea.rollout.vllm.server_worker import FolderReceiver
 from fovea.rollout.vllm.servers import SamePush, ServerFacts, VllmServers
-from fovea.utils.event_loop import wait_for
-from fovea.utils.http_json import CallBounds, JsonServer
+from fovea_gym.errors import ConfigError
+from fovea_gym.utils.event_loop import wait_for
+from fovea_gym.utils.http_json import CallBounds, JsonServer
 from tests.chat_server import Endpoint, endpoints
 from tests.rollout.asgi_calls import everybody, status_of
 from tests.rollout.short_runs import LIMIT_SECONDS

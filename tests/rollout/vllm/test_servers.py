@@ -14,7 +14,7 @@ from fovea.errors import EngineError
 from fovea.rollout.server_guard import KEY_FILE, made_key
 from fovea.rollout.vllm.servers import VllmServers
 from fovea.types import Completion
-from fovea.utils.event_loop import wait_for
+from fovea_gym.utils.event_loop import wait_for
 from tests.rollout.engine_suite import TOLERANCE, Served, ServingSuite, ask, equal, prompts_of
 from tests.rollout.engines.serving import push, served_by
 from tests.rollout.serve_command import KEY, Serving

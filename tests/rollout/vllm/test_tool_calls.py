@@ -10,9 +10,9 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.tool_parsers import ToolParserManager
 
 from fovea.models.render import as_listed
-from fovea.utils.tool_calls.gemma_calls import GemmaCalls
-from fovea.utils.tool_calls.json_calls import JsonCalls
-from fovea.utils.tool_calls.xml_calls import XmlCalls
+from fovea_gym.tools.calls.gemma_calls import GemmaCalls
+from fovea_gym.tools.calls.json_calls import JsonCalls
+from fovea_gym.tools.calls.xml_calls import XmlCalls
 from tests.tables import table
 from tests.utils.tool_calls.fuzzed import fuzzed
 

@@ -7,7 +7,7 @@ import pytest
 from fovea.config.run import Config
 from fovea.errors import EngineError
 from fovea.rollout.vllm.engine import VllmEngine
-from fovea.tools.plan.plan import make_plan
+from fovea_tools.plan.plan import make_plan
 from tests.rollout.engines.on_vllm import ENGINE
 from tests.rollout.engines.serving import push, tiny_for
 

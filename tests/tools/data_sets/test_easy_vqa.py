@@ -14,14 +14,14 @@ from typer.testing import CliRunner
 
 from fovea.cli.main import app
 from fovea.config.loading import load_config
-from fovea.environments.base import Split
 from fovea.wiring.environment import make_environment
+from fovea_gym.environments.base import Split
 from tests.grading import scored
 
 pytest.importorskip("easy_vqa", reason="the package easy-vqa is not installed (the extra talk)")
 
-from fovea.tools.data_sets.easy_vqa import EasyVqaPicture, question_type, split_pictures
-from fovea.utils.installing import pip_install
+from fovea_gym.utils.installing import pip_install
+from fovea_tools.data_sets.easy_vqa import EasyVqaPicture, question_type, split_pictures
 
 ROOT = Path(__file__).parents[3]
 SPLITS: tuple[Split, ...] = ("train", "dev", "test")

@@ -16,8 +16,8 @@ from typer.testing import CliRunner, Result
 
 from fovea.cli.main import app
 from fovea.config.loading import load_config
-from fovea.environments.base import Split
 from fovea.wiring.environment import make_environment
+from fovea_gym.environments.base import Split
 from tests.environments.files import row, square
 from tests.grading import scored
 

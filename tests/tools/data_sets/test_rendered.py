@@ -15,24 +15,24 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from fovea.cli.main import app
-from fovea.config.environments import ShapesEnvironment
 from fovea.config.loading import load_config
 from fovea.config.recipes import shipped_recipe
 from fovea.config.run import Config
-from fovea.data.images import ImageOpener
-from fovea.data.order import kinds_of
-from fovea.environments.base import Environment, Split
-from fovea.environments.graders.base import Grader
-from fovea.environments.graders.vqa_words import LETTERS
-from fovea.environments.shapes.environment import Shapes
-from fovea.environments.shapes.scenes import Thing
 from fovea.loop import train
-from fovea.tools.data_sets.europe import REGIONS
-from fovea.tools.data_sets.readable import KINDS, UNSEEN, is_unseen
-from fovea.tools.data_sets.scenes import FORMS, captions
-from fovea.tools.data_sets.vqa import NUM_ANNOTATORS, QUESTION_TYPES, ask
 from fovea.wiring.environment import make_environment
 from fovea.wiring.run import build
+from fovea_gym.environments.base import Environment, Split
+from fovea_gym.environments.shapes.environment import Shapes
+from fovea_gym.environments.shapes.scenes import Thing
+from fovea_gym.graders.base import Grader
+from fovea_gym.graders.vqa_words import LETTERS
+from fovea_gym.rows.images import ImageOpener
+from fovea_gym.rows.tasks import kinds_of
+from fovea_gym.settings.environments import ShapesEnvironment
+from fovea_tools.data_sets.europe import REGIONS
+from fovea_tools.data_sets.readable import KINDS, UNSEEN, is_unseen
+from fovea_tools.data_sets.scenes import FORMS, captions
+from fovea_tools.data_sets.vqa import NUM_ANNOTATORS, QUESTION_TYPES, ask
 from tests.grading import scored
 
 

@@ -6,8 +6,8 @@ RLINF those of examples/reasoning/config/vqa/qwen3-vl-2b-grpo-fsdp-geo3k.yaml.
 
 from __future__ import annotations
 
-from fovea.config.base import Tree, leaves
 from fovea.config.recipes import read_yaml
+from fovea_gym.settings.base import Tree, leaves
 
 
 def settings_in(text: str) -> Tree:

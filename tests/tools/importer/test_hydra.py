@@ -10,12 +10,12 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from fovea.config.base import leaves
-from fovea.errors import ConfigError
-from fovea.tools.importer.hydra import composed
-from fovea.tools.importer.interpolation import Given, resolve
-from fovea.tools.importer.reading import read
-from fovea.tools.importer.shell import words_of
+from fovea_gym.errors import ConfigError
+from fovea_gym.settings.base import leaves
+from fovea_tools.importer.hydra import composed
+from fovea_tools.importer.interpolation import Given, resolve
+from fovea_tools.importer.reading import read
+from fovea_tools.importer.shell import words_of
 
 FILES = {
     "top.yaml": """

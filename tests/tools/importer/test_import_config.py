@@ -14,14 +14,14 @@ import torch
 from typer.testing import CliRunner
 
 from fovea.cli.main import app
-from fovea.config.base import Tree, leaves
 from fovea.config.elsewhere import BELOW, System, systems
 from fovea.config.loading import load_config
-from fovea.errors import FoveaError
-from fovea.tools.importer.docs import page
-from fovea.tools.importer.interpolation import Given
-from fovea.tools.importer.reading import IMPORTED, read
-from fovea.tools.importer.translate import recipe_text, translate
+from fovea_gym.errors import FoveaError
+from fovea_gym.settings.base import Tree, leaves
+from fovea_tools.importer.docs import page
+from fovea_tools.importer.interpolation import Given
+from fovea_tools.importer.reading import IMPORTED, read
+from fovea_tools.importer.translate import recipe_text, translate
 from tests.tables import table
 from tests.tools.importer.runs_of_others import CASES, RLINF, VERL, VERL_TABLE
 
@@ -354,7 +354,7 @@ def test_settings_of_trl_are_told_their_page() -> None:
     Path("trl.yaml").write_text(trl, encoding="utf-8")
     assert error_of("trl.yaml") == (
         "error: 3 of 4 settings are those of TRL, whose files are not read, only verl's and RLinf's; write a recipe by "
-        "the table that python -m fovea.tools.importer.docs trl prints (model_name_or_path is model.path, "
+        "the table that python -m fovea_tools.importer.docs trl prints (model_name_or_path is model.path, "
         "num_generations is rollout.samples_per_prompt, max_completion_length is rollout.max_new_tokens)"
     )
     launch = "accelerate launch --config_file zero3.yaml grpo_vlm.py"
@@ -436,7 +436,7 @@ def test_gpus_that_meet_in_part_are_no_placement() -> None:
 
 
 def test_the_command_prints_a_page() -> None:
-    command = [sys.executable, "-m", "fovea.tools.importer.docs", "mixtrain"]
+    command = [sys.executable, "-m", "fovea_tools.importer.docs", "mixtrain"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == page(systems()["mixtrain"])
 
@@ -454,5 +454,5 @@ def test_a_page_has_every_setting_in_whole_rows_and_names_files_that_are_there(s
 
 def test_the_readme_has_the_command_that_prints_the_pages() -> None:
     lines = (ROOT / "README.md").read_text("utf-8").splitlines()
-    (row,) = [line for line in lines if "fovea.tools.importer.docs" in line]
+    (row,) = [line for line in lines if "fovea_tools.importer.docs" in line]
     assert [system.name for system in systems().values() if system.name not in row.lower()] == []

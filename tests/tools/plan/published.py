@@ -11,8 +11,8 @@ import transformers
 from fovea.config.loading import load_config
 from fovea.config.recipes import read_yaml
 from fovea.config.run import Config
-from fovea.tools.plan.model_sizes import ModelSizes, model_sizes
-from fovea.tools.plan.plan import with_settings
+from fovea_tools.plan.model_sizes import ModelSizes, model_sizes
+from fovea_tools.plan.plan import with_settings
 
 
 def text_of(

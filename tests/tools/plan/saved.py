@@ -14,13 +14,13 @@ from benchmarks.torch_memory import AllocationTrace
 from fovea.config.run import Config
 from fovea.models.shared_prefix.layout import PackedRow
 from fovea.models.vlm import VLM
-from fovea.tools.plan.activations import Numerics
-from fovea.tools.plan.memory import row_stages
-from fovea.tools.plan.model_sizes import model_sizes
-from fovea.tools.plan.workload import roles_of, workload_of
 from fovea.train.base import PolicyWorker
 from fovea.train.packing import pack_row
 from fovea.types import Batch, Prompt
+from fovea_tools.plan.activations import Numerics
+from fovea_tools.plan.memory import row_stages
+from fovea_tools.plan.model_sizes import model_sizes
+from fovea_tools.plan.workload import roles_of, workload_of
 from tests.tiny_models import CPU
 
 GROUPS, SAMPLES, TOKENS = 6, 4, 12

@@ -12,9 +12,9 @@ from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from fovea.config.run import Config
 from fovea.models.recompute import recompute_activations
 from fovea.models.vlm import VLM
-from fovea.tools.plan.plan import make_plan
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch, Prompt, Sample, SampleGroup
+from fovea_tools.plan.plan import make_plan
 from tests.tools.plan.published import QWEN3_VL_2B, folder_of
 
 PROMPTS, SAMPLES, PROMPT_TOKENS, COMPLETION_TOKENS = 4, 4, 512, 256

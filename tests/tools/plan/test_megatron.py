@@ -8,8 +8,8 @@ import pytest
 
 from fovea.config.loading import load_config
 from fovea.config.run import Config
-from fovea.errors import ConfigError
-from fovea.tools.plan.plan import advice_for, make_plan
+from fovea_gym.errors import ConfigError
+from fovea_tools.plan.plan import advice_for, make_plan
 from tests.tools.plan.published import FEW_PROMPTS, QWEN2_5_VL_7B, RECIPES, folder_of
 
 BASE = [RECIPES / "geo3k_qwen2_5_vl_7b.yaml", RECIPES / "megatron_qwen2_5_vl.yaml"]

@@ -10,12 +10,12 @@ from fovea.config.loading import load_config
 from fovea.config.run import Config
 from fovea.models.recompute import Recompute, kept_bytes, recompute_activations
 from fovea.models.vlm import VLM
-from fovea.tools.plan.activations import Numerics, decoder_stages, embedding_stage, expert_weights, head_stage
-from fovea.tools.plan.model_sizes import model_sizes
-from fovea.tools.plan.plan import make_plan
-from fovea.tools.plan.workload import RowShape
 from fovea.train.packing import pack_row
 from fovea.train.update_metrics import ActivationMeter
+from fovea_tools.plan.activations import Numerics, decoder_stages, embedding_stage, expert_weights, head_stage
+from fovea_tools.plan.model_sizes import model_sizes
+from fovea_tools.plan.plan import make_plan
+from fovea_tools.plan.workload import RowShape
 from tests.tiny_models import CPU, random_completions, renderer, save, tiny, user
 from tests.tools.plan.published import wide
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from fovea.errors import ConfigError
 from fovea.models.vlm import VLM
-from fovea.tools.families.tiny import KINDS, save_tiny_kind
-from fovea.tools.plan.model_sizes import model_sizes
-from fovea.tools.plan.plan import make_plan
+from fovea_gym.errors import ConfigError
+from fovea_tools.families.tiny import KINDS, save_tiny_kind
+from fovea_tools.plan.model_sizes import model_sizes
+from fovea_tools.plan.plan import make_plan
 from tests.hub_models import Loaded, needs_image_processors
 from tests.tiny_models import CORPUS, image, user
 from tests.tools.plan.saved import GROUPS, config_for, measured_and_planned

@@ -17,13 +17,13 @@ from typer.testing import CliRunner
 from fovea.cli.main import app
 from fovea.config.loading import load_config
 from fovea.config.run import Config
-from fovea.errors import ConfigError
 from fovea.models.recompute import Recompute, recompute_activations
 from fovea.models.vlm import VLM
-from fovea.tools.plan.activations import Numerics
-from fovea.tools.plan.model_sizes import ModelSizes, model_sizes
-from fovea.tools.plan.plan import RunPlan, advice_for, changes_for, make_plan, with_settings
-from fovea.tools.plan.rollout import decode_copies
+from fovea_gym.errors import ConfigError
+from fovea_tools.plan.activations import Numerics
+from fovea_tools.plan.model_sizes import ModelSizes, model_sizes
+from fovea_tools.plan.plan import RunPlan, advice_for, changes_for, make_plan, with_settings
+from fovea_tools.plan.rollout import decode_copies
 from tests.policies import make_batch, make_policy
 from tests.tables import table
 from tests.tiny_models import FAMILIES, image, renderer, save, tiny, user

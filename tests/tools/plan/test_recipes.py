@@ -14,11 +14,11 @@ from fovea.config.recipes import shipped_recipes
 from fovea.config.run import Config
 from fovea.models.processor import load_processor
 from fovea.models.render import Renderer
-from fovea.tools.plan.machine import GIB, machine_of
-from fovea.tools.plan.plan import RunPlan, make_plan
 from fovea.wiring.environment import make_environment
 from fovea.wiring.images import make_opener
 from fovea.wiring.model import locate_model
+from fovea_tools.plan.machine import GIB, machine_of
+from fovea_tools.plan.plan import RunPlan, make_plan
 from tests.tools.plan.published import (
     QWEN2_5_VL_3B,
     QWEN2_5_VL_7B,

@@ -9,11 +9,11 @@ from typer.testing import CliRunner
 
 from fovea.cli.main import app
 from fovea.config.run import Config
-from fovea.errors import ConfigError
-from fovea.tools.plan.engine import CACHE
-from fovea.tools.plan.model_sizes import ModelSizes
-from fovea.tools.plan.plan import RunPlan, advice_for, make_plan
-from fovea.tools.plan.states import ENGINE
+from fovea_gym.errors import ConfigError
+from fovea_tools.plan.engine import CACHE
+from fovea_tools.plan.model_sizes import ModelSizes
+from fovea_tools.plan.plan import RunPlan, advice_for, make_plan
+from fovea_tools.plan.states import ENGINE
 from tests.tools.plan.published import (
     FEW_PROMPTS,
     QWEN2_5_VL_7B,

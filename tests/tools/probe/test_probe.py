@@ -17,14 +17,14 @@ from fovea.config.recipes import shipped_recipe
 from fovea.config.sections import Cluster, Plan
 from fovea.models.shared_prefix.layout import shared_prefix_layout
 from fovea.models.varlen import HeadShape
-from fovea.tools.plan.compute import UPDATE_MFU
-from fovea.tools.plan.machine import machine_of
-from fovea.tools.plan.plan import make_plan
-from fovea.tools.plan.table import plan_tables
-from fovea.tools.probe import gpu, kernels, rates
-from fovea.tools.probe.gpu import expected
-from fovea.tools.probe.kernels import plain_attention
-from fovea.tools.probe.rates import Check, CheckFailed, Rates, run_checks, with_cpu_rates
+from fovea_tools.plan.compute import UPDATE_MFU
+from fovea_tools.plan.machine import machine_of
+from fovea_tools.plan.plan import make_plan
+from fovea_tools.plan.table import plan_tables
+from fovea_tools.probe import gpu, kernels, rates
+from fovea_tools.probe.gpu import expected
+from fovea_tools.probe.kernels import plain_attention
+from fovea_tools.probe.rates import Check, CheckFailed, Rates, run_checks, with_cpu_rates
 from tests.runs import fovea_here
 
 CPU = torch.device("cpu")

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from fovea.config.base import Tree, leaves
 from fovea.config.elsewhere import systems
 from fovea.config.loading import load_config
 from fovea.config.recipes import read_recipe, recipes_folder, shipped_recipes
-from fovea.tools.importer.interpolation import Given
-from fovea.tools.importer.translate import translate
-from fovea.tools.published.catalogue import PublishedResult, published_results
+from fovea_gym.settings.base import Tree, leaves
+from fovea_tools.importer.interpolation import Given
+from fovea_tools.importer.translate import translate
+from fovea_tools.published.catalogue import PublishedResult, published_results
 
 ROOT = Path(__file__).parents[3]
 RESULTS = published_results()

@@ -18,8 +18,8 @@ from typer.testing import CliRunner, Result
 from fovea.cli.main import app
 from fovea.config.recipes import shipped_recipes
 from fovea.metrics.log import read_metrics
-from fovea.tools.published.catalogue import find_result, published_results
-from fovea.tools.published.reproduce import prepare
+from fovea_tools.published.catalogue import find_result, published_results
+from fovea_tools.published.reproduce import prepare
 from tests.environments.files import row
 from tests.environments.grounding.layouts import gui_r1, lines, picture, vlm_r1_conversations
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from fovea.config.environments import GeoSpotEnvironment, VqaEnvironment
 from fovea.config.loading import load_config
 from fovea.config.recipes import shipped_recipe
-from fovea.errors import ConfigError, DataError, FoveaError
-from fovea.tools.workflows.inputs import (
+from fovea_gym.errors import ConfigError, DataError, FoveaError
+from fovea_gym.settings.environments import GeoSpotEnvironment, VqaEnvironment
+from fovea_tools.workflows.inputs import (
     RECIPES,
     EvaluationInputs,
     TrainingInputs,
@@ -23,7 +23,7 @@ from fovea.tools.workflows.inputs import (
     read_inputs,
     settings_of,
 )
-from fovea.tools.workflows.training import new_run, overrides_for
+from fovea_tools.workflows.training import new_run, overrides_for
 from tests.tables import table
 
 PUBLISHED = {

@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 
 from fovea.config.loading import load_config
 from fovea.config.recipes import shipped_recipe
-from fovea.errors import ConfigError
+from fovea_gym.errors import ConfigError
 from tests.runs import ROOT
 from tests.tools.workflows.mixtrain_platform import platform
 from tests.tools.workflows.small import SETTINGS, geospot_rows, model
@@ -28,9 +28,9 @@ _introspect = pytest.importorskip("mixtrain._introspect")
 sdk_checkpoint = pytest.importorskip("mixtrain.types._checkpoint")
 from mixtrain.cli.utils import expand_file_args  # noqa: E402
 
-from fovea.tools.workflows import mixtrain as ours  # noqa: E402
-from fovea.tools.workflows.inputs import RECIPES, EvaluationInputs, TrainingInputs  # noqa: E402
-from fovea.tools.workflows.mixtrain import IMAGE, VLMRLEval, VLMRLTraining  # noqa: E402
+from fovea_tools.workflows import mixtrain as ours  # noqa: E402
+from fovea_tools.workflows.inputs import RECIPES, EvaluationInputs, TrainingInputs  # noqa: E402
+from fovea_tools.workflows.mixtrain import IMAGE, VLMRLEval, VLMRLTraining  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,8 @@ from fovea.cli.main import app
 from fovea.config.loading import load_config
 from fovea.config.run import Config
 from fovea.metrics.log import read_metrics
-from fovea.tools.workflows.inputs import TrainingInputs
-from fovea.tools.workflows.training import final_reward, new_run
+from fovea_tools.workflows.inputs import TrainingInputs
+from fovea_tools.workflows.training import final_reward, new_run
 from tests.tools.workflows.small import SETTINGS, geospot_rows, model, vqa_rows
 
 

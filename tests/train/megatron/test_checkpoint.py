@@ -11,7 +11,7 @@ import torch
 
 from fovea.config.backends import MegatronBackend
 from fovea.config.model import Model
-from fovea.errors import ConfigError, TrainError
+from fovea.errors import TrainError
 from fovea.models.load import load_network
 from fovea.models.processor import load_processor
 from fovea.models.trainable import adapted_weights, choose_trainable, factored_weights, merged
@@ -20,6 +20,7 @@ from fovea.train.megatron.checkpoint import COUNTS, STATE
 from fovea.train.model_division import check_division, check_experts
 from fovea.train.torch.sharding import copy_weights
 from fovea.wiring.megatron import saved_by_megatron
+from fovea_gym.errors import ConfigError
 from tests.policies import make_batch, named, weights_of, with_advantage
 from tests.tiny_models import save, tiny
 from tests.train.megatron.equal_steps import (

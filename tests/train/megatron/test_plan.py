@@ -15,12 +15,12 @@ from benchmarks.torch_memory import AllocationTrace
 from fovea.config.run import Config
 from fovea.models.recompute import Recompute
 from fovea.models.tiny import TinyParts
-from fovea.tools.plan.activations import Numerics
-from fovea.tools.plan.megatron import held_states, update_peak
-from fovea.tools.plan.model_sizes import model_sizes
-from fovea.tools.plan.workload import Roles, roles_of, workload_of
 from fovea.train.base import Needs
 from fovea.types import Batch, Sample, SampleGroup
+from fovea_tools.plan.activations import Numerics
+from fovea_tools.plan.megatron import held_states, update_peak
+from fovea_tools.plan.model_sizes import model_sizes
+from fovea_tools.plan.workload import Roles, roles_of, workload_of
 from tests.process_ranks import run_group
 from tests.tiny_models import image, renderer, save, tiny, user
 from tests.tools.plan.published import wide

@@ -15,13 +15,13 @@ from fovea.commands.exporting.export import export
 from fovea.commands.targets import parse_target, shared_settings
 from fovea.config.loading import load_config
 from fovea.config.model import Model
-from fovea.errors import ConfigError
 from fovea.metrics.log import read_metrics
 from fovea.models.adapter_files import ADAPTER_WEIGHTS
 from fovea.models.load import load_network
 from fovea.models.trainable import choose_trainable, factored_weights
 from fovea.report.about import CONFIG_FILE
 from fovea.utils.checksum import bit_hash, combined
+from fovea_gym.errors import ConfigError
 from tests.policies import weights_of
 from tests.rollout.short_runs import check_exact, wait_for_steps
 from tests.runs import untimed

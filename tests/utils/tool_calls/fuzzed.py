@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from fovea.types import ToolCall, ToolSpec
+from fovea_gym.types import ToolCall, ToolSpec
 
 TEMPLATES = {"json": "qwen3_vl.jinja", "xml": "qwen3_5_nothink.jinja", "gemma": "gemma4_v5.jinja"}
 """A family's template for each format, as TRL keeps them."""

@@ -10,9 +10,9 @@ from trl.chat_template_utils import gemma4_template, qwen3_5_template, qwen3_tem
 
 from fovea.errors import ModelError
 from fovea.models.render import as_listed
-from fovea.types import ToolCall, ToolSpec
-from fovea.utils.tool_calls.base import BadCall
-from fovea.utils.tool_calls.detect import format_of, reads_tools
+from fovea.models.tool_calls import format_of, reads_tools
+from fovea_gym.tools.calls.base import BadCall
+from fovea_gym.types import ToolCall, ToolSpec
 from tests.tables import table
 from tests.utils.tool_calls.fuzzed import TEMPLATES, answer_by_template, fuzzed, template
 

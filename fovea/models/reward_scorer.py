@@ -1,0 +1,71 @@
+"""A reward model in the format of transformers: a sequence classifier with one output, from a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Lock
+
+import torch
+from PIL.Image import Image
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, BatchEncoding
+
+from fovea.errors import ModelError
+from fovea.utils.config_keys import check_config_keys
+from fovea_gym.errors import ScoreError
+from fovea_gym.settings.rewards import RewardModel
+from fovea_gym.utils.shown_text import special_marks, without_marks
+
+
+class RewardScorer:
+    """A scorer of an answer to a question. It reads only text, and knows of the image only what the question says."""
+
+    def __init__(self, settings: RewardModel) -> None:
+        """Weights come from safetensors, code from transformers; ModelError names what the folder lacks."""
+        self._path = path = Path(settings.path)
+        if not list(path.glob("*.safetensors")):
+            raise ModelError(
+                f"reward_model.path: {path} holds no *.safetensors (other formats can run code); name the "
+                "folder of a sequence classifier saved as safetensors"
+            )
+        try:
+            check_config_keys(str(path), "main", "reward_model.path")
+            self._tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            model = AutoModelForSequenceClassification.from_pretrained(
+                path, local_files_only=True, use_safetensors=True, trust_remote_code=False
+            )
+        except ModelError:
+            raise
+        except (OSError, ValueError, KeyError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise ModelError(f"reward_model.path: {path} cannot be loaded ({reason}); correct it") from error
+        if model.config.num_labels != 1:
+            raise ModelError(
+                f"reward_model.path: {path} has {model.config.num_labels} outputs, and a reward is one "
+                "number; name a model with num_labels=1"
+            )
+        self._marks = special_marks(self._tokenizer)
+        self._model = model.eval().to(settings.device)
+        self._lock = Lock()
+
+    def score(self, question: str, answer: str, images: Sequence[Image] = ()) -> float:
+        """The logistic function of the model's output: 0..1. It does not look at `images`."""
+        encoded = self._encoded(question, without_marks(answer, self._marks))
+        length, limit = encoded["input_ids"].shape[1], getattr(self._model.config, "max_position_embeddings", None)
+        if limit is not None and length > limit:
+            raise ScoreError(
+                f"the reward model {self._path} reads {limit} tokens, and question and answer have {length}; lower "
+                "rollout.max_new_tokens"
+            )
+        with self._lock, torch.inference_mode():
+            logits = self._model(**encoded.to(self._model.device)).logits
+        return float(torch.sigmoid(logits[0, 0].float()))
+
+    def _encoded(self, question: str, answer: str) -> BatchEncoding:
+        if self._tokenizer.chat_template is None:
+            encoded = self._tokenizer(question, answer, return_tensors="pt")
+        else:
+            chat = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            encoded = self._tokenizer.apply_chat_template(chat, return_tensors="pt", return_dict=True)
+        assert isinstance(encoded, BatchEncoding), type(encoded)
+        return encoded

@@ -1,0 +1,78 @@
+"""Means over rows with their 95 % confidence intervals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+Z_95 = 1.959964
+"""97.5 % point of the standard normal distribution."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A mean over rows with its 95 % confidence interval."""
+
+    mean: float
+    low: float
+    high: float
+    n: int
+    """Number of rows."""
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """Mean of accuracies, in 0..1, with the one interval of an accuracy wherever it is shown.
+
+    Wilson's where all values are 0 or 1; partial credits vary less than right and wrong answers of the same mean, and
+    have the normal one of their rows and two more, a 0 and a 1, cut off at 0 and 1. Without these, some rows that are
+    all nearly right would say that a wrong one is next to impossible. (Agresti and Coull, The American Statistician 52,
+    1998, add four to a share.) Of equal values the spread is not known, and Wilson's is never too narrow.
+    """
+    if not values:
+        return Estimate(mean=math.nan, low=math.nan, high=math.nan, n=0)
+    n, mean = len(values), float(np.mean(values))
+    if _are_shares(values) or len(set(values)) == 1:
+        return share_estimate(mean, n)
+    found = mean_estimate([*values, 0.0, 1.0])
+    return Estimate(mean=mean, low=max(0.0, found.low), high=min(1.0, found.high), n=n)
+
+
+def share_estimate(fraction: float, n: int) -> Estimate:
+    """A share of n rows, n at least 1, with its Wilson interval."""
+    low, high = wilson_interval(fraction, n)
+    return Estimate(mean=fraction, low=low, high=high, n=n)
+
+
+def mean_estimate(values: Sequence[float]) -> Estimate:
+    """Mean of rewards or their parts: Wilson's interval where all are 0 or 1, else the normal one.
+
+    The normal interval is mean +- 1.96 s / sqrt(n), with the sample's own s (n - 1). Of one value it is (nan, nan).
+    """
+    n, mean = len(values), float(np.mean(values)) if values else math.nan
+    if n and _are_shares(values):
+        return share_estimate(mean, n)
+    half = Z_95 * float(np.std(values, ddof=1)) / math.sqrt(n) if n > 1 else math.nan
+    return Estimate(mean=mean, low=mean - half, high=mean + half, n=n)
+
+
+def _are_shares(values: Sequence[float]) -> bool:
+    return all(value in (0.0, 1.0) for value in values)
+
+
+def wilson_interval(fraction: float, n: int) -> tuple[float, float]:
+    """95 % Wilson score interval of a proportion of n trials; (0, 1) for n = 0.
+
+    Wilson, Probable inference, the law of succession, and statistical inference, JASA 22 (1927) 209-212; recommended by
+    Brown, Cai and DasGupta, Statistical Science 16 (2001) 101-133. Conservative for the mean p of values between 0
+    and 1, whose variance is at most p (1 - p).
+    """
+    if n == 0:
+        return 0.0, 1.0
+    z2 = Z_95**2
+    centre = (fraction + z2 / (2 * n)) / (1 + z2 / n)
+    half = Z_95 * math.sqrt(fraction * (1 - fraction) / n + z2 / (4 * n * n)) / (1 + z2 / n)
+    # of 0 and of n successes one bound is 0 and 1, which rounding misses by 1e-18
+    return 0.0 if fraction == 0 else max(0.0, centre - half), 1.0 if fraction == 1 else min(1.0, centre + half)

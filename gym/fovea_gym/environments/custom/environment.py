@@ -1,0 +1,136 @@
+"""A class of the user's as an environment: its rows checked, its errors named, its replies and sessions called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from fovea_gym.environments.base import Environment, Session, Split
+from fovea_gym.environments.custom.checks import (
+    check_answer,
+    check_demonstration,
+    check_messages,
+    check_task,
+    check_tasks,
+)
+from fovea_gym.environments.custom.grader import UserGrader, checked_score
+from fovea_gym.environments.sessions import WaitingReplies
+from fovea_gym.environments.stages import Stages
+from fovea_gym.errors import DataError, describe_error, named
+from fovea_gym.graders.base import NoScoreError
+from fovea_gym.graders.limited_calls import CallThreads, called
+from fovea_gym.types import Message, Score, Task, Turn
+
+
+class UserEnvironment(Environment):
+    """The rows and messages of a user's object. Without a method `reply` an episode has one turn."""
+
+    def __init__(self, user: Any, name: str) -> None:
+        """`user` has the methods that `custom.loading` checks; `name` is what messages call it."""
+        self._user = user
+        self._name = name
+        self.max_turns = getattr(user, "max_turns", 1)
+        self.answer_end = getattr(user, "answer_end", None)
+        if hasattr(user, "tools"):
+            self.tools = user.tools
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        with named(lambda error: DataError(f"{split}: {self._name}.tasks {describe_error(error)}; fix it")):
+            tasks: Sequence[Task] = self._user.tasks(split)
+            check_tasks(tasks, f"{self._name}.tasks({split!r})")
+        return tasks
+
+    def prompt(self, task: Task) -> Sequence[Message]:
+        check_task(task, f"{self._name}.tasks")  # it may have been made on access
+        messages: Sequence[Message] = self._checked("prompt", check_messages, task)
+        return messages
+
+    def reply(self, task: Task, turns: Sequence[Turn]) -> Sequence[Message] | None:
+        if not hasattr(self._user, "reply"):
+            return None
+
+        def check(messages: object, made: str) -> None:
+            if messages is not None:
+                check_messages(messages, made, ", or None to end the episode")
+
+        messages: Sequence[Message] | None = self._checked("reply", check, task, turns)
+        return messages
+
+    def target(self, task: Task) -> str:
+        answer: str = self._checked("target", check_answer, task)
+        return answer
+
+    def demonstration(self, task: Task) -> Sequence[str]:
+        if not hasattr(self._user, "demonstration"):
+            return (self.target(task),)
+        check = partial(check_demonstration, max_turns=self.max_turns)
+        answers: Sequence[str] = self._checked("demonstration", check, task)
+        return answers
+
+    def _checked(self, method: str, check: Callable[[Any, str], None], task: Task, *arguments: object) -> Any:
+        """The result of a method of the user's for a task; DataError, which names both, where it is wrong."""
+        made = f"{task.id}: {self._name}.{method}"
+        with named(lambda error: DataError(f"{made} {describe_error(error)}; fix it")):
+            returned = getattr(self._user, method)(task, *arguments)
+            check(returned, made)
+        return returned
+
+
+class UserSessions(UserEnvironment):
+    """The rows, messages and replies of a user's object: of its sessions, where it has a method `open`."""
+
+    def __init__(self, user: Any, name: str, threads: CallThreads) -> None:
+        """`threads` are those in which plain functions are called."""
+        super().__init__(user, name)
+        self._threads = threads
+
+    async def open(self, task: Task, seed: int) -> Session:
+        """Begin an episode; NoScoreError where what the user's `open` returns is not a session."""
+        if not hasattr(self._user, "open"):
+            return WaitingReplies(self._user.reply, task, self._threads)
+        opened = await called(self._threads, self._user.open, task, seed)
+        if not callable(getattr(opened, "reply", None)):
+            raise NoScoreError(
+                f"returned {type(opened).__name__}, which has no method reply; return an object with reply(turns)"
+            )
+        session = UserSession if not hasattr(opened, "score") else ScoringUserSession
+        return session(opened, task, self._threads)
+
+
+class UserSession:
+    """A session of the user's; its `close` may be missing."""
+
+    def __init__(self, opened: Any, task: Task, threads: CallThreads) -> None:
+        self._opened = opened
+        self._task = task
+        self._threads = threads
+
+    async def reply(self, turns: Sequence[Turn]) -> Sequence[Message] | None:
+        messages: Sequence[Message] | None = await called(self._threads, self._opened.reply, turns)
+        return messages
+
+    async def close(self) -> None:
+        if hasattr(self._opened, "close"):
+            await called(self._threads, self._opened.close)
+
+
+class ScoringUserSession(UserSession):
+    """A session of the user's that scores its episode."""
+
+    async def score(self, turns: Sequence[Turn]) -> Score:
+        """NoScoreError where it raises, or returns what is not a score."""
+        return checked_score(await called(self._threads, self._opened.score, turns), self._task, turns)
+
+
+def user_graders(user: Any, stages: Stages, name: str) -> tuple[UserGrader, ...]:
+    """The graders of a user's object, one for each of its stages."""
+    threads = CallThreads(name)
+    scorers = [user.at(stage) for stage in range(len(stages.stages))] or [user]
+    return tuple(UserGrader(getattr(scorer, "score", _no_score), threads) for scorer in scorers)
+
+
+def _no_score(task: Task, turns: Sequence[Turn]) -> Score:
+    raise NotImplementedError(
+        "neither the environment nor the session of this episode has a method score; add one to either"
+    )

@@ -1,0 +1,269 @@
+"""The user's code, `path/to/file.py:name`: imported, which runs its top level, and checked before the run begins.
+
+What it imports is found as if python had been started with the file.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib
+import importlib.util
+import inspect
+import itertools
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from fovea_gym.environments.custom.signatures import OWN_NAMES, RewardFunction, called_by_name, check_required
+from fovea_gym.errors import ConfigError, FoveaError, describe_error, result_or_error
+from fovea_gym.settings.environments import OwnEnvironment
+from fovea_gym.settings.rewards import FROM_PYTHON
+from fovea_gym.types import AnswerEnd
+
+OWN_PACKAGE = __name__.partition(".")[0]
+TASK, TURNS = ("task",), ("task", "turns")
+METHODS: Mapping[str, tuple[str, ...]] = {"tasks": ("split",), "prompt": TASK, "score": TURNS, "target": TASK}
+"""The methods of an environment, with the arguments that each is called with."""
+MORE_METHODS: Mapping[str, tuple[str, ...]] = {
+    **{"reply": TURNS, "open": ("task", "seed"), "demonstration": TASK, "tools": TASK},
+    "at": ("stage",),
+}
+"""The methods of environments of several turns, with or without sessions, and of several stages."""
+
+
+def load_reward(spec: str) -> RewardFunction:
+    """The function of `reward`; ConfigError where there is none that can be called."""
+    return checked_reward(load_named(spec, "reward"), spec)
+
+
+def checked_reward(function: object, name: str) -> RewardFunction:
+    """The reward function, one of another trainer's signature wrapped; ConfigError for what cannot be called as one."""
+    if not callable(function):
+        raise ConfigError(f"reward={name} is {type(function).__name__}, no function; name one")
+    if (published := called_by_name(function, name)) is not None:
+        return published
+    check_required(function, OWN_NAMES, name)
+    _check_call(function, ("task", "text", "images"), "reward", name)
+    return function
+
+
+def load_environment(settings: OwnEnvironment) -> Any:
+    """An instance of the class of `environment`; ConfigError where it is none, or lacks a method."""
+    spec = settings.file
+    made = load_named(spec, "environment")
+    if not isinstance(made, type):
+        raise ConfigError(f"environment={spec} is not a class; name one with the methods {', '.join(METHODS)}")
+    return checked_environment(_instance(made, settings), spec)
+
+
+def checked_environment(user: Any, name: str) -> Any:
+    """An object of the user's that has the methods of an environment; ConfigError where it lacks one."""
+    needed = METHODS.keys() | ({"at"} if hasattr(user, "stages") else set())
+    # its sessions may score
+    needed -= {"score"} if hasattr(user, "open") else set()
+    for method, parameters in {**METHODS, **MORE_METHODS}.items():
+        bound = getattr(user, method, None)
+        if bound is None and method not in needed:
+            continue
+        if not callable(bound):
+            raise ConfigError(f"environment={name} has no method {method}; add {method}({', '.join(parameters)})")
+        _check_call(bound, parameters, "environment", f"{name}.{method}")
+    _check_turns(user, name)
+    if not isinstance(end := getattr(user, "answer_end", None), AnswerEnd | None):
+        raise ConfigError(
+            f"environment={name} has answer_end={end!r}; set fovea.types.AnswerEnd(), for a box, or another one, "
+            'such as AnswerEnd(closing="</answer>")'
+        )
+    if hasattr(user, "stages") and not hasattr(user, "default_starts"):
+        raise ConfigError(
+            f"environment={name} has stages, but no default_starts; add the steps at which the second and later ones "
+            "begin, such as default_starts = (100, 300)"
+        )
+    return user
+
+
+def _check_turns(user: Any, name: str) -> None:
+    """An environment that replies says how often, and the reverse."""
+    max_turns = getattr(user, "max_turns", None)
+    for method in ("reply", "open"):
+        if hasattr(user, method) and max_turns is None:
+            fix = "add max_turns = 4, or another bound"
+            raise ConfigError(f"environment={name} has a method {method}, but no max_turns; {fix}")
+    if max_turns is not None and (not isinstance(max_turns, int) or max_turns < 1):
+        raise ConfigError(f"environment={name} has max_turns={max_turns!r}; set a whole number from 1 on")
+
+
+def _instance(made: type, settings: OwnEnvironment) -> object:
+    takes_settings = "settings" in inspect.signature(made).parameters
+    if settings.settings and not takes_settings:
+        raise ConfigError(
+            f"environment.settings is set, but {settings.file} takes none; write def __init__(self, settings), or "
+            "drop environment.settings"
+        )
+    instance, error = result_or_error(lambda: made(settings=dict(settings.settings)) if takes_settings else made())
+    if isinstance(error, FoveaError):
+        raise error
+    if error is not None:
+        raise ConfigError(f"environment={settings.file} cannot be made: it {describe_error(error)}; fix it")
+    return instance
+
+
+def load_named(spec: str, setting: str) -> object:
+    """The object that a file defines under a name."""
+    path, name = check_named(spec, setting)
+    module, error = result_or_error(lambda: import_file(path))
+    if error is not None:
+        raise ConfigError(f"{setting}: {path} cannot be imported: it {describe_error(error)}; fix it") from error
+    assert isinstance(module, ModuleType), path
+    if not hasattr(module, name):
+        near = difflib.get_close_matches(name, vars(module), n=1)
+        public = [each for each, value in vars(module).items() if not each.startswith("_") and callable(value)]
+        others = ", ".join(public) or "it defines none"
+        meant = f"did you mean {near[0]}?" if near else f"define it, or name another: {others}"
+        raise ConfigError(f"{setting}={spec}: {path} has no {name}; {meant}")
+    return getattr(module, name)
+
+
+def check_named(spec: str, setting: str) -> tuple[Path, str]:
+    """The file and the name that `path/to/file.py:name` gives; ConfigError for another form, or where no file is."""
+    if spec.startswith(FROM_PYTHON):
+        raise ConfigError(_is_from_python(spec, setting))
+    file, _, name = spec.rpartition(":")
+    if not file.endswith(".py") or not name.isidentifier():
+        raise ConfigError(f"{setting}={spec} does not name a file and something in it; write path/to/file.py:name")
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise ConfigError(f"{setting}={spec}: there is no file {path} in {Path.cwd()}; fix the path")
+    return path, name
+
+
+def _is_from_python(spec: str, setting: str) -> str:
+    """Advice for settings that name an object of a Python program when none was given."""
+    made_in_place = " (a lambda or a local name has to become a def or class at the top of one)"
+    return (
+        f"{setting}={spec} is an object that Python code has given, and is in no file that is named; give it again "
+        f"from Python, to resume with fovea.GRPO(recipe='RUN/config.yaml', {setting}=..., resume='auto') or fovea.PPO, "
+        f"to evaluate with fovea.evaluate('RUN', {setting}=...); for `fovea eval` and new runs name the same code in a "
+        f"file, {setting}=path/to/file.py:name{made_in_place if '<' in spec else ''}"
+    )
+
+
+def name_of(given: object) -> str:
+    """The name of an object that Python code has given, `python:module.name`: of a function, or of its class."""
+    while isinstance(given, partial):
+        given = given.func
+    named = given if hasattr(given, "__qualname__") else type(given)
+    return f"{FROM_PYTHON}{named.__module__}.{named.__qualname__}"
+
+
+def _check_call(function: Callable[..., object], parameters: Sequence[str], setting: str, shown: str) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some functions written in C have no signature
+        return
+    try:
+        signature.bind(*parameters)
+    except TypeError:
+        name, listed = shown.rpartition(":")[2], ", ".join(parameters)
+        last = name.rpartition(".")[2]
+        fix = f"lambda {listed}: ..." if last == "<lambda>" else f"def {last}({listed})"
+        raise ConfigError(
+            f"{setting}: {shown} takes {signature}, but is called as {name}({listed}); write {fix}"
+        ) from None
+
+
+def import_file(path: Path) -> ModuleType:
+    """Run a file as a separate module, anew with each call; raises whatever the file does."""
+    name = f"fovea_own_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None, f"{path} ends in .py"
+    assert spec.loader is not None, f"{path} ends in .py"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # data classes look their module up there
+    with _modules_beside(path.resolve().parent):
+        spec.loader.exec_module(module)
+    return module
+
+
+def imported_files(path: Path) -> list[Path]:
+    """Files that a file imports from its folder or the working directory, by itself or by others, as its text says."""
+    found, unread = set[Path](), [path.resolve()]
+    while unread:
+        file = unread.pop()
+        new = {each.resolve() for each in _candidates(file, path.resolve().parent) if each.is_file()} - found
+        found |= new
+        unread += [each for each in new if each.suffix == ".py"]
+    return sorted(found - {path.resolve()})
+
+
+def _candidates(file: Path, beside: Path) -> Iterator[Path]:
+    """Paths that the modules which a file imports would have, those of their packages included."""
+    for level, name in _imported_names(file):
+        roots = file.parents[level - 1 : level] if level else (beside, Path.cwd())
+        parts = name.split(".")
+        for root, number in itertools.product(roots, range(1, len(parts) + 1)):
+            if parts[0] != OWN_PACKAGE:
+                module = root.joinpath(*parts[:number])
+                yield from (module.with_name(f"{module.name}.py"), module / "__init__.py")
+
+
+def _imported_names(file: Path) -> Iterator[tuple[int, str]]:
+    """Number of leading dots and dotted name of each import in a file; none of a file that is not Python."""
+    with suppress(SyntaxError, ValueError):
+        for node in ast.walk(ast.parse(file.read_bytes())):
+            if isinstance(node, ast.Import):
+                yield from ((0, alias.name) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                # what is imported from a package may be a module of it
+                yield from ((node.level, f"{node.module or ''}.{alias.name}".strip(".")) for alias in node.names)
+
+
+@contextmanager
+def _modules_beside(folder: Path) -> Iterator[None]:
+    """Search modules first in a folder, then in the working directory, then as before.
+
+    Afterwards both are searched last, for imports within functions, so that no file there takes the place of an
+    installed package that is yet to be imported.
+    """
+    folders = dict.fromkeys((str(folder), str(Path.cwd())))
+    others = _modules_of_other_folders(folder)
+    for name in others:
+        del sys.modules[name]
+    sys.path[:0] = folders
+    importlib.invalidate_caches()  # a file may be newer than the listing of its folder
+    try:
+        yield
+    finally:
+        for each in folders:
+            with suppress(ValueError):  # the file has removed it
+                sys.path.remove(each)
+        sys.path += [each for each in folders if each not in sys.path]
+        # found under their names again by the code that imported them; later ones live on in theirs
+        names = {name.partition(".")[0] for name in others}
+        for name in [name for name in sys.modules if name.partition(".")[0] in names]:
+            del sys.modules[name]
+        sys.modules.update(others)
+
+
+def _modules_of_other_folders(folder: Path) -> dict[str, ModuleType]:
+    """Modules that a file in this folder would be given in place of those beside it: of one name, from elsewhere."""
+    beside = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/__init__.py")}
+    names = {
+        name
+        for name in beside & sys.modules.keys() - sys.stdlib_module_names - {OWN_PACKAGE}
+        if _is_from_elsewhere(sys.modules[name], folder)
+    }
+    return {name: module for name, module in sys.modules.items() if name.partition(".")[0] in names}
+
+
+def _is_from_elsewhere(module: ModuleType, folder: Path) -> bool:
+    """True if a module is of a file in another folder, and of no installed package."""
+    file = getattr(module, "__file__", None)
+    known = (folder, *(Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")))
+    return file is not None and not any(Path(file).resolve().is_relative_to(each.resolve()) for each in known)

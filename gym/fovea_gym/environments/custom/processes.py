@@ -1,0 +1,180 @@
+"""Calls of the user's rewards in processes: one whose call is late is killed, and another is started.
+
+A thread that holds the interpreter lock stops its whole process, and cannot be killed. Tasks go as pickles, since rows
+hold arrays and pictures; answers come as JSON, so that nothing of theirs is unpickled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import signal
+import socket
+import struct
+from asyncio import IncompleteReadError, StreamReader, StreamWriter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from fovea_gym.errors import ConfigError, first_line, named
+from fovea_gym.graders.base import NoScoreError
+from fovea_gym.processes.child import ChildProcess
+from fovea_gym.types import Score, Task, Turn
+from fovea_gym.utils.launch import module_command, with_this_fovea, without_torchrun
+
+HEADER = struct.Struct("!Q")
+"""Before each message, in both directions: its length in bytes."""
+MAX_ANSWER_BYTES = 2**24
+START_SECONDS = 300.0
+"""Longest start of a process, which may load a model."""
+END_SECONDS = 5.0
+"""Longest end of a process that has closed its socket."""
+POLL_SECONDS = 0.01
+_SCORES = TypeAdapter(Score)
+
+
+class RewardProcesses:
+    """A grader of which each call has a process; a process that has answered waits for the next call."""
+
+    def __init__(self, module: str, settings: Mapping[str, Any], name: str, timeout_seconds: float) -> None:
+        """`module` is run with the descriptor of a socket, by which it gets `settings`; `name` is for messages."""
+        self._command = module_command(module)
+        self._settings = json.dumps(settings).encode()
+        self._name = name
+        self._timeout_seconds = timeout_seconds
+        self._idle: list[RewardProcess] = []
+
+    async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+        """NoScoreError where a call fails or is late, not counting the start; ConfigError where the import fails."""
+        why = "cannot be called in a process, since the task holds an object that cannot be pickled"
+        with named(lambda error: NoScoreError(f"{why} ({first_line(error)})")):
+            message = pickle.dumps((task, turns[-1].text), protocol=pickle.HIGHEST_PROTOCOL)
+        try:
+            try:
+                answer = await self._ask(await self._waiting(), message)
+            except UnreadError:
+                answer = await self._ask(await self._start(), message)
+        except EOFError as error:
+            raise NoScoreError(f"ended its process ({error})") from error
+        if "failed" in answer:
+            raise NoScoreError(answer["failed"])
+        return _SCORES.validate_python(answer)
+
+    async def _ask(self, process: RewardProcess, message: bytes) -> dict[str, Any]:
+        """The answer of a process, which then waits for the next call; EOFError says how a process has ended."""
+        try:
+            async with asyncio.timeout(self._timeout_seconds):
+                answer = await process.ask(message)
+        except TimeoutError as error:
+            await process.kill()
+            text = f"took more than reward_timeout_seconds={self._timeout_seconds:g}, and its process was killed"
+            raise NoScoreError(text) from error
+        except EOFError as error:
+            raise type(error)(await process.ended()) from error
+        except BaseException:
+            await process.kill()
+            raise
+        self._idle.append(process)
+        return answer
+
+    async def aclose(self) -> None:
+        """End the processes that wait for a call; those amid one end as it is cancelled."""
+        while self._idle:
+            await self._idle.pop().kill()
+
+    async def _waiting(self) -> RewardProcess:
+        while self._idle:
+            process = self._idle.pop()
+            if process.is_running:
+                return process
+            await process.kill()
+        return await self._start()
+
+    async def _start(self) -> RewardProcess:
+        process = RewardProcess(self._command)
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                problem = (await process.ask(self._settings)).get("problem")
+        except EOFError:
+            problem = f"reward={self._name} cannot be imported: it ended its process ({await process.ended()}); fix it"
+        except TimeoutError:
+            problem = f"reward={self._name} was not imported within {START_SECONDS:g} s; make its import faster"
+        except BaseException:
+            await process.kill()
+            raise
+        if problem is not None:
+            await process.kill()
+            raise ConfigError(problem)
+        return process
+
+
+class UnreadError(EOFError):
+    """A process ended before it read the message, which is therefore not the cause."""
+
+
+class RewardProcess:
+    """The trainer's end of the socket to one process."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            environment = with_this_fovea(without_torchrun(os.environ))
+            self._process = ChildProcess([*command, str(theirs.fileno())], environment, pipe=theirs.fileno())
+        self._streams: tuple[StreamReader, StreamWriter] | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.exit_code is None
+
+    async def ask(self, message: bytes) -> dict[str, Any]:
+        """The answer to a message; EOFError where the process has ended, UnreadError if it had not read the message."""
+        if self._streams is None:
+            self._streams = await asyncio.open_connection(sock=self._socket)
+        reader, writer = self._streams
+        try:
+            writer.write(HEADER.pack(len(message)) + message)
+            await writer.drain()
+            (size,) = HEADER.unpack(await reader.readexactly(HEADER.size))
+            if size > MAX_ANSWER_BYTES:
+                raise NoScoreError(f"returned a score of {size / 2**20:.0f} MiB; return fewer or smaller parts")
+            answer: dict[str, Any] = json.loads(await reader.readexactly(size))
+        except ConnectionError as error:
+            # of a broken pipe, or of a reset: Linux resets a socket that is closed with unread bytes
+            raise UnreadError from error
+        except IncompleteReadError as error:
+            raise EOFError from error
+        return answer
+
+    async def ended(self) -> str:
+        """How a process has ended that has closed its socket, for which it has some seconds before it is killed."""
+        # the kernel closes the socket first, and may then write a core file or free much memory
+        with suppress(TimeoutError):
+            async with asyncio.timeout(END_SECONDS):
+                await self._exit_code()
+        return await self.kill()
+
+    async def kill(self) -> str:
+        """Kill the process, unless it has ended by itself, and all that it has started; returns how it ended."""
+        self._process.kill()
+        if self._streams is None:
+            self._socket.close()
+        else:
+            self._streams[1].close()
+        code = await self._exit_code()
+        return f"exit code {code}" if code >= 0 else f"killed by signal {-code}, {signal.strsignal(-code)}"
+
+    async def _exit_code(self) -> int:
+        """The exit code once there is one, negative for a signal; other calls go on meanwhile."""
+        while (code := self._process.exit_code) is None:
+            await asyncio.sleep(POLL_SECONDS)
+        return code
+
+
+def score_to_json(score: Score) -> dict[str, Any]:
+    """A score as the answer of a process, which knows of no turns."""
+    answer: dict[str, Any] = _SCORES.dump_python(score, mode="json", exclude={"turns"})
+    return answer

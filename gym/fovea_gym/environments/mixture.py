@@ -1,0 +1,179 @@
+"""Several environments in one run, each with its own rows, prompts and graders: a mixture deals every task to its own.
+
+A task has the id `PART/ID` and the kind `PART` or `PART/KIND`, so that metrics by question type are by part, too. A
+part comes by its share, whatever its number of rows: `MixedTasks.shares` weighs kinds for `data.order.Order`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from fovea_gym.environments.answer_end import declared_end
+from fovea_gym.environments.base import Environment, LimitsSessions, OpensSessions, Session, Split, UsesTools
+from fovea_gym.environments.sessions import LimitedSessions, open_session
+from fovea_gym.errors import ConfigError, DataError
+from fovea_gym.graders.grading import Grading
+from fovea_gym.rows.tasks import LazyTasks, RowPlace, kinds_of, place_of
+from fovea_gym.tools.base import Tool
+from fovea_gym.types import Message, Score, Task, Turn
+
+ALL = "all"
+"""The kind of tasks whose environment tells no kinds apart."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One environment of a mixture, with the graders of its answers."""
+
+    environment: Environment
+    grading: Grading
+    share: float
+    """How often its rows are drawn, relative to the shares of the other parts."""
+    tools: Sequence[Tool] = ()
+    """Tools that its model may call beside those of the environment (`wiring.tools.with_tools`)."""
+
+
+class Mixture(Environment):
+    """The environments of `parts`, by name; a split holds the rows of that split in all parts."""
+
+    def __init__(self, parts: Mapping[str, Part]) -> None:
+        self._parts = parts
+        self.max_turns = max(part.environment.max_turns for part in parts.values())
+        first, *others = [declared_end(part.environment) for part in parts.values()]
+        self.answer_end = first if all(end == first for end in others) else None
+        self.graders = (MixtureGrader(parts),)
+        if any(part.tools or isinstance(part.environment, UsesTools) for part in parts.values()):
+            self.tools = self._tools_of
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        tasks: dict[str, Sequence[Task]] = {}
+        for name, part in self._parts.items():
+            with errors_of_part(name):
+                tasks[name] = part.environment.tasks(split)
+        return MixedTasks(tasks, self._parts)
+
+    def prompt(self, task: Task) -> Sequence[Message]:
+        part, own = part_and_task(task, self._parts)
+        return part.environment.prompt(own)
+
+    def _tools_of(self, task: Task) -> Sequence[Tool]:
+        part, own = part_and_task(task, self._parts)
+        return part.environment.tools(own) if isinstance(part.environment, UsesTools) else ()
+
+    def turns_of(self, task: Task) -> int:
+        return part_and_task(task, self._parts)[0].environment.max_turns
+
+    def reply(self, task: Task, turns: Sequence[Turn]) -> Sequence[Message] | None:
+        part, own = part_and_task(task, self._parts)
+        return part.environment.reply(own, turns)
+
+    def target(self, task: Task) -> str:
+        part, own = part_and_task(task, self._parts)
+        return part.environment.target(own)
+
+    def demonstration(self, task: Task) -> Sequence[str]:
+        part, own = part_and_task(task, self._parts)
+        return part.environment.demonstration(own)
+
+    def changed(self, change: Callable[[str, Part], Environment]) -> Mixture:
+        """The mixture with each part's environment as `change` makes it of the part's name and the part."""
+        return mixture_of({name: replace(part, environment=change(name, part)) for name, part in self._parts.items()})
+
+
+class MixtureWithSessions(Mixture):
+    """A mixture of which some parts have sessions; the smallest limit of open sessions among them holds for all."""
+
+    def __init__(self, parts: Mapping[str, Part]) -> None:
+        super().__init__(parts)
+        limited = [part.environment for part in parts.values()]
+        self.max_open = min(each.max_open for each in limited if isinstance(each, LimitsSessions))
+
+    async def open(self, task: Task, seed: int) -> Session:
+        part, own = part_and_task(task, self._parts)
+        return await open_session(part.environment, own, seed)
+
+
+def without_scores(environment: Environment) -> Environment:
+    """The same environment, whose episodes graders score, if its sessions would."""
+    if isinstance(environment, Mixture):
+        return environment.changed(lambda _, part: without_scores(part.environment))
+    return environment.without_scores() if isinstance(environment, LimitedSessions) else environment
+
+
+def mixture_of(parts: Mapping[str, Part]) -> Mixture:
+    """The mixture of these parts."""
+    has_sessions = any(isinstance(part.environment, OpensSessions) for part in parts.values())
+    return MixtureWithSessions(parts) if has_sessions else Mixture(parts)
+
+
+class MixedTasks(LazyTasks):
+    """The tasks of all parts under names of the mixture, spread so that every prefix holds parts by their rows."""
+
+    def __init__(self, tasks: Mapping[str, Sequence[Task]], parts: Mapping[str, Part]) -> None:
+        self._names = list(tasks)
+        self._tasks = list(tasks.values())
+        rows = [(number, row) for number, own in enumerate(self._tasks) for row in range(len(own))]
+        # evaluations read the first rows of a split
+        self._rows = sorted(rows, key=lambda place: ((place[1] + 0.5) / len(self._tasks[place[0]]), place[0]))
+        self._shares = {name: parts[name].share for name in tasks}
+        kinds_of_parts = [kinds_of(own) for own in self._tasks]
+        kinds = [_kind(self._names[number], kinds_of_parts[number][row]) for number, row in self._rows]
+        super().__init__(self._mixed, range(len(kinds)), kind_of=kinds.__getitem__)
+
+    @property
+    def shares(self) -> Mapping[str, float]:
+        """The weight of each kind relative to its share of the rows, by which parts come by their shares."""
+        num_rows = {name: len(own) for name, own in zip(self._names, self._tasks, strict=True)}
+        return {kind: self._shares[part := kind.partition("/")[0]] / num_rows[part] for kind in Counter(self.kinds)}
+
+    def place(self, index: int) -> RowPlace | None:
+        number, row = self._rows[index]
+        return place_of(self._tasks[number], row)
+
+    def _mixed(self, index: int) -> Task:
+        number, row = self._rows[index]
+        name, task = self._names[number], self._tasks[number][row]
+        return replace(task, id=f"{name}/{task.id}", kind=_kind(name, task.kind))
+
+
+def with_shares(weights: Mapping[str, float], tasks: Sequence[Task]) -> Mapping[str, float]:
+    """Weights of kinds, times those by which the parts of a mixture come by their shares."""
+    if not isinstance(tasks, MixedTasks):
+        return weights
+    return {**weights, **{kind: share * weights.get(kind, 1.0) for kind, share in tasks.shares.items()}}
+
+
+class MixtureGrader:
+    """The graders of all parts; a part of several stages is scored by its last."""
+
+    def __init__(self, parts: Mapping[str, Part]) -> None:
+        self._parts = parts
+
+    async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+        part, own = part_and_task(task, self._parts)
+        with errors_of_part(task.id.partition("/")[0]):
+            (score,) = await part.grading.scores(own, [turns])
+        return score
+
+
+def part_and_task(task: Task, parts: Mapping[str, Part]) -> tuple[Part, Task]:
+    """The part that a task of the mixture belongs to, and the task as its environment made it."""
+    name, _, own = task.id.partition("/")
+    return parts[name], replace(task, id=own, kind=task.kind.partition("/")[2] or ALL)
+
+
+@contextmanager
+def errors_of_part(name: str) -> Iterator[None]:
+    """Errors about settings, files and rows of a part say which part; they name them as a run of it only has them."""
+    try:
+        yield
+    except (ConfigError, DataError) as error:
+        kind = ConfigError if isinstance(error, ConfigError) else DataError
+        raise kind(f"environment.parts.{name}: {error}") from error
+
+
+def _kind(name: str, kind: str) -> str:
+    return name if kind == ALL else f"{name}/{kind}"

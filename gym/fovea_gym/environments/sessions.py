@@ -1,0 +1,257 @@
+"""The environment's side of an episode: stateless replies, or a session whose calls have limits.
+
+Environments whose replies never wait are called on the run's own loop. All others are called on a background loop,
+since an engine that computes on the run's loop would hold them up.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from fovea_gym.environments.answer_end import declared_end
+from fovea_gym.environments.base import (
+    Environment,
+    LimitsTurns,
+    OpensSessions,
+    ScoresEpisode,
+    Session,
+    Split,
+    UsesTools,
+)
+from fovea_gym.environments.custom.checks import check_messages
+from fovea_gym.environments.session_task import SessionTask
+from fovea_gym.errors import (
+    BadRowError,
+    ClusterError,
+    ConfigError,
+    DataError,
+    FailedEpisodeError,
+    FoveaError,
+    OutOfMemoryError,
+    ScoreError,
+    SessionError,
+    describe_error,
+)
+from fovea_gym.graders.base import LateError, NoScoreError, TryAgainError
+from fovea_gym.graders.limited_calls import CallLimits, CallThreads, LimitedCalls, called, without_ends
+from fovea_gym.settings.splits import SessionLimits
+from fovea_gym.types import Message, Score, Task, Turn
+
+LOG = logging.getLogger(__name__)
+SETTINGS = "environment.session."
+Result = TypeVar("Result")
+
+
+class EnvironmentWithSessions(Environment, OpensSessions, Protocol):
+    """An environment whose episodes have state."""
+
+
+class OwnReplies:
+    """The stateless replies of an environment that never waits, as a session."""
+
+    def __init__(self, environment: Environment, task: Task) -> None:
+        self._environment = environment
+        self._task = task
+
+    async def reply(self, turns: Sequence[Turn]) -> Sequence[Message] | None:
+        return self._environment.reply(self._task, turns)
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+async def open_session(environment: Environment, task: Task, seed: int) -> Session:
+    """The environment's side of an episode."""
+    if isinstance(environment, OpensSessions):
+        return await environment.open(task, seed)
+    return OwnReplies(environment, task)
+
+
+def turn_limit(environment: Environment, task: Task) -> int:
+    """The most turns of an episode of this task."""
+    return environment.turns_of(task) if isinstance(environment, LimitsTurns) else environment.max_turns
+
+
+def unreadable(session: Session, error: DataError) -> FoveaError:
+    """The error for an episode whose reply cannot be rendered, such as one with a damaged picture."""
+    text, reason = str(error), "reply"
+    if isinstance(error, BadRowError):
+        # the rest of its text is advice for rows
+        reason, text = "picture", text.partition("; ")[0] if "data.on_bad_row" in text else text
+    if isinstance(session, LimitedSession):
+        return session.failure(reason, text)
+    return DataError(f"{text}; correct it in the environment's reply") if reason == "picture" else error
+
+
+async def goes_on(session: Session, turns: Sequence[Turn]) -> bool:
+    """True if an episode at its last turn would go on; a session that may wait is not asked."""
+    return not isinstance(session, OwnReplies) or await session.reply(turns) is not None
+
+
+async def score_of(session: Session, turns: Sequence[Turn]) -> Score | None:
+    """The score that the session gives its episode; None: graders score it."""
+    if isinstance(session, LimitedSession):
+        return await session.own_score(turns)
+    return await session.score(turns) if isinstance(session, ScoresEpisode) else None
+
+
+class WaitingReplies:
+    """The stateless replies of code that may wait, as a session: plain ones are called in threads."""
+
+    def __init__(self, reply: Callable[[Task, Sequence[Turn]], Any], task: Task, threads: CallThreads) -> None:
+        self._reply = reply
+        self._task = task
+        self._threads = threads
+
+    async def reply(self, turns: Sequence[Turn]) -> Sequence[Message] | None:
+        messages: Sequence[Message] | None = await called(self._threads, self._reply, self._task, turns)
+        return messages
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+class LimitedSessions(Environment):
+    """An environment with sessions, whose calls have the limits of `environment.session`."""
+
+    def __init__(
+        self, environment: EnvironmentWithSessions, limits: SessionLimits, name: str, *, asks_score: bool = True
+    ) -> None:
+        """`name` is what messages call the environment; without `asks_score` graders score its episodes."""
+        self.asks_score = asks_score
+        self.inside = environment
+        """The environment without limits."""
+        self._limits = limits
+        self._name = name
+        self.max_turns = environment.max_turns
+        self.answer_end = declared_end(environment)
+        self.max_open = limits.max_concurrent
+        if isinstance(environment, UsesTools):
+            self.tools = environment.tools
+        of_calls = CallLimits(
+            name=name,
+            settings=SETTINGS,
+            time_limit="deadline_seconds",
+            calls_at_once=limits.max_concurrent,
+            timeout_seconds=limits.deadline_seconds,
+            may_hold_lock=True,
+            way_out="",
+        )
+        self._calls = LimitedCalls(of_calls)
+        weakref.finalize(self, self._calls.loop.close)
+
+    def without_scores(self) -> LimitedSessions:
+        """The same environment, whose episodes graders score."""
+        return LimitedSessions(self.inside, self._limits, self._name, asks_score=False)
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        return self.inside.tasks(split)
+
+    def prompt(self, task: Task) -> Sequence[Message]:
+        return self.inside.prompt(task)
+
+    def target(self, task: Task) -> str:
+        return self.inside.target(task)
+
+    def demonstration(self, task: Task) -> Sequence[str]:
+        return self.inside.demonstration(task)
+
+    async def open(self, task: Task, seed: int) -> LimitedSession:
+        """FailedEpisodeError or, with `on_failure=stop`, SessionError where the session fails."""
+        session = LimitedSession(self._calls, self._limits, f"{task.id}: {self._name}", asks_score=self.asks_score)
+        try:
+            await session.begin(partial(self.inside.open, task, seed))
+        except BaseException:
+            await session.close()
+            raise
+        return session
+
+
+class LimitedSession:
+    """A session of which every call has a deadline, and whose failures are those that the settings tolerate."""
+
+    def __init__(self, calls: LimitedCalls, limits: SessionLimits, name: str, *, asks_score: bool) -> None:
+        self._asks_score = asks_score
+        self._calls = calls
+        self._limits = limits
+        self._name = name
+        self._task = SessionTask(calls.loop)
+        self._opened: Session | None = None
+
+    async def begin(self, opening: Callable[[], Awaitable[Session]]) -> None:
+        async def opens() -> None:
+            # kept here: what was opened is closed also if the caller was cancelled meanwhile
+            self._opened = await opening()
+
+        await self._limited("open", opens, (NoScoreError,))
+
+    async def reply(self, turns: Sequence[Turn]) -> Sequence[Message] | None:
+        """The checked messages of the session."""
+        session = self._session
+        # whatever has state may have done what it was asked to
+        again = NoScoreError if isinstance(session, WaitingReplies) else TryAgainError
+        messages = await self._limited("reply", lambda: session.reply(turns), (again,))
+        if messages is not None:
+            try:
+                check_messages(messages, f"{self._name}.reply", ", or None to end the episode")
+            except DataError as error:
+                raise self.failure("reply", str(error)) from error
+        return messages
+
+    async def own_score(self, turns: Sequence[Turn]) -> Score | None:
+        """The score that the session gives its episode; None where it gives none."""
+        session = self._session
+        if not self._asks_score or not isinstance(session, ScoresEpisode):
+            return None
+        return await self._limited("score", lambda: session.score(turns), (TryAgainError,))
+
+    async def close(self) -> None:
+        """Close the session, also where the episode failed or the caller is cancelled; a failure is a warning."""
+        try:
+            await self._task.last_call(self._closes)
+        except NoScoreError as error:
+            LOG.warning("%s.close %s", self._name, error)
+
+    def failure(self, reason: str, text: str) -> FoveaError:
+        """The error of an episode that failed, as the settings want it."""
+        limits = self._limits
+        if limits.on_failure == "stop":
+            return SessionError(f"{text}; fix it, or set {SETTINGS}on_failure=drop to leave such episodes out")
+        return FailedEpisodeError(text, reason, limits.failure_reward if limits.on_failure == "reward" else None)
+
+    async def _closes(self) -> None:
+        session, self._opened = self._opened, None
+        if session is not None:
+            await self._calls.call(lambda: _of_session(session.close), 0, ())
+
+    async def _limited(
+        self, method: str, make: Callable[[], Awaitable[Result]], again: tuple[type[NoScoreError], ...]
+    ) -> Result:
+        retries = self._limits.retries
+        try:
+            return await self._task.call(lambda: self._calls.call(lambda: _of_session(make), retries, again))
+        except NoScoreError as error:
+            reason = "deadline" if isinstance(error, LateError) else method
+            raise self.failure(reason, f"{self._name}.{method} {error}") from error
+
+    @property
+    def _session(self) -> Session:
+        assert self._opened is not None, f"{self._name} is not open"
+        return self._opened
+
+
+async def _of_session(make: Callable[[], Awaitable[Result]]) -> Result:
+    """The result of the session's code; NoScoreError for whatever it raises but errors that end the run."""
+    with without_ends():
+        try:
+            return await make()
+        except (ScoreError, ConfigError, ClusterError, OutOfMemoryError, TimeoutError):
+            raise
+        except FoveaError as error:
+            raise NoScoreError(f"failed: {error}") from error
+        except Exception as error:
+            raise NoScoreError(describe_error(error)) from error

@@ -1,0 +1,203 @@
+"""Questions about rendered scenes: how many, what colour, which shape, is there one; two scenes; scenes in words.
+
+Rows are rendered on demand, as a function of (seed, split, index). The hash of its pixels (of its text without an
+image) decides the split that a row may belong to, so that no image, no image of a pair and no text is in two splits.
+Dev and test do not depend on the seed: they are the same in every run. Kinds, levels and answers alternate, so that
+every prefix is balanced: of rows with one image, row i is of kind `KINDS[i % 4]`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Literal, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fovea_gym.environments.base import Environment, Split
+from fovea_gym.environments.hash_splits import row_generator, split_of
+from fovea_gym.environments.shapes.questions import KINDS, Scene, SceneKind, comparison, in_words, scene
+from fovea_gym.environments.shapes.scenes import Thing, draw, with_noise
+from fovea_gym.graders.base import Grade, shown
+from fovea_gym.graders.math_answer import last_boxed
+from fovea_gym.rows.tasks import LazyTasks
+from fovea_gym.settings.environments import ShapesEnvironment, ShapesZoomEnvironment
+from fovea_gym.types import AnswerEnd, ImageRef, Message, Score, Task, Turn
+
+Kind: TypeAlias = SceneKind | Literal["comparison", "text"]
+
+_BOX = re.compile(r"\\boxed\{[^{}]*\}")
+
+
+class Slot(NamedTuple):
+    """The kind and place of a row, known without rendering it."""
+
+    kind: Kind
+    scene_kind: SceneKind
+    """The kind of question about a single scene, drawn or in words."""
+    level: int
+    turn: int
+    """The number of earlier rows of this kind, scene kind and level; it selects the answer."""
+
+
+class ShapesGrader:
+    """The grader of `shapes`: the boxed answer and nothing else is right."""
+
+    async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+        graded = grade(turns[-1].text, task.answer)
+        return Score(reward=graded.score, accuracy=graded.score, parts=graded.parts)
+
+
+class Shapes(Environment):
+    """The environment `shapes`; see `config.ShapesEnvironment`."""
+
+    answer_end = AnswerEnd()
+    graders = (ShapesGrader(),)
+
+    def __init__(self, config: ShapesEnvironment, seed: int) -> None:
+        self._config = config
+        self._seed = seed
+        self._levels = config.levels
+        # exact, as they are written: 0.1 is a tenth
+        self._text_share = Fraction(str(config.text_share))
+        self._comparison_share = Fraction(str(config.comparison_share))
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        sizes = {
+            "train": self._config.train_size,
+            "dev": self._config.dev_size,
+            "test": self._config.test_size,
+        }
+        return LazyTasks(
+            lambda index: self._task(split, index),
+            range(sizes[split]),
+            kind_of=lambda index: self._slot(index).kind,
+            level_of=(lambda index: str(self._slot(index).level)) if isinstance(self._config.level, tuple) else None,
+        )
+
+    def prompt(self, task: Task) -> Sequence[Message]:
+        return (Message(role="user", parts=(*task.images, task.question)),)
+
+    def target(self, task: Task) -> str:
+        return in_box(task.answer)
+
+    def _slot(self, index: int) -> Slot:
+        """The slot of a row; text rows and comparisons are spread evenly among those with one image."""
+        texts, is_text = _spread(index, self._text_share)
+        if is_text:
+            return self._scene_slot("text", texts)
+        others = index - texts
+        comparisons, is_comparison = _spread(others, self._comparison_share / (1 - self._text_share))
+        if is_comparison:
+            turn, level = divmod(comparisons, len(self._levels))
+            return Slot("comparison", KINDS[0], self._levels[level], turn)
+        return self._scene_slot(None, others - comparisons)
+
+    def _scene_slot(self, kind: Literal["text"] | None, place: int) -> Slot:
+        turn, scene_kind = divmod(place, len(KINDS))
+        turn, level = divmod(turn, len(self._levels))
+        return Slot(kind or KINDS[scene_kind], KINDS[scene_kind], self._levels[level], turn)
+
+    def _task(self, split: Split, index: int) -> Task:
+        rng = row_generator(self._seed, split, index)
+        slot, task_id = self._slot(index), f"{split}/{index}"
+        if slot.kind == "comparison":
+            pair = comparison(slot.turn, slot.level, rng)
+            images = tuple(
+                self._image(things, slot.level, split, rng, where=f"shapes {task_id}, image {number}")
+                for number, things in enumerate(pair.pictures, start=1)
+            )
+            return Task(id=task_id, question=pair.question, answer=pair.answer, images=images, kind=slot.kind)
+        seen = scene(slot.scene_kind, slot.turn, slot.level, rng)
+        if slot.kind == "text":
+            return Task(id=task_id, question=_text_question(seen, split, rng), answer=seen.answer, kind=slot.kind)
+        image = self._image(seen.things, slot.level, split, rng, where=f"shapes {task_id}")
+        return Task(id=task_id, question=seen.question, answer=seen.answer, images=(image,), kind=slot.kind)
+
+    def _image(
+        self, things: Sequence[Thing], level: int, split: Split, rng: np.random.Generator, *, where: str
+    ) -> ImageRef:
+        canvas_YXC = draw(things, self._config.image_side_px, rng, free=level == 3)
+        return ImageRef(source=with_noise(canvas_YXC, split, rng), where=where)
+
+
+def grade(prediction: str, truth: str) -> Grade:
+    """A response against the true answer: right is the boxed answer and nothing beside it."""
+    # whatever else earned reward would become the policy's format
+    text, boxed = prediction.strip(), last_boxed(prediction)
+    is_right = text == in_box(truth)
+    parts = {"answer": float(boxed == truth), "format": float(_BOX.fullmatch(text) is not None)}
+    reason = f"{shown(text)} {'is' if is_right else 'is not'} {shown(in_box(truth))}"
+    return Grade(score=float(is_right), parts=parts, reason=reason)
+
+
+def in_box(answer: str) -> str:
+    """The answer as it is graded."""
+    return rf"\boxed{{{answer}}}"
+
+
+def _text_question(seen: Scene, split: Split, rng: np.random.Generator) -> str:
+    question = in_words(seen, rng)
+    while split_of(question.encode()) != split:
+        question = in_words(seen, rng)
+    return question
+
+
+def _spread(index: int, share: Fraction) -> tuple[int, bool]:
+    """The number of the first `index` rows that belong to an evenly spread share, and whether row `index` does."""
+    before = index * share.numerator // share.denominator
+    return before, (index + 1) * share.numerator // share.denominator > before
+
+
+_CROP = re.compile(r"\\crop\{([1-4])\}")
+_HOW = r"Answer in a box, or see a quarter of the picture with \crop{1} to \crop{4}."
+
+
+class ShapesZoom(Environment):
+    """The environment `shapes_zoom`: the rows of `shapes`, each with the choice to look closer once."""
+
+    answer_end = AnswerEnd()
+    graders = (ShapesGrader(),)
+    max_turns = 2
+
+    def __init__(self, config: ShapesZoomEnvironment, seed: int) -> None:
+        self._shapes = Shapes(config, seed)
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        return self._shapes.tasks(split)
+
+    def prompt(self, task: Task) -> Sequence[Message]:
+        return (Message(role="user", parts=(*task.images, f"{task.question} {_HOW}")),)
+
+    def reply(self, task: Task, turns: Sequence[Turn]) -> Sequence[Message] | None:
+        """The quarter that the model asks for, as a picture of the whole's size; an answer ends the episode."""
+        asked = _CROP.fullmatch(turns[-1].text.strip())
+        if asked is None or not task.images:
+            return None
+        quarter_YXC = _quarters(_pixels(task))[int(asked[1]) - 1]
+        picture = ImageRef(source=quarter_YXC.repeat(2, 0).repeat(2, 1), where=f"{task.id}, quarter {asked[1]}")
+        return (Message(role="user", parts=(picture, task.question)),)
+
+    def target(self, task: Task) -> str:
+        return self._shapes.target(task)
+
+    def demonstration(self, task: Task) -> Sequence[str]:
+        """Look at the quarter with the most contrast, then answer."""
+        if not task.images:
+            return (self.target(task),)
+        contrasts = [float(quarter_YXC.std()) for quarter_YXC in _quarters(_pixels(task))]
+        return (rf"\crop{{{1 + int(np.argmax(contrasts))}}}", self.target(task))
+
+
+def _pixels(task: Task) -> NDArray[np.uint8]:
+    source = task.images[0].source
+    assert isinstance(source, np.ndarray), "scenes are drawn, not read"
+    return source
+
+
+def _quarters(pixels_YXC: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
+    middle = len(pixels_YXC) // 2
+    halves = (slice(0, middle), slice(middle, 2 * middle))
+    return [pixels_YXC[rows, columns] for rows in halves for columns in halves]

@@ -1,0 +1,25 @@
+"""The stages of a curriculum that an environment brings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """The name and figures by which a log describes a stage."""
+
+    name: str
+    facts: Mapping[str, float] = field(default_factory=dict)
+    """Its weights and tolerances, by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stages:
+    """The stages that an environment brings; by default none."""
+
+    stages: Sequence[Stage] = ()
+    """From the easiest to the last."""
+    default_starts: Sequence[int] = ()
+    """Steps at which the second and later stages begin."""

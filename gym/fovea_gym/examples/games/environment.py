@@ -1,0 +1,217 @@
+"""Games on pictures of a board: the model moves, sees the new picture, and is rewarded for every turn.
+
+The rules have no chance in them, so that the board after some turns follows from the task and the answers: an episode
+has no state to hold, and `reply` and the grader play it again. The rewards are those of VAGEN's FrozenLake and Sokoban
+(github.com/mll-lab-nu/VAGEN): `success_reward` for the turn that solves the board, `format_reward` for every turn that
+is in the format and plays a move, and `state_reward` for what such a turn says of the board (`description`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+import numpy as np
+
+from fovea_gym.environments.base import Environment, Split
+from fovea_gym.environments.hash_splits import row_generator, split_of
+from fovea_gym.errors import ConfigError
+from fovea_gym.examples.games import frozen_lake, sokoban
+from fovea_gym.examples.games.board import ACTIONS, Action, Board, solution
+from fovea_gym.examples.games.description import HOW, described, description_f1
+from fovea_gym.examples.games.drawing import draw
+from fovea_gym.examples.games.frozen_lake import FrozenLake
+from fovea_gym.examples.games.sokoban import Sokoban
+from fovea_gym.rows.tasks import LazyTasks
+from fovea_gym.settings.games import FrozenLakeEnvironment, GameEnvironment, SokobanEnvironment
+from fovea_gym.types import AnswerEnd, ImageRef, Message, Score, Task, Turn
+
+_THOUGHT = re.compile(r"<think>.*?</think>\s*<answer>(.*?)</answer>", re.DOTALL)
+_ACTION_OF = {action.lower(): action for action in ACTIONS}
+_MAP = "map"
+"""Key of the task's row that holds the board at the start, its lines joined by line feeds."""
+_MOST_DRAWS = 20_000
+"""Most random boards that are looked at for one row, which takes about a second."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Game:
+    """A kind of board: its task in words, how one is drawn by chance, and how one is read."""
+
+    task: str
+    random_lines: Callable[[np.random.Generator], tuple[str, ...]]
+    read: Callable[[Sequence[str]], Board]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlayedTurn:
+    """The boards before and after a turn, and the moves that were played in it."""
+
+    before: Board
+    board: Board
+    actions: tuple[Action, ...]
+    """Empty where the answer was not in the format, or named no move."""
+
+
+def game_of(settings: FrozenLakeEnvironment | SokobanEnvironment) -> Game:
+    """The game that these settings are of."""
+    if isinstance(settings, FrozenLakeEnvironment):
+        return Game(
+            task=frozen_lake.TASK,
+            random_lines=lambda rng: frozen_lake.random_lake(settings.side, settings.frozen_share, rng),
+            read=FrozenLake.read,
+        )
+    return Game(
+        task=sokoban.TASK,
+        random_lines=lambda rng: sokoban.random_level(settings.side, settings.num_boxes, rng),
+        read=Sokoban.read,
+    )
+
+
+class BoardGame(Environment):
+    """The environments `frozen_lake` and `sokoban`; see `config.games`."""
+
+    def __init__(self, settings: FrozenLakeEnvironment | SokobanEnvironment, seed: int) -> None:
+        self.settings = settings
+        self._game = game_of(settings)
+        self._seed = seed
+        self._held_out: dict[Split, list[Task]] = {}
+        self.max_turns = settings.max_turns
+        self.answer_end = AnswerEnd(closing="</answer>") if settings.think else None
+        self.graders = (GameGrader(settings, self._game),)
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        """Training boards are drawn when they are used; held-out boards all at once, so that no two are equal."""
+        if split == "train":
+            indices = range(self.settings.train_size)
+            return LazyTasks(lambda index: self._task(split, index, ()), indices, kind_of=lambda _: "all")
+        if split not in self._held_out:
+            tasks: dict[str, Task] = {}
+            for index in range(self.settings.dev_size if split == "dev" else self.settings.test_size):
+                task = self._task(split, index, tasks)
+                tasks[str(task.row[_MAP])] = task
+            self._held_out[split] = list(tasks.values())
+        return self._held_out[split]
+
+    def prompt(self, task: Task) -> Sequence[Message]:
+        return (Message(role="user", parts=(*task.images, task.question)),)
+
+    def reply(self, task: Task, turns: Sequence[Turn]) -> Sequence[Message] | None:
+        """The picture of the new board, and what was wrong with an answer that played nothing."""
+        last = _played(self.settings, start_of(self._game, task), [turn.text for turn in turns])[-1]
+        if last.board.is_solved or last.board.is_lost:
+            return None
+        picture = ImageRef(source=draw(last.board.lines), where=f"{task.id} after {len(turns)} turns")
+        if last.actions:
+            return (Message(role="user", parts=(picture,)),)
+        return (Message(role="user", parts=(picture, f"Nothing moved. {_how(self.settings)}"), failed=True),)
+
+    def target(self, task: Task) -> str:
+        return self.demonstration(task)[0]
+
+    def demonstration(self, task: Task) -> Sequence[str]:
+        """A shortest solution, as many moves per turn as are allowed, with true descriptions if they are rewarded."""
+        moves, size = task.answer.split(","), self.settings.max_actions_per_turn
+        answers = [",".join(moves[start : start + size]) for start in range(0, len(moves), size)]
+        if not self.settings.think:
+            return answers
+        thoughts = [f"<think></think><answer>{answer}</answer>" for answer in answers]
+        if not self.settings.state_reward:
+            return thoughts
+        played = _played(self.settings, start_of(self._game, task), thoughts)
+        return [
+            text.replace("<think>", f"<think>{described(turn.before.lines, turn.board.lines)}")
+            for text, turn in zip(thoughts, played, strict=True)
+        ]
+
+    def _task(self, split: Split, index: int, known: Collection[str]) -> Task:
+        """The first board of a row's random numbers that fits and is not among the known ones."""
+        rng, (fewest, most) = row_generator(self._seed, split, index), self.settings.moves
+        for _ in range(_MOST_DRAWS):
+            lines = self._game.random_lines(rng)
+            text = "\n".join(lines)
+            if text in known or split_of(text.encode()) != split:
+                continue
+            board = self._game.read(lines)
+            moves = solution(board, most)
+            if moves is not None and len(moves) >= fewest:
+                return self._task_of(f"{split}/{index}", lines, board, moves)
+        raise ConfigError(
+            f"environment.{split}_size asks for more boards than there are: {len(known)} different ones of {fewest} to "
+            f"{most} moves, and no other among {_MOST_DRAWS:,} random ones; set a larger environment.side, other "
+            f"environment.moves, or environment.{split}_size={max(len(known), 1)}"
+        )
+
+    def _task_of(self, task_id: str, lines: Sequence[str], board: Board, moves: Sequence[Action]) -> Task:
+        picture = ImageRef(source=draw(board.lines), where=task_id)
+        return Task(
+            id=task_id,
+            question=f"{self._game.task} {_how(self.settings)}",
+            answer=",".join(moves),
+            images=(picture,),
+            row={_MAP: "\n".join(lines)},
+        )
+
+
+class GameGrader:
+    """The grader of games: accuracy 1 for a solved board, and the rewards of all turns."""
+
+    def __init__(self, settings: GameEnvironment, game: Game) -> None:
+        self._settings = settings
+        self._game = game
+
+    async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+        settings, texts = self._settings, [turn.text for turn in turns]
+        played = _played(settings, start_of(self._game, task), texts)
+        valid = [bool(turn.actions) for turn in played]
+        rewards = [settings.format_reward * is_valid for is_valid in valid]
+        is_solved = played[-1].board.is_solved
+        rewards[-1] += settings.success_reward * is_solved
+        parts = {"format": sum(valid) / len(valid), "solved": float(is_solved), "turns": float(len(turns))}
+        if settings.state_reward:
+            said = [
+                bool(turn.actions) * description_f1(text, turn.before.lines, turn.board.lines)
+                for text, turn in zip(texts, played, strict=True)
+            ]
+            rewards = [reward + settings.state_reward * f1 for reward, f1 in zip(rewards, said, strict=True)]
+            parts["state"] = sum(said) / len(said)
+        return Score(reward=sum(rewards), accuracy=float(is_solved), parts=parts, turns=tuple(rewards))
+
+
+def start_of(game: Game, task: Task) -> Board:
+    """The board that a task begins with."""
+    return game.read(str(task.row[_MAP]).split("\n"))
+
+
+def actions_in(text: str, settings: GameEnvironment) -> tuple[Action, ...]:
+    """The moves that an answer plays: those before the first word that is none, as many as a turn may have."""
+    answer = _THOUGHT.fullmatch(text.strip()) if settings.think else None
+    if settings.think and answer is None:
+        return ()
+    words = (text if answer is None else answer[1]).split(",")[: settings.max_actions_per_turn]
+    known = takewhile(lambda action: action is not None, (_ACTION_OF.get(word.strip().lower()) for word in words))
+    return tuple(action for action in known if action is not None)
+
+
+def _played(settings: GameEnvironment, board: Board, texts: Sequence[str]) -> list[PlayedTurn]:
+    """The turns of an episode, played from its first board."""
+    played = []
+    for text in texts:
+        before, actions = board, actions_in(text, settings)
+        for action in actions:
+            # what follows the move that solves it is not played
+            board = board if board.is_solved else board.after(action)
+        played.append(PlayedTurn(before=before, board=board, actions=actions))
+    return played
+
+
+def _how(settings: GameEnvironment) -> str:
+    moves = f"{', '.join(ACTIONS[:-1])} or {ACTIONS[-1]}"
+    if settings.max_actions_per_turn > 1:
+        moves += f", up to {settings.max_actions_per_turn} with commas between them"
+    if settings.think:
+        how = HOW if settings.state_reward else ""
+        return f"Think in <think>...</think>{how}, then move in <answer>...</answer>: {moves}."
+    return f"{moves}?"

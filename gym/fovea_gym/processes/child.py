@@ -1,0 +1,138 @@
+"""A child process that ends with this one, and with all that it has started."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence, Set
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import gettempdir, mkstemp
+
+from fovea_gym.processes import ending
+
+KEPT_LOGS = "FOVEA_KEPT_LOGS"
+"""Environment variable with the folder of logs that outlive a child, in a process whose temporary files do not."""
+
+
+class ChildProcess:
+    """A process in a separate session: Ctrl-C is for this process, which then ends it.
+
+    A watcher beside it, a small process too, ends both it and all below it when this process is killed.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        pipe: int | None = None,
+        log: LogFile | None = None,
+        folder: str = "",
+        grace_seconds: float = 0.0,
+    ) -> None:
+        """`pipe` is a descriptor that it inherits; its output goes to `log`, or where this process's does.
+
+        When this process is killed, it has `grace_seconds` from SIGTERM to SIGKILL, and `folder` is deleted after it.
+        """
+        with nullcontext() if log is None else log.path.open("wb") as output:
+            self._process = subprocess.Popen(
+                command,
+                env=environment,
+                pass_fds=[] if pipe is None else [pipe],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=None if output is None else subprocess.STDOUT,
+                start_new_session=True,
+            )
+        watched = [str(os.getpid()), str(self.pid), str(grace_seconds), folder]
+        try:
+            self._watcher = subprocess.Popen(
+                [sys.executable, "-I", "-S", ending.__file__, *watched], stdin=subprocess.PIPE, start_new_session=True
+            )
+        except BaseException:
+            # nobody else would end it: the caller has no object to close
+            ending.signal_groups({self.pid}, signal.SIGKILL)
+            self.wait()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """Id of the process, and of its process group."""
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code, negative for a signal; None while it runs."""
+        return self._process.poll()
+
+    def wait(self, seconds: float | None = None) -> int:
+        """Wait for its end; returns the exit code, and raises TimeoutExpired after some seconds."""
+        return self._process.wait(seconds)
+
+    def groups(self) -> set[int]:
+        """Ids of the process groups of it, and of all below it while it runs."""
+        running = ending.with_all_below(self.pid) if self.exit_code is None else set()
+        return {self.pid, *(each.group for each in running)}
+
+    def terminate(self, seconds: float) -> None:
+        """Ask it to end, by SIGTERM; after some seconds, kill what is left of it and of all below it."""
+        groups = self.groups()
+        try:
+            self._process.send_signal(signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                self.wait(seconds)
+        finally:
+            # also where a second Ctrl-C cuts that time short
+            self.close(groups)
+
+    def kill(self, others: Set[int] = frozenset()) -> set[int]:
+        """Kill it, all below it, and other process groups that it had; returns the ids of all these groups."""
+        with self._watcher:  # closes its stdin and waits for it
+            self._watcher.kill()
+        groups = self.groups() | others
+        if self.exit_code is not None and any(each.pid == self.pid for each in ending.running()):
+            # another process has its id, which the kernel gives again once no member of its group is left
+            groups.discard(self.pid)
+        ending.signal_groups(groups, signal.SIGKILL)
+        return groups
+
+    def close(self, others: Set[int] = frozenset()) -> None:
+        """Kill it, all below it, and other process groups that it had, and wait until they are gone."""
+        groups = self.kill(others)
+        self.wait()
+        ending.wait_until_gone(groups, ending.CLOSE_SECONDS)
+
+
+@dataclass(frozen=True, slots=True)
+class LogFile:
+    """The output of a child process."""
+
+    path: Path
+
+    def last_words(self) -> str:
+        """The last line that names an exception, else the last line."""
+        try:
+            log = self.path.read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return "it was closed"
+        lines = [line.strip() for line in log.splitlines()]
+        named = [line for line in lines if line.split(":")[0].endswith(("Error", "Exception"))]
+        return (named or [line for line in lines if line] or ["without a word"])[-1][:300]
+
+    def keep(self) -> str:
+        """Copy the log to where it outlives the child; returns the name of the copy."""
+        descriptor, name = mkstemp(prefix="fovea-engine-", suffix=".log", dir=os.environ.get(KEPT_LOGS))
+        os.close(descriptor)
+        with suppress(OSError):
+            shutil.copyfile(self.path, name)
+        return name
+
+
+def kept_logs() -> str:
+    """The folder of logs that outlive their processes, for the children of this process."""
+    return os.environ.get(KEPT_LOGS, gettempdir())

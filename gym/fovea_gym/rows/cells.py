@@ -1,0 +1,155 @@
+"""Image cells of a row, in the forms that data sets use, as references to images.
+
+Nothing is opened here. A path must lead into the folder of its data file: a data set that somebody else wrote must not
+read other files of this machine. URLs of the web and of object stores may lead anywhere; no other protocol is read,
+since fsspec knows some that read this machine or its network.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from urllib.parse import quote, urljoin
+
+import numpy as np
+from PIL.Image import Image
+
+from fovea_gym.errors import BadRowError
+from fovea_gym.rows.images import is_url
+from fovea_gym.types import ImageRef
+
+# The smallest PNG has 67 bytes; no file name is that long without a point.
+# The blanks that {80,}+ takes are never given back to the \s* behind it: each could be tried there, in quadratic time.
+_BASE64 = re.compile(r"[A-Za-z0-9+/\s]{80,}+={0,2}\s*|(?:iVBORw0KGgo|/9j/|R0lGOD|UklGR)[^.]{70,}")
+_DATA_URI = re.compile(r"data:image/[a-z0-9.+-]+(;[^,;]*)*;base64,", re.IGNORECASE)
+_ANYWHERE = re.compile(r"(https?|s3a?|gs|gcs)://")
+_IPV6_HOST = re.compile(r"https?://\[[0-9A-Fa-f:.%]+\]")
+_LONGEST_PATH = 4096
+"""Characters: Linux takes no longer path, and the time of resolving one is quadratic in its slashes."""
+_SKIP = "or set data.on_bad_row=skip"
+
+
+def image_refs(*cells: object, where: str, folder: str | Path | None) -> tuple[ImageRef, ...]:
+    """Return references to the images of a row's cells, numbered from 1 over all cells; BadRowError naming `where`.
+
+    A cell is one image or a list of them; None is not an image. An image is encoded bytes, also as a numpy array, a
+    {bytes, path} struct, base64 text, bare or as a data URI, a path relative to `folder` (a URL where the data file
+    is remote), a URL (https://, http://, s3://, gs://), a picture of Pillow's, or RGB values [height, width, 3].
+    `folder` is None for rows of the user's own code, whose paths start at the working directory and may lead anywhere.
+    """
+    images = [image for cell in cells for image in _listed(cell)]
+    folder = None if folder is None else str(folder)
+    return tuple(_image_ref(image, f"{where}, image {n}", folder) for n, image in enumerate(images, start=1))
+
+
+def _listed(cell: object) -> Iterator[object]:
+    if cell is None:
+        return
+    if isinstance(cell, np.ndarray) and cell.dtype == object:
+        cell = cell.tolist()  # a list of structs, as pandas reads it
+    if isinstance(cell, list | tuple):
+        yield from cell
+    else:
+        yield cell
+
+
+def _image_ref(image: object, where: str, folder: str | None) -> ImageRef:
+    if isinstance(image, Mapping):
+        content = image.get("bytes")
+        image = image.get("path") if content is None else content
+    if isinstance(image, np.ndarray) and image.ndim < 2 and (image.dtype == np.uint8 or image.dtype.kind == "S"):
+        image = image.tobytes()
+    if isinstance(image, bytearray | memoryview | np.bytes_):
+        image = bytes(image)
+    if isinstance(image, bytes | np.ndarray | Image):
+        return ImageRef(source=image, where=where)
+    if isinstance(image, os.PathLike):
+        image = os.fspath(image)
+    if isinstance(image, str) and image.strip():
+        return ImageRef(source=_from_text(image, where, folder), where=where)
+    seen = "an empty text" if isinstance(image, str) else f"a value of type {type(image).__name__}"
+    raise BadRowError(
+        f"{where}: {seen} is not an image; store encoded bytes, base64, a path, a URL or a {{bytes, path}} struct, "
+        f"{_SKIP}",
+        "image_kind",
+    )
+
+
+def _from_text(text: str, where: str, folder: str | None) -> bytes | str:
+    if text.startswith("data:"):
+        head = _DATA_URI.match(text)
+        if head is None:
+            problem = f"{text[:40]}... is not a data URI of an image in base64"
+            raise BadRowError(f"{where}: {problem}; write data:image/png;base64,..., {_SKIP}", "image_base64")
+        return _unbase64(text[head.end() :], where)
+    if _BASE64.fullmatch(text):
+        return _unbase64(text, where)
+    return _located(text, where, folder)
+
+
+def _unbase64(text: str, where: str) -> bytes:
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        problem = f"the base64 text of the image is damaged ({error})"
+        raise BadRowError(f"{where}: {problem}; write it again, {_SKIP}", "image_base64") from error
+
+
+def _located(path: str, where: str, folder: str | None) -> str:
+    if "::" in _IPV6_HOST.sub("", path, count=1) and (is_url(path) or is_url(folder or "")):
+        # fsspec reads s3://a::file:///b as a chain of protocols that ends at a file of this machine
+        raise BadRowError(
+            f"{where}: {path[:200]} is a chain of URLs; write the URL of one image, {_SKIP}", "url_invalid"
+        )
+    if _ANYWHERE.match(path):
+        return path
+    if len(path) > _LONGEST_PATH:
+        problem = f"a text of {len(path)} characters, {path[:40]}..., is not an image and too long for a path"
+        raise BadRowError(f"{where}: {problem}; correct the row, {_SKIP}", "image_kind")
+    if folder is None:
+        if is_url(path):
+            problem = f"{path[:200]} is of a protocol that is not read"
+            raise BadRowError(
+                f"{where}: {problem}; give a path, or a URL at http(s)://, s3:// or gs://, {_SKIP}",
+                "image_outside_folder",
+            )
+        return os.path.abspath(path)
+    inside = _below(folder, path)
+    if inside is None:
+        raise BadRowError(
+            f"{where}: the path {path[:200]} leads out of {folder}, where the images of this data file are; move the "
+            f"image there, set data.image_root, store its bytes in the row, {_SKIP}",
+            "image_outside_folder",
+        )
+    return inside
+
+
+def _below(folder: str, path: str) -> str | None:
+    """The place of a path below a folder or the URL of one; None where the path leads out of it."""
+    if is_url(folder):
+        return _below_url(folder, path)
+    return None if is_url(path) else _below_folder(folder, path)
+
+
+def _below_folder(folder: str, path: str) -> str | None:
+    """The full path of a path below a folder; None where the path leads out of it."""
+    root = os.path.realpath(folder)
+    try:
+        full = os.path.realpath(os.path.join(root, path))
+    except ValueError:  # a NUL in the name
+        return None
+    return full if full == root or full.startswith(root.rstrip(os.sep) + os.sep) else None
+
+
+def _below_url(folder: str, path: str) -> str | None:
+    """The URL of a path below the URL of a folder; None where the path leads out of it."""
+    base = folder.rstrip("/") + "/"
+    if is_url(path):
+        return path if path.startswith(base) and ".." not in path.split("/") else None
+    if path.startswith("/") or ".." in path.split("/"):
+        return None
+    return urljoin(base, quote(path)) if base.startswith("http") else base + path

@@ -1,0 +1,376 @@
+"""Downloads of the URLs in rows, within limits of size, time and redirects, and from public addresses only.
+
+Every redirect is a new request and is checked anew. Proxies of the environment are not used: behind one, nobody could
+check the address. Bodies are taken as they are sent, never decompressed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import ipaddress
+import math
+import socket
+import ssl
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any, BinaryIO
+from urllib.parse import urljoin, urlsplit
+
+import httpcore2
+import httpx2
+
+from fovea import __version__
+from fovea_gym.errors import BadRowError
+from fovea_gym.utils.files import complete_bytes, delete_abandoned, write_atomically
+
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_LOCAL_NAT64 = ipaddress.ip_network("64:ff9b:1::/48")
+"""Translated as each network chooses (RFC 8215), and public to Python before 3.13, as site-local addresses are."""
+_EMBEDDED = (
+    ipaddress.ip_network("::/96"),  # IPv4-compatible addresses (RFC 4291, 2.5.5.1), deprecated
+    ipaddress.ip_network("::ffff:0:0:0/96"),  # IPv4-translated addresses (RFC 2765, 2.1), for translators of a network
+)
+"""Some networks lead these to the IPv4 address inside; to Python they are public."""
+_AZURE_HOST = ipaddress.ip_address("168.63.129.16")
+"""The host of every virtual machine of Azure, reachable from nowhere else ("What is IP address 168.63.129.16?")."""
+
+
+class Deadline:
+    """A point in time that all operations of a transfer share."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    def seconds_left(self) -> float:
+        """Time until the deadline, above 0; httpcore2.TimeoutException once it has passed."""
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise httpcore2.TimeoutException("the deadline has passed")
+        return left
+
+
+class PinnedNetwork(httpcore2.NetworkBackend):
+    """TCP connections to public addresses, or to any with `allow_private_addresses`, until a deadline.
+
+    A private address is a BadRowError naming `where`; failures of the network are httpcore2's exceptions.
+    """
+
+    def __init__(self, where: str, deadline: Deadline, *, allow_private_addresses: bool) -> None:
+        self._where = where
+        self._deadline = deadline
+        self._allow_private_addresses = allow_private_addresses
+        self._sockets = httpcore2.SyncBackend()
+
+    def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[httpcore2.SOCKET_OPTION] | None = None,
+    ) -> httpcore2.NetworkStream:
+        address = self._resolved(host, port)
+        stream = self._sockets.connect_tcp(address, port, self._deadline.seconds_left(), local_address, socket_options)
+        return _TimedStream(stream, self._deadline)
+
+    def _resolved(self, host: str, port: int) -> str:
+        """The first address of a host name, all of whose addresses must be allowed."""
+        try:
+            found = [str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+        except (OSError, UnicodeError) as error:
+            raise httpcore2.ConnectError(str(error)) from error
+        private = [address for address in found if not is_public(address)]
+        if private and not self._allow_private_addresses:
+            raise BadRowError(
+                f"{self._where}: {host} is at {private[0]}, an address of this machine or a private network, which "
+                "rows may not reach; set data.allow_private_addresses=true if you trust the rows, or "
+                "data.on_bad_row=skip",
+                "url_private_address",
+            )
+        return found[0]
+
+
+class _TimedStream(httpcore2.NetworkStream):
+    """A stream whose every operation is given the time until the deadline.
+
+    A server that sends a byte now and then would never exceed a timeout that starts anew with each read.
+    """
+
+    def __init__(self, stream: httpcore2.NetworkStream, deadline: Deadline) -> None:
+        self._stream = stream
+        self._deadline = deadline
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        return self._stream.read(max_bytes, self._deadline.seconds_left())
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        self._stream.write(buffer, self._deadline.seconds_left())
+
+    def start_tls(
+        self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
+    ) -> httpcore2.NetworkStream:
+        stream = self._stream.start_tls(ssl_context, server_hostname, self._deadline.seconds_left())
+        return _TimedStream(stream, self._deadline)
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._stream.get_extra_info(info)
+
+
+def is_public(address: str) -> bool:
+    """True if an IP address belongs to the open Internet, looking inside IPv6 addresses that wrap an IPv4 one."""
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address):
+        if ip in _LOCAL_NAT64 or ip.is_site_local or any(ip in network for network in _EMBEDDED):
+            return False
+        if ip in _NAT64:
+            return is_public(str(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)))
+        inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo[1] if ip.teredo else None)
+        if inner is not None:
+            return is_public(str(inner))
+    return ip.is_global and not ip.is_multicast and ip != _AZURE_HOST
+
+
+MAX_FAILURES = 3
+"""Images of one host that may fail in a row before it is given up for a while."""
+_OF_THE_HOST = ("url_timeout", "url_unreachable", "url_status_429", "url_status_5")
+"""Beginnings of the reasons that are the server's and not the image's."""
+
+
+@dataclass(slots=True)
+class _FailingHost:
+    failures: int = 0
+    """In a row."""
+    given_up_until: float = 0.0
+    """On the clock."""
+
+
+class FailedHosts:
+    """A `read(url, where)` that answers at once for a host that failed MAX_FAILURES times in a row.
+
+    After `pause_seconds` one more image is asked of the host: it comes, or the host is given up again. `note` gets
+    of each host once. May be called from several threads.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[str, str], bytes],
+        pause_seconds: float,
+        note: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._read = read
+        self._pause_seconds = pause_seconds
+        self._note = note
+        self._clock = clock
+        self._hosts: dict[str, _FailingHost] = {}
+        self._noted: set[str] = set()
+        self._lock = Lock()
+
+    def __call__(self, url: str, where: str) -> bytes:
+        """The content of a URL; BadRowError of `read`, or at once with the reason `url_host_failed`."""
+        name = urlsplit(url).netloc.rpartition("@")[2]
+        self._check(name, where)
+        try:
+            content = self._read(url, where)
+        except BadRowError as error:
+            if error.reason.startswith(_OF_THE_HOST):
+                self._failed(name, str(error))
+            raise
+        with self._lock:
+            self._hosts.pop(name, None)
+        return content
+
+    def _check(self, name: str, where: str) -> None:
+        with self._lock:
+            host = self._hosts.get(name)
+            left_seconds = host.given_up_until - self._clock() if host else 0.0
+        if host is not None and left_seconds > 0:
+            raise BadRowError(
+                f"{where}: {name} failed for {host.failures} images in a row and is asked again in "
+                f"{left_seconds:.0f} s; bring it back, or set data.on_bad_row=skip",
+                "url_host_failed",
+            )
+
+    def _failed(self, name: str, error: str) -> None:
+        with self._lock:
+            host = self._hosts.setdefault(name, _FailingHost())
+            host.failures += 1
+            given_up = self._pause_seconds > 0 and host.failures >= MAX_FAILURES
+            if given_up:
+                host.given_up_until = self._clock() + self._pause_seconds
+            is_new = given_up and name not in self._noted
+            if is_new:
+                self._noted.add(name)
+        if is_new:
+            self._note(
+                f"{name} failed for {MAX_FAILURES} images in a row, the last one: {error.partition('; ')[0]}; "
+                f"its images count as bad rows, and it is asked for one every {self._pause_seconds:g} s"
+            )
+
+
+_REDIRECTS = {301, 302, 303, 307, 308}
+_TRY_AGAIN = {429, 500, 502, 503, 504}
+FIRST_PAUSE_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UrlLimits:
+    """Limits of one download, most of them settings of the same names in `config.Data`."""
+
+    max_mib: float = 32.0
+    timeout_seconds: float = 20.0
+    max_redirects: int = 5
+    retries: int = 2
+    """Further tries where the server is busy, broken or unreachable."""
+    allow_private_addresses: bool = False
+
+
+class _Retryable(Exception):
+    """A failure that another try may not meet."""
+
+    def __init__(self, error: BadRowError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def fetch(url: str, where: str, limits: UrlLimits) -> bytes:
+    """Return the content at an http(s) URL, of at most `max_mib`; BadRowError naming `where`."""
+    content = io.BytesIO()
+    download(url, where, limits, content, max_bytes=limits.max_mib * 2**20)
+    return content.getvalue()
+
+
+def download(url: str, where: str, limits: UrlLimits, into: BinaryIO, *, max_bytes: float = math.inf) -> None:
+    """Copy the content at an http(s) URL into a file, whatever its size unless `max_bytes` says; BadRowError."""
+    for number in range(limits.retries + 1):
+        try:
+            _copy(url, where, limits, into, max_bytes)
+            return
+        except _Retryable as failure:
+            if number == limits.retries:
+                raise failure.error from None
+            time.sleep(FIRST_PAUSE_SECONDS * 2**number)
+
+
+def _copy(url: str, where: str, limits: UrlLimits, into: BinaryIO, max_bytes: float) -> None:
+    def check_size(num_bytes: int) -> None:
+        if num_bytes > max_bytes:
+            raise _bad(where, f"the server sends more than data.max_image_mib={limits.max_mib:g}", "image_too_large")
+
+    into.seek(0)
+    into.truncate()
+    with _opened(url, where, limits) as response:
+        check_size(int(httpx2.Headers(response.headers).get("Content-Length", "0")))
+        for chunk in response.iter_stream():
+            into.write(chunk)
+            check_size(into.tell())
+
+
+@contextmanager
+def _opened(url: str, where: str, limits: UrlLimits) -> Iterator[httpcore2.Response]:
+    """The response of status 200 at the end of the redirects; its body ends complete or in an error."""
+    deadline = Deadline(limits.timeout_seconds)
+    network = PinnedNetwork(where, deadline, allow_private_addresses=limits.allow_private_addresses)
+    with _failures_named(where, limits):
+        for _ in range(limits.max_redirects + 1):
+            target = _parsed(url, where)
+            with _requested(target, network) as response:
+                if response.status not in _REDIRECTS:
+                    _check_status(response, where)
+                    yield response
+                    return
+                url = urljoin(str(target), httpx2.Headers(response.headers).get("Location", ""))
+        raise _bad(where, f"more than {limits.max_redirects} redirects", "url_redirects")
+
+
+@contextmanager
+def _failures_named(where: str, limits: UrlLimits) -> Iterator[None]:
+    # an OSError is not caught: httpcore2 wraps those of the network, so it comes from the disk that is written to
+    try:
+        yield
+    except BadRowError:
+        raise
+    except httpcore2.TimeoutException as error:
+        problem = f"the server took more than data.url_timeout_seconds={limits.timeout_seconds:g}"
+        raise _Retryable(_bad(where, problem, "url_timeout")) from error
+    except (httpcore2.NetworkError, httpcore2.ProtocolError, ValueError) as error:
+        problem = f"the server cannot be read ({type(error).__name__}: {str(error)[:120]})"
+        raise _Retryable(_bad(where, problem, "url_unreachable")) from error
+
+
+@contextmanager
+def _requested(url: httpx2.URL, network: PinnedNetwork) -> Iterator[httpcore2.Response]:
+    """The response to a GET over a separate connection."""
+    target = httpcore2.URL(scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path)
+    headers: dict[bytes | str, bytes | str] = {
+        "Host": url.netloc,
+        "User-Agent": f"fovea/{__version__}",
+        "Accept-Encoding": "identity",
+    }
+    # loading the certificates takes milliseconds, which http:// need not spend
+    trusted = ssl.create_default_context() if url.scheme == "https" else None
+    with (
+        httpcore2.ConnectionPool(ssl_context=trusted, network_backend=network) as pool,
+        pool.stream("GET", target, headers=headers) as response,
+    ):
+        yield response
+
+
+def _parsed(url: str, where: str) -> httpx2.URL:
+    try:
+        parsed = httpx2.URL(url)
+    except httpx2.InvalidURL as error:
+        raise _bad(where, f"{url[:200]} is not a URL ({error})", "url_invalid") from error
+    port_exists = parsed.port is None or 0 < parsed.port < 1 << 16
+    if parsed.scheme not in {"http", "https"} or not parsed.host or not port_exists:
+        raise _bad(where, f"{url[:200]} is not a http:// or https:// URL", "url_invalid")
+    if parsed.userinfo:
+        raise _bad(where, "the URL holds a user name, and none is sent", "url_invalid")
+    return parsed
+
+
+def _check_status(response: httpcore2.Response, where: str) -> None:
+    if response.status == 200:
+        return
+    phrase = bytes(response.extensions.get("reason_phrase", b"")).decode("ascii", "replace")
+    problem = f"the server answers {response.status} {phrase}"[:120].rstrip()
+    error = _bad(where, problem, f"url_status_{response.status}")
+    raise _Retryable(error) if response.status in _TRY_AGAIN else error
+
+
+def _bad(where: str, problem: str, reason: str) -> BadRowError:
+    return BadRowError(f"{where}: {problem}; correct the row, raise the limit, or set data.on_bad_row=skip", reason)
+
+
+class FetchedFiles:
+    """A cache on disk around `read(url, where)`, of at most `max_gib`; several processes may share its folder.
+
+    An OSError of the disk is raised as it is, and not as a bad row: the row is as good as before.
+    """
+
+    # nothing is evicted: an image that was read once is the same in every epoch and after a resume
+
+    def __init__(self, folder: Path, max_gib: float, read: Callable[[str, str], bytes]) -> None:
+        delete_abandoned(folder)
+        self._folder = folder
+        self._left_bytes = max_gib * 2**30 - complete_bytes(folder)
+        self._read = read
+
+    def __call__(self, url: str, where: str) -> bytes:
+        """The content of a URL, read at most once while there is room for it."""
+        file = self._folder / hashlib.sha256(url.encode(errors="replace")).hexdigest()
+        if file.exists():
+            return file.read_bytes()
+        content = self._read(url, where)
+        if len(content) <= self._left_bytes:
+            write_atomically(file, content)
+            self._left_bytes -= len(content)
+        return content

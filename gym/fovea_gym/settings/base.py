@@ -1,0 +1,307 @@
+"""The base of every section of the settings (`fovea.config.run`), and how a section may be written short."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
+from types import NoneType
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, TypeVar, get_args, get_origin
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    WrapValidator,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
+
+from fovea_gym.errors import ConfigError
+from fovea_gym.utils import entry_points
+from fovea_gym.utils.addresses import http_parts
+
+T = TypeVar("T")
+Tree: TypeAlias = dict[str, Any]
+"""Nested mappings of plain values, as YAML gives them."""
+
+Fraction: TypeAlias = Annotated[float, Field(ge=0, le=1)]
+PositiveInt: TypeAlias = Annotated[int, Field(ge=1)]
+NonNegativeInt: TypeAlias = Annotated[int, Field(ge=0)]
+PositiveFloat: TypeAlias = Annotated[float, Field(gt=0)]
+FiniteFloat: TypeAlias = Annotated[float, Field(allow_inf_nan=False)]
+NonNegativeFloat: TypeAlias = Annotated[float, Field(ge=0)]
+Coefficient: TypeAlias = Annotated[float, Field(gt=0, le=1e6)]
+"""A factor of a term of the loss or the reward; times a much larger one, gradients overflow."""
+CoefficientOrZero: TypeAlias = Annotated[float, Field(ge=0, le=1e6)]
+LearningRate: TypeAlias = Annotated[float, Field(gt=0, le=100)]
+Seconds: TypeAlias = Annotated[float, Field(gt=0, le=1e8)]
+"""A time limit of at most three years; clocks of the operating system overflow at larger ones."""
+RowCount: TypeAlias = Annotated[int, Field(ge=1, le=1 << 24)]
+"""Rows of a split that is made, or draws of a step; each takes memory."""
+TokenCount: TypeAlias = Annotated[int, Field(ge=1, le=1 << 20)]
+"""Tokens of one text."""
+NumThreads: TypeAlias = Annotated[int, Field(ge=1, le=1024)]
+"""Threads or processes that are started at once."""
+
+
+def _can_be_called(url: str) -> str:
+    if http_parts(url) is None:
+        raise AssertionError(url)  # and no ValueError, whose text would be printed in place of what is allowed
+    return url
+
+
+HttpUrl: TypeAlias = Annotated[str, AfterValidator(_can_be_called)]
+"""An address with a host and, where it has one, a port from 1 to 65535."""
+
+MAY_CHANGE = "may change on resume"
+MayChange: TypeAlias = Annotated[T, MAY_CHANGE]
+"""A setting, or a section of them, that a resumed run may have other than it began with: it says where and in what
+pieces things are computed or written down, or it paces the optimizer, the remedy for a run that diverges."""
+
+_DEEPEST = 50
+"""Mappings and lists within each other; settings of Fovea's own have four."""
+NAME = "name"
+"""The field by which the section of a union, or a bundle, is chosen; a text in place of the section is short for it."""
+
+
+class Section(BaseModel):
+    """A frozen group of settings that refuses keys it does not know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Names from elsewhere, and the settings that each stands for."""
+    bundles: ClassVar[Mapping[str, Tree]] = {}
+    """By the value of the section's `name`, the settings that choosing it sets."""
+    entry: ClassVar[FieldInfo | None] = None
+    """The field behind every further name, where the user chooses the names."""
+
+    @classmethod
+    def field_of(cls, name: str) -> FieldInfo | None:
+        """The field of a name; None for an unknown one."""
+        return cls.model_fields.get(name, cls.entry)
+
+    @classmethod
+    def completed(cls, given: Tree) -> Tree:
+        """The settings as given, in their long forms; each union without a name is its first section."""
+        return {key: _named(cls.field_of(key), value) for key, value in long_forms(cls, given).items()}
+
+    def contradictions(self) -> Iterator[str]:
+        """Yield an error text for each group of settings that do not go together."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        refuse(self.contradictions())
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, given: Any) -> Any:
+        return cls.completed(given) if isinstance(given, dict) else given
+
+
+class Member(Section):
+    """A section of a union, which its `name` chooses."""
+
+    name: str
+    """Name by which the settings choose this section."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenUnion:
+    """Mark of a union of sections to which other packages add theirs, by the entry points of `group`.
+
+    The union names Fovea's sections, each with a fixed `name`, and the base class of sections in other packages.
+    A package is imported when a setting names its section.
+    """
+
+    group: str
+    method: str
+    """Method by which a section of another package makes its part."""
+
+    def __get_pydantic_core_schema__(self, union: Any, handler: GetCoreSchemaHandler) -> Any:
+        ours = [*_ours(union), *({NoneType} & set(get_args(union)))]
+        closed: Any = reduce(or_, ours)
+        chosen = Annotated[closed, Field(discriminator=NAME)] if len(ours) > 1 else closed
+
+        def validated(value: Any, of_ours: Callable[[Any], Any]) -> Any:
+            name = value.get(NAME) if isinstance(value, dict) else getattr(value, NAME, None)
+            section = self.section(union, name) if isinstance(name, str) else None
+            return of_ours(value) if section is None else section.model_validate(value, strict=True)
+
+        schema = handler.generate_schema(Annotated[chosen, WrapValidator(validated)])
+        # a section of another package is written with all of its settings
+        return {**schema, "serialization": {"type": "any"}}
+
+    def section(self, union: Any, name: str) -> type[Section] | None:
+        """The section of this name in another package, which is imported; None where none registers it."""
+        found = entry_points.load(self.group, name, _names(_ours(union)))
+        if found is None:
+            return None
+        (base,) = [each for each in _sections_in(union) if not _has_a_fixed_name(each)]
+        fits = isinstance(found, type) and issubclass(found, base) and _names(_ours(found)) == [name]
+        if not fits or not hasattr(found, self.method):
+            raise ConfigError(
+                f"{self.group}: {name} is registered as {found!r}, which does not fit; register a class that derives "
+                f"from {base.__module__}.{base.__name__}, with the line `name: Literal[{name!r}] = {name!r}` and a "
+                f"method {self.method} (docs/extending.md)"
+            )
+        section: type[Section] = found
+        return section
+
+    def imported(self, union: Any) -> Iterator[type[Section]]:
+        """The sections of packages that have been imported, but for those that `section` refuses."""
+        for name in entry_points.imported(self.group):
+            with suppress(ConfigError):
+                if (section := self.section(union, name)) is not None:
+                    yield section
+
+
+def long_forms(section: type[Section], given: Tree) -> Tree:
+    """The settings of a section with aliases replaced by what they stand for, and short forms by sections.
+
+    Short forms: a text for a union chooses one of its sections, `path/to/file.py:Class` the user's own environment; a
+    text for a section with bundles is its name, and chooses one of these;
+    true and false stand for the defaults and for the absence of an optional section.
+    ValueError where an alias and what it stands for are both set.
+    """
+    for alias in section.aliases.keys() & given.keys():
+        names = section.aliases[alias]
+        if set(names) & given.keys():
+            raise ValueError(f"{alias} stands for {' and '.join(names)}, which are set beside it; drop one of them")
+        given = {key: value for key, value in given.items() if key != alias} | dict.fromkeys(names, given[alias])
+    return {key: _long_form(section.field_of(key), value) for key, value in given.items()}
+
+
+def _long_form(field: FieldInfo | None, value: Any) -> Any:
+    if field is None or not sections_of(field):
+        return value
+    if isinstance(value, str) and (is_union(field) or any(section.bundles for section in sections_of(field))):
+        own = ".py" in value and "own" in variants_of(field)
+        return {NAME: "own", "file": value} if own else {NAME: value}
+    if isinstance(value, bool) and NoneType in get_args(field.annotation):
+        return {} if value else None
+    return value
+
+
+def _named(field: FieldInfo | None, value: Any) -> Any:
+    if isinstance(value, list):
+        # strict validation takes a tuple for a tuple, and YAML has none
+        return tuple(value)
+    ours = _ours(field.annotation) if field is not None and isinstance(value, dict) else []
+    return {NAME: _names(ours)[0], **value} if ours else value
+
+
+def sections_of(field: FieldInfo) -> tuple[type[Section], ...]:
+    """The sections that a field may hold, also those of packages that have been imported; none: a plain setting."""
+    named, union = tuple(_sections_in(field.annotation)), _open_union(field)
+    if union is None:
+        return named
+    return (*_ours(field.annotation), *union.imported(field.annotation)) or named
+
+
+def _sections_in(annotation: object) -> Iterator[type[Section]]:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _sections_in(part)
+
+
+def is_union(field: FieldInfo) -> bool:
+    """True if a `name` chooses what the field holds."""
+    return _open_union(field) is not None or bool(_ours(field.annotation))
+
+
+def variants_of(field: FieldInfo) -> dict[str, type[Section]]:
+    """The sections of `sections_of` by the name that chooses each; empty where there is nothing to choose."""
+    named = [section for section in sections_of(field) if _has_a_fixed_name(section)]
+    return dict(zip(_names(named), named, strict=True))
+
+
+def variant_of(field: FieldInfo, name: object) -> type[Section] | None:
+    """The section that this name chooses, which may be one of another package; None for an unknown name."""
+    if not isinstance(name, str):
+        return None
+    union = _open_union(field)
+    theirs = None if union is None else union.section(field.annotation, name)
+    return theirs or variants_of(field).get(name)
+
+
+def names_of(field: FieldInfo) -> list[str]:
+    """All names of a union, also in packages that have not been imported."""
+    return list(dict.fromkeys([*_names(_ours(field.annotation)), *packages_of(field)]))
+
+
+def packages_of(field: FieldInfo) -> list[str]:
+    """The names of a union's sections in other packages, which are not imported."""
+    union = _open_union(field)
+    return [] if union is None else list(entry_points.registered(union.group))
+
+
+def default_name(field: FieldInfo) -> str | None:
+    """The name of a union's first section; None if all sections are in other packages."""
+    return next(iter(_names(_ours(field.annotation))), None)
+
+
+def _open_union(field: FieldInfo) -> OpenUnion | None:
+    return next((each for each in field.metadata if isinstance(each, OpenUnion)), None)
+
+
+def _ours(annotation: object) -> list[type[Section]]:
+    return [section for section in _sections_in(annotation) if _has_a_fixed_name(section)]
+
+
+def _names(sections: Iterable[type[Section]]) -> list[str]:
+    return [section.model_fields[NAME].default for section in sections]
+
+
+def _has_a_fixed_name(section: type[Section]) -> bool:
+    field = section.model_fields.get(NAME)
+    return field is not None and get_origin(field.annotation) is Literal and len(get_args(field.annotation)) == 1
+
+
+def over(below: Tree, above: Tree) -> Tree:
+    """Settings over others, section by section; another member of a union replaces the section whole."""
+    merged = dict(below)
+    for key, value in above.items():
+        under: Any = below.get(key)
+        both = isinstance(value, dict) and isinstance(under, dict)
+        same = both and value.get(NAME, under.get(NAME)) == under.get(NAME)
+        merged[key] = over(under, value) if same else value
+    return merged
+
+
+def leaves(tree: Tree, path: str = "") -> Tree:
+    """The values of nested mappings by dotted key; an empty mapping is a value."""
+    found: Tree = {}
+    for name, value in tree.items():
+        is_section = isinstance(value, dict) and value
+        found |= leaves(value, f"{path}{name}.") if is_section else {f"{path}{name}": value}
+    return found
+
+
+def nested(path: Iterable[str], value: object) -> Tree:
+    """`{a: {b: value}}` for the path `a`, `b`."""
+    first, *below = path
+    return {first: nested(below, value) if below else value}
+
+
+def check_depth(value: object, where: str, depth: int = 0) -> None:
+    """ConfigError naming `where` for a value that holds itself, or nests deeper than settings do."""
+    if depth > _DEEPEST:
+        raise ConfigError(f"{where}: holds itself, or nests more than {_DEEPEST} deep, as no setting does; flatten it")
+    inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    for each in inside:
+        check_depth(each, where, depth + 1)
+
+
+def refuse(complaints: Iterable[str]) -> None:
+    """ValueError with all complaints, if there are any."""
+    if found := list(complaints):
+        raise ValueError("; also: ".join(found))

@@ -1,0 +1,393 @@
+"""Settings of the environments: `environment.name` says which of these sections it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+
+from pydantic import ConfigDict, Field
+from pydantic.fields import FieldInfo
+
+from fovea_gym.settings.base import (
+    Fraction,
+    HttpUrl,
+    NonNegativeFloat,
+    OpenUnion,
+    PositiveFloat,
+    RowCount,
+    Section,
+    Tree,
+)
+from fovea_gym.settings.games import FrozenLakeEnvironment, PagesEnvironment, SokobanEnvironment
+from fovea_gym.settings.grounding import GroundingEnvironment, GroundingShapesEnvironment
+from fovea_gym.settings.splits import DrawnRows, EnvironmentSettings, FileEnvironment, SessionLimits, SplitFiles
+
+GeoPart: TypeAlias = Literal["country", "region", "city", "coordinates"]
+GeoColumn: TypeAlias = Literal["country", "region", "city", "lat", "lon"]
+GEO_WEIGHTS: dict[GeoPart, float] = {"country": 0.3, "region": 0.2, "city": 0.2, "coordinates": 0.3}
+GEO_COLUMNS: dict[GeoColumn, str] = {"country": "country", "city": "city", "lat": "lat", "lon": "lon"}
+
+
+class GeoSpotEnvironment(SplitFiles):
+    """GeoSpot: country, region, city and coordinates of a picture, asked for in stages (see `curriculum`)."""
+
+    name: Literal["geospot"] = "geospot"
+    image_key: str | None = None
+    """Column of the picture; default: image, or image_url where there is no such column."""
+    columns: dict[GeoColumn, str] = Field(default=GEO_COLUMNS)
+    """Columns of the country (a name or an ISO code), the region (a state or province; default: region, if there is
+    such a column), the city (an empty cell is not asked for), and of lat and lon in degrees, south and west
+    negative."""
+    level_key: str | None = None
+    """Column of a level of difficulty, a text, by which curriculum.level_weights draws rows."""
+    prompt: str = (
+        "Where was this picture taken? Answer with five lines: City: ..., Region: ... (state or province), "
+        "Country: ..., Latitude: ... and Longitude: ... in decimal degrees."
+    )
+    """Question, the same for every picture."""
+    system_prompt: str | None = None
+    """System prompt."""
+    weights: dict[GeoPart, NonNegativeFloat] = Field(default=GEO_WEIGHTS)
+    """Weights of the parts of the reward; those of the parts that a stage asks for are scaled to sum to 1. Coordinates
+    are graded by exp(-distance / tolerance)."""
+    tolerances_km: Annotated[tuple[PositiveFloat, ...], Field(min_length=5, max_length=5)] = (500, 200, 100, 50, 25)
+    """Distance at which the score for coordinates falls to 1/e, in each of the five stages, from large to small."""
+
+    @property
+    def image_names(self) -> tuple[str, ...]:
+        return ("image", "image_url") if self.image_key is None else (self.image_key,)
+
+    @property
+    def named_columns(self) -> list[tuple[str, str]]:
+        named = [(f"environment.{key}", getattr(self, key)) for key in ("image_key", "level_key")]
+        named += [(f"environment.columns.{key}", column) for key, column in self.columns.items()]
+        return [(setting, column) for setting, column in named if column is not None]
+
+    @property
+    def names_images(self) -> bool:
+        return self.image_key is not None
+
+    @classmethod
+    def completed(cls, given: Tree) -> Tree:
+        """The settings as given; what a mapping leaves out has its default."""
+        mappings: dict[str, dict[Any, Any]] = {"columns": GEO_COLUMNS, "weights": GEO_WEIGHTS}
+        filled = {key: {**mappings[key], **given[key]} for key in mappings if isinstance(given.get(key), dict)}
+        return super().completed(given | filled)
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if self.weights["country"] == 0:
+            yield "environment.weights.country=0, but the first stages ask for nothing else; set it above 0"
+        if any(later >= earlier for earlier, later in pairwise(self.tolerances_km)):
+            yield (
+                f"environment.tolerances_km={list(self.tolerances_km)}, but each stage must be stricter than the one "
+                "before it; write falling numbers, such as [500, 200, 100, 50, 25]"
+            )
+
+
+Gradable: TypeAlias = Literal["geo3k", "vqa", "caption", "geospot", "shapes", "grounding"]
+"""Environments whose answers can be graded offline."""
+
+CaptionMetric: TypeAlias = Literal["cider", "chrf", "bleu", "judge", "reward_model"]
+Level: TypeAlias = Annotated[int, Field(ge=1, le=3)]
+
+
+class ShapesEnvironment(DrawnRows):
+    """Rendered scenes with questions on number, colour, shape and existence."""
+
+    name: Literal["shapes"] = "shapes"
+    level: Level | Annotated[tuple[Level, ...], Field(min_length=1)] = 1
+    """Difficulty. 1: one kind of object on a jittered grid; 2: and distractors; 3: distractors, free placement, all
+    sizes. A list mixes its levels in equal parts, and curriculum.level_weights names them '1' to '3'."""
+    comparison_share: Fraction = 0.0
+    """Share of rows with two images to compare."""
+    text_share: Fraction = 0.0
+    """Share of text-only rows, whose scene is described in words."""
+    dev_size: RowCount = 400
+    """Dev scenes, for early stopping of the warm-up and evaluation while training."""
+    test_size: RowCount = 800
+    """Held-out scenes of the final table."""
+    image_side_px: Annotated[int, Field(ge=32, le=8192)] = 48
+    """Width and height of a scene."""
+
+    def contradictions(self) -> Iterator[str]:
+        if len(set(self.levels)) < len(self.levels):
+            yield (
+                f"environment.level={list(self.levels)} names a level twice, but a mix has equal parts of each; name "
+                "each once"
+            )
+        if self.comparison_share + self.text_share > 1:
+            yield (
+                f"environment.comparison_share={self.comparison_share:g} and environment.text_share="
+                f"{self.text_share:g} are more than all rows together; lower one of them"
+            )
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """The levels of the scenes, one or a mix."""
+        return self.level if isinstance(self.level, tuple) else (self.level,)
+
+
+class ShapesZoomEnvironment(ShapesEnvironment):
+    """Rendered scenes of which the model may see a quarter enlarged, in a second turn, before it answers."""
+
+    name: Literal["shapes_zoom"] = "shapes_zoom"  # type: ignore[assignment]
+
+
+class SmallShapesEnvironment(DrawnRows):
+    """Scenes of an object too small for the picture that the model sees, which may see a box of the scene enlarged."""
+
+    name: Literal["shapes_small"] = "shapes_small"
+    zoom: bool = True
+    """Let the model ask for a box of the scene, enlarged, in a turn before its answer."""
+    scale: Annotated[int, Field(ge=10, le=10_000)] = 1000
+    """Coordinates of the right and the lower edge of the scene; Qwen3-VL gives places from 0 to 1000."""
+    test_size: RowCount = 600
+    """Held-out scenes of the final table."""
+
+
+class Geo3kEnvironment(FileEnvironment):
+    """Geometry problems with a diagram; the last boxed answer is graded (Geometry3K's public layouts)."""
+
+    name: Literal["geo3k"] = "geo3k"
+    format_weight: Fraction | None = None
+    """Share of the reward for the format of the response; default 0.1, the rest is for the answer."""
+    reward_max_val: float | None = None
+    """Binary reward of a right answer (default 1), whatever its format; excludes format_weight."""
+    reward_min_val: float | None = None
+    """Binary reward of a wrong answer (default 0)."""
+    think_tags: bool = False
+    """Require reasoning that ends in `</think>` before the boxed answer; Instruct models do not write it."""
+    answer_tags: bool = False
+    """Grade the content of `<answer>` tags in place of a box, as R1-V and MM-Eureka do."""
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if self.binary_rewards is None:
+            return
+        low, high = self.binary_rewards
+        if self.format_weight:
+            yield (
+                f"environment.format_weight={self.format_weight:g} shares the reward, but environment.reward_max_val "
+                "and reward_min_val make it binary; unset either"
+            )
+        if self.think_tags:
+            yield (
+                "environment.think_tags=true is about the form, which the binary reward of environment.reward_max_val "
+                "and reward_min_val leaves out; unset either"
+            )
+        if not low < high:
+            yield (
+                f"environment.reward_min_val={low:g} is not below reward_max_val={high:g}, so that a right answer "
+                "would not be worth more; lower reward_min_val"
+            )
+
+    @property
+    def binary_rewards(self) -> tuple[float, float] | None:
+        """Of a wrong and of a right answer; None where the reward is shared with the form."""
+        if self.reward_max_val is None and self.reward_min_val is None:
+            return None
+        return self.reward_min_val or 0.0, 1.0 if self.reward_max_val is None else self.reward_max_val
+
+    @property
+    def weight_of_format(self) -> float:
+        return 0.1 if self.format_weight is None else self.format_weight
+
+
+class VqaEnvironment(FileEnvironment):
+    """Questions about images with short answers: counts, attributes, existence, yes or no, multiple choice."""
+
+    name: Literal["vqa"] = "vqa"
+    answers_key: str | None = None
+    """Column with the answers of several annotators (VQA v2's `answers`), for soft accuracy; default: there is one."""
+    choices_key: str | None = None
+    """Column with the options of multiple choice: they are listed under letters after the question."""
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if self.answers_key is not None and self.choices_key is not None:
+            yield (
+                f"environment.answers_key={self.answers_key} asks for soft accuracy, which environment.choices_key="
+                f"{self.choices_key} has no use for; unset either"
+            )
+
+
+class RowsEnvironment(FileEnvironment):
+    """Questions about images that your own reward grades (`reward`); true answers may be missing."""
+
+    name: Literal["rows"] = "rows"
+
+
+class CaptionEnvironment(FileEnvironment):
+    """Descriptions of images, compared with references, judged by a model, or both."""
+
+    name: Literal["caption"] = "caption"
+    references_key: str | None = None
+    """Column with all references of an image; default: the true answer, which may be a list of them."""
+    metric_weights: dict[CaptionMetric, PositiveFloat] = Field(default={"cider": 1.0})
+    """Weights of the metrics in the reward: cider (CIDEr-D), chrf, bleu, and the sections judge and reward_model."""
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if not self.metric_weights:
+            yield "environment.metric_weights is empty, so that there is no reward; write {cider: 1}"
+
+
+Value: TypeAlias = str | bool | int | float | None
+
+
+class OwnEnvironment(EnvironmentSettings):
+    """A class of yours (docs/own.md); `environment=path/to/file.py:Class` is short for this section."""
+
+    name: Literal["own"] = "own"
+    file: Annotated[str, Field(min_length=1)]
+    """`path/to/file.py:Class`; relative paths start at the working directory."""
+    settings: dict[str, Value] = Field(default_factory=dict)
+    """Argument `settings` of its constructor."""
+
+
+class SeedRows(EnvironmentSettings):
+    """Settings of an environment whose rows are seeds; no seed is in two splits."""
+
+    prompt: str = "Choose the next action."
+    """Text below the first picture."""
+    max_turns: Annotated[int, Field(ge=1, le=1 << 16)] = 10
+    """Most actions of an episode."""
+    train_size: RowCount = 1000
+    """Training rows."""
+    dev_size: RowCount = 100
+    """Dev rows."""
+    test_size: RowCount = 200
+    """Test rows."""
+
+
+class GymnasiumEnvironment(SeedRows):
+    """An environment of gymnasium with discrete actions, seen as pictures (docs/agents.md)."""
+
+    name: Literal["gymnasium"] = "gymnasium"
+    id: Annotated[str, Field(min_length=1)]
+    """Its id in gymnasium's registry (`FrozenLake-v1`, `module:Name-v0`), or `path/to/file.py:Class`."""
+    kwargs: dict[str, Value] = Field(default_factory=dict)
+    """Arguments of its constructor."""
+    actions: tuple[Annotated[str, Field(pattern=r"^\S(.*\S)?$")], ...] = ()
+    """Names of the actions, in the order of their numbers, which the prompt lists; default: the numbers."""
+    success_key: str | None = None
+    """Key of the last step's `info` that is true after success; default: terminated with a positive reward."""
+
+    def contradictions(self) -> Iterator[str]:
+        if len({action.casefold() for action in self.actions}) < len(self.actions):
+            yield (
+                f"environment.actions={list(self.actions)} names an action twice, in any case of letters; give every "
+                "action a separate name"
+            )
+
+
+class OpenEnvEnvironment(SeedRows):
+    """An environment on an OpenEnv server (docs/agents.md)."""
+
+    name: Literal["openenv"] = "openenv"
+    url: HttpUrl
+    """Address of the server, such as http://127.0.0.1:8000."""
+    reset: dict[str, Value] = Field(default_factory=dict)
+    """Arguments of `reset` beside the seed."""
+    action_key: str | None = None
+    """Field of the action that gets the text in the model's `<action>` tag; default: the tag holds a JSON object."""
+    image_keys: tuple[str, ...] = ()
+    """Fields with pictures: base64, a list of base64, or values from 0 to 255, nested or flat beside FIELD_shape."""
+    text_keys: tuple[str, ...] = ()
+    """Fields of an observation that are shown as text."""
+
+    def contradictions(self) -> Iterator[str]:
+        if not (self.image_keys or self.text_keys):
+            yield (
+                "environment.image_keys and environment.text_keys are empty, so that the model would see nothing; name "
+                "fields of the observation"
+            )
+
+
+class NemoGymEnvironment(SplitFiles):
+    """Rows of NeMo-Gym; one of its resources servers runs their tools and gives the rewards (docs/agents.md)."""
+
+    name: Literal["nemo_gym"] = "nemo_gym"
+    url: HttpUrl
+    """Address of the resources server, such as http://127.0.0.1:8000."""
+    max_turns: Annotated[int, Field(ge=1, le=1 << 16)] = 10
+    """Most answers of an episode, those with calls included."""
+
+
+PartEnvironment: TypeAlias = Annotated[
+    ShapesEnvironment
+    | ShapesZoomEnvironment
+    | SmallShapesEnvironment
+    | FrozenLakeEnvironment
+    | SokobanEnvironment
+    | PagesEnvironment
+    | GroundingShapesEnvironment
+    | Geo3kEnvironment
+    | VqaEnvironment
+    | CaptionEnvironment
+    | RowsEnvironment
+    | GeoSpotEnvironment
+    | GroundingEnvironment
+    | GymnasiumEnvironment
+    | OpenEnvEnvironment
+    | NemoGymEnvironment
+    | OwnEnvironment
+    | EnvironmentSettings,
+    OpenUnion("fovea.environments", "make_environment"),
+]
+"""Any environment but a mixture, of which these may be parts (`fovea_gym.settings.environments`)."""
+
+
+class MixturePart(Section):
+    """One data set of a mixture: how often it is drawn, and the settings that a run of it only would have."""
+
+    share: PositiveFloat = 1.0
+    """How often rows of this part are drawn, relative to the shares of the other parts, however many rows it has."""
+    environment: PartEnvironment = Field(default_factory=ShapesEnvironment)
+    """Environment of this part, with the settings of `environment`; no mixture."""
+    reward: str | None = None
+    """Your own reward function for this part, `path/to/file.py:function`, in place of its environment's score."""
+
+
+class MixtureParts(Section):
+    """The parts of a mixture, by names of your choice, without `.` and `/`."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, MixturePart] = Field(init=False)
+    entry: ClassVar[FieldInfo | None] = FieldInfo.from_annotation(MixturePart)
+
+    @property
+    def by_name(self) -> Mapping[str, MixturePart]:
+        return self.__pydantic_extra__
+
+    def contradictions(self) -> Iterator[str]:
+        if not self.by_name:
+            yield "environment.parts is empty, so that there are no rows; name a part or more"
+        for name in self.by_name:
+            if not name or set(name) & {".", "/"}:
+                yield (
+                    f"environment.parts: {name!r} does not fit in the names of settings and of question types; give "
+                    "the part a name without . and /"
+                )
+
+
+class MixtureEnvironment(EnvironmentSettings):
+    """Several data sets in one run, each with its own environment and share (docs/data.md)."""
+
+    name: Literal["mixture"] = "mixture"
+    parts: MixtureParts
+    """The data sets, by name."""
+
+    def contradictions(self) -> Iterator[str]:
+        if self.session != SessionLimits():
+            yield (
+                "environment.session is set, but the episodes of a mixture are those of its parts; set "
+                "environment.parts.NAME.environment.session"
+            )
+
+
+EnvironmentConfig: TypeAlias = Annotated[
+    PartEnvironment | MixtureEnvironment, OpenUnion("fovea.environments", "make_environment")
+]

@@ -1,0 +1,154 @@
+"""Settings of the environments whose answers are places on a picture: boxes and points."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field
+
+from fovea_gym.settings.base import Fraction, RowCount
+from fovea_gym.settings.splits import DrawnRows, FileEnvironment
+
+Ask: TypeAlias = Literal["box", "boxes", "point", "points"]
+Coordinates: TypeAlias = Literal["model", "pixels", "thousandths", "unit", "original"]
+Units: TypeAlias = Literal["original", "thousandths", "unit"]
+BoxForm: TypeAlias = Literal["xyxy", "xywh"]
+Layout: TypeAlias = Literal["rows", "screenspot", "gui_r1"]
+RewardKind: TypeAlias = Literal["iou", "giou", "hit", "f1"]
+REWARD_KINDS: dict[Ask, tuple[RewardKind, ...]] = {
+    "box": ("iou", "giou", "hit"),
+    "boxes": ("f1", "iou"),
+    "point": ("hit",),
+    "points": ("f1",),
+}
+"""Kinds of reward for each kind of answer, the default first."""
+TRUTH_NAMES = ("solution", "gt_bbox", "bbox_2d", "bbox", "boxes", "point_2d", "point", "points", "answer", "truth")
+"""Usual names of the column of the truth, and keys of an object in it."""
+LAYOUTS: dict[Layout, dict[str, object]] = {
+    "rows": {},
+    "screenspot": {
+        "prompt_key": "instruction",
+        "image_key": "img_filename",
+        "answer_key": "bbox",
+        "kind_key": "data_type",
+        "box_form": "xywh",
+        "prompt_template": "Find the element of this screenshot for the command: {prompt}\n"
+        'Answer with its point as {"point_2d": [x, y]}.',
+    },
+    "gui_r1": {
+        "prompt_key": "instruction",
+        "image_key": "image",
+        "answer_key": "gt_bbox",
+        "kind_key": "gt_action",
+        "action_key": "gt_action",
+        "text_key": "gt_input_text",
+        "truth_units": "unit",
+        "prompt_template": "The task on this screenshot: {prompt}\n"
+        "Answer with the next action (click, type, scroll, select, enter, press_home, press_back, close/delete or "
+        "complete) as [{'action': 'click', 'point': [x, y], 'input_text': 'no input text'}].",
+    },
+}
+"""Settings that a published layout has where none are given."""
+
+
+class GroundingEnvironment(FileEnvironment):
+    """Boxes and points on a picture: referring expressions, detection, clicks on screenshots."""
+
+    name: Literal["grounding"] = "grounding"
+    layout: Layout = "rows"
+    """Published layout, which sets columns, units and a prompt where no setting does. rows: your own columns, or
+    VLM-R1's (problem and solution, or conversations)."""
+    ask: Ask | None = None
+    """The answer: one box, several, one point in the true box, or one for each; default: box, for screenshots point."""
+    coordinates: Coordinates = "model"
+    """Coordinates of the answers. model: as the model's family writes them; pixels: of the picture as resized for the
+    model; thousandths: 0 to 1000; unit: 0 to 1; original: pixels of the picture as stored."""
+    truth_units: Units | None = None
+    """Units of the true places; default: pixels of the picture as stored (original)."""
+    box_form: BoxForm | None = None
+    """Numbers of a true box. xyxy: left, top, right, bottom (default); xywh: left, top, width, height, as in COCO."""
+    reward_kind: RewardKind | None = None
+    """Reward of the place. Box: iou (default), giou as (1 + GIoU) / 2, hit as 0 or 1; boxes: f1 of the hits (default),
+    or iou as 2 * sum of IoU / (boxes + true boxes); points: hit for one, f1 for several."""
+    min_iou: Fraction = 0.0
+    """IoU below which a box earns nothing (reward_kind=iou); Visual-RFT has 0.5, VLM-R1 0."""
+    format_weight: Fraction = 0.1
+    """Share of the reward for the format: the answer holds one place (or a list), and no other."""
+    think_tags: bool = False
+    """Require reasoning that ends in `</think>` before the answer, for the format."""
+    answer_tags: bool = False
+    """Require `<answer>` tags around the answer, for the format."""
+    action_key: str | None = None
+    """Column of the action of a screenshot (click, type, scroll and others), which must be right, too."""
+    text_key: str | None = None
+    """Column of the text of an action that is not a click."""
+
+    @property
+    def with_layout(self) -> GroundingEnvironment:
+        """The settings with the layout's values where none is set."""
+        open_keys = {key: value for key, value in LAYOUTS[self.layout].items() if getattr(self, key) is None}
+        return self.model_copy(update=open_keys)
+
+    @property
+    def asked(self) -> Ask:
+        return self.ask or ("box" if self.layout == "rows" else "point")
+
+    @property
+    def rewarded(self) -> RewardKind:
+        return self.reward_kind or REWARD_KINDS[self.asked][0]
+
+    @property
+    def answer_names(self) -> tuple[str, ...]:
+        return TRUTH_NAMES
+
+    @property
+    def named_columns(self) -> list[tuple[str, str]]:
+        keys = {"action_key": self.action_key, "text_key": self.text_key}
+        return super().named_columns + [(f"environment.{key}", name) for key, name in keys.items() if name is not None]
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        yield from _unfit_reward(self.reward_kind, self.asked)
+        if self.min_iou > 0 and self.rewarded != "iou":
+            yield (
+                f"environment.min_iou={self.min_iou:g} is a setting of reward_kind=iou, and this is {self.rewarded}; "
+                "drop it"
+            )
+        settings = self.with_layout
+        if settings.text_key is not None and settings.action_key is None:
+            yield f"environment.text_key={self.text_key} is read with an action; set environment.action_key"
+        if settings.action_key is not None and self.asked != "point":
+            yield (
+                f"environment.ask={self.asked}, but an action (environment.action_key) has one point; set "
+                "environment.ask=point"
+            )
+
+
+class GroundingShapesEnvironment(DrawnRows):
+    """Rendered scenes with the question where a shape is; true boxes are known from the drawing."""
+
+    name: Literal["grounding_shapes"] = "grounding_shapes"
+    ask: Literal["box", "boxes", "point"] = "box"
+    """The answer: the box of one shape, the boxes of all shapes of a colour, or a point in the box."""
+    num_shapes: Annotated[int, Field(ge=1, le=6)] = 3
+    """Shapes of a scene."""
+    scale: Annotated[int, Field(ge=10, le=10_000)] = 1000
+    """Coordinates of the right and the lower edge; Qwen3-VL gives places from 0 to 1000."""
+    reward_kind: RewardKind | None = None
+    """Reward of the place, as in `grounding`."""
+    format_weight: Fraction = 0.1
+    """Share of the reward for an answer that is the place and nothing else."""
+    test_size: RowCount = 600
+    """Held-out scenes of the final table."""
+
+    def contradictions(self) -> Iterator[str]:
+        yield from _unfit_reward(self.reward_kind, self.ask)
+
+
+def _unfit_reward(kind: RewardKind | None, ask: Ask) -> Iterator[str]:
+    if kind is not None and kind not in REWARD_KINDS[ask]:
+        yield (
+            f"environment.reward_kind={kind} does not grade the answers of environment.ask={ask}; choose "
+            f"{' or '.join(REWARD_KINDS[ask])}"
+        )

@@ -1,0 +1,184 @@
+"""Settings of rows in files, their splits and columns, common to all environments that read them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from fovea_gym.settings.base import CoefficientOrZero, MayChange, Member, RowCount, Seconds, Section
+from fovea_gym.settings.mcp import McpServers
+
+ROWS_FOLDER = "rows"
+"""Folder of a run with the rows that Python code has given."""
+ANSWER_KEYS = ("answer", "reward_model")
+RUN_DIR = "{run_dir}"
+"""The run folder in the name of a file, for the rows that it holds itself."""
+_GIVEN = re.compile(rf".+/({ROWS_FOLDER}/(?:test_|dev_)?rows-[0-9a-f]+\.parquet)")
+
+
+class SessionLimits(Section):
+    """Limits of an environment that replies in an episode, by your own code or from another process."""
+
+    max_concurrent: MayChange[Annotated[int, Field(ge=1, le=1 << 16)]] = 512
+    """Most episodes with an open session at once; the others wait after their first answer."""
+    deadline_seconds: MayChange[Seconds] = 60.0
+    """Longest open, reply, score or close of a session."""
+    retries: MayChange[Annotated[int, Field(ge=0, le=1000)]] = 0
+    """Further tries of a failed open, and of a failed reply without state; a session never gets an action twice."""
+    on_failure: MayChange[Literal["drop", "reward", "stop"]] = "drop"
+    """Treatment of an episode whose session fails. drop: leave it out of its group; reward: end it with failure_reward;
+    stop: stop the run."""
+    failure_reward: MayChange[float] = 0.0
+    """Reward of an episode whose session fails (on_failure=reward)."""
+
+
+class EnvironmentSettings(Member):
+    """Settings of an environment."""
+
+    session: SessionLimits = Field(default_factory=SessionLimits)
+    tools: tuple[str, ...] = ()
+    """Tools that the model may call (docs/agents.md): zoom, zoom_at, crop, rotate, draw, measure, calculator, python,
+    or your own as path/to/file.py:function or module:function."""
+    mcp: McpServers = Field(default_factory=McpServers)
+    """MCP servers, whose tools the model may call beside these."""
+    max_tool_turns: Annotated[int, Field(ge=1, le=1 << 16)] = 4
+    """Further turns of an episode for calls of these tools."""
+    tool_bonus: CoefficientOrZero = 0.0
+    """Reward added for a right answer (accuracy above 0.5) in an episode in which a call of a tool succeeded."""
+    allow_python: bool = False
+    """Consent to the tool python, which runs programs of the model, each confined to an empty folder."""
+    allow_unconfined_python: bool = False
+    """Accept that programs of the model read, change and delete whatever you may, and use the network, where nothing on
+    this machine confines them; only their time and memory are limited then."""
+
+
+class DrawnRows(EnvironmentSettings):
+    """Settings of an environment that draws its rows itself."""
+
+    train_size: RowCount = 24_000
+    """Training rows, drawn when first used."""
+    dev_size: RowCount = 200
+    """Dev rows, for early stopping of the warm-up and evaluation while training."""
+    test_size: RowCount = 500
+    """Held-out rows of the final table."""
+
+
+class SplitFiles(EnvironmentSettings):
+    """Files of the three splits, or the shares of the training rows that serve as dev and test."""
+
+    train_files: tuple[str, ...]
+    """Rows to train on: files (Parquet, JSONL, JSON, CSV; also at s3://, gs://, https://), folders, name@split. A name
+    that begins with {run_dir}/ is in the run folder, as rows that Python code has given are."""
+    test_files: tuple[str, ...] | None = None
+    """Rows held out for the test readings; nothing is steered by them."""
+    test_share: Annotated[float, Field(ge=0, le=0.5)] = 0.0
+    """Share of the training rows that is held out for test, by image, where test_files is not set; one must be set."""
+    dev_files: tuple[str, ...] | None = None
+    """Rows of the dev readings, which steer; default: dev_share of the training rows, which are then not trained on."""
+    dev_share: Annotated[float, Field(ge=0, le=0.5)] = 0.05
+    """Share of the training rows that is held out for dev, by image, where dev_files is not set; 0: no dev rows."""
+
+    def contradictions(self) -> Iterator[str]:
+        if self.test_files is None and self.test_share == 0:
+            yield (
+                "environment.test_files: must be set, or environment.test_share=0.1 for a share of the training rows"
+            )
+        if self.test_files is not None and self.test_share > 0:
+            yield (
+                f"environment.test_share={self.test_share:g} holds training rows out for test, but "
+                "environment.test_files names others; set either"
+            )
+
+    @property
+    def image_names(self) -> tuple[str, ...]:
+        """Names of the columns that may hold images."""
+        return ()
+
+    @property
+    def named_columns(self) -> list[tuple[str, str]]:
+        """The settings that name columns, each with the column."""
+        return []
+
+    @property
+    def names_images(self) -> bool:
+        """True if a setting says which columns hold images."""
+        return False
+
+    @property
+    def has_dev(self) -> bool:
+        return self.dev_files is not None or self.dev_share > 0
+
+    def inside(self, run_folder: str) -> SplitFiles:
+        """The same settings with the names of files in the run folder completed."""
+        own = f"{RUN_DIR}/"
+        return self._renamed(lambda file: f"{run_folder}/{file.removeprefix(own)}" if file.startswith(own) else file)
+
+    def of_any_run(self) -> SplitFiles:
+        """The same settings with rows that Python code has given in no run folder of a name: to compare those of runs.
+
+        The name of such a file holds a checksum of its rows.
+        """
+        return self._renamed(lambda file: f"{RUN_DIR}/{found[1]}" if (found := _GIVEN.fullmatch(file)) else file)
+
+    def _renamed(self, rename: Callable[[str], str]) -> SplitFiles:
+        names = ("train_files", "dev_files", "test_files")
+        given = {name: files for name in names if (files := getattr(self, name)) is not None}
+        return self.model_copy(update={name: tuple(map(rename, files)) for name, files in given.items()})
+
+
+class FileEnvironment(SplitFiles):
+    """Rows in your own files (docs/data.md)."""
+
+    prompt_key: str | None = None
+    """Column of the question, a text or messages; default: problem, prompt, question, conversations or messages."""
+    answer_key: str | None = None
+    """Column of the true answer; default: answer, reward_model, or the reply that ends the conversation."""
+    image_keys: tuple[str, ...] | None = None
+    """Columns of the images, in order; [] for none; default: images or image, where there is one."""
+    image_key: str | None = None
+    """Column of the only image."""
+    kind_key: str | None = None
+    """Column of the question type, for accuracies by type; default: all rows have one type."""
+    level_key: str | None = None
+    """Column of a level of difficulty, a text, by which curriculum.level_weights draws rows."""
+    system_prompt: str | None = None
+    """System prompt."""
+    prompt_template: str | None = None
+    """Template of the user message, with the question at {prompt}."""
+
+    @property
+    def image_names(self) -> tuple[str, ...]:
+        named = self.image_keys if self.image_key is None else (self.image_key,)
+        return ("images", "image") if named is None else named
+
+    @property
+    def answer_names(self) -> tuple[str, ...]:
+        """Usual names of the column of the answer, where no setting names it."""
+        return ANSWER_KEYS
+
+    @property
+    def named_columns(self) -> list[tuple[str, str]]:
+        keys = ("prompt_key", "answer_key", "kind_key", "level_key", "image_key")
+        named = [(key, getattr(self, key)) for key in keys]
+        named += [("image_keys", key) for key in self.image_keys or ()]
+        return [(f"environment.{key}", column) for key, column in named if column is not None]
+
+    @property
+    def names_images(self) -> bool:
+        return self.image_key is not None or self.image_keys is not None
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if self.image_key is not None and self.image_keys is not None:
+            yield (
+                f"environment.image_key={self.image_key} and environment.image_keys={list(self.image_keys)} are both "
+                "set; name all columns in environment.image_keys, and set environment.image_key=null"
+            )
+        if self.prompt_template is not None and self.prompt_template.count("{prompt}") != 1:
+            yield (
+                f"environment.prompt_template={self.prompt_template!r} does not hold {{prompt}} once, so that the "
+                "question has no place in it; write {prompt} where it belongs"
+            )

@@ -1,0 +1,369 @@
+"""Ways to confine a program of a model on this machine, and the trial that a way has to pass before it is used.
+
+The program is taken for an attacker's: reinforcement learning finds whatever raises the reward, such as the gold
+answers of the test file, and what a page or a tool says may steer the model. It gets
+
+* one empty folder, the only place where it may write: MAX_FILES files and folders, MAX_FILE_MIB each;
+* Python's own installation, all else that it may read: standard library, interpreter, shared libraries; neither
+  packages nor the user's files, environment variables or /proc;
+* one process with one thread, so that its limit of memory is the limit of all that it starts, also as root;
+* no network, no sockets (with a path: docker.sock, ssh-agent, Ray's), no signals, nothing that outlives it.
+
+A filter of system calls (seccomp) holds processes, sockets, signals and the number of files in each way. The ways
+differ in what holds the files: `bubblewrap` and `namespaces` give a new root with nothing else in it, and `user`, for
+containers whose root may not make namespaces, an unused user and Landlock. Not held: bugs of the kernel, time that
+computations leak, and, by `user`, whether a path exists.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import json
+import marshal
+import os
+import pwd
+import resource
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from fovea_gym.errors import ConfigError
+from fovea_gym.tools import confined
+
+MAX_SECONDS = 10
+MAX_MEMORY_MIB = 512
+MAX_FILE_MIB = 1
+MAX_FILES = 64
+LIMITS = {
+    resource.RLIMIT_CPU: MAX_SECONDS,
+    resource.RLIMIT_AS: MAX_MEMORY_MIB * 2**20,
+    resource.RLIMIT_FSIZE: MAX_FILE_MIB * 2**20,
+    resource.RLIMIT_NOFILE: 32,
+    resource.RLIMIT_NPROC: 0,
+    resource.RLIMIT_CORE: 0,
+}
+FOLDER = "/program"
+"""The folder of a program under a root made for it."""
+Way = Literal["bubblewrap", "namespaces", "user", "unconfined"]
+WAYS: tuple[Way, ...] = ("bubblewrap", "namespaces", "user")
+"""The ways that confine, in the order in which they are tried."""
+SETTING = "environment.allow_unconfined_python"
+
+_CREATING = "open 2 - openat 257 56 creat 85 - mkdir 83 - mkdirat 258 34 mknod 133 - mknodat 259 33 symlink 88 - " + (
+    "symlinkat 266 36 link 86 - linkat 265 37"
+)
+"""System calls that make a file, each with its number on x86-64 and on ARM, as below; `-`: it has none."""
+_REFUSED = (
+    # processes and threads, other programs, leaving the group that is killed at the end
+    "fork 57 - vfork 58 - clone 56 220 execve 59 221 execveat 322 281 setsid 112 157 setpgid 109 154 unshare 272 97 "
+    "setns 308 268 "
+    # signals to others, and their memory, priority and descriptors
+    "kill 62 129 tkill 200 130 tgkill 234 131 rt_sigqueueinfo 129 138 rt_tgsigqueueinfo 297 240 ptrace 101 117 "
+    "pidfd_send_signal 424 424 pidfd_open 434 434 pidfd_getfd 438 438 process_vm_readv 310 270 process_madvise 440 440 "
+    "process_vm_writev 311 271 process_mrelease 448 448 kcmp 312 272 migrate_pages 256 238 move_pages 279 239 "
+    "perf_event_open 298 241 setpriority 141 140 ioprio_set 251 30 sched_setparam 142 118 sched_setscheduler 144 119 "
+    "sched_setattr 314 274 sched_setaffinity 203 122 "
+    # sockets; the pair of streams that asyncio makes for itself is allowed
+    "socket 41 198 connect 42 203 bind 49 200 listen 50 201 accept 43 202 accept4 288 242 "
+    # other doors of the kernel
+    "io_uring_setup 425 425 io_uring_enter 426 426 io_uring_register 427 427 bpf 321 280 userfaultfd 323 282 "
+    "keyctl 250 219 add_key 248 217 request_key 249 218 seccomp 317 277 memfd_secret 447 447 fanotify_init 300 262 "
+    "inotify_init 253 - inotify_init1 294 26 name_to_handle_at 303 264 open_by_handle_at 304 265 personality 135 92 "
+    # memory that no process has to hold: it would count nowhere, and stay
+    "shmget 29 194 shmat 30 196 msgget 68 186 semget 64 190 mq_open 240 180 "
+    # file systems and the machine
+    "mount 165 40 umount2 166 39 pivot_root 155 41 chroot 161 51 open_tree 428 428 move_mount 429 429 fsopen 430 430 "
+    "fsmount 432 432 fspick 433 433 mount_setattr 442 442 quotactl 179 60 quotactl_fd 443 443 syslog 103 116 "
+    # changes of files by path, without opening them, which Landlock does not see
+    "truncate 76 45 setxattr 188 5 lsetxattr 189 6 fsetxattr 190 7 removexattr 197 14 lremovexattr 198 15 "
+    # in part
+    "prlimit64 302 261 socketpair 53 199"
+)
+_TIMES = " utime 132 - utimes 235 - futimesat 261 - utimensat 280 88"
+"""Of files that everybody may write; under a root made for the program there are none."""
+_UNKNOWN = "clone3 435 435 openat2 437 437"
+"""Calls that keep their flags in memory, where a filter cannot read them; libc falls back to the older ones."""
+_NEWEST = 451
+"""Calls that Linux has added since are refused as unknown."""
+_ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+_ALLOW, _ASK, _FAIL, _KILL = 0x7FFF0000, 0x7FC00000, 0x00050000, 0x80000000
+_EPERM, _ENOSYS = 1, 38
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Installation:
+    """An interpreter, and what it needs."""
+
+    python: str
+    visible: tuple[str, ...]
+    """Its paths."""
+    hidden: tuple[str, ...]
+    """Folders of packages inside these."""
+    confined: bytes
+    """Code of the module `confined`, compiled by this interpreter, which takes it 10 ms."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Confinement:
+    """A way that this machine offers."""
+
+    way: Way
+    installation: Installation
+    uid: int = 0
+
+    @property
+    def needs_folder(self) -> bool:
+        """True where the program's folder is made and removed by the caller, on the disk."""
+        return self.way in ("user", "unconfined")
+
+    def launch(self, program: str, folder: str = FOLDER) -> tuple[list[str], bytes]:
+        """Command that runs a program in this folder, and the bytes that it reads from stdin."""
+        here, uid = self.installation, self.uid
+        arguments: dict[str, object] = {"way": self.way, "folder": folder, "limits": LIMITS, "visible": here.visible}
+        if self.way != "unconfined":
+            arguments |= {"seconds": MAX_SECONDS + 2.0, "most_files": MAX_FILES, **_filters(self.way)}
+        if self.way == "namespaces":
+            arguments |= {"hidden": here.hidden}
+        if self.way == "user":
+            whole, listed = _without(here.visible, here.hidden)
+            parents = {parent for path in here.visible for parent in Path(path).resolve().parents}
+            closed = any(not parent.stat().st_mode & 1 for parent in parents)
+            arguments |= {"visible": whole, "listed": listed, "uid": uid, "reads_closed_folders": closed}
+        command = [here.python, "-I", "-S", "-c", "import marshal, sys; exec(marshal.load(sys.stdin.buffer))"]
+        if self.way == "bubblewrap":
+            command = [*self._bubblewrap(folder), *command]
+        return command, here.confined + marshal.dumps(arguments) + program.encode("utf-8", "replace")
+
+    def _bubblewrap(self, folder: str) -> list[str]:
+        command = shutil.which("bwrap")
+        if command is None:
+            raise FileNotFoundError("bwrap is not installed")
+        here = self.installation
+        binds = [word for path in here.visible for word in ("--ro-bind", path, path)]
+        covers = [word for path in here.hidden for word in ("--tmpfs", path, "--remount-ro", path)]
+        return [
+            *(command, "--unshare-user-try", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"),
+            *("--unshare-cgroup-try", "--die-with-parent", "--cap-drop", "ALL"),
+            *(*binds, *covers, "--tmpfs", folder, "--remount-ro", "/", "--chdir", folder, "--"),
+        ]
+
+
+@functools.cache
+def _filters(way: Way) -> dict[str, bytes]:
+    """Filters of system calls as the kernel takes them; ConfigError for a processor whose calls are not listed here."""
+    machine = os.uname().machine
+    if machine not in _ARCHITECTURES:
+        raise ConfigError(f"its system calls on {machine} are not known here")
+    column, architecture = _ARCHITECTURES[machine]
+    number, allow, ask = _do(_LOAD, 0), _do(_RETURN, _ALLOW), _do(_RETURN, _ASK)
+    refuse, unknown = (_do(_RETURN, _FAIL | error) for error in (_EPERM, _ENOSYS))
+    conditions = {
+        # the flags have O_CREAT or O_TMPFILE
+        "open": _argument(1) + _do(_ANY_BIT, 0o20000100, 0, 1),
+        "openat": _argument(2) + _do(_ANY_BIT, 0o20000100, 0, 1),
+        # of another process than itself
+        "prlimit64": _argument(0) + _do(_EQUAL, 0, 1),
+        # not a stream: a pair of datagram sockets sends to any path
+        "socketpair": _argument(1) + _do(_AND, 0xF) + _do(_EQUAL, socket.SOCK_STREAM, 1),
+    }
+
+    def answers(table: str, answer: bytes) -> bytes:
+        instructions = b""
+        words = iter(table.split())
+        for name, *numbers in zip(words, words, words, strict=True):
+            if numbers[column] != "-":
+                body = conditions[name] + answer + number if name in conditions else answer
+                instructions += _do(_EQUAL, int(numbers[column]), 0, len(body) // 8) + body
+        return instructions
+
+    ours = _do(_LOAD, 4) + _do(_EQUAL, architecture, 1) + _do(_RETURN, _KILL)
+    start = ours + number + _do(_AT_LEAST, _NEWEST + 1, 0, 1) + unknown  # also the calls of the x32 ABI
+    refused = answers(_UNKNOWN, unknown) + answers(_REFUSED + (_TIMES if way == "user" else ""), refuse)
+    return {"created": start + answers(_CREATING, ask) + allow, "refused": start + refused + allow}
+
+
+def _do(code: int, value: int, then: int = 0, otherwise: int = 0) -> bytes:
+    """One instruction of a filter, with the instructions to skip if it holds and if not."""
+    return struct.pack("=HBBI", code, then, otherwise, value)
+
+
+def _argument(index: int) -> bytes:
+    return _do(_LOAD, 16 + 8 * index)
+
+
+def _without(paths: Iterable[str], hidden: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Paths that together are these without the hidden ones, and the folders that were split for that."""
+    whole, split = list[str](), list[str]()
+    waiting = list(dict.fromkeys(os.path.realpath(path) for path in paths))
+    while waiting:
+        path = waiting.pop()
+        if path in hidden:
+            continue
+        if not any(each.startswith(path + "/") for each in hidden):
+            whole.append(path)
+            continue
+        split.append(path)
+        with os.scandir(path) as entries:
+            waiting += [entry.path for entry in entries if not entry.is_symlink()]
+    return whole, split
+
+
+_DESCRIBE = """
+import json, marshal, os, sys
+for folder in sys.path:
+    for name in os.listdir(folder) if folder.endswith("lib-dynload") else ():
+        try:
+            __import__(name.partition(".")[0])
+        except Exception:
+            pass
+with open("/proc/self/maps") as file:
+    libraries = {line[line.index("/"):].strip() for line in file if "/" in line and ".so" in line}
+code = marshal.dumps(compile(sys.stdin.read(), "confined", "exec")).hex()
+print(json.dumps([code, *sys.path, *(os.path.dirname(path) for path in libraries)]))
+"""
+"""Prints code from stdin, compiled, the paths of the standard library, and the folders of libraries that it needs."""
+
+
+@functools.cache
+def _installation(python: str) -> Installation:
+    command = [python, "-I", "-S", "-c", _DESCRIBE]
+    text = inspect.getsource(confined)
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=True, env={}, timeout=60)
+    code, *described = json.loads(done.stdout)
+    found = [python, "/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache"]
+    found = [path for path in dict.fromkeys(found + described) if os.path.exists(path)]
+    paths = [path for path in found if not any(path.startswith(other + "/") for other in found)]
+    names = ("site-packages", "dist-packages", "python*/site-packages", "python*/dist-packages")
+    packages = {os.path.realpath(each) for path in found for name in names for each in Path(path).glob(name)}
+    return Installation(
+        python=python, visible=tuple(paths), hidden=tuple(sorted(packages)), confined=bytes.fromhex(code)
+    )
+
+
+def base_python() -> str:
+    """The interpreter behind the virtual environment."""
+    return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
+
+
+def _unused_uid() -> int:
+    """A user id without a name and processes, in the range that systemd has for such users."""
+    running = set[int]()
+    for entry in os.scandir("/proc"):
+        with contextlib.suppress(OSError):
+            running.add(entry.stat().st_uid)
+    named = {user.pw_uid for user in pwd.getpwall()}
+    return next(uid for uid in range(65519, 61183, -1) if uid not in running | named)
+
+
+_TRIAL = """
+import json, math, os, select, socket, zlib
+def attempt(words, attack):
+    try:
+        attack()
+    except (OSError, RuntimeError, MemoryError):
+        return
+    print(words)
+def fork():
+    if os.fork() == 0:
+        os._exit(0)
+def write(path, text="x"):
+    with open(path, "w") as file:
+        file.write(text)
+write("own")
+assert open("own").read() == "x" and os.listdir(".") == ["own"], "an empty folder"
+attempt("write files outside its folder", lambda: write({victim!r}))
+attempt("read files outside its folder", lambda: open({secret!r}).read())
+attempt("read the environment of the trainer", lambda: open("/proc/{trainer}/environ").read(1))
+attempt("connect to a socket with a path", lambda: socket.socket(socket.AF_UNIX).connect({path!r}))
+attempt("connect to a port", lambda: socket.create_connection(("127.0.0.1", {port}), 1))
+attempt("send a signal to the trainer", lambda: os.kill({trainer}, 0))
+attempt("start a process", fork)
+attempt("take more memory than its limit", lambda: bytearray({memory}))
+attempt("write a file longer than its limit", lambda: write("long", "x" * {long}))
+attempt("make more files than its limit", lambda: [write(str(number)) for number in range({files})])
+print("done")
+"""
+"""Prints the attacks that succeeded."""
+
+
+def _trial(confinement: Confinement) -> str | None:
+    """Why a way does not hold on this machine, by attacks on a victim made for them; None: it holds."""
+    with tempfile.TemporaryDirectory(prefix="fovea-trial-", ignore_cleanup_errors=True) as around:
+        os.chmod(around, 0o777)  # what confines is the way, not the modes of these files
+        victim, secret, path, folder = (f"{around}/{name}" for name in ("victim", "secret", "socket", "folder"))
+        for file in (victim, secret):
+            Path(file).write_text("secret")
+            os.chmod(file, 0o666)
+        os.mkdir(folder)
+        with socket.socket(socket.AF_UNIX) as server, socket.create_server(("127.0.0.1", 0)) as port:
+            server.bind(path)
+            os.chmod(path, 0o777)
+            server.listen()
+            program = _TRIAL.format(
+                victim=victim,
+                secret=secret,
+                trainer=os.getpid(),
+                path=path,
+                port=port.getsockname()[1],
+                memory=2 * MAX_MEMORY_MIB * 2**20,
+                long=MAX_FILE_MIB * 2**20 + 1,
+                files=MAX_FILES + 1,
+            )
+            command, stdin = confinement.launch(program, folder if confinement.needs_folder else FOLDER)
+            try:
+                done = subprocess.run(
+                    command,
+                    input=stdin,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    env={},
+                    timeout=60,
+                    start_new_session=True,
+                    check=False,
+                )
+            except subprocess.TimeoutExpired:
+                return "its trial took longer than a minute"
+        lines = done.stdout.decode(errors="replace").strip().splitlines() or ["it printed nothing"]
+        if done.returncode == 0 and lines == ["done"]:
+            return None
+        if lines[-1] == "done":
+            return f"in its trial a program could {', '.join(lines[:-1])}"
+        return lines[-1][:200]
+
+
+@functools.cache
+def confinement_here(
+    ways: tuple[Way, ...] = WAYS, *, python: str | None = None, allow_unconfined: bool = False
+) -> Confinement:
+    """The first of the ways whose trial holds on this machine, tried once per process; ConfigError if none holds."""
+    python = python or base_python()
+    reasons = []
+    for way in ways if sys.platform == "linux" else ():
+        try:
+            if way == "user" and os.geteuid() != 0:
+                raise PermissionError("only root can become an unused user")
+            uid = _unused_uid() if way == "user" else 0
+            made = Confinement(way=way, installation=_installation(python), uid=uid)
+            reason = _trial(made)
+        except (OSError, ConfigError, subprocess.SubprocessError, StopIteration) as error:
+            reason = str(error) or type(error).__name__
+        if reason is None:
+            return made
+        reasons.append(f"{way}: {reason}")
+    if allow_unconfined:
+        return Confinement(way="unconfined", installation=_installation(python))
+    raise ConfigError(
+        "environment.tools names python, but nothing here confines the programs of a model "
+        f"({'; '.join(reasons) or 'that needs Linux'}); install bubblewrap, allow user namespaces, leave python out, "
+        f"or set {SETTING}=true if a program may read, change and delete all that you may"
+    )

@@ -1,0 +1,115 @@
+"""A Python function as a tool: its JSON schema from signature and docstring."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
+
+from PIL import Image
+from transformers.utils.chat_template_utils import get_json_schema
+
+from fovea_gym.errors import ConfigError, first_line, result_or_error
+from fovea_gym.tools.base import PICTURE_NUMBER, Picture, ToolError
+from fovea_gym.tools.results import as_parts
+from fovea_gym.types import ImageRef, ToolSpec
+
+Given: TypeAlias = Literal["one", "all"]
+"""The pictures that a parameter gets: the one that the model chooses, or all of the conversation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionTool:
+    """A function of the user's as a tool."""
+
+    function: Callable[..., Any]
+    spec: ToolSpec
+    pictures: Mapping[str, Given]
+    """Parameters that get pictures."""
+
+    async def call(self, arguments: Mapping[str, object], pictures: Sequence[Picture]) -> Sequence[str | ImageRef]:
+        call = partial(self._called, arguments, pictures)
+        # on a thread, since a function may block; an error of any type is handed over, SystemExit too
+        result, error = await asyncio.to_thread(result_or_error, call)
+        if error is None and inspect.isawaitable(result):
+            result = await result
+        if error is not None:
+            raise error if isinstance(error, Exception) else ToolError(f"{self.spec.name} raised {first_line(error)}")
+        return as_parts(result, self.spec.name)
+
+    def _called(self, arguments: Mapping[str, object], pictures: Sequence[Picture]) -> object:
+        given: dict[str, object] = {name: arguments[name] for name in arguments.keys() - self.pictures.keys()}
+        for name, which in self.pictures.items():
+            number: Any = arguments.get(name, 1)
+            if which == "one" and not 1 <= number <= len(pictures):
+                raise ToolError(f"there is no picture {number}; the conversation has {len(pictures)}, numbered from 1")
+            given[name] = [each.opened() for each in pictures] if which == "all" else pictures[number - 1].opened()
+        return self.function(**given)
+
+
+def function_tool(function: object, shown: str) -> FunctionTool:
+    """A function as a tool; ConfigError, which names it as `shown`, for one that cannot be described to the model."""
+    if not callable(function):
+        raise ConfigError(f"environment.tools: {shown} is of type {type(function).__name__}; name a function or a tool")
+    name = getattr(function, "__name__", type(function).__name__)
+    if not name.isidentifier():
+        raise ConfigError(f"environment.tools: {shown} has no name ({name}); write it as def NAME(...)")
+    if not inspect.getdoc(function):
+        raise ConfigError(
+            f"environment.tools: {shown} has no docstring, by which the model learns of it; say in it what it does, "
+            "and below `Args:` what each argument is"
+        )
+    hints, parameters = _parameters(function, shown)
+    pictures = {each: which for each in parameters if (which := _pictures_of(hints[each])) is not None}
+    schema = _schema(function, hints, [parameters[each] for each in parameters if each not in pictures], shown)
+    numbers = {each: PICTURE_NUMBER for each, which in pictures.items() if which == "one"}
+    parameters_schema = {**schema["parameters"], "properties": {**schema["parameters"]["properties"], **numbers}}
+    spec = ToolSpec(name=name, description=schema["description"], parameters=parameters_schema)
+    return FunctionTool(function=function, spec=spec, pictures=pictures)
+
+
+def _parameters(function: Callable[..., Any], shown: str) -> tuple[dict[str, Any], dict[str, inspect.Parameter]]:
+    """Types and parameters of a function, by name; ConfigError for one without a type, or that stands for several."""
+    parameters = dict(inspect.signature(function).parameters)
+    typed: Any = function if inspect.isroutine(function) else type(function).__call__
+    try:
+        hints = get_type_hints(typed)
+    except (NameError, TypeError) as error:
+        raise ConfigError(
+            f"environment.tools: {shown} has a type that cannot be read ({first_line(error)}); fix it"
+        ) from error
+    for name, parameter in parameters.items():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise ConfigError(f"environment.tools: {shown} takes {parameter}; give every argument a separate name")
+        if name not in hints:
+            raise ConfigError(f"environment.tools: {shown} has no type for {name}; annotate it, such as {name}: float")
+    return hints, parameters
+
+
+def _pictures_of(hint: object) -> Given | None:
+    if hint is Image.Image:
+        return "one"
+    return "all" if get_origin(hint) in (list, Sequence) and get_args(hint) == (Image.Image,) else None
+
+
+def _schema(
+    function: Callable[..., Any], hints: Mapping[str, Any], parameters: Sequence[inspect.Parameter], shown: str
+) -> dict[str, Any]:
+    """Description and parameters as transformers reads them of a function without the pictures."""
+
+    def described() -> None: ...
+
+    described.__name__, described.__doc__ = str(getattr(function, "__name__", "tool")), inspect.getdoc(function)
+    described.__annotations__ = {each.name: hints[each.name] for each in parameters}
+    described.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    try:
+        schema: dict[str, Any] = get_json_schema(described)["function"]
+    except Exception as error:
+        raise ConfigError(
+            f"environment.tools: {shown} cannot be described to the model ({first_line(error)}); use str, int, float, "
+            "bool, list, dict, Literal or PIL.Image.Image as types, and describe every argument below `Args:`"
+        ) from error
+    return schema

@@ -1,0 +1,85 @@
+"""Geometry3K as files, from the Hugging Face hub or from a copy: one file a split, `problem`, `images`, `answer`.
+
+A few rows are in memory at a time. Questions, answers and the bytes of the diagrams stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+
+from fovea_gym.errors import DataError
+from fovea_gym.rows.cells import image_refs
+from fovea_gym.rows.readers.base import listed
+from fovea_gym.rows.readers.parquet import GroupCache
+from fovea_gym.rows.rows import RowAccess, Rows, open_rows
+from fovea_gym.rows.writing import IMAGE_TYPE, image_cell, write_rows
+from fovea_gym.types import ImageRef
+
+HUB_ID = "hiyouga/geometry3k"
+SPLITS = ("train", "validation", "test")
+_SETTING = "--from"
+_PATTERNS = ("{}.parquet", "{}-*.parquet", "data/{}-*.parquet")
+_ROWS_PER_GROUP = 64
+_COLUMNS = ("images", "problem", "answer")
+_SCHEMA = pa.schema([("images", pa.list_(IMAGE_TYPE)), ("problem", pa.string()), ("answer", pa.string())])
+
+
+def write_geo3k(folder: Path, *, source: str, splits: Sequence[str] = SPLITS) -> Iterator[Path]:
+    """Write one `SPLIT.parquet` for each split, and yield each as it is finished. `source` is a hub id or a folder."""
+    opened = {split: _opened(source, split) for split in dict.fromkeys(splits)}
+    for split, rows in opened.items():
+        yield write_rows(folder / f"{split}.parquet", _SCHEMA, _cells(rows), _ROWS_PER_GROUP)
+
+
+def _opened(source: str, split: str) -> Rows:
+    one_group = GroupCache(max_bytes=0)  # rows are read once, in order
+    rows = open_rows([_name(source, split)], setting=_SETTING, access=RowAccess(cache=one_group))
+    missing = [column for column in _COLUMNS if column not in rows.columns]
+    if missing:
+        raise DataError(
+            f"{_SETTING}: {source} has no column {listed(missing)}; its columns are {listed(rows.columns)}; files in "
+            "another layout need not be written anew: name them in environment.train_files"
+        )
+    return rows
+
+
+def _name(source: str, split: str) -> str:
+    """The name of a split for `open_rows`: a pattern of Parquet files in a folder, else a data set's name."""
+    folder = Path(source).expanduser()
+    if not folder.is_dir():
+        return f"{source}@{split}"
+    pattern = next((one for one in (each.format(split) for each in _PATTERNS) if any(folder.glob(one))), None)
+    if pattern is not None:
+        return str(folder / pattern)
+    if any(folder.rglob("*.parquet")):
+        # left to guess, a reader takes any file with a split's name in its own for a part of that split
+        there = [one for one in SPLITS if any(any(folder.glob(each.format(one))) for each in _PATTERNS)]
+        raise DataError(
+            f"{_SETTING}: {source} holds no {' or '.join(each.format(split) for each in _PATTERNS)}; put it there, or "
+            f"name the splits that it holds: {' '.join(f'--split {one}' for one in there) or 'none'}"
+        )
+    return f"{source}@{split}"
+
+
+def _cells(rows: Rows) -> Iterator[dict[str, object]]:
+    for index in range(len(rows)):
+        row, where = rows[index], rows.where(index)
+        refs = image_refs(row["images"], where=where, folder=rows.folder(index))
+        yield {
+            "images": [image_cell(_encoded(ref)) for ref in refs],
+            "problem": row["problem"],
+            "answer": None if row["answer"] is None else str(row["answer"]),  # a bad row stays one
+        }
+
+
+def _encoded(ref: ImageRef) -> bytes:
+    if isinstance(ref.source, bytes):
+        return ref.source
+    if isinstance(ref.source, str) and Path(ref.source).is_file():
+        return Path(ref.source).read_bytes()
+    raise DataError(
+        f"{ref.where}: is not an encoded image and no file on this machine; put the image's bytes into the row"
+    )

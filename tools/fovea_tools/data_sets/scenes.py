@@ -1,0 +1,188 @@
+"""The rendered data sets: two files of rows, each a function of (seed, split, index), and a scene as a cell."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from fovea_gym.environments.base import Split
+from fovea_gym.environments.dataset_prompts import IMAGE_MARK
+from fovea_gym.environments.shapes.environment import Shapes
+from fovea_gym.environments.shapes.scenes import COLOURS, SHAPES, Thing, draw
+from fovea_gym.errors import ConfigError
+from fovea_gym.rows.tasks import levels_of
+from fovea_gym.rows.writing import IMAGE_TYPE, png_cell, write_rows
+from fovea_gym.settings.environments import ShapesEnvironment
+
+_TEST_SHARE = 0.1
+
+
+def num_test_rows(num_rows: int) -> int:
+    """The number of test rows: a tenth of the training rows, at least one."""
+    return max(int(num_rows * _TEST_SHARE), 1)
+
+
+def write_rendered(
+    folder: Path,
+    schema: Any,
+    row: Callable[[int, np.random.Generator], Mapping[str, object]],
+    *,
+    num_rows: int,
+    seed: int,
+) -> list[Path]:
+    """Write `num_rows` training rows and a tenth as many test rows, made by `row(index, rng)`; returns the files."""
+
+    def rows(stream: int, size: int) -> Iterator[Mapping[str, object]]:
+        return (row(index, np.random.default_rng([seed, stream, index])) for index in range(size))
+
+    sizes = {"train": num_rows, "test": num_test_rows(num_rows)}
+    return [
+        write_rows(folder / f"{split}.parquet", schema, rows(stream, size))
+        for stream, (split, size) in enumerate(sizes.items())
+    ]
+
+
+SHARES = {"train": 1.0, "validation": 1 / 20, "test": 1 / 10}
+"""Rows of the files of `write_drawn`, as shares of the training rows."""
+
+
+def write_drawn(
+    folder: Path,
+    schema: Any,
+    draw: Callable[[str, int, np.random.Generator], tuple[bytes, Mapping[str, object]]],
+    *,
+    num_rows: int,
+    seed: int,
+) -> Iterator[Path]:
+    """Write train, validation (a twentieth) and test (a tenth) files, equal for equal arguments; yield each.
+
+    `draw` makes a row of a split by its index, and the bytes of its drawing, which no two rows share.
+    """
+    drawn: set[bytes] = set()
+
+    def rows(split: str, size: int, rng: np.random.Generator) -> Iterator[Mapping[str, object]]:
+        index = 0
+        while index < size:
+            drawing, row = draw(split, index, rng)
+            if drawing not in drawn:
+                drawn.add(drawing)
+                index += 1
+                yield row
+
+    for stream, (split, share) in enumerate(SHARES.items()):
+        made = rows(split, max(int(num_rows * share), 1), np.random.default_rng([seed, stream]))
+        yield write_rows(folder / f"{split}.parquet", schema, made)
+
+
+def scene_cell(things: Sequence[Thing], side_px: int, rng: np.random.Generator) -> dict[str, object]:
+    """A picture of the things, on a grid or anywhere, without noise, which PNG cannot compress."""
+    canvas_YXC = draw(things, side_px, rng, free=bool(rng.integers(2)))
+    return png_cell(np.clip(canvas_YXC, 0, 255).astype(np.uint8))
+
+
+_PICTURES = ("images", pa.list_(IMAGE_TYPE))
+_SCHEMA = pa.schema(
+    [("prompt", pa.string()), _PICTURES, ("answer", pa.string()), ("kind", pa.string()), ("level", pa.int32())]
+)
+
+
+def write_shapes(
+    folder: Path,
+    *,
+    num_rows: int,
+    seed: int,
+    image_side_px: int,
+    levels: Sequence[int] = (1,),
+    comparison_share: float = 0.0,
+    text_share: float = 0.0,
+) -> list[Path]:
+    """Write `train.parquet` and `test.parquet`: the first rows of a run with this seed and these settings."""
+    if comparison_share + text_share > 1:
+        raise ConfigError(
+            f"--comparison-share={comparison_share:g} and --text-share={text_share:g} are more than all rows "
+            "together; lower one of them"
+        )
+    settings = ShapesEnvironment(
+        level=tuple(dict.fromkeys(levels)),
+        comparison_share=comparison_share,
+        text_share=text_share,
+        train_size=num_rows,
+        test_size=num_test_rows(num_rows),
+        image_side_px=image_side_px,
+    )
+    environment = Shapes(settings, seed)
+    splits: tuple[Split, ...] = ("train", "test")
+    return [write_rows(folder / f"{split}.parquet", _SCHEMA, _rows(environment, split)) for split in splits]
+
+
+def _rows(environment: Shapes, split: Split) -> Iterator[dict[str, object]]:
+    tasks = environment.tasks(split)
+    for task, level in zip(tasks, levels_of(tasks) or (), strict=True):
+        yield {
+            "prompt": IMAGE_MARK * len(task.images) + task.question,
+            # drawn, not read from files
+            "images": [png_cell(np.asarray(ref.source)) for ref in task.images],
+            "answer": task.answer,
+            "kind": task.kind,
+            "level": int(level),
+        }
+
+
+MAX_THINGS = 4
+QUESTION = "Describe the image in one sentence."
+FORMS = (
+    "The image shows {things}.",
+    "There {verb} {things}.",
+    "A picture of {things} on a dark background.",
+    "On a dark background I see {things}.",
+    "What can be seen here is {things}.",
+)
+"""The forms of a caption; row i has the first 1 + i % 5 of them."""
+_NUMBERS = ("no", "a", "two", "three", "four")
+_CAPTIONS_SCHEMA = pa.schema([_PICTURES, ("problem", pa.string()), ("answer", pa.list_(pa.string()))])
+
+
+def write_captions(folder: Path, *, num_rows: int, seed: int, image_side_px: int) -> list[Path]:
+    """Write `train.parquet` and `test.parquet`, equal for equal arguments, and return them."""
+    return write_rendered(folder, _CAPTIONS_SCHEMA, partial(_row, image_side_px), num_rows=num_rows, seed=seed)
+
+
+def captions(things: Sequence[Thing], num_captions: int, rng: np.random.Generator) -> list[str]:
+    """Several captions of the same things."""
+    counts = sorted(Counter(things).items(), key=lambda x: (SHAPES.index(x[0].shape), COLOURS.index(x[0].colour)))
+    orders = [range(len(counts)), *(rng.permutation(len(counts)) for _ in range(num_captions - 1))]
+    return [
+        _caption(form, [counts[place] for place in order])
+        for form, order in zip(FORMS[:num_captions], orders, strict=True)
+    ]
+
+
+def _row(side_px: int, index: int, rng: np.random.Generator) -> dict[str, object]:
+    # a few kinds of things, so that some are seen twice
+    kinds = [_thing(rng) for _ in range(2 + index % 2)]
+    things = [kinds[int(rng.integers(len(kinds)))] for _ in range(rng.integers(1, MAX_THINGS + 1))]
+    return {
+        "images": [scene_cell(things, side_px, rng)],
+        "problem": f"{IMAGE_MARK}{QUESTION}",
+        "answer": captions(things, 1 + index % len(FORMS), rng),
+    }
+
+
+def _thing(rng: np.random.Generator) -> Thing:
+    return Thing(shape=SHAPES[rng.integers(len(SHAPES))], colour=COLOURS[rng.integers(len(COLOURS))])
+
+
+def _caption(form: str, counts: Sequence[tuple[Thing, int]]) -> str:
+    *rest, last = [_counted(thing, count) for thing, count in counts]
+    things = f"{', '.join(rest)} and {last}" if rest else last
+    return form.format(things=things, verb="is" if counts[0][1] == 1 else "are")
+
+
+def _counted(thing: Thing, count: int) -> str:
+    return f"{_NUMBERS[count]} {thing.colour} {thing.shape}{'s' if count > 1 else ''}"

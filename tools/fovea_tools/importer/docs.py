@@ -1,0 +1,107 @@
+"""Pages for users of other systems, made from config/elsewhere.yaml.
+
+`python -m fovea_tools.importer.docs verl` prints one.
+"""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+
+from fovea.config.elsewhere import Counterpart, Pair, System, systems
+from fovea_gym.settings.type_text import show
+from fovea_tools.importer.reading import IMPORTED
+
+HEAD = """\
+# From {title}
+
+{about}
+
+The version read is {seen}.
+An unknown key in a recipe or on the command line is answered from the same table. This page is generated from
+`fovea/config/elsewhere.yaml`; `python -m fovea_tools.importer.docs {name}` prints it.
+"""
+IMPORT = {
+    "verl": """\
+## A command line becomes a recipe
+
+```bash
+# needs a script of yours
+fovea import-config run_qwen2_5_vl-7b.sh --environment geo3k --out mine.yaml
+fovea import-config run.sh actor_rollout_ref.rollout.n=8 --environment vqa   # settings behind the file win
+```
+
+It reads scripts, YAML files (also several, later ones win) and bare `key=value` words. A script is read, not run:
+quotes, arrays, `$NAME`, `${1:-vllm}` and `$((2 * 1024))` are filled in, and where a value takes more than that, the
+command asks for it. Settings that change what is learned are written out at verl's defaults where the command leaves
+them out. Behind each line of the recipe stands what it comes from; at its head what has no counterpart, with the
+reason, and what is unknown. Nothing is guessed, and settings that contradict each other are an error.
+`--environment` names the environment of the rows; with geo3k the reward is that of verl's own grader.
+""",
+    "rlinf": """\
+## A YAML becomes a recipe
+
+```bash
+# needs a file of yours
+fovea import-config qwen3-vl-2b-grpo-fsdp-geo3k.yaml runner.max_steps=750 --out mine.yaml
+```
+
+References such as `${subtract:${runner.seq_length}, ${data.max_prompt_length}}` are resolved. A share of all steps, as
+in `lr_warmup_fraction`, needs their number, which RLinf counts from the rows: name it, as above. Behind each line of
+the recipe stands what it comes from; at its head what has no counterpart, with the reason, and what is unknown. Nothing
+is guessed, and settings that contradict each other are an error.
+""",
+}
+NEEDLESS = "## What needs no setting here\n"
+
+
+def page(system: System) -> str:
+    """The Markdown text of the page of a system."""
+    name, title = system.name, system.title
+    about = textwrap.fill(system.about, 118, break_long_words=False, break_on_hyphens=False)
+    parts = [HEAD.format(name=name, title=title, about=about, seen=system.seen)]
+    parts += [IMPORT[name]] if name in IMPORTED else []
+    parts += ["## Commands\n", *_table((title, "Fovea", "remarks"), map(_command, system.commands)), ""]
+    for chapter, settings in system.chapters.items():
+        restricted = [setting for setting in settings if setting.harmless != "any"]
+        if restricted:
+            parts += [f"## {chapter}\n", *_table((title, "Fovea", "differences"), map(_setting, restricted)), ""]
+    parts += ["## Metrics\n", *_table((title, "Fovea", "differences"), map(_metric, system.metrics))]
+    needless = list(_needless(system.settings))
+    return "\n".join([*parts, *(["", NEEDLESS, *needless] if needless else []), ""])
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in (head, *rows)]
+    return [lines[0], f"|{'---|' * len(head)}", *lines[1:]]
+
+
+def _command(pair: Pair) -> tuple[str, str, str]:
+    return f"`{pair.theirs}`", f"`{pair.ours}`", pair.note
+
+
+def _metric(pair: Pair) -> tuple[str, str, str]:
+    return f"`{pair.theirs}`", ", ".join(f"`{each}`" for each in pair.ours.split(", ")), pair.note
+
+
+def _setting(setting: Counterpart) -> tuple[str, str, str]:
+    ours = " and ".join(f"`{key}`" for key in setting.ours) or "none"
+    values = setting.values or {}
+    said = [f"{show(theirs)} is {show(own)}" for theirs, own in values.items() if theirs != own]
+    default = [f"default {setting.default if isinstance(setting.default, str) else show(setting.default)}"]
+    default = default if setting.has_default else []
+    return f"`{setting.theirs}`", ours, "; ".join(filter(None, [setting.none, setting.note, *said, *default]))
+
+
+def _needless(settings: Iterable[Counterpart]) -> Iterator[str]:
+    """Lines of the settings with which nothing is lost, by reason."""
+    keys: dict[str, list[str]] = {}
+    for setting in settings:
+        if setting.harmless == "any":
+            keys.setdefault(setting.none, []).append(f"`{setting.theirs}`")
+    return (f"* {', '.join(keys[reason])}: {reason}" for reason in keys)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page(systems()[sys.argv[1]]))

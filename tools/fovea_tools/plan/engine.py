@@ -1,0 +1,126 @@
+"""The engine of a plan: its settings, and the memory of one that holds its own weights.
+
+vLLM and SGLang take a share of a GPU when they start (`rollout.engine.gpu_memory_utilization`), load their weights into
+it, and make the rest the pool of their key-value cache, whatever the requests will need. vLLM's share is one of the
+whole GPU, SGLang's (`mem_fraction_static`) one of what is free at that moment.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from fovea.config.backends import (
+    CPU_KV_CACHE_GIB,
+    CPU_KV_CACHE_TOKENS,
+    EmbeddedSettings,
+    ServingEngine,
+    SglangSettings,
+    VllmSettings,
+)
+from fovea.config.run import Config
+from fovea_gym.errors import ConfigError
+from fovea_tools.plan.activations import Bytes, Numerics
+from fovea_tools.plan.machine import GIB, Machine
+from fovea_tools.plan.megatron import states_of_trainer
+from fovea_tools.plan.model_sizes import ModelSizes
+from fovea_tools.plan.states import CRITIC, ENGINE, PARAMETERS, REFERENCE
+from fovea_tools.plan.workload import Roles
+
+CACHE = "key-value cache"
+
+
+def embedded_engine(config: Config) -> EmbeddedSettings:
+    """Settings of the embedded engine, which the caller knows to be the one of these settings."""
+    engine = config.rollout.engine
+    assert isinstance(engine, EmbeddedSettings), engine.name
+    return engine
+
+
+def batch_tokens(config: Config) -> int:
+    """Tokens of the embedded engine's cache in settings that name them (`with_batch_tokens`)."""
+    tokens = embedded_engine(config).max_batch_tokens
+    assert tokens is not None
+    return tokens
+
+
+def with_batch_tokens(config: Config, tokens: int) -> Config:
+    """The settings with the size that the embedded engine's cache will have."""
+    engine = embedded_engine(config).model_copy(update={"max_batch_tokens": tokens})
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": engine})})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingRoom:
+    """Memory on each GPU of an engine that holds its own weights, while it is awake."""
+
+    weights: int
+    """Bytes of its copy of the weights, or of its part of them by `tensor_parallel_size`."""
+    cache: int
+    """Bytes of the pool of the key-value cache."""
+    token_bytes: int
+    """Bytes of the keys and values of a token there."""
+    longest_tokens: int
+    """Tokens of the longest conversation, for which there must be room."""
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens that the pool has room for."""
+        return self.cache // self.token_bytes
+
+    @property
+    def missing_bytes(self) -> int:
+        """Bytes that the pool lacks for the longest conversation."""
+        return max(0, self.longest_tokens * self.token_bytes - self.cache)
+
+    @property
+    def bytes(self) -> Bytes:
+        """Bytes of one GPU by part."""
+        return Counter({ENGINE: self.weights, CACHE: self.cache})
+
+
+def serving_room(
+    config: Config, sizes: ModelSizes, machine: Machine, roles: Roles, numerics: Numerics
+) -> ServingRoom | None:
+    """The room of an engine in the processes of the run; None for the embedded engine, and for servers elsewhere.
+
+    ConfigError for several engines of which each takes GPUs of the next, as a run says (`gpus_of_engine`).
+    """
+    engine = config.rollout.engine
+    if not isinstance(engine, ServingEngine):
+        return None
+    shards = engine.tensor_parallel_size
+    if shards > 1 and roles.engines > 1:
+        raise ConfigError(
+            f"rollout.engine.tensor_parallel_size={shards}, but each of {roles.engines} GPUs has an engine, which "
+            "would take the GPUs of the next; set it to 1, or cluster.placement=disaggregated "
+            "cluster.rollout_gpus=1 with free GPUs behind that one"
+        )
+    weights = sizes.parameters * numerics.width // shards
+    longest = engine.max_model_len or config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    token = token_bytes(sizes, numerics) // min(shards, sizes.decoder.num_kv_heads)
+    cache = _chosen_cache(engine, token, longest, numerics)
+    if cache is None:
+        before = Counter[str]() if roles.apart else states_of_trainer(config, sizes, roles, numerics).on_device
+        # the optimizer's states come with the first update
+        held = sum(before[part] for part in (PARAMETERS, REFERENCE, CRITIC))
+        total = int(machine.gpu.memory_gib * GIB)
+        free = total - held if isinstance(engine, SglangSettings) else total
+        cache = max(0, int(free * engine.gpu_memory_utilization) - weights)
+    return ServingRoom(weights=weights, cache=cache, token_bytes=token, longest_tokens=longest)
+
+
+def _chosen_cache(engine: ServingEngine, token: int, longest: int, numerics: Numerics) -> int | None:
+    """Bytes of a pool that does not depend on `gpu_memory_utilization`; None for one that does."""
+    if isinstance(engine, VllmSettings):
+        gib = engine.kv_cache_gib or (None if numerics.cuda else CPU_KV_CACHE_GIB)
+        return None if gib is None else int(gib * GIB)
+    if not isinstance(engine, SglangSettings):
+        return None
+    tokens = engine.max_total_tokens or (None if numerics.cuda else max(CPU_KV_CACHE_TOKENS, 2 * longest))
+    return None if tokens is None else tokens * token
+
+
+def token_bytes(sizes: ModelSizes, numerics: Numerics) -> int:
+    """Keys and values of a token in all layers."""
+    return sizes.decoder.token_bytes(numerics.width)

@@ -1,0 +1,256 @@
+"""Memory of one process by part, at the peaks of the rollout and of the update."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from fovea.config.backends import DEFAULT_BATCH_TOKENS, EmbeddedSettings, MegatronBackend
+from fovea.config.run import Config
+from fovea.models.vision.tower_inputs import PASS_PATCHES
+from fovea.rollout.embedded.tuning import default_bytes
+from fovea.weights.push import BUCKET_BYTES
+from fovea_tools.plan import megatron, states
+from fovea_tools.plan.activations import (
+    FLOAT,
+    Bytes,
+    Numerics,
+    PassStage,
+    decoder_stages,
+    embedding_stage,
+    head_stage,
+    peak_of,
+)
+from fovea_tools.plan.engine import CACHE, ServingRoom, token_bytes, with_batch_tokens
+from fovea_tools.plan.model_sizes import ModelSizes
+from fovea_tools.plan.rollout import Recorded, pool_bytes, prompt_demand, recorded_bytes, rollout_peak
+from fovea_tools.plan.states import CRITIC, ENGINE, GATHERED, GRADIENTS
+from fovea_tools.plan.vision import VISION, feature_bytes, tower_stages
+from fovea_tools.plan.workload import Roles, RowShape, Workload
+
+
+def update_peak(
+    config: Config, sizes: ModelSizes, work: Workload, ranks: int, numerics: Numerics, recorded: Recorded
+) -> Bytes:
+    """Bytes by part, without those that are held in all phases, at the peak of an update."""
+    # all ranks have as many rows; gradients of the first are still there in the second
+    gradients_held = work.rows_per_minibatch > 1
+    held = _held_gradients(config, sizes, ranks, numerics)
+
+    def row_peak(row: RowShape, of: str) -> Bytes:
+        # a separate critic encodes images by a separate tower, and makes no logits
+        encodes = of == CRITIC or not recorded.vision_graph
+        stages = _on_ranks(row_stages(config, sizes, row, numerics, encodes=encodes), config, ranks, numerics)
+        return peak_of(stages[:-1] if of == CRITIC else stages, gradients_part=of, gradients_held=gradients_held)
+
+    peaks = [row_peak(row, GRADIENTS) for row in work.distinct_rows]
+    if states.has_own_critic(config):
+        if gradients_held:
+            peaks = [Counter({CRITIC: held[CRITIC]}) + peak for peak in peaks]
+        # after the policy's backward pass, whose gradients stay
+        peaks += [Counter({GRADIENTS: held[GRADIENTS]}) + row_peak(row, CRITIC) for row in work.distinct_rows]
+    if recorded.vision_graph:
+        peaks.append(_graph_peak(config, sizes, work, numerics))
+    peak: Bytes = max(peaks, key=lambda peak: peak.total()) + recorded.bytes
+    peak[GATHERED] += states.gathered_bytes(sizes, ranks, numerics)
+    # the optimizer's step needs only gradients, which are more than the peak's where most of them were yet to come
+    return max(peak, held, key=lambda moment: moment.total())
+
+
+def _held_gradients(config: Config, sizes: ModelSizes, ranks: int, numerics: Numerics) -> Bytes:
+    """Gradients between two micro-batches, and before the optimizer's step."""
+    critic = states.critic_trainable(sizes) if states.has_own_critic(config) else 0
+    numbers = {GRADIENTS: sizes.trainable, CRITIC: critic}
+    return Counter({part: states.gradient_bytes(config, count, ranks, numerics) for part, count in numbers.items()})
+
+
+def _graph_peak(config: Config, sizes: ModelSizes, work: Workload, numerics: Numerics) -> Bytes:
+    """The backward pass through the vision graph, whose activations are recorded, after those of all rows."""
+    patches = work.rank_prompts * work.lengths.images * work.lengths.patches
+    stages = tower_stages(config.train.gradient_checkpointing, sizes, min(patches, PASS_PATCHES), numerics)
+    return Counter({VISION: max(stage.backward for stage in stages), GRADIENTS: FLOAT * sizes.trainable})
+
+
+def _on_ranks(stages: Sequence[PassStage], config: Config, ranks: int, numerics: Numerics) -> list[PassStage]:
+    """The stages of a whole row on so many ranks, where the first and the last are FSDP2's root.
+
+    Gradients are whole and in the type of the weights until they are reduce-scattered: after the backward pass of
+    their layer or block, and those of the root after the whole backward pass.
+    """
+    if ranks == 1:
+        return list(stages)
+    last = len(stages) - 1
+    return [_on_rank(x, config, ranks, numerics, in_root=n in (0, last)) for n, x in enumerate(stages)]
+
+
+def _on_rank(stage: PassStage, config: Config, ranks: int, numerics: Numerics, *, in_root: bool) -> PassStage:
+    trainable = stage.gradient // FLOAT
+    whole = trainable * numerics.width
+    return replace(
+        stage,
+        gradient=states.gradient_bytes(config, trainable, ranks, numerics),
+        backward=stage.backward + (0 if in_root else whole),
+        pending=stage.pending * numerics.width // FLOAT + (whole if in_root else 0),
+    )
+
+
+def row_stages(
+    config: Config, sizes: ModelSizes, row: RowShape, numerics: Numerics, *, encodes: bool = True
+) -> list[PassStage]:
+    """The stages of a packed row in the order of its forward pass; `encodes` its images, if the tower is trained."""
+    tower = tower_stages(config.train.gradient_checkpointing, sizes, row.patches, numerics) if encodes else []
+    features = PassStage(part=VISION, saved=0, forward=row.visual_tokens * sizes.width * numerics.width)
+    return [
+        embedding_stage(sizes, row, numerics),
+        *tower,
+        features,
+        *decoder_stages(config, sizes, row, numerics),
+        head_stage(config, sizes, row, numerics),
+    ]
+
+
+BUCKET, WHOLE = "weights on their way", "weights made whole"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseMemory:
+    """Bytes by part at the peak of one phase."""
+
+    phase: str
+    parts: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+def phases_of(
+    config: Config,
+    sizes: ModelSizes,
+    work: Workload,
+    roles: Roles,
+    numerics: Numerics,
+    room: ServingRoom | None,
+    usable_bytes: int,
+) -> tuple[PhaseMemory, ...]:
+    """The memory of a process in each phase of a step, after the first step; `room` is that of its engine.
+
+    Where GPUs train or generate and never both, each phase is that of its own GPUs.
+    """
+    if not isinstance(config.rollout.engine, EmbeddedSettings):
+        return _with_own_weights(config, sizes, work, roles, numerics, room)
+    around = _around_pool(config, sizes, work, roles, numerics)
+    rollout = around.rollout + rollout_peak(config, sizes, work, numerics, around.recorded)
+    pool = 0 if roles.apart else pool_bytes(config, sizes, numerics)
+    stays = pool + around.copied <= usable_bytes - around.while_asleep
+    staying = Counter({CACHE: pool * stays, ENGINE: around.copied * (stays and pool > 0)})
+    phases = _phase("rollout", rollout), _phase("update", around.update + staying)
+    return (*phases, _phase("push", around.push + staying)) if around.push else phases
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AroundPool:
+    """Memory of a process with the embedded engine, without its key-value cache."""
+
+    rollout: Bytes
+    """Memory in use when a rollout begins."""
+    update: Bytes
+    """The peak of the update."""
+    push: Bytes
+    """Memory in use during a push under Megatron; other backends send tensors one by one."""
+    recorded: Recorded
+    copied: int
+    """Bytes of the engine's copies of trained weights, which stay during an update if the cache does."""
+
+    @property
+    def while_asleep(self) -> int:
+        """Most bytes while the engine sleeps."""
+        return max(self.update.total(), self.push.total())
+
+
+def _around_pool(config: Config, sizes: ModelSizes, work: Workload, roles: Roles, numerics: Numerics) -> AroundPool:
+    features = Counter({VISION: _cached_features(config, sizes, work, numerics)})
+    policy = megatron.states_of_trainer(config, sizes, roles, numerics).on_device + features
+    # the policy's tensors are in other processes, or sharded, so that an engine cannot use them
+    width = 0 if roles.shares_tensors else numerics.width
+    engine = Counter({ENGINE: sizes.parameters * width})
+    # while it sleeps it keeps the weights that no push brings, and copies of the others where they fit; under Megatron
+    # it keeps all
+    copied = 0 if roles.is_divided else sizes.trainable * width
+    asleep = Counter({ENGINE: sizes.parameters * width - copied})
+    recorded = (
+        Recorded() if roles.apart or roles.is_divided else recorded_bytes(config, sizes, work, roles.trainers, numerics)
+    )
+    update = policy + _update_peak(config, sizes, work, roles, numerics, recorded)
+    if roles.apart:
+        return AroundPool(rollout=engine + features, update=update, push=Counter(), recorded=recorded, copied=0)
+    rollout = engine + policy
+    push = rollout + _made_whole(sizes, numerics) if roles.is_divided else Counter[str]()
+    return AroundPool(rollout=rollout, update=asleep + update, push=push, recorded=recorded, copied=copied)
+
+
+def _made_whole(sizes: ModelSizes, numerics: Numerics) -> Bytes:
+    """Tensors of a push that Megatron makes, all before the first is sent."""
+    return Counter({WHOLE: sizes.parameters * numerics.width})
+
+
+def sized_by_memory(
+    config: Config, sizes: ModelSizes, work: Workload, roles: Roles, numerics: Numerics, usable_bytes: int
+) -> Config:
+    """The settings with the tokens that an embedded engine's cache has by default on such a GPU."""
+    engine = config.rollout.engine
+    if not isinstance(engine, EmbeddedSettings) or engine.max_batch_tokens is not None:
+        return config
+    if not numerics.cuda or sizes.decoder.delta is not None:
+        return with_batch_tokens(config, DEFAULT_BATCH_TOKENS)
+    around = _around_pool(config, sizes, work, roles, numerics)
+    beside_update = 0 if roles.apart else usable_bytes - around.while_asleep - around.copied
+    free = default_bytes(max(0, usable_bytes - around.rollout.total()), beside_update)
+    # an engine refuses a prompt that does not fit: planned for it, the pool is what does not fit the GPU
+    return with_batch_tokens(config, max(free // token_bytes(sizes, numerics), prompt_demand(config, work.lengths)))
+
+
+def _with_own_weights(
+    config: Config, sizes: ModelSizes, work: Workload, roles: Roles, numerics: Numerics, room: ServingRoom | None
+) -> tuple[PhaseMemory, ...]:
+    """The phases with an engine that sleeps during the update, on a GPU, and gets a push of weights after it."""
+    features = Counter({VISION: _cached_features(config, sizes, work, numerics)})
+    policy = megatron.states_of_trainer(config, sizes, roles, numerics).on_device + features
+    update = policy + _update_peak(config, sizes, work, roles, numerics, Recorded())
+    engine: Bytes = Counter() if room is None else room.bytes
+    # tensors that have come and are not loaded yet: a bucket, with the tensor that filled it, at most the embedding
+    bucket = Counter({BUCKET: BUCKET_BYTES + sizes.vocabulary * sizes.width * numerics.width})
+    if roles.apart:
+        return _phase("rollout", engine), _phase("update", update), _phase("push", engine + bucket)
+    # the pool of the cache comes back when the engine wakes, after the push
+    pushed = engine if not numerics.cuda else Counter({ENGINE: engine[ENGINE]})
+    asleep: Bytes = Counter() if numerics.cuda else engine
+    return (
+        _phase("rollout", policy + engine),
+        _phase("update", update + asleep),
+        _phase("push", policy + pushed + bucket + (_made_whole(sizes, numerics) if roles.is_divided else Counter())),
+    )
+
+
+def _update_peak(
+    config: Config, sizes: ModelSizes, work: Workload, roles: Roles, numerics: Numerics, recorded: Recorded
+) -> Bytes:
+    if roles.is_divided:
+        return megatron.update_peak(config, sizes, work, roles, numerics)
+    return update_peak(config, sizes, work, roles.trainers, numerics, recorded)
+
+
+def _phase(name: str, held: Bytes) -> PhaseMemory:
+    return PhaseMemory(phase=name, parts={part: size for part, size in held.items() if size})
+
+
+def _cached_features(config: Config, sizes: ModelSizes, work: Workload, numerics: Numerics) -> int:
+    """Features of a frozen tower that stay in memory for the whole run."""
+    if config.model.trains_vision or isinstance(config.train.backend, MegatronBackend):
+        return 0
+    limit = int(config.model.feature_cache_gib * 2**30)
+    images = config.plan.distinct_images
+    if images is None:
+        return limit
+    return min(limit, feature_bytes(sizes, images * work.lengths.image_tokens, numerics))

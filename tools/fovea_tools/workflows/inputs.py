@@ -1,0 +1,207 @@
+"""The inputs of the workflows: typed records whose errors name the input, and the right one where it is near."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, TypeVar
+
+from pydantic import Field, ValidationError
+
+from fovea.config.describe import describe
+from fovea.config.elsewhere import systems
+from fovea.config.recipes import CLOSE_ENOUGH
+from fovea.errors import ModelError
+from fovea_gym.errors import ConfigError, DataError, MissingExtraError
+from fovea_gym.settings.base import (
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    check_depth,
+)
+from fovea_gym.settings.type_text import hint, show, type_text
+
+EnvironmentName: TypeAlias = Literal["geospot", "vqa", "visual_qa"]
+RECIPES: Mapping[str, str] = {"geospot": "vlm_gym_geospot", "vqa": "vlm_gym_vqa", "visual_qa": "vlm_gym_vqa"}
+"""The recipe that a workflow starts from, by `env_name`."""
+DEFAULT_ENVIRONMENT = "geospot"
+ABOUT_ROWS: Mapping[str, str] = {"curriculum.level_weights": "env_dataset"}
+"""Settings of a recipe whose errors are about the rows of an input: visual QA's curriculum names types of questions."""
+
+Inputs = TypeVar("Inputs", bound=Section)
+
+
+class TrainingInputs(Section):
+    """The inputs of vlm-rl-training. One that is left out has the value of the recipe or, on a resume, of the run."""
+
+    env_name: EnvironmentName | None = None
+    """Environment: geospot, or vqa (visual_qa), questions about images."""
+    model_name: str | None = None
+    """Model to start from: a folder or a hub id."""
+    total_steps: PositiveInt | None = None
+    """Last step of the run."""
+    learning_rate: PositiveFloat | None = None
+    """Peak learning rate of the policy."""
+    curriculum_enabled: bool | None = None
+    """Go through the stages of the environment; false: the last stage from the first step on."""
+    env_dataset: str | None = None
+    """Rows to train on: a file, a folder or a data set of the hub; a tenth is held out for the evaluation."""
+    checkpoint_interval: NonNegativeInt | None = None
+    """Steps between two checkpoints."""
+    resume_checkpoint: str | None = None
+    """Checkpoint to go on from, or a run, whose newest it is."""
+    ppo_epochs: PositiveInt | None = None
+    """Passes over the episodes of a step."""
+    clip_epsilon: Fraction | None = None
+    """Clipping of PPO's ratio on both sides."""
+    value_coef: PositiveFloat | None = None
+    """Weight of the value loss."""
+    entropy_coef: NonNegativeFloat | None = None
+    """Weight of the entropy bonus."""
+    gamma: Fraction | None = None
+    """Discount factor per token."""
+    gae_lambda: Fraction | None = None
+    """Lambda of generalised advantage estimation."""
+    settings: dict[str, Any] = Field(default={})
+    """Settings of a recipe beside these, by dotted name, such as rollout.engine; not an input of mixtrain's."""
+
+
+class EvaluationInputs(Section):
+    """The inputs of vlm-rl-eval."""
+
+    env_name: EnvironmentName | None = None
+    """Environment; default: the one that trained_model was trained in, or geospot where its folder does not say."""
+    trained_model: str
+    """Model to evaluate: a run, a checkpoint, an exported folder, a hub id, or the address of a server."""
+    baseline_model: str | None = None
+    """Model to compare it with, by the same kinds of names."""
+    num_episodes: PositiveInt = 100
+    """Test rows that both answer, one greedy episode each; all rows where there are fewer."""
+    settings: dict[str, Any] = Field(default={})
+    """Settings of a recipe beside these, by dotted name; not an input of mixtrain's."""
+
+
+RECORDS: Mapping[str, type[Section]] = {"vlm-rl-training": TrainingInputs, "vlm-rl-eval": EvaluationInputs}
+
+
+def read_inputs(record: type[Inputs], source: str) -> Inputs:
+    """The inputs in a JSON text, or in the file of that name; ConfigError naming the input that is wrong."""
+    text, where = (source, "--input") if source.lstrip().startswith("{") else (_content(source), source)
+    try:
+        given = json.loads(text, object_pairs_hook=_each_once)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{where} line {error.lineno}: not valid JSON: {error.msg}") from None
+    except RecursionError:
+        raise ConfigError(f"{where}: nests too deep for an object of inputs; flatten it") from None
+    except ConfigError:
+        raise
+    except ValueError as error:
+        reason = str(error).partition(";")[0]
+        raise ConfigError(f"{where}: a number is too long to be read ({reason}); write it shorter") from None
+    if not isinstance(given, dict):
+        raise ConfigError(f'{where}: {show(given)} is not an object of inputs; write {{"total_steps": 100}}')
+    return checked(record, given)
+
+
+def checked(record: type[Inputs], given: Mapping[str, object]) -> Inputs:
+    """The record of these inputs; ConfigError naming the first that is unknown, missing or of no fitting value."""
+    check_names(record, given)
+    for name, value in given.items():
+        check_depth(value, name)
+    try:
+        return record.model_validate(dict(given), strict=True)
+    except ValidationError as error:
+        details = error.errors(include_url=False)[0]
+        name = str(details["loc"][0])
+    field = record.model_fields[name]
+    allowed = type_text(field.annotation, field.metadata)
+    if name not in given:
+        raise ConfigError(f"{name}: must be given; allowed: {allowed}")
+    raise ConfigError(f"{name}: {show(given[name])} does not fit; allowed: {allowed}{hint(name, given[name], allowed)}")
+
+
+def check_names(record: type[Section], given: Mapping[str, object], others: Sequence[str] = ()) -> None:
+    """ConfigError for the first name that is neither an input of the record nor in `others`, with the nearest name."""
+    known = [*record.model_fields, *others]
+    unknown = next((name for name in given if name not in known), None)
+    if unknown is not None:
+        raise ConfigError(f"{unknown}: no such input; {_meant(unknown, record, known)}")
+
+
+def keys_of(name: str) -> tuple[str, ...]:
+    """The settings that an input of the workflows stands for; none where it stands for no single value of a recipe."""
+    counterpart = systems()["mixtrain"].by_key.get(name)
+    return counterpart.ours if counterpart else ()
+
+
+def settings_of(inputs: Section, *apart: str) -> dict[str, object]:
+    """The settings of a recipe that the given inputs stand for, but for those `apart`, and those in `settings`."""
+    given = inputs.model_dump(include=inputs.model_fields_set - {"settings", *apart}, exclude_none=True)
+    own = {key: value for name, value in given.items() for key in keys_of(name)}
+    settings: dict[str, object] = inputs.model_dump()["settings"]
+    named = inputs.model_dump(include=inputs.model_fields_set - {"settings"}, exclude_none=True)
+    twice = next((name for name in named for key in keys_of(name) if key in settings), None)
+    if twice is not None:
+        raise ConfigError(f"{twice}: settings has {keys_of(twice)[0]} beside it, which is the same; drop either")
+    return own | settings
+
+
+@contextmanager
+def errors_name_inputs(inputs: Section) -> Iterator[None]:
+    """Put the input in front of an error about the setting that it stands for."""
+    try:
+        yield
+    except (ConfigError, DataError, ModelError, MissingExtraError) as error:
+        name = next((name for name in inputs.model_fields_set if _is_about(str(error), name)), None)
+        if name is None:
+            raise
+        raise ConfigError(f"{name}: {error}") from error
+
+
+def _is_about(message: str, name: str) -> bool:
+    # a key without a dot, such as max_steps, stands in messages about others as well, but does not begin them
+    keys = (*keys_of(name), *(key for key, about in ABOUT_ROWS.items() if about == name))
+    return any(message.startswith(f"{key}=") or ("." in key and key in message) for key in keys)
+
+
+def _content(source: str) -> str:
+    try:
+        return Path(source).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ConfigError(f"--input {source}: cannot be read ({reason}); give a file of JSON, or JSON itself") from None
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"{twice}: is given twice; give it once")
+    return dict(pairs)
+
+
+def _meant(unknown: str, record: type[Section], known: Sequence[str]) -> str:
+    """Suggest a name in place of an unknown input."""
+    same = [name for name in known if unknown in keys_of(name)]
+    near = same or difflib.get_close_matches(unknown, known, n=1, cutoff=CLOSE_ENOUGH)
+    if near:
+        return f"did you mean {near[0]}?"
+    other = next((flow for flow, each in RECORDS.items() if each is not record and unknown in each.model_fields), None)
+    if other is not None:
+        return f"it is one of {other}"
+    if _is_setting(unknown):
+        return f'a setting of a recipe is given as "settings": {{"{unknown}": ...}}'
+    return f"there are {', '.join(known)}"
+
+
+def _is_setting(key: str) -> bool:
+    try:
+        return bool(describe(key))
+    except ConfigError:
+        return False
