@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-__version__ = "0.4.0"
+from fovea_gym import __version__
 
 __all__ = [
     "GRPO",

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from fovea.utils.installing import pip_install
 from fovea_gym.errors import MissingExtraError
-from fovea_gym.utils.installing import pip_install
 
 try:
     import gguf  # noqa: F401  transformers reads the file with it

@@ -12,8 +12,8 @@ import typer
 
 from fovea.cli.texts import Debug, one_line_errors
 from fovea.cluster.ray_token import has_token, make_token, token_path, use_token
+from fovea.utils.installing import pip_install
 from fovea_gym.errors import ClusterError, MissingExtraError
-from fovea_gym.utils.installing import pip_install
 
 NO_STATUS_YET = "No cluster status."
 """Start of what Ray says in the first seconds of a head node."""

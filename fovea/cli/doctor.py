@@ -20,8 +20,8 @@ from rich.console import Console
 from fovea import __version__
 from fovea.config.loading import load_config
 from fovea.config.run import Config
+from fovea.utils.installing import pip_install
 from fovea_gym.errors import ConfigError
-from fovea_gym.utils.installing import pip_install
 
 PACKAGES = {
     "torch": "import torch",

@@ -33,9 +33,9 @@ from fovea.cluster.workers import Worker
 from fovea.config.sections import Cluster
 from fovea.processes.heartbeat import beating
 from fovea.processes.serving import serve
+from fovea.utils.installing import pip_install
 from fovea.utils.malloc import GPU_ALLOCATOR
 from fovea_gym.errors import ClusterError, ConfigError, FoveaError, MissingExtraError
-from fovea_gym.utils.installing import pip_install
 
 try:
     import ray

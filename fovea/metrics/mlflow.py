@@ -10,8 +10,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from fovea.metrics.tracker import TrackedSample, plain_name, readable
+from fovea.utils.installing import pip_install
 from fovea_gym.errors import ConfigError, MissingExtraError
-from fovea_gym.utils.installing import pip_install
 
 try:
     from mlflow import MlflowClient

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fovea.metrics.tracker import TrackedSample, plain_name
+from fovea.utils.installing import pip_install
 from fovea_gym.errors import ConfigError, MissingExtraError, first_line
-from fovea_gym.utils.installing import pip_install
 
 try:
     import swanlab

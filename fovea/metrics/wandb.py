@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fovea.metrics.tracker import TrackedSample
+from fovea.utils.installing import pip_install
 from fovea_gym.errors import ConfigError, MissingExtraError, first_line
-from fovea_gym.utils.installing import pip_install
 
 try:
     import wandb

@@ -18,8 +18,8 @@ from fovea.models.heads import HeadNorm, Triple, unfused_heads
 from fovea.models.kernels import ReadSaved
 from fovea.models.rope import Rope
 from fovea.models.rope import rotate as rotate_in_torch
+from fovea.utils.installing import pip_install
 from fovea_gym.errors import MissingExtraError
-from fovea_gym.utils.installing import pip_install
 
 try:
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction

@@ -219,3 +219,8 @@ def _chat_template(path: str, revision: str, of_tokenizer: str | None) -> str:
     if of_tokenizer is None:
         raise ModelError(f"model.path={path}: it has no chat template (chat_template.jinja); use an Instruct model")
     return of_tokenizer
+
+
+def special_marks(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The texts of the special tokens of a tokenizer."""
+    return [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]

@@ -18,7 +18,7 @@ import numpy as np
 from jinja2 import TemplateError
 from numpy.typing import NDArray
 
-from fovea.models.processor import Processor, token_id
+from fovea.models.processor import Processor, special_marks, token_id
 from fovea.models.tool_calls import reads_tools
 from fovea.types import Prompt, PromptImage
 from fovea_gym.errors import BadRowError, ConfigError, DataError, first_line
@@ -26,7 +26,7 @@ from fovea_gym.rows.images import ImageOpener, Size
 from fovea_gym.tools.calls import gemma_calls
 from fovea_gym.tools.calls.json_calls import CLOSING, OPENING
 from fovea_gym.types import ImageRef, Message, ToolSpec
-from fovea_gym.utils.shown_text import special_marks, without_marks
+from fovea_gym.utils.shown_text import without_marks
 
 ANSWER = "the-answer-of-the-model"
 """Placeholder of an answer in the chat template, by which the text after an answer is found."""

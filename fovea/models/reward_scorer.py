@@ -11,10 +11,11 @@ from PIL.Image import Image
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BatchEncoding
 
 from fovea.errors import ModelError
+from fovea.models.processor import special_marks
 from fovea.utils.config_keys import check_config_keys
 from fovea_gym.errors import ScoreError
 from fovea_gym.settings.rewards import RewardModel
-from fovea_gym.utils.shown_text import special_marks, without_marks
+from fovea_gym.utils.shown_text import without_marks
 
 
 class RewardScorer:

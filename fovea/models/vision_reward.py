@@ -22,13 +22,13 @@ from fovea.config.model import Model
 from fovea.errors import ModelError
 from fovea.models.model_files import check_folder, damaged_model, hub_options, no_progress_bar
 from fovea.models.plain import PlainRow, plain_states
-from fovea.models.processor import load_processor
+from fovea.models.processor import load_processor, special_marks
 from fovea.models.render import Renderer
 from fovea.utils.config_keys import check_unquantized
 from fovea_gym.rows.images import ImageOpener
 from fovea_gym.settings.rewards import RewardModel
 from fovea_gym.types import ImageRef, Message
-from fovea_gym.utils.shown_text import special_marks, without_marks
+from fovea_gym.utils.shown_text import without_marks
 
 KEY = "reward_model.path"
 """The setting that names the folder."""

@@ -29,6 +29,7 @@ from fovea.rollout.embedded.tuning import Tuning
 from fovea.rollout.remote_engine import RemoteEngine
 from fovea.run.rollout_step import answer_end_of
 from fovea.types import Sampling
+from fovea.utils.installing import pip_install
 from fovea.weights.base import WeightSink
 from fovea.wiring.interpreter import find_interpreter, variables_of
 from fovea.wiring.megatron import PushedPolicy
@@ -39,7 +40,6 @@ from fovea_gym.rows.images import OpenImage
 from fovea_gym.settings.base import Section
 from fovea_gym.settings.environments import ShapesEnvironment
 from fovea_gym.utils.http_json import CallBounds
-from fovea_gym.utils.installing import pip_install
 from fovea_gym.utils.launch import module_command
 
 NO_LIMITS = Limits(start_seconds=math.inf, timeout_seconds=math.inf)

@@ -32,10 +32,10 @@ from fovea.models.vlm import VLM
 from fovea.rollout.embedded.tuning import decoding_note
 from fovea.run.run_dir import has_checkpoint
 from fovea.train.ranks import ALONE, Ranks
+from fovea.utils.installing import pip_install
 from fovea.wiring.model_trial import try_model
 from fovea_gym.environments.base import Environment
 from fovea_gym.errors import ConfigError, DataError
-from fovea_gym.utils.installing import pip_install
 
 
 def load_on_ranks(settings: Model, device: torch.device, ranks: Ranks) -> PreTrainedModel:

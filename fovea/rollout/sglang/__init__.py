@@ -2,8 +2,8 @@
 
 from importlib.util import find_spec
 
+from fovea.utils.installing import pip_install
 from fovea_gym.errors import MissingExtraError
-from fovea_gym.utils.installing import pip_install
 
 if find_spec("sglang") is None:
     raise MissingExtraError(

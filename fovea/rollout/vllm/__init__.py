@@ -3,8 +3,8 @@
 import os
 from importlib.util import find_spec
 
+from fovea.utils.installing import pip_install
 from fovea_gym.errors import MissingExtraError
-from fovea_gym.utils.installing import pip_install
 
 if find_spec("vllm") is None:
     raise MissingExtraError(

@@ -24,7 +24,7 @@ from urllib.parse import urljoin, urlsplit
 import httpcore2
 import httpx2
 
-from fovea import __version__
+from fovea_gym import __version__
 from fovea_gym.errors import BadRowError
 from fovea_gym.utils.files import complete_bytes, delete_abandoned, write_atomically
 

@@ -10,11 +10,11 @@ from functools import partial
 from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 from PIL import Image
-from transformers.utils.chat_template_utils import get_json_schema
 
 from fovea_gym.errors import ConfigError, first_line, result_or_error
 from fovea_gym.tools.base import PICTURE_NUMBER, Picture, ToolError
 from fovea_gym.tools.results import as_parts
+from fovea_gym.tools.schema import function_schema
 from fovea_gym.types import ImageRef, ToolSpec
 
 Given: TypeAlias = Literal["one", "all"]
@@ -64,10 +64,13 @@ def function_tool(function: object, shown: str) -> FunctionTool:
         )
     hints, parameters = _parameters(function, shown)
     pictures = {each: which for each in parameters if (which := _pictures_of(hints[each])) is not None}
-    schema = _schema(function, hints, [parameters[each] for each in parameters if each not in pictures], shown)
+    description, schema = _schema(
+        function, hints, [parameters[each] for each in parameters if each not in pictures], shown
+    )
     numbers = {each: PICTURE_NUMBER for each, which in pictures.items() if which == "one"}
-    parameters_schema = {**schema["parameters"], "properties": {**schema["parameters"]["properties"], **numbers}}
-    spec = ToolSpec(name=name, description=schema["description"], parameters=parameters_schema)
+    spec = ToolSpec(
+        name=name, description=description, parameters={**schema, "properties": {**schema["properties"], **numbers}}
+    )
     return FunctionTool(function=function, spec=spec, pictures=pictures)
 
 
@@ -97,19 +100,12 @@ def _pictures_of(hint: object) -> Given | None:
 
 def _schema(
     function: Callable[..., Any], hints: Mapping[str, Any], parameters: Sequence[inspect.Parameter], shown: str
-) -> dict[str, Any]:
-    """Description and parameters as transformers reads them of a function without the pictures."""
-
-    def described() -> None: ...
-
-    described.__name__, described.__doc__ = str(getattr(function, "__name__", "tool")), inspect.getdoc(function)
-    described.__annotations__ = {each.name: hints[each.name] for each in parameters}
-    described.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+) -> tuple[str, dict[str, Any]]:
+    """Description and schema of a function without its pictures; ConfigError where it cannot be described."""
     try:
-        schema: dict[str, Any] = get_json_schema(described)["function"]
-    except Exception as error:
+        return function_schema(inspect.getdoc(function) or "", hints, parameters)
+    except ValueError as error:
         raise ConfigError(
             f"environment.tools: {shown} cannot be described to the model ({first_line(error)}); use str, int, float, "
             "bool, list, dict, Literal or PIL.Image.Image as types, and describe every argument below `Args:`"
         ) from error
-    return schema

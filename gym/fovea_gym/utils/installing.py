@@ -1,4 +1,4 @@
-"""The command that installs Fovea with an extra: from the folder that it came from, since no index has it yet."""
+"""The command that installs a package with an extra: from the folder that it came from, since no index has it yet."""
 
 from __future__ import annotations
 
@@ -7,25 +7,28 @@ from importlib import metadata
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-DISTRIBUTION = "fovea-rl"
+GYM = "fovea-rl-gym"
 CHECKOUT = Path(__file__).parents[2]
 
 
-def pip_install(extra: str | None) -> str:
-    """The command that installs Fovea as here, with an extra: `pip install -e '/src/fovea[hub]'` in a checkout."""
-    folder, editable = _installed_from()
+def pip_install(extra: str | None, distribution: str = GYM, checkout: Path = CHECKOUT) -> str:
+    """The command that installs a package as here, with an extra: `pip install -e '/src/fovea/gym[hub]'` in a checkout.
+
+    `checkout` is the folder of its pyproject.toml where it is on PYTHONPATH only.
+    """
+    folder, editable = _installed_from(distribution, checkout)
     with_extra = "" if extra is None else f"[{extra}]"
     if folder is None:
-        return f"pip install '{DISTRIBUTION}{with_extra}'"
+        return f"pip install '{distribution}{with_extra}'"
     return f"pip install {'-e ' if editable else ''}'{folder}{with_extra}'"
 
 
-def _installed_from() -> tuple[Path | None, bool]:
-    """The folder that pip installed Fovea from, and whether it imports the files there; None for an index."""
+def _installed_from(distribution: str, checkout: Path) -> tuple[Path | None, bool]:
+    """The folder that pip installed a package from, and whether it imports the files there; None for an index."""
     try:
-        recorded = metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
+        recorded = metadata.distribution(distribution).read_text("direct_url.json")
     except metadata.PackageNotFoundError:  # on PYTHONPATH only
-        return (CHECKOUT, True) if (CHECKOUT / "pyproject.toml").is_file() else (None, False)
+        return (checkout, True) if (checkout / "pyproject.toml").is_file() else (None, False)
     origin = json.loads(recorded) if recorded else {}
     url = urlsplit(origin.get("url", ""))
     if url.scheme != "file":

@@ -1,4 +1,4 @@
-"""Processes that start others: this Fovea in both, torchrun's variables, and an end with the one that started it."""
+"""Processes that start others: the same packages in both, torchrun's variables, an end with the one that started it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 OF_TORCHRUN = frozenset(
@@ -13,6 +14,7 @@ OF_TORCHRUN = frozenset(
     | {"GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"}
 )
 """Variables by which torchrun describes a process, beside those that begin with `TORCHELASTIC_`."""
+PACKAGES = ("fovea_gym", "fovea", "fovea_tools")
 PR_SET_PDEATHSIG = 1  # prctl.h
 
 
@@ -40,11 +42,15 @@ def module_command(module: str, python: str = sys.executable) -> list[str]:
 
 
 def with_this_fovea(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables for a `module_command` that imports the Fovea of this process.
+    """The variables for a `module_command` that imports the packages of this process.
 
     `python -m fovea` in a folder that holds it finds it there only: such a folder is put on PYTHONPATH.
     """
-    folder = Path(__file__).parents[2]
-    if not folder.samefile(Path.cwd()):
+    found = (find_spec(name) for name in PACKAGES)
+    folders = [Path(spec.origin).parents[1] for spec in found if spec is not None and spec.origin]
+    if not any(folder.samefile(Path.cwd()) for folder in folders):
         return dict(environment)
-    return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, [str(folder), environment.get("PYTHONPATH")]))}
+    return {
+        **environment,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(Path.cwd()), environment.get("PYTHONPATH")])),
+    }

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from typing import Any
 
 HIDDEN = "***"
 """Stands for a password or a key."""
@@ -48,15 +45,10 @@ def lacks_secrets(url: str) -> bool:
     return f"//{HIDDEN}@" in url or f"={HIDDEN}" in url
 
 
-def special_marks(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The texts of the special tokens of a tokenizer."""
-    return [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-
-
 def without_marks(text: str, marks: Sequence[str]) -> str:
     """The text with a space in each mark, so that a tokenizer reads the letters of it and no special token.
 
-    A policy never draws special its own tokens, but can spell one, and so end its turn for a model that grades it.
+    A policy never draws special tokens of its own, but can spell one, and so end its turn for a model that grades it.
     """
     for mark in marks:
         text = text.replace(mark, f"{mark[0]} {mark[1:]}")

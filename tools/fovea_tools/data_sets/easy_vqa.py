@@ -14,11 +14,11 @@ from typing import Literal, TypeAlias
 import numpy as np
 import pyarrow as pa
 
+from fovea.utils.installing import pip_install
 from fovea_gym.environments.base import Split
 from fovea_gym.environments.dataset_prompts import IMAGE_MARK
 from fovea_gym.errors import MissingExtraError
 from fovea_gym.rows.writing import IMAGE_TYPE, image_cell, write_rows
-from fovea_gym.utils.installing import pip_install
 
 try:
     import easy_vqa
