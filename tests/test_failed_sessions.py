@@ -17,9 +17,9 @@ from fovea.run.context import Run
 from fovea.run.lifecycle import begin
 from fovea.wiring.run import build
 from fovea_gym.errors import SessionError
-from fovea_gym.types import ImageRef, Message, Score, Task, Turn
+from fovea_gym.types import ImageRef, Message, Task, Turn
 from fovea_gym.utils.event_loop import wait_for
-from tests.failing_sessions import SETTINGS, WARMUP, Doors
+from tests.failing_sessions import SETTINGS, WARMUP, Door, Doors
 
 
 def run_of(folder: Path, environment: Doors, **settings: object) -> Run:
@@ -57,17 +57,15 @@ def test_a_run_whose_sessions_all_fail_is_refused(tmp_path: Path) -> None:
         wait_for(begin(run_of(tmp_path / "warm-up", Doors(failing=0, demonstrated=8), warmup=WARMUP)))
 
 
-class OddReply:
+class OddReply(Door):
     """A session whose reply no prompt can hold."""
 
     def __init__(self, part: str | ImageRef) -> None:
+        super().__init__(opens=True)
         self._part = part
 
     def reply(self, turns: Sequence[Turn]) -> list[Message]:
         return [Message(role="user", parts=(self._part,))]
-
-    def score(self, turns: Sequence[Turn]) -> Score:
-        return Score(reward=0.0)
 
 
 class OddReplies(Doors):

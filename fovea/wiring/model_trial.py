@@ -19,6 +19,7 @@ from contextlib import suppress
 from functools import lru_cache
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -61,7 +62,7 @@ def try_model(settings: Model) -> None:
 def _try(given: str, _files: tuple[tuple[str, int, int], ...]) -> None:
     settings = Model.model_validate_json(given)
     # a fork has all packages already; a new process would import them for ten seconds
-    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(target=_trial, args=(settings, theirs))
     with warnings.catch_warnings():
@@ -137,7 +138,7 @@ def _steps(settings: Model, where: str) -> Iterator[str]:
             f"picture of {wanted}: config.json does not go with tokenizer.json; {FIX}"
         )
     if not all(np.isfinite(x).all() for image in prompt.images for x in image.tensors.values()):
-        raise ModelError(f"{where}: its processor makes pixels that are no finite numbers; {FIX}")
+        raise ModelError(f"{where}: its processor makes pixels that are not finite; {FIX}")
     if prompt.num_tokens > MOST_TOKENS:
         raise ModelError(f"{where}: it makes {prompt.num_tokens} tokens of a question of one line; {FIX}")
     render.prompt([Message(role="user", parts=(picture, QUESTION))], where)

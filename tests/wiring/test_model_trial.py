@@ -17,8 +17,8 @@ from fovea.wiring.model_trial import try_model
 from tests.tiny_models import save, tiny
 
 
-def template(text: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / "chat_template.jinja").write_text(text) and None
+def template(text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / "chat_template.jinja").write_text(text)
 
 
 def changed(name: str, **values: Any) -> Callable[[Path], None]:
@@ -35,7 +35,7 @@ MULTIPLYING = {
 }
 ENDLESS = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
 LONG = "{% for i in range(100) %}{{ 'x' * 30000000 }}{% endfor %}"
-STRANGERS: dict[str, tuple[Callable[[Path], None], str]] = {
+STRANGERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "endless template": (template(ENDLESS), r"the chat template \(chat_template.jinja\) did not end within 5 s"),
     "long output": (template(LONG), r"the chat template \(chat_template.jinja\) (writes|takes more than|ended its)"),
     "a template without pictures": (
