@@ -6,6 +6,7 @@ that no exception stops. What passes here is used in this process afterwards.
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import resource
@@ -97,6 +98,7 @@ def _trial(settings: Model, tell: Connection) -> None:
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in range(3):
         os.dup2(nowhere, descriptor)
+    faulthandler.disable()  # an abort is what is looked for
     torch.set_num_threads(1)  # the threads of the process before the fork are not here
     _limit()
     step = LOADING
