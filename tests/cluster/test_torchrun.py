@@ -155,7 +155,9 @@ REPEATED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", REPEATED)
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=[pytest.mark.long] if name == "disaggregated" else []) for name in REPEATED]
+)
 def test_agents_on_two_processes_repeat_and_resume_bit_for_bit_whichever_reply_is_first(
     case: str, tmp_path: Path
 ) -> None:
