@@ -65,7 +65,7 @@ def tiny_run(folder: str, family: str, dtype: str, seed: int = 0) -> Run:
             "model": {"tiny": {"family": family}, "dtype": dtype},
             "environment": {"name": "shapes_zoom", "train_size": 600, "dev_size": 4, "test_size": 4},
             "rollout": {"max_new_tokens": 12},
-            "warmup": {"max_steps": 1, "learning_rate": 3e-3},
+            "warmup": {"max_steps": 1, "learning_rate": 3e-3, "lr_warmup_steps": 0},
             "log": {"tensorboard": False, "progress": False},
             "run_dir": folder,
             "seed": seed,

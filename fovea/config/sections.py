@@ -154,6 +154,8 @@ class Warmup(Section):
     """Prompt-answer pairs per step."""
     learning_rate: LearningRate = 1e-3
     """Peak learning rate of AdamW."""
+    lr_warmup_steps: NonNegativeInt = 20
+    """Steps of linear learning-rate warm-up."""
     kind_weights: dict[str, PositiveFloat] = Field(default_factory=dict)
     """Sampling weight of each question type, relative to its share of the rows; default 1."""
     check_every_steps: PositiveInt = 25

@@ -16,8 +16,6 @@ from fovea.config.sections import Train, Warmup
 RATE_RATIO = "rate_ratio"
 """Key of a parameter group: its learning rate relative to the optimizer's."""
 WARMUP_EPS = 1e-8
-WARMUP_LR_STEPS = 20
-"""Steps in which the learning rate of supervised fine-tuning rises to its peak."""
 CRITIC_RATE_OVER_POLICY = 20
 """Ratio of the value function's learning rate to the policy's where algorithm.advantage.critic.learning_rate is unset:
 1e-5 to 5e-7, at any scale (decision 009)."""
@@ -63,7 +61,7 @@ class AdamWSettings:
         """Settings of supervised fine-tuning."""
         return AdamWSettings(
             peak_rate=warmup.learning_rate,
-            warmup_steps=WARMUP_LR_STEPS,
+            warmup_steps=warmup.lr_warmup_steps,
             total_steps=warmup.max_steps,
             schedule="constant",
             final_frac=1.0,

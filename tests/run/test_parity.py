@@ -25,7 +25,6 @@ from fovea.run.lifecycle import begin
 from fovea.run.parity import read_parity
 from fovea.run.parity_faults import usable_prompts, without_images
 from fovea.run.parity_reading import FLOOR_FRAC, parity_failure
-from fovea.train import adamw
 from fovea.train.base import SftExample
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch
@@ -145,8 +144,7 @@ def train_on_the_gates_rows(run: Run) -> float:
 def test_positions_of_words_fail_where_the_mean_would_let_them_pass(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adamw, "WARMUP_LR_STEPS", 0)
-    warmup = {"max_steps": 1, "learning_rate": 3e-3}
+    warmup = {"max_steps": 1, "learning_rate": 3e-3, "lr_warmup_steps": 0}
     run = run_of(tmp_path, model={"tiny": {"family": family}}, rollout={"max_new_tokens": 12}, warmup=warmup)
     assert train_on_the_gates_rows(run) < 0.3
     wait_for(run.weight_sync.push(0))

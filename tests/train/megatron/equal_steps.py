@@ -100,7 +100,7 @@ def settings_of(folder: Path, algorithm: str = "grpo", **sections: Any) -> Confi
         "max_tokens_per_microbatch": 120,
     }
     given["train"] = train | sections.pop("train", {})
-    given["warmup"] = {"learning_rate": 1e-1}
+    given["warmup"] = {"learning_rate": 1e-2, "lr_warmup_steps": 2}
     return Config.model_validate(given | others | sections)
 
 
