@@ -196,7 +196,7 @@ FAULTS = (
     ),
     Fault(
         name="pydantic's refusal loses its reason",
-        file="fovea/errors.py",
+        file="gym/fovea_gym/errors.py",
         before="lines = faults or str(error)",
         after="lines = str(error)",
         tests="tests/test_errors.py",

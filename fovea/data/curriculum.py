@@ -10,10 +10,10 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
+from fovea.config.curriculum import Curriculum
 from fovea.types import Metrics
 from fovea_gym.environments.stages import Stage, Stages
 from fovea_gym.errors import ConfigError, DataError
-from fovea_gym.settings import environments as config
 
 
 class CurriculumState(TypedDict):
@@ -26,9 +26,9 @@ class CurriculumState(TypedDict):
 class CurriculumProgress:
     """The present stage of a run, and the rule by which the next one begins."""
 
-    def __init__(self, own: Stages | None = None, settings: config.Curriculum | None = None) -> None:
+    def __init__(self, own: Stages | None = None, settings: Curriculum | None = None) -> None:
         """`own` holds the stages of the environment."""
-        self._settings = settings or config.Curriculum()
+        self._settings = settings or Curriculum()
         own = own or Stages()
         self._stages = _all_stages(own.stages, self._settings)
         self._starts = _starts(own.default_starts, self._settings, len(self._stages))
@@ -100,7 +100,7 @@ class CurriculumProgress:
         return self._stage + 1
 
 
-def _all_stages(own: Sequence[Stage], settings: config.Curriculum) -> Sequence[Stage]:
+def _all_stages(own: Sequence[Stage], settings: Curriculum) -> Sequence[Stage]:
     tables = settings.level_weights
     if own and tables and len(own) != len(tables):
         raise ConfigError(
@@ -110,7 +110,7 @@ def _all_stages(own: Sequence[Stage], settings: config.Curriculum) -> Sequence[S
     return own or [Stage(name=f"levels {number}") for number in range(1, len(tables) + 1)] or [Stage(name="all")]
 
 
-def _starts(own: Sequence[int], settings: config.Curriculum, num_stages: int) -> Sequence[int]:
+def _starts(own: Sequence[int], settings: Curriculum, num_stages: int) -> Sequence[int]:
     starts = own if settings.starts is None else settings.starts
     if num_stages == 1 and (settings.starts is not None or settings.advance == "success"):
         key, given = ("advance", "success") if settings.starts is None else ("starts", list(settings.starts))

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -25,8 +25,8 @@ from fovea.config.recipes import find_recipe, shipped_recipes
 from fovea.config.run import Config
 from fovea.errors import TrainError
 from fovea.run.signals import Stop
+from fovea.utils.installing import pip_install
 from fovea_gym.errors import DataError
-from fovea_gym.utils.installing import pip_install
 from tests.tables import table
 
 ROOT = Path(__file__).parents[2]
@@ -287,13 +287,24 @@ def test_doctor_knows_which_engines_are_good(
     assert f"| {engine} | {doctor.EXTRAS[engine].known_good}" in known
 
 
+def behind(line: str, extras: Mapping[str, Mapping[str, Sequence[str]]]) -> Sequence[str]:
+    """The lines of an extra of the gym or the tools that a line of ours asks for; the line itself otherwise."""
+    found = re.fullmatch(r"(fovea-rl-\w+)\[(\w+)\]", line)
+    return [line] if found is None else extras[found[1]][found[2]]
+
+
 def test_doctor_knows_every_extra_with_all_its_packages() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extras = {
-        name: lines for name, lines in project["optional-dependencies"].items() if name not in ("bench", "dev", "docs")
+    files = {"": "pyproject.toml", "-gym": "gym/pyproject.toml", "-tools": "tools/pyproject.toml"}
+    given = {
+        f"fovea-rl{end}": tomllib.loads((ROOT / file).read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+        for end, file in files.items()
     }
-    # an extra may ask for others of ours, which have their own rows
-    others = {name: [line for line in lines if not line.startswith("fovea-rl[")] for name, lines in extras.items()}
+    extras = {name: lines for name, lines in given["fovea-rl"].items() if name not in ("bench", "dev", "docs")}
+    # an extra may ask for one of the gym or the tools, or for others of ours, which have their own rows
+    others = {
+        name: [each for line in lines for each in behind(line, given) if not each.startswith("fovea-rl[")]
+        for name, lines in extras.items()
+    }
     declared = {name: tuple(re.split(r"[<>=]", line)[0] for line in lines) for name, lines in others.items()}
     assert {name: extra.packages for name, extra in doctor.EXTRAS.items()} == declared
 

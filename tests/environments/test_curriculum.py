@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from fovea.config.curriculum import Curriculum
 from fovea.data.curriculum import CurriculumProgress
 from fovea.data.order import Order
 from fovea.loop import train
@@ -40,8 +41,8 @@ def test_geospot_goes_through_its_stages_by_step() -> None:
     assert len(geospot().stages) == 5
     steps = (0, 99, 100, 299, 300, 599, 600, 999, 1000, 10**6)
     assert stages_of(curriculum, steps) == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
-    assert stages_of(CurriculumProgress(geospot(), config.Curriculum(enabled=False)), steps) == [4] * 10
-    own = config.Curriculum(starts=(1, 2, 3, 4))
+    assert stages_of(CurriculumProgress(geospot(), Curriculum(enabled=False)), steps) == [4] * 10
+    own = Curriculum(starts=(1, 2, 3, 4))
     assert stages_of(CurriculumProgress(geospot(), own), range(6)) == [0, 1, 2, 3, 4, 4]
 
 
@@ -69,7 +70,7 @@ def test_an_environment_without_stages_has_nothing_to_say() -> None:
 
 
 def test_by_success_a_stage_ends_when_its_own_window_is_good() -> None:
-    settings = config.Curriculum(advance="success", success_rate=0.8, success_window_steps=3)
+    settings = Curriculum(advance="success", success_rate=0.8, success_window_steps=3)
     curriculum = CurriculumProgress(STAGES, settings)
     stages = []
     for step, reward in enumerate([1, 1, 0, 1, 1, 1, 1, 1, 1, 1, 1]):
@@ -122,8 +123,8 @@ def test_a_checkpoint_of_more_stages_is_refused() -> None:
 )
 def test_schedules_that_do_not_fit(stages: Stages | None, settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        CurriculumProgress(stages, config.Curriculum.model_validate(settings))
-    by_level = config.Curriculum(advance="success", level_weights=({"a": 1}, {"b": 1}))
+        CurriculumProgress(stages, Curriculum.model_validate(settings))
+    by_level = Curriculum(advance="success", level_weights=({"a": 1}, {"b": 1}))
     assert CurriculumProgress(None, by_level).stage == 0
 
 

@@ -8,22 +8,27 @@ import yaml
 
 from fovea.commands.exporting.model_card import Card, model_card
 from fovea.config.run import Config
-from fovea.report.summary import SummaryJson
+from fovea.report.summary import Summary, SummaryJson
+from fovea.types import Evaluation
 
 NASTY = "a | b\n```\n<script>alert(1)</script> [x](javascript:1)\n---"
 
 
 def summary(kind: str) -> SummaryJson:
-    return {
-        "accuracy": {"before": None, "warmup": None, "final": 0.5},
-        "by_type": {kind: {"warmup": None, "final": 0.5, "n": 4}},
-        "shuffled_images": 0.25,
-        "blank_images": None,
-        "duplicates_across_splits": 0,
-        "seconds": {"warmup": 0.0, "rl": 1.0, "total": 1.0},
-        "steps": 7,
-        "seed": 3,
-    }
+    final = Evaluation(accuracies={kind: (1.0, 0.0, 1.0, 0.0)})
+    return Summary(
+        before=None,
+        warmup=None,
+        final=final,
+        shuffled_images=Evaluation(accuracies={kind: (1.0, 0.0, 0.0, 0.0)}),
+        blank_images=None,
+        duplicates_across_splits=0,
+        warmup_seconds=0.0,
+        rl_seconds=1.0,
+        total_seconds=1.0,
+        steps=7,
+        seed=3,
+    ).to_json()
 
 
 def card(**changes: object) -> str:
