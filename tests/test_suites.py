@@ -125,7 +125,8 @@ def test_a_suite_that_fails_or_whose_files_change_meanwhile_is_not_noted(tree: P
 def test_every_test_of_a_suite_is_among_its_files(tree: Path) -> None:
     marked = {
         (suite, file)
-        for file in (tree / "tests").rglob("test_*.py")
+        for folder in ("tests", "gym/gym_tests")
+        for file in (tree / folder).rglob("test_*.py")
         for suite in EVERYTHING
         if re.search(rf"pytest\.mark\.{suite}\b", file.read_text()) or (suite in MARKED and MARKED[suite] in str(file))
     }

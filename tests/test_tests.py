@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.tables import table
+from gym_tests.tables import table
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {"fovea": ROOT, "fovea_gym": ROOT / "gym", "fovea_tools": ROOT / "tools"}
-FOLDERS = {**PACKAGES, "tests": ROOT}
+FOLDERS = {**PACKAGES, "tests": ROOT, "gym_tests": ROOT / "gym"}
 LOOKED_AT = ast.Import | ast.ImportFrom | ast.Attribute | ast.Call | ast.Constant
 Imported = tuple[int, str, str]
 """Line, local name and dotted origin."""
@@ -39,7 +39,7 @@ def imports_of(nodes: Iterable[ast.AST]) -> Iterator[Imported]:
 def faults_of_imports(imports: Iterable[Imported]) -> Iterator[str]:
     for line, _, origin in imports:
         package, *parts = origin.split(".")
-        if package == "tests" and any(part.startswith("test_") for part in parts):
+        if package in ("tests", "gym_tests") and any(part.startswith("test_") for part in parts):
             yield f"{line}: {origin} is in a test module; move it to a module of helpers"
         if package in PACKAGES and any(map(is_private, parts)):
             yield f"{line}: {origin} is private; test a public function, or make it one"
@@ -115,7 +115,7 @@ def is_module(origin: str) -> bool:
 
 
 def test_tests_reach_what_they_test_by_public_names() -> None:
-    files = sorted((ROOT / "tests").glob("**/*.py"))
+    files = sorted(file for folder in ("tests", "gym/gym_tests") for file in (ROOT / folder).glob("**/*.py"))
     found = [f"{file.relative_to(ROOT)}:{fault}" for file in files for fault in sorted(faults(file.read_text("utf-8")))]
     assert found == []
 

@@ -26,8 +26,8 @@ from fovea.config.run import Config
 from fovea.errors import TrainError
 from fovea.run.signals import Stop
 from fovea_gym.errors import DataError
-from fovea_gym.utils.installing import pip_install
-from tests.tables import table
+from fovea.utils.installing import pip_install
+from gym_tests.tables import table
 
 ROOT = Path(__file__).parents[2]
 

@@ -22,9 +22,9 @@ from fovea.cli.doctor import Found, findings
 from fovea.cli.texts import with_options
 from fovea.utils import malloc
 from fovea.wiring import run as run_module
-from fovea_gym.utils.installing import pip_install
+from fovea.utils.installing import pip_install
+from gym_tests.tables import table
 from tests.saved import make_checkpoint
-from tests.tables import table
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = ["train", "eval", "saliency", "export", "grade", "serve", "view", "report", "config", "doctor", "recipes"]

@@ -34,7 +34,7 @@ from fovea.metrics.tracker import TrackedSample, plain_name
 from fovea.metrics.trackers import TrackedRun, TrackerSink
 from fovea.wiring.outputs import chosen_trackers, make_trackers
 from fovea_gym.errors import FoveaError, MissingExtraError
-from fovea_gym.utils.installing import pip_install
+from fovea.utils.installing import pip_install
 
 ROOT = Path(__file__).parents[2]
 LOGS: Mapping[str, Mapping[str, object]] = {

@@ -45,7 +45,7 @@ from fovea_gym.rows.tasks import LazyTasks
 from fovea_gym.settings.environments import ShapesEnvironment
 from fovea_gym.types import Task
 from fovea_gym.utils.event_loop import wait_for
-from fovea_gym.utils.installing import pip_install
+from fovea.utils.installing import pip_install
 from tests.tiny_models import save, tiny
 from tests.wiring.small import SMALL, run_of
 

@@ -24,7 +24,7 @@ from fovea.wiring.interpreter import variables_of
 from fovea.wiring.other_environment import RequestTasks
 from fovea_gym.errors import ConfigError, FoveaError, OutOfMemoryError
 from fovea_gym.utils.event_loop import wait_for
-from fovea_gym.utils.installing import pip_install
+from fovea.utils.installing import pip_install
 from tests.rollout.engine_suite import ask, prompts_of
 from tests.rollout.fake_engine_host import FOR_EVER, FORGETTING_SECONDS, FakeEngine
 from tests.tiny_models import save, tiny

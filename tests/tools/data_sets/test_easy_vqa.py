@@ -16,11 +16,11 @@ from fovea.cli.main import app
 from fovea.config.loading import load_config
 from fovea.wiring.environment import make_environment
 from fovea_gym.environments.base import Split
-from tests.grading import scored
+from gym_tests.grading import scored
 
 pytest.importorskip("easy_vqa", reason="the package easy-vqa is not installed (the extra talk)")
 
-from fovea_gym.utils.installing import pip_install
+from fovea.utils.installing import pip_install
 from fovea_tools.data_sets.easy_vqa import EasyVqaPicture, question_type, split_pictures
 
 ROOT = Path(__file__).parents[3]
