@@ -21,7 +21,7 @@ FILES = (
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "docs/**/*.md",
-    *(f"{folder}/**/*.py" for folder in ("fovea", "gym", "tools", "benchmarks", "examples")),
+    *(f"{folder}/**/*.py" for folder in ("fovea", "gym/fovea_gym", "tools/fovea_tools", "benchmarks", "examples")),
     "gym/*.md",
     "tools/*.md",
 )

@@ -25,8 +25,8 @@ from fovea.config.recipes import find_recipe, shipped_recipes
 from fovea.config.run import Config
 from fovea.errors import TrainError
 from fovea.run.signals import Stop
-from fovea_gym.errors import DataError
 from fovea.utils.installing import pip_install
+from fovea_gym.errors import DataError
 from gym_tests.tables import table
 
 ROOT = Path(__file__).parents[2]

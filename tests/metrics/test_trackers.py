@@ -32,9 +32,9 @@ from fovea.config.run import Config
 from fovea.metrics.log import JsonlSink, MetricsLog
 from fovea.metrics.tracker import TrackedSample, plain_name
 from fovea.metrics.trackers import TrackedRun, TrackerSink
+from fovea.utils.installing import pip_install
 from fovea.wiring.outputs import chosen_trackers, make_trackers
 from fovea_gym.errors import FoveaError, MissingExtraError
-from fovea.utils.installing import pip_install
 
 ROOT = Path(__file__).parents[2]
 LOGS: Mapping[str, Mapping[str, object]] = {

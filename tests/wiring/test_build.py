@@ -26,6 +26,7 @@ from fovea.models.tiny import make_tiny
 from fovea.models.vision.feature_cache import FeatureCache
 from fovea.run.lifecycle import begin
 from fovea.train.base import ModelFacts
+from fovea.utils.installing import pip_install
 from fovea.wiring import model as wired_model
 from fovea.wiring.backends import open_backends, placement_of
 from fovea.wiring.model import (
@@ -45,7 +46,6 @@ from fovea_gym.rows.tasks import LazyTasks
 from fovea_gym.settings.environments import ShapesEnvironment
 from fovea_gym.types import Task
 from fovea_gym.utils.event_loop import wait_for
-from fovea.utils.installing import pip_install
 from tests.tiny_models import save, tiny
 from tests.wiring.small import SMALL, run_of
 

@@ -19,12 +19,12 @@ from fovea.config.run import Config
 from fovea.errors import EngineError, LostEngineError
 from fovea.models.processor import load_processor
 from fovea.processes.engine_process import EngineProcess
+from fovea.utils.installing import pip_install
 from fovea.wiring.engine import make_streamed
 from fovea.wiring.interpreter import variables_of
 from fovea.wiring.other_environment import RequestTasks
 from fovea_gym.errors import ConfigError, FoveaError, OutOfMemoryError
 from fovea_gym.utils.event_loop import wait_for
-from fovea.utils.installing import pip_install
 from tests.rollout.engine_suite import ask, prompts_of
 from tests.rollout.fake_engine_host import FOR_EVER, FORGETTING_SECONDS, FakeEngine
 from tests.tiny_models import save, tiny

@@ -157,11 +157,11 @@ def unknown_type(x: Missing) -> int:  # type: ignore[name-defined]  # noqa: F821
         (several, r"mine.py:tool takes \*numbers: 'int'; give every argument a separate name"),
         (
             undescribed,
-            r"mine.py:tool cannot be described to the model \(ValueError: the docstring has no description of x\).*every argument below",
+            r"cannot be described .* \(ValueError: the docstring has no description of x\).*every argument below",
         ),
         (
             own_type,
-            r"mine.py:tool cannot be described to the model \(ValueError: the type .* has no JSON schema\); use str, int, float",
+            r"mine.py:tool cannot be described .* \(ValueError: the type .* has no JSON schema\); use str, int, float",
         ),
         (unknown_type, r"mine.py:tool has a type that cannot be read \(NameError: name 'Missing'"),
         (lambda x: x, r"mine.py:tool has no name \(<lambda>\); write it as def NAME"),
