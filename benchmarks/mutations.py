@@ -29,7 +29,10 @@ from benchmarks.mutants import Mutant, drawn, found_again, mutants_of, write_swi
 from benchmarks.printing import as_table, show
 
 ROOT = Path(__file__).parents[1]
-COPIED = (".ci", "fovea", "tests", "benchmarks", "recipes", "docs", "notebooks", "requirements", "docker", "examples")
+COPIED = (".ci", "fovea", "gym", "tools", "tests", "benchmarks", "recipes", "docs", "notebooks", "requirements")
+COPIED += ("docker", "examples", "workflows")
+TESTS_OF = {"gym/fovea_gym": "gym/gym_tests", "tools/fovea_tools": "tests/tools", "fovea": "tests"}
+"""Packages, each with the folder of its tests, which has the same folders."""
 MARKERS = "not long and not gpu and not browser and not vllm and not sglang and not megatron"
 MAX_TESTS = 250
 QUIET = ("-q", "-p", "no:cacheprovider")
@@ -113,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     copy = options.folder / options.tree.name  # some tests look at the folders beside the checkout
     if not options.again:
         copy_tree(options.tree, copy)
-        write_switches(copy, "fovea", mutants)
+        write_switches(copy, "gym/fovea_gym", mutants)  # the package that the others import
         run_all(copy, options.markers, options.processes)
     reached = read_reached(copy)
     first = {number: outcome.by for number, outcome in enumerate(earlier)}
@@ -140,7 +143,7 @@ def read(file: Path) -> list[Outcome]:
 
 
 def chosen(tree: Path, earlier: Sequence[Outcome], count: int, seed: int) -> list[Mutant | None]:
-    mutants = mutants_of(tree, "fovea")
+    mutants = [mutant for package in TESTS_OF for mutant in mutants_of(tree, package)]
     if earlier:
         return found_again([each.mutant for each in earlier], mutants)
     return [*drawn(mutants, count, seed)]
@@ -163,7 +166,8 @@ def copy_tree(tree: Path, folder: Path) -> None:
 
 def environment(copy: Path, **more: str) -> dict[str, str]:
     # the copy comes before the checkout that is installed
-    return {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", **more}
+    path = os.pathsep.join(map(str, (copy, copy / "gym", copy / "tools")))
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **more}
 
 
 def run_all(copy: Path, markers: str, processes: int) -> None:
@@ -224,7 +228,8 @@ def judge(
     tests = reached.tests_of.get(number, [])
     if not tests:
         return Outcome(mutant=mutant, ended="unreached")
-    folder = mutant.file.replace("fovea/", "tests/", 1).rpartition("/")[0]
+    package = next(each for each in TESTS_OF if mutant.file.startswith(f"{each}/"))
+    folder = mutant.file.replace(package, TESTS_OF[package], 1).rpartition("/")[0]
     order = sorted(tests, key=lambda x: (x != first, not x.startswith(folder), reached.seconds[x]))
     taken: list[str] = []
     total = 0.0

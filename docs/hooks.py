@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import ast
 import html
+import inspect
 import json
 import posixpath
 import re
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -218,7 +220,7 @@ def protocols_page() -> str:
     """The protocols that code of one's own fits, and the records that go through them."""
     parts = ["# Protocols and records", "[Your own reward, your own environment](../own.md) shows the first in use."]
     for heading, module in PROTOCOLS.items():
-        tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
+        tree = ast.parse(inspect.getsource(import_module(module)))
         names = [node.name for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
         parts += [f"## {heading}", *(f"::: {module}.{name}\n    options: {{heading_level: 3}}" for name in names)]
     return "\n\n".join(parts)

@@ -25,49 +25,11 @@ from fovea.samples import with_old_logprobs, with_reference_logprobs, with_value
 from fovea.train.base import ModelFacts, Needs, SftExample
 from fovea.types import Batch, Completion, Metrics, Prompt, Request, Sampling
 from fovea.weights.base import SyncReport
-from fovea_gym.environments.base import Environment
 from fovea_gym.environments.stages import Stage, Stages
 from fovea_gym.graders.grading import Grading
 from fovea_gym.rows.tasks import kinds_of
 from fovea_gym.types import ImageRef, Message, Score, Task, ToolSpec, Turn
-
-ANSWERS = ("a", "b", "c", "d")
-
-
-class BanditEnvironment(Environment):
-    """Environment in which the right answer of task i is i % 4, and its prompt says so."""
-
-    def tasks(self, split: str) -> list[Task]:
-        return [
-            Task(
-                id=f"{split}/{index}", question=ANSWERS[index % 4], answer=ANSWERS[index % 4], kind=f"kind {index % 2}"
-            )
-            for index in range(16)
-        ]
-
-    def prompt(self, task: Task) -> list[Message]:
-        return [Message(role="user", parts=(task.question,))]
-
-    def target(self, task: Task) -> str:
-        return task.answer
-
-    def score(self, task: Task, turns: Sequence[Turn]) -> Score:
-        right = float(turns[-1].text == task.answer)
-        return Score(reward=right, accuracy=right, parts={"answer": right})
-
-
-class ScoreOf:
-    """Grader that calls the synchronous `score` of an environment."""
-
-    def __init__(self, environment: BanditEnvironment) -> None:
-        self._environment = environment
-
-    async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
-        return self._environment.score(task, turns)
-
-
-def graded(environment: BanditEnvironment) -> Grading:
-    return Grading(graders=(ScoreOf(environment),))
+from gym_tests.bandit import ANSWERS, BanditEnvironment, graded
 
 
 class BanditRenderer:

@@ -26,8 +26,9 @@ from fovea.train.packing import pack_row
 from fovea.train.start_check import Reference, StartCheck
 from fovea.types import Completion, Prompt
 from fovea_gym.types import Message
+from gym_tests.images import from_array
 from tests.reference import largest_relative_difference
-from tests.tiny_models import CPU, from_array, image, user
+from tests.tiny_models import CPU, image, user
 
 needs_image_processors = pytest.mark.skipif(
     hasattr(AutoImageProcessor, "_backends"), reason="AutoImageProcessor of this transformers asks for torchvision"

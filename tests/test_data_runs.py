@@ -22,10 +22,10 @@ from fovea.report.summary import Summary
 from fovea.wiring import images
 from fovea.wiring.run import build
 from fovea_gym.errors import DataError
-from tests.bad_files import FILES, write
+from gym_tests.bad_files import FILES, write
+from gym_tests.images import encoded, noise
+from gym_tests.rows.web import served
 from tests.data.small import SMALL
-from tests.data.web import served
-from tests.images import encoded, noise
 from tests.runs import ROOT
 
 SHARED = ROOT.parent / "shared" / "data"

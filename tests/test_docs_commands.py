@@ -25,7 +25,7 @@ from fovea.config.describe import describe
 from fovea.config.elsewhere import systems
 from fovea.config.loading import load_config
 from fovea_tools.importer.docs import page
-from tests.tables import table
+from gym_tests.tables import table
 
 ROOT = Path(__file__).parent.parent
 HISTORY = {"log.md"}

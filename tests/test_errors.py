@@ -24,7 +24,7 @@ from fovea_gym.errors import (
     first_line,
     result_or_error,
 )
-from tests.tables import table
+from gym_tests.tables import table
 
 MORE_ARGUMENTS: dict[type[FoveaError], tuple[object, ...]] = {
     BadRowError: ("image_damaged",),

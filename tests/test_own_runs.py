@@ -23,8 +23,8 @@ from fovea.wiring.run import build
 from fovea_gym.adapters.mcp import McpConnection
 from fovea_gym.errors import ScoreError
 from fovea_gym.types import ImageRef, Score, Turn
-from tests.data.web import served
-from tests.images import png
+from gym_tests.images import png
+from gym_tests.rows.web import served
 
 ROOT = Path(__file__).parents[1]
 PAGE = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("own.md", "turns.md"))

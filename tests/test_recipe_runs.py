@@ -14,7 +14,7 @@ from fovea.config.loading import load_config
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.wiring.run import build
-from tests.environments.files import COLOURS, row, square
+from gym_tests.environments.files import COLOURS, row, square
 from tests.runs import HASH_REWARD
 
 ROOT = Path(__file__).parents[1]

@@ -6,7 +6,11 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FILES = [path for folder in ("fovea", "tests", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
+FILES = [
+    path
+    for folder in ("fovea", "gym", "tools", "tests", "benchmarks")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+]
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 70
 

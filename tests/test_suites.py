@@ -23,7 +23,7 @@ MARKED = {"vllm": "tests/rollout/vllm", "sglang": "tests/rollout/sglang", "megat
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("suites") / "tree"
-    for name in ("fovea", "tests", "examples", "requirements", ".ci"):
+    for name in ("fovea", "gym", "tests", "examples", "requirements", ".ci"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
     for suite in EVERYTHING:
         assert suites(root, "run", suite, "true") == 0
@@ -60,6 +60,9 @@ def to_be_run(root: Path) -> set[str]:
         ("fovea/train/megatron/policy.py", {"megatron"}),
         ("fovea/cluster/ray.py", {"vllm", "sglang", "megatron", "kill"}),
         ("fovea/types.py", {"vllm", "sglang", "megatron", "kill"}),
+        ("gym/fovea_gym/types.py", {"vllm", "sglang", "megatron", "kill"}),
+        ("gym/fovea_gym/processes/child.py", {"vllm", "sglang", "megatron", "kill"}),
+        ("gym/fovea_gym/environments/sessions.py", {"kill"}),
         ("fovea/view/server.py", {"browser"}),
         ("examples/talk/network.py", {"talk"}),
         ("fovea/algorithms/kl.py", set()),
@@ -122,7 +125,8 @@ def test_a_suite_that_fails_or_whose_files_change_meanwhile_is_not_noted(tree: P
 def test_every_test_of_a_suite_is_among_its_files(tree: Path) -> None:
     marked = {
         (suite, file)
-        for file in (tree / "tests").rglob("test_*.py")
+        for folder in ("tests", "gym/gym_tests")
+        for file in (tree / folder).rglob("test_*.py")
         for suite in EVERYTHING
         if re.search(rf"pytest\.mark\.{suite}\b", file.read_text()) or (suite in MARKED and MARKED[suite] in str(file))
     }

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.tables import table
+from gym_tests.tables import table
 
 ROOT = Path(__file__).parents[1]
+PACKAGES = {"fovea": ROOT, "fovea_gym": ROOT / "gym", "fovea_tools": ROOT / "tools"}
+FOLDERS = {**PACKAGES, "tests": ROOT, "gym_tests": ROOT / "gym"}
 LOOKED_AT = ast.Import | ast.ImportFrom | ast.Attribute | ast.Call | ast.Constant
 Imported = tuple[int, str, str]
 """Line, local name and dotted origin."""
@@ -37,9 +39,9 @@ def imports_of(nodes: Iterable[ast.AST]) -> Iterator[Imported]:
 def faults_of_imports(imports: Iterable[Imported]) -> Iterator[str]:
     for line, _, origin in imports:
         package, *parts = origin.split(".")
-        if package == "tests" and any(part.startswith("test_") for part in parts):
+        if package in ("tests", "gym_tests") and any(part.startswith("test_") for part in parts):
             yield f"{line}: {origin} is in a test module; move it to a module of helpers"
-        if package == "fovea" and any(map(is_private, parts)):
+        if package in PACKAGES and any(map(is_private, parts)):
             yield f"{line}: {origin} is private; test a public function, or make it one"
 
 
@@ -101,17 +103,19 @@ def is_private(name: str) -> bool:
 
 
 def is_ours(origin: str) -> bool:
-    return origin.partition(".")[0] in ("fovea", "tests")
+    return origin.partition(".")[0] in FOLDERS
 
 
 @cache
 def is_module(origin: str) -> bool:
-    path = ROOT / origin.replace(".", "/")
-    return is_ours(origin) and (path.is_dir() or path.with_suffix(".py").is_file())
+    if not is_ours(origin):
+        return False
+    path = FOLDERS[origin.partition(".")[0]] / origin.replace(".", "/")
+    return path.is_dir() or path.with_suffix(".py").is_file()
 
 
 def test_tests_reach_what_they_test_by_public_names() -> None:
-    files = sorted((ROOT / "tests").glob("**/*.py"))
+    files = sorted(file for folder in ("tests", "gym/gym_tests") for file in (ROOT / folder).glob("**/*.py"))
     found = [f"{file.relative_to(ROOT)}:{fault}" for file in files for fault in sorted(faults(file.read_text("utf-8")))]
     assert found == []
 
@@ -122,7 +126,7 @@ EXAMPLES = """
 1: SCRIPT = "from tests.train.test_ppo import scored"
 1: from fovea_gym.rows.rows import _hub
 0: from fovea import __version__
-1: from fovea.data import rows; rows._hub()
+1: from fovea_gym.rows import rows; rows._hub()
 1: monkeypatch.setattr("fovea_gym.rows.rows._hub", None)
 0: policy._optimizer.adamw.step()
 1: policy._optimizer._adamw.step()

@@ -20,8 +20,8 @@ from fovea.models.tiny import FixedSizes, TinyParts, make_tiny
 from fovea.models.vlm import VLM
 from fovea.train.packing import pack_row
 from fovea.types import Prompt
-from fovea_gym.rows.images import ImageOpener
 from fovea_gym.types import ImageRef, Message, PixelChange
+from gym_tests.images import from_array
 
 DENSE_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 FAMILIES = (*DENSE_FAMILIES, "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
@@ -33,10 +33,6 @@ def image(seed: int, height: int = 48, width: int = 48, change: PixelChange | No
     """Noise of a separate size."""
     values = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
     return ImageRef(source=values, change=change)
-
-
-from_array = ImageOpener(max_mib=1, max_megapixels=4)
-"""Opens images that are arrays."""
 
 
 def user(*parts: str | ImageRef) -> list[Message]:

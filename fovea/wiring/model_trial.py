@@ -140,7 +140,7 @@ def _steps(settings: Model, where: str) -> Iterator[str]:
             f"picture of {wanted}: config.json does not go with tokenizer.json; {FIX}"
         )
     if not all(np.isfinite(x).all() for image in prompt.images for x in image.tensors.values()):
-        raise ModelError(f"{where}: its processor makes pixels that are not finite; {FIX}")
+        raise ModelError(f"{where}: its processor makes pixels that are NaN or infinite; {FIX}")
     if prompt.num_tokens > MOST_TOKENS:
         raise ModelError(f"{where}: it makes {prompt.num_tokens} tokens of a question of one line; {FIX}")
     render.prompt([Message(role="user", parts=(picture, QUESTION))], where)

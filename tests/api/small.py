@@ -9,7 +9,7 @@ from typing import Any
 from PIL import Image
 
 import fovea
-from tests.images import png
+from gym_tests.images import png
 
 SETTINGS: Mapping[str, object] = {
     "model.tiny": {"hidden_size": 32, "num_layers": 1, "vocabulary_size": 300},

@@ -19,9 +19,9 @@ import fovea
 from fovea.metrics.names import definition_of
 from fovea.run import recorded
 from fovea.run.callbacks import Callbacks
+from gym_tests.tables import table
 from tests.api.small import PHOTOS, SETTINGS, SHAPES, picture, rows, score
 from tests.cluster.torchrun_runs import run_on
-from tests.tables import table
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 

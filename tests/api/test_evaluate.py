@@ -12,8 +12,8 @@ import pandas as pd
 import pytest
 
 import fovea
+from gym_tests.bandit import BanditEnvironment
 from tests.api.small import PHOTOS, SETTINGS, rows, score
-from tests.fakes import BanditEnvironment
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 

@@ -19,9 +19,9 @@ from fovea.wiring.environment import make_environment
 from fovea.wiring.given import rows_as_files
 from fovea.wiring.images import make_opener
 from fovea_gym.settings.environments import VqaEnvironment
+from gym_tests.images import png
+from gym_tests.tables import table
 from tests.api.small import PHOTOS, SETTINGS, base64_png, picture, rows, score
-from tests.images import png
-from tests.tables import table
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 

@@ -24,11 +24,11 @@ from fovea.cli.main import app
 from fovea.config.loading import dump_config
 from fovea.config.run import Config
 from fovea_gym.types import Task
+from gym_tests.bandit import BanditEnvironment
+from gym_tests.tables import table
 from tests.api.small import SETTINGS, SHAPES
-from tests.fakes import BanditEnvironment
 from tests.runs import untimed
 from tests.saved import saved_bytes
-from tests.tables import table
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 

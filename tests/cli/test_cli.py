@@ -27,7 +27,7 @@ from fovea.errors import TrainError
 from fovea.run.signals import Stop
 from fovea.utils.installing import pip_install
 from fovea_gym.errors import DataError
-from tests.tables import table
+from gym_tests.tables import table
 
 ROOT = Path(__file__).parents[2]
 

@@ -23,8 +23,8 @@ from fovea.cli.texts import with_options
 from fovea.utils import malloc
 from fovea.utils.installing import pip_install
 from fovea.wiring import run as run_module
+from gym_tests.tables import table
 from tests.saved import make_checkpoint
-from tests.tables import table
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = ["train", "eval", "saliency", "export", "grade", "serve", "view", "report", "config", "doctor", "recipes"]

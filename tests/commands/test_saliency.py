@@ -24,9 +24,9 @@ from fovea_gym.environments.shapes.environment import Shapes
 from fovea_gym.errors import ConfigError
 from fovea_gym.settings.environments import ShapesEnvironment
 from fovea_gym.types import ImageRef
+from gym_tests.tables import table
 from tests.reference import reference_logprobs
 from tests.runs import QUICK, fovea_here
-from tests.tables import table
 from tests.tiny_models import renderer, save, tiny
 
 SIDE = 20

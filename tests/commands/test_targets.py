@@ -22,8 +22,8 @@ from fovea.models.load import load_network
 from fovea.run.checkpoint import FORMAT, write_manifest
 from fovea_gym.errors import ConfigError
 from fovea_gym.utils import http_json
-from tests.data.web import served
-from tests.images import encoded, noise
+from gym_tests.images import encoded, noise
+from gym_tests.rows.web import served
 from tests.tiny_models import save, tiny
 
 TINY = {"model": {"tiny": {}}}

@@ -26,7 +26,7 @@ from fovea.config.model import Model
 from fovea.config.run import Config
 from fovea_gym.errors import ConfigError
 from fovea_gym.settings.base import leaves
-from tests.tables import table
+from gym_tests.tables import table
 
 RECIPE = "recipes/shapes.yaml"
 

@@ -10,7 +10,7 @@ from fovea.config.loading import load_config
 from fovea.config.run import Config
 from fovea.config.sections import Cluster
 from fovea_gym.errors import ConfigError
-from tests.tables import table
+from gym_tests.tables import table
 
 SERVERS = (
     *("rollout.engine=vllm_servers", "rollout.engine.weights_dir=w"),

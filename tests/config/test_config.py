@@ -13,7 +13,7 @@ from fovea.config.run import Config
 from fovea.config.sections import Rollout, Train
 from fovea_gym.settings.base import Section, Tree
 from fovea_gym.settings.environments import Geo3kEnvironment, ShapesEnvironment
-from tests.tables import table
+from gym_tests.tables import table
 
 APART = {"placement": "disaggregated", "rollout_gpus": 1}
 MIXED = {"name": "mixture", "parts": {"a": {"environment": {"name": "shapes"}}}}

@@ -16,7 +16,7 @@ from fovea.config.recipes import parse_override
 from fovea.config.run import Config
 from fovea.config.sections import Rollout
 from fovea_gym.errors import ConfigError
-from tests.tables import table
+from gym_tests.tables import table
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))

@@ -15,7 +15,7 @@ from fovea.config.loading import load_config
 from fovea.config.run import Config
 from fovea.metrics.names import definition_of
 from fovea_gym.errors import ConfigError
-from tests.tables import table
+from gym_tests.tables import table
 
 ALL = [(system, each) for system in systems().values() for each in system.settings]
 OURS = {setting.key for setting in describe()} | {

@@ -14,7 +14,7 @@ from fovea.config.sections import Warmup
 from fovea_gym.errors import ConfigError
 from fovea_gym.settings.base import Section, sections_of, variants_of
 from fovea_gym.settings.environments import Geo3kEnvironment, OwnEnvironment, ShapesEnvironment
-from tests.tables import table
+from gym_tests.tables import table
 
 ROOT = Path(__file__).parents[2]
 NEST = "in files and mappings sections nest, without dots:"

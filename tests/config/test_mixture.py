@@ -11,7 +11,7 @@ from fovea.config.loading import dump_config, keys_of, load_config
 from fovea.config.run import Config
 from fovea_gym.errors import ConfigError
 from fovea_gym.settings.environments import Geo3kEnvironment, MixtureEnvironment, OwnEnvironment, ShapesEnvironment
-from tests.tables import table
+from gym_tests.tables import table
 
 RECIPE = """
 model: {tiny: {}}

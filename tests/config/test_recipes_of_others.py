@@ -19,7 +19,7 @@ import pytest
 from fovea.config.loading import load_config
 from fovea.config.recipes import read_recipe
 from fovea_gym.settings.base import leaves
-from tests.tables import table
+from gym_tests.tables import table
 from tests.tools.importer.runs_of_others import RLINF_TABLE, VERL_TABLE, VERL_VARIANTS
 
 RECIPES = Path(__file__).parents[2] / "recipes"

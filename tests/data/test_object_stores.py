@@ -22,8 +22,8 @@ from fovea.wiring.images import make_opener
 from fovea_gym.errors import BadRowError, MissingExtraError
 from fovea_gym.rows.cells import image_refs
 from fovea_gym.utils.installing import pip_install
-from tests.images import png
-from tests.tables import table
+from gym_tests.images import png
+from gym_tests.tables import table
 
 COLOURS = {
     "s3://bucket/image1.png": (255, 0, 0),

@@ -9,7 +9,7 @@ import torch
 from fovea.config.views import RolloutViews
 from fovea.data.views import Mask, Noise, SeededView, noise_of
 from fovea_gym.types import ImageRef
-from tests.tiny_models import from_array
+from gym_tests.images import from_array
 
 GREY = np.full((70, 84, 3), 128, np.uint8)
 

@@ -16,7 +16,8 @@ from fovea_gym.environments.shapes.environment import Shapes
 from fovea_gym.errors import DataError
 from fovea_gym.settings.environments import ShapesEnvironment
 from fovea_gym.types import ImageRef, Message, Task, ToolSpec
-from tests.fakes import BanditEnvironment, BanditRenderer
+from gym_tests.bandit import BanditEnvironment
+from tests.fakes import BanditRenderer
 
 
 class PixelRenderer:

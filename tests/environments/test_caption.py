@@ -35,9 +35,9 @@ from fovea_gym.rows.rows import RowAccess
 from fovea_gym.settings.environments import CaptionEnvironment
 from fovea_gym.settings.rewards import RewardModel
 from fovea_gym.utils.shown_text import without_marks
-from tests.environments.files import COLOURS, files, row
+from gym_tests.environments.files import COLOURS, files, row
+from gym_tests.grading import scored, within_a_second
 from tests.environments.reward_model import TEXTS, save_reward_model
-from tests.grading import scored, within_a_second
 
 ROWS = [row("Describe it.", text, colour) for text, colour in zip(TEXTS, COLOURS, strict=True)]
 ALL = {"cider": 1, "chrf": 1, "bleu": 2}

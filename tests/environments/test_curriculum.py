@@ -20,8 +20,9 @@ from fovea_gym.errors import ConfigError, DataError
 from fovea_gym.rows.rows import RowAccess
 from fovea_gym.rows.tasks import LazyTasks, levels_of
 from fovea_gym.settings import environments as config
-from tests.fakes import STAGES, BanditEnvironment, bandit_run, staged_run
-from tests.tables import table
+from gym_tests.bandit import BanditEnvironment
+from gym_tests.tables import table
+from tests.fakes import STAGES, bandit_run, staged_run
 
 
 def stages_of(curriculum: CurriculumProgress, steps: Sequence[int]) -> list[int]:

@@ -14,8 +14,8 @@ from fovea.data.order import EpochOrder, Order
 from fovea.data.prompt_source import PromptSource
 from fovea_gym.errors import DataError
 from fovea_gym.types import ImageRef
+from gym_tests.tables import table
 from tests.environments.prompt_sources import make_source
-from tests.tables import table
 
 QUESTIONS = ["a", "bad", "b", "c", "bad", "d", "e", "too long a question"]
 

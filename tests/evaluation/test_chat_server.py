@@ -35,9 +35,10 @@ from fovea_gym.types import AnswerEnd, ImageRef, Message, Task, Turn
 from fovea_gym.utils import http_json
 from fovea_gym.utils.event_loop import wait_for
 from fovea_gym.utils.http_json import CallBounds, JsonServer, bearer
-from tests.chat_server import Endpoint, endpoints
-from tests.fakes import BanditEnvironment, graded
-from tests.tiny_models import from_array, renderer, tiny
+from gym_tests.bandit import BanditEnvironment, graded
+from gym_tests.chat_server import Endpoint, endpoints
+from gym_tests.images import from_array
+from tests.tiny_models import renderer, tiny
 
 BOUNDS = CallBounds(timeout_seconds=20.0, calls_at_once=3, max_retries=2)
 GREEDY = Sampling(max_new_tokens=4, temperature=0.0, stop=("END",))

@@ -21,7 +21,8 @@ from fovea_gym.graders.grading import Grading
 from fovea_gym.graders.limited_calls import CallLimits, CallThreads, LimitedCalls
 from fovea_gym.types import Score, Task, Turn
 from fovea_gym.utils.event_loop import wait_for
-from tests.fakes import BanditEngine, BanditEnvironment, BanditRenderer, bandit_run, graded
+from gym_tests.bandit import BanditEnvironment, graded
+from tests.fakes import BanditEngine, BanditRenderer, bandit_run
 
 
 def test_accuracy_is_by_kind_over_every_row_once(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.metrics.names import undefined
 from fovea.wiring.run import build
-from tests.chat_server import Endpoint, says
-from tests.environments.files import files, row
+from gym_tests.chat_server import Endpoint, says
+from gym_tests.environments.files import files, row
 
 ROWS = [row("Describe it.", f"A square, number {number}.", "red") for number in range(6)]
 

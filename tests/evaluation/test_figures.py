@@ -30,7 +30,8 @@ from fovea_gym.environments.geospot.reward import KnownPlace, distance_parts
 from fovea_gym.errors import ConfigError
 from fovea_gym.types import Score, Task, Turn
 from fovea_gym.utils.event_loop import wait_for
-from tests.fakes import BanditEngine, BanditEnvironment, BanditRenderer, bandit_run, graded
+from gym_tests.bandit import BanditEnvironment, graded
+from tests.fakes import BanditEngine, BanditRenderer, bandit_run
 
 PARIS = LatLon(48.8566, 2.3522)
 TOLERANCES_KM = (500.0, 200.0, 100.0, 50.0, 25.0)

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from fovea.cli import main as cli
 from fovea_gym.environments.shapes.environment import Shapes
 from fovea_gym.settings.environments import ShapesEnvironment
-from tests.grading import scored
+from gym_tests.grading import scored
 
 
 def grade(name: str, file: Path, *options: str) -> Result:

@@ -15,10 +15,10 @@ from fovea.train.base import ModelFacts
 from fovea.types import Batch, Completion, Group, Sample, SampleGroup
 from fovea.wiring.outputs import peak_tflops
 from fovea_gym.types import Score, Task
+from gym_tests.tables import table
 from tests.flops import NOT_COUNTED_BY_TORCH
 from tests.policies import make_policy
 from tests.records import all_actions, one_turn, text_prompt
-from tests.tables import table
 from tests.tiny_models import image, renderer, tiny, user
 
 ONE_TERATION = 1e12

@@ -13,7 +13,8 @@ from fovea.models.processor import Processor, load_processor, template_with_defa
 from fovea.models.render import Renderer
 from fovea.models.tiny import CHAT_TEMPLATE
 from fovea_gym.types import Message
-from tests.tiny_models import from_array, save, tiny, user
+from gym_tests.images import from_array
+from tests.tiny_models import save, tiny, user
 
 THINKING = (
     "\n"  # which a line of defaults before it must not swallow

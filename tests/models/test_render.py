@@ -19,8 +19,8 @@ from fovea_gym.errors import BadRowError, DataError
 from fovea_gym.rows.images import ImageOpener
 from fovea_gym.settings.environments import ShapesEnvironment
 from fovea_gym.types import ImageRef, Message, Task
-from tests.images import encoded, png
-from tests.tiny_models import PROCESSORS, from_array, image, mixed_prompts, processor_of, renderer, tiny, user
+from gym_tests.images import encoded, from_array, png
+from tests.tiny_models import PROCESSORS, image, mixed_prompts, processor_of, renderer, tiny, user
 
 CHATS = {
     "no image": user("How many circles are there?"),

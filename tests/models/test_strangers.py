@@ -18,7 +18,7 @@ from fovea.models.load import empty_network, load_network
 from fovea.models.processor import load_processor
 from fovea.utils.config_numbers import check_numbers
 from fovea_tools.plan.model_sizes import model_sizes
-from tests.tables import table
+from gym_tests.tables import table
 from tests.tiny_models import save, tiny
 
 CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"

@@ -15,8 +15,9 @@ from fovea.models.tiny import TinyParts
 from fovea.models.tool_calls import format_of
 from fovea_gym.errors import DataError
 from fovea_gym.types import Message, ToolCall, ToolSpec
-from tests.tables import table
-from tests.tiny_models import from_array, image, tiny, user
+from gym_tests.images import from_array
+from gym_tests.tables import table
+from tests.tiny_models import image, tiny, user
 from tests.utils.tool_calls.fuzzed import template
 
 ZOOM = ToolSpec(

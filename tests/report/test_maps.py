@@ -30,9 +30,9 @@ from fovea.report.maps import (
 from fovea.report.viewed_run import ViewedRun
 from fovea.view.server import make_app
 from fovea_gym.errors import DataError
+from gym_tests.tables import table
 from tests.report.folders import keep_map, map_of, write_answers_of, write_run
 from tests.report.pages import ATTACK, Page
-from tests.tables import table
 
 
 def test_answers_of_both_kinds_have_their_maps(tmp_path: Path) -> None:

@@ -23,8 +23,9 @@ from fovea.types import Completion, Prompt, Request, Sampling
 from fovea_gym.environments.answer_end import find_answer_end
 from fovea_gym.types import AnswerEnd, ImageRef
 from fovea_gym.utils.event_loop import wait_for
+from gym_tests.images import from_array
 from tests.reference import reference_logprobs
-from tests.tiny_models import from_array, image, renderer, user
+from tests.tiny_models import image, renderer, user
 
 TOLERANCE = 2e-5
 """Of log-probs in float32: two orders of summation."""

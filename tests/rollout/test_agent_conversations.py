@@ -14,7 +14,7 @@ from fovea_gym.errors import BadRowError
 from fovea_gym.rows.images import ImageOpener
 from fovea_gym.types import ImageRef, Message, Role
 from fovea_gym.utils.event_loop import wait_for
-from tests.images import encoded, noise
+from gym_tests.images import encoded, noise
 from tests.reference import reference_logprobs
 from tests.rollout.drawing import make_engine
 from tests.tiny_models import tiny

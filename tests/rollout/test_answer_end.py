@@ -19,7 +19,7 @@ from fovea.wiring.environment import make_environment
 from fovea_gym.environments.answer_end import find_answer_end
 from fovea_gym.errors import ConfigError
 from fovea_gym.types import AnswerEnd
-from tests.fakes import BanditEnvironment
+from gym_tests.bandit import BanditEnvironment
 from tests.rollout.drawing import generate, make_engine, plain_engine, same
 from tests.tiny_models import mixed_prompts, renderer, tiny
 

@@ -29,7 +29,8 @@ from fovea_gym.graders.grading import Grading
 from fovea_gym.graders.limited_calls import CallLimits, CallThreads, LimitedCalls
 from fovea_gym.types import Score, Task, Turn
 from fovea_gym.utils.event_loop import wait_for
-from tests.fakes import BanditEnvironment, BanditRenderer, bandit_run, graded
+from gym_tests.bandit import BanditEnvironment, graded
+from tests.fakes import BanditRenderer, bandit_run
 
 NUM_GROUPS, NUM_COMPLETIONS, AT_ONCE = 5, 3, 4
 WAIT_SECONDS = 0.05

@@ -17,8 +17,8 @@ from fovea.rollout.server_guard import MAX_ADDRESSES, UNREADABLE, Bans, Message
 from fovea_gym.rows import fetch
 from fovea_gym.rows.fetch import UrlLimits
 from fovea_gym.utils.event_loop import wait_for
-from tests.data.web import Site, served
-from tests.images import encoded, noise
+from gym_tests.images import encoded, noise
+from gym_tests.rows.web import Site, served
 from tests.rollout.asgi_calls import everybody
 
 PAGES = {

@@ -14,7 +14,7 @@ from fovea.rollout import server_pool
 from fovea.rollout.server_pool import MAX_TRIES, PooledServer, ServerPool, TakenError
 from fovea_gym.utils.event_loop import wait_for
 from fovea_gym.utils.http_json import CallBounds, CallError, JsonServer
-from tests.chat_server import Endpoint, endpoints
+from gym_tests.chat_server import Endpoint, endpoints
 
 WHOLE = (200, b'{"whole": true}')
 PART = (200, b'{"whole": false}')

@@ -19,7 +19,8 @@ from fovea.run import rollout_step
 from fovea.run.context import Run
 from fovea.run.signals import too_few_rows
 from fovea_gym.types import Score, Task, Turn
-from tests.fakes import BanditEnvironment, bandit_run
+from gym_tests.bandit import BanditEnvironment
+from tests.fakes import bandit_run
 from tests.runs import HASH_REWARD, QUICK, ROOT, SMALL, train_here
 from tests.tiny_models import save, tiny
 

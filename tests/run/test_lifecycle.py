@@ -28,7 +28,8 @@ from fovea.types import Batch, Evaluation, Metrics
 from fovea_gym.errors import BadRowError
 from fovea_gym.types import ImageRef
 from fovea_gym.utils.event_loop import wait_for
-from tests.fakes import ANSWERS, BanditPolicy, bandit_run
+from gym_tests.bandit import ANSWERS
+from tests.fakes import BanditPolicy, bandit_run
 from tests.wiring.small import run_of
 
 

@@ -11,7 +11,7 @@ import pytest
 from fovea.run.parity import kind_reading, summary_line
 from fovea.run.parity_faults import PromptKind
 from fovea.run.parity_reading import DrawnToken, FaultReading, Gap, KindReading, ParityReading, parity_failure
-from tests.tables import table
+from gym_tests.tables import table
 
 KINDS: tuple[PromptKind, PromptKind] = ("with images", "without images")
 FAR = [-1.0, -3.0, -1.0, -2.0], [-1.5, -1.0, -1.2, -2.0]

@@ -7,7 +7,8 @@ from fovea.loop import train
 from fovea.report.samples import read_step, sample_steps
 from fovea.types import SampledTurn
 from fovea_gym.types import Message
-from tests.fakes import BanditEnvironment, bandit_run
+from gym_tests.bandit import BanditEnvironment
+from tests.fakes import bandit_run
 
 PER_STEP = {"prompts_per_step": 3, "samples_per_prompt": 4, "max_new_tokens": 1}
 

@@ -15,7 +15,8 @@ from fovea.run.lifecycle import begin
 from fovea.run.rollout_step import StepRollout, roll_out
 from fovea_gym.types import Score, Task, Turn
 from fovea_gym.utils.event_loop import wait_for
-from tests.fakes import BanditEnvironment, bandit_run, graded
+from gym_tests.bandit import BanditEnvironment, graded
+from tests.fakes import bandit_run
 
 DYNAMIC = {"dynamic_sampling": {"max_gen_batches": 4}}
 

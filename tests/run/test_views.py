@@ -20,9 +20,9 @@ from fovea.types import Batch, Prompt, Sample
 from fovea.wiring.run import build
 from fovea_gym.errors import ConfigError
 from fovea_gym.utils.event_loop import wait_for
+from gym_tests.bandit import BanditEnvironment
 from tests.cluster.ray_environment import own_ray
 from tests.cluster.torchrun_runs import compare, settings
-from tests.fakes import BanditEnvironment
 from tests.runs import QUICK, ROOT, command, fovea_here, train_here, untimed
 
 SHORT = [

@@ -20,8 +20,9 @@ from fovea.train.sft import SupervisedTrainer
 from fovea.train.torch.policy import supervised_trainer
 from fovea.types import Evaluation, Metrics
 from fovea_gym.utils.event_loop import wait_for
+from gym_tests.bandit import ANSWERS, BanditEnvironment
 from tests.environments.prompt_sources import make_source
-from tests.fakes import ANSWERS, BanditEnvironment, BanditPolicy
+from tests.fakes import BanditPolicy
 from tests.reference import reference_logprobs
 from tests.tiny_models import FAMILIES, mixed_prompts, renderer, tiny
 

@@ -24,7 +24,8 @@ from fovea.models.load import load_network
 from fovea.models.processor import Processor, load_processor
 from fovea.models.render import Renderer
 from fovea_gym.types import ImageRef
-from tests.tiny_models import from_array, user
+from gym_tests.images import from_array
+from tests.tiny_models import user
 
 pytest.importorskip("gguf", reason="the package gguf is not installed (the extra talk)")
 

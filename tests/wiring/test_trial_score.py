@@ -16,10 +16,10 @@ from fovea.wiring.environment import make_environment
 from fovea.wiring.images import make_opener
 from fovea.wiring.trial_score import try_reward
 from fovea_gym.errors import ScoreError
-from tests.environments.files import row
-from tests.grading import score_in_run
-from tests.images import png
-from tests.tables import table
+from gym_tests.environments.files import row
+from gym_tests.grading import score_in_run
+from gym_tests.images import png
+from gym_tests.tables import table
 from tests.tools.importer.runs_of_others import VERL as VERL_RUN
 
 SPLITS = ("train", "dev", "test")

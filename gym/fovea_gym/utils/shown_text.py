@@ -48,7 +48,7 @@ def lacks_secrets(url: str) -> bool:
 def without_marks(text: str, marks: Sequence[str]) -> str:
     """The text with a space in each mark, so that a tokenizer reads the letters of it and no special token.
 
-    A policy never draws special tokens of its own, but can spell one, and so end its turn for a model that grades it.
+    A policy never draws special tokens itself, but can spell one, and so end its turn for a model that grades it.
     """
     for mark in marks:
         text = text.replace(mark, f"{mark[0]} {mark[1:]}")

@@ -14,7 +14,7 @@ from fovea.config.loading import load_config
 from fovea.wiring.environment import make_environment
 from fovea_gym.graders.grading import Grading
 from fovea_gym.types import ImageRef
-from tests.fakes import BanditEnvironment
+from gym_tests.bandit import BanditEnvironment
 
 REWARDS = """
 import os, re, subprocess, sys, time

@@ -24,8 +24,8 @@ from fovea_gym.errors import ConfigError, ScoreError, UnscoredError
 from fovea_gym.graders.grading import Grading
 from fovea_gym.types import Task, Turn
 from fovea_gym.utils.event_loop import wait_for
+from gym_tests.grading import score_in_run
 from tests.environments.custom.process_rewards import REWARDS, TASK, graded
-from tests.grading import score_in_run
 from tests.runs import ROOT, arguments, environment, until_killed
 
 

@@ -33,9 +33,9 @@ from fovea_gym.errors import ConfigError, DataError, ScoreError, UnscoredError
 from fovea_gym.graders.grading import Grading
 from fovea_gym.graders.limited_calls import MAX_LATE_CALLS, CallLimits, CallThreads, LimitedCalls
 from fovea_gym.types import ImageRef, Mark, Message, Score, Task, Turn
-from tests.fakes import BanditEnvironment
-from tests.grading import score_in_run
-from tests.tables import table
+from gym_tests.bandit import BanditEnvironment
+from gym_tests.grading import score_in_run
+from gym_tests.tables import table
 
 CONFIG = Config.model_validate({"model": {"tiny": {}}})
 TASK = BanditEnvironment().tasks("train")[0]

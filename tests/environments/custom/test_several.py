@@ -23,9 +23,9 @@ from fovea_gym.errors import ConfigError, ScoreError, UnscoredError
 from fovea_gym.graders.grading import Grading
 from fovea_gym.graders.limited_calls import CallLimits, CallThreads, LimitedCalls
 from fovea_gym.types import ImageRef, Mark, Score, Task
-from tests.fakes import BanditEnvironment
-from tests.grading import score_in_run
-from tests.tables import table
+from gym_tests.bandit import BanditEnvironment
+from gym_tests.grading import score_in_run
+from gym_tests.tables import table
 
 TASK = replace(
     BanditEnvironment().tasks("train")[0], question="Which letter?", row={"solution": "b", "prompt": "Which letter?"}

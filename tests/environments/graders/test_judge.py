@@ -30,10 +30,10 @@ from fovea_gym.graders.limited_calls import LimitedCalls
 from fovea_gym.settings.rewards import Judge
 from fovea_gym.types import Score, Task, Turn
 from fovea_gym.utils.event_loop import gather_or_cancel, wait_for
-from tests.chat_server import Endpoint, endpoints, says
+from gym_tests.chat_server import Endpoint, endpoints, says
+from gym_tests.grading import score_in_run
+from gym_tests.tables import table
 from tests.environments.judge_model import COLOURS, PROMPT, QUESTION, description, make_judge, picture
-from tests.grading import score_in_run
-from tests.tables import table
 
 SERVER_START_SECONDS = 170
 TIMEOUT_SECONDS = 1.0

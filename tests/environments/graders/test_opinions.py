@@ -29,13 +29,13 @@ from fovea_gym.settings.environments import VqaEnvironment
 from fovea_gym.settings.rewards import RewardModel
 from fovea_gym.types import ImageRef, Message, Turn
 from fovea_gym.utils.event_loop import wait_for
-from tests.chat_server import Endpoint, endpoints, says
-from tests.environments.files import files, row
+from gym_tests.chat_server import Endpoint, endpoints, says
+from gym_tests.environments.files import files, row
+from gym_tests.grading import score_in_run
+from gym_tests.tables import table
 from tests.environments.reward_model import save_reward_model
-from tests.grading import score_in_run
 from tests.reference import model_inputs
 from tests.rollout.sessions import ScoredEpisodes, limited, rolled_out
-from tests.tables import table
 from tests.tiny_models import renderer, save, tiny, user
 
 ROWS = [row("How many circles?", "3", "red"), row("What colour?", "blue", "blue")]

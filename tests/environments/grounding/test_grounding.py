@@ -23,6 +23,7 @@ from fovea_gym.errors import BadRowError, ConfigError, DataError
 from fovea_gym.rows.rows import RowAccess
 from fovea_gym.settings.grounding import Coordinates
 from fovea_gym.types import ImageRef, Score, Task
+from gym_tests.grading import scored
 from tests.environments.grounding.layouts import (
     grounding,
     gui_r1,
@@ -34,7 +35,6 @@ from tests.environments.grounding.layouts import (
     vlm_r1,
     vlm_r1_conversations,
 )
-from tests.grading import scored
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 HALF = 0.5 + 1e-9

@@ -26,9 +26,10 @@ from fovea_gym.tools.picture_tools import ZOOM
 from fovea_gym.tools.results import ResultLimits
 from fovea_gym.tools.session import ToolUse, WithTools, demonstrated_call
 from fovea_gym.types import ImageRef, Message, Score, Task, Turn
-from tests.environments.tools.pictures import quartered
-from tests.tables import table
-from tests.tiny_models import from_array, tiny
+from gym_tests.images import from_array
+from gym_tests.tables import table
+from gym_tests.tools.pictures import quartered
+from tests.tiny_models import tiny
 
 TASK = Task(id="a", question="Where?", answer="red", images=(ImageRef(source=quartered()),))
 

@@ -24,9 +24,9 @@ from fovea_gym.benchmarks.environment import open_benchmark
 from fovea_gym.errors import DataError
 from fovea_gym.rows.rows import RowAccess
 from fovea_gym.types import ImageRef, Message
-from tests.chat_server import Endpoint, says
+from gym_tests.chat_server import Endpoint, says
+from gym_tests.grading import within_a_second
 from tests.evaluation.benchmarks.made import ROWS, Row, parquet, png, write
-from tests.grading import within_a_second
 from tests.report.pages import Page
 from tests.runs import QUICK, train_here
 from tests.tiny_models import processor_of, tiny

@@ -31,6 +31,7 @@ from fovea.types import PromptImage
 from fovea.wiring.run import build
 from fovea_gym.errors import ConfigError
 from fovea_tools.families.tiny import KINDS, save_tiny_kind
+from gym_tests.images import from_array
 from tests.hub_models import (
     CHATS,
     TOLERANCE,
@@ -44,7 +45,7 @@ from tests.plain_runs import run_settings, train_and_export
 from tests.reference import gradients, largest_relative_difference
 from tests.rollout.drawing import generate, make_engine, plain_engine, same, seeded
 from tests.rollout.two_turns import assert_drawn_and_scored_alike
-from tests.tiny_models import CORPUS, CPU, from_array, image, random_completions, user, with_values
+from tests.tiny_models import CORPUS, CPU, image, random_completions, user, with_values
 from tests.train.recording_pair import GRADIENT_TOLERANCE, LORA, TRAINED, Pair, batch_of
 
 pytestmark = needs_image_processors

@@ -23,9 +23,9 @@ from fovea.config.model import Model
 from fovea.models.processor import load_processor
 from fovea.rollout.server_guard import MAX_BODY_BYTES, UNREADABLE
 from fovea_gym.benchmarks.mathvision import extracted
-from tests.data.web import served
+from gym_tests.images import encoded, noise
+from gym_tests.rows.web import served
 from tests.evaluation.benchmarks.made import ROWS, write
-from tests.images import encoded, noise
 from tests.rollout.engines.under_test import under_test
 from tests.rollout.serve_command import KEY, KEY_ENV, Serving, serving
 from tests.rollout.short_runs import LIMIT_SECONDS

@@ -26,7 +26,7 @@ from fovea.rollout.vllm.servers import SamePush, ServerFacts, VllmServers
 from fovea_gym.errors import ConfigError
 from fovea_gym.utils.event_loop import wait_for
 from fovea_gym.utils.http_json import CallBounds, JsonServer
-from tests.chat_server import Endpoint, endpoints
+from gym_tests.chat_server import Endpoint, endpoints
 from tests.rollout.asgi_calls import everybody, status_of
 from tests.rollout.short_runs import LIMIT_SECONDS
 

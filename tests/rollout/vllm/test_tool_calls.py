@@ -13,7 +13,7 @@ from fovea.models.render import as_listed
 from fovea_gym.tools.calls.gemma_calls import GemmaCalls
 from fovea_gym.tools.calls.json_calls import JsonCalls
 from fovea_gym.tools.calls.xml_calls import XmlCalls
-from tests.tables import table
+from gym_tests.tables import table
 from tests.utils.tool_calls.fuzzed import fuzzed
 
 NUM_FUZZED = 500

@@ -16,7 +16,7 @@ from fovea.cli.main import app
 from fovea.config.loading import load_config
 from fovea.wiring.environment import make_environment
 from fovea_gym.environments.base import Split
-from tests.grading import scored
+from gym_tests.grading import scored
 
 pytest.importorskip("easy_vqa", reason="the package easy-vqa is not installed (the extra talk)")
 

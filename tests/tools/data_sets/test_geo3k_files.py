@@ -18,8 +18,8 @@ from fovea.cli.main import app
 from fovea.config.loading import load_config
 from fovea.wiring.environment import make_environment
 from fovea_gym.environments.base import Split
-from tests.environments.files import row, square
-from tests.grading import scored
+from gym_tests.environments.files import row, square
+from gym_tests.grading import scored
 
 ROOT = Path(__file__).parents[3]
 SHARED = ROOT.parent / "shared" / "data" / "geo3k"

@@ -33,7 +33,7 @@ from fovea_tools.data_sets.europe import REGIONS
 from fovea_tools.data_sets.readable import KINDS, UNSEEN, is_unseen
 from fovea_tools.data_sets.scenes import FORMS, captions
 from fovea_tools.data_sets.vqa import NUM_ANNOTATORS, QUESTION_TYPES, ask
-from tests.grading import scored
+from gym_tests.grading import scored
 
 
 class DataSet(NamedTuple):

@@ -22,7 +22,7 @@ from fovea_tools.importer.docs import page
 from fovea_tools.importer.interpolation import Given
 from fovea_tools.importer.reading import IMPORTED, read
 from fovea_tools.importer.translate import recipe_text, translate
-from tests.tables import table
+from gym_tests.tables import table
 from tests.tools.importer.runs_of_others import CASES, RLINF, VERL, VERL_TABLE
 
 ROOT = Path(__file__).parents[3]

@@ -24,8 +24,8 @@ from fovea_tools.plan.activations import Numerics
 from fovea_tools.plan.model_sizes import ModelSizes, model_sizes
 from fovea_tools.plan.plan import RunPlan, advice_for, changes_for, make_plan, with_settings
 from fovea_tools.plan.rollout import decode_copies
+from gym_tests.tables import table
 from tests.policies import make_batch, make_policy
-from tests.tables import table
 from tests.tiny_models import FAMILIES, image, renderer, save, tiny, user
 from tests.tools.plan.published import (
     FEW_PROMPTS,

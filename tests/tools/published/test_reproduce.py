@@ -20,7 +20,7 @@ from fovea.config.recipes import shipped_recipes
 from fovea.metrics.log import read_metrics
 from fovea_tools.published.catalogue import find_result, published_results
 from fovea_tools.published.reproduce import prepare
-from tests.environments.files import row
+from gym_tests.environments.files import row
 from tests.environments.grounding.layouts import gui_r1, lines, picture, vlm_r1_conversations
 
 REWARD = f"reward={Path(__file__).parents[2] / 'hash_reward.py'}:score"

@@ -24,7 +24,7 @@ from fovea_tools.workflows.inputs import (
     settings_of,
 )
 from fovea_tools.workflows.training import new_run, overrides_for
-from tests.tables import table
+from gym_tests.tables import table
 
 PUBLISHED = {
     "env_name": "geospot",

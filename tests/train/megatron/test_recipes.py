@@ -11,8 +11,8 @@ import pytest
 from fovea.config.loading import load_config
 from fovea.config.recipes import shipped_recipe
 from fovea.metrics.log import read_metrics
+from gym_tests.environments.files import row
 from tests.cluster.torchrun_runs import run_on
-from tests.environments.files import row
 from tests.runs import HASH_REWARD
 from tests.tiny_models import save, tiny
 from tests.train.megatron.equal_steps import SIZES

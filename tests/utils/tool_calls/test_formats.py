@@ -13,7 +13,7 @@ from fovea.models.render import as_listed
 from fovea.models.tool_calls import format_of, reads_tools
 from fovea_gym.tools.calls.base import BadCall
 from fovea_gym.types import ToolCall, ToolSpec
-from tests.tables import table
+from gym_tests.tables import table
 from tests.utils.tool_calls.fuzzed import TEMPLATES, answer_by_template, fuzzed, template
 
 NUM_FUZZED = 500

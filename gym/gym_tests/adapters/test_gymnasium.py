@@ -1,0 +1,222 @@
+"""Environments of gymnasium: pictures, actions by name, rewards of turns; from the registry and from a user's file."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from fovea_gym.adapters.gymnasium import Gymnasium, action_in
+from fovea_gym.environments.base import OpensSessions, ScoresEpisode
+from fovea_gym.errors import ConfigError
+from fovea_gym.graders.base import NoScoreError
+from fovea_gym.settings.environments import GymnasiumEnvironment
+from fovea_gym.types import ImageRef, Message, Score, Task, Turn
+from gym_tests.adapters.gym_game import Walk
+from gym_tests.tables import table
+
+GAMES = Path(__file__).parent / "gym_game.py"
+ACTIONS = ("left", "right")
+
+
+class RegisteredWalk(Walk):
+    metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012 (as gymnasium has it)
+
+    def __init__(self, length: int = 6, *, render_mode: str) -> None:
+        super().__init__(length)
+        self.render_mode = render_mode
+
+
+def walk(**settings: Any) -> Gymnasium:
+    given = {"id": f"{GAMES}:Walk", "actions": ACTIONS, "kwargs": {"length": 6}}
+    return Gymnasium(GymnasiumEnvironment.model_validate(given | settings))
+
+
+def played(
+    environment: Gymnasium, task: Task, answers: Sequence[str], seed: int = 0
+) -> tuple[list[Sequence[Message] | None], Score]:
+    """The replies to these answers until the episode ends, and its score."""
+
+    async def episode() -> tuple[list[Sequence[Message] | None], Score]:
+        session = await environment.open(task, seed)
+        turns, replies = list[Turn](), list[Sequence[Message] | None]()
+        for number, answer in enumerate(answers, 1):
+            turns.append(Turn(messages=(), text=answer))
+            if number == environment.max_turns:
+                break
+            replies.append(await session.reply(turns))
+            if replies[-1] is None:
+                break
+        score = await session.score(turns)
+        await session.close()
+        return replies, score
+
+    return asyncio.run(episode())
+
+
+def pixels(message: Message) -> NDArray[np.uint8]:
+    (picture,) = [part for part in message.parts if isinstance(part, ImageRef)]
+    assert isinstance(picture.source, np.ndarray)
+    return picture.source
+
+
+def place(message: Message) -> int:
+    """The cell that is white in a picture of the walk."""
+    return int(pixels(message)[0, :, 0].argmax()) // 16
+
+
+def test_an_episode_equals_the_environment_stepped_directly() -> None:
+    environment = walk(kwargs={"length": 6, "wind": 0.5}, max_turns=8)
+    assert isinstance(environment, OpensSessions)
+    task = environment.tasks("train")[3]
+    answers = ["<action>right</action>", "I go LEFT.", *["<action>right</action>"] * 6]
+    replies, score = played(environment, task, answers, seed=11)
+
+    game = Walk(length=6, wind=0.5)
+    game.reset(seed=3)
+    np.testing.assert_array_equal(pixels(environment.prompt(task)[0]), game.render())
+    game.np_random = np.random.default_rng(11)
+    rewards, shown, is_over = [], [], False
+    for action in [2, 1, 2, 2, 2, 2, 2, 2]:
+        if not is_over:
+            _, reward, is_over, _, _ = game.step(action)
+            rewards.append(reward)
+            shown.append(game.render())
+    assert score.turns == pytest.approx(rewards)
+    assert score.reward == pytest.approx(sum(rewards))
+    assert score.accuracy == float(is_over)
+    for reply, picture in zip(replies, shown, strict=False):
+        if reply is not None:
+            np.testing.assert_array_equal(pixels(reply[0]), picture)
+
+
+def test_a_group_begins_alike_and_goes_on_by_its_seeds() -> None:
+    environment = walk(kwargs={"length": 40, "wind": 0.5}, max_turns=9)
+    task = environment.tasks("train")[0]
+    answers = ["right"] * 8
+    first, again, other = (played(environment, task, answers, seed)[0] for seed in (1, 1, 2))
+    walked = [[place(reply[0]) for reply in replies if reply] for replies in (first, again, other)]
+    assert walked[0] == walked[1] != walked[2]
+
+
+def test_the_last_turn_counts_though_nothing_replies_to_it() -> None:
+    environment = walk(kwargs={"length": 3}, max_turns=2)
+    replies, score = played(environment, environment.tasks("train")[0], ["<action>right</action>"] * 2)
+    assert len(replies) == 1
+    assert score.turns == pytest.approx((-0.1, 1.0))
+    assert score.accuracy == 1
+
+
+def test_an_answer_without_an_action_is_a_failed_message_and_changes_nothing() -> None:
+    environment = walk()
+    task = environment.tasks("dev")[0]
+    start = place(environment.prompt(task)[0])
+    replies, score = played(environment, task, ["up we go", "<action>right</action>"])
+    assert replies[0] is not None
+    assert replies[0][0].failed
+    assert replies[0][0].parts == (
+        "No action was read. Answer with one action, as <action>left</action>: left, right.",
+    )
+    assert replies[1] is not None
+    assert place(replies[1][0]) == start + 1
+    assert score.turns[0] == 0
+    assert score.parts == {"invalid_actions": 1.0}
+
+
+@table(
+    ("text", "action"),
+    [
+        ("<action>left</action>", "left"),
+        ("<action> Turn Right </action>", "turn right"),
+        ("left is a wall: <action>left</action>, no: <action>turn right</action>", "turn right"),
+        ("I go left.", "left"),
+        ("left, left, left", "left"),
+        ("not left but turn right", None),
+        ("<action>up</action> left", None),
+        ("leftover", None),
+        ("", None),
+    ],
+)
+def test_actions_are_read(text: str, action: str | None) -> None:
+    assert action_in(text, ("left", "turn right")) == action
+
+
+def test_no_seed_is_in_two_splits() -> None:
+    environment = walk(train_size=5, dev_size=4, test_size=3)
+    seeds = [[task.row["seed"] for task in environment.tasks(split)] for split in ("train", "dev", "test")]
+    assert [len(each) for each in seeds] == [5, 4, 3]
+    assert len({seed for each in seeds for seed in each}) == 12
+
+
+def test_success_may_be_a_key_of_info() -> None:
+    environment = walk(kwargs={"length": 3}, success_key="won")
+    assert played(environment, environment.tasks("train")[0], ["right", "right"])[1].accuracy == 1
+    environment = walk(kwargs={"length": 3}, success_key="lost")
+    assert played(environment, environment.tasks("train")[0], ["right", "right"])[1].accuracy == 0
+
+
+def test_an_environment_of_the_registry() -> None:
+    gymnasium.register("FoveaWalk-v0", entry_point=RegisteredWalk)
+    try:
+        environment = walk(id="FoveaWalk-v0", actions=(), kwargs={"length": 3})
+        assert environment.actions == ("1", "2")
+        assert played(environment, environment.tasks("train")[0], ["2", "2"])[1].accuracy == 1
+    finally:
+        del gymnasium.registry["FoveaWalk-v0"]
+
+
+@table(
+    ("settings", "message"),
+    [
+        ({"id": "NoSuchGame-v0"}, r"environment.id=NoSuchGame-v0 cannot be made: NameNotFound: .*NoSuchGame"),
+        ({"kwargs": {"size": 3}}, r"cannot be made: TypeError: .*'size'; correct id and kwargs"),
+        ({"id": f"{GAMES}:Plain"}, r"Plain is not a class of gymnasium.Env; derive it from that"),
+        ({"id": f"{GAMES}:Continuous", "kwargs": {}}, r"action space Box.*, and only Discrete"),
+        ({"id": f"{GAMES}:Unseen"}, r"render\(\) returned NoneType , which is not a picture; return uint8"),
+        ({"actions": ("left",)}, r"environment.actions has 1 names, but .* has 2 actions; name each"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises((ConfigError, ValueError), match=message) as caught:
+        walk(**settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_step_that_raises_is_named_and_costs_only_its_episode() -> None:
+    environment = walk(id=f"{GAMES}:Broken")
+    with pytest.raises(NoScoreError, match=r"raised RuntimeError: the motor is stuck at .*gym_game.py:\d+"):
+        played(environment, environment.tasks("train")[0], ["left"])
+
+
+def test_steps_run_in_threads_side_by_side() -> None:
+    meeting = threading.Barrier(32, timeout=20)
+
+    class Slow(RegisteredWalk):
+        def step(self, action: int) -> Any:
+            meeting.wait()  # breaks unless all episodes step at once
+            return super().step(action)
+
+    gymnasium.register("FoveaSlow-v0", entry_point=Slow)
+    environment = walk(id="FoveaSlow-v0", kwargs={})
+    task = environment.tasks("train")[0]
+
+    async def episodes() -> None:
+        async def one() -> None:
+            session = await environment.open(task, 0)
+            assert isinstance(session, ScoresEpisode)
+            await session.reply([Turn(messages=(), text="right")])
+            await session.close()
+
+        await asyncio.gather(*(one() for _ in range(32)))
+
+    try:
+        asyncio.run(episodes())
+    finally:
+        del gymnasium.registry["FoveaSlow-v0"]

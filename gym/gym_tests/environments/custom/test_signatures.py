@@ -1,0 +1,155 @@
+"""Reward files of verl, EasyR1 and TRL, unchanged: called by the names of their parameters, their results read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fovea_gym.environments.custom.grader import score_of
+from fovea_gym.environments.custom.loading import checked_reward
+from fovea_gym.errors import ConfigError
+from fovea_gym.types import Task
+from fovea_gym.utils.event_loop import wait_for
+from gym_tests.tables import table
+
+TASK = Task(
+    id="train/0",
+    question="What is x?",
+    answer="5",
+    row={"data_source": "made", "extra_info": {"split": "train"}, "problem": "What is x?"},
+)
+GOLD, WRONG = r"So x is \boxed{5}.", r"So x is \boxed{6}."
+
+
+def is_right(text: str, truth: str) -> float:
+    return float(f"\\boxed{{{truth}}}" in text)
+
+
+def verl(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+    assert (data_source, extra_info) == ("made", {"split": "train"})
+    return is_right(solution_str, ground_truth)
+
+
+def verl_of_more(data_source: str, solution_str: str, ground_truth: str, extra_info: Any, **kwargs: Any) -> Any:
+    assert kwargs == {}
+    right = is_right(solution_str, ground_truth)
+    return {"score": 2 * right - 1, "acc": bool(right), "pred": solution_str, "details": None}
+
+
+def verl_of_its_own(solution_str: str, ground_truth: str, method: str = "strict") -> float:
+    return is_right(solution_str, ground_truth)
+
+
+async def verl_async(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Any, reward_router_address: str | None = None
+) -> dict[str, Any]:
+    return {"score": is_right(solution_str, ground_truth), "acc": is_right(solution_str, ground_truth)}
+
+
+def verl_batch(
+    data_sources: list[str], solution_strs: list[str], ground_truths: list[str], extra_infos: list[Any]
+) -> list[float]:
+    assert (data_sources, extra_infos) == (["made"], [{"split": "train"}])
+    return [is_right(*each) for each in zip(solution_strs, ground_truths, strict=True)]
+
+
+def verl_geo3k(predict_str: str, ground_truth: str, use_boxed: bool = True, format_score: float = 0.1) -> float:
+    return is_right(predict_str, ground_truth)
+
+
+def easyr1(reward_input: dict[str, Any], format_weight: float = 0.5) -> dict[str, float]:
+    right = is_right(reward_input["response"], reward_input["ground_truth"])
+    return {"overall": right * (1 - format_weight), "format": 0.0, "accuracy": right}
+
+
+def easyr1_batch(reward_inputs: list[dict[str, Any]], format_weight: float = 0.1) -> list[dict[str, float]]:
+    assert isinstance(reward_inputs, list)
+    return [easyr1(each, format_weight) for each in reward_inputs]
+
+
+def easyr1_before(predicts: list[str], ground_truths: list[str], format_weight: float = 0.1) -> list[dict[str, float]]:
+    right = [is_right(*each) for each in zip(predicts, ground_truths, strict=True)]
+    return [{"overall": each, "format": 0.0, "accuracy": each} for each in right]
+
+
+def trl(prompts: list[str], completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
+    return [is_right(*each) for each in zip(completions, answer, strict=True)]
+
+
+def ours(task: Task, text: str, _images: object) -> float:
+    return is_right(text, task.answer)
+
+
+def called(function: Callable[..., Any], task: Task, text: str) -> Any:
+    returned = checked_reward(function, "file.py:compute_score")(task, text, [])
+    return wait_for(returned) if function is verl_async else returned  # type: ignore[arg-type]
+
+
+@table(
+    ("function", "gold", "wrong", "parts"),
+    [
+        (verl, 1, 0, {}),
+        (verl_of_more, 1, -1, {"acc": 1, "accuracy": 1}),
+        (verl_of_its_own, 1, 0, {}),
+        (verl_async, 1, 0, {"acc": 1, "accuracy": 1}),
+        (verl_batch, 1, 0, {}),
+        (verl_geo3k, 1, 0, {}),
+        (easyr1, 0.5, 0, {"format": 0, "accuracy": 1}),
+        (easyr1_batch, 0.9, 0, {"format": 0, "accuracy": 1}),
+        (easyr1_before, 1, 0, {"format": 0, "accuracy": 1}),
+        (trl, 1, 0, {}),
+        (ours, 1, 0, {}),
+    ],
+)
+def test_a_published_signature_rewards_the_gold_answer(
+    function: Callable[..., Any], gold: float, wrong: float, parts: dict[str, float]
+) -> None:
+    right, other = (score_of(called(function, TASK, text), num_images=0) for text in (GOLD, WRONG))
+    assert (right.reward, right.accuracy, right.parts) == (gold, gold if not parts else 1, parts)
+    assert (other.reward, other.accuracy) == (wrong, 0)
+
+
+def test_columns_that_a_row_lacks_are_none() -> None:
+    def look(data_source: object, solution_str: str, ground_truth: str, extra_info: object = "default") -> float:
+        assert data_source is extra_info is None
+        return 1.0
+
+    assert called(look, replace(TASK, row={}), GOLD) == 1
+
+
+def test_a_mapping_without_a_reward_is_named() -> None:
+    with pytest.raises(ValueError, match=r"without `score` \(verl\) or `overall` \(EasyR1\)"):
+        called(lambda solution_str, ground_truth: {"acc": 1.0}, TASK, GOLD)
+    with pytest.raises(ValueError, match="for one completion; return a list of one reward"):
+        called(lambda reward_inputs: {"overall": 1.0}, TASK, GOLD)
+
+
+@table(
+    ("function", "unknown"),
+    [
+        (lambda reward_inputs, max_response_length: [], "max_response_length"),
+        (
+            lambda data_source, solution_str, ground_truth, extra_info, reward_model_tokenizer: 0,
+            "reward_model_tokenizer",
+        ),
+        (lambda data_source, response, ground_truth: 0, "data_source"),
+        (lambda answer: 0, "answer"),
+        (lambda task, answer, images: 0, "answer"),
+    ],
+)
+def test_an_unknown_required_parameter_is_refused_with_the_accepted_forms(
+    function: Callable[..., Any], unknown: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        checked_reward(function, "file.py:compute_score")
+    assert f"reward=file.py:compute_score needs `{unknown}`" in str(refused.value)
+    for form in (
+        "reward(task, text, images)",
+        "reward(completions, **columns)",
+        "data_source, solution_str",
+        "reward_i",
+    ):
+        assert form in str(refused.value)

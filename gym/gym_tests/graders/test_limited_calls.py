@@ -1,0 +1,116 @@
+"""Limits of graders: whose timeout it is, errors that come together; rewards of turns in sums."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from threading import Event
+
+import pytest
+
+from fovea_gym.errors import DataError, ScoreError
+from fovea_gym.graders.base import NoScoreError, weighted_turns
+from fovea_gym.graders.grading import Grading
+from fovea_gym.graders.limited_calls import CallLimits, LimitedCalls
+from fovea_gym.graders.opinions import WithModelReward
+from fovea_gym.types import Score, Task, Turn
+from fovea_gym.utils.event_loop import gather_or_cancel, wait_for
+from gym_tests.bandit import BanditEnvironment
+from gym_tests.grading import score_in_run
+
+TASK = Task(id="t", question="What colour?", answer="red", kind="colour")
+
+
+class LosesItsConnection:
+    """A grader whose socket gives up before the limits do."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+        self.num_calls += 1
+        raise TimeoutError("the socket timed out")
+
+
+def test_a_timeout_that_a_grader_raises_is_not_taken_for_that_of_its_limits() -> None:
+    grader = LosesItsConnection()
+    grading = Grading(graders=(grader,), calls=LimitedCalls(CallLimits(name="mine", timeout_seconds=60, max_retries=3)))
+    with pytest.raises(ScoreError, match="mine raised TimeoutError: the socket timed out; fix it"):
+        score_in_run(grading, TASK, "red")
+    assert grader.num_calls == 1
+
+
+class RaisesTwice:
+    """A grader that raises for two tasks: for the second when the run has the error of the first, and cancels it."""
+
+    def __init__(self) -> None:
+        self.first_raised, self.second_runs, self.second_may_raise = Event(), Event(), Event()
+
+    async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+        if turns[-1].text == "slow":
+            await asyncio.sleep(60)
+        if task.id == "second":
+            while not self.first_raised.is_set():
+                await asyncio.sleep(0.001)
+            self.second_runs.set()
+            self.second_may_raise.wait(30)  # holds up the loop of the calls: the cancellation arrives with the error
+        raise NoScoreError(f"raised ValueError: {task.id}")
+
+
+def test_of_two_rewards_that_raise_the_second_prints_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    grader = RaisesTwice()
+    grading = Grading(graders=(grader,), calls=LimitedCalls(CallLimits(name="mine", calls_at_once=4)))
+    answers = [[Turn(messages=(), text=text)] for text in ("red", "slow")]
+
+    async def scored(name: str) -> None:
+        try:
+            await grading.scores(replace(TASK, id=name), answers)
+        except ScoreError:
+            grader.first_raised.set()
+            grader.second_runs.wait(30)
+            raise
+
+    with pytest.raises(ScoreError, match=r"^first: mine raised ValueError: first; fix it"):
+        wait_for(gather_or_cancel(map(scored, ("first", "second"))))
+    grader.second_may_raise.set()
+    assert isinstance(grading.calls, LimitedCalls)
+    grading.calls.loop.wait(asyncio.sleep(0.1))  # the second call has ended
+    gc.collect()
+    assert caplog.messages == []
+    grading.close()
+
+
+ROW = BanditEnvironment().tasks("train")[0]
+BY_TURN, WHOLE = Score(reward=3, accuracy=1, turns=(1, 2)), Score(reward=0.5, accuracy=0.5)
+TURNS = (Turn(messages=(), text="first"), Turn(messages=(), text="second"))
+
+
+@dataclass(frozen=True, slots=True)
+class Says:
+    """A grader with one opinion."""
+
+    opinion: Score
+
+    async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+        return self.opinion
+
+
+def test_a_score_of_the_whole_episode_counts_with_the_last_turn() -> None:
+    assert weighted_turns([(0.5, BY_TURN), (2, WHOLE)], 2) == (0.5, 2)
+    assert weighted_turns([(1, WHOLE), (2, WHOLE)], 2) == ()
+
+
+def test_a_models_share_leaves_turns_that_sum_to_the_reward() -> None:
+    """Turns of 1 and 2 at 3/4, the model's .5 at 1/4."""
+    grader = WithModelReward(own=Says(BY_TURN), models=[("judge", Says(WHOLE), 0.25)])
+    score = asyncio.run(grader.score(ROW, TURNS))
+    assert score.turns == (0.75, 1.625)
+    assert score.reward == pytest.approx(sum(score.turns))
+
+
+def test_the_limit_of_a_reward_is_that_of_a_turns() -> None:
+    grading = Grading(graders=(Says(Score(reward=0, accuracy=0, turns=(2e6, -2e6))),))
+    with pytest.raises(DataError, match=r"train/0: the reward of 'second' is 2e\+06, beyond 1e\+06; scale it down"):
+        asyncio.run(grading.scores(ROW, [TURNS]))

@@ -1,0 +1,67 @@
+"""Rows that a run leaves out, and the commands that write missing files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fovea.cli.data import app as data_app
+from fovea.data.bad_rows import BAD_ROWS_FILE, BadRows
+from fovea_gym.errors import BadRowError, DataError
+from fovea_gym.rows.rows import MADE, open_rows
+from fovea_gym.rows.tasks import RowPlace
+
+
+def test_a_file_that_a_command_writes_is_told_with_it() -> None:
+    with pytest.raises(DataError, match=r"data/easy_vqa/train\.parquet; `fovea data easy-vqa` writes it$"):
+        open_rows(["data/easy_vqa/train.parquet"])
+    commands = [
+        command.name or command.callback.__name__ for command in data_app.registered_commands if command.callback
+    ]
+    assert {name.replace("-", "_") for name in commands} == set(MADE)
+
+
+def place(n: int) -> RowPlace:
+    return RowPlace(f"/data/a.jsonl row {n}", f"a.jsonl row {n}")
+
+
+def test_each_row_once_and_counted_by_reason(tmp_path: Path) -> None:
+    rows = BadRows(tmp_path)
+    rows.add(place(1), BadRowError("a.jsonl row 1: no; fix", "image_missing"))
+    rows.add(place(1), BadRowError("a.jsonl row 1: again", "image_empty"))
+    rows.add(place(2), DataError("a.jsonl row 2: what an environment of a user says"))
+    rows.add(place(3), BadRowError("a.jsonl row 3: no", "image_missing"))
+    assert place(2).key in rows
+    assert place(4).key not in rows
+    assert rows.metrics() == {
+        "data/rows_skipped": 3,
+        "data/rows_skipped/image_missing": 2,
+        "data/rows_skipped/other": 1,
+    }
+    lines = [json.loads(line) for line in (tmp_path / BAD_ROWS_FILE).read_text().splitlines()]
+    assert [(line["row"], line["reason"]) for line in lines] == [
+        ("a.jsonl row 1", "image_missing"),
+        ("a.jsonl row 2", "other"),
+        ("a.jsonl row 3", "image_missing"),
+    ]
+    assert lines[0]["error"] == "a.jsonl row 1: no; fix"
+
+
+def test_a_resumed_run_knows_what_it_knew_at_its_checkpoint(tmp_path: Path) -> None:
+    first = BadRows(tmp_path)
+    for n in range(3):
+        first.add(place(n), BadRowError(f"row {n}\u2028: no", "image_missing"))
+    resumed = BadRows(tmp_path, resume_at=2)
+    assert len(resumed) == 2
+    assert [place(n).key in resumed for n in range(3)] == [True, True, False]
+    resumed.add(place(2), BadRowError("row 2: no", "url_timeout"))
+    assert len((tmp_path / BAD_ROWS_FILE).read_text().splitlines()) == 3
+    assert resumed.metrics()["data/rows_skipped/url_timeout"] == 1
+    assert len(BadRows(tmp_path)) == 0, "a new run begins a new list"
+    assert (tmp_path / BAD_ROWS_FILE).read_text() == ""
+
+
+def test_nothing_dropped_is_a_zero() -> None:
+    assert BadRows().metrics() == {"data/rows_skipped": 0}
