@@ -11,13 +11,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fovea.cli.data import app as data_app
 from fovea.data.bad_rows import BAD_ROWS_FILE, BadRows
 from fovea_gym.errors import BadRowError, DataError, MissingExtraError
 from fovea_gym.rows.readers.parquet import GroupCache
 from fovea_gym.rows.rows import MADE, RowAccess, image_refs, open_rows
 from fovea_gym.rows.tasks import RowPlace
 from fovea_gym.utils.installing import pip_install
+from fovea_tools.commands.data import app as data_app
 
 
 def written(path: Path, num_rows: int, *, first: int = 0, rows_per_group: int = 4) -> str:
