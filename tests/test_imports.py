@@ -46,8 +46,8 @@ FLOORS = {
         {"__main__"},
     ],
     "fovea_tools": [
-        {"data_sets", "families", "importer", "plan", "probe", "saliency"},
-        {"published", "workflows"},
+        {"data_sets", "families", "importer", "plan", "saliency"},
+        {"probe", "published", "workflows"},
         {"commands"},
     ],
 }

@@ -22,7 +22,7 @@ from fovea.cli.doctor import Found, findings
 from fovea.cli.texts import with_options
 from fovea.utils import malloc
 from fovea.wiring import run as run_module
-from fovea_gym.utils.installing import pip_install
+from fovea.utils.installing import pip_install
 from tests.saved import make_checkpoint
 from tests.tables import table
 
