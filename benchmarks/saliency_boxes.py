@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from fovea.commands.saliency import Asked, Occluder, Saliency, Wanted
 from fovea.commands.targets import CheckpointTarget, find_checkpoint, parse_target
 from fovea.evaluation.statistics import NUM_RESAMPLES
 from fovea_gym.environments.base import Split
@@ -33,6 +32,7 @@ from fovea_gym.environments.shapes.questions import KINDS, scene
 from fovea_gym.environments.shapes.scenes import UNIT_SIDE, box_of, free_spots, grid_spots, paint
 from fovea_gym.settings.environments import ShapesEnvironment
 from fovea_gym.types import Task
+from fovea_tools.saliency.occluder import Asked, Occluder, Saliency, Wanted
 
 SPLIT: Split = "test"
 DRAWS = 200

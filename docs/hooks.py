@@ -22,9 +22,9 @@ from mkdocs.structure.pages import Page
 
 import fovea
 from fovea.config.describe import Setting, describe
-from fovea.config.elsewhere import systems
 from fovea.metrics.names import metrics_page
 from fovea_tools.importer.docs import page as system_page
+from fovea_tools.importer.elsewhere import systems
 
 ROOT = Path(__file__).parents[1]
 HOME = "README.md"
@@ -35,7 +35,10 @@ PROTOCOLS = {
     "Records": "fovea.types",
 }
 """Modules whose public classes the page of protocols shows, by heading."""
-MADE_OF = {"fovea/metrics/names.yaml": "reference/metrics.md", "fovea/config/elsewhere.yaml": "reference/elsewhere.md"}
+MADE_OF = {
+    "fovea/metrics/names.yaml": "reference/metrics.md",
+    "tools/fovea_tools/importer/elsewhere.yaml": "reference/elsewhere.md",
+}
 """Files that a page of the site shows in a better form: on the site, links to the file lead to the page."""
 CODE_OR_LINK = re.compile(r"(?P<code>(?P<ticks>`+).*?(?P=ticks))|\]\((?P<target>[^)\s]+)\)", re.DOTALL)
 FENCED = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)

@@ -22,9 +22,9 @@ from fovea.cli.evaluate import BENCHMARK
 from fovea.cli.texts import sort_words
 from fovea.commands.benchmarks import chosen
 from fovea.config.describe import describe
-from fovea.config.elsewhere import systems
 from fovea.config.loading import load_config
 from fovea_tools.importer.docs import page
+from fovea_tools.importer.elsewhere import systems
 from gym_tests.tables import table
 
 ROOT = Path(__file__).parent.parent

@@ -19,8 +19,8 @@ import pytest
 
 import fovea
 from fovea.config.describe import describe
-from fovea.config.elsewhere import systems
 from fovea.metrics.names import METRICS
+from fovea_tools.importer.elsewhere import systems
 from tests.chromium import open_browser
 
 ROOT = Path(__file__).parent.parent

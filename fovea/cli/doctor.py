@@ -1,6 +1,5 @@
 """`fovea doctor`: versions of packages, devices and, given a recipe, the parity gate between engine and trainer."""
-# torch is imported in a subprocess only (PROBE), by check_parity and by probe_gpu: a broken installation must not
-# break the doctor
+# torch is imported in a subprocess only (PROBE) and by check_parity: a broken installation must not break the doctor
 
 from __future__ import annotations
 
@@ -144,27 +143,6 @@ def check_parity(recipes: Sequence[Path], overrides: Sequence[str]) -> bool:
     limit = f"the limit of parity.max_abs_logprob_diff={reading.limit:g}"
     console.print(f"parity: within {limit}" if reading.passed else parity_failure(reading), markup=False)
     return reading.passed
-
-
-def probe_gpu(words: tuple[Sequence[Path], Sequence[str]] | None, *, on_cpu: bool) -> bool:
-    """Run the checks of a GPU, with what the recipe of these words would get of it; False if any of them failed."""
-    from fovea_tools.probe.gpu import check_gpu
-
-    # each line as it stands: a crash of a driver ends the process
-    config = None if words is None else load_config(*words)
-    return check_gpu(config, lambda line: print(line, flush=True), on_cpu=on_cpu)
-
-
-def print_families(types: Sequence[str] | None) -> None:
-    """Check tiny models of these types, by default of all, and print docs/models.md; ConfigError for an unknown one."""
-    from fovea_tools.families.table import as_page, check_types, model_types
-
-    if unknown := set(types or ()) - set(model_types()):
-        raise ConfigError(
-            f"--families {min(unknown)}: not a tested model type; name some of {', '.join(model_types())}"
-        )
-    rows = list(check_types(types or model_types(), lambda line: print(line, file=sys.stderr, flush=True)))
-    print(as_page(rows), end="")
 
 
 def _without_side_effects(recipes: Sequence[Path], overrides: Sequence[str], folder: str) -> Config:

@@ -17,7 +17,6 @@ from fovea.config.recipes import find_recipe, parse_override
 from fovea_gym.errors import ConfigError
 from fovea_gym.settings.base import Tree, over
 from fovea_gym.settings.environments import Gradable
-from fovea_gym.utils.shown_text import printable
 
 TARGETS_HELP = (
     "A run, a checkpoint, a model folder or hub id (ORG/NAME or ORG/NAME@REVISION), a server (http://HOST:PORT or "
@@ -87,75 +86,6 @@ def evaluate(
             evaluate_benchmarks(targets, chosen(benchmarks), others, options)
         else:
             evaluate_targets(targets, overrides, options)
-
-
-def saliency(
-    words: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="RUN|FOLDER [KEY=VALUE]...",
-            help="A run (its newest checkpoint), a checkpoint, or a model folder.",
-            autocompletion=complete_run,
-        ),
-    ],
-    rows: Annotated[
-        str, typer.Option("--row", "--rows", metavar="ROWS", help="Rows of the split, from 0: 3, or 0-9, or 3,5,8.")
-    ] = "0",
-    recipe: Annotated[
-        str | None,
-        typer.Option(metavar="RECIPE", autocompletion=complete_recipe, help="Rows; default: the run's."),
-    ] = None,
-    split: Annotated[Literal["test", "dev", "train"], typer.Option(help="Split of the rows.")] = "test",
-    image: Annotated[int, typer.Option(min=1, help="Number of the picture in the prompt.")] = 1,
-    patch_px: Annotated[
-        int | None, typer.Option(min=1, help="Side of a patch in pixels of the picture; default: a 16th of the longer.")
-    ] = None,
-    answer: Annotated[str | None, typer.Option(metavar="TEXT", help="Answer; default: the model's greedy one.")] = None,
-    recorded: Annotated[
-        str | None,
-        typer.Option(
-            metavar="WHICH",
-            help="Answers that the run has recorded: an evaluation, such as test-before, or STEP:GROUP:ANSWER of a "
-            "sample of training, numbered from 1.",
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="PNG to write, with a .json of its numbers; default: in the run's folder, where its page finds it.",
-        ),
-    ] = None,
-    trust: Trust = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
-) -> None:
-    """Show where a picture matters for an answer.
-
-    Hides one patch of the picture at a time, and writes the picture lit where the answer becomes less likely.
-    `fovea view` shows the maps of a run over its pictures.
-    Examples: fovea saliency runs/shapes --rows 0-9; fovea saliency runs/shapes --recorded 50:1:3;
-    fovea saliency runs/boxes --row 7 --patch-px 4 --answer '[2,3,5,6]'.
-    """
-    with one_line_errors(debug=debug):
-        (target, *others), overrides = sort_words(words)
-        if others:
-            raise ConfigError(f"{others[0]}: fovea saliency takes one model")
-        from fovea.commands.saliency import Wanted, row_numbers, write_maps
-
-        asked = {"answer": answer, "recorded": recorded}
-        wanted = Wanted(rows=row_numbers(rows), split=split, image=image, patch_px=patch_px, **asked)
-        for found, file in write_maps(
-            target,
-            wanted,
-            overrides,
-            (lambda _: None) if quiet else _say,
-            recipe=None if recipe is None else find_recipe(recipe),
-            out=out,
-            trust=trust,
-        ):
-            _say(printable(f"{found.id}: {found.answer}"))
-            _say(str(file))
 
 
 def sort_words(words: list[str]) -> tuple[list[str], list[str]]:

@@ -16,9 +16,8 @@ from typer.core import TyperCommand, TyperGroup
 
 from fovea import __version__
 from fovea.cli.cluster import app as cluster_app
-from fovea.cli.data import app as data_app
-from fovea.cli.doctor import check_parity, findings, print_families, probe, probe_gpu
-from fovea.cli.evaluate import evaluate, export, grade, saliency, serve
+from fovea.cli.doctor import check_parity, findings, probe
+from fovea.cli.evaluate import evaluate, export, grade, serve
 from fovea.cli.texts import (
     Debug,
     Quiet,
@@ -33,12 +32,11 @@ from fovea.cli.texts import (
     recipes,
     sort_words,
 )
-from fovea.cli.tools import app as workflow_app
-from fovea.cli.tools import import_config, plan, reproduce
 from fovea.config.describe import describe, is_choice
 from fovea.config.loading import dropped_settings, dump_config, load_config, load_run_config
 from fovea.config.run import Config
 from fovea.run.supervisor import end_with, is_supervised, supervise
+from fovea.utils.installing import load_tool
 from fovea.utils.torchrun import check_torchrun, is_worker, num_processes
 from fovea_gym.errors import ConfigError
 from fovea_gym.settings.base import MAY_CHANGE, leaves
@@ -49,15 +47,21 @@ HELP = ["-h", "--help"]
 
 COMMANDS = "fovea.commands"
 """Entry points by which other packages add commands: a function, or a `typer.Typer`."""
+DOCTOR = "fovea.doctor"
+"""Entry points of the checks of `fovea doctor` that the package of the tools has."""
 
 
 class PackageCommand(TyperCommand):
-    """A command that another package adds; the package is imported when the command runs."""
+    """A command that another package adds, that of the tools too; the package is imported when the command runs."""
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         """The context of the package's own command."""
+        name = str(self.name)
         with one_line_errors():
-            found = entry_points.load(COMMANDS, str(self.name), IN_ORDER_OF_USE)
+            if isinstance(IN_ORDER_OF_USE.get(name), str):
+                found = load_tool(COMMANDS, name, f"fovea {name}")
+            else:
+                found = entry_points.load(COMMANDS, name, IN_ORDER_OF_USE)
         added = found if isinstance(found, typer.Typer) else typer.Typer()
         if added is not found:
             added.command(context_settings={"help_option_names": HELP})(found)
@@ -83,7 +87,7 @@ class InOrderOfUse(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The command of this name; None for an unknown one."""
         added = entry_points.registered(COMMANDS).get(cmd_name)
-        if added is None:
+        if added is None or isinstance(IN_ORDER_OF_USE.get(cmd_name), str):
             return super().get_command(ctx, cmd_name)
         packages = " and ".join(map(entry_points.package_of, added))
         return PackageCommand(name=cmd_name, callback=None, help=f"A command of the package {packages}.")
@@ -325,7 +329,7 @@ def doctor(
         if cpu and not gpu:
             raise ConfigError("--cpu says where the checks of --gpu are tried; add --gpu")
         if families:
-            print_families(words)
+            load_tool(DOCTOR, "families", "fovea doctor --families")(words)
             return
         sorted_words = sort_words(words, command="doctor") if words else None
         typer.echo("checking (this imports torch) ...", err=True)
@@ -336,7 +340,10 @@ def doctor(
             typer.echo(f"{name:<{width}}{text}")
         passed = not found.broken
         if passed and gpu:
-            passed = probe_gpu(sorted_words, on_cpu=cpu)
+            check_gpu = load_tool(DOCTOR, "gpu", "fovea doctor --gpu")  # imports torch, which may be broken
+            checked = None if sorted_words is None else load_config(*sorted_words)
+            # each line as it stands: a crash of a driver ends the process
+            passed = check_gpu(checked, lambda line: print(line, flush=True), on_cpu=cpu)
         elif passed and sorted_words is not None:
             passed = check_parity(*sorted_words)
     if not passed:
@@ -362,26 +369,26 @@ def explain(prefix: str) -> str:
     )
 
 
-IN_ORDER_OF_USE: Mapping[str, Callable[..., None] | typer.Typer] = {
+IN_ORDER_OF_USE: Mapping[str, Callable[..., None] | typer.Typer | str] = {
     "recipes": recipes,
     "train": train,
     "view": view,
     "report": report,
     "eval": evaluate,
-    "saliency": saliency,
+    "saliency": "Show where a picture matters for an answer.",
     "export": export,
     "serve": serve,
     "config": config,
     "doctor": doctor,
-    "plan": plan,
-    "data": data_app,
-    "reproduce": reproduce,
+    "plan": "Tell what a step needs in memory and time.",
+    "data": "Fetch or render a data set.",
+    "reproduce": "Train by the settings of a published result, and compare.",
     "grade": grade,
-    "import-config": import_config,
+    "import-config": "Make a recipe of settings of verl or RLinf.",
     "cluster": cluster_app,
-    "workflow": workflow_app,
+    "workflow": "Run a published workflow of mixtrain.",
 }
-"""Every command, in the order in which a newcomer meets them."""
+"""Every command, in the order in which a newcomer meets them; of a command of the tools, its line in `fovea --help`."""
 DASHED_WORDS = {"context_settings": {"ignore_unknown_options": True}}
 """For commands that take a word such as --rollout.top_p=1, which gets our error message."""
 TYPER_OPTIONS: Mapping[str, Mapping[str, Any]] = {
@@ -391,11 +398,13 @@ TYPER_OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "add_help_option": False,  # our own --help also explains the keys given with it
         "epilog": "`fovea config` lists every KEY with type, default and meaning; `fovea config rollout` a section.",
     },
-    **dict.fromkeys(("doctor", "plan", "import-config", "reproduce"), DASHED_WORDS),
+    "doctor": DASHED_WORDS,
 }
 for name, command in IN_ORDER_OF_USE.items():
     if isinstance(command, typer.Typer):
         app.add_typer(command, name=name)
+    elif isinstance(command, str):
+        app.command(name, cls=PackageCommand, help=command)(lambda: None)
     else:
         app.command(name, **TYPER_OPTIONS.get(name, {}))(command)
 

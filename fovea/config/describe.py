@@ -7,13 +7,13 @@ import json
 import re
 from collections.abc import Collection, Iterator, Sequence
 from functools import cache
-from typing import NamedTuple, get_origin
+from typing import Literal, NamedTuple, get_origin
 
 from pydantic.fields import FieldInfo
 
-from fovea.config.elsewhere import hint_for, hint_for_first_name, hint_for_last_name, hint_for_section
 from fovea.config.recipes import CLOSE_ENOUGH
 from fovea.config.run import Config
+from fovea.utils.installing import find_tool
 from fovea_gym.errors import ConfigError
 from fovea_gym.settings.base import (
     MAY_CHANGE,
@@ -78,6 +78,12 @@ def unknown_name(key: str, field: FieldInfo, name: object) -> str:
     return f"{key}.{NAME}: {show(name)} does not fit; allowed: {allowed}"
 
 
+def hint_elsewhere(key: str, *ways: Literal["key", "section", "first name", "last name"]) -> str | None:
+    """The counterpart of another system's key by the first of these ways; None without one, and without the tools."""
+    hint = find_tool("fovea.hints", "elsewhere")
+    return None if hint is None else hint(key, ways)
+
+
 def unknown_key(key: str, choices: Collection[str] = ()) -> str:
     """The complaint about an unknown key, with a near one, but of no member of a union beside the `choices`."""
     part, inner = listed(key)
@@ -90,9 +96,7 @@ def unknown_key(key: str, choices: Collection[str] = ()) -> str:
     if having:
         return f"{key}: a setting of {joined(having)} only; drop it, or add {having[0]}"
     in_no_section = inner.partition(".")[0] not in Config.model_fields
-    hint = hint_for(key)
-    if in_no_section:
-        hint = hint or hint_for_section(key) or hint_for_first_name(key)
+    hint = hint_elsewhere(key, "key", *(("section", "first name") if in_no_section else ()))
     known = sorted(
         other
         for other in {*owners, *Config.model_fields}
@@ -116,7 +120,7 @@ def _with_near_keys(key: str, known: Sequence[str]) -> str:
     """The complaint about a key, with those that share its last name, or else with the one that is most like it."""
     name = _last(key)
     near = sorted((other for other in known if _last(other) == name), key=lambda other: -_ratio(key, other))
-    if not near and (hint := hint_for_last_name(key)):
+    if not near and (hint := hint_elsewhere(key, "last name")):
         return hint
     if not near:
         likeness = {other: max(_ratio(key, other), _ratio(name, _last(other))) for other in known}

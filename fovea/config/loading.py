@@ -28,13 +28,13 @@ from fovea.config.describe import (
     describe,
     full_key,
     has_setting,
+    hint_elsewhere,
     is_at_or_below,
     listed,
     settings,
     unknown_key,
     unknown_name,
 )
-from fovea.config.elsewhere import hint_for, hint_for_last_name
 from fovea.config.recipes import Override, read_override, read_recipe, write_yaml
 from fovea.config.run import Config
 from fovea_gym.errors import ConfigError
@@ -244,7 +244,7 @@ class _Layers:
             return f"{where}{key}: must be set{dropped or f'; allowed: {allowed}'}"
         # the fields of another system's section below one of our settings, such as reward.reward_max_val
         for below in (f"{key}.{name}" for name in leaves(value)) if isinstance(value, dict) else ():
-            if elsewhere := hint_for(below) or hint_for_last_name(below):
+            if elsewhere := hint_elsewhere(below, "key", "last name"):
                 return f"{where}{elsewhere}"
         return f"{where}{key}: {show(value)} does not fit; allowed: {allowed}{hint(key, value, allowed)}"
 

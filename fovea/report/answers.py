@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from fovea.metrics.names import definition_of
 from fovea.report.curves import Curve, Totals
-from fovea.report.maps import MapsOf, maps_json
 from fovea.report.record_json import mark_to_json, record_to_json
 from fovea.report.records import GroupSummary, RecordedAnswer, RecordedImage, SampleRecord
 from fovea.report.samples import IndexedStep
@@ -85,9 +84,9 @@ def entry_json(entry: IndexedStep) -> list[Any]:
     return [entry.step, list(map(_summary_json, entry.groups))]
 
 
-def step_json(step: int, records: Sequence[SampleRecord], maps: MapsOf) -> dict[str, Any]:
-    """The groups of a step, each answer with its maps, and the marks of its texts and of its reward."""
-    return {"step": step, "groups": [_record_json(record, maps) for record in records]}
+def step_json(step: int, records: Sequence[SampleRecord]) -> dict[str, Any]:
+    """The groups of a step, each answer with the marks of its texts and of its reward."""
+    return {"step": step, "groups": list(map(_record_json, records))}
 
 
 def _summary_json(summary: GroupSummary) -> list[Any]:
@@ -96,14 +95,13 @@ def _summary_json(summary: GroupSummary) -> list[Any]:
     return [summary.kind, summary.row, *figures, summary.num_truncated, len(summary.rewards)]
 
 
-def _record_json(record: SampleRecord, maps: MapsOf) -> dict[str, Any]:
+def _record_json(record: SampleRecord) -> dict[str, Any]:
     shown = record_to_json(record)
     for answer, given in zip(shown["answers"], record.answers, strict=True):
         # the environment may have marked the answer in its own frame of coordinates
         is_marked = any(mark.label == READ for mark in given.marks)
         found = (*given.marks, *(() if is_marked else _marks_of_texts(record, given)))
         answer["marks"] = [mark_to_json(mark) for mark in found if all(map(math.isfinite, mark.xy))]
-        answer["maps"] = maps_json(maps, record.id, given)
     return shown
 
 

@@ -102,7 +102,5 @@ def target_facts(target: TargetAnswers, title: str, evaluations: Sequence[str] =
         "hints": [],
         "findings": [],
         "evaluations": list(evaluations),
-        "maps": 0,
-        "mapped_by": "",
         "left_out": "",
     }

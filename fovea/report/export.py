@@ -18,7 +18,6 @@ from typing import Any, get_args
 from fovea.report.answers import step_json
 from fovea.report.curves import Total
 from fovea.report.images import read_image
-from fovea.report.maps import command_of
 from fovea.report.page_files import SCRIPT, STYLE, page_file
 from fovea.report.records import SampleRecord
 from fovea.report.viewed_run import ViewedRun
@@ -116,7 +115,6 @@ def _add_run(data: PageData, place: int, run: ViewedRun, num_runs: int) -> dict[
     data.add(f"entries/{place}/0", [[step, entries[step][:MAX_GROUPS]] for step in kept])
     return facts | {
         "folder": run.folder.name,  # where it lay is private
-        "mapped_by": command_of(run.folder.name),
         "evaluations": evaluations,
         "entries": len(kept),
         "newest_entry": max(kept, default=None),
@@ -166,7 +164,7 @@ def _add_steps(data: PageData, place: int, run: ViewedRun, steps: Sequence[int],
             records = tuple(map(_fewer_answers, run.records(step)[:MAX_GROUPS]))
         except (FileNotFoundError, DataError):
             continue  # the page of `fovea view` says so where it is asked for
-        value = json.dumps(step_json(step, records, run.maps()), allow_nan=False)
+        value = json.dumps(step_json(step, records), allow_nan=False)
         if not room.takes(len(value)):
             break
         data.values[f"step/{place}/{step}"] = value

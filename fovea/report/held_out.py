@@ -14,7 +14,6 @@ from fovea.evaluation.answer import SampledAnswer
 from fovea.evaluation.comparison import EvalRow
 from fovea.evaluation.json_file import ANSWERS_FOLDER, HeldOutAnswer, answer_files, read_answers
 from fovea.report.images import image_path, png_bytes, write_image
-from fovea.report.maps import MapJson, MapsOf, maps_json
 from fovea.report.record_json import answer_to_json
 from fovea.report.records import RecordedAnswer, RecordedMessage, RecordedTurn
 from fovea_gym.errors import DataError
@@ -49,8 +48,6 @@ class ShownRow:
     """Names of its pictures."""
     index: int = -1
     """Position in its split; -1 where it is not known."""
-    maps: Sequence[MapJson] = ()
-    """The maps of the answer (`maps.map_json`)."""
 
 
 def evaluations(run_dir: Path) -> list[str]:
@@ -58,14 +55,11 @@ def evaluations(run_dir: Path) -> list[str]:
     return answer_files(run_dir)[:MAX_EVALUATIONS]
 
 
-def answers_json(run_dir: Path, number: int, maps: MapsOf) -> dict[str, Any]:
+def answers_json(run_dir: Path, number: int) -> dict[str, Any]:
     """The name and the rows of the evaluation with this place in `evaluations`; IndexError where there is none."""
     name = evaluations(run_dir)[number]
     pictures = read_pictures(run_dir, name.partition("-")[0])
-    rows = [
-        replace(shown(row, row.answer, pictures.get(row.id, ())), maps=maps_json(maps, row.id, row.answer))
-        for row in read_answers(run_dir, name, MAX_ROWS)
-    ]
+    rows = [shown(row, row.answer, pictures.get(row.id, ())) for row in read_answers(run_dir, name, MAX_ROWS)]
     return {"name": name, "rows": list(map(row_json, rows))}
 
 
@@ -80,10 +74,7 @@ def row_json(row: ShownRow) -> dict[str, Any]:
         "truth": _cut(row.truth),
         "images": list(row.images),
         "index": row.index,
-        "answer": {
-            **answer_to_json(RecordedAnswer(score=answer, turns=_turns(row.answer))),
-            "maps": list(row.maps),
-        },
+        "answer": answer_to_json(RecordedAnswer(score=answer, turns=_turns(row.answer))),
     }
 
 

@@ -19,7 +19,6 @@ MODULES = (
     "overview.js",
     "heat.js",
     "marks.js",
-    "maps.js",
     "groups.js",
     "list.js",
     "filters.js",

@@ -19,7 +19,6 @@ from fovea.report.answers import curve_json, entry_json, step_json, totals_json
 from fovea.report.curves import Curves, SampleIndex, Total
 from fovea.report.figures import run_summary
 from fovea.report.held_out import answers_json, evaluations
-from fovea.report.maps import MapsOf, command_of, map_files, read_maps
 from fovea.report.published import with_published
 from fovea.report.records import SampleRecord
 from fovea.report.samples import read_step
@@ -58,7 +57,6 @@ class ViewedRun:
         self._head, self._pairs = dict[str, Any](), list[list[str]]()
         self._yaml = dict[str, Any]()
         self._found: tuple[object, list[Finding]] = None, []
-        self._maps: tuple[object, MapsOf] = None, {}
         self.refresh()
 
     def refresh(self) -> None:
@@ -88,8 +86,6 @@ class ViewedRun:
                 "hints": hints(self.folder),
                 "findings": [asdict(finding) for finding in self._findings()],
                 "evaluations": evaluations(self.folder),
-                "maps": len(map_files(self.folder)),
-                "mapped_by": command_of(str(self.folder)),
                 "left_out": "",
             }
 
@@ -127,19 +123,11 @@ class ViewedRun:
 
     def step(self, step: int) -> dict[str, Any]:
         """The groups of a step for the page; errors as of `records`."""
-        return step_json(step, self.records(step), self.maps())
+        return step_json(step, self.records(step))
 
     def answers(self, number: int) -> dict[str, Any]:
         """Held-out answers of the evaluation with this place in `facts()["evaluations"]`; errors as of `step`."""
-        return answers_json(self.folder, number, self.maps())
-
-    def maps(self) -> MapsOf:
-        """The maps of answers; DataError for a damaged file."""
-        with self._lock:
-            state = [(path, path.stat().st_mtime_ns) for path in map_files(self.folder)]
-            if state != self._maps[0]:  # there may be hundreds
-                self._maps = state, read_maps(self.folder)
-            return self._maps[1]
+        return answers_json(self.folder, number)
 
     def settings_and_console(self) -> dict[str, Any]:
         """The settings as pairs of key and value, and the end of the console output."""

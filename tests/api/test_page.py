@@ -67,7 +67,7 @@ def test_trl_has_no_ppo_whose_arguments_the_table_would_lack() -> None:
     with_ppo = [
         file for file in Path(spec.origin).parent.rglob("*.py") if "class PPO" in file.read_text(encoding="utf-8")
     ]
-    assert with_ppo == [], "its fields belong into fovea/config/elsewhere.yaml, as those of GRPOConfig"
+    assert with_ppo == [], "its fields belong into tools/fovea_tools/importer/elsewhere.yaml, as those of GRPOConfig"
 
 
 USER = """

@@ -7,12 +7,12 @@ import pytest
 from PIL import Image
 
 from benchmarks.saliency_boxes import Seen, asked_box, of_best, of_chance, of_map, ratio, seen
-from fovea.commands.saliency import Saliency
-from fovea.evaluation.occlusion import OcclusionMap
-from fovea.report.maps import AnswerMap
 from fovea_gym.environments.shapes.environment import Shapes
 from fovea_gym.settings.environments import ShapesEnvironment
 from fovea_gym.types import Task
+from fovea_tools.saliency.maps import AnswerMap
+from fovea_tools.saliency.occluder import Saliency
+from fovea_tools.saliency.occlusion import OcclusionMap
 
 
 def one(falls: list[list[float]], box: tuple[float, float, float, float]) -> Seen:

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-
 from fovea.cli.data import app as data_app
+
 from fovea.data.bad_rows import BAD_ROWS_FILE, BadRows
 from fovea_gym.errors import BadRowError, DataError
 from fovea_gym.rows.rows import MADE, open_rows

@@ -16,7 +16,6 @@ from fovea.evaluation.evaluator import AnsweredRow
 from fovea.evaluation.json_file import write_answers
 from fovea.metrics.log import JsonlSink, MetricsLog
 from fovea.report.images import png_bytes, write_image
-from fovea.report.maps import AnswerMap, map_path, write_map
 from fovea.report.records import RecordedAnswer, RecordedImage, RecordedMessage, RecordedTurn, SampleRecord, TokenTrace
 from fovea.report.samples import write_samples
 from fovea.report.summary import Summary, write_summary
@@ -94,38 +93,6 @@ def write_answers_of(folder: Path, name: str, texts: Sequence[str], question: st
         for place, text in enumerate(texts)
     ]
     write_answers(folder, name, rows)
-
-
-def map_of(
-    task_id: str,
-    answer: str,
-    *,
-    image: int = 1,
-    weights: str = "step-5",
-    size: tuple[int, int] = (64, 48),
-    patch_px: int = 32,
-    falls: tuple[tuple[float, ...], ...] = ((0.5, 1.0), (0.0, -2.0)),
-) -> AnswerMap:
-    """A map of the picture of `write_run`, in four patches, of which the lower two are cut."""
-    return AnswerMap(
-        id=task_id,
-        question="How many?",
-        answer=answer,
-        image=image,
-        weights=weights,
-        logprob=-0.25,
-        patch_px=patch_px,
-        size=size,
-        falls=falls,
-    )
-
-
-def keep_map(folder: Path, made: AnswerMap) -> Path:
-    """Write a map into a run's folder; returns its file."""
-    path = map_path(folder, "test", 0, made)
-    path.parent.mkdir(exist_ok=True)
-    write_map(path, made)
-    return path
 
 
 def finish_run(folder: Path, right: int, wrong: int, unscored: int = 0) -> None:

@@ -50,7 +50,7 @@ def test_an_answer_that_the_environment_has_marked_is_not_read_again() -> None:
             messages=(RecordedMessage(role="user", parts=(THOUSANDTHS, "Where?")),),
             answers=(answer,),
         )
-        (group,) = step_json(1, [record], {})["groups"]
+        (group,) = step_json(1, [record])["groups"]
         return [mark["label"] for mark in group["answers"][0]["marks"]]
 
     truth, read = (Mark(image=1, xy=(0.1, 0.2, 0.5, 0.6), label=label) for label in ("truth", "answer"))

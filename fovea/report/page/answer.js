@@ -2,15 +2,14 @@
 
 import { element, foreign, words } from "./dom.js";
 import { heated } from "./heat.js";
-import { mapButton } from "./maps.js";
 import { picture } from "./marks.js";
 import { shown, signed, whole } from "./numbers.js";
 
 export const RIGHT = 0.5; // accuracy from which an answer counts as correct, as in the reports
 const ENDS = { max_turns: "ended at the limit of turns", max_tokens: "ended at the limit of tokens" };
 
-/** The card of answer `number`, of the run with this place; `firstImage` is the number of the first image after the prompt, `label` stands before its figures; `figures` are the pictures of the prompt, `command` makes the map of the answer. */
-export function answerCard(run, answer, number, { heat, scale, firstImage, onToken, repeats, label, figures, command }) {
+/** The card of answer `number`, of the run with this place; `firstImage` is the number of the first image after the prompt, `label` stands before its figures. */
+export function answerCard(run, answer, number, { heat, scale, firstImage, onToken, repeats, label }) {
   const turns = answer.turns.length ? answer.turns : [{ messages: [], text: answer.text, finish: answer.finish, tokens: null }];
   const marks = answer.marks.map((mark) => [number, mark]);
   let image = firstImage;
@@ -23,7 +22,7 @@ export function answerCard(run, answer, number, { heat, scale, firstImage, onTok
     turns.length > 1 ? turnLine(turn, place + 1) : null,
     turnText(turn, heat, scale, onToken)));
   return element("li", { class: `answer${answer.accuracy >= RIGHT ? " right" : ""}`, "data-answer": number, tabindex: -1 },
-    scoreLine(answer, label, turns, repeats, mapButton(answer.maps, figures, command)), shownTurns);
+    scoreLine(answer, label, turns, repeats), shownTurns);
 }
 
 /** A message of the environment, such as the result of a tool, with its pictures in their place; `seconds` are those of the reply, shown from 0.1 on. */
@@ -60,7 +59,7 @@ function textAfter(turn) {
 }
 
 /** The figures of an answer; parts of the reward that repeat another one in the whole run are left out. */
-function scoreLine(answer, label, turns, repeats, button) {
+function scoreLine(answer, label, turns, repeats) {
   const advantages = turns.flatMap((turn) => turn.tokens?.advantages ?? []);
   const [least, most] = advantages.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [Infinity, -Infinity]);
   const advantage = least === most ? signed(least) : `${signed(least)} to ${signed(most)}`;
@@ -72,6 +71,5 @@ function scoreLine(answer, label, turns, repeats, button) {
     advantages.length ? element("span", { class: least < 0 ? "negative" : most > 0 ? "positive" : "soft" }, `advantage ${advantage}`) : null,
     parts.map(([name, value]) => element("span", { class: "part" }, foreign(name), ` ${shown(value)}`)),
     answer.finish === "length" ? element("span", { class: "truncated" }, "truncated at the length limit") : null,
-    ENDS[answer.end] ? element("span", { class: "truncated" }, ENDS[answer.end]) : null,
-    button);
+    ENDS[answer.end] ? element("span", { class: "truncated" }, ENDS[answer.end]) : null);
 }

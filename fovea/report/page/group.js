@@ -3,7 +3,6 @@
 import { answerCard } from "./answer.js";
 import { element, foreign, words } from "./dom.js";
 import { legend } from "./heat.js";
-import { commandOf } from "./maps.js";
 import { picture } from "./marks.js";
 import { whole } from "./numbers.js";
 
@@ -13,8 +12,7 @@ export function groupView(run, facts, step, place, group, { heat, scale, title }
   const marks = group.answers.flatMap((answer, number) => answer.marks.map((mark) => [number, mark]));
   const readout = element("p", { class: "readout soft", "aria-live": "polite", hidden: heat === "none" }, legend(heat, scale));
   const figures = images.map((image, place) => picture(run, image, place + 1, marks.filter(([, mark]) => mark.image === place + 1)));
-  const options = { heat, scale, figures, repeats: facts.repeats, firstImage: images.length + 1, onToken: (text) => readout.replaceChildren(foreign(text)) };
-  const command = (number) => commandOf(facts, group.id && `${step}:${place + 1}:${number + 1}`);
+  const options = { heat, scale, repeats: facts.repeats, firstImage: images.length + 1, onToken: (text) => readout.replaceChildren(foreign(text)) };
   const root = element("article", { class: `group${images.length ? "" : " text-only"}` },
     element("p", { class: "soft place" }, title ? element("strong", { class: `run${run % 6}` }, foreign(title)) : null,
       title ? " · " : "", `step ${whole(step)} · `, foreign(group.kind), group.id ? [" · ", foreign(group.id)] : null),
@@ -24,7 +22,7 @@ export function groupView(run, facts, step, place, group, { heat, scale, title }
       element("p", { class: "truth" }, element("span", { class: "soft" }, "Truth: "), foreign(group.truth)),
       promptAsRead(group),
       readout,
-      element("ol", { class: "answers" }, group.answers.map((answer, number) => answerCard(run, answer, number, { ...options, command: command(number), label: numbered(answer, number) })))));
+      element("ol", { class: "answers" }, group.answers.map((answer, number) => answerCard(run, answer, number, { ...options, label: numbered(answer, number) })))));
   root.addEventListener("pointerover", (event) => pointOut(root, event.target));
   root.addEventListener("pointerleave", () => pointOut(root, root));
   root.addEventListener("focusin", (event) => pointOut(root, event.target));

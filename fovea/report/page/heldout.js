@@ -3,7 +3,6 @@
 import { goTo, readAddress } from "./address.js";
 import { answerCard, RIGHT } from "./answer.js";
 import { element, foreign, words } from "./dom.js";
-import { commandOf, mapSwitch, showFirst, wantsMaps } from "./maps.js";
 import { picture } from "./marks.js";
 import { percent, whole } from "./numbers.js";
 import { load } from "./source.js";
@@ -23,23 +22,18 @@ export function heldOutPage() {
   const only = element("select", { id: "outcome", change: () => goTo("held-out", { outcome: only.value }) },
     Object.entries(FILTERS).map(([name, [label]]) => element("option", { value: name }, label)));
   const kind = element("select", { id: "row-kind", change: () => goTo("held-out", { kind: kind.value }) });
-  const maps = mapSwitch("held-out");
   const tally = element("div", { class: "tally" });
   const list = element("div", {});
-  const bar = element("div", { class: "toolbar" }, element("label", {}, "evaluation ", choice), element("label", {}, "type ", kind), element("label", {}, "show ", only), maps.root);
+  const bar = element("div", { class: "toolbar" }, element("label", {}, "evaluation ", choice), element("label", {}, "type ", kind), element("label", {}, "show ", only));
   const root = element("section", { class: "page" }, bar, tally, list);
   let runs = [];
   let drawn = "";
 
-  /** Returns whether there is an evaluation or a map more. */
+  /** Returns whether there is an evaluation more. */
   async function refresh(newRuns) {
-    const before = JSON.stringify(held());
+    const before = names().join();
     runs = newRuns;
-    return JSON.stringify(held()) !== before;
-  }
-
-  function held() {
-    return [names(), runs.map((run) => run.maps)];
+    return names().join() !== before;
   }
 
   function names() {
@@ -53,7 +47,7 @@ export function heldOutPage() {
     const all = names();
     const inAllRuns = all.find((name) => runs.every((run) => run.evaluations.includes(name)));
     const name = all.includes(parameters.get("of")) ? parameters.get("of") : inAllRuns ?? all[0];
-    const key = JSON.stringify([held(), name, wantsMaps(), parameters.get("kind"), parameters.get("outcome")]);
+    const key = JSON.stringify([all, name, parameters.get("kind"), parameters.get("outcome")]);
     if (key === drawn) return; // a poll leaves what is being read as it is
     drawn = key;
     const found = await Promise.all(runs.map((run, place) => answersOf(run, place, name)));
@@ -63,19 +57,17 @@ export function heldOutPage() {
     fill(kind, [["", "all"], ...[...new Set(rows.map((row) => row.kind))].sort().map((each) => [each, each])], parameters.get("kind") ?? "");
     only.value = parameters.get("outcome") in FILTERS ? parameters.get("outcome") : "";
     const passing = rows.filter((row) => (!kind.value || row.kind === kind.value) && FILTERS[only.value][1](row));
-    maps.draw(runs);
     tally.replaceChildren(...(name ? tallyOf(rows, runs) : []));
     list.replaceChildren(element("p", { class: "soft" }, name ? `${whole(passing.length)} of ${whole(rows.length)} rows` : "No held-out row has been answered yet."));
-    more(passing, 0, name);
+    more(passing, 0);
   }
 
   /** Show the next rows, with a button for those after them. */
-  function more(rows, from, name) {
-    const shown = rows.slice(from, from + SHOWN).map((row) => rowView(row, runs, name));
+  function more(rows, from) {
+    const shown = rows.slice(from, from + SHOWN).map((row) => rowView(row, runs));
     list.append(...shown);
-    if (wantsMaps()) shown.forEach(showFirst);
     if (rows.length <= from + SHOWN) return;
-    const button = element("button", { type: "button", click: () => { button.remove(); more(rows, from + SHOWN, name); } }, `${whole(rows.length - from - SHOWN)} more`);
+    const button = element("button", { type: "button", click: () => { button.remove(); more(rows, from + SHOWN); } }, `${whole(rows.length - from - SHOWN)} more`);
     list.append(button);
   }
 
@@ -125,19 +117,19 @@ function tallyOf(rows, runs) {
     element("div", {}, element("dt", {}, label), element("dd", {}, text))))];
 }
 
-function rowView(row, runs, name) {
+function rowView(row, runs) {
   const images = row.images.map((image, place) => picture(row.run, { image }, place + 1, []));
   return element("article", { class: `group held-out${images.length ? "" : " text-only"}` },
-    element("p", { class: "soft place" }, foreign(row.id), " · ", foreign(row.kind), row.image_type === null ? null : [" · ", foreign(row.image_type)]),
+    element("p", { class: "soft place" }, foreign(row.id), " · ", foreign(row.kind), row.image_type === null ? null : [" · ", foreign(row.image_type)], row.index < 0 ? null : ` · row ${whole(row.index)}`),
     images.length ? element("div", { class: "images" }, images) : null,
     element("div", { class: "text" },
       row.question ? words(row.question, "words question") : null,
       element("p", { class: "truth" }, element("span", { class: "soft" }, "Truth: "), foreign(row.truth)),
-      element("ol", { class: "answers side-by-side" }, row.answers.map((answer, place) => answerView(answer, place, runs, images, `${name} --row ${row.index}`)))));
+      element("ol", { class: "answers side-by-side" }, row.answers.map((answer, place) => answerView(answer, place, runs)))));
 }
 
-function answerView(answer, place, runs, figures, which) {
+function answerView(answer, place, runs) {
   const label = runs.length > 1 ? element("strong", { class: `run${place % 6}` }, foreign(runs[place].name)) : null;
   if (!answer) return element("li", { class: "answer" }, element("p", { class: "score" }, label, element("span", { class: "soft" }, "has not answered this row")));
-  return answerCard(place, answer, place, { heat: "none", repeats: runs[place].repeats, label, figures, command: commandOf(runs[place], which) });
+  return answerCard(place, answer, place, { heat: "none", repeats: runs[place].repeats, label });
 }

@@ -5,7 +5,6 @@ import { curvesPage } from "./curves.js";
 import { element, foreign } from "./dom.js";
 import { heldOutPage } from "./heldout.js";
 import { listen } from "./keys.js";
-import { switchMaps } from "./maps.js";
 import { ago, whole } from "./numbers.js";
 import { overviewPage } from "./overview.js";
 import { samplesPage } from "./samples.js";
@@ -128,7 +127,6 @@ listen([
   [["]", "ArrowRight"], "next recorded step", onSamples(() => samples.moveStep(1))],
   [["[", "ArrowLeft"], "step before", onSamples(() => samples.moveStep(-1))],
   [["h"], "heat of tokens: none, advantage, gap", onSamples(() => samples.nextHeat())],
-  [["m"], "maps: where answers look", () => ["samples", "held-out"].includes(pageName()) && switchMaps(pageName())],
   [["/"], "search or filter", () => pages[pageName()].focusSearch()],
 ], help);
 

@@ -7,7 +7,6 @@ import { groupView } from "./group.js";
 import { firstFrom, groupIndex, sameRow, stepsOf } from "./groups.js";
 import { HEATS, scaleOf } from "./heat.js";
 import { longList } from "./list.js";
-import { mapSwitch, showFirst, wantsMaps } from "./maps.js";
 import { shown, whole } from "./numbers.js";
 import { isExported, load } from "./source.js";
 
@@ -18,9 +17,8 @@ export function samplesPage() {
   const heatChoice = element("select", { id: "heat", change: () => goTo("samples", { heat: heatChoice.value }) },
     HEATS.map((heat) => element("option", { value: heat }, { none: "plain", advantage: "advantage", gap: "engine/trainer gap" }[heat])));
   const follow = element("input", { type: "checkbox", change: () => (follow.checked ? goTo("samples", { step: null, group: null }) : move(0)) });
-  const maps = mapSwitch("samples");
   const rowsOfRun = element("label", {}, "rows of ", runChoice);
-  bar.root.append(element("label", {}, "tokens ", heatChoice), maps.root, rowsOfRun, isExported ? "" : element("label", {}, follow, " follow the newest"));
+  bar.root.append(element("label", {}, "tokens ", heatChoice), rowsOfRun, isExported ? "" : element("label", {}, follow, " follow the newest"));
   const heads = ["step", "type", "mean reward"].map((text) => element("span", {}, text));
   const list = longList("Groups", { address: addressOf, content: listed, heads });
   const count = element("p", { class: "soft" });
@@ -36,11 +34,10 @@ export function samplesPage() {
 
   /** Returns whether there is anything new. */
   async function refresh(newRuns) {
-    const haveMaps = runs.map((run) => run.maps).join() !== newRuns.map((run) => run.maps).join();
     runs = newRuns;
     if (!indexes.length) runs.forEach(loadEarly);
     const changed = await Promise.all(runs.map((run, place) => (indexes[place] ??= groupIndex(place)).refresh(run.entries)));
-    return haveMaps || changed.some(Boolean);
+    return changed.some(Boolean);
   }
 
   function loadEarly(run, place) {
@@ -66,12 +63,11 @@ export function samplesPage() {
     if (!runChoice.length) runChoice.append(...runs.map((each, place) => element("option", { value: place }, each.name)));
     [runChoice.value, heatChoice.value, follow.checked] = [run, heat, !parameters.has("step")];
     count.textContent = `${whole(passing.length)} of ${whole(rows.length)} groups`;
-    maps.draw(runs);
     leftOut.textContent = runs[run]?.left_out ?? "";
     list.show(passing, chosen);
     truncation.hidden = !passing.some((row) => row.truncated);
     const wanted = chosen < 0 ? [] : sides(run, passing[chosen]);
-    const key = JSON.stringify([heat, wantsMaps(), runs.map((each) => each.maps), rows.length > 0, wanted]);
+    const key = JSON.stringify([heat, rows.length > 0, wanted]);
     if (key === drawn) return; // a poll leaves what is being read as it is
     drawn = key;
     const found = await Promise.all(wanted.map(([place, row]) => groupOf(place, row)));
@@ -79,7 +75,6 @@ export function samplesPage() {
     if (key !== drawn) return; // a later choice was faster
     const scale = scaleOf(found.flatMap(({ group }) => group?.answers ?? []), heat); // one, so that colours compare
     shownGroups.replaceChildren(...(wanted.length ? found.map((each) => viewOf(each, heat, scale)) : [nothing(rows)]));
-    if (wantsMaps()) [...shownGroups.children].forEach(showFirst);
     if (found.some(({ problem }) => problem)) drawn = ""; // the next draw tries again
   }
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from fovea_gym.errors import ConfigError, describe_error, result_or_error
 
-GROUPS = tuple(f"fovea.{part}" for part in ("losses", "engines", "environments", "trackers", "families", "commands"))
+PARTS = tuple(f"fovea.{part}" for part in ("losses", "engines", "environments", "trackers", "families"))
+GROUPS = (*PARTS, "fovea.commands", "fovea.doctor", "fovea.hints")
 
 
 def registered(group: str) -> Mapping[str, Sequence[EntryPoint]]:
@@ -26,16 +27,18 @@ def package_of(point: EntryPoint) -> str:
     return point.dist.name if point.dist is not None else "an unnamed package"
 
 
-def load(group: str, name: str, ours: Collection[str] = ()) -> Any:
+def load(group: str, name: str, ours: Collection[str] = (), owner: str | None = None) -> Any:
     """The object that a package registers under this name; None where none does.
 
-    ConfigError where the name is also one of `ours`, where two packages register it, and where the import fails.
+    ConfigError where the name is also one of `ours` and the package is not their `owner`, where two packages register
+    it, and where the import fails.
     """
     points = registered(group).get(name)
     if points is None:
         return None
-    packages = " and ".join(map(package_of, points))
-    if name in ours:
+    strangers = [point for point in points if package_of(point) != owner]
+    packages = " and ".join(map(package_of, strangers if name in ours and strangers else points))
+    if name in ours and strangers:
         raise ConfigError(
             f"{group}: {packages} registers {name}, which is a name of Fovea's own; uninstall {packages}, or have it "
             "register another name"
@@ -58,7 +61,7 @@ def imported(group: str) -> list[str]:
 
 def state() -> tuple[tuple[str, ...], ...]:
     """All names, and those whose modules have been imported: the key of a cache of what depends on them."""
-    return tuple(tuple(names) for group in GROUPS for names in (registered(group), imported(group)))
+    return tuple(tuple(names) for group in PARTS for names in (registered(group), imported(group)))
 
 
 @cache

@@ -14,11 +14,11 @@ import torch
 from typer.testing import CliRunner
 
 from fovea.cli.main import app
-from fovea.config.elsewhere import BELOW, System, systems
 from fovea.config.loading import load_config
 from fovea_gym.errors import FoveaError
 from fovea_gym.settings.base import Tree, leaves
 from fovea_tools.importer.docs import page
+from fovea_tools.importer.elsewhere import BELOW, System, systems
 from fovea_tools.importer.interpolation import Given
 from fovea_tools.importer.reading import IMPORTED, read
 from fovea_tools.importer.translate import recipe_text, translate

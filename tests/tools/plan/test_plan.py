@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -294,6 +295,29 @@ def test_the_command_says_what_to_change(tmp_path: Path) -> None:
     assert too_much.exit_code == 1
     assert "does not fit" in too_much.stdout
     assert "it fits with" in too_much.stdout
+
+
+@table(
+    ("words", "sized_to", "verdict"),
+    [
+        (
+            ["max_batch_tokens=null"],
+            "all that the update leaves, so that it stays in memory",
+            r"fits: 2\d\.\d\d GiB are free at the peak, in the update, and the key-value cache takes them",
+        ),
+        (["max_batch_tokens=65536"], "rollout.engine.max_batch_tokens", r"GiB are free at the peak, in the \w+$"),
+    ],
+)
+def test_the_command_says_what_the_cache_was_sized_to(
+    words: list[str], sized_to: str, verdict: str, tmp_path: Path
+) -> None:
+    path = f"model.path={folder_of(tmp_path, QWEN2_5_VL_7B)}"
+    recipe = str(RECIPES / "geo3k_qwen2_5_vl_7b.yaml")
+    done = CliRunner().invoke(app, ["plan", recipe, path, FEW_PROMPTS, *(f"rollout.engine.{word}" for word in words)])
+    assert done.exit_code == 0, done.output
+    said = " ".join(done.stdout.split())
+    assert f"tokens; sized to {sized_to} completions" in said
+    assert re.search(verdict, said), said[-300:]
 
 
 @table(

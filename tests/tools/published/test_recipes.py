@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from fovea.config.elsewhere import systems
 from fovea.config.loading import load_config
 from fovea.config.recipes import read_recipe, recipes_folder, shipped_recipes
 from fovea_gym.settings.base import Tree, leaves
+from fovea_tools.importer.elsewhere import systems
 from fovea_tools.importer.interpolation import Given
 from fovea_tools.importer.translate import translate
 from fovea_tools.published.catalogue import PublishedResult, published_results

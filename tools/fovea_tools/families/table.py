@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ from fovea.train.model_division import FAMILIES as MEGATRON_FAMILIES
 from fovea.train.start_check import Reference, StartCheck
 from fovea.wiring.model import make_vlm
 from fovea.wiring.run import build
-from fovea_gym.errors import FoveaError, first_line
+from fovea_gym.errors import ConfigError, FoveaError, first_line
 from fovea_gym.rows.images import ImageOpener
 from fovea_gym.types import ImageRef, Message, Score, Task, Turn
 from fovea_tools.families.tiny import KINDS, save_tiny_kind
@@ -92,6 +93,16 @@ def as_page(rows: Sequence[TestedType]) -> str:
         *(f"| {row.model_type} | {' | '.join(row.cells)} |" for row in rows),
     ]
     return "\n".join(lines) + "\n"
+
+
+def print_families(types: Sequence[str] | None) -> None:
+    """Check tiny models of these types, by default of all, and print docs/models.md; ConfigError for an unknown one."""
+    if unknown := set(types or ()) - set(model_types()):
+        raise ConfigError(
+            f"--families {min(unknown)}: not a tested model type; name some of {', '.join(model_types())}"
+        )
+    rows = list(check_types(types or model_types(), lambda line: print(line, file=sys.stderr, flush=True)))
+    print(as_page(rows), end="")
 
 
 def _cells(model_type: str, folder: Path) -> Iterator[str]:

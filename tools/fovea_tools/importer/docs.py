@@ -1,4 +1,4 @@
-"""Pages for users of other systems, made from config/elsewhere.yaml.
+"""Pages for users of other systems, made from importer/elsewhere.yaml.
 
 `python -m fovea_tools.importer.docs verl` prints one.
 """
@@ -9,8 +9,8 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
-from fovea.config.elsewhere import Counterpart, Pair, System, systems
 from fovea_gym.settings.type_text import show
+from fovea_tools.importer.elsewhere import Counterpart, Pair, System, systems
 from fovea_tools.importer.reading import IMPORTED
 
 HEAD = """\
@@ -20,7 +20,7 @@ HEAD = """\
 
 The version read is {seen}.
 An unknown key in a recipe or on the command line is answered from the same table. This page is generated from
-`fovea/config/elsewhere.yaml`; `python -m fovea_tools.importer.docs {name}` prints it.
+`tools/fovea_tools/importer/elsewhere.yaml`; `python -m fovea_tools.importer.docs {name}` prints it.
 """
 IMPORT = {
     "verl": """\

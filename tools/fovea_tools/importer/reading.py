@@ -8,9 +8,9 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from fovea.config.elsewhere import System, systems
 from fovea.config.recipes import COMMAND_LINE, read_yaml
 from fovea_gym.errors import ConfigError
+from fovea_tools.importer.elsewhere import System, systems
 from fovea_tools.importer.hydra import SEARCHPATH, composed
 from fovea_tools.importer.interpolation import Given, Unread
 from fovea_tools.importer.shell import Word, words_of

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypeVar
 
-from fovea.config.elsewhere import Counterpart, System
 from fovea_gym.errors import ConfigError
 from fovea_gym.settings.type_text import show
+from fovea_tools.importer.elsewhere import Counterpart, System
 from fovea_tools.importer.interpolation import Given, Unread, resolve
 
 T = TypeVar("T")

@@ -8,7 +8,6 @@ from difflib import get_close_matches
 from typing import Any
 
 from fovea.config.describe import settings
-from fovea.config.elsewhere import Counterpart, System
 from fovea.config.loading import config_of
 from fovea.config.recipes import CLOSE_ENOUGH, COMMAND_LINE, read_yaml, write_value
 from fovea.config.run import Config
@@ -16,6 +15,7 @@ from fovea_gym.errors import ConfigError
 from fovea_gym.settings.base import Tree
 from fovea_gym.settings.type_text import show
 from fovea_tools.importer import rlinf, verl
+from fovea_tools.importer.elsewhere import Counterpart, System
 from fovea_tools.importer.interpolation import Given
 from fovea_tools.importer.source import EnvironmentName, LeftOut, RecipeLine, Rule, SourceConfig, Unusable, plain
 

@@ -62,6 +62,8 @@ class ServingRoom:
     """Bytes of the keys and values of a token there."""
     longest_tokens: int
     """Tokens of the longest conversation, for which there must be room."""
+    sized_to: str
+    """The setting that decides the size of the pool."""
 
     @property
     def cache_tokens(self) -> int:
@@ -99,7 +101,7 @@ def serving_room(
     weights = sizes.parameters * numerics.width // shards
     longest = engine.max_model_len or config.data.max_prompt_tokens + config.rollout.max_new_tokens
     token = token_bytes(sizes, numerics) // min(shards, sizes.decoder.num_kv_heads)
-    cache = _chosen_cache(engine, token, longest, numerics)
+    cache, sized_to = _chosen_cache(engine, token, longest, numerics)
     if cache is None:
         before = Counter[str]() if roles.apart else states_of_trainer(config, sizes, roles, numerics).on_device
         # the optimizer's states come with the first update
@@ -107,18 +109,20 @@ def serving_room(
         total = int(machine.gpu.memory_gib * GIB)
         free = total - held if isinstance(engine, SglangSettings) else total
         cache = max(0, int(free * engine.gpu_memory_utilization) - weights)
-    return ServingRoom(weights=weights, cache=cache, token_bytes=token, longest_tokens=longest)
+    return ServingRoom(weights=weights, cache=cache, token_bytes=token, longest_tokens=longest, sized_to=sized_to)
 
 
-def _chosen_cache(engine: ServingEngine, token: int, longest: int, numerics: Numerics) -> int | None:
-    """Bytes of a pool that does not depend on `gpu_memory_utilization`; None for one that does."""
+def _chosen_cache(engine: ServingEngine, token: int, longest: int, numerics: Numerics) -> tuple[int | None, str]:
+    """Bytes of a pool, None where `gpu_memory_utilization` decides them, and the setting that decides."""
     if isinstance(engine, VllmSettings):
         gib = engine.kv_cache_gib or (None if numerics.cuda else CPU_KV_CACHE_GIB)
-        return None if gib is None else int(gib * GIB)
-    if not isinstance(engine, SglangSettings):
-        return None
-    tokens = engine.max_total_tokens or (None if numerics.cuda else max(CPU_KV_CACHE_TOKENS, 2 * longest))
-    return None if tokens is None else tokens * token
+        if gib is not None:
+            return int(gib * GIB), "rollout.engine.kv_cache_gib"
+    if isinstance(engine, SglangSettings):
+        tokens = engine.max_total_tokens or (None if numerics.cuda else max(CPU_KV_CACHE_TOKENS, 2 * longest))
+        if tokens is not None:
+            return tokens * token, "rollout.engine.max_total_tokens"
+    return None, f"rollout.engine.gpu_memory_utilization={engine.gpu_memory_utilization:g}"
 
 
 def token_bytes(sizes: ModelSizes, numerics: Numerics) -> int:

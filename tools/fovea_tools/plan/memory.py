@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from fovea.config.backends import DEFAULT_BATCH_TOKENS, EmbeddedSettings, MegatronBackend
 from fovea.config.run import Config
 from fovea.models.vision.tower_inputs import PASS_PATCHES
-from fovea.rollout.embedded.tuning import default_bytes
+from fovea.rollout.embedded.tuning import POOL_FRAC, default_bytes
 from fovea.weights.push import BUCKET_BYTES
 from fovea_tools.plan import megatron, states
 from fovea_tools.plan.activations import (
@@ -110,6 +111,10 @@ def row_stages(
     ]
 
 
+SizedTo: TypeAlias = str
+"""What decides the size of a key-value cache, in words."""
+LEFT_BY_UPDATE = "all that the update leaves, so that it stays in memory"
+FREE_IN_ROLLOUT = f"{POOL_FRAC:.0%} of what is free in the rollout"
 BUCKET, WHOLE = "weights on their way", "weights made whole"
 
 
@@ -197,18 +202,26 @@ def _made_whole(sizes: ModelSizes, numerics: Numerics) -> Bytes:
 
 def sized_by_memory(
     config: Config, sizes: ModelSizes, work: Workload, roles: Roles, numerics: Numerics, usable_bytes: int
-) -> Config:
-    """The settings with the tokens that an embedded engine's cache has by default on such a GPU."""
+) -> tuple[Config, SizedTo | None]:
+    """The settings with the tokens that an embedded engine's cache has on such a GPU, and what decides them.
+
+    None for engines whose pool `serving_room` sizes.
+    """
     engine = config.rollout.engine
-    if not isinstance(engine, EmbeddedSettings) or engine.max_batch_tokens is not None:
-        return config
+    if not isinstance(engine, EmbeddedSettings):
+        return config, None
+    if engine.max_batch_tokens is not None:
+        return config, "rollout.engine.max_batch_tokens"
     if not numerics.cuda or sizes.decoder.delta is not None:
-        return with_batch_tokens(config, DEFAULT_BATCH_TOKENS)
+        return with_batch_tokens(config, DEFAULT_BATCH_TOKENS), "the default of rollout.engine.max_batch_tokens"
     around = _around_pool(config, sizes, work, roles, numerics)
     beside_update = 0 if roles.apart else usable_bytes - around.while_asleep - around.copied
     free = default_bytes(max(0, usable_bytes - around.rollout.total()), beside_update)
-    # an engine refuses a prompt that does not fit: planned for it, the pool is what does not fit the GPU
-    return with_batch_tokens(config, max(free // token_bytes(sizes, numerics), prompt_demand(config, work.lengths)))
+    tokens, fewest = free // token_bytes(sizes, numerics), prompt_demand(config, work.lengths)
+    if tokens < fewest:
+        # an engine refuses a prompt that does not fit: planned for it, the pool is what does not fit the GPU
+        return with_batch_tokens(config, fewest), "one prompt with its completions"
+    return with_batch_tokens(config, tokens), LEFT_BY_UPDATE if free == beside_update else FREE_IN_ROLLOUT
 
 
 def _with_own_weights(

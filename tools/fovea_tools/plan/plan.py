@@ -19,7 +19,7 @@ from fovea_tools.plan.compute import Compute, compute_of, decoding_prompts
 from fovea_tools.plan.engine import ServingRoom, batch_tokens, serving_room
 from fovea_tools.plan.machine import Machine, machine_of
 from fovea_tools.plan.megatron import states_of_trainer
-from fovea_tools.plan.memory import PhaseMemory, phases_of, sized_by_memory
+from fovea_tools.plan.memory import PhaseMemory, SizedTo, phases_of, sized_by_memory
 from fovea_tools.plan.model_sizes import ModelSizes, model_sizes
 from fovea_tools.plan.rollout import prompt_demand
 from fovea_tools.plan.traffic import Moved, traffic_of
@@ -46,6 +46,8 @@ class RunPlan:
     """Memory of an engine that holds its own weights; None for the embedded one, and for servers."""
     batch_tokens: int | None
     """Tokens of the embedded engine's key-value cache; None for other engines."""
+    cache_sized_to: SizedTo | None
+    """What decides the size of the key-value cache; None where servers elsewhere generate."""
     rows: int | None
     """Completions that an engine decodes at once on average; None where servers elsewhere generate."""
     traffic: tuple[Moved, ...]
@@ -91,7 +93,7 @@ def make_plan(config: Config, sizes: ModelSizes | None = None, machine: Machine 
 
 def _of_stage(config: Config, sizes: ModelSizes, machine: Machine, roles: Roles, work: Workload) -> RunPlan:
     numerics = Numerics.of(config, machine.gpu.is_cuda)
-    config = sized_by_memory(config, sizes, work, roles, numerics, machine.usable_bytes)
+    config, sized_to = sized_by_memory(config, sizes, work, roles, numerics, machine.usable_bytes)
     room = serving_room(config, sizes, machine, roles, numerics)
     prompts = decoding_prompts(config, work, numerics, room)
     return RunPlan(
@@ -106,6 +108,7 @@ def _of_stage(config: Config, sizes: ModelSizes, machine: Machine, roles: Roles,
         on_host=states_of_trainer(config, sizes, roles, numerics).on_host,
         room=room,
         batch_tokens=batch_tokens(config) if isinstance(config.rollout.engine, EmbeddedSettings) else None,
+        cache_sized_to=sized_to if room is None else room.sized_to,
         rows=None if prompts is None else prompts * config.rollout.samples_per_prompt,
         traffic=traffic_of(config, sizes, work, roles, numerics),
         compute=compute_of(config, sizes, work, machine, roles, numerics, room),

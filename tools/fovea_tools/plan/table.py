@@ -8,7 +8,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from fovea_tools.plan.engine import CACHE
 from fovea_tools.plan.machine import HEADROOM_FRAC
+from fovea_tools.plan.memory import LEFT_BY_UPDATE
 from fovea_tools.plan.plan import Advice, RunPlan
 
 GIB, GB, TERA = 2**30, 1e9, 1e12
@@ -41,7 +43,9 @@ def _parts(plan: RunPlan, advice: Sequence[Advice]) -> Iterator[RenderableType]:
         yield Text(f"in the host's memory for each {_device(plan)}, GiB: {parts}")
     cache_tokens = plan.batch_tokens if plan.room is None else plan.room.cache_tokens
     if cache_tokens is not None:
-        yield Text(f"the key-value cache of an engine has room for {cache_tokens:,} tokens")
+        yield Text(
+            f"the key-value cache of an engine has room for {cache_tokens:,} tokens; sized to {plan.cache_sized_to}"
+        )
     if plan.rows is not None:
         yield Text(f"completions that an engine decodes at once, on average: {plan.rows:,}")
     yield _work(plan)
@@ -122,7 +126,11 @@ def _traffic(plan: RunPlan) -> Table:
 def _verdict(plan: RunPlan, advice: Sequence[Advice]) -> Iterator[Text]:
     usable, total = plan.machine.usable_bytes, plan.peak.total
     if plan.fits:
-        yield Text(f"fits: {_gib(usable - total)} GiB are free at the peak, in the {plan.peak.phase}", style="green")
+        free = usable - total
+        taken = ""
+        if plan.cache_sized_to == LEFT_BY_UPDATE:
+            free, taken = free + plan.peak.parts.get(CACHE, 0), ", and the key-value cache takes them"
+        yield Text(f"fits: {_gib(free)} GiB are free at the peak, in the {plan.peak.phase}{taken}", style="green")
         return
     if total > usable:
         yield Text(f"does not fit: {_gib(total - usable)} GiB too much in the {plan.peak.phase}", style="red")

@@ -12,7 +12,6 @@ from typing import Any, Literal, TypeAlias, TypeVar
 from pydantic import Field, ValidationError
 
 from fovea.config.describe import describe
-from fovea.config.elsewhere import systems
 from fovea.config.recipes import CLOSE_ENOUGH
 from fovea.errors import ModelError
 from fovea_gym.errors import ConfigError, DataError, MissingExtraError
@@ -26,6 +25,7 @@ from fovea_gym.settings.base import (
     check_depth,
 )
 from fovea_gym.settings.type_text import hint, show, type_text
+from fovea_tools.importer.elsewhere import systems
 
 EnvironmentName: TypeAlias = Literal["geospot", "vqa", "visual_qa"]
 RECIPES: Mapping[str, str] = {"geospot": "vlm_gym_geospot", "vqa": "vlm_gym_vqa", "visual_qa": "vlm_gym_vqa"}

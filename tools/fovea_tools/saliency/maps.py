@@ -9,19 +9,14 @@ import hashlib
 import json
 import math
 import re
-import shlex
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
 
 from fovea.evaluation.answer import SampledAnswer
 from fovea.report.records import RecordedAnswer
 from fovea_gym.errors import DataError
 from fovea_gym.utils.bounded import read_file
 from fovea_gym.utils.files import write_atomically
-from fovea_gym.utils.shown_text import printable
 
 FOLDER = "saliency"
 MAX_MAPS = 500
@@ -60,11 +55,6 @@ class AnswerMap:
             raise ValueError("a log-prob that is not finite")
 
 
-MapJson: TypeAlias = dict[str, Any]
-MapsOf: TypeAlias = Mapping[tuple[str, str], Sequence[AnswerMap]]
-"""Maps by task id and answer."""
-
-
 def map_path(run_dir: Path, split: str, row: int, found: AnswerMap) -> Path:
     """The file of a map; a later map of the same answer has the same one."""
     words = json.dumps([found.id, found.answer, found.image]).encode()
@@ -81,13 +71,9 @@ def map_files(run_dir: Path) -> list[Path]:
     return sorted((run_dir / FOLDER).glob("*.json"))[:MAX_MAPS]
 
 
-def read_maps(run_dir: Path) -> MapsOf:
-    """All maps of a run; DataError where a file holds none."""
-    found: dict[tuple[str, str], list[AnswerMap]] = defaultdict(list)
-    for path in map_files(run_dir):
-        one = _read_map(path, run_dir)
-        found[one.id, one.answer].append(one)
-    return found
+def read_maps(run_dir: Path) -> dict[Path, AnswerMap]:
+    """All maps of a run by their files; DataError where a file holds none."""
+    return {path: _read_map(path, run_dir) for path in map_files(run_dir)}
 
 
 def _read_map(path: Path, run_dir: Path) -> AnswerMap:
@@ -117,33 +103,11 @@ def _count(value: object) -> int:
     raise ValueError(f"{value!r} is not a whole number above 0")
 
 
-def map_json(found: AnswerMap) -> MapJson:
-    """A map as the page gets it beside the answer."""
-    return {
-        "image": found.image,
-        "weights": found.weights,
-        "logprob": found.logprob,
-        "patch_px": found.patch_px,
-        "size": found.size,
-        "falls": found.falls,
-    }
-
-
-def maps_json(maps: MapsOf, task_id: str, answer: SampledAnswer | RecordedAnswer) -> list[MapJson]:
-    """The maps of an answer."""
-    return list(map(map_json, maps.get((task_id, mapped_text(answer)), ())))
-
-
 def mapped_text(answer: SampledAnswer | RecordedAnswer) -> str:
     """The text that a map is of: the answer's first turn, the only one that the prompt's pictures are before."""
     if answer.turns:
         return answer.turns[0].text
     return answer.score.text if isinstance(answer, RecordedAnswer) else answer.text
-
-
-def command_of(folder: str) -> str:
-    """The command that makes maps of a run, for a shell; "" for a folder that no shell should be given."""
-    return f"fovea saliency {shlex.quote(folder)}" if folder and printable(folder) == folder else ""
 
 
 _SAMPLE = re.compile(r"([0-9]{1,15}):([0-9]{1,6}):([0-9]{1,6})")

@@ -1,6 +1,6 @@
 """`fovea data NAME`: fetch or render a data set; every data set is a subcommand with its own options.
 
-Paths of the files are printed to stdout, progress and next commands to stderr. Imports are deferred, as in `main.py`.
+Paths of the files are printed to stdout, progress and next commands to stderr. Writers are imported when they run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import typer
 
 from fovea.cli.texts import Debug, Quiet, one_line_errors
 
-app = typer.Typer(help="Fetch or render a data set.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(help="Fetch or render a data set.", no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 
 TwoSplits = Annotated[Path, typer.Option(help="Folder of train.parquet and test.parquet.")]
 ThreeSplits = Annotated[Path, typer.Option(help="Folder of train.parquet, validation.parquet and test.parquet.")]

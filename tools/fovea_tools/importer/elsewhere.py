@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -109,6 +109,17 @@ def _counterpart(key: str, row: dict[str, Any]) -> Counterpart:
         has_default="default" in row,
         **row,
     )
+
+
+def hint(key: str, ways: Sequence[Literal["key", "section", "first name", "last name"]]) -> str | None:
+    """The counterpart of another system's key, for an error, found in the first of these ways that finds one."""
+    by_way = {
+        "key": hint_for,
+        "section": hint_for_section,
+        "first name": hint_for_first_name,
+        "last name": hint_for_last_name,
+    }
+    return next((found for way in ways if (found := by_way[way](key))), None)
 
 
 def hint_for(key: str) -> str | None:

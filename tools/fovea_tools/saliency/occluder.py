@@ -1,4 +1,4 @@
-"""`fovea saliency`: occlusion maps of answers, as pictures and as numbers, kept with their run for the page."""
+"""Occlusion maps of answers, as pictures and as numbers, kept with their run."""
 
 from __future__ import annotations
 
@@ -31,8 +31,16 @@ from fovea.config.recipes import Override
 from fovea.data.prompt_source import PromptedTask, PromptSource
 from fovea.evaluation.answer_logprobs import answer_logprobs
 from fovea.evaluation.json_file import answer_files, read_answers
-from fovea.evaluation.occlusion import OcclusionMap, Patch, patches
-from fovea.report.maps import (
+from fovea.report.samples import read_step
+from fovea.run.rollout_step import rollout_sampling
+from fovea.types import Request
+from fovea_gym.environments.base import Split
+from fovea_gym.errors import ConfigError, DataError
+from fovea_gym.types import ImageRef, PixelChange
+from fovea_gym.utils.bounded import check_inside
+from fovea_gym.utils.event_loop import wait_for
+from fovea_gym.utils.files import write_atomically
+from fovea_tools.saliency.maps import (
     FOLDER,
     MAX_MAPS,
     MAX_PATCHES,
@@ -44,15 +52,8 @@ from fovea.report.maps import (
     sample_place,
     write_map,
 )
-from fovea.report.samples import read_step
-from fovea.run.rollout_step import rollout_sampling
-from fovea.types import Request
-from fovea_gym.environments.base import Split
-from fovea_gym.errors import ConfigError, DataError
-from fovea_gym.types import ImageRef, PixelChange
-from fovea_gym.utils.bounded import check_inside
-from fovea_gym.utils.event_loop import wait_for
-from fovea_gym.utils.files import write_atomically
+from fovea_tools.saliency.occlusion import OcclusionMap, Patch, patches
+from fovea_tools.saliency.page import write_page
 
 PATCHES_PER_SIDE = 16
 """Patches along the longer side, unless their size is given."""
@@ -126,7 +127,7 @@ def write_maps(
     out: Path | None = None,
     trust: bool = False,
 ) -> Iterator[tuple[AnswerMap, Path]]:
-    """Write the maps of a target's answers; yields each with the file of its picture."""
+    """Write the maps of a target's answers, and the page of a run's maps; yields each with the file of its picture."""
     target = parse_target(word)
     if isinstance(target, Baseline | ServerTarget):
         raise ConfigError(f"{word} has no picture to hide parts of here; name a run, a checkpoint or a model folder")
@@ -139,6 +140,8 @@ def write_maps(
             file = out or _file(target, split, found)
             found.write(file)
             yield found.numbers, file
+    if out is None and isinstance(target, CheckpointTarget):
+        say(f"all maps of this run: {write_page(target.run)}")
 
 
 def _check(target: CheckpointTarget | ModelTarget, wanted: Wanted, out: Path | None) -> None:
@@ -160,7 +163,7 @@ def _check(target: CheckpointTarget | ModelTarget, wanted: Wanted, out: Path | N
 
 
 def _check_rows(target: CheckpointTarget, overrides: Sequence[Override], recipe: Path | None) -> None:
-    """ConfigError for other rows than the run's, under whose ids the page would show the maps; files may have moved."""
+    """ConfigError for other rows than the run's, under whose ids maps are kept; files may have moved."""
     changed = [key for key in sorted(keys_of(overrides)) if key == "seed" or key.startswith("environment.")]
     given = ["--recipe"] * (recipe is not None) + [key for key in changed if not key.endswith("_files")]
     if given:

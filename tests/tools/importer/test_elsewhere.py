@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from fovea.config.describe import describe, unknown_key
-from fovea.config.elsewhere import BELOW, Counterpart, System, systems
 from fovea.config.loading import load_config
 from fovea.config.run import Config
 from fovea.metrics.names import definition_of
 from fovea_gym.errors import ConfigError
+from fovea_tools.importer.elsewhere import BELOW, Counterpart, System, systems
 from gym_tests.tables import table
 
 ALL = [(system, each) for system in systems().values() for each in system.settings]
