@@ -21,8 +21,8 @@ from fovea.cli import main as cli
 from fovea.cli.doctor import Found, findings
 from fovea.cli.texts import with_options
 from fovea.utils import malloc
-from fovea.wiring import run as run_module
 from fovea.utils.installing import pip_install
+from fovea.wiring import run as run_module
 from tests.saved import make_checkpoint
 from tests.tables import table
 
