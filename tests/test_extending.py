@@ -217,7 +217,7 @@ def test_nothing_is_imported_before_a_setting_names_it(plus: Path) -> None:
         "from fovea.cli.main import app\n"
         "from fovea.config.describe import describe\n"
         "from fovea.config.loading import load_config\n"
-        "from fovea.errors import ConfigError\n"
+        "from fovea_gym.errors import ConfigError\n"
         "from typer.testing import CliRunner\n"
         "print(describe('algorithm.loss.name')[0].type, describe('log.tracker')[0].type)\n"
         "print(CliRunner().invoke(app, ['--help']).stdout)\n"

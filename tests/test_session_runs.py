@@ -20,7 +20,7 @@ from pathlib import Path
 from fovea.metrics.log import read_metrics
 from fovea.processes.session_processes import session_environment
 from fovea.run.run_dir import newest_step
-from fovea.types import Message, Score, Task
+from fovea_gym.types import Message, Score, Task
 
 HERE = Path(__file__).parent
 

@@ -123,7 +123,7 @@ RESERVE_HERE = """
 import sys
 from fovea.cluster import ray
 from fovea.config.sections import Cluster
-from fovea.errors import ConfigError
+from fovea_gym.errors import ConfigError
 
 ray.PLACEMENT_SECONDS = 1e-4  # of a machine that is too busy for the real one
 cluster, device = Cluster(gpus_per_node=2), sys.argv[1]

@@ -118,7 +118,7 @@ def test_processes_with_an_engine_alone_train_as_one(placement: str, tmp_path: P
 LATE_REPLIES = """\
 import asyncio, random
 
-from fovea.types import Message, Score, Task
+from fovea_gym.types import Message, Score, Task
 
 class Session:
     def __init__(self, seed):

@@ -42,7 +42,7 @@ REST = {
 }
 SPLITS = ("train", "test")
 OWN = """
-from fovea.types import Message, Task
+from fovea_gym.types import Message, Task
 
 def half(task, text, images):
     if "fails" in __file__:
@@ -236,7 +236,7 @@ def test_stages_of_a_part_are_refused(tmp_path: Path) -> None:
     def at(self, stage):
         return self
 """
-    staged = f"from fovea.data.curriculum import Stage\n{OWN}{stages}"
+    staged = f"from fovea_gym.environments.stages import Stage\n{OWN}{stages}"
     (tmp_path / "own.py").write_text(staged)
     parts = parts_in(tmp_path) | {"sums": {"environment": f"{tmp_path}/own.py:Sums"}}
     with pytest.raises(ConfigError, match=r"environment\.parts\.sums has 2 stages.*curriculum\.enabled=false"):

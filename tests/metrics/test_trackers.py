@@ -371,7 +371,7 @@ KEYLESS = """
 from pathlib import Path
 from fovea.wiring.outputs import make_trackers
 from fovea.config.run import Config
-from fovea.errors import ConfigError
+from fovea_gym.errors import ConfigError
 
 for name in ("wandb", "swanlab"):
     log = {"tensorboard": False, f"{name}_project": "demo"}

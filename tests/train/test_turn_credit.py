@@ -64,7 +64,7 @@ def test_no_split_changes_the_gradient_of_three_turns() -> None:
 
 
 ENVIRONMENT = """
-from fovea.types import Message, Task
+from fovea_gym.types import Message, Task
 
 
 class EvenTokens:

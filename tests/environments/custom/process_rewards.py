@@ -19,7 +19,7 @@ from gym_tests.bandit import BanditEnvironment
 REWARDS = """
 import os, re, subprocess, sys, time
 from pathlib import Path
-from fovea.types import Mark
+from fovea_gym.types import Mark
 
 def pid(task, text, images):
     return os.getpid()

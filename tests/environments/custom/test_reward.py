@@ -41,7 +41,7 @@ CONFIG = Config.model_validate({"model": {"tiny": {}}})
 TASK = BanditEnvironment().tasks("train")[0]
 ANSWER = "an answer"
 CLASS = """
-from fovea.types import Message, Score, Task
+from fovea_gym.types import Message, Score, Task
 
 class Letters:
     def __init__(self, settings):
