@@ -12,8 +12,9 @@ from fovea.config.run import Config
 from fovea.loop import train
 from fovea.wiring.environment import make_environment
 from fovea.wiring.run import build
-from fovea_gym.environments.vqa import Vqa, grade
+from fovea_gym.environments.vqa import Vqa
 from fovea_gym.errors import BadRowError, DataError
+from fovea_gym.graders.vqa_answer import grade
 from fovea_gym.rows.rows import RowAccess
 from fovea_gym.rows.tasks import kinds_of, levels_of
 from fovea_gym.settings.environments import VqaEnvironment

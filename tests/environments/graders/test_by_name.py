@@ -14,7 +14,7 @@ import sys
 sys.modules["babel"] = None  # as if it were not installed
 
 from fovea_gym.graders.by_name import grader_of
-from fovea.errors import MissingExtraError
+from fovea_gym.errors import MissingExtraError
 
 for name in ("geo3k", "vqa", "shapes"):
     print(name, grader_of(name, [])("\\\\boxed{{3}}", {ROW}, "line 1").score)
