@@ -27,7 +27,9 @@ FLOORS = {
         {"processes", "settings"},
         {"rows"},
         {"environments", "graders", "tools"},
-        {"adapters", "benchmarks", "examples"},
+        {"adapters", "benchmarks", "commands", "examples", "trainers"},
+        {"making"},
+        {"__main__"},
     ],
     "fovea": [
         {"types", "errors"},
@@ -74,7 +76,11 @@ LATE_IMPORTS = {
     "fovea/cli/tools.py": {"_count_gpus", "plan", "reproduce", "_print_outputs"},
     "fovea/cli/doctor.py": {"check_parity", "print_families", "probe_gpu"},
     "gym/fovea_gym/rows/rows.py": {"_hub"},
+    "gym/fovea_gym/__main__.py": {"_parser", "_grade", "_show"},
     "gym/fovea_gym/graders/by_name.py": {"grader_of"},
+    "gym/fovea_gym/making.py": {"_made", "_class_of", "settings_of"},
+    "gym/fovea_gym/rows/opening.py": {"_fetch"},
+    "gym/fovea_gym/trainers.py": {"to_dataset"},
     "fovea/rollout/embedded/paged_attention.py": {"paged_attention"},
     "gym/fovea_gym/utils/addresses.py": {"http_parts"},
 }

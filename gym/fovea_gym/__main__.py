@@ -79,7 +79,8 @@ def _show(options: argparse.Namespace) -> None:
     from fovea_gym.making import make, settings_of
     from fovea_gym.rows.opening import default_opener
 
-    environment = make(options.environment, seed=options.seed, **settings_of(options.settings))
+    settings = settings_of(options.settings) if options.settings else {}
+    environment = make(options.environment, seed=options.seed, **settings)
     title = " ".join([options.environment, *options.settings])
     out = options.out or Path(f"{options.environment}.html")
     out.write_text(page_of(environment, title, options.split, options.rows, default_opener()), encoding="utf-8")

@@ -5,21 +5,22 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from functools import reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from fovea_gym.environments.base import Environment, MakesEnvironment
-from fovea_gym.environments.grounding.coordinates import Pictures
 from fovea_gym.errors import ConfigError, first_line
-from fovea_gym.rows.images import ImageOpener, Size
-from fovea_gym.rows.rows import RowAccess
+from fovea_gym.rows.images import Size
+from fovea_gym.rows.opening import default_opener
 from fovea_gym.settings.base import NAME, Tree, names_of, nested, over, variant_of
 from fovea_gym.settings.environments import EnvironmentConfig
 from fovea_gym.settings.splits import DrawnRows, EnvironmentSettings, SplitFiles
 from fovea_gym.types import ImageRef
+
+if TYPE_CHECKING:  # readers of files, which environments that draw their rows start without
+    from fovea_gym.rows.rows import RowAccess
 
 _ENVIRONMENTS = {
     "shapes": "environments.shapes.environment:Shapes",
@@ -42,12 +43,11 @@ _ENVIRONMENTS = {
 """The class of each environment, which is imported when it is made."""
 
 
-class _StoredPictures(Pictures):
-    """Pictures without a model: their sizes are those of the files."""
+class _StoredPictures:
+    """Pictures (`grounding.coordinates`) without a model: their sizes are those of the files."""
 
     def stored(self, ref: ImageRef) -> Size:
-        opener = ImageOpener(max_mib=32, max_megapixels=64, convert=("rotated",))
-        return opener(ref).size
+        return default_opener()(ref).size
 
     def seen(self, ref: ImageRef) -> Size:
         raise ConfigError(
@@ -73,30 +73,39 @@ def make(name: str, *, seed: int = 0, access: RowAccess | None = None, **setting
     except ValidationError as error:
         raise ConfigError(f"{name}: {first_line(error).partition(': ')[2]}") from error
     assert isinstance(made, EnvironmentSettings), section
-    return _made(made, seed, access or RowAccess())
+    return _made(made, seed, access)
 
 
-def _made(settings: EnvironmentSettings, seed: int, access: RowAccess) -> Environment:
+def _made(settings: EnvironmentSettings, seed: int, access: RowAccess | None) -> Environment:
+    if isinstance(settings, DrawnRows) and settings.name in _ENVIRONMENTS:
+        drawn: Environment = _class_of(settings)(settings, seed)
+        return drawn
+    from fovea_gym.rows.rows import RowAccess
+
+    access = access or RowAccess()
     if isinstance(settings, MakesEnvironment):
         environment: Any = settings.make_environment(access, seed)
         return environment
     if settings.name not in _ENVIRONMENTS:
         raise ConfigError(f"{settings.name} is made by a run of Fovea; name an environment with rows of its own")
-    module, _, name = _ENVIRONMENTS[settings.name].partition(":")
-    environment = getattr(importlib.import_module(f"fovea_gym.{module}"), name)
     if settings.name == "grounding":
-        made: Environment = environment(settings, access, _StoredPictures())
-    elif isinstance(settings, DrawnRows):
-        made = environment(settings, seed)
+        made: Environment = _class_of(settings)(settings, access, _StoredPictures())
     elif isinstance(settings, SplitFiles):
-        made = environment(settings, access)
+        made = _class_of(settings)(settings, access)
     else:
-        made = environment(settings)
+        made = _class_of(settings)(settings)
     return made
+
+
+def _class_of(settings: EnvironmentSettings) -> Any:
+    module, _, name = _ENVIRONMENTS[settings.name].partition(":")
+    return getattr(importlib.import_module(f"fovea_gym.{module}"), name)
 
 
 def settings_of(words: list[str]) -> Mapping[str, Any]:
     """Settings from words `key=value`, whose values are YAML, such as `side=5` and `session.retries=1`."""
+    import yaml
+
     trees: list[Tree] = []
     for word in words:
         key, equals, value = word.partition("=")
