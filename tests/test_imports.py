@@ -78,7 +78,7 @@ LATE_IMPORTS = {
     "gym/fovea_gym/rows/rows.py": {"_hub"},
     "gym/fovea_gym/__main__.py": {"_parser", "_grade", "_show"},
     "gym/fovea_gym/graders/by_name.py": {"grader_of"},
-    "gym/fovea_gym/making.py": {"_made", "_class_of", "settings_of"},
+    "gym/fovea_gym/making.py": {"_made", "_from_files", "settings_of"},
     "gym/fovea_gym/rows/opening.py": {"_fetch"},
     "gym/fovea_gym/trainers.py": {"to_dataset"},
     "fovea/rollout/embedded/paged_attention.py": {"paged_attention"},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from functools import reduce
 from typing import TYPE_CHECKING, Any
@@ -16,31 +15,10 @@ from fovea_gym.rows.images import Size
 from fovea_gym.rows.opening import default_opener
 from fovea_gym.settings.base import NAME, Tree, names_of, nested, over, variant_of
 from fovea_gym.settings.environments import EnvironmentConfig
-from fovea_gym.settings.splits import DrawnRows, EnvironmentSettings, SplitFiles
 from fovea_gym.types import ImageRef
 
 if TYPE_CHECKING:  # readers of files, which environments that draw their rows start without
     from fovea_gym.rows.rows import RowAccess
-
-_ENVIRONMENTS = {
-    "shapes": "environments.shapes.environment:Shapes",
-    "shapes_zoom": "environments.shapes.environment:ShapesZoom",
-    "shapes_small": "environments.shapes.small:SmallShapes",
-    "grounding_shapes": "environments.grounding.shapes:GroundingShapes",
-    "frozen_lake": "examples.games.environment:BoardGame",
-    "sokoban": "examples.games.environment:BoardGame",
-    "pages": "examples.pages.environment:Pages",
-    "geo3k": "environments.geo3k:Geo3k",
-    "vqa": "environments.vqa:Vqa",
-    "rows": "environments.dataset_tasks:OwnRows",
-    "caption": "environments.caption:Caption",
-    "geospot": "environments.geospot.environment:GeoSpot",
-    "grounding": "environments.grounding.environment:Grounding",
-    "nemo_gym": "adapters.nemo_gym:NemoGym",
-    "gymnasium": "adapters.gymnasium:Gymnasium",
-    "openenv": "adapters.openenv:OpenEnv",
-}
-"""The class of each environment, which is imported when it is made."""
 
 
 class _StoredPictures:
@@ -72,34 +50,88 @@ def make(name: str, *, seed: int = 0, access: RowAccess | None = None, **setting
         made = section.model_validate({NAME: name, **settings}, strict=True)
     except ValidationError as error:
         raise ConfigError(f"{name}: {first_line(error).partition(': ')[2]}") from error
-    assert isinstance(made, EnvironmentSettings), section
-    return _made(made, seed, access)
+    environment: Environment = _made(made, seed, access)
+    return environment
 
 
-def _made(settings: EnvironmentSettings, seed: int, access: RowAccess | None) -> Environment:
-    if isinstance(settings, DrawnRows) and settings.name in _ENVIRONMENTS:
-        drawn: Environment = _class_of(settings)(settings, seed)
-        return drawn
+def _made(settings: Any, seed: int, access: RowAccess | None) -> Any:
+    """The environment of these settings; its module, and readers of files, are imported now."""
+    match settings.name:
+        case "shapes":
+            from fovea_gym.environments.shapes.environment import Shapes
+
+            return Shapes(settings, seed)
+        case "shapes_zoom":
+            from fovea_gym.environments.shapes.environment import ShapesZoom
+
+            return ShapesZoom(settings, seed)
+        case "shapes_small":
+            from fovea_gym.environments.shapes.small import SmallShapes
+
+            return SmallShapes(settings, seed)
+        case "grounding_shapes":
+            from fovea_gym.environments.grounding.shapes import GroundingShapes
+
+            return GroundingShapes(settings, seed)
+        case "frozen_lake" | "sokoban":
+            from fovea_gym.examples.games.environment import BoardGame
+
+            return BoardGame(settings, seed)
+        case "pages":
+            from fovea_gym.examples.pages.environment import Pages
+
+            return Pages(settings, seed)
+        case "gymnasium":
+            from fovea_gym.adapters.gymnasium import Gymnasium
+
+            return Gymnasium(settings)
+        case "openenv":
+            from fovea_gym.adapters.openenv import OpenEnv
+
+            return OpenEnv(settings)
+    return _from_files(settings, seed, access)
+
+
+def _from_files(settings: Any, seed: int, access: RowAccess | None) -> Any:
     from fovea_gym.rows.rows import RowAccess
 
     access = access or RowAccess()
+    match settings.name:
+        case "geo3k":
+            from fovea_gym.environments.geo3k import Geo3k
+
+            return Geo3k(settings, access)
+        case "vqa":
+            from fovea_gym.environments.vqa import Vqa
+
+            return Vqa(settings, access)
+        case "rows":
+            from fovea_gym.environments.dataset_tasks import OwnRows
+
+            return OwnRows(settings, access)
+        case "caption":
+            from fovea_gym.environments.caption import Caption
+
+            return Caption(settings, access)
+        case "geospot":
+            from fovea_gym.environments.geospot.environment import GeoSpot
+
+            return GeoSpot(settings, access)
+        case "grounding":
+            from fovea_gym.environments.grounding.environment import Grounding
+
+            return Grounding(settings, access, _StoredPictures())
+        case "nemo_gym":
+            from fovea_gym.adapters.nemo_gym import NemoGym
+
+            return NemoGym(settings, access)
+        case "own":
+            from fovea_gym.environments.custom.loading import load_environment
+
+            return load_environment(settings)
     if isinstance(settings, MakesEnvironment):
-        environment: Any = settings.make_environment(access, seed)
-        return environment
-    if settings.name not in _ENVIRONMENTS:
-        raise ConfigError(f"{settings.name} is made by a run of Fovea; name an environment with rows of its own")
-    if settings.name == "grounding":
-        made: Environment = _class_of(settings)(settings, access, _StoredPictures())
-    elif isinstance(settings, SplitFiles):
-        made = _class_of(settings)(settings, access)
-    else:
-        made = _class_of(settings)(settings)
-    return made
-
-
-def _class_of(settings: EnvironmentSettings) -> Any:
-    module, _, name = _ENVIRONMENTS[settings.name].partition(":")
-    return getattr(importlib.import_module(f"fovea_gym.{module}"), name)
+        return settings.make_environment(access, seed)
+    raise ConfigError(f"{settings.name} is made by a run of Fovea; make one of its parts by its name")
 
 
 def settings_of(words: list[str]) -> Mapping[str, Any]:
