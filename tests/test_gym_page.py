@@ -112,6 +112,18 @@ def test_the_forms_score_as_the_grader_and_are_read_by_fovea(text: str, reward: 
         assert (found["reward"] if isinstance(found, dict) else found) == reward
 
 
+def test_a_class_of_the_users_is_made_shown_and_scored(folder: Path) -> None:
+    code = re.findall(r"```python\n(# dark_or_light.py.*?)```", (ROOT / "docs" / "own.md").read_text(), re.DOTALL)[0]
+    (folder / "dark_or_light.py").write_text(code)
+    assert main(["show", "own", "file=dark_or_light.py:DarkOrLight", "--rows", "2"]) == 0
+    assert (folder / "own.html").read_text().count("<img") == 2
+    names: dict[str, Any] = {}
+    exec(code, names)
+    given = names["DarkOrLight"]()
+    rows = to_dataset(given, "dev", rows=2)
+    assert as_trl(given)(completions=["dark", "light"], extra_info=list(rows["extra_info"])) == [1.0, 0.0]
+
+
 def test_verl_finds_the_row_of_an_environment() -> None:
     environment = make("sokoban", train_size=2)
     row = to_dataset(environment, form="verl", rows=2)[1]
@@ -189,20 +201,17 @@ print(code, time.process_time(), "torch" in sys.modules, "transformers" in sys.m
 """
 
 
-@pytest.mark.parametrize(("words", "seconds"), [("grade geo3k answers.jsonl", 0.5), ("show shapes", 1.0)])
-def test_a_command_starts_at_once_and_without_torch(words: str, seconds: float, folder: Path) -> None:
+@pytest.mark.parametrize("words", ["grade geo3k answers.jsonl", "show shapes"])
+def test_a_command_takes_half_a_second_and_no_torch(words: str, folder: Path) -> None:
     (folder / "answers.jsonl").write_text(json.dumps({"prediction": r"\boxed{3}", "truth": "3"}) + "\n")
-    taken = []
-    for _ in range(3):  # the first compiles what it imports
-        done = subprocess.run(
-            [sys.executable, "-X", f"pycache_prefix={folder}", "-c", STARTED, *words.split()],
-            capture_output=True,
-            text=True,
-            check=True,
-            env={"PYTHONPATH": ":".join(sys.path)},
-            timeout=120,
-        )
+    command = [sys.executable, "-X", f"pycache_prefix={folder}", "-c", STARTED, *words.split()]
+    environment = {"PYTHONPATH": ":".join(sys.path)}
+    seconds = 1e9
+    for _ in range(8):  # the first compiles what it imports; on a busy machine the same work takes longer
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, timeout=120)
         code, used, *heavy = done.stderr.splitlines()[-1].split()
         assert (code, heavy) == ("0", ["False", "False"])
-        taken.append(float(used))
-    assert min(taken) < seconds
+        seconds = min(seconds, float(used))
+        if seconds < 0.5:
+            break
+    assert seconds < 0.5

@@ -75,6 +75,8 @@ def _grade(options: argparse.Namespace) -> None:
 
 
 def _show(options: argparse.Namespace) -> None:
+    # pydantic looks for its plugins in the metadata of every installed package
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     from fovea_gym.commands.show import page_of
     from fovea_gym.making import make, settings_of
     from fovea_gym.rows.opening import default_opener

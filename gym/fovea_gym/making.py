@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +93,8 @@ def _made(settings: Any, seed: int, access: RowAccess | None) -> Any:
 
 
 def _from_files(settings: Any, seed: int, access: RowAccess | None) -> Any:
+    from fovea_gym.environments.custom.environment import UserEnvironment
+    from fovea_gym.environments.custom.loading import load_environment
     from fovea_gym.rows.rows import RowAccess
 
     access = access or RowAccess()
@@ -126,15 +128,14 @@ def _from_files(settings: Any, seed: int, access: RowAccess | None) -> Any:
 
             return NemoGym(settings, access)
         case "own":
-            from fovea_gym.environments.custom.loading import load_environment
-
-            return load_environment(settings)
+            return UserEnvironment(load_environment(settings), settings.file)
     if isinstance(settings, MakesEnvironment):
-        return settings.make_environment(access, seed)
+        made = settings.make_environment(access, seed)
+        return made if hasattr(made, "graders") else UserEnvironment(made, settings.name)
     raise ConfigError(f"{settings.name} is made by a run of Fovea; make one of its parts by its name")
 
 
-def settings_of(words: list[str]) -> Mapping[str, Any]:
+def settings_of(words: Sequence[str]) -> Tree:
     """Settings from words `key=value`, whose values are YAML, such as `side=5` and `session.retries=1`."""
     import yaml
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from fovea_gym.rows.images import ImageOpener
+from fovea_gym.types import Conversion
 
 MAX_MIB, MAX_MEGAPIXELS = 32.0, 64.0
 """The defaults of `data.max_image_mib` and `data.max_image_megapixels`."""
+CONVERTED: tuple[Conversion, ...] = ("rotated",)
+"""The default of `data.convert_images`."""
 
 
 def default_opener() -> ImageOpener:
     """An opener with the limits that a run has by default; private addresses are refused."""
-    return ImageOpener(max_mib=MAX_MIB, max_megapixels=MAX_MEGAPIXELS, convert=("rotated",), fetch=_fetch)
+    return ImageOpener(max_mib=MAX_MIB, max_megapixels=MAX_MEGAPIXELS, convert=CONVERTED, fetch=_fetch)
 
 
 def _fetch(url: str, where: str) -> bytes:
