@@ -38,6 +38,7 @@ RUN_BY = {
     ("own.md", None): "test_own_runs.py",
     ("turns.md", None): "test_own_runs.py",
     ("agents.md", "gymnasium"): "test_own_runs.py",
+    ("gym.md", "See rows, grade answers"): "test_gym_page.py",
 }
 """The tests that run all commands below a heading, or of a page."""
 BLOCK = re.compile(r"^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)

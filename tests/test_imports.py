@@ -27,7 +27,9 @@ FLOORS = {
         {"processes", "settings"},
         {"rows"},
         {"environments", "graders", "tools"},
-        {"adapters", "benchmarks", "examples"},
+        {"adapters", "benchmarks", "commands", "examples", "trainers"},
+        {"making"},
+        {"__main__"},
     ],
     "fovea": [
         {"types", "errors"},
@@ -79,7 +81,11 @@ LATE_IMPORTS = {
     "tools/fovea_tools/commands/saliency.py": {"saliency"},
     "tools/fovea_tools/commands/workflow.py": {"_print_outputs"},
     "gym/fovea_gym/rows/rows.py": {"_hub"},
+    "gym/fovea_gym/__main__.py": {"_parser", "_grade", "_show"},
     "gym/fovea_gym/graders/by_name.py": {"grader_of"},
+    "gym/fovea_gym/making.py": {"_made", "_from_files", "settings_of"},
+    "gym/fovea_gym/rows/opening.py": {"_fetch"},
+    "gym/fovea_gym/trainers.py": {"to_dataset"},
     "fovea/rollout/embedded/paged_attention.py": {"paged_attention"},
     "gym/fovea_gym/utils/addresses.py": {"http_parts"},
 }

@@ -89,7 +89,7 @@ def test_a_file_is_graded_in_a_cell(notebook: Notebook) -> None:
     (notebook.folder / "answers.jsonl").write_text(json.dumps({"prediction": r"\boxed{3}", "truth": "3"}) + "\n")
     graded = notebook.run(
         "from pathlib import Path\n"
-        "from fovea.commands.grade import grade_file\n"
+        "from fovea_gym.commands.grade import grade_file\n"
         "grade_file('geo3k', Path('answers.jsonl'), print).mean_score"
     )
     assert graded.error is None, graded.text

@@ -15,6 +15,7 @@ import typer
 from fovea.cli.texts import Debug, Quiet, Trust, complete_recipe, complete_run, one_line_errors
 from fovea.config.recipes import find_recipe, parse_override
 from fovea_gym.errors import ConfigError
+from fovea_gym.graders.by_name import Gradable
 from fovea_gym.settings.base import Tree, over
 from fovea_gym.settings.environments import Gradable
 
@@ -120,7 +121,7 @@ def grade(
     reason. Exit code 2 if no row can be graded.
     """
     with one_line_errors(debug=debug):
-        from fovea.commands.grade import check_files, grade_file
+        from fovea_gym.commands.grade import check_files, grade_file
 
         file = Path("/dev/stdin") if str(file) == "-" else file
         check_files(env, file, out)

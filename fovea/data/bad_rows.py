@@ -12,14 +12,12 @@ from itertools import islice
 from pathlib import Path
 
 from fovea.types import Metrics
-from fovea_gym.errors import BadRowError, DataError
+from fovea_gym.errors import OTHER, BadRowError, DataError
 from fovea_gym.rows.tasks import RowPlace
 from fovea_gym.utils.bounded import append_to, read_lines
 from fovea_gym.utils.files import write_atomically
 
 BAD_ROWS_FILE = "bad_rows.jsonl"
-OTHER = "other"
-"""The reason of errors that an environment raised without one."""
 
 
 class BadRows:

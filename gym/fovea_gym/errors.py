@@ -53,6 +53,10 @@ class BadRowError(DataError):
         return type(self), (str(self), self.reason)
 
 
+OTHER = "other"
+"""The reason that errors of rows without one are counted under."""
+
+
 class ClusterError(FoveaError, RuntimeError):
     """A worker process that has ended, failed, hangs, or cannot be reached."""
 

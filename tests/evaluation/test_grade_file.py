@@ -53,7 +53,7 @@ BAD_LINES = [
     (b'{"prediction": "5"}', "answer_missing"),
     (b'{"prediction": "5", "truth": " "}', "answer_missing"),
     (b'{"prediction": "5", "truth": true}', "answer_kind"),
-    (b'{"prediction": "5", "truth": ["5"]}', "answer_kind"),
+    (b'{"prediction": "5", "truth": [["5"]]}', "answer_kind"),
     (rb'{"prediction": "5", "truth": "\ud800"}', "text_damaged"),
     (rb'{"prediction": "5", "truth": "{5"}', "answer_never_right"),
     (rb'{"prediction": "5", "truth": "degrees"}', "answer_never_right"),

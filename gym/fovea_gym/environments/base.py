@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
 
-from fovea_gym.rows.rows import RowAccess
 from fovea_gym.tools.base import Tool
 from fovea_gym.types import AnswerEnd, Message, Score, Task, Turn
+
+if TYPE_CHECKING:  # readers of files, which environments that draw their rows start without
+    from fovea_gym.rows.rows import RowAccess
 
 Split: TypeAlias = Literal["train", "dev", "test"]
 

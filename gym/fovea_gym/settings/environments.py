@@ -86,9 +86,6 @@ class GeoSpotEnvironment(SplitFiles):
             )
 
 
-Gradable: TypeAlias = Literal["geo3k", "vqa", "caption", "geospot", "shapes", "grounding"]
-"""Environments whose answers can be graded offline."""
-
 CaptionMetric: TypeAlias = Literal["cider", "chrf", "bleu", "judge", "reward_model"]
 Level: TypeAlias = Annotated[int, Field(ge=1, le=3)]
 

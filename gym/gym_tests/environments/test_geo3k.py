@@ -12,8 +12,9 @@ from PIL import Image
 from pydantic import ValidationError
 
 from fovea_gym.environments.base import Environment, Split
-from fovea_gym.environments.geo3k import Geo3k, grade
+from fovea_gym.environments.geo3k import Geo3k
 from fovea_gym.errors import BadRowError, DataError
+from fovea_gym.graders.boxed_answer import grade
 from fovea_gym.rows.images import ImageOpener
 from fovea_gym.rows.rows import RowAccess
 from fovea_gym.rows.tasks import kinds_of

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fovea_gym.environments.geo3k import grade
+from fovea_gym.graders.boxed_answer import grade
 from fovea_gym.graders.math_answer import last_boxed, same_answer
 from fovea_gym.graders.math_formula import formula_value
 from gym_tests.grading import within_a_second

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fovea_gym.environments.vqa import grade
 from fovea_gym.errors import BadRowError
+from fovea_gym.graders.vqa_answer import grade
 from fovea_gym.graders.vqa_claim import soft_accuracy
 from fovea_gym.graders.vqa_words import listed_options, options_of, picked_letter, same_words, spelled, true_letter
 from gym_tests.graders.hedges import CONNECTIVES, check_constants

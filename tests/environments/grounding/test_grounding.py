@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fovea.commands.grade import grade_file
 from fovea.config.loading import load_config
 from fovea.evaluation.controls import with_shuffled_images
 from fovea.types import PromptImage
 from fovea.wiring.environment import make_environment
 from fovea.wiring.given import rows_as_files
+from fovea_gym.commands.grade import grade_file
 from fovea_gym.environments.grounding.coordinates import frame_of, in_frame
 from fovea_gym.environments.grounding.environment import Grounding
 from fovea_gym.environments.grounding.grade import in_shares

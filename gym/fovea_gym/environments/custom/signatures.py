@@ -16,7 +16,7 @@ from typing import Any, SupportsFloat, TypeAlias
 from PIL.Image import Image
 
 from fovea_gym.errors import ConfigError
-from fovea_gym.types import Task
+from fovea_gym.types import Score, Task
 
 RewardFunction: TypeAlias = Callable[[Task, str, Sequence[Image]], object]
 """A function of the task, the text of the completion and the task's images: a number, or a mapping of named parts."""
@@ -35,6 +35,16 @@ _ANSWERS = ("solution_str", "predict_str", "reward_input", "solution_strs", "pre
 """Parameters that tell verl's and EasyR1's signatures: each takes the completion, or a list of them."""
 _REWARDS = ("score", "overall", "reward")
 """Keys of the reward in a mapping: verl's, EasyR1's, and verl's before."""
+
+
+def as_verl_result(score: Score) -> dict[str, float]:
+    """The score as verl reads it: `score`, and `acc` and the parts for its log."""
+    return {**score.parts, "score": score.reward, "acc": score.accuracy}
+
+
+def as_easyr1_result(score: Score) -> dict[str, float]:
+    """The score as EasyR1 reads it: `overall`, and `accuracy` and the parts for its log."""
+    return {**score.parts, "overall": score.reward, "accuracy": score.accuracy}
 
 
 def called_by_name(function: Callable[..., Any], name: str) -> RewardFunction | None:

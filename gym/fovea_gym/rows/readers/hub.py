@@ -6,7 +6,7 @@ The package `datasets` (extra `hub`) maps Arrow files into memory.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -83,6 +83,12 @@ def _without_addresses() -> Iterator[None]:
             yield
         finally:
             datasets.data_files.url_to_fs = fsspec.core.url_to_fs
+
+
+def dataset_of(rows: Iterable[Mapping[str, object]]) -> datasets.Dataset:
+    """A data set in memory; the column `images` holds lists of encoded images."""
+    given = datasets.Dataset.from_list(list(rows))
+    return given.cast_column("images", datasets.List(datasets.Image())) if len(given) else given
 
 
 def _unreadable(name: str, setting: str, error: Exception) -> DataError:

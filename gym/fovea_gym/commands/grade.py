@@ -1,4 +1,4 @@
-"""`fovea grade`: scoring of the answers in a JSONL file, streamed line by line."""
+"""`grade`: scoring of the answers in a JSONL file, streamed line by line."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fovea.data.bad_rows import OTHER
 from fovea_gym.environments.dataset_prompts import ON_BAD_ROW, bad_row
-from fovea_gym.errors import BadRowError, ConfigError, DataError
-from fovea_gym.graders.by_name import grader_of
-from fovea_gym.settings.environments import Gradable
+from fovea_gym.errors import OTHER, BadRowError, ConfigError, DataError
+from fovea_gym.graders.by_name import Gradable, grader_of
 
 MAX_LISTED_LINES = 10
 """Line numbers listed for each reason that rows could not be graded."""

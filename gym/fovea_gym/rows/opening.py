@@ -1,0 +1,24 @@
+"""The opener of images without a run: local files, and URLs with the default limits."""
+
+from __future__ import annotations
+
+from fovea_gym.rows.images import ImageOpener
+from fovea_gym.types import Conversion
+
+MAX_MIB, MAX_MEGAPIXELS = 32.0, 64.0
+"""The defaults of `data.max_image_mib` and `data.max_image_megapixels`."""
+CONVERTED: tuple[Conversion, ...] = ("rotated",)
+"""The default of `data.convert_images`."""
+
+
+def default_opener() -> ImageOpener:
+    """An opener with the limits that a run has by default; private addresses are refused."""
+    return ImageOpener(max_mib=MAX_MIB, max_megapixels=MAX_MEGAPIXELS, convert=CONVERTED, fetch=_fetch)
+
+
+def _fetch(url: str, where: str) -> bytes:
+    # readers of object stores take as long to import as all the rest
+    from fovea_gym.rows.fetch import UrlLimits
+    from fovea_gym.rows.readers.remote import remote_image
+
+    return remote_image(url, where, UrlLimits(max_mib=MAX_MIB))

@@ -1,0 +1,217 @@
+"""docs/gym.md as it stands: its blocks run, with a real step of TRL, and its commands."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset, load_dataset
+from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.grpo_trainer import GRPOTrainer
+
+from benchmarks.trl_side import ImageProcessor
+from fovea_gym.__main__ import main
+from fovea_gym.environments.custom.signatures import called_by_name
+from fovea_gym.environments.geo3k import Geo3kGrader
+from fovea_gym.errors import ConfigError, DataError
+from fovea_gym.making import make
+from fovea_gym.settings.environments import Geo3kEnvironment
+from fovea_gym.trainers import as_easyr1, as_trl, as_verl, to_dataset
+from fovea_gym.types import Task
+from tests.tiny_models import tiny
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "gym.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def names(tmp_path: Path) -> dict[str, Any]:
+    """The names that the page leaves to its reader."""
+    parts = tiny("qwen3_vl")
+    tokenizer = parts.processor.tokenizer
+    tokenizer.padding_side = "left"
+    special = [index for index, token in tokenizer.added_tokens_decoder.items() if token.special]
+    args = GRPOConfig(
+        output_dir=str(tmp_path / "trl"),
+        use_cpu=True,
+        bf16=False,
+        per_device_train_batch_size=4,
+        num_generations=4,
+        max_completion_length=4,
+        generation_kwargs={"suppress_tokens": special},
+        max_steps=1,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    processor = ImageProcessor(parts.processor.image_processor, tokenizer, parts.processor.chat_template)
+    return {"model": parts.network, "processor": processor, "args": args}
+
+
+def test_the_blocks_of_the_page_run_and_trl_takes_a_step(names: dict[str, Any], folder: Path) -> None:
+    for block in BLOCKS:
+        exec(compile(block, "gym.md", "exec"), names)
+    trainer = names["trainer"]
+    assert isinstance(trainer, GRPOTrainer)
+    assert "rewards/Shapes/mean" in trainer.state.log_history[0]
+    read = load_dataset("parquet", data_files=str(folder / "train.parquet"), split="train")
+    assert isinstance(read, Dataset)
+    row = read[0]
+    assert row["prompt"][-1]["content"].count("<image>") == len(row["images"]) == 1
+    assert row["reward_model"] == {"style": "rule", "ground_truth": row["answer"]}
+
+
+def test_trl_scores_the_completions_of_each_row_by_its_own_task() -> None:
+    environment = make("frozen_lake", train_size=4)
+    rows = to_dataset(environment, rows=4)
+    reward = as_trl(environment)
+    answers = [environment.demonstration(environment.tasks("train")[index])[0] for index in range(4)]
+    scores = reward(completions=answers, **{name: list(rows[name]) for name in rows.column_names if name != "prompt"})
+    solved = [len(environment.demonstration(environment.tasks("train")[index])) == 1 for index in range(4)]
+    assert scores == [1.02 if each else 0.02 for each in solved]
+
+
+def test_trl_reads_the_last_message_of_a_completion() -> None:
+    reward = as_trl("vqa")
+    chat = [
+        [{"role": "assistant", "content": "no"}, {"role": "assistant", "content": [{"type": "text", "text": "yes"}]}]
+    ]
+    assert reward(completions=chat, answer=["yes"], prompts=[[]], completion_ids=[[1]], trainer_state=None) == [1.0]
+    assert reward.__name__ == "vqa"
+
+
+GEO3K = Geo3kGrader(Geo3kEnvironment(train_files=("none.parquet",), test_share=0.1, format_weight=0.25))
+
+
+@pytest.mark.parametrize(("text", "reward"), [(r"\boxed{3}", 1.0), (r"\boxed{4}", 0.25), ("3", 0.0)])
+def test_the_forms_score_as_the_grader_and_are_read_by_fovea(text: str, reward: float) -> None:
+    verl, easyr1 = as_verl(GEO3K), as_easyr1(GEO3K)
+    given = verl("source", text, "3", {"index": 0}, reward_router_address=None)
+    assert (given["score"], given["acc"]) == (reward, float(reward == 1))
+    assert easyr1([{"response": text, "ground_truth": "3", "response_length": 4}])[0]["overall"] == reward
+    assert as_trl(GEO3K)(completions=[text], answer=["3"]) == [reward]
+    for function in (verl, easyr1, as_trl(GEO3K)):
+        ours = called_by_name(function, "theirs")
+        assert ours is not None
+        found = ours(Task(id="a", question="", answer="3", row={"data_source": None, "extra_info": None}), text, ())
+        assert (found["reward"] if isinstance(found, dict) else found) == reward
+
+
+def test_a_class_of_the_users_is_made_shown_and_scored(folder: Path) -> None:
+    code = re.findall(r"```python\n(# dark_or_light.py.*?)```", (ROOT / "docs" / "own.md").read_text(), re.DOTALL)[0]
+    (folder / "dark_or_light.py").write_text(code)
+    assert main(["show", "own", "file=dark_or_light.py:DarkOrLight", "--rows", "2"]) == 0
+    assert (folder / "own.html").read_text().count("<img") == 2
+    names: dict[str, Any] = {}
+    exec(code, names)
+    given = names["DarkOrLight"]()
+    rows = to_dataset(given, "dev", rows=2)
+    assert as_trl(given)(completions=["dark", "light"], extra_info=list(rows["extra_info"])) == [1.0, 0.0]
+
+
+def test_verl_finds_the_row_of_an_environment() -> None:
+    environment = make("sokoban", train_size=2)
+    row = to_dataset(environment, form="verl", rows=2)[1]
+    task = environment.tasks("train")[1]
+    scored = as_verl(environment)("s", environment.target(task), row["reward_model"]["ground_truth"], row["extra_info"])
+    assert scored["score"] > 0
+    with pytest.raises(DataError, match="to_dataset"):
+        as_verl(environment)("s", "Left", "Left", None)
+
+
+def test_what_a_trainer_cannot_give_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="EasyR1"):
+        as_easyr1(make("shapes"))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="caption"):
+        as_trl("caption")
+    with pytest.raises(DataError, match="answer_key"):
+        as_trl("geo3k")(completions=["3"], solution=["3"])
+    with pytest.raises(DataError, match="missing"):
+        as_verl("geo3k")("s", "3", None)
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_the_commands_of_the_page_run(line: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "answers.jsonl").write_text(json.dumps({"prediction": r"\boxed{3}", "truth": "3"}) + "\n")
+    program, module, name, *words = shlex.split(line)
+    assert (program, module, name) == ("python", "-m", "fovea_gym")
+    assert main(words) == 0
+    written = capsys.readouterr().out
+    if words[0] == "grade":
+        assert json.loads(written)["mean_score"] == 1
+    else:
+        page = (folder / written.strip()).read_text(encoding="utf-8")
+        assert page.count("<img") == page.count("<article>") == (8 if "--rows" in words else 12)
+
+
+def test_a_page_escapes_cuts_and_counts_what_rows_hold(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        {"problem": "<script>alert(1)</script>\u202e" + "a" * 10_000, "answer": "<b>3"},
+        {"problem": "<image>What?", "images": ["nowhere.png"], "answer": "3"},
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["show", "geo3k", "train_files=[rows.jsonl]", "test_files=[rows.jsonl]", "dev_share=0", "--rows", "9999"]
+    assert main(words) == 0
+    page = (folder / capsys.readouterr().out.strip()).read_text(encoding="utf-8")
+    assert "<script" not in page
+    assert "<b>" not in page
+    assert "\u202e" not in page
+    assert len(page) < 10_000
+    assert "nowhere.png" in page, "the reason that a row is not shown"
+    assert page.count("<article>") == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["show", "nope"], "no environment nope"),
+        (["show", "shapes", "lvel=2"], "lvel"),
+        (["show", "shapes", "level"], "key=value"),
+        (["grade", "geo3k", "none.jsonl"], "none.jsonl"),
+    ],
+)
+def test_an_error_is_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+STARTED = """
+import sys, time
+from fovea_gym.__main__ import main
+
+code = main(sys.argv[1:])
+print(code, time.process_time(), "torch" in sys.modules, "transformers" in sys.modules, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("words", ["grade geo3k answers.jsonl", "show shapes"])
+def test_a_command_takes_half_a_second_and_no_torch(words: str, folder: Path) -> None:
+    (folder / "answers.jsonl").write_text(json.dumps({"prediction": r"\boxed{3}", "truth": "3"}) + "\n")
+    command = [sys.executable, "-X", f"pycache_prefix={folder}", "-c", STARTED, *words.split()]
+    environment = {"PYTHONPATH": ":".join(sys.path)}
+    seconds = 1e9
+    for _ in range(8):  # the first compiles what it imports; on a busy machine the same work takes longer
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, timeout=120)
+        code, used, *heavy = done.stderr.splitlines()[-1].split()
+        assert (code, heavy) == ("0", ["False", "False"])
+        seconds = min(seconds, float(used))
+        if seconds < 0.5:
+            break
+    assert seconds < 0.5
