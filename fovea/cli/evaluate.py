@@ -17,7 +17,6 @@ from fovea.config.recipes import find_recipe, parse_override
 from fovea_gym.errors import ConfigError
 from fovea_gym.graders.by_name import Gradable
 from fovea_gym.settings.base import Tree, over
-from fovea_gym.settings.environments import Gradable
 
 TARGETS_HELP = (
     "A run, a checkpoint, a model folder or hub id (ORG/NAME or ORG/NAME@REVISION), a server (http://HOST:PORT or "

@@ -11,10 +11,10 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
-from tests.tables import table
 from typer.testing import CliRunner
 
 from fovea.cli.main import app
+from gym_tests.tables import table
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "tools" / "pyproject.toml").read_text(encoding="utf-8"))["project"]

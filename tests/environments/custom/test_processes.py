@@ -206,7 +206,7 @@ ORPHAN = """
 import sys
 from pathlib import Path
 from tests.environments.custom.process_rewards import TASK, graded
-from tests.grading import score_in_run
+from gym_tests.grading import score_in_run
 
 with graded(Path(sys.argv[1]), "misbehaves", reward_timeout_seconds=600) as grading:
     print(int(score_in_run(grading, TASK, "start").reward), flush=True)
