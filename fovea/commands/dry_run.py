@@ -29,13 +29,14 @@ from fovea.run.signals import too_few_rows
 from fovea.utils.torchrun import num_processes
 from fovea.wiring.backends import placement_of
 from fovea.wiring.data import make_order, make_renderer, within_epochs
-from fovea.wiring.environment import GradedEnvironment, make_environment
+from fovea.wiring.environment import make_environment
 from fovea.wiring.images import make_opener
 from fovea.wiring.interpreter import find_interpreter
 from fovea.wiring.megatron import trains_with_megatron
 from fovea.wiring.model import locate_model
 from fovea.wiring.outputs import chosen_trackers
 from fovea.wiring.trial_score import remarks_on_answers, remarks_on_images, remarks_on_shares, spread, try_reward
+from fovea_gym.environments.access import GradedEnvironment
 from fovea_gym.environments.base import Split
 from fovea_gym.errors import DataError, FoveaError, SeveralErrors
 

@@ -33,11 +33,11 @@ from fovea.utils.installing import pip_install
 from fovea.weights.base import WeightSink
 from fovea.wiring.interpreter import find_interpreter, variables_of
 from fovea.wiring.megatron import PushedPolicy
-from fovea_gym.environments.base import Environment, MakesEnvironment
+from fovea_gym.environments.base import Environment
 from fovea_gym.errors import ClusterError, ConfigError, FoveaError, OutOfMemoryError
 from fovea_gym.graders.grading import Grading
 from fovea_gym.rows.images import OpenImage
-from fovea_gym.settings.base import Section
+from fovea_gym.settings.base import Section, packages_of
 from fovea_gym.settings.environments import ShapesEnvironment
 from fovea_gym.utils.http_json import CallBounds
 from fovea_gym.utils.launch import module_command
@@ -81,7 +81,8 @@ def _payload(config: Config, settings: StreamedSettings, model: Model) -> dict[s
 def _in_place_of_packages(config: Config) -> dict[str, Section]:
     """Defaults for the sections of packages that the engine does not need, and which its environment may lack."""
     changed: dict[str, Section] = {}
-    if any(isinstance(each, MakesEnvironment) for each in config.environments.values()):
+    theirs = packages_of(Config.model_fields["environment"])
+    if any(each.name in theirs for each in config.environments.values()):
         changed["environment"] = ShapesEnvironment()
     if isinstance(config.algorithm.loss, HasFormula):
         changed["algorithm"] = config.algorithm.model_copy(update={"loss": ClippedLoss()})

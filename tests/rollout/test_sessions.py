@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fovea.wiring.environment import GradedEnvironment
+from fovea_gym.environments.access import GradedEnvironment
 from fovea_gym.environments.mixture import Part, mixture_of
 from fovea_gym.errors import SessionError
 from fovea_gym.graders.base import TryAgainError

@@ -18,7 +18,7 @@ from itertools import islice
 from typing import Any, TypeGuard
 
 from fovea_gym.adapters.own_score import ScoredBySession
-from fovea_gym.environments.base import Environment, Split
+from fovea_gym.environments.base import Environment, Session, Split
 from fovea_gym.environments.dataset_prompts import bad_row, checked_text
 from fovea_gym.environments.file_splits import FileSplits
 from fovea_gym.errors import DataError, first_line
@@ -52,6 +52,7 @@ class NemoGym(Environment):
     """The environment `nemo_gym`; see `config.NemoGymEnvironment`."""
 
     graders = (ScoredBySession("nemo_gym"),)
+    has_demonstrations = False
 
     def __init__(self, config: NemoGymEnvironment, access: RowAccess) -> None:
         self._config = config
@@ -89,7 +90,7 @@ class NemoGym(Environment):
         return session
 
 
-class GymSession:
+class GymSession(Session):
     """One session on the server, which scores the conversation."""
 
     def __init__(self, server: JsonServer, task: Task) -> None:
