@@ -66,7 +66,8 @@ COVERS: dict[str, tuple[str, ...]] = {
     ),
     "kill": (
         *(*SHARED, "fovea/loop.py", "fovea/loop_async.py", "fovea/run", "fovea/rollout/*.py", "fovea/cli/main.py"),
-        *("fovea/wiring/backends.py", "fovea/wiring/workers.py", "fovea/wiring/environment.py"),
+        *("fovea/wiring/backends.py", "fovea/wiring/workers.py"),
+        *("fovea/wiring/environment.py", "fovea/wiring/grading.py"),
         *(
             "gym/fovea_gym/environments/custom/processes.py",
             "fovea/metrics/jsonl.py",

@@ -277,8 +277,8 @@ class CaptionEnvironment(FileEnvironment):
     def make(self, access: Access, seed: int) -> Environment:
         from fovea_gym.environments.caption import Caption
 
-        for name, model in (("judge", access.judge), ("reward_model", access.reward_model)):
-            if name in self.metric_weights and model is None:
+        for name, offered in (("judge", access.judge), ("reward_model", access.reward_model)):
+            if name in self.metric_weights and offered is None:
                 raise ConfigError(f"environment.metric_weights has {name}, and there is none; set the section {name}")
         judge = access.judge if "judge" in self.metric_weights else None
         load = access.reward_model if "reward_model" in self.metric_weights else None
