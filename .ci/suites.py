@@ -69,7 +69,12 @@ COVERS: dict[str, tuple[str, ...]] = {
     ),
     "kill": (
         *(*SHARED, "fovea/loop.py", "fovea/loop_async.py", "fovea/run", "fovea/rollout/*.py", "fovea/cli/main.py"),
-        *("fovea/wiring/backends.py", "fovea/wiring/workers.py", "fovea/wiring/environment.py"),
+        *(
+            "fovea/wiring/backends.py",
+            "fovea/wiring/workers.py",
+            "fovea/wiring/environment.py",
+            "fovea/wiring/grading.py",
+        ),
         *("fovea/metrics/jsonl.py", "fovea/train/torch/checkpoint.py", "fovea/utils/torchrun.py"),
         *("gym/fovea_gym/environments/custom/processes.py", "gym/fovea_gym/environments/sessions.py"),
         *("gym/fovea_gym/environments/session_task.py", "gym/fovea_gym/adapters/mcp.py"),

@@ -28,6 +28,7 @@ from fovea.models.trainable import choose_trainable
 from fovea.models.vision.feature_cache import FeatureCache
 from fovea.models.vlm import VLM
 from fovea.rollout.collect import collect
+from fovea.rollout.embedded.arguments import make_engine
 from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.run.checkpoint import Checkpoints
 from fovea.run.context import Run, Sources, TaskStream
@@ -40,7 +41,7 @@ from fovea.types import Batch, Prompt, Sampling
 from fovea.weights.push import WeightPusher
 from fovea.weights.sinks import SharedTensors
 from fovea.wiring.data import prefetch_threads
-from fovea.wiring.engine import make_embedded, make_tape
+from fovea.wiring.engine import make_tape
 from fovea_gym.graders.grading import Grading
 from fovea_gym.rows.images import ImageOpener
 from fovea_gym.utils.event_loop import wait_for
@@ -135,7 +136,7 @@ def share(case: Case, parts: TinyParts, device: str = "cpu", attention: Kernel =
     vlm = VLM(parts.network, parts.processor.banned_ids, attention=attention, feature_cache=cache).to(device)
     tape = make_tape(config, vlm)
     assert isinstance(config.rollout.engine, EmbeddedSettings)
-    engine = make_embedded(config.rollout.engine, parts.processor, vlm, tape)
+    engine = make_engine(config.rollout.engine, parts.processor, vlm, tape)
     assert isinstance(engine, EmbeddedEngine), "a family without a fast path"
     return Shared(
         parts=parts,

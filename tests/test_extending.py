@@ -325,6 +325,48 @@ def test_a_package_that_was_imported_takes_no_name_of_ours(site: Path) -> None:
     assert not [setting for setting in describe("algorithm.loss") if setting.key == "algorithm.loss.extra"]
 
 
+SIGNS = """
+from typing import Literal
+from fovea_gym.environments.base import Environment
+from fovea_gym.settings.splits import EnvironmentSettings
+from fovea_gym.types import Message, Score, Task
+
+class Part(EnvironmentSettings):
+    name: Literal["signs"] = "signs"
+    largest: int = 9
+
+    def make(self, access, seed):
+        assert access.imitated and seed == 7
+        return Signs(self)
+
+class Signs(Environment):
+    def __init__(self, settings):
+        self.settings, self.graders = settings, (self,)
+
+    def tasks(self, split):
+        numbers = range(-self.settings.largest, self.settings.largest + 1)
+        questions = [(n, "no" if n >= 0 else "yes") for n in numbers]
+        return [Task(id=f"{split}/{n}", question=f"Is {n} negative?", answer=answer) for n, answer in questions]
+
+    def prompt(self, task):
+        return [Message(role="user", parts=(task.question,))]
+
+    def target(self, task):
+        return task.answer
+
+    async def score(self, task, turns):
+        right = float(turns[-1].text == task.answer)
+        return Score(reward=right, accuracy=right)
+"""
+
+
+def test_an_environment_with_graders_is_one_file(site: Path) -> None:
+    other(site, "fovea.environments", "signs", SIGNS)
+    given = ["model.tiny={}", "run_dir=run", "seed=7", "environment=signs", "rollout.engine=embedded", *SMALL[1:]]
+    train(build(load_config([], given)))
+    assert [row["step"] for row in read_metrics(Path("run"))] == [1, 2]
+
+
 ATLAS = """
 from typing import Literal
 from fovea_gym.settings.splits import EnvironmentSettings
@@ -335,7 +377,7 @@ class Part(EnvironmentSettings):
     lat_key: str = "y"
     levels: dict[str, int] = {}
 
-    def make_environment(self) -> None: ...
+    def make(self) -> None: ...
 """
 
 
@@ -355,7 +397,8 @@ def test_a_name_of_two_packages_is_refused(plus: Path) -> None:
 def part_of(base: str, name: str = "name: Literal['part'] = 'part'") -> str:
     """Code of settings that derive from a class of Fovea's, with no method of their own."""
     module, _, cls = base.partition(".")
-    imports = f"from typing import Literal\nfrom fovea.config.{module} import {cls}\n"
+    package = "fovea_gym.settings" if module == "splits" else "fovea.config"
+    imports = f"from typing import Literal\nfrom {package}.{module} import {cls}\n"
     return f"{imports}class Part({cls}):\n    {name}\n"
 
 
@@ -384,8 +427,8 @@ NO_METHOD = "which does not fit; .* method "
             "with the line `name: Literal\\['part'\\] = 'part'`",
         ),
         ("losses", "algorithm.loss", part_of("algorithm.LossSettings"), rf"{NO_METHOD}policy_loss \("),
-        ("engines", "rollout.engine", part_of("backends.StreamedEngine"), rf"{NO_METHOD}make_engine \("),
-        ("environments", "environment", part_of("splits.EnvironmentSettings"), rf"{NO_METHOD}make_environment \("),
+        ("engines", "rollout.engine", part_of("backends.StreamedEngine"), rf"{NO_METHOD}make \("),
+        ("environments", "environment", part_of("splits.EnvironmentSettings"), rf"{NO_METHOD}make \("),
         ("trackers", "log.tracker", part_of("sections.TrackerSettings"), rf"{NO_METHOD}connect \("),
     ],
     ids=["import", "a number", "name", "loss", "engine", "environment", "tracker"],

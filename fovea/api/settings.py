@@ -15,8 +15,8 @@ from typing_extensions import TypedDict
 
 from fovea.config.describe import listed, settings
 from fovea.run.fingerprint import GivenCode
-from fovea.wiring.environment import GradedEnvironment
 from fovea.wiring.given import ARGUMENTS, Frames
+from fovea_gym.environments.access import GradedEnvironment
 from fovea_gym.environments.base import Split
 from fovea_gym.environments.custom.loading import check_named, checked_environment, checked_reward, load_reward, name_of
 from fovea_gym.errors import ConfigError

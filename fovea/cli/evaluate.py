@@ -229,7 +229,7 @@ def serve(
         from fovea.commands.serve import ServedModel, ServerAddress
         from fovea.commands.serve import serve as serve_model
         from fovea.rollout.server import LaunchesServers
-        from fovea_gym.rows.fetch import UrlLimits
+        from fovea_gym.rows.access import UrlLimits
 
         launch: LaunchesServers
         # each an optional extra

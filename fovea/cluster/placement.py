@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fovea.config.sections import Cluster
-from fovea.train.ranks import Ranks, check_replicas
+from fovea.train.ranks import ALONE, Ranks, check_replicas
 from fovea_gym.errors import ConfigError
 
 T = TypeVar("T")
@@ -79,6 +79,21 @@ class Role:
     has_engine: bool
     in_thread: bool
     """The policy's calls run in a separate thread: engines may generate meanwhile."""
+    is_alone: bool = False
+    """This process is the whole run, so that rollout and update may share memory and activations."""
+
+    @staticmethod
+    def alone() -> Role:
+        """The role of a run in one process."""
+        return Role(
+            everyone=ALONE,
+            learners=ALONE,
+            receivers=None,
+            pairs={},
+            has_engine=True,
+            in_thread=False,
+            is_alone=True,
+        )
 
     @staticmethod
     def of(placement: Placement, device: str, timeout: timedelta) -> Role:

@@ -12,7 +12,6 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from fovea.config.backends import StreamedEngine
 from fovea.config.model import Model
 from fovea.config.run import Config
 from fovea.data.prompt_source import PromptSource, RendersPrompts
@@ -29,13 +28,13 @@ from fovea.run.signals import too_few_rows
 from fovea.utils.torchrun import num_processes
 from fovea.wiring.backends import placement_of
 from fovea.wiring.data import make_order, make_renderer, within_epochs
-from fovea.wiring.environment import GradedEnvironment, make_environment
+from fovea.wiring.environment import make_environment
 from fovea.wiring.images import make_opener
 from fovea.wiring.interpreter import find_interpreter
-from fovea.wiring.megatron import trains_with_megatron
 from fovea.wiring.model import locate_model
 from fovea.wiring.outputs import chosen_trackers
 from fovea.wiring.trial_score import remarks_on_answers, remarks_on_images, remarks_on_shares, spread, try_reward
+from fovea_gym.environments.access import GradedEnvironment
 from fovea_gym.environments.base import Split
 from fovea_gym.errors import DataError, FoveaError, SeveralErrors
 
@@ -137,14 +136,12 @@ def _check_packages(config: Config) -> None:
     if config.cluster.num_ray_workers:
         importlib.import_module("fovea.cluster.ray")
         return  # the machines of a Ray cluster have their own environments
-    if trains_with_megatron(config):
+    if not config.train.backend.shares_network:
         importlib.import_module("fovea.train.megatron")
     engine = config.rollout.engine
-    if not isinstance(engine, StreamedEngine):
-        return
-    if engine.python is not None:
+    if engine.interpreter is not None:
         # this environment need not have the engine of another
-        find_interpreter(engine.python)
+        find_interpreter(engine.interpreter)
     elif engine.extra is not None:
         importlib.import_module("fovea.rollout." + engine.extra)
 

@@ -44,10 +44,11 @@ from fovea.models.render import Renderer
 from fovea.report.evaluation import write_evaluation
 from fovea.report.tables import tables
 from fovea.rollout.base import Engine
+from fovea.rollout.embedded.arguments import make_engine
 from fovea.run.fingerprint import GivenCode
 from fovea.run.rollout_step import evaluation_sampling
 from fovea.wiring.data import PROMPT_CACHE_GIB, make_renderer
-from fovea.wiring.engine import SERVER_BOUNDS, make_embedded, make_evaluator, make_server_evaluator
+from fovea.wiring.engine import SERVER_BOUNDS, make_evaluator, make_server_evaluator
 from fovea.wiring.environment import make_environment
 from fovea.wiring.given import rows_as_files
 from fovea.wiring.images import make_opener
@@ -285,7 +286,7 @@ def engine_of(model: OpenedModel, config: Config) -> Engine:
     """The engine that answers, whichever samples in training: it shares the network that is opened here."""
     settings = config.rollout.engine if isinstance(config.rollout.engine, EmbeddedSettings) else EmbeddedSettings()
     # no update follows, so that the engine need not keep activations for reuse
-    engine = make_embedded(settings.model_copy(update={"reuse_gib": 0.0}), model.processor, model.vlm)
+    engine = make_engine(settings.model_copy(update={"reuse_gib": 0.0}), model.processor, model.vlm)
     engine.load_weights(dict(engine.own_weights()), 0)
     return engine
 

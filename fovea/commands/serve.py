@@ -26,7 +26,7 @@ from fovea.rollout.server import Launch, LaunchesServers, ModelServer
 from fovea.rollout.server_guard import made_key
 from fovea_gym.errors import ConfigError
 from fovea_gym.processes.child import ChildProcess
-from fovea_gym.rows.fetch import UrlLimits
+from fovea_gym.rows.access import UrlLimits
 from fovea_gym.utils.addresses import is_loopback
 from fovea_gym.utils.bounded import check_inside
 

@@ -34,7 +34,7 @@ from fovea.run.checkpoint import Checkpoints, DamagedCheckpointError, is_checkpo
 from fovea.train.torch.checkpoint import load_trained
 from fovea.train.torch.sharding import copy_weights
 from fovea.wiring.environment import make_environment
-from fovea.wiring.megatron import saved_by_megatron, trains_with_megatron
+from fovea.wiring.megatron import saved_by_megatron
 from fovea.wiring.model import locate_model, make_vlm, open_vlm
 from fovea.wiring.model_trial import try_model
 from fovea_gym.environments.base import Environment
@@ -355,7 +355,7 @@ def _open_checkpoint(target: CheckpointTarget, overrides: Sequence[Override], *,
     with naming_deletion(target.folder):
         file = target.run / CONFIG_FILE
         config = _without_first_adapter(load_config([file], overrides))
-        if trains_with_megatron(config) and not trust:
+        if not config.train.backend.shares_network and not trust:
             raise ConfigError(
                 f"{target.name} is a checkpoint of train.backend=megatron, with a pickle among its files, which can "
                 "run code when it is read; add trust=True, if the run is your own"
@@ -374,7 +374,7 @@ def _open_checkpoint(target: CheckpointTarget, overrides: Sequence[Override], *,
 
 def _load_trained(checkpoint: Path, config: Config, model: Model, vlm: PolicyNetwork) -> tuple[str, ...]:
     """Restore the weights of a checkpoint of either backend in place; returns the names of what was left out."""
-    if not trains_with_megatron(config):
+    if config.train.backend.shares_network:
         return load_trained(checkpoint, vlm)
     saved = saved_by_megatron(config, model, vlm.banned_ids, checkpoint)
     copy_weights(saved.weights, dict(factored_weights(vlm.network)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from fovea.config.backends import MegatronBackend, ServingEngine, VllmServersSettings
+from fovea.config.backends import MegatronBackend
 from fovea.config.loading import keys_of, package_parts
 from fovea.config.recipes import Override, read_override, read_recipe
 from fovea.config.run import Config
@@ -81,13 +81,7 @@ def _powers(config: Config) -> Iterator[tuple[str, str, str]]:
 
 def _training_powers(config: Config) -> Iterator[tuple[str, str, str]]:
     """The settings with such a power only in training, as `_powers` gives them."""
-    engine, key = config.rollout.engine, "rollout.engine"
-    if isinstance(engine, VllmServersSettings):
-        sent = f"rows, weights and the key in {key}.weights_dir"
-        yield f"{key}.servers", f"sends {sent} to {key}.servers={list(engine.servers)}", f"{key}.servers=[URL]"
-    if (python := getattr(engine, "python", None)) is not None:
-        yield f"{key}.python", f"runs {key}.python={python}", f"{key}.python=ENV/bin/python"
-    if isinstance(engine, ServingEngine) and engine.engine_args:
-        yield f"{key}.engine_args", f"starts its engine with {key}.engine_args={engine.engine_args}", f"{key}=embedded"
+    for key, does, fix in config.rollout.engine.powers():
+        yield f"rollout.engine.{key}", does, fix
     if isinstance(config.train.backend, MegatronBackend):
         yield "train.backend.name", "reads a pickle, which can run code (train.backend=megatron)", "train.backend=torch"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
@@ -22,6 +22,13 @@ from fovea_gym.settings.base import (
     Section,
 )
 from fovea_gym.settings.type_text import Example
+
+if TYPE_CHECKING:  # settings are read without what they make
+    from fovea.rollout.access import EngineAccess
+    from fovea.rollout.base import Engine
+    from fovea.train.access import PolicyAccess, PushedPolicy
+    from fovea.weights.base import PushedEngine
+    from fovea.weights.sinks import NetworkEngine
 
 CPU_KV_CACHE_GIB, CPU_KV_CACHE_TOKENS = 1.0, 32_768
 """KV caches of vLLM and SGLang on a CPU where nothing is set: the trainer needs the machine's memory too."""
@@ -54,7 +61,20 @@ class EngineUse:
 
 
 class EngineSettings(Member):
-    """Settings of a rollout engine."""
+    """Settings of a rollout engine, which make it."""
+
+    shares_weights: ClassVar[bool] = False
+    """True if the engine samples with a network of Fovea's in this process, instead of weights of its own."""
+    extra: ClassVar[str | None] = None
+    """Extra of Fovea's that the engine needs; the package below rollout/ has its name."""
+    forgets_weights: ClassVar[bool] = False
+    """True if an engine that is started again has lost what earlier pushes brought, so that each brings all."""
+    has_one_leader: ClassVar[bool] = False
+    """True if one worker leads all engines, which run elsewhere."""
+
+    def make(self, access: EngineAccess) -> Engine:
+        """Make the engine."""
+        raise NotImplementedError(self.name)
 
     def complaints(self, use: EngineUse) -> Iterator[str]:
         """Yield an error text for each setting that this engine cannot work with."""
@@ -65,9 +85,35 @@ class EngineSettings(Member):
         """True if a push brings adapters beside the weights that they add to, instead of merged weights."""
         return False
 
+    @property
+    def interpreter(self) -> str | None:
+        """Interpreter of another Python environment for the engine; None for the trainer's."""
+        return None
+
+    @property
+    def lets_segments_grow(self) -> bool:
+        """True if the trainer's GPU memory may move: the engine neither opens it by CUDA IPC nor has a pool here."""
+        return False
+
+    @property
+    def kept_gib(self) -> float:
+        """Memory for activations of the rollout that the update reuses."""
+        return 0.0
+
+    @property
+    def is_exact(self) -> bool:
+        """True if it decodes in this process with the very weights that are trained."""
+        return False
+
+    def powers(self) -> Iterator[tuple[str, str, str]]:
+        """Settings by which it sends data or runs code: key below rollout.engine, effect, and what to set instead."""
+        yield from ()
+
 
 class EmbeddedSettings(EngineSettings):
     """Fovea's own engine, in the trainer's process and on its weights, without a copy."""
+
+    shares_weights = True
 
     name: Literal["embedded"] = "embedded"
     max_batch_tokens: MayChange[PositiveInt | None] = None
@@ -85,6 +131,31 @@ class EmbeddedSettings(EngineSettings):
     def takes_adapters(self) -> bool:
         return True
 
+    @property
+    def lets_segments_grow(self) -> bool:
+        return True
+
+    @property
+    def kept_gib(self) -> float:
+        return self.reuse_gib
+
+    @property
+    def is_exact(self) -> bool:
+        return self.decode_weights == "exact"
+
+    def make(self, access: EngineAccess) -> NetworkEngine:
+        from fovea.rollout.embedded.arguments import make_engine
+
+        assert access.network is not None, "the embedded engine samples with a network"
+        return make_engine(
+            self,
+            access.processor,
+            access.network,
+            tape=access.tape,
+            pushed=access.pushed,
+            can_give_way=access.can_give_way,
+        )
+
     def complaints(self, use: EngineUse) -> Iterator[str]:
         if self.decode_weights == "int8" and not use.corrects_for_engine:
             yield (
@@ -96,12 +167,20 @@ class EmbeddedSettings(EngineSettings):
 class StreamedEngine(EngineSettings):
     """Settings of an engine with its own copy of the weights, to which every update is pushed."""
 
-    extra: ClassVar[str | None] = None
-    """Extra of Fovea's that the engine needs; the package below rollout/ has its name."""
-
     python: MayChange[str | None] = None
     """Interpreter of another Python environment, such as ENV/bin/python, in which the engine (vllm_servers: what talks
     to the servers) gets a process: for a trainer whose packages conflict, as Megatron's do. Default: the trainer's."""
+
+    @property
+    def interpreter(self) -> str | None:
+        return self.python
+
+    def make(self, access: EngineAccess) -> PushedEngine:
+        raise NotImplementedError(self.name)
+
+    def powers(self) -> Iterator[tuple[str, str, str]]:
+        if self.python is not None:
+            yield "python", f"runs rollout.engine.python={self.python}", "rollout.engine.python=ENV/bin/python"
 
 
 class ImageLimit(Section):
@@ -135,6 +214,12 @@ class ServingEngine(StreamedEngine):
     it needs algorithm.importance_sampling_fix."""
     engine_args: MayChange[dict[str, Any]] = Field(default_factory=dict)
     """Further arguments of the engine, under its own names."""
+
+    def powers(self) -> Iterator[tuple[str, str, str]]:
+        yield from super().powers()
+        if self.engine_args:
+            key = "rollout.engine.engine_args"
+            yield "engine_args", f"starts its engine with {key}={self.engine_args}", "rollout.engine=embedded"
 
     def complaints(self, use: EngineUse) -> Iterator[str]:
         if self.min_new_tokens and not use.corrects_for_engine:
@@ -177,6 +262,12 @@ class VllmSettings(ServingEngine):
     @property
     def takes_adapters(self) -> bool:
         return self.enable_lora
+
+    def make(self, access: EngineAccess) -> PushedEngine:
+        from fovea.rollout.vllm.arguments import make_engine
+
+        longest = access.max_model_len
+        return make_engine(self, access.model, access.processor, max_model_len=longest, seed=access.seed)
 
     def complaints(self, use: EngineUse) -> Iterator[str]:
         yield from _vllm_complaints(self.name, use)
@@ -226,6 +317,12 @@ class SglangSettings(ServingEngine):
     timeout_seconds: MayChange[Seconds] = 1800.0
     """Longest time without an answer while SGLang has something to do; it is ended then, and counts as lost."""
 
+    def make(self, access: EngineAccess) -> PushedEngine:
+        from fovea.rollout.sglang.arguments import make_engine
+
+        longest = access.max_model_len
+        return make_engine(self, access.model, access.processor, max_model_len=longest, seed=access.seed)
+
     def complaints(self, use: EngineUse) -> Iterator[str]:
         if use.min_p:
             yield (
@@ -242,6 +339,8 @@ class VllmServersSettings(StreamedEngine):
     """vLLM servers of `fovea serve --for-training`, on any machine; a folder brings them the weights (extra: vllm)."""
 
     extra = "vllm"
+    forgets_weights = True
+    has_one_leader = True
 
     name: Literal["vllm_servers"] = "vllm_servers"
     servers: MayChange[tuple[ServerUrl, ...]] = Field(min_length=1)
@@ -255,6 +354,22 @@ class VllmServersSettings(StreamedEngine):
     limit_mm_per_prompt: ImageLimit = Field(default_factory=ImageLimit)
     """Media of one prompt."""
 
+    @property
+    def lets_segments_grow(self) -> bool:
+        # in this process, which pushes by files
+        return self.python is None
+
+    def make(self, access: EngineAccess) -> PushedEngine:
+        from fovea.rollout.vllm.connect import connect
+
+        return connect(self, access.model, access.processor, max_model_len=access.max_model_len)
+
+    def powers(self) -> Iterator[tuple[str, str, str]]:
+        sent = "rows, weights and the key in rollout.engine.weights_dir"
+        key = "rollout.engine.servers"
+        yield "servers", f"sends {sent} to {key}={list(self.servers)}", f"{key}=[URL]"
+        yield from super().powers()
+
     def complaints(self, use: EngineUse) -> Iterator[str]:
         yield from _vllm_complaints(self.name, use)
         twice = next((each for each in self.servers if self.servers.count(each) > 1), None)
@@ -264,12 +379,15 @@ class VllmServersSettings(StreamedEngine):
 
 EngineConfig: TypeAlias = Annotated[
     EmbeddedSettings | VllmSettings | VllmServersSettings | SglangSettings | StreamedEngine,
-    OpenUnion("fovea.engines", "make_engine"),
+    OpenUnion("fovea.engines", "make"),
 ]
 
 
 class TorchBackend(Section):
     """PyTorch on transformers' modules, with Fovea's packed shared-prefix forward."""
+
+    shares_network: ClassVar[bool] = True
+    """True if the trained network is one that an engine which shares weights can sample with."""
 
     name: Literal["torch"] = "torch"
     logits_mib: MayChange[PositiveFloat] = 512.0
@@ -284,9 +402,18 @@ class TorchBackend(Section):
     """Keep the float32 weights and the optimizer's states in the host's memory; with several ranks the weights that
     passes gather come from there too. CUDA only; slower by the transfers, which every step makes."""
 
+    def make(self, access: PolicyAccess) -> PushedPolicy:
+        """Make the policy."""
+        from fovea.train.torch.making import make_policy
+
+        assert access.network is not None, "it trains a network in place"
+        return make_policy(access.config, access.network, access.tape, access.ranks)
+
 
 class MegatronBackend(Section):
     """Megatron-core, with models by Megatron's bridge: tensors and layers split over GPUs (extra: megatron)."""
+
+    shares_network: ClassVar[bool] = False
 
     name: Literal["megatron"] = "megatron"
     tensor_parallel_size: PositiveInt = 1
@@ -307,6 +434,13 @@ class MegatronBackend(Section):
     replicas: ClassVar[int] = 1
     cpu_offload: ClassVar[bool] = False
     liger_kernels: ClassVar[bool] = False
+
+    def make(self, access: PolicyAccess) -> PushedPolicy:
+        """Make this process's part of the policy, which all processes that train do together."""
+        # an optional extra; the module reports its absence
+        from fovea.train.megatron.policy import MegatronPolicy
+
+        return MegatronPolicy(access.config, access.model, access.banned_ids)
 
 
 BackendConfig: TypeAlias = Annotated[TorchBackend | MegatronBackend, Field(discriminator="name")]

@@ -14,7 +14,6 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from fovea.config.algorithm import Algorithm
-from fovea.config.backends import EmbeddedSettings, VllmServersSettings
 from fovea.config.checks import disagreements
 from fovea.config.curriculum import Curriculum
 from fovea.config.model import Model
@@ -111,9 +110,7 @@ class Config(Section):
         Not beside an engine that opens tensors of this process by CUDA IPC (SGLang, or any in another environment), for
         which segments must not move, nor beside vLLM, which allocates in a separate pool in this process.
         """
-        engine = self.rollout.engine
-        by_files = isinstance(engine, VllmServersSettings) and engine.python is None
-        return self.model.device != "cpu" and (by_files or isinstance(engine, EmbeddedSettings))
+        return self.model.device != "cpu" and self.rollout.engine.lets_segments_grow
 
     @property
     def copies_reference(self) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 from fovea.data.bad_rows import BadRows
 from fovea.data.order import RowOrder
 from fovea.types import Prompt
-from fovea_gym.environments.base import Environment, UsesTools
+from fovea_gym.environments.base import Environment
 from fovea_gym.errors import BadRowError, DataError
 from fovea_gym.rows.tasks import RowPlace, place_of
 from fovea_gym.types import ImageRef, Message, PixelChange, Task, ToolSpec
@@ -188,7 +188,7 @@ class PromptSource:
         asked = self._environment.prompt(task) if messages is None else messages
         # a processed image takes thousands of times the memory of its file: a row too long is refused before
         self._check_length(self.renderer.fewest_tokens(asked), where, "at least ")
-        tools = self._environment.tools(task) if isinstance(self._environment, UsesTools) else ()
+        tools = self._environment.tools(task)
         prompt = self.renderer.prompt(asked, where=where, tools=[tool.spec for tool in tools])
         self._check_length(prompt.num_tokens, where)
         return PromptedTask(task=task, prompt=prompt)

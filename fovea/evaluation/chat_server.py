@@ -21,7 +21,7 @@ from fovea.rollout.collect import request_seed
 from fovea.rollout.conversation import Conversations, scored
 from fovea.types import Episode, Prompt, Sampling
 from fovea_gym.environments.answer_end import find_answer_end
-from fovea_gym.environments.base import Environment, Session, UsesTools
+from fovea_gym.environments.base import Environment, Session
 from fovea_gym.environments.sessions import unreadable
 from fovea_gym.errors import BadRowError, ConfigError, UnscoredError, first_line, named
 from fovea_gym.graders.grading import Grading
@@ -158,7 +158,7 @@ class ServerEvaluator:
         """The n scored episodes of a task, or why there are none."""
         try:
             asked = tuple(self._environment.prompt(task))
-            tools = self._environment.tools(task) if isinstance(self._environment, UsesTools) else ()
+            tools = self._environment.tools(task)
             listed = with_tool_list(asked, [tool.spec for tool in tools]) if tools else asked
             chat = await as_chat_in_thread(listed, self._open_image)
             replies = await self._model.answer(chat, sampling, n=n, seed=seed)

@@ -13,8 +13,8 @@ from fovea.rollout.base import Engine
 from fovea.rollout.conversation import Conversations, SessionLog, scored
 from fovea.rollout.schedule import Place
 from fovea.types import Completion, Episode, Group, Prompt, Request, SampledTurn, Sampling, TurnTokens
-from fovea_gym.environments.base import Environment, OpensSessions, Session
-from fovea_gym.environments.sessions import turn_limit, unreadable
+from fovea_gym.environments.base import Environment, Session
+from fovea_gym.environments.sessions import unreadable
 from fovea_gym.errors import DataError, FailedEpisodeError, UnscoredError
 from fovea_gym.graders.grading import Grading
 from fovea_gym.types import Message, Turn
@@ -36,7 +36,7 @@ class Interaction:
     @property
     def converses(self) -> bool:
         """True if an episode may be more than an answer that graders score."""
-        return self.environment.max_turns > 1 or isinstance(self.environment, OpensSessions)
+        return self.environment.max_turns > 1 or self.environment.has_sessions
 
     def fits(self, request: Request) -> bool:
         """True if the longest completion stays within the tokens of an episode and the model's positions."""
@@ -185,7 +185,7 @@ class EngineSpeaker:
         self._interaction = interaction
         self._name = item.task.id
         self._request = request
-        self._most_turns = turn_limit(interaction.environment, item.task)
+        self._most_turns = interaction.environment.turns_of(item.task)
 
     async def answer(self, session: Session, turns: Sequence[Turn], messages: Sequence[Message]) -> Turn | None:
         """Generate the turn after these ones; None where it might take more than the tokens of an episode."""

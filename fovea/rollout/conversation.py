@@ -12,8 +12,8 @@ from typing import Protocol
 from fovea.data.prompt_source import SeenReply, as_sent
 from fovea.rollout.schedule import Place, Schedule, schedule_of
 from fovea.types import Episode, EpisodeEnd, Metrics
-from fovea_gym.environments.base import Environment, LimitsSessions, Session
-from fovea_gym.environments.sessions import goes_on, open_session, score_of, turn_limit, unreadable
+from fovea_gym.environments.base import Environment, Session
+from fovea_gym.environments.sessions import goes_on, unreadable
 from fovea_gym.errors import DataError, FailedEpisodeError
 from fovea_gym.graders.grading import Grading
 from fovea_gym.types import Message, Score, Task, Turn
@@ -88,10 +88,9 @@ class Conversations:
         seen_reply: SeenReply = as_sent,
     ) -> Conversations:
         """The conversations of episodes with these places, in the order that suits the engine."""
-        max_open = environment.max_open if isinstance(environment, LimitsSessions) else None
         return Conversations(
             environment=environment,
-            schedule=schedule_of(engine, places, max_open),
+            schedule=schedule_of(engine, places, environment.max_open),
             log=SessionLog() if log is None else log,
             seen_reply=seen_reply,
         )
@@ -111,13 +110,13 @@ class Conversations:
     async def _in_session(self, task: Task, seed: int, first: Turn, speaker: Speaker, place: Place) -> Conversation:
         try:
             with self.log.waiting():
-                session = await open_session(self.environment, task, seed)
+                session = await self.environment.open(task, seed)
         except FailedEpisodeError as error:
             return Conversation(turns=(first,), failure=error)
         turns = [first]
         try:
             end = await self._until_end(session, turns, speaker, task, place)
-            return Conversation(turns=tuple(turns), end=end, score=await score_of(session, turns))
+            return Conversation(turns=tuple(turns), end=end, score=await session.score(turns))
         except FailedEpisodeError as error:
             return Conversation(turns=tuple(turns), failure=error)
         finally:
@@ -127,7 +126,7 @@ class Conversations:
         self, session: Session, turns: list[Turn], speaker: Speaker, task: Task, place: Place
     ) -> EpisodeEnd:
         """Append the later turns; returns how the episode ended."""
-        most_turns = turn_limit(self.environment, task)
+        most_turns = self.environment.turns_of(task)
         while len(turns) < most_turns:
             begun = perf_counter()
             with self.log.waiting():

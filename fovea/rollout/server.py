@@ -13,7 +13,7 @@ from fovea.errors import EngineError
 from fovea.rollout.outputs import check_fits
 from fovea.types import Request
 from fovea_gym.errors import ConfigError
-from fovea_gym.rows.fetch import UrlLimits
+from fovea_gym.rows.access import UrlLimits
 from fovea_gym.utils.launch import with_this_fovea
 
 BANNED_IDS_ENV, API_KEY_ENV, ADMIN_KEY_ENV = "FOVEA_BANNED_IDS", "FOVEA_SERVER_KEY", "FOVEA_ADMIN_KEY"

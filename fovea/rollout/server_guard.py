@@ -18,7 +18,8 @@ from typing import Any, TypeAlias
 
 from fovea.rollout.server import ADMIN_KEY_ENV, API_KEY_ENV, BANNED_IDS_ENV, URL_LIMITS_ENV
 from fovea_gym.errors import BadRowError, ConfigError
-from fovea_gym.rows.fetch import UrlLimits, fetch
+from fovea_gym.rows.access import UrlLimits
+from fovea_gym.rows.fetch import fetch
 from fovea_gym.rows.images import ImageOpener
 from fovea_gym.types import ImageRef
 from fovea_gym.utils.addresses import is_loopback

@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 
 from fovea.algorithms.kl import next_kl_coef
 from fovea.config.algorithm import KlInReward
-from fovea.config.backends import EmbeddedSettings
 from fovea.config.run import Config
 from fovea.errors import TrainError
 from fovea.evaluation.statistics import dev_metrics
@@ -145,7 +144,7 @@ async def _limit_microbatches(run: Run, saved: MicrobatchTokens | None) -> None:
                 f"micro-batches have {limit} tokens at most, since memory ran out before this resume; another value of "
                 f"train.max_tokens_per_microbatch={setting} counts from then on"
             )
-        if isinstance(run.config.rollout.engine, EmbeddedSettings):
+        if run.config.rollout.engine.shares_weights:
             run.progress.print("the KV cache is freed before every update, since memory ran out before this resume")
 
 

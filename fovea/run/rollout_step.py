@@ -26,8 +26,7 @@ from fovea.rollout.collect import collect
 from fovea.rollout.conversation import SessionLog
 from fovea.run.context import Run, TaskStream
 from fovea.types import Group, Metrics, Prompt, Sampling
-from fovea_gym.environments.answer_end import declared_end
-from fovea_gym.environments.base import Environment, OpensSessions
+from fovea_gym.environments.base import Environment
 from fovea_gym.errors import ConfigError
 from fovea_gym.types import AnswerEnd
 from fovea_gym.utils.bounded import append_to, read_lines
@@ -88,7 +87,7 @@ async def roll_out(engine: Engine, stream: TaskStream, config: Config, *, step: 
     metrics = dict(rollout.metrics)
     if config.rollout.views:
         metrics |= view_metrics(rollout.groups, config.rollout.views, step, config.max_steps)
-    has_sessions = isinstance(stream.environment, OpensSessions)
+    has_sessions = stream.environment.has_sessions
     if stream.grading.waits or has_sessions:
         metrics["groups/unscored"] = float(len(rollout.unscored))
     if has_sessions:
@@ -245,7 +244,7 @@ def answer_end_of(config: Config, environment: Environment) -> AnswerEnd | None:
     """The end at which completions stop, if `rollout.stop_after_answer`; ConfigError if the environment names none."""
     if not config.rollout.stop_after_answer:
         return None
-    end = declared_end(environment)
+    end = environment.answer_end
     if end is None:
         raise ConfigError(
             f"rollout.stop_after_answer=true, but environment={config.environment.name} does not say where an answer "
@@ -262,7 +261,7 @@ NOISY, MASKED = 0, 1
 def in_one_turn(config: Config, environment: Environment) -> Environment:
     """The environment; ConfigError for views in one of several turns, whose later pictures no view changes."""
     given = {"rollout.views": config.rollout.views, "algorithm.views": config.algorithm.views}
-    several = environment.max_turns > 1 or isinstance(environment, OpensSessions)
+    several = environment.max_turns > 1 or environment.has_sessions
     for key in (key for key, views in given.items() if views is not None and several):
         raise ConfigError(
             f"{key} changes the pictures of prompts, but environment={config.environment.name} shows others in later "

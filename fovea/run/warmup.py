@@ -15,7 +15,7 @@ from fovea.rollout.collect import extended
 from fovea.train.base import Policy, SftExample
 from fovea.types import Evaluation, Prompt
 from fovea_gym.environments.base import Environment, Session
-from fovea_gym.environments.sessions import open_session, turn_limit, unreadable
+from fovea_gym.environments.sessions import unreadable
 from fovea_gym.errors import DataError, FailedEpisodeError
 from fovea_gym.types import Turn
 
@@ -87,7 +87,7 @@ async def _pairs_of(stage: WarmupStage, row: PromptedTask) -> list[SftExample]:
     answers = stage.environment.demonstration(row.task)
     if len(answers) == 1:
         return [_pair(stage, row, row.prompt, answers[0])]
-    session = await open_session(stage.environment, row.task, SESSION_SEED)
+    session = await stage.environment.open(row.task, SESSION_SEED)
     try:
         return [pair async for pair in _demonstrated(stage, row, answers, session)]
     finally:
@@ -103,7 +103,7 @@ async def _demonstrated(
         pair = _pair(stage, row, prompt, text)
         yield pair
         turns.append(Turn(messages=asked, text=text))
-        messages = await session.reply(turns) if len(turns) < turn_limit(environment, row.task) else None
+        messages = await session.reply(turns) if len(turns) < environment.turns_of(row.task) else None
         if messages is None:
             return
         asked = tuple(messages)

@@ -13,6 +13,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from fovea.rollout.base import Engine
 from fovea.types import Metrics, Shape
 
 
@@ -78,3 +79,7 @@ class WeightSink(Protocol):
         `sinks.read_compared`; one in another process compares them with the hashes that it made of what it took.
         """
         ...
+
+
+class PushedEngine(Engine, WeightSink, Protocol):
+    """An engine in this process, or started by it, with its own weights, which pushes stream into."""

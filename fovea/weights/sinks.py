@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from fovea.errors import EngineError
+from fovea.rollout.base import Engine
 from fovea.rollout.checks import check_shapes
 from fovea.types import Shape, Weights
 from fovea.utils.checksum import bit_hash, read_hashes
 
 
-class NetworkEngine(Protocol):
+class NetworkEngine(Engine, Protocol):
     """An engine that samples with tensors in this process."""
 
     def own_weights(self) -> Weights:

@@ -9,31 +9,23 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fovea.cluster.loopback import own_ray_on_loopback
-from fovea.cluster.placement import Placement
+from fovea.cluster.placement import Placement, Role
 from fovea.cluster.ray_token import use_token
 from fovea.cluster.services import WorkersEngine, WorkersPolicy, WorkersWeights
 from fovea.cluster.torchrun import connect_workers, join
 from fovea.cluster.workers import LocalHandle, WorkerHandle, Workers, call_each
-from fovea.config.backends import EmbeddedSettings, MegatronBackend, VllmServersSettings
-from fovea.config.backends import StreamedEngine as StreamedSettings
+from fovea.config.backends import MegatronBackend
 from fovea.config.model import Model
 from fovea.config.run import Config
 from fovea.models.processor import Processor
 from fovea.processes.calls import Call
 from fovea.rollout.base import Engine
 from fovea.train.base import Policy
-from fovea.train.local import LocalPolicy
 from fovea.train.model_division import check_processes
 from fovea.utils.torchrun import num_processes
 from fovea.weights.base import WeightSync
-from fovea.weights.push import WeightPusher
-from fovea.weights.sinks import SharedTensors
-from fovea.wiring.engine import free_first, make_embedded, make_streamed, make_tape
-from fovea.wiring.interpreter import absolute, set_threads
-from fovea.wiring.megatron import trains_with_megatron
-from fovea.wiring.model import kernel_notes, open_vlm
-from fovea.wiring.policy import make_policy
-from fovea.wiring.workers import Setup, check_offload, make_megatron_worker, make_pusher, worker_of
+from fovea.wiring.interpreter import absolute
+from fovea.wiring.workers import Setup, make_worker, worker_of
 from fovea_gym.errors import ConfigError
 from fovea_gym.utils.event_loop import wait_for
 
@@ -58,27 +50,10 @@ def open_backends(config: Config, model: Model, processor: Processor) -> Backend
 def _alone(config: Config, model: Model, processor: Processor) -> Backends:
     """Policy and engine in this process, on the same tensors if the engine has no copy."""
     placement_of(config, num_workers=1)
-    check_offload(config)
-    set_threads(config)
-    if trains_with_megatron(config):
-        worker = make_megatron_worker(config, model, processor)
-        assert worker.policy is not None
-        assert worker.engine is not None
-        return Backends(worker.policy, worker.engine, worker.weight_sync, worker.kernel_notes)
-    vlm = open_vlm(config, model, processor.banned_ids)
-    notes = kernel_notes(config, vlm)
-    tape = make_tape(config, vlm)
-    policy = make_policy(config, vlm, tape)
-    settings = config.rollout.engine
-    engine: Engine
-    if isinstance(settings, EmbeddedSettings):
-        engine = embedded = make_embedded(settings, processor, vlm, tape, can_give_way=True)
-        free_first(policy, embedded)
-        sync = WeightPusher(policy.outgoing, [SharedTensors(embedded)])
-    else:
-        engine = streamed = make_streamed(config, settings, model, processor)
-        sync = make_pusher(config, policy, [streamed])
-    return Backends(LocalPolicy(policy), engine, sync, notes)
+    worker = make_worker(config, model, processor, Role.alone())
+    assert worker.policy is not None
+    assert worker.engine is not None
+    return Backends(worker.policy, worker.engine, worker.weight_sync, worker.kernel_notes)
 
 
 def _on_torchrun(config: Config, model: Model) -> Backends:
@@ -113,8 +88,8 @@ def _on_ray(config: Config, model: Model) -> Backends:
 def _for_elsewhere(config: Config, model: Model, placement: Placement) -> Setup:
     """The setup of processes with another working directory, as the workers of a Ray cluster have."""
     engine = config.rollout.engine
-    if isinstance(engine, StreamedSettings) and engine.python is not None:
-        engine = engine.model_copy(update={"python": absolute(engine.python)})
+    if engine.interpreter is not None:
+        engine = engine.model_copy(update={"python": absolute(engine.interpreter)})
         config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": engine})})
     if model.path is not None and (path := Path(model.path).expanduser()).exists():
         model = model.model_copy(update={"path": str(path.absolute())})
@@ -127,7 +102,7 @@ def placement_of(config: Config, num_workers: int) -> Placement:
         check_processes(config.train.backend, num_workers)
     placement = Placement.of(config.cluster, num_workers, config.train.backend.replicas)
     num_engines = len(placement.engines(range(num_workers)))
-    if isinstance(config.rollout.engine, VllmServersSettings) and num_engines > 1:
+    if config.rollout.engine.has_one_leader and num_engines > 1:
         # Megatron's processes all train and generate
         advice = (
             "train in one process, or set rollout.engine=vllm, with its environment as rollout.engine.python"
@@ -135,8 +110,8 @@ def placement_of(config: Config, num_workers: int) -> Placement:
             else "set cluster.placement=disaggregated and cluster.rollout_gpus=1"
         )
         raise ConfigError(
-            f"rollout.engine=vllm_servers with {num_engines} workers that generate, and one has to lead the servers; "
-            f"{advice}"
+            f"rollout.engine={config.rollout.engine.name} with {num_engines} workers that generate, and one has to "
+            f"lead the servers; {advice}"
         )
     return placement
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from fovea import __version__
 from fovea.algorithms.policy_loss import HasFormula
 from fovea.config.algorithm import ClippedLoss
-from fovea.config.backends import EmbeddedSettings, SglangSettings, VllmServersSettings, VllmSettings
+from fovea.config.backends import EmbeddedSettings
 from fovea.config.backends import StreamedEngine as StreamedSettings
 from fovea.config.model import Model
 from fovea.config.run import Config
@@ -22,22 +22,22 @@ from fovea.models.policy_network import PolicyNetwork
 from fovea.models.processor import Processor
 from fovea.models.vlm import VLM
 from fovea.processes.engine_process import EngineProcess, Limits, NotStartedError
+from fovea.rollout.access import EngineAccess
 from fovea.rollout.base import Engine
 from fovea.rollout.embedded.engine import EmbeddedEngine
-from fovea.rollout.embedded.plain import PlainEngine
-from fovea.rollout.embedded.tuning import Tuning
 from fovea.rollout.remote_engine import RemoteEngine
 from fovea.run.rollout_step import answer_end_of
+from fovea.train.access import PushedPolicy
 from fovea.types import Sampling
 from fovea.utils.installing import pip_install
-from fovea.weights.base import WeightSink
+from fovea.weights.base import PushedEngine, WeightSink
+from fovea.weights.sinks import NetworkCopy, SharedTensors
 from fovea.wiring.interpreter import find_interpreter, variables_of
-from fovea.wiring.megatron import PushedPolicy
-from fovea_gym.environments.base import Environment, MakesEnvironment
+from fovea_gym.environments.base import Environment
 from fovea_gym.errors import ClusterError, ConfigError, FoveaError, OutOfMemoryError
 from fovea_gym.graders.grading import Grading
 from fovea_gym.rows.images import OpenImage
-from fovea_gym.settings.base import Section
+from fovea_gym.settings.base import Section, packages_of
 from fovea_gym.settings.environments import ShapesEnvironment
 from fovea_gym.utils.http_json import CallBounds
 from fovea_gym.utils.launch import module_command
@@ -81,7 +81,8 @@ def _payload(config: Config, settings: StreamedSettings, model: Model) -> dict[s
 def _in_place_of_packages(config: Config) -> dict[str, Section]:
     """Defaults for the sections of packages that the engine does not need, and which its environment may lack."""
     changed: dict[str, Section] = {}
-    if any(isinstance(each, MakesEnvironment) for each in config.environments.values()):
+    theirs = packages_of(Config.model_fields["environment"])
+    if any(each.name in theirs for each in config.environments.values()):
         changed["environment"] = ShapesEnvironment()
     if isinstance(config.algorithm.loss, HasFormula):
         changed["algorithm"] = config.algorithm.model_copy(update={"loss": ClippedLoss()})
@@ -98,86 +99,28 @@ MIN_RECORDED_WIDTH = 128
 """Smallest width that is recorded: narrower layers are recomputed faster than their outputs are read from memory."""
 
 
-class PushedEngine(Engine, WeightSink, Protocol):
-    """An engine in this process, or started by it, with its own weights, which pushes stream into."""
-
-
-@runtime_checkable
-class MakesEngine(Protocol):
-    """Settings of an engine in another package, which make it."""
-
-    def make_engine(self, model: Model, processor: Processor, *, max_model_len: int, seed: int) -> PushedEngine:
-        """Make the engine of `model.path`, for prompts with completions of up to `max_model_len` tokens."""
-        ...
-
-
-def has_own_weights(config: Config) -> bool:
-    """True if the engine of the settings has its own weights, instead of sampling with a network of Fovea's."""
-    return not isinstance(config.rollout.engine, EmbeddedSettings)
-
-
 def make_streamed(config: Config, settings: StreamedSettings, model: Model, processor: Processor) -> PushedEngine:
     """Make an engine with its own weights; `model` has a path."""
     if settings.python is not None:
         return make_remote(config, settings, model)
+    return settings.make(engine_access(config, model, processor))
+
+
+def engine_access(config: Config, model: Model, processor: Processor) -> EngineAccess:
+    """What the run offers to an engine with its own weights."""
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    made: PushedEngine
-    # each an optional extra
-    match settings:
-        case VllmServersSettings():
-            from fovea.rollout.vllm.connect import connect
-
-            made = connect(settings, model, processor, max_model_len=longest)
-        case VllmSettings():
-            from fovea.rollout.vllm.arguments import make_engine as make_vllm
-
-            made = make_vllm(settings, model, processor, max_model_len=longest, seed=config.seed)
-        case SglangSettings():
-            from fovea.rollout.sglang.arguments import make_engine as make_sglang
-
-            made = make_sglang(settings, model, processor, max_model_len=longest, seed=config.seed)
-        case _:
-            assert isinstance(settings, MakesEngine), settings.name
-            made = settings.make_engine(model, processor, max_model_len=longest, seed=config.seed)
-    return made
+    return EngineAccess(model=model, processor=processor, max_model_len=longest, seed=config.seed)
 
 
-def make_embedded(
-    settings: EmbeddedSettings,
-    processor: Processor,
-    vlm: PolicyNetwork,
-    tape: Tape | None = None,
-    pushed: Collection[str] = (),
-    can_give_way: bool = False,
-) -> EmbeddedEngine | PlainEngine:
-    """Make the engine that samples with this network in this process: embedded, else plain.
-
-    `pushed` are the weights that every push brings, whose memory is the update's while the embedded engine sleeps.
-    `can_give_way`: an update that runs out of memory frees what the engine keeps, and goes on.
-    """
-    int8 = settings.decode_weights == "int8"
-    device = vlm.device
-    if int8 and device.type != "cpu":
-        raise ConfigError(
-            f"rollout.engine.decode_weights=int8, but the model is on {device.type} and 8-bit decoding is made for "
-            "CPUs; set rollout.engine.decode_weights=exact"
-        )
-    if not isinstance(vlm, VLM):
-        if int8:
-            raise ConfigError(
-                "rollout.engine.decode_weights=int8, but the engine runs transformers' own forward (model.fast_path); "
-                "set rollout.engine.decode_weights=exact"
-            )
-        return PlainEngine(vlm, processor, max_batch_tokens=settings.max_batch_tokens)
-    return EmbeddedEngine(
-        vlm,
-        processor,
-        max_batch_tokens=settings.max_batch_tokens,
-        tape=tape,
-        tuning=Tuning(int8_decoding=int8),
-        pushed=pushed,
-        can_give_way=can_give_way,
-    )
+def make_engine(config: Config, access: EngineAccess) -> tuple[Engine, WeightSink]:
+    """Make the engine of this process, and its sink of weights."""
+    settings = config.rollout.engine
+    if isinstance(settings, StreamedSettings):
+        streamed = make_streamed(config, settings, access.model, access.processor)
+        return streamed, streamed
+    assert isinstance(settings, EmbeddedSettings), settings.name
+    embedded = settings.make(access)
+    return embedded, NetworkCopy(embedded) if access.is_copy else SharedTensors(embedded)
 
 
 def free_first(policy: PushedPolicy, engine: Engine) -> None:
@@ -192,12 +135,9 @@ def make_tape(config: Config, vlm: PolicyNetwork) -> Tape | None:
     It records only the vision graph where linear outputs do not pay, or differ from those of the update, and on GPUs,
     whose captured decode steps write where they were captured.
     """
-    settings = config.rollout.engine
-    if not isinstance(settings, EmbeddedSettings) or not isinstance(vlm, VLM):
+    if not isinstance(vlm, VLM) or not records_rollouts(config):
         return None
-    if not records_rollouts(config):
-        return None
-    max_bytes = settings.reuse_gib * 2**30
+    max_bytes = config.rollout.engine.kept_gib * 2**30
     if vlm.device.type != "cpu":
         return Tape([], max_bytes, vlm.dtype) if vlm.trains_vision else None
     widths = vlm.linear_widths if records_linears(config, vlm.text_config.hidden_size) else []
@@ -206,21 +146,17 @@ def make_tape(config: Config, vlm: PolicyNetwork) -> Tape | None:
 
 def records_rollouts(config: Config) -> bool:
     """True if an update may reuse activations of its rollout, where both are in one process."""
-    engine = config.rollout.engine
     # what selective checkpointing keeps of a graph is not known before
     unknown = config.train.gradient_checkpointing == "selective"
     # outputs of a rollout are without dropout
-    return (
-        isinstance(engine, EmbeddedSettings) and engine.reuse_gib > 0 and not unknown and not config.model.has_dropout
-    )
+    return config.rollout.engine.kept_gib > 0 and not unknown and not config.model.has_dropout
 
 
 def records_linears(config: Config, hidden_size: int) -> bool:
     """True if the outputs of linear layers are among these activations on a CPU, in a language model of this width."""
     recomputes = config.train.gradient_checkpointing != "none"
     narrow = hidden_size < MIN_RECORDED_WIDTH
-    engine = config.rollout.engine
-    inexact = not isinstance(engine, EmbeddedSettings) or engine.decode_weights != "exact"
+    inexact = not config.rollout.engine.is_exact
     # in 16 bits, recorded outputs round differently from those that later passes over the same samples compute, and the
     # importance ratios would contain that difference
     algorithm = config.algorithm

@@ -7,10 +7,10 @@ from functools import partial
 from pathlib import Path
 
 from fovea.config.sections import Data
-from fovea_gym.rows.fetch import FailedHosts, FetchedFiles, UrlLimits
+from fovea_gym.rows.access import RowAccess, UrlLimits
+from fovea_gym.rows.fetch import FailedHosts, FetchedFiles
 from fovea_gym.rows.images import ImageOpener
 from fovea_gym.rows.readers.remote import remote_image
-from fovea_gym.rows.rows import RowAccess
 
 URL_CACHE_GIB = 8.0
 """Disk for downloaded images."""

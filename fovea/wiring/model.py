@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fovea.config.backends import EmbeddedSettings
 from fovea.config.model import Model
 from fovea.config.run import Config
 from fovea.models.decoder import TORCH_KERNELS, Kernels, kernels_refusal
@@ -223,7 +222,7 @@ def kernel_notes(config: Config, vlm: PolicyNetwork) -> tuple[str, ...]:
     refusal = liger_refusal(config, vlm.text_config, vlm.device, vlm.dtype) if runs else None
     is_named = refusal is not None or config.train.backend.liger_kernels == "auto"
     chosen = [liger_note(runs, refusal)] if is_named else []
-    if isinstance(config.rollout.engine, EmbeddedSettings):
+    if config.rollout.engine.shares_weights:
         chosen.append(decoding_note(vlm.text_config, vlm.device, vlm.dtype))
     return (*chosen, *(f"slow: {note}" for note in vlm.slow_kernels()))
 

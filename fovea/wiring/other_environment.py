@@ -18,7 +18,8 @@ from fovea.models.processor import load_processor
 from fovea.processes.serving import begin, refuse, serve_parent
 from fovea.types import Completion, Request
 from fovea.utils.tensor_records import opened
-from fovea.wiring.engine import PushedEngine, make_streamed
+from fovea.weights.base import PushedEngine
+from fovea.wiring.engine import make_streamed
 from fovea.wiring.interpreter import set_threads
 from fovea_gym.errors import ConfigError, FoveaError, first_line, named
 from fovea_gym.utils.event_loop import wait_for

@@ -37,7 +37,7 @@ from fovea.train.start_check import Reference, Row, StartCheck
 from fovea.wiring.backends import open_backends
 from fovea.wiring.data import make_order, make_renderer, make_sources, within_epochs
 from fovea.wiring.engine import make_evaluator
-from fovea.wiring.environment import GradedEnvironment, make_environment
+from fovea.wiring.environment import make_environment
 from fovea.wiring.given import Frames, rows_as_files
 from fovea.wiring.images import make_opener
 from fovea.wiring.model import locate_model, open_vlm
@@ -45,6 +45,7 @@ from fovea.wiring.outputs import chosen_trackers, make_profile, make_trackers, m
 from fovea.wiring.policy import make_warmup
 from fovea.wiring.tools import use_of_model, with_tools
 from fovea.wiring.trial_score import remarks_on_answers, remarks_on_images, remarks_on_shares, try_reward
+from fovea_gym.environments.access import GradedEnvironment
 from fovea_gym.environments.base import Environment
 from fovea_gym.environments.custom.signatures import RewardFunction
 from fovea_gym.errors import DataError

@@ -9,7 +9,7 @@ from fovea.errors import ModelError
 from fovea.models.processor import Processor
 from fovea.models.render import Renderer
 from fovea.models.tool_calls import format_of
-from fovea_gym.environments.base import Environment, UsesTools
+from fovea_gym.environments.base import Environment
 from fovea_gym.environments.mixture import Mixture, Part
 from fovea_gym.environments.sessions import LimitedSessions
 from fovea_gym.errors import ConfigError
@@ -54,7 +54,7 @@ def _with_servers(loaded: Sequence[Tool], servers: McpServers) -> tuple[Tool, ..
 
 def uses_tools(environment: Environment, tools: Sequence[Tool]) -> bool:
     """True if the model of a run may call tools: those of the settings or of its environment."""
-    return bool(tools) or isinstance(_inside(environment), UsesTools)
+    return bool(tools) or environment.uses_tools
 
 
 def with_tools(

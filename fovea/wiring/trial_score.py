@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 from fovea.config.run import Config
-from fovea.wiring.environment import GradedEnvironment
+from fovea_gym.environments.access import GradedEnvironment
 from fovea_gym.environments.base import Environment, Split
 from fovea_gym.environments.custom.grader import SeveralRewards, UserGrader
 from fovea_gym.environments.custom.processes import RewardProcesses

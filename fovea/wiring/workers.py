@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,29 +13,25 @@ from fovea.cluster.placement import Placement, Role
 from fovea.cluster.remote import rules_of
 from fovea.cluster.torchrun import connect_to_driver, join
 from fovea.cluster.workers import Worker
-from fovea.config.backends import EmbeddedSettings, VllmServersSettings
 from fovea.config.model import Model
 from fovea.config.run import Config
 from fovea.models.load import pick_device
 from fovea.models.outgoing import in_layout_of_files, outgoing
-from fovea.models.policy_network import PolicyNetwork
 from fovea.models.processor import Processor, load_processor
 from fovea.processes.heartbeat import beating
 from fovea.processes.serving import CallerConnection, serve_connection
-from fovea.rollout.base import Engine
+from fovea.rollout.access import EngineAccess
 from fovea.run.microbatches import leaving_limit
 from fovea.run.signals import ENDING
+from fovea.train.access import PolicyAccess, PushedPolicy
 from fovea.train.local import Caller, CallerThread, LocalPolicy, call_here
-from fovea.train.ranks import ALONE, Ranks
+from fovea.train.ranks import Ranks
 from fovea.weights.base import WeightSink
 from fovea.weights.broadcast import Broadcast, ReceivedWeights
 from fovea.weights.push import WeightPusher
-from fovea.weights.sinks import NetworkCopy, SharedTensors
-from fovea.wiring.engine import free_first, has_own_weights, make_embedded, make_streamed
+from fovea.wiring.engine import engine_access, free_first, make_engine, make_tape
 from fovea.wiring.interpreter import set_threads
-from fovea.wiring.megatron import PushedPolicy, make_megatron_policy, trains_with_megatron
 from fovea.wiring.model import kernel_notes, open_vlm
-from fovea.wiring.policy import make_policy
 from fovea_gym.errors import ConfigError
 from fovea_gym.utils.event_loop import wait_for
 
@@ -79,32 +75,45 @@ def make_worker(config: Config, model: Model, processor: Processor, role: Role) 
     """Make this process's share of the policy, its engine, or both, as its role says."""
     check_offload(config)
     set_threads(config)
+    shares_weights, access = config.rollout.engine.shares_weights, engine_access(config, model, processor)
     if role.learners is None:
         assert role.receivers is not None
         pair = next(iter(role.pairs.values()), None)
         network = None
-        if not has_own_weights(config):
+        if shares_weights:
             network = open_vlm(config, model, processor.banned_ids, role.everyone).requires_grad_(False)
-        engine, sink = _engine_and_sink(config, model, processor, network)
+        engine, sink = make_engine(config, replace(access, network=network, is_copy=True))
         return Worker(
             policy=None,
             engine=engine,
             weight_sync=ReceivedWeights(role.receivers, sink, pair),
             kernel_notes=() if network is None else kernel_notes(config, network),
         )
-    if trains_with_megatron(config):
-        return make_megatron_worker(config, model, processor, role.everyone)
+    if not config.train.backend.shares_network:
+        return _worker_with_two_networks(config, access, role.everyone)
     # an engine that holds its own weights reads them itself
-    readers = role.learners if has_own_weights(config) else role.everyone
+    readers = role.everyone if shares_weights else role.learners
     vlm = open_vlm(config, model, processor.banned_ids, readers)
     notes = kernel_notes(config, vlm)
     # copied before the policy's tensors are sharded in place; those of a single learner are shared
-    copied = role.has_engine and role.learners.mesh is not None and not has_own_weights(config)
-    engine_vlm = copy.deepcopy(vlm).requires_grad_(False) if copied else vlm
+    if shares_weights and role.has_engine and role.learners.mesh is not None:
+        pushed = [each.name for each in outgoing(vlm.network) if each.is_trained]
+        access = replace(access, network=copy.deepcopy(vlm).requires_grad_(False), is_copy=True, pushed=pushed)
+    elif shares_weights:
+        tape = make_tape(config, vlm) if role.is_alone else None
+        access = replace(access, network=vlm, tape=tape, can_give_way=role.is_alone)
     call = CallerThread("policy") if role.in_thread else call_here
-    pushed = [each.name for each in outgoing(vlm.network) if each.is_trained] if copied else []
-    policy = make_policy(config, vlm, ranks=role.learners)
-    beside = [_engine_and_sink(config, model, processor, engine_vlm, pushed, is_copy=copied)] if role.has_engine else []
+    policy = config.train.backend.make(
+        PolicyAccess(
+            config=config,
+            model=model,
+            banned_ids=processor.banned_ids,
+            network=vlm,
+            tape=access.tape,
+            ranks=role.learners,
+        )
+    )
+    beside = [make_engine(config, access)] if role.has_engine else []
     for engine, _ in beside:
         free_first(policy, engine)
     sinks = [sink for _, sink in beside]
@@ -118,13 +127,13 @@ def make_worker(config: Config, model: Model, processor: Processor, role: Role) 
     )
 
 
-def make_megatron_worker(config: Config, model: Model, processor: Processor, everyone: Ranks = ALONE) -> Worker:
-    """Make the part of `everyone`'s policy under Megatron that this process has, and an engine beside it."""
-    network = None
-    if not has_own_weights(config):
-        network = open_vlm(config, model, processor.banned_ids, everyone).requires_grad_(False)
-    policy = make_megatron_policy(config, model, processor.banned_ids)
-    engine, sink = _engine_and_sink(config, model, processor, network)
+def _worker_with_two_networks(config: Config, access: EngineAccess, everyone: Ranks) -> Worker:
+    """Make this process's part of `everyone`'s policy in a layout that no engine samples with, and an engine beside."""
+    model, banned_ids, network = access.model, access.processor.banned_ids, None
+    if config.rollout.engine.shares_weights:
+        network = open_vlm(config, model, banned_ids, everyone).requires_grad_(False)
+    policy = config.train.backend.make(PolicyAccess(config=config, model=model, banned_ids=banned_ids))
+    engine, sink = make_engine(config, replace(access, network=network, is_copy=True))
     free_first(policy, engine)
     return Worker(
         policy=LocalPolicy(policy),
@@ -138,34 +147,10 @@ def make_pusher(
     config: Config, policy: PushedPolicy, sinks: Sequence[WeightSink], call: Caller = call_here
 ) -> WeightPusher:
     """Make the pushes of this process's policy, in the form that the engine of the settings takes."""
-    weights = policy.outgoing if config.rollout.engine.takes_adapters else policy.outgoing_merged
-    in_form = (lambda: in_layout_of_files(weights())) if has_own_weights(config) else weights
-    # a server that is started again has lost what earlier pushes brought
-    always_all = isinstance(config.rollout.engine, VllmServersSettings)
-    return WeightPusher(in_form, sinks, dtype=policy.dtype, always_all=always_all, call=call)
-
-
-def _engine_and_sink(
-    config: Config,
-    model: Model,
-    processor: Processor,
-    vlm: PolicyNetwork | None,
-    pushed: Sequence[str] = (),
-    *,
-    is_copy: bool = True,
-) -> tuple[Engine, WeightSink]:
-    """Make the engine of this process, and its sink of weights; one with its own weights needs no network.
-
-    `pushed` are the weights of a network beside a policy's that every push brings; without `is_copy`, the network is
-    the policy's.
-    """
     settings = config.rollout.engine
-    if isinstance(settings, EmbeddedSettings):
-        assert vlm is not None, "the embedded engine samples with a network"
-        embedded = make_embedded(settings, processor, vlm, pushed=pushed)
-        return embedded, NetworkCopy(embedded) if is_copy else SharedTensors(embedded)
-    streamed = make_streamed(config, settings, model, processor)
-    return streamed, streamed
+    weights = policy.outgoing if settings.takes_adapters else policy.outgoing_merged
+    in_form = weights if settings.shares_weights else (lambda: in_layout_of_files(weights()))
+    return WeightPusher(in_form, sinks, dtype=policy.dtype, always_all=settings.forgets_weights, call=call)
 
 
 def check_offload(config: Config) -> None:

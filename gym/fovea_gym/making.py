@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from fovea_gym.environments.base import Environment, MakesEnvironment
+from fovea_gym.environments.access import Access
+from fovea_gym.environments.base import Environment
 from fovea_gym.errors import ConfigError, first_line
 from fovea_gym.rows.images import Size
 from fovea_gym.rows.opening import default_opener
 from fovea_gym.settings.base import NAME, Tree, names_of, nested, over, variant_of
 from fovea_gym.settings.environments import EnvironmentConfig
+from fovea_gym.settings.splits import EnvironmentSettings
 from fovea_gym.types import ImageRef
-
-if TYPE_CHECKING:  # readers of files, which environments that draw their rows start without
-    from fovea_gym.rows.rows import RowAccess
 
 
 class _StoredPictures:
@@ -36,7 +35,7 @@ class _StoredPictures:
     frame = seen
 
 
-def make(name: str, *, seed: int = 0, access: RowAccess | None = None, **settings: Any) -> Environment:
+def make(name: str, *, seed: int = 0, access: Access | None = None, **settings: Any) -> Environment:
     """Make an environment: `make("geo3k", train_files=["geo3k.parquet"], test_share=0.1)`.
 
     The settings are those of docs/environments.md, without `environment.` before them; `seed` draws the rows of those
@@ -50,89 +49,8 @@ def make(name: str, *, seed: int = 0, access: RowAccess | None = None, **setting
         made = section.model_validate({NAME: name, **settings}, strict=True)
     except ValidationError as error:
         raise ConfigError(f"{name}: {first_line(error).partition(': ')[2]}") from error
-    environment: Environment = _made(made, seed, access)
-    return environment
-
-
-def _made(settings: Any, seed: int, access: RowAccess | None) -> Any:
-    """The environment of these settings; its module, and readers of files, are imported now."""
-    match settings.name:
-        case "shapes":
-            from fovea_gym.environments.shapes.environment import Shapes
-
-            return Shapes(settings, seed)
-        case "shapes_zoom":
-            from fovea_gym.environments.shapes.environment import ShapesZoom
-
-            return ShapesZoom(settings, seed)
-        case "shapes_small":
-            from fovea_gym.environments.shapes.small import SmallShapes
-
-            return SmallShapes(settings, seed)
-        case "grounding_shapes":
-            from fovea_gym.environments.grounding.shapes import GroundingShapes
-
-            return GroundingShapes(settings, seed)
-        case "frozen_lake" | "sokoban":
-            from fovea_gym.examples.games.environment import BoardGame
-
-            return BoardGame(settings, seed)
-        case "pages":
-            from fovea_gym.examples.pages.environment import Pages
-
-            return Pages(settings, seed)
-        case "gymnasium":
-            from fovea_gym.adapters.gymnasium import Gymnasium
-
-            return Gymnasium(settings)
-        case "openenv":
-            from fovea_gym.adapters.openenv import OpenEnv
-
-            return OpenEnv(settings)
-    return _from_files(settings, seed, access)
-
-
-def _from_files(settings: Any, seed: int, access: RowAccess | None) -> Any:
-    from fovea_gym.environments.custom.environment import UserEnvironment
-    from fovea_gym.environments.custom.loading import load_environment
-    from fovea_gym.rows.rows import RowAccess
-
-    access = access or RowAccess()
-    match settings.name:
-        case "geo3k":
-            from fovea_gym.environments.geo3k import Geo3k
-
-            return Geo3k(settings, access)
-        case "vqa":
-            from fovea_gym.environments.vqa import Vqa
-
-            return Vqa(settings, access)
-        case "rows":
-            from fovea_gym.environments.dataset_tasks import OwnRows
-
-            return OwnRows(settings, access)
-        case "caption":
-            from fovea_gym.environments.caption import Caption
-
-            return Caption(settings, access)
-        case "geospot":
-            from fovea_gym.environments.geospot.environment import GeoSpot
-
-            return GeoSpot(settings, access)
-        case "grounding":
-            from fovea_gym.environments.grounding.environment import Grounding
-
-            return Grounding(settings, access, _StoredPictures())
-        case "nemo_gym":
-            from fovea_gym.adapters.nemo_gym import NemoGym
-
-            return NemoGym(settings, access)
-        case "own":
-            return UserEnvironment(load_environment(settings), settings.file)
-    if isinstance(settings, MakesEnvironment):
-        made = settings.make_environment(access, seed)
-        return made if hasattr(made, "graders") else UserEnvironment(made, settings.name)
-    raise ConfigError(f"{settings.name} is made by a run of Fovea; make one of its parts by its name")
+    assert isinstance(made, EnvironmentSettings), name
+    return made.make(access or Access(pictures=_StoredPictures()), seed)
 
 
 def settings_of(words: Sequence[str]) -> Tree:

@@ -30,8 +30,8 @@ from fovea_gym.environments.caption import (
 from fovea_gym.errors import DataError
 from fovea_gym.graders.by_name import grader_of
 from fovea_gym.graders.opinions import OpinionOfJudge
+from fovea_gym.rows.access import RowAccess
 from fovea_gym.rows.images import ImageOpener
-from fovea_gym.rows.rows import RowAccess
 from fovea_gym.settings.environments import CaptionEnvironment
 from fovea_gym.settings.rewards import RewardModel
 from fovea_gym.utils.shown_text import without_marks

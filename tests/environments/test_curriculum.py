@@ -13,11 +13,11 @@ from fovea.data.curriculum import CurriculumProgress
 from fovea.data.order import Order
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
-from fovea.wiring.environment import stages_of as stages_of_environment
 from fovea_gym.environments.geospot.environment import GeoSpot
 from fovea_gym.environments.stages import Stages
+from fovea_gym.environments.stages import stages_of as stages_of_environment
 from fovea_gym.errors import ConfigError, DataError
-from fovea_gym.rows.rows import RowAccess
+from fovea_gym.rows.access import RowAccess
 from fovea_gym.rows.tasks import LazyTasks, levels_of
 from fovea_gym.settings import environments as config
 from gym_tests.bandit import BanditEnvironment

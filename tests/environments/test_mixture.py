@@ -21,8 +21,9 @@ from fovea.config.run import Config
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.wiring.data import make_order
-from fovea.wiring.environment import GradedEnvironment, make_environment
+from fovea.wiring.environment import make_environment
 from fovea.wiring.run import build
+from fovea_gym.environments.access import GradedEnvironment
 from fovea_gym.environments.mixture import Mixture, Part
 from fovea_gym.environments.shapes.environment import Shapes
 from fovea_gym.environments.shapes.questions import KINDS

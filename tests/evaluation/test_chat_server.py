@@ -27,7 +27,7 @@ from fovea.models.tiny import TinyParts
 from fovea.types import Sampling
 from fovea.wiring.environment import make_environment
 from fovea.wiring.tools import use_of_server, with_tools
-from fovea_gym.environments.base import Environment, UsesTools
+from fovea_gym.environments.base import Environment
 from fovea_gym.errors import BadRowError, ConfigError
 from fovea_gym.tools.function import function_tool
 from fovea_gym.tools.session import demonstrated_call
@@ -212,7 +212,7 @@ def test_a_server_reads_tools_as_a_template_that_knows_none_and_its_calls_are_an
     made, warnings = make_environment(config), list[str]()
     make_use = partial(use_of_server, config, from_array, warnings.append)
     environment = with_tools(config, made.environment, [*made.tools, function_tool(secret, "secret")], make_use)
-    assert isinstance(environment, UsesTools)
+    assert environment.uses_tools
     calls = [demonstrated_call("zoom", {"box": [0, 0, 500, 500]}), demonstrated_call("secret", {})]
     endpoint = started(*map(says, [*calls, "b"]))
     (row,) = ask(endpoint, environment, size=1)

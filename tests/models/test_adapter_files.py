@@ -18,8 +18,8 @@ from fovea.config.run import Config
 from fovea.errors import ModelError
 from fovea.models.tiny import TinyParts
 from fovea.models.trainable import choose_trainable, factored_weights, trainable_parameters
+from fovea.train.torch.making import make_policy
 from fovea.wiring.model import make_vlm, open_vlm
-from fovea.wiring.policy import make_policy
 from fovea_gym.errors import ConfigError, FoveaError
 from tests.policies import make_batch, weights_of
 from tests.saved import save_policy

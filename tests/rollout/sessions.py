@@ -13,7 +13,8 @@ from fovea.data.prompt_source import PromptedTask
 from fovea.rollout.collect import Interaction, collect
 from fovea.rollout.conversation import SessionLog
 from fovea.types import Completion, Episode, Group, Prompt, Request, Sampling
-from fovea.wiring.environment import GradedEnvironment, make_environment
+from fovea.wiring.environment import make_environment
+from fovea_gym.environments.access import GradedEnvironment
 from fovea_gym.types import Message, Score, Task, Turn
 from fovea_gym.utils.event_loop import wait_for
 from tests.fakes import BanditRenderer

@@ -15,7 +15,7 @@ from PIL import Image
 from fovea.rollout.server import BANNED_IDS_ENV, URL_LIMITS_ENV, ModelServer, environment
 from fovea.rollout.server_guard import MAX_ADDRESSES, UNREADABLE, Bans, Message
 from fovea_gym.rows import fetch
-from fovea_gym.rows.fetch import UrlLimits
+from fovea_gym.rows.access import UrlLimits
 from fovea_gym.utils.event_loop import wait_for
 from gym_tests.images import encoded, noise
 from gym_tests.rows.web import Site, served

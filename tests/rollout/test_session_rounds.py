@@ -35,7 +35,7 @@ class LateReplies(LooksTwice):
         return LateSession(self, task, ends=seed % 3 == 0)
 
 
-class LateSession:
+class LateSession(Session):
     def __init__(self, late: LateReplies, task: Task, *, ends: bool) -> None:
         self.late, self.task, self.ends = late, task, ends
 

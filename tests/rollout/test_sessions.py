@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fovea.wiring.environment import GradedEnvironment
-from fovea_gym.environments.mixture import Part, mixture_of
+from fovea_gym.environments.access import GradedEnvironment, Part
+from fovea_gym.environments.mixture import Mixture
 from fovea_gym.errors import SessionError
 from fovea_gym.graders.base import TryAgainError
 from fovea_gym.graders.grading import Grading
@@ -320,7 +320,7 @@ def test_a_mixture_hands_sessions_to_its_parts_and_each_part_keeps_its_most_turn
     games = Games()
     made = {"games": limited(games, max_concurrent=3), "asks": limited(Asks())}
     parts = {name: Part(environment=each.environment, grading=each.grading, share=1.0) for name, each in made.items()}
-    mixture = mixture_of(parts)
+    mixture = Mixture(parts)
     grading = Grading(graders=mixture.graders, parts=tuple(each.grading for each in made.values()))
     rollout = rolled_out(GradedEnvironment(environment=mixture, grading=grading), rows=4, n=2)
     assert [(episode.task.kind, len(episode.turns), episode.score.reward) for episode in rollout.episodes] == [

@@ -10,10 +10,10 @@ import torch
 
 from fovea.config.run import Config
 from fovea.train.base import Needs
+from fovea.train.torch.making import make_policy
 from fovea.train.torch.policy import TorchPolicy
 from fovea.wiring.engine import make_tape
 from fovea.wiring.model import make_vlm
-from fovea.wiring.policy import make_policy
 from tests.policies import make_batch, weights_of
 from tests.saved import save_policy
 from tests.tiny_models import tiny

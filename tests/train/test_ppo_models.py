@@ -11,9 +11,9 @@ from torch import Tensor
 from fovea.config.run import Config
 from fovea.errors import TrainError
 from fovea.models.trainable import VALUE_HEAD
+from fovea.train.torch.making import make_policy
 from fovea.train.torch.policy import TorchPolicy
 from fovea.wiring.model import make_vlm
-from fovea.wiring.policy import make_policy
 from tests.policies import make_batch
 from tests.saved import save_policy
 from tests.tiny_models import tiny

@@ -17,10 +17,10 @@ from fovea.models.processor import load_processor
 from fovea.models.tiny import TinyParts
 from fovea.samples import replace_samples
 from fovea.train.ranks import ALONE, Ranks
+from fovea.train.torch.making import make_policy
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch
 from fovea.wiring.model import make_vlm
-from fovea.wiring.policy import make_policy
 from fovea_tools.families.tiny import save_tiny_kind
 from tests.policies import make_batch
 from tests.process_ranks import run_group

@@ -16,7 +16,7 @@ from fovea.metrics.progress import Progress
 from fovea.report.about import CONFIG_FILE
 from fovea.run.folder import open_run_folder
 from fovea_gym.errors import DataError
-from fovea_gym.rows.fetch import UrlLimits
+from fovea_gym.rows.access import UrlLimits
 from fovea_gym.rows.readers.remote import local_copy
 
 URL = "https://bob:hunter2@host.org/rows.parquet?version=3&X-Amz-Signature=abc123&token=t0psecret#part"

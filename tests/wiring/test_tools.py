@@ -11,8 +11,6 @@ from fovea.errors import ModelError
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.run.context import Run
-from fovea_gym.environments.base import UsesTools
-from fovea_gym.environments.sessions import turn_limit
 from fovea_gym.errors import ConfigError
 from fovea_gym.tools.session import demonstrated_call
 from fovea_gym.types import ImageRef, Message, Turn
@@ -42,11 +40,11 @@ def mixed_run(folder: Path, **environment: object) -> Run:
 def test_every_part_of_a_mixture_has_its_tools(tmp_path: Path) -> None:
     run = mixed_run(tmp_path)
     environment = run.environment
-    assert isinstance(environment, UsesTools)
+    assert environment.uses_tools
     tasks = {task.id.partition("/")[0]: task for task in environment.tasks("train")}
     names = {part: [tool.spec.name for tool in environment.tools(task)] for part, task in tasks.items()}
     assert names == {"far": ["zoom", "calculator"], "near": [], "squares": ["rotate"]}
-    assert {part: turn_limit(environment, task) for part, task in tasks.items()} == {"far": 3, "near": 1, "squares": 2}
+    assert {part: environment.turns_of(task) for part, task in tasks.items()} == {"far": 3, "near": 1, "squares": 2}
     lengths = {part: run.sources.train.render(task).prompt.num_tokens for part, task in tasks.items()}
     assert lengths["near"] < lengths["squares"] < lengths["far"]
 

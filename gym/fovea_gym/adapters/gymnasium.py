@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from fovea_gym.adapters.own_score import FIRST_SEED, ScoredBySession
-from fovea_gym.environments.base import Environment, Split
+from fovea_gym.environments.base import Environment, Session, Split
 from fovea_gym.environments.custom.loading import load_named
 from fovea_gym.errors import ConfigError, DataError, MissingExtraError, describe_error, first_line, named
 from fovea_gym.graders.limited_calls import MAX_LATE_CALLS, CallThreads
@@ -38,6 +38,7 @@ class Gymnasium(Environment):
     """The environment `gymnasium`; see `config.GymnasiumEnvironment`."""
 
     graders = (ScoredBySession("gymnasium"),)
+    has_demonstrations = False
 
     def __init__(self, config: GymnasiumEnvironment) -> None:
         """Make the environment once; ConfigError where that fails, or its actions or pictures do not fit."""
@@ -91,7 +92,7 @@ class Gymnasium(Environment):
         return env
 
 
-class GymnasiumSession:
+class GymnasiumSession(Session):
     """One episode in an environment of gymnasium, which scores it by the rewards of its steps."""
 
     def __init__(

@@ -18,13 +18,14 @@ from itertools import islice
 from typing import Any, TypeGuard
 
 from fovea_gym.adapters.own_score import ScoredBySession
-from fovea_gym.environments.base import Environment, Split
+from fovea_gym.environments.base import Environment, Session, Split
 from fovea_gym.environments.dataset_prompts import bad_row, checked_text
 from fovea_gym.environments.file_splits import FileSplits
 from fovea_gym.errors import DataError, first_line
 from fovea_gym.graders.base import NoScoreError
+from fovea_gym.rows.access import RowAccess
 from fovea_gym.rows.cells import image_refs
-from fovea_gym.rows.rows import RowAccess, Rows
+from fovea_gym.rows.rows import Rows
 from fovea_gym.settings.environments import NemoGymEnvironment
 from fovea_gym.tools.base import Picture, Tool, ToolError
 from fovea_gym.types import ImageRef, Message, Role, Score, Task, ToolSpec, Turn
@@ -52,6 +53,7 @@ class NemoGym(Environment):
     """The environment `nemo_gym`; see `config.NemoGymEnvironment`."""
 
     graders = (ScoredBySession("nemo_gym"),)
+    has_demonstrations = False
 
     def __init__(self, config: NemoGymEnvironment, access: RowAccess) -> None:
         self._config = config
@@ -89,7 +91,7 @@ class NemoGym(Environment):
         return session
 
 
-class GymSession:
+class GymSession(Session):
     """One session on the server, which scores the conversation."""
 
     def __init__(self, server: JsonServer, task: Task) -> None:

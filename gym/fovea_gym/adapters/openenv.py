@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from fovea_gym.adapters.own_score import FIRST_SEED, ScoredBySession
-from fovea_gym.environments.base import Environment, Split
+from fovea_gym.environments.base import Environment, Session, Split
 from fovea_gym.errors import ConfigError, DataError, MissingExtraError, first_line
 from fovea_gym.graders.base import NoScoreError
 from fovea_gym.rows.tasks import LazyTasks
@@ -54,6 +54,7 @@ class OpenEnv(Environment):
     """The environment `openenv`; see `config.OpenEnvEnvironment`."""
 
     graders = (ScoredBySession("openenv"),)
+    has_demonstrations = False
 
     def __init__(self, config: OpenEnvEnvironment) -> None:
         """Reset the environment once; ConfigError where no server answers, or a key is not in its observation."""
@@ -125,7 +126,7 @@ class OpenEnv(Environment):
         return {**self._config.reset, "seed": seed}
 
 
-class OpenEnvSession:
+class OpenEnvSession(Session):
     """One episode on the server, scored by the rewards of its steps."""
 
     def __init__(self, server: _Server, config: OpenEnvEnvironment) -> None:

@@ -12,8 +12,9 @@ from fovea_gym.environments.base import Environment, Split
 from fovea_gym.environments.dataset_prompts import IMAGE_MARK
 from fovea_gym.errors import ConfigError, DataError, first_line
 from fovea_gym.graders.base import Grader
+from fovea_gym.rows.access import RowAccess
 from fovea_gym.rows.readers.base import listed
-from fovea_gym.rows.rows import RowAccess, Rows, image_refs, open_rows
+from fovea_gym.rows.rows import Rows, image_refs, open_rows
 from fovea_gym.types import ImageRef, Message, Score, Task, Turn
 
 

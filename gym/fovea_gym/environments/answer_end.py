@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-from fovea_gym.environments.base import Environment
 from fovea_gym.graders.math_answer import box_end
 from fovea_gym.types import AnswerEnd
-
-
-def declared_end(environment: Environment) -> AnswerEnd | None:
-    """The `answer_end` of an environment; one of the user's need not derive from the protocol, and may lack it."""
-    end: AnswerEnd | None = getattr(environment, "answer_end", None)
-    return end
 
 
 def find_answer_end(text: str, end: AnswerEnd) -> int | None:

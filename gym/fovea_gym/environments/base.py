@@ -1,116 +1,125 @@
-"""The protocol of an environment: the rows of a task, the prompt of a row, the turns that follow an answer."""
+"""The base of an environment, and of its side of an episode."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Literal, TypeAlias
 
+from fovea_gym.environments.stages import Stage
+from fovea_gym.graders.base import Grader
+from fovea_gym.graders.grading import Grading
 from fovea_gym.tools.base import Tool
 from fovea_gym.types import AnswerEnd, Message, Score, Task, Turn
-
-if TYPE_CHECKING:  # readers of files, which environments that draw their rows start without
-    from fovea_gym.rows.rows import RowAccess
 
 Split: TypeAlias = Literal["train", "dev", "test"]
 
 
-@runtime_checkable
-class MakesEnvironment(Protocol):
-    """Settings of an environment in another package, which make it."""
+class Session(ABC):
+    """The model's counterpart in one episode, which may have state, such as a game."""
 
-    def make_environment(self, access: RowAccess, seed: int) -> object:
-        """Make an `Environment` with a method `score`, or with the property `graders`; `access` reads rows in files."""
-        ...
-
-
-class Session(Protocol):
-    """The model's counterpart in one episode, with state, such as a game; it may score it (`ScoresEpisode`)."""
-
+    @abstractmethod
     async def reply(self, turns: Sequence[Turn]) -> Sequence[Message] | None:
         """The messages that answer the last of these turns; None ends the episode."""
-        ...
-
-    async def close(self) -> None:
-        """Free what the session holds. Called once, however the episode ends."""
-        ...
-
-
-@runtime_checkable
-class ScoresEpisode(Protocol):
-    """A session that scores its episode, instead of the environment's graders."""
 
     async def score(self, turns: Sequence[Turn]) -> Score | None:
         """The score of the episode, None for that of graders; called once, after the last turn and before `close`."""
-        ...
+        return None
+
+    @property
+    def has_score(self) -> bool:
+        """True if `score` may give one."""
+        return defines(self, "score")
+
+    def tools(self) -> Sequence[Tool] | None:
+        """Tools bound to the session, with the specs of the environment's; None for those of the environment."""
+        return None
+
+    async def close(self) -> None:  # noqa: B027 (most hold nothing)
+        """Free what the session holds. Called once, however the episode ends."""
 
 
-@runtime_checkable
-class OpensSessions(Protocol):
-    """An environment whose episodes have state; its `reply` is not called."""
+class Environment(ABC):
+    """A task family. Stateless: all that a method needs is in its arguments. Graders, or its sessions, score it.
 
-    async def open(self, task: Task, seed: int) -> Session:
-        """Begin an episode. `seed` is different for each episode of a run, and the same in a resumed run."""
-        ...
-
-
-@runtime_checkable
-class UsesTools(Protocol):
-    """An environment whose model may call tools: Fovea answers turns with calls, which count among its `max_turns`."""
-
-    def tools(self, task: Task) -> Sequence[Tool]:
-        """The tools of an episode, the same for every call with one task."""
-        ...
-
-
-@runtime_checkable
-class BringsTools(Protocol):
-    """A session with tools bound to it; they replace the tools that its environment lists for the task."""
-
-    def tools(self) -> Sequence[Tool]:
-        """The tools, with the specs of the environment's."""
-        ...
-
-
-@runtime_checkable
-class LimitsSessions(Protocol):
-    """An environment of whose sessions only so many may be open at once."""
-
-    max_open: int
-
-
-@runtime_checkable
-class LimitsTurns(Protocol):
-    """An environment whose tasks differ in their most turns; `max_turns` is the largest."""
-
-    def turns_of(self, task: Task) -> int:
-        """The most turns of an episode of this task."""
-        ...
-
-
-class Environment(Protocol):
-    """A task family. Stateless: all that a method needs is in its arguments. Graders, or its sessions, score it."""
+    Rows, prompts and answers are its own; everything else has a default, for one turn without tools.
+    """
 
     max_turns: int = 1
     """The most turns of an episode; `reply` is asked while there are fewer."""
     answer_end: AnswerEnd | None = None
     """The end of the answer in a response (`rollout.stop_after_answer`); None: answers have none."""
+    max_open: int | None = None
+    """The most sessions that may be open at once; None: any number."""
+    has_demonstrations: bool = True
+    """False if nobody knows an answer with full marks; `target` gives the form of one then."""
+    stages: Sequence[Stage] = ()
+    """The stages of the curriculum, from the easiest to the last, each with its grader."""
+    default_starts: Sequence[int] = ()
+    """Steps at which the second and later stages begin."""
+    graders: tuple[Grader, ...]
+    """One for each stage, or one for all. A class without them has a method `score`, or sessions that have one."""
 
+    @abstractmethod
     def tasks(self, split: Split) -> Sequence[Task]:
         """The rows of a split, lazily where they are many; equal for equal settings."""
-        ...
 
+    @abstractmethod
     def prompt(self, task: Task) -> Sequence[Message]:
         """The messages that open the episode."""
-        ...
 
-    def reply(self, task: Task, turns: Sequence[Turn]) -> Sequence[Message] | None:
-        """The messages that answer the model's last turn; None ends the episode."""
-        return None
-
+    @abstractmethod
     def target(self, task: Task) -> str:
         """An answer to the prompt that scores full marks."""
-        ...
 
     def demonstration(self, task: Task) -> Sequence[str]:
         """The model's side of an episode with full marks, one answer per turn: supervised warm-up trains on it."""
         return (self.target(task),)
+
+    def turns_of(self, task: Task) -> int:
+        """The most turns of an episode of this task, at most `max_turns`."""
+        return self.max_turns
+
+    def reply(self, task: Task, turns: Sequence[Turn]) -> Sequence[Message] | None:
+        """The messages that answer the model's last turn; None ends the episode. Not called where `open` is written."""
+        return None
+
+    def tools(self, task: Task) -> Sequence[Tool]:
+        """The tools of an episode, the same for every call with one task; turns with calls count among `max_turns`."""
+        return ()
+
+    @property
+    def uses_tools(self) -> bool:
+        """True if the model may call tools of the environment."""
+        return defines(self, "tools")
+
+    async def open(self, task: Task, seed: int) -> Session:
+        """Begin an episode. `seed` is different for each episode of a run, and the same in a resumed run."""
+        return OwnReplies(self, task)
+
+    @property
+    def has_sessions(self) -> bool:
+        """True if `open` begins episodes with state, whose calls may wait."""
+        return defines(self, "open")
+
+    def grading(self) -> Grading:
+        """The graders with the limits of their calls; those of `graders` never wait."""
+        return Grading(graders=self.graders)
+
+
+def defines(given: object, name: str) -> bool:
+    """True if an environment or a session, which need not derive from these, has a method or value beside defaults."""
+    base = next((base for base in (Environment, Session) if isinstance(given, base)), object)
+    is_default = getattr(type(given), name, None) is getattr(base, name, base)
+    return hasattr(given, name) and (not is_default or name in vars(given))
+
+
+class OwnReplies(Session):
+    """The stateless replies of an environment that never waits, as a session."""
+
+    def __init__(self, environment: Environment, task: Task) -> None:
+        self._environment = environment
+        self._task = task
+
+    async def reply(self, turns: Sequence[Turn]) -> Sequence[Message] | None:
+        return self._environment.reply(self._task, turns)

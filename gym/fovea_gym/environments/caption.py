@@ -24,9 +24,14 @@ from fovea_gym.environments.dataset_prompts import plain_answer, question_of
 from fovea_gym.environments.dataset_tasks import FileTasks
 from fovea_gym.errors import DataError
 from fovea_gym.graders.base import Grade, Grader, shown
-from fovea_gym.graders.opinions import ScoresAnswers
-from fovea_gym.rows.rows import RowAccess
+from fovea_gym.graders.grading import Grading
+from fovea_gym.graders.judge import CAPTION_PROMPT, JudgeClient, limits_of
+from fovea_gym.graders.limited_calls import LimitedCalls
+from fovea_gym.graders.opinions import OpinionOfJudge, ScoresAnswers
+from fovea_gym.rows.access import RowAccess
+from fovea_gym.rows.images import OpenImage
 from fovea_gym.settings.environments import CaptionEnvironment, CaptionMetric
+from fovea_gym.settings.rewards import Judge
 from fovea_gym.settings.splits import ANSWER_KEYS
 from fovea_gym.types import Score, Task, Turn
 
@@ -48,8 +53,31 @@ _CHRF, _BLEU = CHRF(), BLEU(effective_order=True)
 class Caption(FileTasks):
     """The environment `caption`; see `config.CaptionEnvironment`."""
 
-    def __init__(self, config: CaptionEnvironment, access: RowAccess) -> None:
+    def __init__(
+        self,
+        config: CaptionEnvironment,
+        access: RowAccess,
+        *,
+        reward_model: ScoresAnswers | None = None,
+        judge: Judge | None = None,
+        open_image: OpenImage | None = None,
+    ) -> None:
+        """`open_image` opens the pictures that the judge sees."""
         super().__init__(config, access, read_answer=first_caption)
+        self._metrics = CaptionGrader(config, self.tasks, reward_model)
+        self._judge = judge
+        self._open_image = open_image
+        self.graders = (self._metrics,)
+
+    def grading(self) -> Grading:
+        """The metrics, with the judge's opinion within the limits of its calls."""
+        if self._judge is None:
+            return super().grading()
+        assert self._open_image is not None, "a judge sees the pictures"
+        client = JudgeClient(self._judge, CAPTION_PROMPT)
+        opinion = OpinionOfJudge(client.score, self._open_image, self._metrics.references)
+        grader, calls = JudgedCaptionGrader(self._metrics, opinion), LimitedCalls(limits_of(self._judge))
+        return Grading(graders=(grader,), calls=calls, clients=(client,))
 
 
 class CaptionGrader:

@@ -28,8 +28,9 @@ from fovea_gym.environments.dataset_prompts import (
 from fovea_gym.environments.file_splits import FileSplits
 from fovea_gym.errors import BadRowError, DataError
 from fovea_gym.graders.base import Grader
+from fovea_gym.rows.access import RowAccess
 from fovea_gym.rows.readers.base import listed, nearest
-from fovea_gym.rows.rows import RowAccess, Rows, image_refs
+from fovea_gym.rows.rows import Rows, image_refs
 from fovea_gym.settings.environments import RowsEnvironment
 from fovea_gym.settings.splits import FileEnvironment
 from fovea_gym.types import Message, Task

@@ -13,9 +13,10 @@ import numpy as np
 
 from fovea_gym.environments.base import Split
 from fovea_gym.errors import BadRowError, DataError
+from fovea_gym.rows.access import RowAccess
 from fovea_gym.rows.cells import image_refs
 from fovea_gym.rows.images import is_url, no_such_image
-from fovea_gym.rows.rows import RowAccess, Rows, open_rows
+from fovea_gym.rows.rows import Rows, open_rows
 from fovea_gym.rows.tasks import LazyTasks, RowPlace
 from fovea_gym.settings.splits import SplitFiles
 from fovea_gym.types import ImageRef, Task

@@ -14,7 +14,7 @@ from fovea_gym.environments.dataset_tasks import FileTasks, answer_key, prompt_k
 from fovea_gym.graders.base import Grade
 from fovea_gym.graders.boxed_answer import gold_answers, grade, is_gradable
 from fovea_gym.graders.math_answer import last_boxed, last_tagged
-from fovea_gym.rows.rows import RowAccess
+from fovea_gym.rows.access import RowAccess
 from fovea_gym.settings.environments import Geo3kEnvironment
 from fovea_gym.types import AnswerEnd, Score, Task, Turn
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from fovea_gym.environments.answer_end import declared_end
-from fovea_gym.environments.base import Environment, LimitsSessions, OpensSessions, Session, Split, UsesTools
-from fovea_gym.environments.sessions import LimitedSessions, open_session
+from fovea_gym.environments.access import Access, Part
+from fovea_gym.environments.base import Environment, Session, Split
+from fovea_gym.environments.sessions import LimitedSessions
 from fovea_gym.errors import ConfigError, DataError
 from fovea_gym.graders.grading import Grading
 from fovea_gym.rows.tasks import LazyTasks, RowPlace, kinds_of, place_of
+from fovea_gym.settings.environments import MixtureEnvironment
 from fovea_gym.tools.base import Tool
 from fovea_gym.types import Message, Score, Task, Turn
 
@@ -24,76 +25,80 @@ ALL = "all"
 """The kind of tasks whose environment tells no kinds apart."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """One environment of a mixture, with the graders of its answers."""
-
-    environment: Environment
-    grading: Grading
-    share: float
-    """How often its rows are drawn, relative to the shares of the other parts."""
-    tools: Sequence[Tool] = ()
-    """Tools that its model may call beside those of the environment (`wiring.tools.with_tools`)."""
-
-
 class Mixture(Environment):
     """The environments of `parts`, by name; a split holds the rows of that split in all parts."""
 
     def __init__(self, parts: Mapping[str, Part]) -> None:
-        self._parts = parts
+        self.parts = parts
         self.max_turns = max(part.environment.max_turns for part in parts.values())
-        first, *others = [declared_end(part.environment) for part in parts.values()]
+        first, *others = [part.environment.answer_end for part in parts.values()]
         self.answer_end = first if all(end == first for end in others) else None
         self.graders = (MixtureGrader(parts),)
-        if any(part.tools or isinstance(part.environment, UsesTools) for part in parts.values()):
-            self.tools = self._tools_of
+        # the smallest limit of open sessions holds for all
+        limits = [part.environment.max_open for part in parts.values()]
+        self.max_open = min((limit for limit in limits if limit is not None), default=None)
+
+    @staticmethod
+    def of(settings: MixtureEnvironment, access: Access, seed: int) -> Mixture:
+        """Make the parts of the settings, each as in a separate run."""
+        parts: dict[str, Part] = {}
+        for name, part in settings.parts.by_name.items():
+            if access.make_part is not None:
+                parts[name] = access.make_part(name, part)
+                continue
+            with errors_of_part(name):
+                parts[name] = part.make(access, seed)
+        return Mixture(parts)
 
     def tasks(self, split: Split) -> Sequence[Task]:
         tasks: dict[str, Sequence[Task]] = {}
-        for name, part in self._parts.items():
+        for name, part in self.parts.items():
             with errors_of_part(name):
                 tasks[name] = part.environment.tasks(split)
-        return MixedTasks(tasks, self._parts)
+        return MixedTasks(tasks, self.parts)
 
     def prompt(self, task: Task) -> Sequence[Message]:
-        part, own = part_and_task(task, self._parts)
+        part, own = part_and_task(task, self.parts)
         return part.environment.prompt(own)
 
-    def _tools_of(self, task: Task) -> Sequence[Tool]:
-        part, own = part_and_task(task, self._parts)
-        return part.environment.tools(own) if isinstance(part.environment, UsesTools) else ()
+    def tools(self, task: Task) -> Sequence[Tool]:
+        part, own = part_and_task(task, self.parts)
+        return part.environment.tools(own)
+
+    @property
+    def uses_tools(self) -> bool:
+        return any(part.tools or part.environment.uses_tools for part in self.parts.values())
 
     def turns_of(self, task: Task) -> int:
-        return part_and_task(task, self._parts)[0].environment.max_turns
+        part, own = part_and_task(task, self.parts)
+        return part.environment.turns_of(own)
 
     def reply(self, task: Task, turns: Sequence[Turn]) -> Sequence[Message] | None:
-        part, own = part_and_task(task, self._parts)
+        part, own = part_and_task(task, self.parts)
         return part.environment.reply(own, turns)
 
     def target(self, task: Task) -> str:
-        part, own = part_and_task(task, self._parts)
+        part, own = part_and_task(task, self.parts)
         return part.environment.target(own)
 
     def demonstration(self, task: Task) -> Sequence[str]:
-        part, own = part_and_task(task, self._parts)
+        part, own = part_and_task(task, self.parts)
         return part.environment.demonstration(own)
 
     def changed(self, change: Callable[[str, Part], Environment]) -> Mixture:
         """The mixture with each part's environment as `change` makes it of the part's name and the part."""
-        return mixture_of({name: replace(part, environment=change(name, part)) for name, part in self._parts.items()})
-
-
-class MixtureWithSessions(Mixture):
-    """A mixture of which some parts have sessions; the smallest limit of open sessions among them holds for all."""
-
-    def __init__(self, parts: Mapping[str, Part]) -> None:
-        super().__init__(parts)
-        limited = [part.environment for part in parts.values()]
-        self.max_open = min(each.max_open for each in limited if isinstance(each, LimitsSessions))
+        return Mixture({name: replace(part, environment=change(name, part)) for name, part in self.parts.items()})
 
     async def open(self, task: Task, seed: int) -> Session:
-        part, own = part_and_task(task, self._parts)
-        return await open_session(part.environment, own, seed)
+        part, own = part_and_task(task, self.parts)
+        return await part.environment.open(own, seed)
+
+    @property
+    def has_sessions(self) -> bool:
+        return any(part.environment.has_sessions for part in self.parts.values())
+
+    def grading(self) -> Grading:
+        return Grading(graders=self.graders, parts=tuple(part.grading for part in self.parts.values()))
 
 
 def without_scores(environment: Environment) -> Environment:
@@ -101,12 +106,6 @@ def without_scores(environment: Environment) -> Environment:
     if isinstance(environment, Mixture):
         return environment.changed(lambda _, part: without_scores(part.environment))
     return environment.without_scores() if isinstance(environment, LimitedSessions) else environment
-
-
-def mixture_of(parts: Mapping[str, Part]) -> Mixture:
-    """The mixture of these parts."""
-    has_sessions = any(isinstance(part.environment, OpensSessions) for part in parts.values())
-    return MixtureWithSessions(parts) if has_sessions else Mixture(parts)
 
 
 class MixedTasks(LazyTasks):

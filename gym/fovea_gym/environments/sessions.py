@@ -10,18 +10,9 @@ import logging
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-from fovea_gym.environments.answer_end import declared_end
-from fovea_gym.environments.base import (
-    Environment,
-    LimitsTurns,
-    OpensSessions,
-    ScoresEpisode,
-    Session,
-    Split,
-    UsesTools,
-)
+from fovea_gym.environments.base import Environment, OwnReplies, Session, Split
 from fovea_gym.environments.custom.checks import check_messages
 from fovea_gym.environments.session_task import SessionTask
 from fovea_gym.errors import (
@@ -39,41 +30,12 @@ from fovea_gym.errors import (
 from fovea_gym.graders.base import LateError, NoScoreError, TryAgainError
 from fovea_gym.graders.limited_calls import CallLimits, CallThreads, LimitedCalls, called, without_ends
 from fovea_gym.settings.splits import SessionLimits
+from fovea_gym.tools.base import Tool
 from fovea_gym.types import Message, Score, Task, Turn
 
 LOG = logging.getLogger(__name__)
 SETTINGS = "environment.session."
 Result = TypeVar("Result")
-
-
-class EnvironmentWithSessions(Environment, OpensSessions, Protocol):
-    """An environment whose episodes have state."""
-
-
-class OwnReplies:
-    """The stateless replies of an environment that never waits, as a session."""
-
-    def __init__(self, environment: Environment, task: Task) -> None:
-        self._environment = environment
-        self._task = task
-
-    async def reply(self, turns: Sequence[Turn]) -> Sequence[Message] | None:
-        return self._environment.reply(self._task, turns)
-
-    async def close(self) -> None:
-        """Nothing is held."""
-
-
-async def open_session(environment: Environment, task: Task, seed: int) -> Session:
-    """The environment's side of an episode."""
-    if isinstance(environment, OpensSessions):
-        return await environment.open(task, seed)
-    return OwnReplies(environment, task)
-
-
-def turn_limit(environment: Environment, task: Task) -> int:
-    """The most turns of an episode of this task."""
-    return environment.turns_of(task) if isinstance(environment, LimitsTurns) else environment.max_turns
 
 
 def unreadable(session: Session, error: DataError) -> FoveaError:
@@ -92,14 +54,7 @@ async def goes_on(session: Session, turns: Sequence[Turn]) -> bool:
     return not isinstance(session, OwnReplies) or await session.reply(turns) is not None
 
 
-async def score_of(session: Session, turns: Sequence[Turn]) -> Score | None:
-    """The score that the session gives its episode; None: graders score it."""
-    if isinstance(session, LimitedSession):
-        return await session.own_score(turns)
-    return await session.score(turns) if isinstance(session, ScoresEpisode) else None
-
-
-class WaitingReplies:
+class WaitingReplies(Session):
     """The stateless replies of code that may wait, as a session: plain ones are called in threads."""
 
     def __init__(self, reply: Callable[[Task, Sequence[Turn]], Any], task: Task, threads: CallThreads) -> None:
@@ -111,16 +66,11 @@ class WaitingReplies:
         messages: Sequence[Message] | None = await called(self._threads, self._reply, self._task, turns)
         return messages
 
-    async def close(self) -> None:
-        """Nothing is held."""
-
 
 class LimitedSessions(Environment):
     """An environment with sessions, whose calls have the limits of `environment.session`."""
 
-    def __init__(
-        self, environment: EnvironmentWithSessions, limits: SessionLimits, name: str, *, asks_score: bool = True
-    ) -> None:
+    def __init__(self, environment: Environment, limits: SessionLimits, name: str, *, asks_score: bool = True) -> None:
         """`name` is what messages call the environment; without `asks_score` graders score its episodes."""
         self.asks_score = asks_score
         self.inside = environment
@@ -128,10 +78,9 @@ class LimitedSessions(Environment):
         self._limits = limits
         self._name = name
         self.max_turns = environment.max_turns
-        self.answer_end = declared_end(environment)
+        self.answer_end = environment.answer_end
+        self.has_demonstrations = environment.has_demonstrations
         self.max_open = limits.max_concurrent
-        if isinstance(environment, UsesTools):
-            self.tools = environment.tools
         of_calls = CallLimits(
             name=name,
             settings=SETTINGS,
@@ -160,6 +109,16 @@ class LimitedSessions(Environment):
     def demonstration(self, task: Task) -> Sequence[str]:
         return self.inside.demonstration(task)
 
+    def turns_of(self, task: Task) -> int:
+        return self.inside.turns_of(task)
+
+    def tools(self, task: Task) -> Sequence[Tool]:
+        return self.inside.tools(task)
+
+    @property
+    def uses_tools(self) -> bool:
+        return self.inside.uses_tools
+
     async def open(self, task: Task, seed: int) -> LimitedSession:
         """FailedEpisodeError or, with `on_failure=stop`, SessionError where the session fails."""
         session = LimitedSession(self._calls, self._limits, f"{task.id}: {self._name}", asks_score=self.asks_score)
@@ -171,7 +130,7 @@ class LimitedSessions(Environment):
         return session
 
 
-class LimitedSession:
+class LimitedSession(Session):
     """A session of which every call has a deadline, and whose failures are those that the settings tolerate."""
 
     def __init__(self, calls: LimitedCalls, limits: SessionLimits, name: str, *, asks_score: bool) -> None:
@@ -202,10 +161,10 @@ class LimitedSession:
                 raise self.failure("reply", str(error)) from error
         return messages
 
-    async def own_score(self, turns: Sequence[Turn]) -> Score | None:
+    async def score(self, turns: Sequence[Turn]) -> Score | None:
         """The score that the session gives its episode; None where it gives none."""
         session = self._session
-        if not self._asks_score or not isinstance(session, ScoresEpisode):
+        if not self._asks_score or not session.has_score:
             return None
         return await self._limited("score", lambda: session.score(turns), (TryAgainError,))
 

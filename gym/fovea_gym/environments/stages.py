@@ -23,3 +23,9 @@ class Stages:
     """From the easiest to the last."""
     default_starts: Sequence[int] = ()
     """Steps at which the second and later stages begin."""
+
+
+def stages_of(environment: object) -> Stages:
+    """The stages of an environment, which need not derive from `Environment`; most have none."""
+    stages, starts = getattr(environment, "stages", ()), getattr(environment, "default_starts", ())
+    return Stages(stages=tuple(stages), default_starts=tuple(starts))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from fovea_gym.environments.dataset_tasks import FileTasks
 from fovea_gym.graders.vqa_answer import answers_of, grade, is_gradable, majority_answer
 from fovea_gym.graders.vqa_words import listed_options, options_of, true_letter
-from fovea_gym.rows.rows import RowAccess
+from fovea_gym.rows.access import RowAccess
 from fovea_gym.settings.environments import VqaEnvironment
 from fovea_gym.types import Message, Score, Task, Turn
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 from PIL.Image import Image
 
@@ -30,6 +30,7 @@ class ScoresAnswers(Protocol):
     def score(self, question: str, answer: str, images: Sequence[Image]) -> float: ...
 
 
+@runtime_checkable
 class Overrulable(Grader, Protocol):
     """A grader by a rule, whose verdict another may overrule."""
 

@@ -26,6 +26,7 @@ import httpx2
 
 from fovea_gym import __version__
 from fovea_gym.errors import BadRowError
+from fovea_gym.rows.access import UrlLimits
 from fovea_gym.utils.files import complete_bytes, delete_abandoned, write_atomically
 
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
@@ -219,18 +220,6 @@ class FailedHosts:
 _REDIRECTS = {301, 302, 303, 307, 308}
 _TRY_AGAIN = {429, 500, 502, 503, 504}
 FIRST_PAUSE_SECONDS = 0.5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UrlLimits:
-    """Limits of one download, most of them settings of the same names in `config.Data`."""
-
-    max_mib: float = 32.0
-    timeout_seconds: float = 20.0
-    max_redirects: int = 5
-    retries: int = 2
-    """Further tries where the server is busy, broken or unreachable."""
-    allow_private_addresses: bool = False
 
 
 class _Retryable(Exception):

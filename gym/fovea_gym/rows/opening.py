@@ -18,7 +18,7 @@ def default_opener() -> ImageOpener:
 
 def _fetch(url: str, where: str) -> bytes:
     # readers of object stores take as long to import as all the rest
-    from fovea_gym.rows.fetch import UrlLimits
+    from fovea_gym.rows.access import UrlLimits
     from fovea_gym.rows.readers.remote import remote_image
 
     return remote_image(url, where, UrlLimits(max_mib=MAX_MIB))

@@ -14,44 +14,28 @@ import itertools
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, overload
 
 from fovea_gym.errors import DataError, MissingExtraError
+from fovea_gym.rows.access import RowAccess
 from fovea_gym.rows.cells import image_refs
-from fovea_gym.rows.fetch import UrlLimits
 from fovea_gym.rows.images import is_url
 from fovea_gym.rows.readers.base import FORMATS, Table, check_columns, check_unique, near_files
 from fovea_gym.rows.readers.frame import ImageFolder, InMemory, MemoryTable, is_dataset, metadata_of
 from fovea_gym.rows.readers.lines import csv_rows, json_array, json_lines
-from fovea_gym.rows.readers.parquet import GroupCache, ParquetTable
+from fovea_gym.rows.readers.parquet import ParquetTable
 from fovea_gym.rows.readers.remote import RemoteTable, expand, local_copy, part_of, split_part
 from fovea_gym.utils.installing import pip_install
 
-__all__ = ["InMemory", "RowAccess", "Rows", "Source", "given_rows", "image_refs", "open_rows"]
+__all__ = ["InMemory", "Rows", "Source", "given_rows", "image_refs", "open_rows"]
 
 Source: TypeAlias = str | os.PathLike[str] | InMemory
 
 MADE = ("caption", "easy_vqa", "geo3k", "geospot", "geospot_europe", "readable", "shapes", "visual_qa", "vqa")
 """Folders in data/ that commands write: `fovea data vqa`."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowAccess:
-    """Settings for reaching data files, named as in `config.Data`."""
-
-    cache_dir: Path = Path("~/.cache/fovea")
-    image_root: str | None = None
-    url_limits: UrlLimits = field(default_factory=UrlLimits)
-    cache: GroupCache = field(default_factory=GroupCache)
-    """Decoded row groups, shared by all Parquet files so that its bound holds for the run."""
-
-    @property
-    def copies(self) -> Path:
-        """The folder of local copies of data files."""
-        return self.cache_dir.expanduser() / "rows"
 
 
 class Rows(Sequence[Mapping[str, object]]):

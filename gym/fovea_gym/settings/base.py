@@ -146,7 +146,7 @@ class OpenUnion:
             return None
         (base,) = [each for each in _sections_in(union) if not _has_a_fixed_name(each)]
         fits = isinstance(found, type) and issubclass(found, base) and _names(_ours(found)) == [name]
-        if not fits or not hasattr(found, self.method):
+        if not fits or getattr(found, self.method, None) in (None, getattr(base, self.method, None)):
             raise ConfigError(
                 f"{self.group}: {name} is registered as {found!r}, which does not fit; register a class that derives "
                 f"from {base.__module__}.{base.__name__}, with the line `name: Literal[{name!r}] = {name!r}` and a "

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import ConfigDict, Field
 from pydantic.fields import FieldInfo
 
+from fovea_gym.errors import ConfigError
 from fovea_gym.settings.base import (
     Fraction,
     HttpUrl,
@@ -22,6 +23,10 @@ from fovea_gym.settings.base import (
 from fovea_gym.settings.games import FrozenLakeEnvironment, PagesEnvironment, SokobanEnvironment
 from fovea_gym.settings.grounding import GroundingEnvironment, GroundingShapesEnvironment
 from fovea_gym.settings.splits import DrawnRows, EnvironmentSettings, FileEnvironment, SessionLimits, SplitFiles
+
+if TYPE_CHECKING:  # settings are read without what they make
+    from fovea_gym.environments.access import Access, Part
+    from fovea_gym.environments.base import Environment
 
 GeoPart: TypeAlias = Literal["country", "region", "city", "coordinates"]
 GeoColumn: TypeAlias = Literal["country", "region", "city", "lat", "lon"]
@@ -85,6 +90,12 @@ class GeoSpotEnvironment(SplitFiles):
                 "before it; write falling numbers, such as [500, 200, 100, 50, 25]"
             )
 
+    def make(self, access: Access, seed: int) -> Environment:
+        # an optional extra; the module reports its absence
+        from fovea_gym.environments.geospot.environment import GeoSpot
+
+        return GeoSpot(self, access)
+
 
 CaptionMetric: TypeAlias = Literal["cider", "chrf", "bleu", "judge", "reward_model"]
 Level: TypeAlias = Annotated[int, Field(ge=1, le=3)]
@@ -125,11 +136,21 @@ class ShapesEnvironment(DrawnRows):
         """The levels of the scenes, one or a mix."""
         return self.level if isinstance(self.level, tuple) else (self.level,)
 
+    def make(self, access: Access, seed: int) -> Environment:
+        from fovea_gym.environments.shapes.environment import Shapes
+
+        return Shapes(self, seed)
+
 
 class ShapesZoomEnvironment(ShapesEnvironment):
     """Rendered scenes of which the model may see a quarter enlarged, in a second turn, before it answers."""
 
     name: Literal["shapes_zoom"] = "shapes_zoom"  # type: ignore[assignment]
+
+    def make(self, access: Access, seed: int) -> Environment:
+        from fovea_gym.environments.shapes.environment import ShapesZoom
+
+        return ShapesZoom(self, seed)
 
 
 class SmallShapesEnvironment(DrawnRows):
@@ -142,6 +163,11 @@ class SmallShapesEnvironment(DrawnRows):
     """Coordinates of the right and the lower edge of the scene; Qwen3-VL gives places from 0 to 1000."""
     test_size: RowCount = 600
     """Held-out scenes of the final table."""
+
+    def make(self, access: Access, seed: int) -> Environment:
+        from fovea_gym.environments.shapes.small import SmallShapes
+
+        return SmallShapes(self, seed)
 
 
 class Geo3kEnvironment(FileEnvironment):
@@ -191,6 +217,11 @@ class Geo3kEnvironment(FileEnvironment):
     def weight_of_format(self) -> float:
         return 0.1 if self.format_weight is None else self.format_weight
 
+    def make(self, access: Access, seed: int) -> Environment:
+        from fovea_gym.environments.geo3k import Geo3k
+
+        return Geo3k(self, access)
+
 
 class VqaEnvironment(FileEnvironment):
     """Questions about images with short answers: counts, attributes, existence, yes or no, multiple choice."""
@@ -209,11 +240,21 @@ class VqaEnvironment(FileEnvironment):
                 f"{self.choices_key} has no use for; unset either"
             )
 
+    def make(self, access: Access, seed: int) -> Environment:
+        from fovea_gym.environments.vqa import Vqa
+
+        return Vqa(self, access)
+
 
 class RowsEnvironment(FileEnvironment):
     """Questions about images that your own reward grades (`reward`); true answers may be missing."""
 
     name: Literal["rows"] = "rows"
+
+    def make(self, access: Access, seed: int) -> Environment:
+        from fovea_gym.environments.dataset_tasks import OwnRows
+
+        return OwnRows(self, access, imitated=access.imitated)
 
 
 class CaptionEnvironment(FileEnvironment):
@@ -230,6 +271,17 @@ class CaptionEnvironment(FileEnvironment):
         if not self.metric_weights:
             yield "environment.metric_weights is empty, so that there is no reward; write {cider: 1}"
 
+    def make(self, access: Access, seed: int) -> Environment:
+        from fovea_gym.environments.caption import Caption
+
+        for name, offered in (("judge", access.judge), ("reward_model", access.reward_model)):
+            if name in self.metric_weights and offered is None:
+                raise ConfigError(f"environment.metric_weights has {name}, and there is none; set the section {name}")
+        judge = access.judge if "judge" in self.metric_weights else None
+        load = access.reward_model if "reward_model" in self.metric_weights else None
+        model = None if load is None else load()
+        return Caption(self, access, reward_model=model, judge=judge, open_image=access.open_image)
+
 
 Value: TypeAlias = str | bool | int | float | None
 
@@ -242,6 +294,11 @@ class OwnEnvironment(EnvironmentSettings):
     """`path/to/file.py:Class`; relative paths start at the working directory."""
     settings: dict[str, Value] = Field(default_factory=dict)
     """Argument `settings` of its constructor."""
+
+    def make(self, access: Access, seed: int) -> object:
+        from fovea_gym.environments.custom.loading import load_environment
+
+        return load_environment(self)
 
 
 class SeedRows(EnvironmentSettings):
@@ -279,6 +336,11 @@ class GymnasiumEnvironment(SeedRows):
                 "action a separate name"
             )
 
+    def make(self, access: Access, seed: int) -> Environment:
+        from fovea_gym.adapters.gymnasium import Gymnasium
+
+        return Gymnasium(self)
+
 
 class OpenEnvEnvironment(SeedRows):
     """An environment on an OpenEnv server (docs/agents.md)."""
@@ -302,6 +364,11 @@ class OpenEnvEnvironment(SeedRows):
                 "fields of the observation"
             )
 
+    def make(self, access: Access, seed: int) -> Environment:
+        from fovea_gym.adapters.openenv import OpenEnv
+
+        return OpenEnv(self)
+
 
 class NemoGymEnvironment(SplitFiles):
     """Rows of NeMo-Gym; one of its resources servers runs their tools and gives the rewards (docs/agents.md)."""
@@ -311,6 +378,11 @@ class NemoGymEnvironment(SplitFiles):
     """Address of the resources server, such as http://127.0.0.1:8000."""
     max_turns: Annotated[int, Field(ge=1, le=1 << 16)] = 10
     """Most answers of an episode, those with calls included."""
+
+    def make(self, access: Access, seed: int) -> Environment:
+        from fovea_gym.adapters.nemo_gym import NemoGym
+
+        return NemoGym(self, access)
 
 
 PartEnvironment: TypeAlias = Annotated[
@@ -332,7 +404,7 @@ PartEnvironment: TypeAlias = Annotated[
     | NemoGymEnvironment
     | OwnEnvironment
     | EnvironmentSettings,
-    OpenUnion("fovea.environments", "make_environment"),
+    OpenUnion("fovea.environments", "make"),
 ]
 """Any environment but a mixture, of which these may be parts (`fovea_gym.settings.environments`)."""
 
@@ -346,6 +418,18 @@ class MixturePart(Section):
     """Environment of this part, with the settings of `environment`; no mixture."""
     reward: str | None = None
     """Your own reward function for this part, `path/to/file.py:function`, in place of its environment's score."""
+
+    def make(self, access: Access, seed: int) -> Part:
+        """Make the part, with the graders of its environment."""
+        from fovea_gym.environments.access import Part
+        from fovea_gym.environments.base import Environment
+
+        made = self.environment.make(access, seed)
+        if self.reward is not None or not isinstance(made, Environment):
+            raise ConfigError(
+                "a reward or an environment of your own is scored within limits of a run; give Access(make_part=...)"
+            )
+        return Part(environment=made, grading=made.grading(), share=self.share)
 
 
 class MixtureParts(Section):
@@ -384,7 +468,10 @@ class MixtureEnvironment(EnvironmentSettings):
                 "environment.parts.NAME.environment.session"
             )
 
+    def make(self, access: Access, seed: int) -> Environment:
+        from fovea_gym.environments.mixture import Mixture
 
-EnvironmentConfig: TypeAlias = Annotated[
-    PartEnvironment | MixtureEnvironment, OpenUnion("fovea.environments", "make_environment")
-]
+        return Mixture.of(self, access, seed)
+
+
+EnvironmentConfig: TypeAlias = Annotated[PartEnvironment | MixtureEnvironment, OpenUnion("fovea.environments", "make")]

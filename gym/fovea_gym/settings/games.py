@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
 from fovea_gym.settings.base import CoefficientOrZero, Fraction, PositiveInt
 from fovea_gym.settings.splits import DrawnRows
+
+if TYPE_CHECKING:  # settings are read without what they make
+    from fovea_gym.environments.access import Access
+    from fovea_gym.environments.base import Environment
 
 Moves: TypeAlias = tuple[PositiveInt, PositiveInt]
 
@@ -59,6 +63,11 @@ class FrozenLakeEnvironment(GameEnvironment):
     frozen_share: Annotated[Fraction, Field(gt=0)] = 0.8
     """Probability of a cell to be ice, not a hole."""
 
+    def make(self, access: Access, seed: int) -> Environment:
+        from fovea_gym.examples.games.environment import BoardGame
+
+        return BoardGame(self, seed)
+
 
 class SokobanEnvironment(GameEnvironment):
     """Sokoban in pictures: push every box onto a target, in a room with walls."""
@@ -69,6 +78,11 @@ class SokobanEnvironment(GameEnvironment):
     num_boxes: Annotated[int, Field(ge=1, le=3)] = 1
     """Boxes, and targets."""
 
+    def make(self, access: Access, seed: int) -> Environment:
+        from fovea_gym.examples.games.environment import BoardGame
+
+        return BoardGame(self, seed)
+
 
 class PagesEnvironment(DrawnRows):
     """A small web page in pictures: click the named control by coordinates, in half the tasks behind a menu."""
@@ -76,3 +90,8 @@ class PagesEnvironment(DrawnRows):
     name: Literal["pages"] = "pages"
     scale: Annotated[int, Field(ge=10, le=10_000)] = 1000
     """Coordinates of the right and the lower edge of the page; Qwen3-VL gives places from 0 to 1000."""
+
+    def make(self, access: Access, seed: int) -> Environment:
+        from fovea_gym.examples.pages.environment import Pages
+
+        return Pages(self, seed)

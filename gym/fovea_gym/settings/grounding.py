@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
+from fovea_gym.errors import ConfigError
 from fovea_gym.settings.base import Fraction, RowCount
 from fovea_gym.settings.splits import DrawnRows, FileEnvironment
+
+if TYPE_CHECKING:  # settings are read without what they make
+    from fovea_gym.environments.access import Access
+    from fovea_gym.environments.base import Environment
 
 Ask: TypeAlias = Literal["box", "boxes", "point", "points"]
 Coordinates: TypeAlias = Literal["model", "pixels", "thousandths", "unit", "original"]
@@ -124,6 +129,13 @@ class GroundingEnvironment(FileEnvironment):
                 "environment.ask=point"
             )
 
+    def make(self, access: Access, seed: int) -> Environment:
+        from fovea_gym.environments.grounding.environment import Grounding
+
+        if access.pictures is None:
+            raise ConfigError("grounding reads places in the coordinates of a model; give Access(pictures=...)")
+        return Grounding(self, access, access.pictures)
+
 
 class GroundingShapesEnvironment(DrawnRows):
     """Rendered scenes with the question where a shape is; true boxes are known from the drawing."""
@@ -144,6 +156,11 @@ class GroundingShapesEnvironment(DrawnRows):
 
     def contradictions(self) -> Iterator[str]:
         yield from _unfit_reward(self.reward_kind, self.ask)
+
+    def make(self, access: Access, seed: int) -> Environment:
+        from fovea_gym.environments.grounding.shapes import GroundingShapes
+
+        return GroundingShapes(self, seed)
 
 
 def _unfit_reward(kind: RewardKind | None, ask: Ask) -> Iterator[str]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from fovea_gym.settings.base import CoefficientOrZero, MayChange, Member, RowCount, Seconds, Section
 from fovea_gym.settings.mcp import McpServers
+
+if TYPE_CHECKING:  # settings are read without what they make
+    from fovea_gym.environments.access import Access
 
 ROWS_FOLDER = "rows"
 """Folder of a run with the rows that Python code has given."""
@@ -36,7 +39,7 @@ class SessionLimits(Section):
 
 
 class EnvironmentSettings(Member):
-    """Settings of an environment."""
+    """Settings of an environment, which make it."""
 
     session: SessionLimits = Field(default_factory=SessionLimits)
     tools: tuple[str, ...] = ()
@@ -53,6 +56,10 @@ class EnvironmentSettings(Member):
     allow_unconfined_python: bool = False
     """Accept that programs of the model read, change and delete whatever you may, and use the network, where nothing on
     this machine confines them; only their time and memory are limited then."""
+
+    def make(self, access: Access, seed: int) -> object:
+        """Make an `Environment`, or an object with its methods and `score`; `access` is what the run offers it."""
+        raise NotImplementedError(self.name)
 
 
 class DrawnRows(EnvironmentSettings):

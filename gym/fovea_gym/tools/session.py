@@ -12,9 +12,7 @@ from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import TextIO
 
-from fovea_gym.environments.answer_end import declared_end
-from fovea_gym.environments.base import BringsTools, Environment, Session, Split, UsesTools
-from fovea_gym.environments.sessions import open_session, score_of
+from fovea_gym.environments.base import Environment, Session, Split
 from fovea_gym.errors import describe_error, first_line
 from fovea_gym.tools.base import BadResultError, Frame, Picture, TakesCoordinates, Tool, ToolError
 from fovea_gym.tools.calls.base import BadCall, CallFormat
@@ -117,7 +115,7 @@ class WithTools(Environment):
         self._use = use
         self._tools = tuple(tools)
         self.max_turns = environment.max_turns if max_turns is None else max_turns
-        self.answer_end = declared_end(environment)
+        self.answer_end = environment.answer_end
 
     def tasks(self, split: Split) -> Sequence[Task]:
         return self._environment.tasks(split)
@@ -129,7 +127,7 @@ class WithTools(Environment):
         return self._environment.target(task)
 
     def tools(self, task: Task) -> Sequence[Tool]:
-        return self._with_further(self._environment.tools(task) if isinstance(self._environment, UsesTools) else ())
+        return self._with_further(self._environment.tools(task))
 
     def demonstration(self, task: Task) -> Sequence[str]:
         """The environment's, with calls in the format of the model, and their coordinates in its frame."""
@@ -138,8 +136,9 @@ class WithTools(Environment):
         return [self._rewritten(text, tools, pictures) for text in self._environment.demonstration(task)]
 
     async def open(self, task: Task, seed: int) -> Session:
-        inner = await open_session(self._environment, task, seed)
-        tools = self._with_further(inner.tools()) if isinstance(inner, BringsTools) else self.tools(task)
+        inner = await self._environment.open(task, seed)
+        own = inner.tools()
+        tools = self.tools(task) if own is None else self._with_further(own)
         return ToolSession(inner, task, tools, self._use)
 
     def _with_further(self, own: Sequence[Tool]) -> Sequence[Tool]:
@@ -169,7 +168,7 @@ def _images_in(messages: Sequence[Message]) -> list[ImageRef]:
     return [part for message in messages for part in message.parts if isinstance(part, ImageRef)]
 
 
-class ToolSession:
+class ToolSession(Session):
     """Session that answers turns with calls by their results; the environment's session answers the others."""
 
     def __init__(self, inner: Session, task: Task, tools: Sequence[Tool], use: ToolUse) -> None:
@@ -182,7 +181,11 @@ class ToolSession:
         return await self._results(turns) or await self._inner.reply(turns)
 
     async def score(self, turns: Sequence[Turn]) -> Score | None:
-        return await score_of(self._inner, turns)
+        return await self._inner.score(turns)
+
+    @property
+    def has_score(self) -> bool:
+        return self._inner.has_score
 
     async def close(self) -> None:
         await self._inner.close()

@@ -18,8 +18,8 @@ from PIL import Image
 from fovea_gym.adapters.nemo_gym import NemoGym
 from fovea_gym.errors import BadRowError, DataError
 from fovea_gym.graders.base import NoScoreError
+from fovea_gym.rows.access import RowAccess
 from fovea_gym.rows.images import ImageOpener
-from fovea_gym.rows.rows import RowAccess
 from fovea_gym.settings.environments import NemoGymEnvironment
 from fovea_gym.tools.base import THOUSANDTHS
 from fovea_gym.tools.calls.json_calls import JsonCalls

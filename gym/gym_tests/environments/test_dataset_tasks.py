@@ -11,7 +11,8 @@ from pydantic import ValidationError
 
 from fovea_gym.environments.dataset_tasks import FileTasks
 from fovea_gym.errors import BadRowError, DataError
-from fovea_gym.rows.rows import InMemory, RowAccess
+from fovea_gym.rows.access import RowAccess
+from fovea_gym.rows.rows import InMemory
 from fovea_gym.rows.tasks import kinds_of, place_of
 from fovea_gym.settings.environments import Geo3kEnvironment
 from fovea_gym.types import ImageRef, Task

@@ -15,8 +15,8 @@ from fovea_gym.environments.base import Environment, Split
 from fovea_gym.environments.geo3k import Geo3k
 from fovea_gym.errors import BadRowError, DataError
 from fovea_gym.graders.boxed_answer import grade
+from fovea_gym.rows.access import RowAccess
 from fovea_gym.rows.images import ImageOpener
-from fovea_gym.rows.rows import RowAccess
 from fovea_gym.rows.tasks import kinds_of
 from fovea_gym.settings.environments import Geo3kEnvironment
 from fovea_gym.types import ImageRef, Task

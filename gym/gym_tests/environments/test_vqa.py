@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from fovea_gym.environments.vqa import Vqa, grade
 from fovea_gym.errors import BadRowError, DataError
-from fovea_gym.rows.rows import RowAccess
+from fovea_gym.rows.access import RowAccess
 from fovea_gym.rows.tasks import levels_of
 from fovea_gym.settings.environments import VqaEnvironment
 from fovea_gym.types import ImageRef, Score, Task

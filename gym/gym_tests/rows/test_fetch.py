@@ -17,8 +17,9 @@ import pytest
 
 from fovea_gym.errors import BadRowError, DataError
 from fovea_gym.rows import fetch as fetch_module
+from fovea_gym.rows.access import UrlLimits
 from fovea_gym.rows.cells import image_refs
-from fovea_gym.rows.fetch import MAX_FAILURES, FailedHosts, FetchedFiles, UrlLimits, download, fetch, is_public
+from fovea_gym.rows.fetch import MAX_FAILURES, FailedHosts, FetchedFiles, download, fetch, is_public
 from fovea_gym.rows.images import ImageOpener
 from fovea_gym.types import ImageRef
 from gym_tests.images import png

@@ -16,7 +16,8 @@ from fovea_gym.environments.file_splits import image_hashes, split_by_image
 from fovea_gym.environments.geospot.environment import GeoSpot
 from fovea_gym.environments.vqa import Vqa
 from fovea_gym.errors import DataError
-from fovea_gym.rows.rows import RowAccess, open_rows
+from fovea_gym.rows.access import RowAccess
+from fovea_gym.rows.rows import open_rows
 from fovea_gym.settings.environments import GeoSpotEnvironment, VqaEnvironment
 from fovea_gym.types import Task
 

@@ -19,10 +19,10 @@ import pytest
 from PIL import Image
 
 from fovea_gym.errors import BadRowError, DataError, MissingExtraError
-from fovea_gym.rows.fetch import UrlLimits
+from fovea_gym.rows.access import RowAccess, UrlLimits
 from fovea_gym.rows.images import ImageOpener
 from fovea_gym.rows.readers import parquet
-from fovea_gym.rows.rows import RowAccess, Rows, image_refs, open_rows
+from fovea_gym.rows.rows import Rows, image_refs, open_rows
 from fovea_gym.utils.installing import pip_install
 from gym_tests.images import png
 from gym_tests.rows.three_rows import ROWS, as_csv, opened

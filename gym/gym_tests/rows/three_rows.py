@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from fovea_gym.rows.rows import RowAccess, Rows, open_rows
+from fovea_gym.rows.access import RowAccess
+from fovea_gym.rows.rows import Rows, open_rows
 
 ROWS = [
     {"n": "0", "text": "plain", "image": "a.png"},

@@ -23,7 +23,8 @@ from PIL import Image
 from fovea.config.loading import load_config
 from fovea.config.run import Config
 from fovea.data.curriculum import CurriculumProgress
-from fovea.wiring.environment import GradedEnvironment, make_environment
+from fovea.wiring.environment import make_environment
+from fovea_gym.environments.access import GradedEnvironment
 from fovea_gym.environments.custom.environment import UserEnvironment
 from fovea_gym.environments.custom.grader import OpenedImages, UserGrader, checked_score, score_function, score_of
 from fovea_gym.environments.custom.loading import checked_reward, load_reward

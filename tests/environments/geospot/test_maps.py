@@ -19,7 +19,7 @@ from fovea.wiring.run import build
 from fovea_gym.environments.base import Environment, Split
 from fovea_gym.environments.geospot.countries import country_name
 from fovea_gym.environments.geospot.environment import GeoSpot
-from fovea_gym.rows.rows import RowAccess
+from fovea_gym.rows.access import RowAccess
 from fovea_gym.rows.tasks import kinds_of, levels_of
 from fovea_gym.settings.environments import GeoSpotEnvironment
 from fovea_tools.data_sets.maps import map_cities, write_maps

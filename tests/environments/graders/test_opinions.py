@@ -19,9 +19,11 @@ from fovea.config.sections import Data
 from fovea.errors import ModelError
 from fovea.models.reward_scorer import RewardScorer
 from fovea.models.vision_reward import VisionRewardScorer
-from fovea.wiring.environment import GradedEnvironment, make_environment, reward_scorer
+from fovea.wiring.environment import make_environment
+from fovea.wiring.grading import reward_scorer
 from fovea.wiring.images import make_opener
 from fovea.wiring.trial_score import try_reward
+from fovea_gym.environments.access import GradedEnvironment
 from fovea_gym.environments.vqa import VqaGrader
 from fovea_gym.errors import ConfigError, ScoreError
 from fovea_gym.graders.judge import JudgeClient

@@ -14,8 +14,8 @@ from PIL import Image
 from fovea.config.model import Model
 from fovea.wiring.frames import ModelPictures
 from fovea_gym.environments.grounding.environment import Grounding
+from fovea_gym.rows.access import RowAccess
 from fovea_gym.rows.images import ImageOpener
-from fovea_gym.rows.rows import RowAccess
 from fovea_gym.settings.grounding import GroundingEnvironment
 
 SIZE = (400, 200)

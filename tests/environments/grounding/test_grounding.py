@@ -20,7 +20,7 @@ from fovea_gym.environments.grounding.coordinates import frame_of, in_frame
 from fovea_gym.environments.grounding.environment import Grounding
 from fovea_gym.environments.grounding.grade import in_shares
 from fovea_gym.errors import BadRowError, ConfigError, DataError
-from fovea_gym.rows.rows import RowAccess
+from fovea_gym.rows.access import RowAccess
 from fovea_gym.settings.grounding import Coordinates
 from fovea_gym.types import ImageRef, Score, Task
 from gym_tests.grading import scored

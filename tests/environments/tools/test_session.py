@@ -7,14 +7,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from fovea.models.render import Renderer
-from fovea_gym.environments.base import Environment, OpensSessions, ScoresEpisode, Split, UsesTools
+from fovea_gym.environments.base import Environment, Session, Split
 from fovea_gym.tools.base import THOUSANDTHS, Frame, Tool
 from fovea_gym.tools.calculator import Calculator
 from fovea_gym.tools.calls.base import CallFormat
@@ -266,18 +265,25 @@ def test_tools_work_on_the_original_of_a_picture_that_the_prompt_shows_smaller()
 
 
 class Game(Scene):
-    """An environment that is its own session."""
+    """An environment whose session scores the episode, and counts its ends."""
 
     closed = 0
 
-    async def open(self, task: Task, seed: int) -> Any:
-        return AsyncMock(spec=("reply", "score", "close"), score=self.scored, close=self.closing)
+    async def open(self, task: Task, seed: int) -> Session:
+        return Play(self)
 
-    async def scored(self, turns: Sequence[Turn]) -> Score:
+
+class Play(Session):
+    def __init__(self, game: Game) -> None:
+        self.game = game
+
+    async def reply(self, turns: Sequence[Turn]) -> None: ...
+
+    async def score(self, turns: Sequence[Turn]) -> Score:
         return Score(reward=0.25, accuracy=1.0)
 
-    async def closing(self) -> None:
-        self.closed += 1
+    async def close(self) -> None:
+        self.game.closed += 1
 
 
 def test_sessions_of_an_environment_keep_their_score_and_are_closed() -> None:
@@ -286,14 +292,14 @@ def test_sessions_of_an_environment_keep_their_score_and_are_closed() -> None:
 
     async def run() -> Score | None:
         session = await wrapped.open(TASK, 0)
-        assert isinstance(session, ScoresEpisode)
+        assert session.has_score
         await session.close()
         return await session.score([])
 
     assert asyncio.run(run()) == Score(reward=0.25, accuracy=1.0)
     assert game.closed == 1
-    assert isinstance(wrapped, OpensSessions)
-    assert isinstance(wrapped, UsesTools)
+    assert wrapped.has_sessions
+    assert wrapped.uses_tools
     plain = asyncio.run(WithTools(Scene(), Use(JsonCalls()).use).open(TASK, 0))
-    assert isinstance(plain, ScoresEpisode)
+    assert not plain.has_score
     assert asyncio.run(plain.score([])) is None

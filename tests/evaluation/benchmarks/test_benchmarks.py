@@ -22,7 +22,7 @@ from fovea_gym.benchmarks import hallusionbench, mathverse, mathvista, mmmu
 from fovea_gym.benchmarks.base import final_answer
 from fovea_gym.benchmarks.environment import open_benchmark
 from fovea_gym.errors import DataError
-from fovea_gym.rows.rows import RowAccess
+from fovea_gym.rows.access import RowAccess
 from fovea_gym.types import ImageRef, Message
 from gym_tests.chat_server import Endpoint, says
 from gym_tests.grading import within_a_second

@@ -14,9 +14,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fovea.config.run import Config
 from fovea.models.tiny import TinyParts
 from fovea.train.ranks import Ranks
+from fovea.train.torch.making import make_policy
 from fovea.types import Batch
 from fovea.wiring.model import make_vlm
-from fovea.wiring.policy import make_policy
 from fovea_tools.plan.plan import make_plan
 from tests.policies import make_batch
 from tests.tiny_models import save, tiny

@@ -20,10 +20,10 @@ from fovea.config.run import Config
 from fovea.models.load import load_network
 from fovea.models.processor import load_processor
 from fovea.models.tiny import TinyParts
+from fovea.train.access import PushedPolicy
 from fovea.train.base import Needs, PolicyWorker, SftExample
-from fovea.wiring.megatron import PushedPolicy
+from fovea.train.torch.making import make_policy
 from fovea.wiring.model import make_vlm
-from fovea.wiring.policy import make_policy
 from tests.policies import make_batch, weights_of
 from tests.process_ranks import run_group
 from tests.tiny_models import mixed_prompts, random_completions, tiny

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fovea.wiring.megatron import PushedPolicy
+from fovea.train.access import PushedPolicy
 from tests.tiny_models import save, tiny
 from tests.train.megatron.equal_steps import SIZES, megatron_policy, run_steps, settings_of
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fovea.errors import TrainError
-from fovea.wiring.megatron import PushedPolicy
+from fovea.train.access import PushedPolicy
 from tests.tiny_models import save, tiny
 from tests.train.megatron.equal_steps import SIZES, megatron_policy, mixed_pairs
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from fovea_gym.environments.base import Environment, Session, Split
+from fovea_gym.environments.base import Environment, Session, Split, defines
 from fovea_gym.environments.custom.checks import (
     check_answer,
     check_demonstration,
@@ -20,6 +20,7 @@ from fovea_gym.environments.stages import Stages
 from fovea_gym.errors import DataError, describe_error, named
 from fovea_gym.graders.base import NoScoreError
 from fovea_gym.graders.limited_calls import CallThreads, called
+from fovea_gym.tools.base import Tool
 from fovea_gym.types import Message, Score, Task, Turn
 
 
@@ -32,8 +33,7 @@ class UserEnvironment(Environment):
         self._name = name
         self.max_turns = getattr(user, "max_turns", 1)
         self.answer_end = getattr(user, "answer_end", None)
-        if hasattr(user, "tools"):
-            self.tools = user.tools
+        self.has_demonstrations = getattr(user, "has_demonstrations", True)
 
     def tasks(self, split: Split) -> Sequence[Task]:
         with named(lambda error: DataError(f"{split}: {self._name}.tasks {describe_error(error)}; fix it")):
@@ -47,7 +47,7 @@ class UserEnvironment(Environment):
         return messages
 
     def reply(self, task: Task, turns: Sequence[Turn]) -> Sequence[Message] | None:
-        if not hasattr(self._user, "reply"):
+        if not defines(self._user, "reply"):
             return None
 
         def check(messages: object, made: str) -> None:
@@ -62,11 +62,23 @@ class UserEnvironment(Environment):
         return answer
 
     def demonstration(self, task: Task) -> Sequence[str]:
-        if not hasattr(self._user, "demonstration"):
+        if not defines(self._user, "demonstration"):
             return (self.target(task),)
         check = partial(check_demonstration, max_turns=self.max_turns)
         answers: Sequence[str] = self._checked("demonstration", check, task)
         return answers
+
+    def turns_of(self, task: Task) -> int:
+        limit: int = self._user.turns_of(task) if defines(self._user, "turns_of") else self.max_turns
+        return limit
+
+    def tools(self, task: Task) -> Sequence[Tool]:
+        tools: Sequence[Tool] = self._user.tools(task) if self.uses_tools else ()
+        return tools
+
+    @property
+    def uses_tools(self) -> bool:
+        return defines(self._user, "tools")
 
     def _checked(self, method: str, check: Callable[[Any, str], None], task: Task, *arguments: object) -> Any:
         """The result of a method of the user's for a task; DataError, which names both, where it is wrong."""
@@ -87,19 +99,18 @@ class UserSessions(UserEnvironment):
 
     async def open(self, task: Task, seed: int) -> Session:
         """Begin an episode; NoScoreError where what the user's `open` returns is not a session."""
-        if not hasattr(self._user, "open"):
+        if not defines(self._user, "open"):
             return WaitingReplies(self._user.reply, task, self._threads)
         opened = await called(self._threads, self._user.open, task, seed)
         if not callable(getattr(opened, "reply", None)):
             raise NoScoreError(
                 f"returned {type(opened).__name__}, which has no method reply; return an object with reply(turns)"
             )
-        session = UserSession if not hasattr(opened, "score") else ScoringUserSession
-        return session(opened, task, self._threads)
+        return UserSession(opened, task, self._threads)
 
 
-class UserSession:
-    """A session of the user's; its `close` may be missing."""
+class UserSession(Session):
+    """A session of the user's; its `score` and its `close` may be missing."""
 
     def __init__(self, opened: Any, task: Task, threads: CallThreads) -> None:
         self._opened = opened
@@ -110,17 +121,19 @@ class UserSession:
         messages: Sequence[Message] | None = await called(self._threads, self._opened.reply, turns)
         return messages
 
+    async def score(self, turns: Sequence[Turn]) -> Score | None:
+        """NoScoreError where it raises, or returns what is not a score; None where the user wrote none."""
+        if not self.has_score:
+            return None
+        return checked_score(await called(self._threads, self._opened.score, turns), self._task, turns)
+
+    @property
+    def has_score(self) -> bool:
+        return defines(self._opened, "score")
+
     async def close(self) -> None:
         if hasattr(self._opened, "close"):
             await called(self._threads, self._opened.close)
-
-
-class ScoringUserSession(UserSession):
-    """A session of the user's that scores its episode."""
-
-    async def score(self, turns: Sequence[Turn]) -> Score:
-        """NoScoreError where it raises, or returns what is not a score."""
-        return checked_score(await called(self._threads, self._opened.score, turns), self._task, turns)
 
 
 def user_graders(user: Any, stages: Stages, name: str) -> tuple[UserGrader, ...]:

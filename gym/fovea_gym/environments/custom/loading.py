@@ -20,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from fovea_gym.environments.base import defines
 from fovea_gym.environments.custom.signatures import OWN_NAMES, RewardFunction, called_by_name, check_required
 from fovea_gym.errors import ConfigError, FoveaError, describe_error, result_or_error
 from fovea_gym.settings.environments import OwnEnvironment
@@ -64,9 +65,9 @@ def load_environment(settings: OwnEnvironment) -> Any:
 
 def checked_environment(user: Any, name: str) -> Any:
     """An object of the user's that has the methods of an environment; ConfigError where it lacks one."""
-    needed = METHODS.keys() | ({"at"} if hasattr(user, "stages") else set())
-    # its sessions may score
-    needed -= {"score"} if hasattr(user, "open") else set()
+    needed = METHODS.keys() | ({"at"} if defines(user, "stages") else set())
+    # its graders or its sessions may score
+    needed -= {"score"} if hasattr(user, "graders") or defines(user, "open") else set()
     for method, parameters in {**METHODS, **MORE_METHODS}.items():
         bound = getattr(user, method, None)
         if bound is None and method not in needed:
@@ -80,7 +81,7 @@ def checked_environment(user: Any, name: str) -> Any:
             f"environment={name} has answer_end={end!r}; set fovea.types.AnswerEnd(), for a box, or another one, "
             'such as AnswerEnd(closing="</answer>")'
         )
-    if hasattr(user, "stages") and not hasattr(user, "default_starts"):
+    if defines(user, "stages") and not defines(user, "default_starts"):
         raise ConfigError(
             f"environment={name} has stages, but no default_starts; add the steps at which the second and later ones "
             "begin, such as default_starts = (100, 300)"

@@ -27,7 +27,8 @@ from fovea_gym.environments.geospot.reward import (
 )
 from fovea_gym.environments.stages import Stage
 from fovea_gym.errors import BadRowError, DataError
-from fovea_gym.rows.rows import RowAccess, Rows, image_refs
+from fovea_gym.rows.access import RowAccess
+from fovea_gym.rows.rows import Rows, image_refs
 from fovea_gym.settings.environments import GeoColumn, GeoSpotEnvironment
 from fovea_gym.types import Message, Score, Task, Turn
 

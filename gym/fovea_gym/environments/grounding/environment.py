@@ -25,7 +25,8 @@ from fovea_gym.environments.grounding.grade import MOST_PLACES, Placed, Rule, gr
 from fovea_gym.environments.grounding.reading import Numbers
 from fovea_gym.environments.grounding.truth import as_text, from_text, places_of
 from fovea_gym.graders.base import Grader
-from fovea_gym.rows.rows import RowAccess, Rows
+from fovea_gym.rows.access import RowAccess
+from fovea_gym.rows.rows import Rows
 from fovea_gym.settings.grounding import GroundingEnvironment
 from fovea_gym.types import AnswerEnd, ImageRef, Message, Score, Task, Turn
 

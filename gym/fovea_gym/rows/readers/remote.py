@@ -20,7 +20,8 @@ import fsspec
 import fsspec.asyn
 
 from fovea_gym.errors import BadRowError, DataError, MissingExtraError, named
-from fovea_gym.rows.fetch import UrlLimits, download, fetch
+from fovea_gym.rows.access import UrlLimits
+from fovea_gym.rows.fetch import download, fetch
 from fovea_gym.rows.images import check_bytes
 from fovea_gym.rows.readers.base import Table, TableView, copied_once, first_line
 from fovea_gym.utils.installing import pip_install

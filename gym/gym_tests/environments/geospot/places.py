@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from fovea_gym.environments.geospot.environment import GeoSpot
-from fovea_gym.rows.rows import RowAccess
+from fovea_gym.rows.access import RowAccess
 from fovea_gym.settings.environments import GeoSpotEnvironment
 from fovea_gym.types import Task
 from gym_tests.grading import scored

@@ -8,8 +8,8 @@ import pytest
 
 from fovea_gym.environments.geospot.environment import GeoSpot
 from fovea_gym.errors import DataError
+from fovea_gym.rows.access import RowAccess
 from fovea_gym.rows.images import ImageOpener
-from fovea_gym.rows.rows import RowAccess
 from fovea_gym.settings.environments import GeoSpotEnvironment
 from gym_tests.environments.geospot.places import check_gold, geospot
 from gym_tests.grading import scored

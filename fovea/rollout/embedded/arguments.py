@@ -1,0 +1,53 @@
+"""The embedded engine from its settings, or the plain one for a network without a fast forward."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from fovea.config.backends import EmbeddedSettings
+from fovea.models.activation_tape import Tape
+from fovea.models.policy_network import PolicyNetwork
+from fovea.models.processor import Processor
+from fovea.models.vlm import VLM
+from fovea.rollout.embedded.engine import EmbeddedEngine
+from fovea.rollout.embedded.plain import PlainEngine
+from fovea.rollout.embedded.tuning import Tuning
+from fovea_gym.errors import ConfigError
+
+
+def make_engine(
+    settings: EmbeddedSettings,
+    processor: Processor,
+    vlm: PolicyNetwork,
+    tape: Tape | None = None,
+    pushed: Collection[str] = (),
+    can_give_way: bool = False,
+) -> EmbeddedEngine | PlainEngine:
+    """Make the engine that samples with this network in this process: embedded, else plain.
+
+    `pushed` are the weights that every push brings, whose memory is the update's while the embedded engine sleeps.
+    `can_give_way`: an update that runs out of memory frees what the engine keeps, and goes on.
+    """
+    int8 = settings.decode_weights == "int8"
+    device = vlm.device
+    if int8 and device.type != "cpu":
+        raise ConfigError(
+            f"rollout.engine.decode_weights=int8, but the model is on {device.type} and 8-bit decoding is made for "
+            "CPUs; set rollout.engine.decode_weights=exact"
+        )
+    if not isinstance(vlm, VLM):
+        if int8:
+            raise ConfigError(
+                "rollout.engine.decode_weights=int8, but the engine runs transformers' own forward (model.fast_path); "
+                "set rollout.engine.decode_weights=exact"
+            )
+        return PlainEngine(vlm, processor, max_batch_tokens=settings.max_batch_tokens)
+    return EmbeddedEngine(
+        vlm,
+        processor,
+        max_batch_tokens=settings.max_batch_tokens,
+        tape=tape,
+        tuning=Tuning(int8_decoding=int8),
+        pushed=pushed,
+        can_give_way=can_give_way,
+    )

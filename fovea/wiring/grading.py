@@ -1,0 +1,122 @@
+"""Builders of graders: the user's reward functions, and models beside the graders of the environment."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from fovea.config.run import Config
+from fovea.models.families.registry import known
+from fovea.models.reward_scorer import RewardScorer
+from fovea.models.vision_reward import VisionRewardScorer
+from fovea.wiring import reward_host
+from fovea.wiring.images import make_opener
+from fovea_gym.environments.custom.grader import reward_grader
+from fovea_gym.environments.custom.loading import checked_reward, load_reward
+from fovea_gym.environments.custom.processes import RewardProcesses
+from fovea_gym.environments.custom.signatures import RewardFunction
+from fovea_gym.errors import ConfigError
+from fovea_gym.graders.base import Grader
+from fovea_gym.graders.grading import Closes, Grading
+from fovea_gym.graders.judge import JudgeClient, limits_of
+from fovea_gym.graders.limited_calls import CallLimits, CallThreads, LimitedCalls, UnlimitedCalls
+from fovea_gym.graders.opinions import (
+    LimitedGrader,
+    OpinionOfJudge,
+    OpinionOfRewardModel,
+    Overrulable,
+    ScoresAnswers,
+    WithModelReward,
+    WithSecondOpinion,
+)
+from fovea_gym.settings.rewards import RewardModel, reward_tuple
+from fovea_gym.utils.bounded import read_file
+
+
+def reward_grading(config: Config, reward: str | tuple[str, ...], given: Sequence[RewardFunction] = ()) -> Grading:
+    """Grading by the user's reward functions in all stages: the `given` ones, or those of files."""
+    names = reward_tuple(reward)
+    name = ", ".join(names)
+    limits = reward_limits(config, name)
+    if config.reward_in == "process":
+        return _in_processes(config, reward, limits)
+    functions = [checked_reward(*each) for each in zip(given, names, strict=True)] if given else map(load_reward, names)
+    opener = make_opener(config.data, Path(config.run_dir))
+    grader = reward_grader(reward, list(functions), config.reward_weights, opener, CallThreads(name))
+    return Grading(graders=(grader,), calls=LimitedCalls(limits))
+
+
+def _in_processes(config: Config, reward: str | tuple[str, ...], limits: CallLimits) -> Grading:
+    settings = {
+        "reward": reward,
+        "weights": config.reward_weights,
+        "data": config.data.model_dump(mode="json"),
+        "run_dir": config.run_dir,
+    }
+    processes = RewardProcesses(reward_host.__name__, settings, limits.name, config.reward_timeout_seconds)
+    # their own time limit leaves the start of a process out
+    calls = LimitedCalls(replace(limits, timeout_seconds=None, may_hold_lock=False))
+    return Grading(graders=(processes,), calls=calls, clients=(processes,))
+
+
+def reward_limits(config: Config, name: str) -> CallLimits:
+    """Limits for calls of the user's code."""
+    return CallLimits(
+        name=name,
+        calls_at_once=config.reward_calls_at_once,
+        timeout_seconds=config.reward_timeout_seconds,
+        on_failure=config.reward_on_failure,
+        may_hold_lock=True,
+    )
+
+
+def with_opinions(config: Config, grading: Grading) -> Grading:
+    """The grading with the second opinion and the model's share of the reward that the settings name."""
+    if not config.second_opinion and not config.model_reward:
+        return grading
+    opener = make_opener(config.data, Path(config.run_dir))
+    clients: list[Closes] = [*grading.clients]
+    graders: list[Grader] = list(grading.graders)
+    if isinstance(grading.calls, LimitedCalls):
+        graders = [LimitedGrader(grader, grading.calls) for grader in graders]
+    models: dict[str, Grader] = {}
+    if config.judge is not None and (config.second_opinion or "judge" in (config.model_reward or ())):
+        client = JudgeClient(config.judge)
+        clients.append(client)
+        models["judge"] = LimitedGrader(OpinionOfJudge(client.score, opener), LimitedCalls(limits_of(config.judge)))
+    if config.reward_model is not None and "reward_model" in (config.model_reward or ()):
+        models["reward_model"] = OpinionOfRewardModel(reward_scorer(config.reward_model), opener)
+    if config.second_opinion:
+        graders = [_second_opinion(grader, models["judge"], config.second_opinion) for grader in graders]
+    if config.model_reward:
+        shares = [(name, models[name], share) for name, share in config.model_reward.items()]
+        graders = [WithModelReward(own=grader, models=shares) for grader in graders]
+    calls = UnlimitedCalls("models that grade")
+    return Grading(graders=tuple(graders), calls=calls, clients=tuple(clients), parts=grading.parts)
+
+
+def _second_opinion(grader: Grader, judge: Grader, ask: Literal["wrong", "always"]) -> Grader:
+    # of an environment that was given as an object
+    if not isinstance(grader, Overrulable):
+        raise ConfigError(
+            f"second_opinion overrules the rules of vqa and geo3k, and this run has a {type(grader).__name__}; set "
+            "second_opinion=null, or use model_reward"
+        )
+    return WithSecondOpinion(rule=grader, judge=judge, ask=ask)
+
+
+def reward_scorer(settings: RewardModel) -> ScoresAnswers:
+    """A scorer that reads images where the folder's model does, else one of text."""
+    if _model_type(Path(settings.path)) in known():
+        return VisionRewardScorer(settings)
+    return RewardScorer(settings)
+
+
+def _model_type(folder: Path) -> object:
+    try:
+        return json.loads(read_file(folder / "config.json")).get("model_type")
+    except (OSError, ValueError, AttributeError):  # the scorer of text names what the folder lacks
+        return None
