@@ -345,8 +345,7 @@ class Signs(Environment):
 
     def tasks(self, split):
         numbers = range(-self.settings.largest, self.settings.largest + 1)
-        questions = [(n, "no" if n >= 0 else "yes") for n in numbers]
-        return [Task(id=f"{split}/{n}", question=f"Is {n} negative?", answer=answer) for n, answer in questions]
+        return [Task(id=f"{split}/{n}", question=f"{n} < 0?", answer="no" if n >= 0 else "yes") for n in numbers]
 
     def prompt(self, task):
         return [Message(role="user", parts=(task.question,))]

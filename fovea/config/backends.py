@@ -64,7 +64,7 @@ class EngineSettings(Member):
     """Settings of a rollout engine, which make it."""
 
     shares_weights: ClassVar[bool] = False
-    """True if the engine samples with a network of Fovea's in this process, instead of weights of its own."""
+    """True if the engine samples with a network of Fovea's in this process, and holds no weights itself."""
     extra: ClassVar[str | None] = None
     """Extra of Fovea's that the engine needs; the package below rollout/ has its name."""
     forgets_weights: ClassVar[bool] = False

@@ -1,4 +1,4 @@
-"""What a run offers to the engine that its settings make."""
+"""The record that settings make an engine from."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fovea.models.processor import Processor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineAccess:
-    """The model, for an engine with weights of its own; a network and its place, for one that shares weights."""
+    """The model, for an engine that holds its weights; a network and its place, for one that shares weights."""
 
     model: Model
     """With a path."""

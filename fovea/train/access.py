@@ -1,4 +1,4 @@
-"""What a run offers to the trainer that its settings make, and the policy that it gets."""
+"""The record that settings make a policy from, and the interface of that policy."""
 
 from __future__ import annotations
 

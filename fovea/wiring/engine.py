@@ -11,7 +11,6 @@ import torch
 from fovea import __version__
 from fovea.algorithms.policy_loss import HasFormula
 from fovea.config.algorithm import ClippedLoss
-from fovea.config.backends import EmbeddedSettings
 from fovea.config.backends import StreamedEngine as StreamedSettings
 from fovea.config.model import Model
 from fovea.config.run import Config
@@ -107,7 +106,7 @@ def make_streamed(config: Config, settings: StreamedSettings, model: Model, proc
 
 
 def engine_access(config: Config, model: Model, processor: Processor) -> EngineAccess:
-    """What the run offers to an engine with its own weights."""
+    """The offer of the run to an engine that holds its weights."""
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     return EngineAccess(model=model, processor=processor, max_model_len=longest, seed=config.seed)
 
@@ -118,7 +117,6 @@ def make_engine(config: Config, access: EngineAccess) -> tuple[Engine, WeightSin
     if isinstance(settings, StreamedSettings):
         streamed = make_streamed(config, settings, access.model, access.processor)
         return streamed, streamed
-    assert isinstance(settings, EmbeddedSettings), settings.name
     embedded = settings.make(access)
     return embedded, NetworkCopy(embedded) if access.is_copy else SharedTensors(embedded)
 

@@ -74,7 +74,7 @@ def make_environment(
 
 
 def offered(config: Config) -> Access:
-    """What a run of these settings offers to its environment."""
+    """The offer of a run of these settings to its environment."""
     rows, opener = make_access(config.data), make_opener(config.data, Path(config.run_dir))
     return Access(
         cache_dir=rows.cache_dir,

@@ -9,8 +9,9 @@ from fovea.errors import ModelError
 from fovea.models.processor import Processor
 from fovea.models.render import Renderer
 from fovea.models.tool_calls import format_of
+from fovea_gym.environments.access import Part
 from fovea_gym.environments.base import Environment
-from fovea_gym.environments.mixture import Mixture, Part
+from fovea_gym.environments.mixture import Mixture
 from fovea_gym.environments.sessions import LimitedSessions
 from fovea_gym.errors import ConfigError
 from fovea_gym.rows.images import ImageOpener
