@@ -29,8 +29,10 @@ from benchmarks.mutants import Mutant, drawn, found_again, mutants_of, write_swi
 from benchmarks.printing import as_table, show
 
 ROOT = Path(__file__).parents[1]
-COPIED = (".ci", "fovea", "gym", "tools", "tests", "benchmarks", "recipes", "docs", "notebooks", "requirements")
-COPIED += ("docker", "examples", "workflows")
+COPIED = (
+    *(".ci", "fovea", "gym", "tools", "tests", "benchmarks", "recipes", "docs", "notebooks", "requirements"),
+    *("docker", "examples", "workflows"),
+)
 TESTS_OF = {"gym/fovea_gym": "gym/gym_tests", "tools/fovea_tools": "tests/tools", "fovea": "tests"}
 """Packages, each with the folder of its tests, which has the same folders."""
 MARKERS = "not long and not gpu and not browser and not vllm and not sglang and not megatron"
