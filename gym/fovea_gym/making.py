@@ -50,7 +50,8 @@ def make(name: str, *, seed: int = 0, access: Access | None = None, **settings: 
     except ValidationError as error:
         raise ConfigError(f"{name}: {first_line(error).partition(': ')[2]}") from error
     assert isinstance(made, EnvironmentSettings), name
-    return made.make(access or Access(pictures=_StoredPictures()), seed)
+    environment: Environment = made.make(access or Access(pictures=_StoredPictures()), seed)  # type: ignore[assignment]
+    return environment
 
 
 def settings_of(words: Sequence[str]) -> Tree:
@@ -61,7 +62,7 @@ def settings_of(words: Sequence[str]) -> Tree:
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or not all(part.isidentifier() for part in key.split(".")):
-            raise ConfigError(f"{word:.60} is no setting; write it as key=value, such as train_size=100")
+            raise ConfigError(f"{word:.60} is not a setting; write it as key=value, such as train_size=100")
         try:
             trees.append(nested(key.split("."), yaml.safe_load(value)))
         except yaml.YAMLError as error:

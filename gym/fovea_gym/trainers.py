@@ -195,7 +195,7 @@ class _GraderByName:
     def __init__(self, name: Gradable) -> None:
         if name not in get_args(Gradable) or name == "caption":
             others = ", ".join(each for each in get_args(Gradable) if each != "caption")
-            raise ConfigError(f"{name} is no grader of single answers; name {others}, or give an environment")
+            raise ConfigError(f"{name} does not grade single answers; name {others}, or give an environment")
         self._grade = grader_of(name, ())
 
     async def score(self, task: Task, turns: Sequence[Turn]) -> Score:

@@ -214,7 +214,7 @@ def test_an_environment_may_be_an_object() -> None:
     trainer = fovea.GRPO(settings=SETTINGS, environment=BanditEnvironment(), run_dir="run")
     run = trainer.train()
     assert len(run.metrics) == 2
-    assert "file: python:tests.fakes.BanditEnvironment" in run.config_file.read_text()
+    assert "file: python:gym_tests.bandit.BanditEnvironment" in run.config_file.read_text()
     assert trainer.evaluate("gold", quiet=True)[1].accuracy.mean == 1
 
 

@@ -1,4 +1,4 @@
-"""What a run offers to the environment that its settings make, and what it makes of it."""
+"""Access of an environment to what a run offers, and the graded environment that is made of it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Part(GradedEnvironment):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access(RowAccess):
-    """What a run offers to the environment that it makes: files that it may read, and for some more than that."""
+    """Access of an environment to what a run offers: files that it may read, and for some more than that."""
 
     imitated: bool = False
     """True if a warm-up imitates `demonstration`, so that every row needs an answer."""

@@ -1,6 +1,6 @@
 """Graders for answers in a file: the code that scores a run, applied to a prediction and the `truth` of its row.
 
-Those of geo3k and vqa need no package but pydantic, and start in a tenth of a second; the others are imported by name.
+The graders of geo3k and vqa import only pydantic, and start in a tenth of a second; the others are imported by name.
 """
 
 from __future__ import annotations

@@ -427,7 +427,7 @@ class MixturePart(Section):
         made = self.environment.make(access, seed)
         if self.reward is not None or not isinstance(made, Environment):
             raise ConfigError(
-                "a reward or an environment of your own is scored within limits of a run; give Access(make_part=...)"
+                "your own reward or environment is scored within limits of a run; give Access(make_part=...)"
             )
         return Part(environment=made, grading=made.grading(), share=self.share)
 

@@ -112,7 +112,7 @@ def row_stages(
 
 
 SizedTo: TypeAlias = str
-"""What decides the size of a key-value cache, in words."""
+"""Decider of the size of a key-value cache, in words."""
 LEFT_BY_UPDATE = "all that the update leaves, so that it stays in memory"
 FREE_IN_ROLLOUT = f"{POOL_FRAC:.0%} of what is free in the rollout"
 BUCKET, WHOLE = "weights on their way", "weights made whole"

@@ -47,7 +47,7 @@ class RunPlan:
     batch_tokens: int | None
     """Tokens of the embedded engine's key-value cache; None for other engines."""
     cache_sized_to: SizedTo | None
-    """What decides the size of the key-value cache; None where servers elsewhere generate."""
+    """Decider of the size of the key-value cache; None where servers elsewhere generate."""
     rows: int | None
     """Completions that an engine decodes at once on average; None where servers elsewhere generate."""
     traffic: tuple[Moved, ...]
