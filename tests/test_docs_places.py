@@ -13,6 +13,7 @@ from fovea.config.describe import describe
 from fovea_gym.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
+PACKAGES = (ROOT / "fovea", ROOT / "gym/fovea_gym", ROOT / "tools/fovea_tools")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 CURRENT = [page for page in PAGES if page.name != "log.md"]
 """Pages that describe today's code; the log names files and settings of its dates."""
@@ -38,7 +39,7 @@ def functions_of(file: Path) -> set[str]:
 
 def place(path: str, page: Path) -> Path | None:
     """The file that a page names from the root, from the package or from its own folder; None if there is none."""
-    return next((root / path for root in (ROOT, ROOT / "fovea", page.parent) if (root / path).exists()), None)
+    return next((root / path for root in (ROOT, *PACKAGES, page.parent) if (root / path).exists()), None)
 
 
 @pytest.mark.parametrize("page", CURRENT, ids=lambda page: page.name)

@@ -36,14 +36,17 @@ def test_an_image_copies_installs_and_runs_what_there_is(file: Path) -> None:
     copied = [source for name, rest in found if name == "COPY" for source in shlex.split(rest)[:-1]]
     sent = set((ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines())
     assert all((ROOT / source).exists() and f"!{source}" in sent for source in copied)
-    # what hatchling reads to build the wheel
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
-    read = {"pyproject.toml", project["project"]["readme"], *project["project"]["license-files"]}
-    assert read | set(wheel["packages"]) | set(wheel["force-include"]) <= set(copied)
+    # what hatchling reads to build the wheels
+    for folder in ("gym", "tools", "."):
+        project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text(encoding="utf-8"))
+        wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+        read = {"pyproject.toml", project["project"]["readme"], *project["project"]["license-files"]}
+        read |= {*wheel["packages"], *wheel.get("force-include", ())}
+        assert all((ROOT / folder / name).exists() for name in read)
+        assert folder in copied if folder != "." else read <= set(copied)
     # extras at the pins
     (install,) = [rest for name, rest in found if name == "RUN" and "pip install" in rest]
-    assert " -c constraints.txt " in install
+    assert " -c constraints.txt ./gym ./tools " in install
     (asked,) = re.findall(r"'\.\[([\w,]+)\]'", install)
     assert set(asked.split(",")) <= set(project["project"]["optional-dependencies"])
     # the command without rights

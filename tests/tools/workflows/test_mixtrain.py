@@ -171,17 +171,21 @@ def test_the_sdk_finds_the_workflow_of_each_file(name: str, flow: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_requirements_install_the_wheel_beside_them(tmp_path: Path) -> None:
+def test_the_requirements_install_the_wheels_beside_them(tmp_path: Path) -> None:
     """From any working directory, as pip reads them; the SDK uploads all that stands there."""
     for file in FILES.glob("*.*"):
         shutil.copy(file, tmp_path)
     build = "import sys; from hatchling.build import build_wheel; build_wheel(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", build, str(tmp_path)], cwd=ROOT, check=True, capture_output=True, timeout=120)
-    (wheel,) = tmp_path.glob("*.whl")
+    for folder in (ROOT / "gym", ROOT / "tools", ROOT):
+        command = [sys.executable, "-c", build, str(tmp_path)]
+        subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=120)
+    wheels = {file.name for file in tmp_path.glob("*.whl")}
+    (version,) = {name.split("-")[1] for name in wheels}
+    assert {name.split("-")[0] for name in wheels} == {"fovea_rl", "fovea_rl_gym", "fovea_rl_tools"}
     pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-index", "--no-deps", "--ignore-installed"]
     pip += ["-r", str(tmp_path / "requirements.txt")]
     done = subprocess.run(pip, cwd="/", check=False, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert f"Would install fovea-rl-{wheel.name.split('-')[1]}" in done.stdout
+    assert f"Would install fovea-rl-{version}" in done.stdout
     uploaded = expand_file_args([str(file) for file in sorted(tmp_path.iterdir())])
-    assert wheel.name in {Path(file).name for file in uploaded}
+    assert wheels <= {Path(file).name for file in uploaded}
