@@ -27,6 +27,7 @@ from fovea.errors import TrainError
 from fovea.run.signals import Stop
 from fovea.utils.installing import pip_install
 from fovea_gym.errors import DataError
+from fovea_tools.commands import plan, reproduce
 from gym_tests.tables import table
 
 ROOT = Path(__file__).parents[2]
@@ -113,7 +114,9 @@ def test_a_recipe_that_extends_another_is_planned_after_it_only() -> None:
 def test_a_command_is_told_of_its_own_options(recipe: str, command: str) -> None:
     said = fovea(command, "easyr1_geo3k_7b" if command == "reproduce" else recipe, "--quite").stderr
     assert said == f"error: --quite: no such option; there are {OPTIONS[command]}, and settings are written key=value\n"
-    options = get_command(cli.app).commands[command].params  # type: ignore[attr-defined]
+    of_tools = {"plan": plan.app, "reproduce": reproduce.app}
+    own = get_command(cli.app).commands  # type: ignore[attr-defined]
+    options = (get_command(of_tools[command]) if command in of_tools else own[command]).params
     known = {option.opts[0] for option in options if option.opts[0].startswith("--") and not option.hidden}
     assert set(re.findall(r"--[a-z-]+", OPTIONS[command])) == known | {"--help"}
 
