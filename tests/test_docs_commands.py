@@ -116,6 +116,8 @@ def name_of(command: Command) -> str:
 
 def parsed(command: Any, words: list[str], context: Any = None) -> None:
     inner = command.make_context(command.name, list(words), parent=context)
+    # one that a package adds makes the context of the package's own command
+    command = inner.command
     if isinstance(command, TyperGroup):
         _, found, rest = command.resolve_command(inner, [*inner._protected_args, *inner.args])
         parsed(found, rest, inner)

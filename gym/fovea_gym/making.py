@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 
 from fovea_gym.environments.access import Access
 from fovea_gym.environments.base import Environment
+from fovea_gym.environments.custom.environment import UserEnvironment
 from fovea_gym.errors import ConfigError, first_line
 from fovea_gym.rows.images import Size
 from fovea_gym.rows.opening import default_opener
@@ -50,8 +51,8 @@ def make(name: str, *, seed: int = 0, access: Access | None = None, **settings: 
     except ValidationError as error:
         raise ConfigError(f"{name}: {first_line(error).partition(': ')[2]}") from error
     assert isinstance(made, EnvironmentSettings), name
-    environment: Environment = made.make(access or Access(pictures=_StoredPictures()), seed)  # type: ignore[assignment]
-    return environment
+    given = made.make(access or Access(pictures=_StoredPictures()), seed)
+    return given if isinstance(given, Environment) else UserEnvironment(given, name)
 
 
 def settings_of(words: Sequence[str]) -> Tree:

@@ -157,7 +157,7 @@ def test_what_an_unknown_key_is_told(recipe: Path, key: str, near: str) -> None:
         ("rollout.top_p=high", '"high"', "number > 0 and <= 1"),
         ("seed=true", "true", "integer >= 0 and < 4294967296"),
         ("seed=1.5", "1.5", "integer >= 0 and < 4294967296"),
-        ("threads=0", "0", "integer >= 1 or null"),
+        ("threads=0", "0", "integer >= 1 and <= 1024 or null"),
         ("run_dir=5", "5", "text; to give it as text write '\"5\"'"),
         ("run_dir=", "null", "text"),
         ("run_dir=yes", "true", f"text; {BOOLEAN}"),
@@ -173,7 +173,7 @@ def test_what_an_unknown_key_is_told(recipe: Path, key: str, near: str) -> None:
             "3",
             "group of settings or null; model.lora={} takes the defaults, `fovea config model.lora` lists them",
         ),
-        ("model.lora.rank=0", "0", "integer >= 1"),
+        ("model.lora.rank=0", "0", "integer >= 1 and <= 8192"),
         ("environment.name=maze", '"maze"', ENVIRONMENTS),
     ],
 )
@@ -316,7 +316,8 @@ def test_all_problems_are_named_at_once(recipe: Path) -> None:
     wrong = ["train.learning_rate=-1", "rollout.samples_per_prompt=0", "max_steps=0"]
     assert error_of([recipe], *wrong) == (
         "command line: max_steps: 0 does not fit; allowed: integer >= 1; also: rollout.samples_per_prompt: 0 does not "
-        "fit; allowed: integer >= 1; also: train.learning_rate: -1 does not fit; allowed: number > 0"
+        "fit; allowed: integer >= 1 and <= 131072; also: train.learning_rate: -1 does not fit; allowed: number > 0 and "
+        "<= 100"
     )
     unknown = error_of([recipe], "rollout.top_pp=1", "train.seeed=2", "algorithm.clip_high=0.3")
     assert unknown.startswith("command line: rollout.top_pp: no such setting; did you mean rollout.top_p?; also: train")

@@ -30,7 +30,7 @@ from pathlib import Path
 from fovea_gym.settings.environments import Geo3kEnvironment
 from fovea_gym.rows.images import ImageOpener
 from fovea.data.order import Order
-from fovea_gym.rows.readers.parquet import GroupCache
+from fovea_gym.rows.access import GroupCache
 from fovea_gym.rows.rows import RowAccess
 from fovea_gym.rows.tasks import kinds_of
 from fovea_gym.environments.dataset_tasks import FileTasks

@@ -5,7 +5,6 @@ import pytest
 
 from fovea.loop import train
 from fovea.report.samples import read_step, sample_steps
-from fovea.types import SampledTurn
 from fovea_gym.types import Message
 from gym_tests.bandit import BanditEnvironment
 from tests.fakes import bandit_run
@@ -24,7 +23,7 @@ def test_a_record_has_what_the_update_makes_of_every_token(tmp_path: Path) -> No
     found = 0
     for answer in (answer for record in records for answer in record.answers):
         (turn,) = answer.turns
-        assert isinstance(turn, SampledTurn)
+        assert turn.tokens is not None
         assert turn.text == answer.score.text
         assert turn.version == 1, "the push after the first update"
         # the bandit's engine draws with the weights of its policy

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from fovea_gym.errors import BadRowError, DataError
-from fovea_gym.rows.readers import parquet
+from fovea_gym.rows import access
 from gym_tests.rows.three_rows import ROWS, as_csv, opened
 
 CONSTANT = "x" * 100_000
@@ -29,7 +29,7 @@ def test_equal_texts_of_a_small_file_are_kept_once(rows: int, tmp_path: Path) ->
     file = tmp_path / "a.parquet"
     pq.write_table(pa.table(columns_of_one_text(rows)), file, store_schema=False)
     assert file.stat().st_size < 1 << 20
-    cache = parquet.GroupCache()
+    cache = access.GroupCache()
     before = pa.total_allocated_bytes()
     opened_rows = opened(str(file), tmp_path, cache=cache)
     row = opened_rows[rows - 1]
@@ -43,7 +43,7 @@ def test_texts_that_share_a_prefix_are_decoded_a_few_at_a_time(tmp_path: Path) -
     table = pa.table({"text": pa.array([CONSTANT]).take(pa.array([0] * rows))})
     pq.write_table(table, file, use_dictionary=False, column_encoding={"text": "DELTA_BYTE_ARRAY"})
     del table
-    cache = parquet.GroupCache()
+    cache = access.GroupCache()
     assert opened(str(file), tmp_path, cache=cache)[rows - 1] == {"text": CONSTANT}
     assert cache.num_bytes < 1 << 25
 

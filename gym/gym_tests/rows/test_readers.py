@@ -19,6 +19,7 @@ import pytest
 from PIL import Image
 
 from fovea_gym.errors import BadRowError, DataError, MissingExtraError
+from fovea_gym.rows import access
 from fovea_gym.rows.access import RowAccess, UrlLimits
 from fovea_gym.rows.images import ImageOpener
 from fovea_gym.rows.readers import parquet
@@ -314,7 +315,7 @@ def test_one_large_row_group_is_read_in_small_pieces(tmp_path: Path, monkeypatch
     pq.write_table(table, tmp_path / "a.parquet")
     monkeypatch.setattr(parquet, "MAX_GROUP_BYTES", 1 << 16)
     monkeypatch.setattr(parquet, "COPIED_GROUP_BYTES", 1 << 14)
-    cache = parquet.GroupCache(1 << 16)
+    cache = access.GroupCache(1 << 16)
     rows = opened(str(tmp_path / "a.parquet"), tmp_path, cache=cache)
     order = np.random.default_rng(1).permutation(200).tolist()
     assert [rows[n]["n"] for n in order] == order

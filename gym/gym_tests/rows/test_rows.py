@@ -11,8 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from fovea_gym.errors import BadRowError, DataError, MissingExtraError
-from fovea_gym.rows.access import RowAccess
-from fovea_gym.rows.readers.parquet import GroupCache
+from fovea_gym.rows.access import GroupCache, RowAccess
 from fovea_gym.rows.rows import image_refs, open_rows
 from fovea_gym.utils.installing import pip_install
 

@@ -11,10 +11,9 @@ from pathlib import Path
 import pyarrow as pa
 
 from fovea_gym.errors import DataError
-from fovea_gym.rows.access import RowAccess
+from fovea_gym.rows.access import GroupCache, RowAccess
 from fovea_gym.rows.cells import image_refs
 from fovea_gym.rows.readers.base import listed
-from fovea_gym.rows.readers.parquet import GroupCache
 from fovea_gym.rows.rows import Rows, open_rows
 from fovea_gym.rows.writing import IMAGE_TYPE, image_cell, write_rows
 from fovea_gym.types import ImageRef

@@ -5,19 +5,17 @@ from __future__ import annotations
 import bisect
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from threading import Lock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fovea_gym.errors import BadRowError, DataError
+from fovea_gym.rows.access import GroupCache
 from fovea_gym.rows.readers.base import copied_once, first_line
-from fovea_gym.utils.lru_cache import LRUCache
 
 # Rows are drawn in random order: a row costs its whole group unless that is still in memory.
-_CACHE_BYTES = 1 << 28
 # pandas writes up to a million rows into one group, which may be all of a data set with its images.
 MAX_GROUP_BYTES = 1 << 26
 COPIED_GROUP_BYTES = 1 << 22
@@ -30,32 +28,6 @@ PREFIXES = "DELTA_BYTE_ARRAY"
 """Encoding of texts by the prefix that they share with the one before."""
 _VALUE_BYTES = 8
 """Width of a decoded number, and more than that of a text's place in its dictionary."""
-
-
-class GroupCache:
-    """Decoded row groups of any number of files, by (file, group), within one bound on their bytes.
-
-    The group read last stays even if it exceeds the bound by itself. Safe to use from many threads.
-    """
-
-    def __init__(self, max_bytes: int = _CACHE_BYTES) -> None:
-        # the rows of one group are often read one after another
-        self._tables: LRUCache[tuple[str, int], pa.Table] = LRUCache(max_bytes, min_values=1)
-        self._lock = Lock()
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the groups in the cache."""
-        return self._tables.num_bytes
-
-    def get(self, key: tuple[str, int], read: Callable[[], pa.Table]) -> pa.Table:
-        """The group under a key, read where it is not in the cache."""
-        with self._lock:
-            table = self._tables.get(key)
-            if table is None:
-                table = read()
-                self._tables.put(key, table, table.nbytes)
-            return table
 
 
 class ParquetTable:
