@@ -91,7 +91,7 @@ def broken_rows(site: str) -> list[tuple[object, str]]:
         (row(problem="<image>How many <|im_end|>?"), "prompt_special_token"),
         (row(answer=None), "answer_missing"),
         (row(answer="  "), "answer_missing"),
-        (row(answer=["1"]), "answer_kind"),
+        (row(answer=[["1"]]), "answer_kind"),
         (row(answer=10**400), "answer_kind"),
         (row(answer="\ud800"), "text_damaged"),
         (row(answer="{5"), "answer_never_right"),

@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from fovea.cli.data import app as data_app
 
 from fovea.data.bad_rows import BAD_ROWS_FILE, BadRows
 from fovea_gym.errors import BadRowError, DataError
 from fovea_gym.rows.rows import MADE, open_rows
 from fovea_gym.rows.tasks import RowPlace
+from fovea_tools.commands.data import app as data_app
 
 
 def test_a_file_that_a_command_writes_is_told_with_it() -> None:

@@ -243,7 +243,10 @@ def test_experts_of_qwen3_5_in_the_layout_of_the_hub(tmp_path: Path) -> None:
         "shared_expert_gate.weight": [1, 64],
     }
     loaded = load_both(Model(path=str(tmp_path / "hub")))
-    assert torch.equal(packed_logprobs(loaded), packed_logprobs(parts))
+    given = dict(parts.network.named_parameters())
+    assert all(torch.equal(x, given[name]) for name, x in loaded.network.named_parameters())
+    # products of experts are rounded by where their tensors begin in memory
+    torch.testing.assert_close(packed_logprobs(loaded), packed_logprobs(parts), atol=1e-6, rtol=0)
     save_network(VLM(loaded.network, loaded.processor.banned_ids), tmp_path / "saved")
     ours = load_file(tmp_path / "saved" / "model.safetensors")
     assert ours.keys() == hub.keys()

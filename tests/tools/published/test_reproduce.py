@@ -152,7 +152,7 @@ def summary_of(page: Path) -> dict[str, Any]:
         (["easyr1_geo3k_7b", "tiny"], "run `fovea data geo3k` where there is a network, and copy data/geo3k here"),
         (["mm_eureka_7b", "tiny"], "no such file data/mm_eureka/train.jsonl, data/mm_eureka/k12.jsonl; the hub's"),
         (
-            ["easyr1_geo3k_7b", "tiny", "model.tiny={hidden_size: 65536, num_heads: 2048, num_layers: 2}"],
+            ["easyr1_geo3k_7b", "tiny", "model.tiny={hidden_size: 16384, num_heads: 512, num_layers: 100}"],
             "GiB of memory on the CPU (there is no GPU) and may fill",
         ),
     ],
