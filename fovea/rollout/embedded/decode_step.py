@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ FEWEST_ROWS, LAST_DOUBLING = 8, 256
 rows decoding is bound by reading weights, so that rows of padding cost little: some 5 % of the decode steps of 512 rows
 that finish one after the other, for 8 captures. Steps of 16 and 32 rows would cost 1.5 %, for 24 captures."""
 
+Output = TypeVar("Output")
 Drawn: TypeAlias = tuple[Tensor, Tensor]
 """Tokens [B] and their log-probs [B]."""
 Capture = Callable[[Callable[[], Drawn]], Callable[[], Drawn]]
@@ -125,7 +126,7 @@ class CudaCapture:
     def __init__(self) -> None:
         self._pool: Any = None
 
-    def __call__(self, function: Callable[[], Drawn]) -> Callable[[], Drawn]:
+    def __call__(self, function: Callable[[], Output]) -> Callable[[], Output]:
         # a first run outside of the capture, on a side stream, as PyTorch's manual asks: libraries start themselves
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -138,7 +139,7 @@ class CudaCapture:
             output = function()
         self._pool = graph.pool()
 
-        def replay() -> Drawn:
+        def replay() -> Output:
             graph.replay()
             return output
 
