@@ -11,7 +11,7 @@ py=${PYTHON:-python3}
 cd "$(dirname "$0")/.." || exit 1
 mkdir -p "$out" || exit 1
 out=$(cd "$out" && pwd)
-export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+export PYTHONPATH=$PWD:$PWD/gym:$PWD/tools${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 failed=0
 part() { # NAME LIMIT COMMAND...
@@ -31,6 +31,18 @@ if [ -n "$cpu" ]; then
 fi
 run=$(mktemp -d)
 trap 'rm -rf "$run"' EXIT
+
+# nothing is installed: the metadata by which `fovea` finds the commands of the tools
+"$py" - "$run/site" <<'END' || exit 1
+import pathlib, sys, tomllib
+folder = pathlib.Path(sys.argv[1], "fovea_rl_tools-0.dist-info")
+folder.mkdir(parents=True)
+groups = tomllib.loads(pathlib.Path("tools/pyproject.toml").read_text())["project"]["entry-points"]
+lines = [line for group, points in groups.items() for line in (f"[{group}]", *(f"{a} = {b}" for a, b in points.items()))]
+(folder / "entry_points.txt").write_text("\n".join(lines) + "\n")
+(folder / "METADATA").write_text("Metadata-Version: 2.1\nName: fovea-rl-tools\nVersion: 0\n")
+END
+export PYTHONPATH=$PYTHONPATH:$run/site
 
 part 0-machine 20 bash -c '
   nvidia-smi | head -n 15

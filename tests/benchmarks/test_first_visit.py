@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
+import sys
+from importlib.metadata import distributions
 from importlib.util import find_spec
+from pathlib import Path
 
 from benchmarks.gpu import _parse
 from benchmarks.mutations import ROOT
@@ -36,6 +39,18 @@ def test_each_part_names_what_is_there() -> None:
     assert len(re.findall(r"bench=\((.*?)\)", TEXT)) == 2
     for options in re.findall(r"bench=\((.*?)\)", TEXT):
         assert _parse(options.split()).seconds < LIMITS[2]
+
+
+def test_the_tools_are_found_without_an_installation(tmp_path: Path) -> None:
+    found = re.search(r"<<'END' \|\| exit 1\n(.*?)\nEND", TEXT, re.DOTALL)
+    assert found is not None
+    subprocess.run([sys.executable, "-c", found[1], str(tmp_path)], cwd=ROOT, check=True)
+    (tools,) = distributions(path=[str(tmp_path)])
+    assert tools.name == "fovea-rl-tools"
+    assert {(point.group, point.name) for point in tools.entry_points} >= {
+        ("fovea.doctor", "gpu"),
+        ("fovea.commands", "plan"),
+    }
 
 
 def test_its_run_is_one_that_starts() -> None:
