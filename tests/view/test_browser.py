@@ -364,7 +364,7 @@ def test_an_episode_reads_as_a_conversation(browser: Browser, tmp_path: Path) ->
     with served(folder) as address:
         open_page(browser, f"{address}#samples?step=1&group=0", GROUP)
         score, *conversation = browser.evaluate(shown)
-        assert score.endswith("ended at the limit of turns map")
+        assert score.endswith("ended at the limit of turns")
         assert conversation == [
             *("model · turn 1 reward +0.25", "\\crop{1}"),
             *("tool zoom failed after 1.5 s", "zoom"),
