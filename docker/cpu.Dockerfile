@@ -17,7 +17,7 @@ COPY tools tools
 COPY fovea fovea
 COPY recipes recipes
 # what is downloaded stays in a cache of the builder, not in the image
-RUN --mount=type=cache,target=/root/.cache/pip pip install -c constraints.txt ./gym ./tools '.[geospot,hub,talk]'
+RUN --mount=type=cache,target=/root/.cache/pip pip install -c constraints.txt ./gym '.[geospot,hub,talk]' ./tools
 
 # not as root: a run reads files that others made. Its home is open to whoever `--user` names
 RUN useradd --create-home fovea && chmod a+rwx /home/fovea

