@@ -15,7 +15,6 @@ from fovea.models.trainable import trainable_parameters
 from fovea.models.vlm import VLM
 from fovea.samples import replace_samples
 from fovea.train.base import PolicyWorker
-from fovea.train.pass_result import Objective, PassResult
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch, Sample, SampleGroup
 from fovea.weights.push import WeightPusher
@@ -82,8 +81,7 @@ def stepped_gradients(policy: TorchPolicy) -> dict[torch.Tensor, torch.Tensor]:
 
 def accumulate(policy: TorchPolicy, groups: Sequence[SampleGroup]) -> None:
     """Add the gradients of these groups to those that are there."""
-    objective = Objective(algorithm=policy._algorithm, scale=1.0, done=PassResult())
-    policy._backward(groups, objective, is_retry=False)
+    policy._backward(groups, 1.0)
 
 
 def update_gradients(policy: TorchPolicy, batch: Batch) -> dict[str, torch.Tensor]:

@@ -38,9 +38,9 @@ from fovea.samples import (
     without_masked,
 )
 from fovea.train.base import Needs, PolicyOptimizer, SftExample
+from fovea.train.loss import PassResult
 from fovea.train.microbatches import MicroBatcher, MicrobatchLimit, in_batch_order
 from fovea.train.packing import MicroBatch
-from fovea.train.pass_result import Objective, PassResult
 from fovea.train.ranks import Ranks
 from fovea.train.schedule import ImagesByRank, UpdatePasses
 from fovea.train.sft import SupervisedTrainer
@@ -111,8 +111,8 @@ class TrainedPolicy(ABC):
         """A context with the models in training mode, for the passes of one update."""
 
     @abstractmethod
-    def _backward(self, groups: Sequence[SampleGroup], objective: Objective, *, is_retry: bool) -> None:
-        """Run forward and backward passes over the groups, adding up the gradients of the objective."""
+    def _backward(self, groups: Sequence[SampleGroup], scale: float) -> PassResult:
+        """Run forward and backward passes over the groups, adding up the gradients of `scale` times their loss."""
 
     @abstractmethod
     def _tasks_of_bad_gradients(self, groups: Sequence[SampleGroup]) -> list[str]:
@@ -211,7 +211,7 @@ class TrainedPolicy(ABC):
         if batch.groups:
             self._make_moments()
         with self._update_mode():
-            before = self._run_epochs(batch, stats)
+            before = self._run_epochs(batch, schedule, stats)
         self._steps += 1
         self._count_skipped(stats.not_finite)
         # linear outputs from the tape are the engine's own: comparing log-probs made of them would flatter the result
@@ -224,63 +224,39 @@ class TrainedPolicy(ABC):
         balance = self._batcher.balance(schedule.minibatches(0, batch.groups))
         return stats.metrics() | metrics | balance | self._pass_metrics()
 
-    def _run_epochs(self, batch: Batch, stats: UpdateStats) -> list[NDArray[np.float32]]:
-        """Run the epochs of an update; returns the trainer's log-probs [T] of every sample as they were before it.
+    def _run_epochs(self, batch: Batch, schedule: UpdatePasses, stats: UpdateStats) -> list[NDArray[np.float32]]:
+        """Take the optimizer steps; returns the trainer's log-probs [T] of every sample as they were before them.
 
         Without log-probs from an earlier pass of the trainer, those of the first epoch are returned, and are the old
         log-probs of later epochs; nothing where that epoch has several minibatches, whose log-probs are of different
-        weights, or ended early.
+        weights, or ended early. A number that is not finite, or `max_policy_kl`, ends the update before the next step.
         """
-        schedule, scored = self._schedule, _are_scored(batch, self._algorithm)
+        scored = _are_scored(batch, self._algorithm)
         before = old_logprobs(batch) if scored else []
         for epoch in range(self._algorithm.ppo_epochs):
             minibatches = schedule.minibatches(epoch, batch.groups)
-            found = self._run_epoch(minibatches, stats)
-            if found is None:
-                break
+            stats.minibatches = len(minibatches)
+            num_groups, logprobs = sum(map(len, minibatches)), list[tuple[MicroBatch, Tensor]]()
+            for groups in minibatches:
+                # a loss is a share of the batch, and a step uses one minibatch
+                done = self._fit(partial(self._gradients, groups, num_groups / len(groups)), groups)
+                stats.flops += self._flops(groups)
+                stats.add(done.sums, done.policy_kl)
+                # before the step: the pass has measured the KL divergence of the weights as they are
+                too_far = stats.moved_too_far(self._algorithm.max_policy_kl)
+                stats.not_finite = list(done.bad_tasks)
+                if stats.not_finite or too_far or not self._step(groups, stats):
+                    return before
+                logprobs += done.logprobs
             if epoch == 0 and not scored and len(minibatches) == 1:
-                before = self._in_batch_order(found, batch)
+                before = self._in_batch_order(logprobs, batch)
                 batch = batch if has_old_logprobs(batch) else with_old_logprobs(batch, before)
         return before
 
-    def _run_epoch(
-        self, minibatches: Sequence[Sequence[SampleGroup]], stats: UpdateStats
-    ) -> list[tuple[MicroBatch, Tensor]] | None:
-        """Accumulate the gradients of each minibatch and take its step; returns the log-probs of all passes.
-
-        None if the update ends before the last step: by a number that is not finite, or by `max_policy_kl`.
-        """
-        stats.minibatches = len(minibatches)
-        num_groups = sum(map(len, minibatches))
-        logprobs = []
-        for groups in minibatches:
-            # a loss is a share of the batch, and a step uses one minibatch
-            done = self._gradients(groups, num_groups / len(groups))
-            stats.flops += self._flops(groups)
-            stats.add(done.sums, done.policy_kl)
-            # before the step: the pass has measured the KL divergence of the weights as they are
-            too_far = stats.moved_too_far(self._algorithm.max_policy_kl)
-            stats.not_finite = done.bad_tasks
-            if stats.not_finite or too_far or not self._step(groups, stats):
-                return None
-            logprobs += done.logprobs
-        return logprobs
-
     def _gradients(self, groups: Sequence[SampleGroup], scale: float) -> PassResult:
-        """Accumulate the gradients of `scale` times the loss of a minibatch in place of the previous minibatch's."""
-        tries = 0
-
-        def passes() -> PassResult:
-            nonlocal tries  # the first try may have used up the rollout's autograd graph before memory ran out
-            tries += 1
-            self._free_gradients()
-            done = PassResult()
-            self._backward(groups, Objective(algorithm=self._algorithm, scale=scale, done=done), is_retry=tries > 1)
-            done.read()
-            done.agree(self._ranks)
-            return done
-
-        return self._fit(passes, groups)
+        """Accumulate the gradients of a minibatch in place of those of the previous one, or of a try before."""
+        self._free_gradients()
+        return self._backward(groups, scale)
 
     @memory_for("the optimizer step", FEWER_WEIGHTS)
     def _step(self, groups: Sequence[SampleGroup], stats: UpdateStats) -> bool:

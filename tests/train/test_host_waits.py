@@ -20,11 +20,11 @@ from fovea.models.transfer import to_device
 from fovea.models.vision.feature_cache import FeatureCache
 from fovea.models.vlm import VLM
 from fovea.samples import with_old_logprobs
+from fovea.train.loss import Measured, PassResult
 from fovea.train.microbatches import MicrobatchLimit, in_batch_order
 from fovea.train.packing import MicroBatch
-from fovea.train.pass_result import Objective, PassResult
 from fovea.train.ranks import ALONE
-from fovea.train.torch.passes import Backward, Reuse, Scorer
+from fovea.train.torch.passes import Reuse, Scorer, policy_pass
 from fovea.types import Batch
 from tests.meta_device import META, NoPageableCopies
 from tests.policies import make_batch, train_settings
@@ -41,29 +41,26 @@ def vlm_on_meta(family: str, how: Recompute = "none", cache: FeatureCache | None
 
 def passes_of(
     vlm: PolicyNetwork, batch: Batch, logits_mib: float = 512.0, **algorithm: object
-) -> tuple[Backward, Objective, Sequence[MicroBatch]]:
+) -> tuple[Scorer, Algorithm, Sequence[MicroBatch]]:
     train = train_settings(enable_dynamic_batch_size=False, backend={"logits_mib": logits_mib})
     scorer = Scorer(vlm, train, 0.9, ALONE, MicrobatchLimit(train, ALONE))
     settings = Algorithm.model_validate({"entropy_coef": 0.01, **algorithm})
-    objective = Objective(algorithm=settings, scale=1.0, done=PassResult())
-    return Backward(scorer, None), objective, scorer.batcher.micro_batches(batch.groups)
+    return scorer, settings, scorer.batcher.micro_batches(batch.groups)
 
 
-def run(backward: Backward, objective: Objective, micros: Sequence[MicroBatch]) -> PassResult:
+def run(scorer: Scorer, algorithm: Algorithm, micros: Sequence[MicroBatch]) -> list[Measured]:
     with NoPageableCopies():
-        for micro in micros:
-            backward.policy(micro, micro.row, objective)
-    return objective.done
+        return [policy_pass(scorer, micro, micro.row, algorithm, 1.0) for micro in micros]
 
 
 @pytest.mark.parametrize("family", DENSE_FAMILIES)
 @pytest.mark.parametrize("how", ["none", "full", "selective"])
 def test_no_pass_reads_the_device(family: str, how: Recompute) -> None:
     vlm = vlm_on_meta(family, how)
-    backward, objective, micros = passes_of(vlm, make_batch(tiny(family)))
+    scorer, algorithm, micros = passes_of(vlm, make_batch(tiny(family)))
     assert len(micros) > 1
     assert any(micro.row.images for micro in micros)
-    run(backward, objective, micros)
+    run(scorer, algorithm, micros)
     assert all(x.grad is not None and x.grad.device == META for x in vlm.network.model.visual.parameters())
 
 
@@ -89,8 +86,8 @@ def test_neither_does_a_graph_of_the_rollout() -> None:
         graph = vlm.image_graph([image for group in batch.groups for image in group.prompt.images])
     leaves = {key: features.map(lambda x: x.detach().requires_grad_()) for key, features in graph.items()}
     reuse = Reuse(graph, leaves, Tape([], 0, vlm.dtype))
-    backward, objective, micros = passes_of(vlm.train(), batch)
-    run(backward, objective, [replace(micro, row=reuse.row(micro)) for micro in micros])
+    scorer, algorithm, micros = passes_of(vlm.train(), batch)
+    run(scorer, algorithm, [replace(micro, row=reuse.row(micro)) for micro in micros])
     tower = list(vlm.network.model.visual.parameters())
     assert all(x.grad is None for x in tower)
     reuse.finish()
@@ -102,8 +99,8 @@ def test_neither_do_experts_nor_adapters_on_a_frozen_tower() -> None:
     frozen = {"lora": {"rank": 4}, "freeze_vision_tower": True}
     vlm, patches = vlm_on_meta("qwen3_vl", cache=FeatureCache(2**30), **frozen), list[int]()
     vlm.network.model.visual.register_forward_pre_hook(lambda _tower, args: patches.append(len(args[0])))
-    backward, objective, micros = passes_of(vlm, make_batch(tiny("qwen3_vl")))
-    run(backward, objective, micros)
+    scorer, algorithm, micros = passes_of(vlm, make_batch(tiny("qwen3_vl")))
+    run(scorer, algorithm, micros)
     of_rows = [sum(len(x.tensors["pixel_values"]) for x in micro.row.images) for micro in micros]
     assert patches == [number for number in of_rows if number], "all images of a row in one pass, unlike on a CPU"
 
@@ -130,8 +127,8 @@ def test_the_device_notices_what_is_read() -> None:
 def test_results_of_all_micro_batches_are_read_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = tiny("qwen3_vl")
     batch = make_batch(parts)
-    backward, objective, micros = passes_of(VLM(parts.network, parts.processor.banned_ids), batch)
-    done = run(backward, objective, micros)
+    scorer, algorithm, micros = passes_of(VLM(parts.network, parts.processor.banned_ids), batch)
+    measured = run(scorer, algorithm, micros)
     copies: list[str] = []
 
     def counted(name: str, read: Callable[[Tensor], object]) -> Callable[[Tensor], object]:
@@ -143,7 +140,7 @@ def test_results_of_all_micro_batches_are_read_in_one_copy(monkeypatch: pytest.M
 
     for name in ("cpu", "tolist"):
         monkeypatch.setattr(Tensor, name, counted(name, getattr(Tensor, name)))
-    done.read()
+    done = PassResult.of(measured, ALONE)
     in_batch_order(done.logprobs, batch.groups, ALONE)
     assert len(micros) > 1
     assert copies == ["tolist", "cpu"], "one of all sums, one of all log-probs"

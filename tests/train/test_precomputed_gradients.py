@@ -10,8 +10,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from fovea.config.algorithm import Algorithm
-from fovea.train import pass_result
-from fovea.train.objective import can_precompute_gradients
+from fovea.train.loss import can_precompute_gradients
+from fovea.train.torch import passes
 from fovea.types import Batch, Metrics
 from tests.policies import batch_of, make_batch, make_policy, stepped_gradients, update_gradients
 from tests.reference import largest_relative_difference
@@ -52,7 +52,7 @@ def test_an_update_is_that_of_a_second_pass_over_the_logits(
 ) -> None:
     algorithm, batch = Algorithm.model_validate(LOSSES[loss]), batch_of(on_policy=on_policy)
     found, metrics, operations = update(algorithm, batch)
-    monkeypatch.setattr(pass_result, "precomputed_loss_gradients", lambda *_: None)
+    monkeypatch.setattr(passes, "precomputed_loss_gradients", lambda *_: None)
     twin, twin_metrics, twin_operations = update(algorithm, batch)
     assert largest_relative_difference(twin, found) < GRADIENT_TOLERANCE
     assert metrics == pytest.approx(twin_metrics, rel=1e-5)
@@ -90,7 +90,7 @@ def test_a_minibatch_stands_for_the_whole_batch(monkeypatch: pytest.MonkeyPatch)
     algorithm, batch = Algorithm(minibatches=3, max_policy_kl=None), batch_of(on_policy=False)
     found, metrics, _ = update(algorithm, batch)
     assert metrics["epochs_run"] == 1
-    monkeypatch.setattr(pass_result, "precomputed_loss_gradients", lambda *_: None)
+    monkeypatch.setattr(passes, "precomputed_loss_gradients", lambda *_: None)
     assert largest_relative_difference(update(algorithm, batch)[0], found) < GRADIENT_TOLERANCE
 
 

@@ -18,15 +18,16 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from torch import Tensor
 
+from fovea.config.algorithm import Algorithm
 from fovea.models.head_gradients import LossGradients
 from fovea.models.heads import ValueHead
 from fovea.models.plain import PlainRow, plain_rows
 from fovea.models.shared_prefix.layout import PackedRow
 from fovea.models.token_logprobs import TokenScores
+from fovea.train.loss import Measured, policy_loss, precomputed_loss_gradients
 from fovea.train.megatron.model import MegatronModel
 from fovea.train.megatron.sharded_logprobs import VocabularySlice, sharded_token_scores
 from fovea.train.packing import MicroBatch
-from fovea.train.pass_result import Objective
 
 LossOfRow = Callable[[int, TokenScores], Tensor]
 """Loss of the row with this index."""
@@ -70,14 +71,22 @@ class MegatronPasses:
         """Count the work from here on."""
         self.work = PackedTokens()
 
-    def backward(self, micros: Sequence[MicroBatch], objective: Objective) -> None:
-        """Add up the gradients of the objective over all micro-batches of all shares."""
-        self._backward(
-            [micro.row for micro in micros],
-            lambda number, scores: objective.loss(scores, micros[number]),
+    def backward(self, micros: Sequence[MicroBatch], algorithm: Algorithm, scale: float) -> list[Measured]:
+        """Add up the gradients of `scale` times the loss over all micro-batches of all shares; empty but on the last
+        stage."""
+        measured: list[Measured] = []
+
+        def loss(number: int, scores: TokenScores) -> Tensor:
+            loss, found = policy_loss(scores, micros[number], algorithm, scale)
+            measured.append(found)
+            return loss
+
+        def loss_gradients(number: int) -> LossGradients | None:
             # the loss of a micro-batch reaches its scores times the shares, whose mean Megatron takes at the end
-            lambda number: objective.loss_gradients(micros[number], self.model.place.data.size),
-        )
+            return precomputed_loss_gradients(micros[number], algorithm, self.model.place.data.size * scale)
+
+        self._backward([micro.row for micro in micros], loss, loss_gradients)
+        return measured
 
     def backward_of_row(self, row: PackedRow, loss: Callable[[TokenScores], Tensor]) -> None:
         """Add up the gradients of the sum of `loss` over one row of each share."""

@@ -24,6 +24,7 @@ from fovea.models.token_logprobs import TokenScores
 from fovea.models.trainable import count_parameters, trainable_parameters
 from fovea.train.adamw import AdamWSettings
 from fovea.train.base import ModelFacts, PolicyOptimizer, SftExample
+from fovea.train.loss import PassResult
 from fovea.train.megatron.checkpoint import HAS_REFERENCE, MegatronCheckpoints, load_weights
 from fovea.train.megatron.critic import ReplicatedValueHead
 from fovea.train.megatron.model import MegatronModel, adapters_off, copy_slices, skeleton
@@ -31,7 +32,6 @@ from fovea.train.megatron.optimizer import MegatronOptimizer
 from fovea.train.megatron.parallel import ParallelRank
 from fovea.train.megatron.passes import MegatronPasses
 from fovea.train.microbatches import MicroBatcher, MicrobatchLimit
-from fovea.train.pass_result import Objective
 from fovea.train.sft import SupervisedTrainer, cross_entropy, row_of_share
 from fovea.train.update import Scored, TrainedPolicy
 from fovea.types import Batch, Metrics, SampleGroup
@@ -140,8 +140,9 @@ class MegatronPolicy(TrainedPolicy):
         yield
         self._training.eval()
 
-    def _backward(self, groups: Sequence[SampleGroup], objective: Objective, *, is_retry: bool) -> None:
-        self._passes.backward(self._batcher.micro_batches(groups), objective)
+    def _backward(self, groups: Sequence[SampleGroup], scale: float) -> PassResult:
+        measured = self._passes.backward(self._batcher.micro_batches(groups), self._algorithm, scale)
+        return PassResult.of(measured, self._ranks)
 
     def _tasks_of_bad_gradients(self, groups: Sequence[SampleGroup]) -> list[str]:
         # a backward pass for each group, as torch makes it, would be one through all stages by all processes

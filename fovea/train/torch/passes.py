@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fovea.config.algorithm import Algorithm
 from fovea.config.sections import Train
 from fovea.models.activation_tape import ImageGraph, RecordedOutputs, Tape, Trace
 from fovea.models.head_gradients import LossGradients
@@ -22,13 +23,13 @@ from fovea.models.policy_network import PolicyNetwork
 from fovea.models.recompute import kept_bytes
 from fovea.models.shared_prefix.layout import PackedRow
 from fovea.models.token_logprobs import TokenScores
+from fovea.train.loss import Measured, policy_loss, precomputed_loss_gradients
 from fovea.train.microbatches import MicroBatcher, MicrobatchLimit
 from fovea.train.packing import MicroBatch
-from fovea.train.pass_result import Objective
 from fovea.train.ranks import Ranks
 from fovea.train.row_assignment import distinct
 from fovea.train.torch.optimizer import Optimizer
-from fovea.train.torch.sharding import copy_weights, shards_tower, sum_over_replicas
+from fovea.train.torch.sharding import copy_weights, shards_tower
 from fovea.train.update_metrics import ActivationMeter
 from fovea.types import Batch, Sample, SampleGroup
 
@@ -88,6 +89,7 @@ class Scorer:
     ) -> None:
         self.vlm = vlm
         self.batcher = MicroBatcher(vlm, train, ranks, limit, shards_tower=shards_tower(vlm))
+        self.activations = ActivationMeter(vlm, partial(kept_bytes, vlm.network))
         self.temperature = temperature
         # the largest tensor of a pass is that of the logits: it is made for so many actions at a time
         self._chunk_tokens = max(1, int(train.backend.logits_mib * 2**20 / vlm.logits_bytes_per_token))
@@ -103,6 +105,18 @@ class Scorer:
     def score(self, batch: Batch) -> list[tuple[MicroBatch, TokenScores]]:
         """Scores of this rank's micro-batches under the current weights."""
         return [(micro, self(micro.row)) for micro in self.batcher.micro_batches(batch.groups)]
+
+
+def policy_pass(scorer: Scorer, micro: MicroBatch, row: PackedRow, algorithm: Algorithm, scale: float) -> Measured:
+    """Pass a micro-batch forward, through `scale` times its loss, and backward; `row` may read recorded activations."""
+    with scorer.activations(row.num_tokens):
+        scores = scorer(row, precomputed_loss_gradients(micro, algorithm, scale))
+        loss, measured = policy_loss(scores, micro, algorithm, scale)
+    # text has no graph under adapters on the vision only; with a sharded tower, rows of all ranks have one or none
+    if loss.requires_grad:
+        # also where the loss is not finite: the other ranks' backward passes wait for this one's collectives
+        loss.backward()
+    return measured
 
 
 @dataclass(slots=True)
@@ -140,8 +154,8 @@ class Reuse:
         self.actions += row.num_actions if recorded is not None else 0
         return replace(row, features=features, recorded=recorded)
 
-    def finish(self) -> None:
-        """Backpropagate the accumulated gradients through the vision tower."""
+    def finish(self) -> dict[str, float]:
+        """Backpropagate the accumulated gradients through the vision tower; returns how much was reused."""
         pairs = [
             (tensor, leaf.grad)
             for key, features in self.graph.items()
@@ -151,6 +165,7 @@ class Reuse:
         if pairs:
             outputs, gradients = zip(*pairs, strict=True)
             torch.autograd.backward(outputs, gradients)
+        return {"reused_actions": float(self.actions), "reused_images": float(len(self.graph))}
 
 
 def recorded_outputs(micro: MicroBatch, tape: Tape) -> RecordedOutputs | None:
@@ -174,38 +189,3 @@ def _share(graph: ImageGraph, needed: set[str]) -> float:
     """Share of a graph's visual tokens that are needed; 0 for an empty graph."""
     tokens = {key: len(features.embeds_VD) for key, features in graph.items()}
     return sum(n for key, n in tokens.items() if key in needed) / max(sum(tokens.values()), 1)
-
-
-class Backward:
-    """Forward and backward passes of a policy and of its separate value model, if there is one."""
-
-    def __init__(self, scorer: Scorer, value_model: ValueModel | None) -> None:
-        self.activations = ActivationMeter(scorer.vlm, partial(kept_bytes, scorer.vlm.network))
-        self._scorer = scorer
-        self._value_model = value_model
-
-    def __call__(
-        self, groups: Sequence[SampleGroup], objective: Objective, reuse: Reuse | None, only: SampleGroup | None = None
-    ) -> None:
-        """Accumulate the gradients of these groups, or of `only` one of them, over all ranks."""
-        micros = self._scorer.batcher.micro_batches(groups, only)
-        for number, micro in enumerate(micros, start=1):
-            is_last = number == len(micros)
-            sum_over_replicas(self._scorer.vlm, now=is_last)
-            self.policy(micro, micro.row if reuse is None else reuse.row(micro), objective)
-            if self._value_model is not None:
-                # after the policy's backward pass, so that only one autograd graph is in memory at a time
-                sum_over_replicas(self._value_model, now=is_last)
-                objective.value_loss(self._value_model(micro.row), micro).backward()
-        if reuse is not None:
-            reuse.finish()
-            objective.done.add({"reused_actions": float(reuse.actions), "reused_images": float(len(reuse.graph))})
-
-    def policy(self, micro: MicroBatch, row: PackedRow, objective: Objective) -> None:
-        """Pass one micro-batch forward, through the loss, and backward through the policy."""
-        with self.activations(row.num_tokens):
-            loss = objective.loss(self._scorer(row, objective.loss_gradients(micro)), micro)
-        # text has no graph under adapters on the vision only; with a sharded tower, rows of all ranks have one or none
-        if loss.requires_grad:
-            # also where the loss is not finite: the other ranks' backward passes wait for this one's collectives
-            loss.backward()

@@ -35,14 +35,14 @@ from fovea.models.trainable import (
 )
 from fovea.train.adamw import AdamWSettings
 from fovea.train.base import ModelFacts, SftExample
+from fovea.train.loss import Measured, PassResult, value_model_loss
 from fovea.train.microbatches import MicrobatchLimit
-from fovea.train.pass_result import Objective, PassResult
 from fovea.train.ranks import ALONE, Ranks
 from fovea.train.sft import SupervisedTrainer, cross_entropy, row_of_share
 from fovea.train.torch.checkpoint import REFERENCE, TRAINABLE, VALUE, Saving, load_counts, load_reference
 from fovea.train.torch.optimizer import Optimizer
-from fovea.train.torch.passes import Backward, Reuse, Scorer, ValueFunction, dropout_seed
-from fovea.train.torch.sharding import copy_weights, full, shards_tower
+from fovea.train.torch.passes import Reuse, Scorer, ValueFunction, dropout_seed, policy_pass
+from fovea.train.torch.sharding import copy_weights, full, shards_tower, sum_over_replicas
 from fovea.train.update import Scored, TrainedPolicy
 from fovea.types import Batch, Metrics, SampleGroup
 from fovea.utils.host_waits import awaited
@@ -114,7 +114,6 @@ class TorchPolicy(TrainedPolicy):
         model = None if value_function is None else value_function.model
         self._models: list[nn.Module] = [vlm, *([] if model is None else [model])]
         """Networks that run forward and backward over a batch."""
-        self._backward_passes = Backward(self._scorer, model)
         self._guards = [(each, FrozenGuard(each)) for each in self._models]
         self._optimizer = Optimizer(
             policy_parameters(vlm),
@@ -160,9 +159,22 @@ class TorchPolicy(TrainedPolicy):
             model.eval()
         self._free_gradients()
 
-    def _backward(self, groups: Sequence[SampleGroup], objective: Objective, *, is_retry: bool) -> None:
-        # a second try computes everything anew: the first may have used up the graph of the rollout
-        self._backward_passes(groups, objective, None if is_retry else self._reuse(groups))
+    def _backward(self, groups: Sequence[SampleGroup], scale: float, only: SampleGroup | None = None) -> PassResult:
+        # passes of one group find out which has a bad gradient, behind those of the update
+        reuse = self._reuse(groups) if only is None else None
+        micros, value_model, measured = self._batcher.micro_batches(groups, only), self._value_model, list[Measured]()
+        for number, micro in enumerate(micros, start=1):
+            is_last = number == len(micros)
+            sum_over_replicas(self._vlm, now=is_last)
+            row = micro.row if reuse is None else reuse.row(micro)
+            measured.append(policy_pass(self._scorer, micro, row, self._algorithm, scale))
+            if value_model is not None:
+                # after the policy's backward pass, so that only one autograd graph is in memory at a time
+                sum_over_replicas(value_model, now=is_last)
+                loss, of_values = value_model_loss(value_model(micro.row), micro, self._algorithm, scale)
+                loss.backward()
+                measured.append(of_values)
+        return PassResult.of(measured, self._ranks, {} if reuse is None else reuse.finish())
 
     def _reuse(self, groups: Sequence[SampleGroup]) -> Reuse | None:
         """Rollout activations of these groups; None if the weights have changed since, or on a plain step."""
@@ -178,8 +190,7 @@ class TorchPolicy(TrainedPolicy):
         bad: list[str] = []
         for group in groups:
             self._free_gradients()
-            objective = Objective(algorithm=self._algorithm, scale=1.0, done=PassResult())
-            self._backward_passes(groups, objective, None, only=group)
+            self._backward(groups, 1.0, only=group)
             if not all(optimizer.clip().isfinite() for optimizer in self._optimizers):
                 bad.append(group.task_id)
         return bad or [group.task_id for group in groups]
@@ -189,7 +200,7 @@ class TorchPolicy(TrainedPolicy):
 
     def _pass_metrics(self) -> Metrics:
         experts = imbalance(self._ranks.gather(self._vlm.expert_load.counts()))
-        activations_gib = max(self._ranks.gather(self._backward_passes.activations.gib))
+        activations_gib = max(self._ranks.gather(self._scorer.activations.gib))
         return {"memory/activations_gib": activations_gib} | ({} if experts is None else {"expert_imbalance": experts})
 
     def _supervised_trainer(self, settings: Warmup) -> SupervisedTrainer:

@@ -23,7 +23,7 @@ from fovea.config.run import Config
 from fovea.models.delta_rule import DeltaInputs, DeltaShape, DeltaState, delta_rule
 from fovea.models.recompute import Recompute
 from fovea.models.transformers_versions import plain_delta_functions
-from fovea.train.objective import can_precompute_gradients
+from fovea.train.loss import can_precompute_gradients
 from fovea_tools.plan.model_sizes import ModelSizes
 from fovea_tools.plan.workload import BYTES_OF, RowShape
 

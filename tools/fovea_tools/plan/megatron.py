@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from fovea.config.backends import MegatronBackend
 from fovea.config.run import Config
-from fovea.train.objective import can_precompute_gradients
+from fovea.train.loss import can_precompute_gradients
 from fovea_tools.plan import states
 from fovea_tools.plan.activations import (
     ACTIVATIONS,
