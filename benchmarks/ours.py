@@ -6,6 +6,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
+from typing import cast
 
 from benchmarks.cases import BenchEnvironment, BenchGrader, Case, endless, make_parts, make_tasks
 from benchmarks.timing import Clock, StepTimes
@@ -35,6 +36,7 @@ from fovea.run.context import Run, Sources, TaskStream
 from fovea.run.rollout_step import training_sampling
 from fovea.run.state import TrainState
 from fovea.samples import make_batch
+from fovea.train.base import Policy
 from fovea.train.local import LocalPolicy
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch, Prompt, Sampling
@@ -207,7 +209,7 @@ def _make_run(case: Case, steps: int, shared: Shared, clock: Clock) -> Run:
             grading=grading,
         ),
         engine=shared.engine,
-        policy=LocalPolicy(shared.policy),
+        policy=cast(Policy, LocalPolicy(shared.policy)),
         weight_sync=WeightPusher(shared.policy.outgoing, [SharedTensors(shared.engine)]),
         warmup=None,
         open_image=OPENER,

@@ -212,7 +212,7 @@ def _read_stale(run: Run) -> ParityReading:
     assert isinstance(run.policy, LocalPolicy)
     assert isinstance(run.engine, EmbeddedEngine)
     # copies, which training does not change
-    copies = {weight.name: weight.tensor().clone() for weight in run.policy.worker.outgoing()}
+    copies = {weight.name: weight.tensor().clone() for weight in run.policy.trained.outgoing()}
     run.engine.load_weights(copies, 0)
     wait_for(read_parity(run, 0))
     warm_up(run, 1)

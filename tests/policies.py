@@ -14,8 +14,8 @@ from fovea.models.tiny import TinyParts
 from fovea.models.trainable import trainable_parameters
 from fovea.models.vlm import VLM
 from fovea.samples import replace_samples
-from fovea.train.base import PolicyWorker
 from fovea.train.torch.policy import TorchPolicy
+from fovea.train.update import TrainedPolicy
 from fovea.types import Batch, Sample, SampleGroup
 from fovea.weights.push import WeightPusher
 from fovea.weights.sinks import NetworkEngine, SharedTensors
@@ -56,12 +56,12 @@ def make_policy(
     )
 
 
-def weights_of(policy: PolicyWorker) -> dict[str, torch.Tensor]:
+def weights_of(policy: TrainedPolicy) -> dict[str, torch.Tensor]:
     """The weights of a policy by name, adapters beside them; shards where they are sharded."""
     return {weight.name: weight.parameter for weight in policy.outgoing()}
 
 
-def shared_weights(policy: PolicyWorker, engine: NetworkEngine) -> WeightPusher:
+def shared_weights(policy: TrainedPolicy, engine: NetworkEngine) -> WeightPusher:
     """Pushes of a policy to an engine on its own tensors."""
     return WeightPusher(policy.outgoing, [SharedTensors(engine)])
 

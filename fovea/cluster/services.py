@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 from fovea.cluster.workers import WorkerHandle, Workers, call_each
 from fovea.errors import EngineError, LostEngineError, LostWorkerError
 from fovea.processes.calls import Call
 from fovea.processes.messages import Share, SharedArguments
-from fovea.train.base import ModelFacts, Needs, SftExample
+from fovea.train.base import CALLS, ModelFacts, Needs, SftExample
 from fovea.train.row_assignment import ImageKeys
 from fovea.train.schedule import ImagesByRank
 from fovea.types import Batch, Completion, Metrics, Request
@@ -23,11 +23,19 @@ MAX_KEPT = 1 << 16
 
 
 class WorkersPolicy:
-    """A policy whose weights are sharded over the learners, each of which gets the pixels of its own rows only."""
+    """A policy whose weights are sharded over the learners, each of which gets the pixels of its own rows only.
+
+    Calls without pictures are forwarded by name.
+    """
 
     def __init__(self, workers: Workers, facts: ModelFacts) -> None:
         self.workers = workers
         self._facts = facts
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        if name not in CALLS:
+            raise AttributeError(f"a policy has no call {name}")
+        return partial(self._call, name)
 
     async def annotate(self, batch: Batch, needs: Needs) -> Batch:
         images = (await self._images()).to_annotate(
@@ -57,24 +65,6 @@ class WorkersPolicy:
         for learner in self.workers.learners:
             learner.forget_images()
         return metrics
-
-    async def snapshot_reference(self) -> None:
-        await self._call("snapshot_reference")
-
-    async def save(self, folder: Path) -> None:
-        await self._call("save", folder)
-
-    async def finish_save(self) -> None:
-        await self._call("finish_save")
-
-    async def load(self, folder: Path) -> None:
-        await self._call("load", folder)
-
-    async def limit_microbatches(self, max_tokens: int) -> None:
-        await self._call("limit_microbatches", max_tokens)
-
-    async def export(self, folder: Path) -> None:
-        await self._call("export", folder)
 
     def describe(self) -> ModelFacts:
         return self._facts

@@ -26,7 +26,8 @@ from fovea_gym.settings.type_text import Example
 if TYPE_CHECKING:  # settings are read without what they make
     from fovea.rollout.access import EngineAccess
     from fovea.rollout.base import Engine
-    from fovea.train.access import PolicyAccess, PushedPolicy
+    from fovea.train.access import PolicyAccess
+    from fovea.train.update import TrainedPolicy
     from fovea.weights.base import PushedEngine
     from fovea.weights.sinks import NetworkEngine
 
@@ -402,7 +403,7 @@ class TorchBackend(Section):
     """Keep the float32 weights and the optimizer's states in the host's memory; with several ranks the weights that
     passes gather come from there too. CUDA only; slower by the transfers, which every step makes."""
 
-    def make(self, access: PolicyAccess) -> PushedPolicy:
+    def make(self, access: PolicyAccess) -> TrainedPolicy:
         """Make the policy."""
         from fovea.train.torch.making import make_policy
 
@@ -435,7 +436,7 @@ class MegatronBackend(Section):
     cpu_offload: ClassVar[bool] = False
     liger_kernels: ClassVar[bool] = False
 
-    def make(self, access: PolicyAccess) -> PushedPolicy:
+    def make(self, access: PolicyAccess) -> TrainedPolicy:
         """Make this process's part of the policy, which all processes that train do together."""
         # an optional extra; the module reports its absence
         from fovea.train.megatron.policy import MegatronPolicy

@@ -1,20 +1,18 @@
-"""Protocols of a policy: the async one that the driver awaits, and the blocking one of each worker process."""
+"""The policy as the driver awaits it, its optimizers, and the records of both."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from fovea.config.algorithm import Algorithm
-from fovea.train.schedule import ImagesByRank
 from fovea.types import Batch, Metrics, ParameterCount, Prompt
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from fovea.models.outgoing import OutgoingWeight  # imports peft, which the driver does without
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +71,8 @@ class ModelFacts:
 class Policy(Protocol):
     """The model under training, in one process or many, as seen by the driver.
 
-    Calls never overlap, but with `finish_save`.
+    Each process of it has a `train.update.TrainedPolicy`, whose methods of these names do the work; all processes make
+    the same calls in the same order. Calls never overlap, but with `finish_save`.
     """
 
     async def annotate(self, batch: Batch, needs: Needs) -> Batch:
@@ -133,6 +132,10 @@ class Policy(Protocol):
         ...
 
 
+CALLS = frozenset(name for name, member in vars(Policy).items() if inspect.iscoroutinefunction(member))
+"""The calls of a policy, which are forwarded to its processes by name."""
+
+
 class PolicyOptimizer(Protocol):
     """The optimizer of the policy or of its value function, as an update and supervised fine-tuning use it."""
 
@@ -154,40 +157,4 @@ class PolicyOptimizer(Protocol):
 
     def step(self) -> None:
         """Take a step by the clipped gradient."""
-        ...
-
-
-class PolicyWorker(Protocol):
-    """One process of a policy. Its methods are those of `Policy`; all workers make the same calls in the same order."""
-
-    def annotate(self, batch: Batch, needs: Needs) -> Batch: ...
-
-    def update(self, batch: Batch) -> Metrics: ...
-
-    def sft(self, pairs: Sequence[SftExample]) -> Metrics: ...
-
-    def snapshot_reference(self) -> None: ...
-
-    def save(self, folder: Path) -> None: ...
-
-    def finish_save(self) -> None:
-        """Called on a separate thread."""
-        ...
-
-    def load(self, folder: Path) -> None: ...
-
-    def limit_microbatches(self, max_tokens: int) -> None: ...
-
-    def export(self, folder: Path) -> None: ...
-
-    def describe(self) -> ModelFacts: ...
-
-    def images_by_rank(self) -> ImagesByRank:
-        """The images that each worker needs for the next call; all workers would return the same."""
-        ...
-
-    def close(self) -> None: ...
-
-    def outgoing(self) -> Iterable[OutgoingWeight]:
-        """The weights for a push, adapters beside them; each is made whole when its turn comes."""
         ...

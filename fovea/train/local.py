@@ -1,18 +1,20 @@
-"""The policy in this process, or this process's share of one, behind the protocol that the driver awaits."""
+"""The policy in this process, or this process's share of one, for a driver that awaits its calls."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from fovea.train.base import ModelFacts, Needs, PolicyWorker, SftExample
+from fovea.train.base import CALLS, ModelFacts
 from fovea.train.schedule import ImagesByRank
-from fovea.types import Batch, Metrics
 from fovea_gym.utils.event_loop import BackgroundLoop, in_background
+
+if TYPE_CHECKING:  # imports peft, which a driver without a policy of its own does without
+    from fovea.train.update import TrainedPolicy
 
 
 class Caller(Protocol):
@@ -48,48 +50,30 @@ class CallerThread:
 
 
 class LocalPolicy:
-    """A policy of one process, or this process's share of one; only `finish_save` never blocks the event loop."""
+    """The policy in this process, or this process's share of one, as the driver awaits it (`Policy`).
 
-    def __init__(self, worker: PolicyWorker, call: Caller = call_here) -> None:
-        self.worker = worker
+    Calls are forwarded by name; only `finish_save` never blocks the event loop.
+    """
+
+    def __init__(self, trained: TrainedPolicy, call: Caller = call_here) -> None:
+        self.trained = trained
         self._call = call
 
-    async def annotate(self, batch: Batch, needs: Needs) -> Batch:
-        annotated: Batch = await self._call(self.worker.annotate, batch, needs)
-        return annotated
-
-    async def update(self, batch: Batch) -> Metrics:
-        metrics: Metrics = await self._call(self.worker.update, batch)
-        return metrics
-
-    async def sft(self, pairs: Sequence[SftExample]) -> Metrics:
-        metrics: Metrics = await self._call(self.worker.sft, pairs)
-        return metrics
-
-    async def snapshot_reference(self) -> None:
-        await self._call(self.worker.snapshot_reference)
-
-    async def save(self, folder: Path) -> None:
-        await self._call(self.worker.save, folder)
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        if name not in CALLS:
+            raise AttributeError(f"a policy has no call {name}")
+        return partial(self._call, getattr(self.trained, name))
 
     async def finish_save(self) -> None:
         # on a thread, unlike the others: it waits for files while this one computes
-        await asyncio.wrap_future(in_background(self.worker.finish_save, "checkpoint is awaited"))
-
-    async def load(self, folder: Path) -> None:
-        await self._call(self.worker.load, folder)
-
-    async def limit_microbatches(self, max_tokens: int) -> None:
-        await self._call(self.worker.limit_microbatches, max_tokens)
-
-    async def export(self, folder: Path) -> None:
-        await self._call(self.worker.export, folder)
+        await asyncio.wrap_future(in_background(self.trained.finish_save, "checkpoint is awaited"))
 
     def images_by_rank(self) -> ImagesByRank:
-        return self.worker.images_by_rank()
+        """The images that each process needs for the next call; all processes return the same."""
+        return self.trained.images_by_rank()
 
     def describe(self) -> ModelFacts:
-        return self.worker.describe()
+        return self.trained.describe()
 
     async def close(self) -> None:
-        self.worker.close()
+        self.trained.close()

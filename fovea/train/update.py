@@ -24,6 +24,7 @@ from fovea.config.algorithm import Algorithm
 from fovea.config.sections import Train, Warmup
 from fovea.errors import TrainError, memory_for
 from fovea.models.load import save_network
+from fovea.models.outgoing import OutgoingWeight
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.shared_prefix.layout import PackedRow
 from fovea.models.token_logprobs import TokenScores
@@ -37,7 +38,7 @@ from fovea.samples import (
     with_values,
     without_masked,
 )
-from fovea.train.base import Needs, PolicyOptimizer, SftExample
+from fovea.train.base import ModelFacts, Needs, PolicyOptimizer, SftExample
 from fovea.train.loss import PassResult
 from fovea.train.microbatches import MicroBatcher, MicrobatchLimit, in_batch_order
 from fovea.train.packing import MicroBatch
@@ -55,7 +56,10 @@ Scored = list[tuple[MicroBatch, TokenScores]]
 
 
 class TrainedPolicy(ABC):
-    """A policy under training, but for what differs by backend: passes, gradients, optimizers and weights."""
+    """One process of a policy under training, but for what differs by backend: passes, gradients, optimizers, weights.
+
+    The driver's calls (`train.base.Policy`) are methods of the same names here.
+    """
 
     def __init__(  # noqa: PLR0913 (the settings of a whole policy, and its place among the processes)
         self,
@@ -133,6 +137,39 @@ class TrainedPolicy(ABC):
     @abstractmethod
     def _merged_weights(self) -> Iterable[tuple[str, Tensor]]:
         """Full weights with adapters merged, by Hugging Face name; made by all ranks together."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """Type of the weights in an engine; those that are trained may be shards of float32."""
+
+    @abstractmethod
+    def outgoing(self) -> Iterable[OutgoingWeight]:
+        """The weights for a push, adapters beside them; each is made whole when its turn comes."""
+
+    @abstractmethod
+    def outgoing_merged(self) -> Iterable[OutgoingWeight]:
+        """The weights for a push to an engine that knows no adapters."""
+
+    @abstractmethod
+    def snapshot_reference(self) -> None:
+        """Copy the present weights into master weights, reference and value function, and free the SFT optimizer."""
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Copy this process's part of the state to host memory, and begin to write it."""
+
+    @abstractmethod
+    def finish_save(self) -> None:
+        """Wait until what `save` began is on disk; an error of the writing is raised here. Called on its own thread."""
+
+    @abstractmethod
+    def load(self, folder: Path) -> None:
+        """Restore the state that `save` wrote; TrainError when it belongs to another model."""
+
+    @abstractmethod
+    def describe(self) -> ModelFacts:
+        """Device, parameter counts and number of ranks."""
 
     def logprobs(self, batch: Batch) -> list[NDArray[np.float32]]:
         """Log-probs [T] of every sample under the present weights, on all ranks."""

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from fovea.cluster.loopback import own_ray_on_loopback
 from fovea.cluster.placement import Placement, Role
@@ -53,7 +53,7 @@ def _alone(config: Config, model: Model, processor: Processor) -> Backends:
     worker = make_worker(config, model, processor, Role.alone())
     assert worker.policy is not None
     assert worker.engine is not None
-    return Backends(worker.policy, worker.engine, worker.weight_sync, worker.kernel_notes)
+    return Backends(cast(Policy, worker.policy), worker.engine, worker.weight_sync, worker.kernel_notes)
 
 
 def _on_torchrun(config: Config, model: Model) -> Backends:
@@ -128,4 +128,4 @@ def _backends_of(
     # all devices of a run are alike
     notes = tuple(dict.fromkeys(line for each in facts for line in each.kernel_notes))
     engines = WorkersEngine(workers, engine, repeats_in_rounds=repeats)
-    return Backends(WorkersPolicy(workers, model), engines, WorkersWeights(workers), notes)
+    return Backends(cast(Policy, WorkersPolicy(workers, model)), engines, WorkersWeights(workers), notes)

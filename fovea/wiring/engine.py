@@ -26,7 +26,7 @@ from fovea.rollout.base import Engine
 from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.rollout.remote_engine import RemoteEngine
 from fovea.run.rollout_step import answer_end_of
-from fovea.train.access import PushedPolicy
+from fovea.train.update import TrainedPolicy
 from fovea.types import Sampling
 from fovea.utils.installing import pip_install
 from fovea.weights.base import PushedEngine, WeightSink
@@ -121,7 +121,7 @@ def make_engine(config: Config, access: EngineAccess) -> tuple[Engine, WeightSin
     return embedded, NetworkCopy(embedded) if access.is_copy else SharedTensors(embedded)
 
 
-def free_first(policy: PushedPolicy, engine: Engine) -> None:
+def free_first(policy: TrainedPolicy, engine: Engine) -> None:
     """Have the policy free the memory of an engine in its process before its micro-batches become smaller."""
     if isinstance(engine, EmbeddedEngine):
         policy.free_first(engine.free_spare_memory)

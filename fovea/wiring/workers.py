@@ -23,9 +23,10 @@ from fovea.processes.serving import CallerConnection, serve_connection
 from fovea.rollout.access import EngineAccess
 from fovea.run.microbatches import leaving_limit
 from fovea.run.signals import ENDING
-from fovea.train.access import PolicyAccess, PushedPolicy
+from fovea.train.access import PolicyAccess
 from fovea.train.local import Caller, CallerThread, LocalPolicy, call_here
 from fovea.train.ranks import Ranks
+from fovea.train.update import TrainedPolicy
 from fovea.weights.base import WeightSink
 from fovea.weights.broadcast import Broadcast, ReceivedWeights
 from fovea.weights.push import WeightPusher
@@ -144,7 +145,7 @@ def _worker_with_two_networks(config: Config, access: EngineAccess, everyone: Ra
 
 
 def make_pusher(
-    config: Config, policy: PushedPolicy, sinks: Sequence[WeightSink], call: Caller = call_here
+    config: Config, policy: TrainedPolicy, sinks: Sequence[WeightSink], call: Caller = call_here
 ) -> WeightPusher:
     """Make the pushes of this process's policy, in the form that the engine of the settings takes."""
     settings = config.rollout.engine

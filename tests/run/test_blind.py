@@ -67,7 +67,7 @@ def copying_run(folder: Path, *, lost_from: int = 99, **settings: object) -> Run
     assert isinstance(run.engine, EmbeddedEngine)
     assert isinstance(run.policy, LocalPolicy)
     sink = Copying(run.engine, lost_from)
-    return replace(run, weight_sync=WeightPusher(run.policy.worker.outgoing, [sink]))
+    return replace(run, weight_sync=WeightPusher(run.policy.trained.outgoing, [sink]))
 
 
 Change = Callable[[Prompt, bool], Prompt]

@@ -137,7 +137,7 @@ def train_on_the_gates_rows(run: Run) -> float:
     prompts = usable_prompts(run.sources.train, run.environment, 4, max_seconds=100, say=lambda _: None)
     answers = [run.warmup.answer_ids(*run.environment.demonstration(row.task), "a row") for _, row in prompts]
     pairs = [SftExample(prompt=row.prompt, answer_ids=ids) for (_, row), ids in zip(prompts, answers, strict=True)]
-    return [run.policy.worker.sft(pairs)["loss"] for _ in range(STEPS)][-1]
+    return [run.policy.trained.sft(pairs)["loss"] for _ in range(STEPS)][-1]
 
 
 @pytest.mark.parametrize("family", DENSE_FAMILIES)

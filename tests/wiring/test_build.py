@@ -112,7 +112,7 @@ def test_pixel_limits_and_temperature_reach_their_places(tmp_path: Path) -> None
     row = run.sources.train.get(0)
     assert row is not None
     assert row.prompt.images[0].tensors["image_grid_thw"].tolist() == [1, 4, 4]
-    assert run.policy.worker._scorer.temperature == 0.7  # type: ignore[attr-defined]
+    assert run.policy.trained._scorer.temperature == 0.7  # type: ignore[attr-defined]
 
 
 def test_each_split_comes_from_its_own_rows(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_a_reference_is_copied_only_where_no_adapter_can_be_switched_off(
 ) -> None:
     """After a warm-up of the adapters the model without them is not what RL began with; no KL term needs none."""
     run = run_of(tmp_path, model={"tiny": {}, "lora": lora}, algorithm={"kl": kl}, warmup=warmup)
-    assert (run.policy.worker._reference is not None) is copied  # type: ignore[attr-defined]
+    assert (run.policy.trained._reference is not None) is copied  # type: ignore[attr-defined]
 
 
 def test_shared_images_stop_a_run_that_forbids_them_before_it_trains(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_bad_rows_are_skipped_when_the_words_are_learned() -> None:
 def test_the_reference_is_a_copy_that_stays(tmp_path: Path) -> None:
     run = run_of(tmp_path, algorithm={"kl": {"coef": 0.1}})
     policy = run.policy
-    reference, trained = policy.worker._reference.vlm, policy.worker._vlm  # type: ignore[attr-defined]
+    reference, trained = policy.trained._reference.vlm, policy.trained._vlm  # type: ignore[attr-defined]
     assert reference is not trained
     assert not any(parameter.requires_grad for parameter in reference.parameters())
     assert all(parameter.requires_grad for parameter in trained.parameters())
@@ -207,7 +207,7 @@ def test_the_critics_rate_follows_the_policys_unless_it_is_set(
     """1e-5 beside 5e-7, at any scale (decision 009)."""
     train = {"learning_rate": 1e-3, "lr_warmup_steps": 0}
     run = run_of(tmp_path, algorithm={"name": "ppo", "advantage": {"critic": critic}}, train=train)
-    rates = [each.set_rate(0) for each in run.policy.worker._optimizers]  # type: ignore[attr-defined]
+    rates = [each.set_rate(0) for each in run.policy.trained._optimizers]  # type: ignore[attr-defined]
     assert rates == pytest.approx([1e-3, rate])
 
 

@@ -61,7 +61,7 @@ def supervised_trainer(passes: MegatronPasses, settings: Warmup, *, offload: boo
 
 
 class MegatronPolicy(TrainedPolicy):
-    """PolicyWorker for one process of a Megatron model."""
+    """A policy: one process of a Megatron model."""
 
     def __init__(self, config: Config, settings: Model, banned_ids: Sequence[int]) -> None:
         """Load `settings.path`, which all processes of the policy do together."""

@@ -72,7 +72,7 @@ def supervised_trainer(
 
 
 class TorchPolicy(TrainedPolicy):
-    """PolicyWorker for one model, on one device or sharded over the devices of its ranks."""
+    """A policy of one model, on one device or sharded over the devices of its ranks."""
 
     def __init__(  # noqa: PLR0913 (the models and the settings of a whole policy)
         self,

@@ -266,7 +266,7 @@ def test_a_value_function_is_left_out_and_named(tmp_path: Path) -> None:
     assert "value function (value)" in (tmp_path / "out" / "README.md").read_text()
     saved = load_file(tmp_path / "out" / "model.safetensors")
     assert not [name for name in saved if "value" in name]
-    trained = weights_of(run.policy.worker)
+    trained = weights_of(run.policy.trained)
     assert all(torch.equal(saved[name], trained[name]) for name in saved)
 
 

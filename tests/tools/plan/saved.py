@@ -14,8 +14,8 @@ from benchmarks.torch_memory import AllocationTrace
 from fovea.config.run import Config
 from fovea.models.shared_prefix.layout import PackedRow
 from fovea.models.vlm import VLM
-from fovea.train.base import PolicyWorker
 from fovea.train.packing import pack_row
+from fovea.train.update import TrainedPolicy
 from fovea.types import Batch, Prompt
 from fovea_tools.plan.activations import Numerics
 from fovea_tools.plan.memory import row_stages
@@ -51,7 +51,7 @@ def measured_and_planned(
     return _saved_bytes(vlm, row), sum(stage.saved for stage in stages)
 
 
-def peak_of_update(policy: PolicyWorker, batch: Batch) -> int:
+def peak_of_update(policy: TrainedPolicy, batch: Batch) -> int:
     """Most bytes of an update's tensors beyond those that are there before it: weights and moments, among others."""
     policy.update(batch)
     trace = AllocationTrace()

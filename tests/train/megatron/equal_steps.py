@@ -20,9 +20,9 @@ from fovea.config.run import Config
 from fovea.models.load import load_network
 from fovea.models.processor import load_processor
 from fovea.models.tiny import TinyParts
-from fovea.train.access import PushedPolicy
-from fovea.train.base import Needs, PolicyWorker, SftExample
+from fovea.train.base import Needs, SftExample
 from fovea.train.torch.making import make_policy
+from fovea.train.update import TrainedPolicy
 from fovea.wiring.model import make_vlm
 from tests.policies import make_batch, weights_of
 from tests.process_ranks import run_group
@@ -105,7 +105,7 @@ def settings_of(folder: Path, algorithm: str = "grpo", **sections: Any) -> Confi
 
 
 def run_steps(
-    policy: PolicyWorker, parts: TinyParts, algorithm: Algorithm, steps: Sequence[int] = range(NUM_STEPS)
+    policy: TrainedPolicy, parts: TinyParts, algorithm: Algorithm, steps: Sequence[int] = range(NUM_STEPS)
 ) -> Steps:
     """Train on batches with rows of no, one and two images of unequal size."""
     warmup_losses = warm_up(policy, parts) if 0 in steps and parts.processor.family.model_type in WARMED_UP else []
@@ -133,7 +133,7 @@ def joined(arrays: Iterable[NDArray[np.float32] | None]) -> list[float]:
     return [float(x) for array in arrays if array is not None for x in array]
 
 
-def warm_up(policy: PolicyWorker, parts: TinyParts) -> list[float]:
+def warm_up(policy: TrainedPolicy, parts: TinyParts) -> list[float]:
     """Three supervised steps, of which the last one has a single pair, so that a share has none."""
     pairs = mixed_pairs(parts)
     with patch("fovea.train.adamw.WARMUP_EPS", ADAM_EPS):
@@ -191,7 +191,7 @@ def megatron_policy(
     model: Mapping[str, bool | str] = MappingProxyType({}),
     train: Mapping[str, int] = MappingProxyType({}),
     **backend: int,
-) -> Iterator[PushedPolicy]:
+) -> Iterator[TrainedPolicy]:
     """A policy of the model in `folder`, whose process groups of Megatron's are there until the block ends.
 
     `model` and `train` have more settings of these sections.

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fovea.train.access import PushedPolicy
+from fovea.train.update import TrainedPolicy
 from tests.tiny_models import save, tiny
 from tests.train.megatron.equal_steps import SIZES, megatron_policy, run_steps, settings_of
 
@@ -20,11 +20,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tiny(FAMILY, **SIZES), tmp_path_factory.mktemp("model"))
 
 
-def states_of(policy: PushedPolicy) -> list[torch.Tensor]:
+def states_of(policy: TrainedPolicy) -> list[torch.Tensor]:
     return list(policy._optimizer.states())
 
 
-def steps(policy: PushedPolicy, folder: Path, *numbers: int) -> Any:
+def steps(policy: TrainedPolicy, folder: Path, *numbers: int) -> Any:
     return run_steps(policy, tiny(FAMILY, **SIZES), settings_of(folder).algorithm, numbers)
 
 

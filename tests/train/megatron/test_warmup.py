@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fovea.errors import TrainError
-from fovea.train.access import PushedPolicy
+from fovea.train.update import TrainedPolicy
 from tests.tiny_models import save, tiny
 from tests.train.megatron.equal_steps import SIZES, megatron_policy, mixed_pairs
 
@@ -25,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(PARTS, tmp_path_factory.mktemp("model"))
 
 
-def weights_of(policy: PushedPolicy) -> dict[str, Tensor]:
+def weights_of(policy: TrainedPolicy) -> dict[str, Tensor]:
     return {weight.name: weight.tensor().clone() for weight in policy.outgoing()}
 
 
