@@ -80,7 +80,7 @@ class Role:
     in_thread: bool
     """The policy's calls run in a separate thread: engines may generate meanwhile."""
     is_alone: bool = False
-    """This process is the whole run, so that rollout and update may share memory and activations."""
+    """True if this process is the whole run, so that rollout and update may share memory and activations."""
 
     @staticmethod
     def alone() -> Role:

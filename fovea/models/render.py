@@ -76,7 +76,7 @@ class Renderer:
         self._starts = {ord(mark[0]): f"{mark[0]}\\" for mark in self._marks}
         special = [processor.family.image_token_id, *(token_id(processor.tokenizer, mark) for mark in self._marks)]
         self._is_special = np.isin(np.arange(max(len(processor.tokenizer), *special) + 1), special)
-        # the one that ends an answer is added behind it
+        # the token that ends an answer is added after it
         self._never_inside = frozenset((*processor.banned_ids, *processor.stop_ids))
         self._open_image = open_image
         self._image_options = processor.family.image_options(processor.image_processor, min_pixels, max_pixels)
@@ -112,7 +112,7 @@ class Renderer:
         given = without_special_tokens(messages, self._marks)
         text, ids_U, expected = self._read(given, (), after)
         if self._marks_of(ids_U) != expected and any(each.role == "tool" for each in given):
-            # the template joins letters of several texts to a mark
+            # the template joins letters of several texts to a special token
             given = [_with_escapes(each, self._starts) if each.role == "tool" else each for each in given]
             text, ids_U, expected = self._read(given, (), after)
         if self._marks_of(ids_U) != expected:

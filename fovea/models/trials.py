@@ -34,7 +34,7 @@ def why_refused(trial: Callable[[], str | None]) -> str | None:
 def values_and_gradients(function: Callable[..., Tensors], inputs: Tensors) -> dict[str, Tensor]:
     """Named outputs of a function, and the gradients of its inputs from one random gradient of each output."""
     leaves = {name: x.detach().clone().requires_grad_() for name, x in inputs.items()}
-    # kernels may overwrite what they are given, and autograd lets nobody overwrite leaves
+    # a kernel may overwrite its inputs, which autograd forbids for leaves
     found = function(**{name: x.clone() for name, x in leaves.items()})
     gradients = [random_tensor(*x.shape, like=x, seed=seed) for seed, x in enumerate(found.values())]
     # the outputs as they are now: a backward pass may overwrite them, too
