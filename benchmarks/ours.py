@@ -33,7 +33,7 @@ from fovea.rollout.embedded.arguments import make_engine
 from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.run.checkpoint import Checkpoints
 from fovea.run.context import Run, Sources, TaskStream
-from fovea.run.rollout_step import training_sampling
+from fovea.run.sampling import training_sampling
 from fovea.run.state import TrainState
 from fovea.samples import make_batch
 from fovea.train.base import Policy

@@ -10,9 +10,10 @@ from fovea.run.context import Run
 from fovea.run.lifecycle import begin, closing, end_early, finish, record, save_last, stopping
 from fovea.run.parity import check_push, check_rollout
 from fovea.run.recorded import record_samples
-from fovea.run.rollout_step import StepRollout, draw, record_unscored
+from fovea.run.rollout_step import StepRollout, draw
 from fovea.run.signals import Stop
 from fovea.run.state import TrainState
+from fovea.run.unscored import record_unscored
 from fovea.samples import episode_metrics, make_batch
 from fovea.train.base import Needs
 from fovea.types import Group, Metrics

@@ -19,7 +19,7 @@ from fovea.run import lifecycle
 from fovea.run.checkpoint import Checkpoints, write_manifest
 from fovea.run.lifecycle import begin
 from fovea.run.microbatches import MicrobatchTokens, left_limit
-from fovea.run.rollout_step import training_sampling
+from fovea.run.sampling import training_sampling
 from fovea.run.state import TrainState
 from fovea.types import Batch, Metrics
 from fovea_gym.errors import DataError

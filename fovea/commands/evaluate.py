@@ -46,7 +46,7 @@ from fovea.report.tables import tables
 from fovea.rollout.base import Engine
 from fovea.rollout.embedded.arguments import make_engine
 from fovea.run.fingerprint import GivenCode
-from fovea.run.rollout_step import evaluation_sampling
+from fovea.run.sampling import evaluation_sampling
 from fovea.wiring.data import PROMPT_CACHE_GIB, make_renderer
 from fovea.wiring.engine import SERVER_BOUNDS, make_evaluator, make_server_evaluator
 from fovea.wiring.environment import make_environment

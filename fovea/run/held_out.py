@@ -21,7 +21,7 @@ from fovea.evaluation.statistics import sampled_dev_metrics
 from fovea.report.held_out import MAX_PICTURED, read_pictures, thumbnails, write_pictures
 from fovea.run.callbacks import EvalRecord
 from fovea.run.context import Run
-from fovea.run.rollout_step import evaluation_sampling
+from fovea.run.sampling import evaluation_sampling
 from fovea.types import Evaluation, Metrics
 from fovea_gym.errors import BadRowError, DataError
 from fovea_gym.types import Task

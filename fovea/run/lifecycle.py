@@ -29,16 +29,10 @@ from fovea.run.held_out import evaluate_controls, evaluate_test, read_dev, sampl
 from fovea.run.microbatches import MicrobatchTokens, leaving_limit, left_limit
 from fovea.run.parity import check_push, pass_parity_gate, read_parity
 from fovea.run.parity_reading import ParityReading
-from fovea.run.rollout_step import (
-    UNSCORED_FILE,
-    cut_unscored,
-    record_unscored_answer,
-    unscored_bytes,
-    unscored_hint,
-)
 from fovea.run.run_dir import link_latest
 from fovea.run.signals import Stop, ending_signals, too_few_rows
 from fovea.run.state import TrainState, position_of, restore_position
+from fovea.run.unscored import UNSCORED_FILE, cut_unscored, record_unscored_answer, unscored_bytes, unscored_hint
 from fovea.run.warmup import warm_up
 from fovea.types import Evaluation, Group, Metrics
 from fovea.weights.base import SyncReport

@@ -44,7 +44,7 @@ from fovea.run.parity_reading import (
     nearest_fault,
     parity_failure,
 )
-from fovea.run.rollout_step import training_sampling
+from fovea.run.sampling import training_sampling
 from fovea.samples import sample_group
 from fovea.train.base import Needs
 from fovea.types import Batch, Episode, Group, Metrics, Request, SampleGroup

@@ -1,39 +1,24 @@
-"""The rollout of a step, from rows to scored groups: one batch, or with dynamic sampling as many as fill the step.
-
-Also views of its prompts: with noise to draw on (`rollout.views`), masked for the loss (`algorithm.views`).
-"""
+"""The rollout of a step, from rows to scored groups: one batch, or with dynamic sampling as many as fill the step."""
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TypeAlias
 
-import numpy as np
-
 from fovea.config.run import Config
-from fovea.config.views import RolloutViews
-from fovea.data.prompt_source import PromptedTask, PromptSource
-from fovea.data.views import SeededView, View, mask_of, noise_of
-from fovea.errors import TrainError
 from fovea.metrics.log import Phases
 from fovea.rollout.base import CountsPrefill, Engine
 from fovea.rollout.collect import collect
 from fovea.rollout.conversation import SessionLog
 from fovea.run.context import Run, TaskStream
-from fovea.types import Group, Metrics, Prompt, Sampling
-from fovea_gym.environments.base import Environment
-from fovea_gym.errors import ConfigError
-from fovea_gym.types import AnswerEnd
-from fovea_gym.utils.bounded import append_to, read_lines
+from fovea.run.sampling import training_sampling
+from fovea.run.views import view_metrics, with_views
+from fovea.types import Group, Metrics
 
 SAME_ACCURACY = 1e-6
 """Accuracies of a group within this range count as equal."""
-UNSCORED_FILE = "unscored.jsonl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,138 +149,3 @@ async def _roll_out(stream: TaskStream, config: Config, draw_batch: DrawBatch) -
 def _differs(group: Group) -> bool:
     accuracies = [episode.score.accuracy for episode in group.episodes]
     return max(accuracies) - min(accuracies) > SAME_ACCURACY
-
-
-def record_unscored(folder: Path, warn: Callable[[str], None], step: int, rollout: StepRollout) -> None:
-    """Append episodes and groups without a score to unscored.jsonl; TrainError when no group of the step has one."""
-    _write_unscored(folder, warn, step, [*rollout.failed, *rollout.unscored])
-    if not rollout.groups:
-        raise TrainError(
-            f"none of the {len(rollout.unscored)} groups of step {step} could be scored; the last: "
-            f"{rollout.unscored[-1]}; fix that ({UNSCORED_FILE} of the run folder has them all) and continue "
-            "with resume=auto"
-        )
-
-
-def record_unscored_answer(folder: Path, warn: Callable[[str], None], reason: str) -> None:
-    """Append the reason why a held-out row has no score, or a demonstration failed, to unscored.jsonl."""
-    _write_unscored(folder, warn, None, [reason])
-
-
-def unscored_hint(folder: Path) -> str | None:
-    """A line with the number of episodes, groups and held-out answers without a score; None where all have one."""
-    file = folder / UNSCORED_FILE
-    count = sum(1 for _ in read_lines(file, within=folder)) if file.exists() else 0
-    if not count:
-        return None
-    return f"not scored and left out: {count:,} groups, episodes and held-out answers; {UNSCORED_FILE} has the reasons"
-
-
-def unscored_bytes(folder: Path) -> int:
-    """Length of unscored.jsonl, for a checkpoint."""
-    file = folder / UNSCORED_FILE
-    return file.stat().st_size if file.exists() else 0
-
-
-def cut_unscored(folder: Path, num_bytes: int) -> None:
-    """Drop what was appended to unscored.jsonl after a checkpoint, since the resumed run appends it again."""
-    if unscored_bytes(folder) > num_bytes:
-        os.truncate(folder / UNSCORED_FILE, num_bytes)
-
-
-def _write_unscored(folder: Path, warn: Callable[[str], None], step: int | None, reasons: Sequence[str]) -> None:
-    """Append to unscored.jsonl, and warn of the first entry of a run."""
-    if not reasons:
-        return
-    if not unscored_bytes(folder):
-        warn(f"not scored and left out: {reasons[0]}; from here on such rows are only counted, see {UNSCORED_FILE}")
-    with append_to(folder / UNSCORED_FILE) as file:
-        file.writelines(json.dumps({"step": step, "reason": reason}) + "\n" for reason in reasons)
-
-
-def training_sampling(config: Config, environment: Environment) -> Sampling:
-    """Sampling parameters of training rollouts; each request gets a separate seed."""
-    return replace(rollout_sampling(config, environment), exact=False)
-
-
-def evaluation_sampling(config: Config, environment: Environment) -> Sampling:
-    """Sampling parameters of the sampled answers to held-out rows: those of `evaluate`, else of `rollout`."""
-    of_rollout, evaluate = rollout_sampling(config, environment), config.evaluate
-    temperature = of_rollout.temperature if evaluate.temperature is None else evaluate.temperature
-    top_p = of_rollout.top_p if evaluate.top_p is None else evaluate.top_p
-    return replace(of_rollout, temperature=temperature, top_p=top_p)
-
-
-def rollout_sampling(config: Config, environment: Environment) -> Sampling:
-    """Sampling parameters from the settings of `rollout`, and where answers end."""
-    rollout = config.rollout
-    return Sampling(
-        max_new_tokens=rollout.max_new_tokens,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        min_p=rollout.min_p,
-        stop=rollout.stop,
-        answer_end=answer_end_of(config, environment),
-    )
-
-
-def answer_end_of(config: Config, environment: Environment) -> AnswerEnd | None:
-    """The end at which completions stop, if `rollout.stop_after_answer`; ConfigError if the environment names none."""
-    if not config.rollout.stop_after_answer:
-        return None
-    end = environment.answer_end
-    if end is None:
-        raise ConfigError(
-            f"rollout.stop_after_answer=true, but environment={config.environment.name} does not say where an answer "
-            "ends, or the parts of a mixture say different ends; set rollout.stop_after_answer=false, or give your "
-            "environment answer_end = AnswerEnd(), of fovea.types"
-        )
-    return end
-
-
-NOISY, MASKED = 0, 1
-"""Last but one of the numbers that seed a picture, after the run's seed, the step and the group."""
-
-
-def in_one_turn(config: Config, environment: Environment) -> Environment:
-    """The environment; ConfigError for views in one of several turns, whose later pictures no view changes."""
-    given = {"rollout.views": config.rollout.views, "algorithm.views": config.algorithm.views}
-    several = environment.max_turns > 1 or environment.has_sessions
-    for key in (key for key, views in given.items() if views is not None and several):
-        raise ConfigError(
-            f"{key} changes the pictures of prompts, but environment={config.environment.name} shows others in later "
-            f"turns, also by its tools; set {key}=null"
-        )
-    return environment
-
-
-def with_views(
-    source: PromptSource, prompted: Sequence[PromptedTask], config: Config, *, step: int, num_before: int
-) -> list[PromptedTask]:
-    """The tasks of a step, counted from 0, with the views that the settings ask for; the same in every run."""
-    noisy, masked = config.rollout.views, config.algorithm.views
-    noise: View | None = None if noisy is None else noise_of(noisy, step + 1, config.max_steps)
-    mask: View | None = None if masked is None else mask_of(masked)
-
-    def work(index: int, item: PromptedTask, view: View, kind: int) -> Callable[[], Prompt]:
-        seed = (config.seed, step, index, kind)
-        return source.view(item, lambda number: SeededView(view=view, seed=(*seed, number)))
-
-    numbered = list(enumerate(prompted, start=num_before))
-    views = [(kind, view) for kind, view in ((NOISY, noise), (MASKED, mask)) if view is not None]
-    made = source.at_once(
-        {(index, kind): work(index, item, view, kind) for kind, view in views for index, item in numbered}
-    )
-    return [replace(item, noisy=made.get((index, NOISY)), masked=made.get((index, MASKED))) for index, item in numbered]
-
-
-def view_metrics(groups: Sequence[Group], settings: RolloutViews, step: int, max_steps: int) -> Metrics:
-    """The noise of a step, counted from 0, and the accuracy of completions drawn on it; empty without any."""
-    episodes = [episode for group in groups for episode in group.episodes if episode.tokens[0].on_view]
-    if not episodes:
-        return {}
-    return {
-        "views/noise_step": float(noise_of(settings, step + 1, max_steps).step),
-        "accuracy/noisy": float(np.mean([episode.score.accuracy for episode in episodes])),
-    }

@@ -25,7 +25,7 @@ from fovea.rollout.access import EngineAccess
 from fovea.rollout.base import Engine
 from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.rollout.remote_engine import RemoteEngine
-from fovea.run.rollout_step import answer_end_of
+from fovea.run.sampling import answer_end_of
 from fovea.train.update import TrainedPolicy
 from fovea.types import Sampling
 from fovea.utils.installing import pip_install

@@ -31,8 +31,10 @@ from fovea.run.context import Run, TaskStream
 from fovea.run.fingerprint import GivenCode, check_unchanged, take_fingerprint
 from fovea.run.folder import open_run_folder
 from fovea.run.parity_faults import without_images
-from fovea.run.rollout_step import answer_end_of, in_one_turn, record_unscored_answer
+from fovea.run.sampling import answer_end_of
 from fovea.run.signals import Stop, ending_signals
+from fovea.run.unscored import record_unscored_answer
+from fovea.run.views import in_one_turn
 from fovea.train.start_check import Reference, Row, StartCheck
 from fovea.wiring.backends import open_backends
 from fovea.wiring.data import make_order, make_renderer, make_sources, within_epochs

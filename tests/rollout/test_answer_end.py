@@ -11,7 +11,7 @@ from fovea.config.run import Config
 from fovea.config.sections import Warmup
 from fovea.models.tiny import TinyParts
 from fovea.models.vlm import VLM
-from fovea.run.rollout_step import rollout_sampling
+from fovea.run.sampling import rollout_sampling
 from fovea.train.base import SftExample
 from fovea.train.torch.policy import supervised_trainer
 from fovea.types import Completion, Sampling

@@ -21,8 +21,9 @@ from fovea.report.held_out import read_pictures
 from fovea.run.context import Run
 from fovea.run.held_out import read_dev, sample_dev
 from fovea.run.lifecycle import begin, finish, save_last
-from fovea.run.rollout_step import evaluation_sampling, record_unscored_answer, rollout_sampling
+from fovea.run.sampling import evaluation_sampling, rollout_sampling
 from fovea.run.state import TrainState
+from fovea.run.unscored import record_unscored_answer
 from fovea.run.warmup import WarmupStage
 from fovea.types import Batch, Evaluation, Metrics
 from fovea_gym.errors import BadRowError

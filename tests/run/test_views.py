@@ -13,7 +13,8 @@ from fovea.config.loading import load_config
 from fovea.data.prompt_source import PromptedTask
 from fovea.run.context import Run
 from fovea.run.lifecycle import begin
-from fovea.run.rollout_step import in_one_turn, roll_out, with_views
+from fovea.run.rollout_step import roll_out
+from fovea.run.views import in_one_turn, with_views
 from fovea.samples import make_batch
 from fovea.train.base import Needs
 from fovea.types import Batch, Prompt, Sample

@@ -32,7 +32,7 @@ from fovea.data.prompt_source import PromptedTask, PromptSource
 from fovea.evaluation.answer_logprobs import answer_logprobs
 from fovea.evaluation.json_file import answer_files, read_answers
 from fovea.report.samples import read_step
-from fovea.run.rollout_step import rollout_sampling
+from fovea.run.sampling import rollout_sampling
 from fovea.types import Request
 from fovea_gym.environments.base import Split
 from fovea_gym.errors import ConfigError, DataError

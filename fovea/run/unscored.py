@@ -1,0 +1,61 @@
+"""The file of a run with the reasons why groups, episodes and held-out answers have no score."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from fovea.errors import TrainError
+from fovea.run.rollout_step import StepRollout
+from fovea_gym.utils.bounded import append_to, read_lines
+
+UNSCORED_FILE = "unscored.jsonl"
+
+
+def record_unscored(folder: Path, warn: Callable[[str], None], step: int, rollout: StepRollout) -> None:
+    """Append episodes and groups without a score to unscored.jsonl; TrainError when no group of the step has one."""
+    _write_unscored(folder, warn, step, [*rollout.failed, *rollout.unscored])
+    if not rollout.groups:
+        raise TrainError(
+            f"none of the {len(rollout.unscored)} groups of step {step} could be scored; the last: "
+            f"{rollout.unscored[-1]}; fix that ({UNSCORED_FILE} of the run folder has them all) and continue "
+            "with resume=auto"
+        )
+
+
+def record_unscored_answer(folder: Path, warn: Callable[[str], None], reason: str) -> None:
+    """Append the reason why a held-out row has no score, or a demonstration failed, to unscored.jsonl."""
+    _write_unscored(folder, warn, None, [reason])
+
+
+def unscored_hint(folder: Path) -> str | None:
+    """A line with the number of episodes, groups and held-out answers without a score; None where all have one."""
+    file = folder / UNSCORED_FILE
+    count = sum(1 for _ in read_lines(file, within=folder)) if file.exists() else 0
+    if not count:
+        return None
+    return f"not scored and left out: {count:,} groups, episodes and held-out answers; {UNSCORED_FILE} has the reasons"
+
+
+def unscored_bytes(folder: Path) -> int:
+    """Length of unscored.jsonl, for a checkpoint."""
+    file = folder / UNSCORED_FILE
+    return file.stat().st_size if file.exists() else 0
+
+
+def cut_unscored(folder: Path, num_bytes: int) -> None:
+    """Drop what was appended to unscored.jsonl after a checkpoint, since the resumed run appends it again."""
+    if unscored_bytes(folder) > num_bytes:
+        os.truncate(folder / UNSCORED_FILE, num_bytes)
+
+
+def _write_unscored(folder: Path, warn: Callable[[str], None], step: int | None, reasons: Sequence[str]) -> None:
+    """Append to unscored.jsonl, and warn of the first entry of a run."""
+    if not reasons:
+        return
+    if not unscored_bytes(folder):
+        warn(f"not scored and left out: {reasons[0]}; from here on such rows are only counted, see {UNSCORED_FILE}")
+    with append_to(folder / UNSCORED_FILE) as file:
+        file.writelines(json.dumps({"step": step, "reason": reason}) + "\n" for reason in reasons)
