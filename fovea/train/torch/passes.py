@@ -110,8 +110,10 @@ class Scorer:
 def policy_pass(scorer: Scorer, micro: MicroBatch, row: PackedRow, algorithm: Algorithm, scale: float) -> Measured:
     """Pass a micro-batch forward, through `scale` times its loss, and backward; `row` may read recorded activations."""
     with scorer.activations(row.num_tokens):
-        scores = scorer(row, precomputed_loss_gradients(micro, algorithm, scale))
-        loss, measured = policy_loss(scores, micro, algorithm, scale)
+        # without a name for the scores: they would hold the graph, and with it memory, until the end of this pass
+        loss, measured = policy_loss(
+            scorer(row, precomputed_loss_gradients(micro, algorithm, scale)), micro, algorithm, scale
+        )
     # text has no graph under adapters on the vision only; with a sharded tower, rows of all ranks have one or none
     if loss.requires_grad:
         # also where the loss is not finite: the other ranks' backward passes wait for this one's collectives
