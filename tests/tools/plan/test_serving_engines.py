@@ -126,7 +126,7 @@ def test_the_command_names_the_setting(tmp_path: Path) -> None:
     words = ["plan", str(RECIPES / "geo3k_qwen2_5_vl_7b.yaml"), path, "rollout.engine=vllm", FEW_PROMPTS]
     fits = CliRunner().invoke(app, words)
     assert fits.exit_code == 0, fits.output
-    sized = r"has room for [\d,]+ tokens; sized to rollout\.engine\.gpu_memory_utilization=0\.\d"
+    sized = r"has room for [\d,]+ tokens \([^)]*\); sized to rollout\.engine\.gpu_memory_utilization=0\.\d"
     assert re.search(sized, " ".join(fits.stdout.split()))
     small = CliRunner().invoke(app, [*words, "rollout.engine.gpu_memory_utilization=0.1"])
     assert small.exit_code == 1
