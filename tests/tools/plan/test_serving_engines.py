@@ -79,6 +79,8 @@ def test_a_cache_of_a_set_size(words: list[str], weights: int, cache_tokens: int
     plan, sizes, _ = plan_of(tmp_path, *words)
     assert plan.room is not None
     assert plan.room.cache_tokens == cache_tokens
+    is_set = "kv_cache_gib=" in words[1] or "max_total_tokens=" in words[1]
+    assert plan.room.sized_to.startswith("rollout.engine." if is_set else "the default of rollout.engine.")
     assert plan.room.weights == 2 * sizes.parameters // weights
     # nothing is freed on a CPU
     assert (ENGINE in plan.phases[1].parts) == ("plan.gpu=cpu" in words)

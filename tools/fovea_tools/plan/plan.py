@@ -15,14 +15,13 @@ from fovea.train.model_division import check_division
 from fovea_gym.errors import ConfigError
 from fovea_gym.settings.base import Tree, over
 from fovea_tools.plan.activations import Numerics
-from fovea_tools.plan.compute import GIGA, Compute, compute_of, decoding_prompts
+from fovea_tools.plan.compute import GIGA, Compute, compute_of, decoding_prompts, received_bytes
 from fovea_tools.plan.engine import ServingRoom, batch_tokens, serving_room
 from fovea_tools.plan.machine import Machine, machine_of
 from fovea_tools.plan.megatron import states_of_trainer
 from fovea_tools.plan.memory import PhaseMemory, SizedTo, phases_of, sized_by_memory
 from fovea_tools.plan.model_sizes import ModelSizes, model_sizes
 from fovea_tools.plan.rollout import prompt_demand
-from fovea_tools.plan.traffic import received_bytes
 from fovea_tools.plan.workload import Lengths, Roles, Workload, roles_of, workload_of
 
 
