@@ -3,9 +3,8 @@
     python -m benchmarks.scaling --json scaling.json
 
 Runs: `recipes/shapes.yaml` on 1, 2 and 4 workers of Ray on this machine, each run in a separate process, which is the
-driver and no worker: its CPU time is what a step costs the driver. Figures are medians over the counted steps. Beside
-the bytes stands what `fovea plan` says of the same settings and lengths. Messages: a batch of made-up samples, dealt
-to some learners and packed for each as a call of the policy packs it.
+driver and no worker: its CPU time is what a step costs the driver. Figures are medians over the counted steps.
+Messages: a batch of made-up samples, dealt to some learners and packed for each as a call of the policy packs it.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from tempfile import TemporaryDirectory
 from time import process_time, thread_time
 from typing import Any
@@ -24,12 +23,11 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from benchmarks.plan_check import COMMON, RECIPES, REWARD, as_planned
+from benchmarks.plan_check import COMMON, RECIPES, REWARD
 from benchmarks.printing import as_table, show
 from benchmarks.process import last_line
 from fovea.cluster.services import WorkersPolicy
 from fovea.config.loading import load_config
-from fovea.config.run import Config
 from fovea.config.sections import Train
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
@@ -39,7 +37,6 @@ from fovea.run.context import Run
 from fovea.train.row_assignment import Cost, ImageKeys, RowAssignment
 from fovea.types import Batch, Prompt, PromptImage, Sample, SampleGroup
 from fovea.wiring.run import build
-from fovea_tools.plan.plan import make_plan
 
 MODULE = "benchmarks.scaling"
 MIB = 2**20
@@ -53,11 +50,6 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "2 + 2": (4, ("cluster.placement=disaggregated", "cluster.rollout_gpus=2")),
 }
 """Number of workers, and settings; `n + m` are n that train and m that generate."""
-PLANNED = {
-    "weights": "weights to the engine",
-    "images": "images, from the driver",
-    "messages": "tokens, from the driver",
-}
 SAMPLES, TOKENS, PROMPT_TOKENS = 16, 1024, 512
 IMAGE_SIDE, PATCH_VALUES = 16, 1536
 IMAGE_PATCHES = IMAGE_SIDE**2
@@ -85,10 +77,9 @@ def measure(case: str, steps: int) -> dict[str, float]:
         places = [f"run_dir={folder}/run", f"reward={folder}/reward.py:score", f"cluster.gpus_per_node={workers}"]
         wanted = [*COMMON, *places, *settings, "model.device=cpu", f"max_steps={steps + WARM_STEPS}"]
         run = build(load_config([RECIPES / "shapes.yaml"], wanted))
-        config, driver = _with_lengths(run, workers), _Driver(run)
+        driver = _Driver(run)
         train(replace(run, profile=driver.step))
         rows = read_metrics(Path(folder) / "run")[WARM_STEPS:]
-        planned = {moved.what: moved.num_bytes / MIB for moved in make_plan(config).traffic}
     images = median(row["transfer/images_mib"] for row in rows)
     return {
         "weights": median(row["transfer/weights_mib"] for row in rows),
@@ -96,7 +87,7 @@ def measure(case: str, steps: int) -> dict[str, float]:
         "messages": median(driver.sent[WARM_STEPS:]) / MIB - images,
         "driver, CPU seconds": median(driver.seconds[WARM_STEPS:]),
         "step, seconds": median(row["seconds/step"] for row in rows),
-    } | {f"{name}, planned": planned[what] for name, what in PLANNED.items() if what in planned}
+    }
 
 
 class _Driver:
@@ -114,18 +105,6 @@ class _Driver:
         yield
         self.seconds.append(process_time() - seconds)
         self.sent.append(self._workers.sent_bytes - sent)
-
-
-def _with_lengths(run: Run, workers: int) -> Config:
-    """The settings with the mean lengths of the run's first prompts."""
-    rows = run.sources.train
-    prompts = [found.prompt for index in range(100) if (found := rows.get(index)) is not None]
-    lengths = {
-        "prompt_tokens": round(mean(prompt.num_tokens for prompt in prompts)),
-        "image_tokens": round(mean(prompt.images[0].num_tokens for prompt in prompts)),
-        "gpus": workers,
-    }
-    return as_planned(run, lengths)
 
 
 def message(groups: int, learners: int) -> dict[str, float]:

@@ -76,7 +76,7 @@ LATE_IMPORTS = {
     "fovea/cli/doctor.py": {"check_parity"},
     "tools/fovea_tools/commands/data.py": {
         *("geospot", "geospot_europe", "geo3k", "readable"),
-        *("draw", "shapes", "easy_vqa"),
+        *("draw", "easy_vqa"),
     },
     "tools/fovea_tools/commands/import_config.py": {"_count_gpus"},
     "tools/fovea_tools/commands/plan.py": {"plan"},

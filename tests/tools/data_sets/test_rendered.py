@@ -26,8 +26,6 @@ from fovea_gym.environments.shapes.environment import Shapes
 from fovea_gym.environments.shapes.scenes import Thing
 from fovea_gym.graders.base import Grader
 from fovea_gym.graders.vqa_words import LETTERS
-from fovea_gym.rows.images import ImageOpener
-from fovea_gym.rows.tasks import kinds_of
 from fovea_gym.settings.environments import ShapesEnvironment
 from fovea_tools.data_sets.europe import REGIONS
 from fovea_tools.data_sets.readable import KINDS, UNSEEN, is_unseen
@@ -44,13 +42,10 @@ class DataSet(NamedTuple):
 
 
 SMALL = {"train": 200, "validation": 10, "test": 20}
-SHAPES_OPTIONS = ("--level", "1", "--level", "3", "--comparison-share", "0.2", "--text-share", "0.2")
 DATA_SETS = {
     "vqa": DataSet("vqa", {"train": 300, "test": 30}),
     "visual-qa": DataSet("vlm_gym_vqa", {"train": 120, "test": 12}),
     "caption": DataSet("caption", {"train": 200, "test": 20}),
-    # by another environment, as elsewhere: its `prompt` and `answer` are a public layout
-    "shapes": DataSet("vqa", {"train": 120, "test": 12}, SHAPES_OPTIONS),
     "readable": DataSet("readable", SMALL),
     "geospot-europe": DataSet("geospot_europe", SMALL),
 }
@@ -100,7 +95,6 @@ def check_gold(environment: Environment, graders: Sequence[Grader], split: Split
         ("visual-qa", []),
         ("caption", []),
         ("caption", ["environment.metric_weights={cider: 1, chrf: 1, bleu: 1}"]),
-        ("shapes", ["environment.kind_key=kind"]),
         ("readable", []),
         ("geospot-europe", []),
     ],
@@ -132,22 +126,6 @@ def test_gold_answers_of_every_drawn_row_score_full_marks(split: Split) -> None:
     check_gold(Shapes(ShapesEnvironment(), 0), Shapes.graders, split)
 
 
-def test_written_shapes_are_the_rows_of_a_run(folders: dict[str, Path]) -> None:
-    settings = ShapesEnvironment(level=(1, 3), comparison_share=0.2, text_share=0.2)
-    tasks = Shapes(settings, 0).tasks("train")
-    rows = rows_of(folders["shapes"])
-    assert {row["level"] for row in rows} == {1, 3}
-    assert {len(row["images"]) for row in rows} == {0, 1, 2}
-    config = config_of("shapes", folders["shapes"], "environment.kind_key=kind")
-    reread = make_environment(config).environment.tasks("train")
-    assert set(kinds_of(reread)) == {"counting", "colour", "shape", "existence", "comparison", "text"}
-    for task, row, again in zip(tasks[: len(rows)], rows, reread, strict=True):
-        found = (row["prompt"].replace("<image>", ""), row["answer"], row["kind"])
-        assert found == (task.question, task.answer, task.kind)
-        for ref, cell in zip(task.images, again.images, strict=True):
-            np.testing.assert_array_equal(ref.source, np.asarray(ImageOpener(max_mib=1, max_megapixels=1)(cell)))
-
-
 def pictures(name: str, folder: Path, file: str) -> list[bytes]:
     rows = rows_of(folder, file)
     assert len(rows) == DATA_SETS[name].rows[file]
@@ -163,8 +141,7 @@ def test_equal_seeds_give_equal_files_and_no_picture_is_in_two(
     found = {file: pictures(name, folders[name], file) for file in DATA_SETS[name].rows}
     for file, own in found.items():
         assert (again / f"{file}.parquet").read_bytes() == (folders[name] / f"{file}.parquet").read_bytes()
-        if (name, file) != ("shapes", "test"):  # whose held-out scenes are those of all seeds
-            assert not set(own) & set(pictures(name, other, file))
+        assert not set(own) & set(pictures(name, other, file))
     assert len(set().union(*found.values())) == sum(map(len, found.values()))
     assert not list(again.glob(".*")), "a partial file was left"
 
@@ -311,7 +288,7 @@ def test_the_map_moves_below_the_mark(degrees: int, least: int, most: int, tmp_p
     assert least < max(max(places) - min(places) for places in marks.values()) < most
 
 
-@pytest.mark.parametrize("name", [name for name in DATA_SETS if name != "shapes"])
+@pytest.mark.parametrize("name", DATA_SETS)
 def test_recipe_and_tiny_model_take_two_steps(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
     small = ["max_steps=2", "rollout.prompts_per_step=2", "rollout.samples_per_prompt=2", "rollout.max_new_tokens=4"]
     small += ["warmup.max_steps=2" if name in OWN_MODEL else "warmup=null", f"run_dir={tmp_path}"]
@@ -334,8 +311,9 @@ def test_files_where_a_recipe_looks_for_them_need_no_setting(tmp_path: Path, mon
     assert "fovea train vqa 'environment.train_files=[mine/train.parquet]'" in elsewhere.stderr
 
 
-def test_shares_that_are_too_much_are_one_line(tmp_path: Path) -> None:
-    words = ["data", "shapes", "--out", str(tmp_path), "--text-share", "0.7", "--comparison-share", "0.7"]
-    result = CliRunner().invoke(app, words)
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+    (file := tmp_path / "train.parquet").touch()
+    result = CliRunner().invoke(app, ["data", "vqa", "--rows", "4", "--out", str(file)])
     assert result.exit_code == 2
-    assert result.stderr.endswith("more than all rows together; lower one of them\n")
+    assert "Invalid value for '--out': " in result.stderr
+    assert f"'{file}' is a file." in result.stderr

@@ -79,6 +79,8 @@ def test_a_cache_of_a_set_size(words: list[str], weights: int, cache_tokens: int
     plan, sizes, _ = plan_of(tmp_path, *words)
     assert plan.room is not None
     assert plan.room.cache_tokens == cache_tokens
+    is_set = "kv_cache_gib=" in words[1] or "max_total_tokens=" in words[1]
+    assert plan.room.sized_to.startswith("rollout.engine." if is_set else "the default of rollout.engine.")
     assert plan.room.weights == 2 * sizes.parameters // weights
     # nothing is freed on a CPU
     assert (ENGINE in plan.phases[1].parts) == ("plan.gpu=cpu" in words)
@@ -126,7 +128,7 @@ def test_the_command_names_the_setting(tmp_path: Path) -> None:
     words = ["plan", str(RECIPES / "geo3k_qwen2_5_vl_7b.yaml"), path, "rollout.engine=vllm", FEW_PROMPTS]
     fits = CliRunner().invoke(app, words)
     assert fits.exit_code == 0, fits.output
-    sized = r"has room for [\d,]+ tokens; sized to rollout\.engine\.gpu_memory_utilization=0\.\d"
+    sized = r"has room for [\d,]+ tokens \([^)]*\); sized to rollout\.engine\.gpu_memory_utilization=0\.\d"
     assert re.search(sized, " ".join(fits.stdout.split()))
     small = CliRunner().invoke(app, [*words, "rollout.engine.gpu_memory_utilization=0.1"])
     assert small.exit_code == 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,15 +15,20 @@ from fovea.cli.texts import Debug, Quiet, one_line_errors
 
 app = typer.Typer(help="Fetch or render a data set.", no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 
-TwoSplits = Annotated[Path, typer.Option(help="Folder of train.parquet and test.parquet.")]
-ThreeSplits = Annotated[Path, typer.Option(help="Folder of train.parquet, validation.parquet and test.parquet.")]
+
+def _folder_of(files: str) -> Any:
+    """The option `--out`, a folder of these files."""
+    return typer.Option(file_okay=False, help=f"Folder of {files}.")
+
+
+TwoSplits = Annotated[Path, _folder_of("train.parquet and test.parquet")]
+ThreeSplits = Annotated[Path, _folder_of("train.parquet, validation.parquet and test.parquet")]
 TrainRows = Annotated[int, typer.Option(min=1, help="Training rows; a tenth as many test rows come on top.")]
 RowsOfThree = Annotated[
     int, typer.Option(min=1, help="Training rows; a twentieth validation and a tenth test rows come on top.")
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Random seed.")]
 SideOfScene = Annotated[int, typer.Option(min=32, max=1024, help="Width and height of a scene.")]
-EASY_VQA = Path("data/easy_vqa")
 TINY = "tiny"
 """Recipe that, given after another one, replaces its model with a tiny one."""
 
@@ -86,7 +91,7 @@ def geospot_europe(
 
 @app.command()
 def geo3k(
-    out: Annotated[Path, typer.Option(help="Folder of SPLIT.parquet for each split.")] = Path("data/geo3k"),
+    out: Annotated[Path, _folder_of("SPLIT.parquet for each split")] = Path("data/geo3k"),
     source: Annotated[
         str, typer.Option("--from", metavar="ID|FOLDER", help="Hugging Face data set id, or a folder with its files.")
     ] = "hiyouga/geometry3k",
@@ -159,7 +164,7 @@ _drawn("caption", "caption", Path("data/caption"), "Render scenes with one to fi
 
 @app.command("easy-vqa")
 def easy_vqa(
-    out: Annotated[Path, typer.Option(help="Folder of train.parquet, dev.parquet and test.parquet.")] = EASY_VQA,
+    out: Annotated[Path, _folder_of("train.parquet, dev.parquet and test.parquet")] = Path("data/easy_vqa"),
     rows: Annotated[
         int, typer.Option(min=1, help="Training rows at most; a tenth as many dev and test rows come on top.")
     ] = 30_000,
@@ -179,41 +184,6 @@ def easy_vqa(
         _report("easy_vqa", write_easy_vqa(out, num_rows=rows, seed=seed), quiet=quiet)
 
 
-@app.command()
-def shapes(
-    out: TwoSplits = Path("data/shapes"),
-    rows: TrainRows = 1_000,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the run whose training rows to reproduce.")] = 0,
-    image_side_px: SideOfScene = 48,
-    level: Annotated[
-        list[int] | None, typer.Option(min=1, max=3, help="environment.level; repeatable, for a mix.")
-    ] = None,
-    comparison_share: Annotated[float, typer.Option(min=0, max=1, help="environment.comparison_share.")] = 0.0,
-    text_share: Annotated[float, typer.Option(min=0, max=1, help="environment.text_share.")] = 0.0,
-    quiet: Quiet = False,
-    debug: Debug = False,
-) -> None:
-    """Write rows of the demo to files, for inspection.
-
-    Training does not need them: the recipe generates its own.
-    """
-    with one_line_errors(debug=debug):
-        from fovea_tools.data_sets.scenes import write_shapes
-
-        _say("drawing scenes ...", quiet)
-        files = write_shapes(
-            out,
-            num_rows=rows,
-            seed=seed,
-            image_side_px=image_side_px,
-            levels=level or [1],
-            comparison_share=comparison_share,
-            text_share=text_share,
-        )
-        _print(files)
-        _say("for inspection, or for use elsewhere: fovea train shapes generates its own rows", quiet)
-
-
 def _say(text: str, quiet: bool) -> None:
     if not quiet:
         typer.echo(text, err=True)
@@ -224,7 +194,10 @@ def _report(name: str, files: Iterable[Path], *beside: str, quiet: bool, folder:
 
     `name` is the recipe's, which looks for the files in `folder`; default: data/NAME.
     """
-    by_split = {file.stem: file for file in _print(files)}
+    by_split = {}
+    for file in files:
+        typer.echo(file)  # as soon as it is written
+        by_split[file.stem] = file
     held_out = by_split.get("test", by_split.get("validation"))
     if "train" not in by_split or held_out is None:
         return
@@ -249,12 +222,3 @@ def _dev_setting(written: Path | None, held_out: Path, default: Path) -> list[st
     if written is None or written == held_out:
         return ["environment.dev_files=null"]
     return [] if written == default else [f"'environment.dev_files=[{written}]'"]
-
-
-def _print(files: Iterable[Path]) -> list[Path]:
-    """Print each path as soon as its file is written; returns all of them."""
-    written = []
-    for file in files:
-        typer.echo(file)
-        written.append(file)
-    return written

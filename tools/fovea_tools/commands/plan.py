@@ -22,7 +22,7 @@ def plan(
 ) -> None:
     """Tell what a step needs in memory and time.
 
-    By part and GPU, with traffic and FLOPs, for a recipe on a machine.
+    Memory by part and GPU, and seconds by phase, for a recipe on a machine.
     Reads the model's config.json and no weights. What does not fit ends with exit code 1, and says which setting to
     change to what. Example: fovea plan geo3k plan.gpus=8 plan.gpu=h100 (docs/plan.md).
     """

@@ -11,21 +11,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from fovea_gym.environments.base import Split
 from fovea_gym.environments.dataset_prompts import IMAGE_MARK
-from fovea_gym.environments.shapes.environment import Shapes
 from fovea_gym.environments.shapes.scenes import COLOURS, SHAPES, Thing, draw
-from fovea_gym.errors import ConfigError
-from fovea_gym.rows.tasks import levels_of
 from fovea_gym.rows.writing import IMAGE_TYPE, png_cell, write_rows
-from fovea_gym.settings.environments import ShapesEnvironment
 
-_TEST_SHARE = 0.1
-
-
-def num_test_rows(num_rows: int) -> int:
-    """The number of test rows: a tenth of the training rows, at least one."""
-    return max(int(num_rows * _TEST_SHARE), 1)
+SHARES = {"train": 1.0, "validation": 1 / 20, "test": 1 / 10}
+"""Rows of the files of a data set, as shares of the training rows; at least one in each."""
 
 
 def write_rendered(
@@ -41,15 +32,11 @@ def write_rendered(
     def rows(stream: int, size: int) -> Iterator[Mapping[str, object]]:
         return (row(index, np.random.default_rng([seed, stream, index])) for index in range(size))
 
-    sizes = {"train": num_rows, "test": num_test_rows(num_rows)}
+    sizes = {"train": num_rows, "test": max(int(num_rows * SHARES["test"]), 1)}
     return [
         write_rows(folder / f"{split}.parquet", schema, rows(stream, size))
         for stream, (split, size) in enumerate(sizes.items())
     ]
-
-
-SHARES = {"train": 1.0, "validation": 1 / 20, "test": 1 / 10}
-"""Rows of the files of `write_drawn`, as shares of the training rows."""
 
 
 def write_drawn(
@@ -87,53 +74,6 @@ def scene_cell(things: Sequence[Thing], side_px: int, rng: np.random.Generator) 
 
 
 _PICTURES = ("images", pa.list_(IMAGE_TYPE))
-_SCHEMA = pa.schema(
-    [("prompt", pa.string()), _PICTURES, ("answer", pa.string()), ("kind", pa.string()), ("level", pa.int32())]
-)
-
-
-def write_shapes(
-    folder: Path,
-    *,
-    num_rows: int,
-    seed: int,
-    image_side_px: int,
-    levels: Sequence[int] = (1,),
-    comparison_share: float = 0.0,
-    text_share: float = 0.0,
-) -> list[Path]:
-    """Write `train.parquet` and `test.parquet`: the first rows of a run with this seed and these settings."""
-    if comparison_share + text_share > 1:
-        raise ConfigError(
-            f"--comparison-share={comparison_share:g} and --text-share={text_share:g} are more than all rows "
-            "together; lower one of them"
-        )
-    settings = ShapesEnvironment(
-        level=tuple(dict.fromkeys(levels)),
-        comparison_share=comparison_share,
-        text_share=text_share,
-        train_size=num_rows,
-        test_size=num_test_rows(num_rows),
-        image_side_px=image_side_px,
-    )
-    environment = Shapes(settings, seed)
-    splits: tuple[Split, ...] = ("train", "test")
-    return [write_rows(folder / f"{split}.parquet", _SCHEMA, _rows(environment, split)) for split in splits]
-
-
-def _rows(environment: Shapes, split: Split) -> Iterator[dict[str, object]]:
-    tasks = environment.tasks(split)
-    for task, level in zip(tasks, levels_of(tasks) or (), strict=True):
-        yield {
-            "prompt": IMAGE_MARK * len(task.images) + task.question,
-            # drawn, not read from files
-            "images": [png_cell(np.asarray(ref.source)) for ref in task.images],
-            "answer": task.answer,
-            "kind": task.kind,
-            "level": int(level),
-        }
-
-
 MAX_THINGS = 4
 QUESTION = "Describe the image in one sentence."
 FORMS = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -34,6 +34,8 @@ class Counterpart:
     """Values that are others here; the rest are the same."""
     type: str = ""
     """Type of value that is read, such as `text or null`; empty for any, checked later."""
+    when: Mapping[str, Any] = field(default_factory=dict)
+    """Another of its keys, and the value with which this one has an effect; empty: always."""
     rule: str = ""
     """Name of the function of the importer that reads it with others, or changes its unit."""
     none: str = ""

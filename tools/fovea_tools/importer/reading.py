@@ -18,7 +18,7 @@ from fovea_tools.importer.shell import Word, words_of
 IMPORTED = ("verl", "rlinf")
 """The systems whose settings can be imported."""
 SHOWN_COUNTERPARTS = 4
-"""Settings that the error for a file of another system names."""
+"""Settings that an error about a file of another system, or of none, names."""
 _SETTING = re.compile(
     r"(?P<sign>\+\+|\+|~)?(?P<key>--config-\w+|[A-Za-z_]\w*(?:\.[\w@/,-]+)+)=(?P<value>.*)", re.DOTALL
 )
@@ -38,7 +38,8 @@ def read(words: Sequence[str]) -> dict[str, Given]:
     found, last = dict[str, Given](), _over_config({each.key: each for each in map(_of_word, overrides)}, Path())
     for file in files:
         if not file.is_file():
-            raise ConfigError(f"{file}: no such file in {Path.cwd()}; give a YAML file or a script of verl or RLinf")
+            what = "a folder, no file" if file.is_dir() else f"no such file in {Path.cwd()}"
+            raise ConfigError(f"{file}: {what}; give a YAML file or a script of verl or RLinf")
         if file.suffix in (".yaml", ".yml"):
             found |= composed(file)
         else:
@@ -57,6 +58,11 @@ def system_of(given: Iterable[str], name: str | None) -> System:
     first, second = sorted(IMPORTED, key=lambda each: -known[each])[:2]
     if known[of_all] > known[first]:
         raise _not_imported(systems()[of_all], known[of_all], keys)
+    if not known[first]:
+        raise ConfigError(
+            f"{', '.join(keys[:SHOWN_COUNTERPARTS])}: neither verl nor RLinf has such settings; give a file of theirs, "
+            "or key=value words"
+        )
     if known[first] == known[second]:
         raise ConfigError(
             f"{known[first]} of {len(keys)} settings are known of {first} and as many of {second}; say which it is "

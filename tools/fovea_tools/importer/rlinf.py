@@ -150,12 +150,6 @@ def algorithm(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
         yield source.line("algorithm.ppo_epochs", 1, why="RLinf makes one pass over the completions of a step")
 
 
-def gae(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
-    if source.value(ADVANTAGE) == "gae":
-        for name in ("gamma", "gae_lambda"):
-            yield source.same(f"algorithm.advantage.{name}", f"algorithm.{name}")
-
-
 def critic(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     """The value function of PPO, in RLinf a separate model."""
     if source.value(ADVANTAGE) != "gae":
@@ -189,12 +183,6 @@ def kl(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     yield from kl_in_loss(source, coef, coef, "algorithm.kl_penalty_type", ESTIMATORS)
 
 
-def importance(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
-    key = "algorithm.importance_sampling_clip"
-    if source.value("algorithm.importance_sampling_fix") and source.value(key) is not None:
-        yield source.line(key, source.value(key), key)
-
-
 def dynamic_sampling(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     key = "algorithm.max_num_gen_batches"
     if (source.value(key) or 1) > 1:
@@ -207,9 +195,6 @@ def engine(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     if name not in ("vllm", "sglang"):
         raise source.refuse(key, "vllm and sglang are here too; set it to one of them")
     yield source.line("rollout.engine.name", name, key)
-    for own in ("enable_chunked_prefill", "max_num_batched_tokens") if name == "vllm" else ():
-        if source.value(f"rollout.vllm.{own}") is not None:
-            yield source.same(f"rollout.engine.{own}", f"rollout.vllm.{own}")
 
 
 def steps(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
@@ -272,7 +257,7 @@ def _gpus(text: Any) -> set[int]:
 
 
 _RULES: tuple[Rule, ...] = (
-    *(algorithm, bad_rows, betas, clip, critic, dtype, dynamic_sampling, engine, environment, gae, importance, kl),
+    *(algorithm, bad_rows, betas, clip, critic, dtype, dynamic_sampling, engine, environment, kl),
     *(loggers, microbatches, min_new_tokens, model, placement, reward_values, run_dir, steps, tokens, warmup),
 )
 RULES = {rule.__name__: rule for rule in _RULES}

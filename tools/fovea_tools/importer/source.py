@@ -211,7 +211,11 @@ def plain(source: SourceConfig, setting: Counterpart) -> Iterator[RecipeLine | L
     """Translate a setting without a rule."""
     key = setting.theirs
     if setting.none:
-        yield from _without_counterpart(source, setting)
+        for given in (each for each in source.given if source.system.find(each) == setting):
+            matters = setting.harmless != "any" and source.value(given) not in (None, *setting.harmless)
+            yield LeftOut(key=given, reason=setting.none, matters=matters)
+    elif not all(source.value(other) == value for other, value in setting.when.items()):
+        return
     elif source.is_given(key) or setting.has_default:
         value = source.value(key)
         if setting.values is not None and value is not None:
@@ -224,10 +228,3 @@ def plain(source: SourceConfig, setting: Counterpart) -> Iterator[RecipeLine | L
             value = setting.special[value]
         for ours in setting.ours if value is not None else ():
             yield source.line(ours, value, key)
-
-
-def _without_counterpart(source: SourceConfig, setting: Counterpart) -> Iterator[LeftOut]:
-    for key in source.given:
-        if source.system.find(key) == setting:
-            matters = setting.harmless != "any" and source.value(key) not in (None, *setting.harmless)
-            yield LeftOut(key=key, reason=setting.none, matters=matters)

@@ -132,9 +132,7 @@ def clip(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     mode = f"{ACTOR}.policy_loss.loss_mode"
     loss = source.one_of(mode, LOSSES, "loss")
     yield source.line("algorithm.loss.name", loss, mode)
-    if loss == "sapo":
-        for ours, name in (("positive", "tau_pos"), ("negative", "tau_neg")):
-            yield source.same(f"algorithm.loss.temperature_{ours}", f"{ACTOR}.{name}")
+    if loss == "sapo":  # which has temperatures in place of bounds
         return
     yield from _clip_bounds(source)
     if loss != "cispo":
@@ -164,12 +162,6 @@ def algorithm(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
     yield source.line("algorithm.advantage.name", advantage, *read)
     if name == "ppo":
         yield source.line("algorithm.max_policy_kl", None, why="verl never ends the passes of a step early")
-
-
-def gae(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
-    if source.value(ESTIMATOR) == "gae":
-        yield source.same("algorithm.advantage.gamma", "algorithm.gamma")
-        yield source.same("algorithm.advantage.gae_lambda", "algorithm.lam")
 
 
 def critic(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
@@ -339,7 +331,7 @@ def loggers(source: SourceConfig) -> Iterator[RecipeLine | LeftOut]:
 
 
 _RULES: tuple[Rule, ...] = (
-    *(algorithm, backend, bad_rows, clip, critic, engine, environment, filter_groups, gae, importance, kl, loggers),
+    *(algorithm, backend, bad_rows, clip, critic, engine, environment, filter_groups, importance, kl, loggers),
     *(lora, microbatches, minibatches, offload, overlong, recomputed, reward, run_dir, steps, warmup),
 )
 RULES = {rule.__name__: rule for rule in _RULES}

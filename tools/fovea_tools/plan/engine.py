@@ -63,7 +63,7 @@ class ServingRoom:
     longest_tokens: int
     """Tokens of the longest conversation, for which there must be room."""
     sized_to: str
-    """The setting that decides the size of the pool."""
+    """The setting that decides the size of the pool, or that its default does."""
 
     @property
     def cache_tokens(self) -> int:
@@ -113,15 +113,19 @@ def serving_room(
 
 
 def _chosen_cache(engine: ServingEngine, token: int, longest: int, numerics: Numerics) -> tuple[int | None, str]:
-    """Bytes of a pool, None where `gpu_memory_utilization` decides them, and the setting that decides."""
+    """Bytes of a pool, None where `gpu_memory_utilization` decides them, and what decides."""
     if isinstance(engine, VllmSettings):
-        gib = engine.kv_cache_gib or (None if numerics.cuda else CPU_KV_CACHE_GIB)
+        gib, key = engine.kv_cache_gib, "rollout.engine.kv_cache_gib"
+        if gib is None and not numerics.cuda:
+            return int(CPU_KV_CACHE_GIB * GIB), f"the default of {key}"
         if gib is not None:
-            return int(gib * GIB), "rollout.engine.kv_cache_gib"
+            return int(gib * GIB), key
     if isinstance(engine, SglangSettings):
-        tokens = engine.max_total_tokens or (None if numerics.cuda else max(CPU_KV_CACHE_TOKENS, 2 * longest))
+        tokens, key = engine.max_total_tokens, "rollout.engine.max_total_tokens"
+        if tokens is None and not numerics.cuda:
+            return max(CPU_KV_CACHE_TOKENS, 2 * longest) * token, f"the default of {key}"
         if tokens is not None:
-            return tokens * token, "rollout.engine.max_total_tokens"
+            return tokens * token, key
     return None, f"rollout.engine.gpu_memory_utilization={engine.gpu_memory_utilization:g}"
 
 

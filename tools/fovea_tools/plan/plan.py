@@ -1,4 +1,4 @@
-"""The plan of a recipe on a machine: memory of a GPU by part, bytes moved, FLOPs, and what to change."""
+"""The plan of a recipe on a machine: memory of a GPU by part, work and seconds of a step, and what to change."""
 
 from __future__ import annotations
 
@@ -15,26 +15,25 @@ from fovea.train.model_division import check_division
 from fovea_gym.errors import ConfigError
 from fovea_gym.settings.base import Tree, over
 from fovea_tools.plan.activations import Numerics
-from fovea_tools.plan.compute import Compute, compute_of, decoding_prompts
+from fovea_tools.plan.compute import GIGA, Compute, compute_of, decoding_prompts, received_bytes
 from fovea_tools.plan.engine import ServingRoom, batch_tokens, serving_room
 from fovea_tools.plan.machine import Machine, machine_of
 from fovea_tools.plan.megatron import states_of_trainer
 from fovea_tools.plan.memory import PhaseMemory, SizedTo, phases_of, sized_by_memory
 from fovea_tools.plan.model_sizes import ModelSizes, model_sizes
 from fovea_tools.plan.rollout import prompt_demand
-from fovea_tools.plan.traffic import Moved, traffic_of
 from fovea_tools.plan.workload import Lengths, Roles, Workload, roles_of, workload_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """Memory, FLOPs and traffic of one step, for each GPU alike."""
+    """Memory, work and traffic of one step, for each GPU alike."""
 
     model: str
     parameters: int
     trainable: int
-    vocabulary_limit: int | None
-    """Most entries of the vocabulary of a tiny model, which are planned; few texts fill fewer. None for others."""
+    is_tiny: bool
+    """True for a tiny model, whose vocabulary may turn out smaller than the limit that is planned."""
     machine: Machine
     lengths: Lengths
     microbatches: int
@@ -50,7 +49,8 @@ class RunPlan:
     """Decider of the size of the key-value cache; None where servers elsewhere generate."""
     rows: int | None
     """Completions that an engine decodes at once on average; None where servers elsewhere generate."""
-    traffic: tuple[Moved, ...]
+    received_bytes: int
+    """Bytes that a training GPU receives from others in a step."""
     compute: tuple[Compute, ...]
 
     @property
@@ -62,6 +62,12 @@ class RunPlan:
         """Bytes that it takes beyond what a GPU has, and that the engine's cache lacks for one conversation."""
         too_much = max(0, self.peak.total - self.machine.usable_bytes)
         return too_much + (0 if self.room is None else self.room.missing_bytes)
+
+    @property
+    def link_seconds(self) -> float | None:
+        """Seconds of the traffic at the link's rate, if nothing hides it; None where that rate is not known."""
+        rate = self.machine.link_gb_per_second
+        return None if rate is None else self.received_bytes / (rate * GIGA)
 
     @property
     def fits(self) -> bool:
@@ -100,7 +106,7 @@ def _of_stage(config: Config, sizes: ModelSizes, machine: Machine, roles: Roles,
         model=config.model.name,
         parameters=sizes.parameters,
         trainable=sizes.trainable,
-        vocabulary_limit=None if config.model.tiny is None else config.model.tiny.vocabulary_size,
+        is_tiny=config.model.tiny is not None,
         machine=machine,
         lengths=work.lengths,
         microbatches=sum(map(len, work.rows)),
@@ -110,7 +116,7 @@ def _of_stage(config: Config, sizes: ModelSizes, machine: Machine, roles: Roles,
         batch_tokens=batch_tokens(config) if isinstance(config.rollout.engine, EmbeddedSettings) else None,
         cache_sized_to=sized_to if room is None else room.sized_to,
         rows=None if prompts is None else prompts * config.rollout.samples_per_prompt,
-        traffic=traffic_of(config, sizes, work, roles, numerics),
+        received_bytes=received_bytes(config, sizes, work, roles, numerics),
         compute=compute_of(config, sizes, work, machine, roles, numerics, room),
     )
 

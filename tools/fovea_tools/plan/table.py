@@ -1,7 +1,8 @@
-"""A plan as tables for people."""
+"""A plan as lines and a table for people."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
@@ -9,34 +10,30 @@ from rich.table import Table
 from rich.text import Text
 
 from fovea_tools.plan.engine import CACHE
-from fovea_tools.plan.machine import HEADROOM_FRAC
+from fovea_tools.plan.machine import GIB, HEADROOM_FRAC
 from fovea_tools.plan.memory import LEFT_BY_UPDATE
 from fovea_tools.plan.plan import Advice, RunPlan
 
-GIB, GB, TERA = 2**30, 1e9, 1e12
+SHOWN_FRAC = 0.01
+"""Share of the peak above which a part has its own row."""
 
 
 def plan_tables(plan: RunPlan, advice: Sequence[Advice]) -> Group:
-    """Memory by part and phase, traffic and work of a step, and whether it fits."""
+    """Memory by part and phase, the seconds of a step, and whether it fits."""
     return Group(*_parts(plan, advice))
 
 
 def _parts(plan: RunPlan, advice: Sequence[Advice]) -> Iterator[RenderableType]:
-    lengths, machine = plan.lengths, plan.machine
-    count = f"{machine.gpus} x {machine.gpu.name}"
+    lengths = plan.lengths
     images = "image" if lengths.images == 1 else "images"
-    yield Text(f"{plan.model} on {count}")
-    at_most = "" if plan.vocabulary_limit is None else "at most "
-    yield Text(f"{at_most}{_millions(plan.parameters)} parameters, {_millions(plan.trainable)} of them trained")
-    if plan.vocabulary_limit is not None:
-        yield Text(
-            f"the vocabulary, made from the training rows, may have fewer than {plan.vocabulary_limit:,} entries"
-        )
+    yield Text(
+        f"{plan.model} on {plan.machine.gpus} x {plan.machine.gpu.name}: {'at most ' * plan.is_tiny}"
+        f"{_millions(plan.parameters)} parameters, {_millions(plan.trainable)} of them trained"
+    )
     yield Text(
         f"assumed: prompts of {lengths.prompt_tokens:,} tokens with {lengths.images} {images} of "
         f"{lengths.image_tokens:,}, completions of {lengths.completion_tokens:,}"
     )
-    yield Text(f"micro-batches of each {_device(plan)} in a step: {plan.microbatches}")
     yield _memory(plan)
     if plan.on_host:
         parts = ", ".join(f"{part} {_gib(size)}" for part, size in plan.on_host.items())
@@ -44,15 +41,10 @@ def _parts(plan: RunPlan, advice: Sequence[Advice]) -> Iterator[RenderableType]:
     cache_tokens = plan.batch_tokens if plan.room is None else plan.room.cache_tokens
     if cache_tokens is not None:
         yield Text(
-            f"the key-value cache of an engine has room for {cache_tokens:,} tokens; sized to {plan.cache_sized_to}"
+            f"the key-value cache of an engine has room for {cache_tokens:,} tokens ({plan.rows:,} completions at once "
+            f"on average); sized to {plan.cache_sized_to}"
         )
-    if plan.rows is not None:
-        yield Text(f"completions that an engine decodes at once, on average: {plan.rows:,}")
-    yield _work(plan)
-    if (note := _note_on_seconds(plan)) is not None:
-        yield Text(note)
-    if plan.traffic:
-        yield _traffic(plan)
+    yield Text(_seconds(plan))
     yield from _verdict(plan, advice)
 
 
@@ -61,66 +53,51 @@ def _device(plan: RunPlan) -> str:
     return "GPU" if plan.machine.gpu.is_cuda else "process"
 
 
-def _empty_table(title: str, first: str, *numbers: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column(first)
-    for name in numbers:
-        table.add_column(name, justify="right")
-    return table
-
-
 def _memory(plan: RunPlan) -> Table:
-    title = f"memory of each {_device(plan)} at the peak of a phase, GiB"
-    table = _empty_table(title, "part", *(phase.phase for phase in plan.phases))
-    parts = dict.fromkeys(part for phase in plan.phases for part in phase.parts)
-    for part in sorted(parts, key=lambda part: -max(phase.parts.get(part, 0) for phase in plan.phases)):
+    table = Table()
+    table.add_column(f"GiB of each {_device(plan)} at the peak")
+    for phase in plan.phases:
+        table.add_column(phase.phase, justify="right")
+    largest = Counter[str]()
+    for phase in plan.phases:
+        largest |= Counter(phase.parts)
+    shown = [part for part, size in largest.most_common() if size >= SHOWN_FRAC * plan.peak.total]
+    for part in shown:
         table.add_row(part, *(_gib(phase.parts.get(part, 0)) for phase in plan.phases))
+    if len(shown) < len(largest):
+        others = (phase.total - sum(phase.parts.get(part, 0) for part in shown) for phase in plan.phases)
+        table.add_row("others", *map(_gib, others))
     table.add_section()
     table.add_row("all", *(_gib(phase.total) for phase in plan.phases), style="bold")
-    usable = _gib(plan.machine.usable_bytes)
     free = f"usable: {plan.machine.gpu.memory_gib:.3g} less {HEADROOM_FRAC:.0%}"
-    table.add_row(free, *([usable] * len(plan.phases)))
+    table.add_row(free, *([_gib(plan.machine.usable_bytes)] * len(plan.phases)))
     return table
 
 
-def _work(plan: RunPlan) -> Table:
-    where = "all GPUs" if plan.machine.gpu.is_cuda else "the CPU"
-    table = _empty_table(f"work of a step on {where}", "phase", "TFLOP", "seconds, estimated")
-    for each in plan.compute:
-        table.add_row(each.phase, f"{each.flops / TERA:,.4g}", _seconds(each.seconds))
-    return table
-
-
-def _seconds(seconds: float | None) -> str:
-    if seconds is None:
-        return "-"
-    return f"{seconds:,.1f}" if seconds >= 1 else f"{seconds:.2g}"
-
-
-def _note_on_seconds(plan: RunPlan) -> str | None:
-    """Note on the source of the estimated seconds where that is not a data sheet, or on why there are none."""
+def _seconds(plan: RunPlan) -> str:
+    """Estimated seconds of a step by phase, and their source where that is not a data sheet."""
     gpu = plan.machine.gpu
     if gpu.peak_tflops is None or gpu.memory_gb_per_second is None:
         return f"no seconds: the rates of {gpu.name} are not known here; name a GPU like it, such as plan.gpu=l40s"
-    if any(each.seconds is None for each in plan.compute):
-        return "no seconds for the rollout: servers elsewhere draw"
-    if gpu.is_cuda:
-        return None
-    return (
-        f"seconds are rough: by a product of matrices ({1000 * gpu.peak_tflops:,.0f} GFLOP/s a process) and a read of "
-        f"memory ({gpu.memory_gb_per_second:,.0f} GB/s) measured now on this CPU, without what small models wait for "
-        "besides"
-    )
+    known = {each.phase: each.seconds for each in plan.compute if each.seconds is not None}
+    by_phase = " + ".join(f"{phase} {_number(seconds)}" for phase, seconds in known.items())
+    text = f"seconds of a step, estimated: {by_phase} = {_number(sum(known.values()))}"
+    if len(known) < len(plan.compute):
+        text += "; none for the rollout, which servers elsewhere make"
+    if not gpu.is_cuda:
+        return (
+            f"{text}; rough, by a product of matrices ({1000 * gpu.peak_tflops:,.0f} GFLOP/s a process) and a read of "
+            f"memory ({gpu.memory_gb_per_second:,.0f} GB/s) measured now on this CPU"
+        )
+    if not plan.received_bytes:
+        return text
+    if plan.link_seconds is None:
+        return f"{text}; each GPU receives {plan.received_bytes / GIB:,.3g} GiB, partly over your network"
+    return f"{text}; up to {_number(plan.link_seconds)} more for traffic between GPUs at the link's rate"
 
 
-def _traffic(plan: RunPlan) -> Table:
-    table = _empty_table("bytes moved in a step", "what", "GB", "seconds at the link's rate")
-    link = plan.machine.link_gb_per_second
-    for moved in plan.traffic:
-        gigabytes = moved.num_bytes / GB
-        known = link is not None and not moved.by_driver
-        table.add_row(moved.what, f"{gigabytes:,.3g}", f"{gigabytes / link:,.2g}" if known and link else "-")
-    return table
+def _number(seconds: float) -> str:
+    return f"{seconds:,.1f}" if seconds >= 1 else f"{seconds:.2g}"
 
 
 def _verdict(plan: RunPlan, advice: Sequence[Advice]) -> Iterator[Text]:
