@@ -20,6 +20,16 @@ from fovea_gym.errors import ScoreError, first_line
 from fovea_gym.settings.rewards import RewardModel
 from fovea_gym.utils.shown_text import without_marks
 
+DAMAGED: tuple[type[Exception], ...] = (
+    *UNREADABLE,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+)
+"""Errors of transformers about the files of a folder."""
+
 
 class RewardScorer:
     """A scorer of an answer to a question. It reads only text, and knows of the image only what the question says."""
@@ -85,5 +95,5 @@ def _unreadable(path: Path) -> Iterator[None]:
         yield
     except ModelError:
         raise
-    except (*UNREADABLE, ArithmeticError, AttributeError, TypeError, LookupError, RecursionError) as error:
+    except DAMAGED as error:
         raise ModelError(f"reward_model.path={path} cannot be loaded ({first_line(error)}); correct it") from error

@@ -145,12 +145,7 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
     renderer = make_renderer(config.model, processor, opener, max_new_tokens=config.rollout.max_new_tokens)
     make_use = partial(use_of_model, config, processor, renderer, opener, progress.warn)
     environment = with_tools(config, graded.environment, graded.tools, make_use)
-    bad_rows = BadRows(folder, resume_at=resumed.state.get("bad_rows", 0) if resumed else 0)
-    if resumed and bad_rows.num_lost and _is_of(folder, resumed):
-        progress.warn(
-            f"{folder / BAD_ROWS_FILE} lacks {bad_rows.num_lost} of the rows listed before the checkpoint (lines are "
-            "damaged or missing, as after a power failure); they are listed again when they are found"
-        )
+    bad_rows = _bad_rows(folder, resumed, progress)
     sources = make_sources(config, in_one_turn(config, environment), renderer, bad_rows)
     progress.stage("taking the fingerprint of rows, code and model")
     fingerprint = take_fingerprint(config, model, sources.tasks, given)
@@ -237,6 +232,17 @@ def _metrics_file(folder: Path, resumed: SavedCheckpoint | None, progress: Progr
             "and no step before the checkpoint is lost; look whether other files of this disk are damaged"
         )
     return sink
+
+
+def _bad_rows(folder: Path, resumed: SavedCheckpoint | None, progress: Progress) -> BadRows:
+    """The bad rows that a run knows, with a warning where one that goes on in its own folder has lost some."""
+    bad_rows = BadRows(folder, resume_at=resumed.state.get("bad_rows", 0) if resumed else 0)
+    if resumed and bad_rows.num_lost and _is_of(folder, resumed):
+        progress.warn(
+            f"{folder / BAD_ROWS_FILE} lacks {bad_rows.num_lost} of the rows listed before the checkpoint (lines are "
+            "damaged or missing, as after a power failure); they are listed again when they are found"
+        )
+    return bad_rows
 
 
 def _is_of(folder: Path, checkpoint: SavedCheckpoint) -> bool:

@@ -136,8 +136,8 @@ def test_pictures_and_servers_try_the_folder_before_they_use_it(
     with pytest.raises(ModelError, match="did not end"):
         pictures.seen(ImageRef(source=image))
 
-    def launch(_: ModelServer) -> Launch:
-        raise AssertionError("no server is started")
+    def launch(server: ModelServer) -> Launch:
+        raise AssertionError(server)
 
     with pytest.raises(ModelError, match="did not end"):
         serve(ServedModel(source=str(folder)), ServerAddress(port=0), launch, print, start_seconds=1)
