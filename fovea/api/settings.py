@@ -42,7 +42,7 @@ def given_code(environment: object, reward: RewardArgument, tools: ToolsArgument
     for each in rewards:
         _check_reward(each)
     if isinstance(tools, str) or not isinstance(tools, Sequence):
-        raise ConfigError(f"tools={tools!r:.60} is of type {type(tools).__name__}; give a list, such as tools=[zoom]")
+        raise ConfigError(f"tools={_shown(tools)} is of type {type(tools).__name__}; give a list, such as tools=[zoom]")
     given = [each for each in tools if not isinstance(each, str)]
     load_tools([name_of(each) for each in given], allow_python=False, given=given)
     is_setting = environment is None or isinstance(environment, str | Mapping)
@@ -52,6 +52,11 @@ def given_code(environment: object, reward: RewardArgument, tools: ToolsArgument
         rewards=() if is_named else [load_reward(each) if isinstance(each, str) else each for each in rewards],
         tools=() if all(isinstance(each, str) for each in tools) else tuple(tools),
     )
+
+
+def _shown(given: object) -> str:
+    """The beginning of an argument, in one line."""
+    return " ".join(f"{given!r:.60}".split())
 
 
 def _listed(reward: RewardArgument) -> Sequence[str | Callable[..., object]]:
@@ -66,7 +71,7 @@ def _check_environment(environment: object) -> None:
         check_named(environment, "environment")
     if isinstance(environment, int | float | list | tuple | set):
         raise ConfigError(
-            f"environment={environment!r:.60} is of type {type(environment).__name__}; give a name such as 'shapes' "
+            f"environment={_shown(environment)} is of type {type(environment).__name__}; give a name such as 'shapes' "
             "(docs/environments.md), path/to/file.py:Class, the section environment={...}, or an object of yours "
             "(docs/own.md)"
         )
@@ -84,8 +89,8 @@ def _check_reward(reward: object) -> None:
         kind = f"the class {reward.__name__}" if isinstance(reward, type) else f"of type {type(reward).__name__}"
         fix = f"give an object of it, {reward.__name__}(...), or a function" if isinstance(reward, type) else "give one"
         raise ConfigError(
-            f"reward={reward!r:.60} is {kind}, no function; {fix} of the task, the text and the images, which returns "
-            "a number or named parts"
+            f"reward={_shown(reward)} is {kind}, no function; {fix} of the task, the text and the images, which "
+            "returns a number or named parts"
         )
     checked_reward(reward, name_of(reward))
 
@@ -219,7 +224,7 @@ def overrides_of(*given: Mapping[str, object]) -> list[Tree]:
     for mapping in given:
         if not isinstance(mapping, Mapping):
             raise ConfigError(
-                f"settings={mapping!r:.60} is of type {type(mapping).__name__}; give a mapping of names to values, "
+                f"settings={_shown(mapping)} is of type {type(mapping).__name__}; give a mapping of names to values, "
                 "such as settings={'seed': 1, 'rollout.top_p': 0.9}"
             )
         for key, value in mapping.items():

@@ -139,7 +139,7 @@ def evaluate(  # noqa: PLR0913 (each is an option of the command)
         quiet=quiet,
     )
     made = {} if rows is None else ASKED
-    overrides = overrides_of(code_settings(environment, reward, tools), settings or {}, made)
+    overrides = overrides_of(code_settings(environment, reward, tools), {} if settings is None else settings, made)
     words = [_word(target, "evaluate") for target in targets]
     with restored_threads():
         return evaluate_targets(words, overrides, options, given=given_code(environment, reward, tools), rows=rows)
@@ -158,7 +158,7 @@ def export(
     `adapter_only` writes a LoRA adapter in peft's format in place of the merged model (docs/export.md). Raises
     FoveaError.
     """
-    overrides = overrides_of(settings or {})
+    overrides = overrides_of({} if settings is None else settings)
     return export_model(
         Path(_word(source, "export")), Path(folder), adapter_only=adapter_only, overrides=overrides, trust=trust
     )

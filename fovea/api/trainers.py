@@ -95,7 +95,7 @@ class Trainer:
         self._callbacks = Callbacks(on_step=on_step, on_eval=on_eval)
         self._callbacks.check()
         described = {**model_settings(model), **code_settings(environment, reward, tools)}
-        further = settings or {}
+        further = {} if settings is None else settings
         rows_given = RowsArguments(rows=rows, test_rows=test_rows, dev_rows=dev_rows)
         rows_given.check()
         others = (described, further, more)

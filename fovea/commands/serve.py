@@ -24,6 +24,7 @@ from fovea.errors import EngineError
 from fovea.models.processor import load_processor
 from fovea.rollout.server import Launch, LaunchesServers, ModelServer
 from fovea.rollout.server_guard import made_key
+from fovea.wiring.model_trial import try_model
 from fovea_gym.errors import ConfigError
 from fovea_gym.processes.child import ChildProcess
 from fovea_gym.rows.access import UrlLimits
@@ -177,6 +178,9 @@ def serve(
     api_key = address.api_key(admin_key)
     address.check_free()
     folder = served_folder(served.source, say, trust=served.trust)
+    model = Model(path=str(folder))
+    try_model(model)
+    banned_ids = load_processor(model).banned_ids
     server = ModelServer(
         folder=folder,
         name=served.name or Path(served.source).resolve().name,
@@ -185,7 +189,7 @@ def serve(
         port=address.port,
         api_key=api_key,
         admin_key=admin_key,
-        banned_ids=load_processor(Model(path=str(folder))).banned_ids,
+        banned_ids=banned_ids,
         weights_dir=served.weights_dir,
         url_limits=served.url_limits,
         arguments=served.arguments,

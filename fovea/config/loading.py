@@ -38,6 +38,7 @@ from fovea.config.describe import (
 from fovea.config.recipes import Override, read_override, read_recipe, write_yaml
 from fovea.config.run import Config
 from fovea_gym.errors import ConfigError
+from fovea_gym.rows.readers.frame import is_frame
 from fovea_gym.settings.base import (
     NAME,
     Section,
@@ -393,8 +394,12 @@ def _plain(value: Any, key: str) -> Any:
     except (TypeError, ValueError):
         plain = False
     if not plain:
+        if is_frame(value):
+            raise ConfigError(
+                f"{key} is a DataFrame, and no setting takes one; give its rows as rows= (docs/python.md)"
+            )
         raise ConfigError(
-            f"{key}: {str(value)[:60]} does not fit; a value is text, a finite number, true, "
+            f"{key}: {' '.join(str(value)[:60].split())} does not fit; a value is text, a finite number, true, "
             "false, null, a list, or a mapping with texts as keys"
         )
     return value

@@ -113,7 +113,7 @@ class Train(Section):
     """Term that AdamW adds to its denominator."""
     weight_decay: MayChange[Annotated[float, Field(ge=0, le=1000)]] = 0.0
     """Decoupled weight decay of AdamW, of all weights but norms and biases."""
-    max_grad_norm: MayChange[PositiveFloat] = 1.0
+    max_grad_norm: MayChange[Annotated[float, Field(ge=1e-12)]] = 1.0
     """Gradient clipping: largest global norm."""
     max_skipped_updates: MayChange[NonNegativeInt] = 3
     """Consecutive updates that may end early because a value was not finite; one more stops the run."""

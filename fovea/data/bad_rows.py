@@ -1,7 +1,7 @@
 """Bad rows of a run, each listed once with its reason, in memory and in `bad_rows.jsonl` of the run folder.
 
-The file grows by a line per row. A checkpoint stores the number of lines; a resumed run deletes the later ones and
-counts as if it had never stopped.
+The file grows by a line per row. A checkpoint stores the number of lines; a resumed run deletes the later ones, and
+damaged ones, and counts as if it had never stopped.
 """
 
 from __future__ import annotations
@@ -26,10 +26,13 @@ class BadRows:
     def __init__(self, folder: Path | None = None, *, resume_at: int = 0) -> None:
         self._file = folder / BAD_ROWS_FILE if folder else None
         self._reasons: dict[str, str] = {}
+        self.num_lost = 0
+        """Lines before the checkpoint that are damaged or missing; their rows are listed again when they are found."""
         if self._file is not None and self._file.exists():
-            lines = map(json.loads, islice(read_lines(self._file), resume_at))
-            self._reasons = {row["key"]: row["reason"] for row in lines}
-            self.keep_first(resume_at)
+            rows = [(line, _row_of(line)) for line in islice(read_lines(self._file), resume_at)]
+            self._reasons = {row[0]: row[1] for _, row in rows if row is not None}
+            self.num_lost = resume_at - len(self._reasons)
+            write_atomically(self._file, b"".join(line for line, row in rows if row is not None))
 
     def __contains__(self, key: str) -> bool:
         return key in self._reasons
@@ -60,3 +63,12 @@ class BadRows:
             f"data/rows_skipped/{reason}": float(n) for reason, n in sorted(Counter(self._reasons.values()).items())
         }
         return {"data/rows_skipped": float(len(self))} | counts
+
+
+def _row_of(line: bytes) -> tuple[str, str] | None:
+    """Key and reason of a line; None for one that a crash has cut off or filled with NULs."""
+    try:
+        row = json.loads(line)
+        return (str(row["key"]), str(row["reason"])) if line.endswith(b"\n") else None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fovea.config.model import Lora
 from fovea.errors import ModelError
+from fovea.utils.config_numbers import check_numbers
 from fovea_gym.errors import ConfigError
 from fovea_gym.utils.bounded import read_file
 
@@ -112,6 +113,8 @@ def _config(folder: Path) -> dict[str, Any]:
         ) from error
     if not isinstance(config, dict):
         raise ModelError(f"{folder}/{ADAPTER_CONFIG} holds no mapping; give a folder that peft wrote")
+    ranks = [config.get("r"), *dict(config.get("rank_pattern") or {}).values()]
+    check_numbers(str(folder), ADAPTER_CONFIG, config | {"r": ranks})
     return config
 
 

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 import torch
 from PIL.Image import Image
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BatchEncoding
 
 from fovea.errors import ModelError
+from fovea.models.model_files import UNREADABLE
 from fovea.models.processor import special_marks
 from fovea.utils.config_keys import check_config_keys
-from fovea_gym.errors import ScoreError
+from fovea_gym.errors import ScoreError, first_line
 from fovea_gym.settings.rewards import RewardModel
 from fovea_gym.utils.shown_text import without_marks
+
+DAMAGED: tuple[type[Exception], ...] = (
+    *UNREADABLE,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+)
+"""Errors of transformers about the files of a folder."""
 
 
 class RewardScorer:
@@ -24,25 +37,14 @@ class RewardScorer:
     def __init__(self, settings: RewardModel) -> None:
         """Weights come from safetensors, code from transformers; ModelError names what the folder lacks."""
         self._path = path = Path(settings.path)
-        if not list(path.glob("*.safetensors")):
-            raise ModelError(
-                f"reward_model.path: {path} holds no *.safetensors (other formats can run code); name the "
-                "folder of a sequence classifier saved as safetensors"
-            )
-        try:
-            check_config_keys(str(path), "main", "reward_model.path")
-            self._tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        self._tokenizer = load_reward_tokenizer(path)
+        with _unreadable(path):
             model = AutoModelForSequenceClassification.from_pretrained(
                 path, local_files_only=True, use_safetensors=True, trust_remote_code=False
             )
-        except ModelError:
-            raise
-        except (OSError, ValueError, KeyError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise ModelError(f"reward_model.path: {path} cannot be loaded ({reason}); correct it") from error
         if model.config.num_labels != 1:
             raise ModelError(
-                f"reward_model.path: {path} has {model.config.num_labels} outputs, and a reward is one "
+                f"reward_model.path={path} has {model.config.num_labels} outputs, and a reward is one "
                 "number; name a model with num_labels=1"
             )
         self._marks = special_marks(self._tokenizer)
@@ -51,7 +53,7 @@ class RewardScorer:
 
     def score(self, question: str, answer: str, images: Sequence[Image] = ()) -> float:
         """The logistic function of the model's output: 0..1. It does not look at `images`."""
-        encoded = self._encoded(question, without_marks(answer, self._marks))
+        encoded = encoded_answer(self._tokenizer, question, without_marks(answer, self._marks))
         length, limit = encoded["input_ids"].shape[1], getattr(self._model.config, "max_position_embeddings", None)
         if limit is not None and length > limit:
             raise ScoreError(
@@ -62,11 +64,36 @@ class RewardScorer:
             logits = self._model(**encoded.to(self._model.device)).logits
         return float(torch.sigmoid(logits[0, 0].float()))
 
-    def _encoded(self, question: str, answer: str) -> BatchEncoding:
-        if self._tokenizer.chat_template is None:
-            encoded = self._tokenizer(question, answer, return_tensors="pt")
-        else:
-            chat = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-            encoded = self._tokenizer.apply_chat_template(chat, return_tensors="pt", return_dict=True)
-        assert isinstance(encoded, BatchEncoding), type(encoded)
-        return encoded
+
+def load_reward_tokenizer(path: Path) -> Any:
+    """The tokenizer of a reward model's folder; ModelError for a folder whose files cannot be used."""
+    if not list(path.glob("*.safetensors")):
+        raise ModelError(
+            f"reward_model.path={path} holds no *.safetensors (other formats can run code); name the "
+            "folder of a sequence classifier saved as safetensors"
+        )
+    with _unreadable(path):
+        check_config_keys(str(path), "main", "reward_model.path")
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+
+
+def encoded_answer(tokenizer: Any, question: str, answer: str) -> BatchEncoding:
+    """Token ids of a question and its answer, by the chat template where the tokenizer has one."""
+    if tokenizer.chat_template is None:
+        encoded = tokenizer(question, answer, return_tensors="pt")
+    else:
+        chat = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        encoded = tokenizer.apply_chat_template(chat, return_tensors="pt", return_dict=True)
+    assert isinstance(encoded, BatchEncoding), type(encoded)
+    return encoded
+
+
+@contextmanager
+def _unreadable(path: Path) -> Iterator[None]:
+    """ModelError for what transformers raises about files that are missing, damaged or do not go together."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except DAMAGED as error:
+        raise ModelError(f"reward_model.path={path} cannot be loaded ({first_line(error)}); correct it") from error

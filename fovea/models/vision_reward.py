@@ -45,7 +45,7 @@ class VisionRewardScorer:
         """Weights come from safetensors, code from transformers; ModelError names what the folder lacks."""
         path = settings.path
         model = Model(path=path)
-        with _named_as_reward_model():
+        with named_as_reward_model():
             check_folder(path, None)
             self._processor = load_processor(model)
             network = _network(model)
@@ -69,7 +69,7 @@ class VisionRewardScorer:
 
 
 @contextmanager
-def _named_as_reward_model() -> Iterator[None]:
+def named_as_reward_model() -> Iterator[None]:
     """Errors about the files of a model name the setting of the reward model, and not the policy's."""
     try:
         yield

@@ -253,5 +253,6 @@ def _turn(messages: tuple[Message, ...], observation: Prompt, completion: Comple
         messages=messages,
         text=completion.text,
         finish=completion.finish,
+        num_tokens=len(completion.token_ids_T),
         tokens=TurnTokens(observation=observation, completion=completion, on_view=on_view),
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 from fovea.errors import TrainError
 from fovea.run.rollout_step import StepRollout
 from fovea_gym.utils.bounded import append_to, read_lines
+from fovea_gym.utils.files import write_atomically
 
 UNSCORED_FILE = "unscored.jsonl"
 
@@ -46,9 +47,18 @@ def unscored_bytes(folder: Path) -> int:
 
 
 def cut_unscored(folder: Path, num_bytes: int) -> None:
-    """Drop what was appended to unscored.jsonl after a checkpoint, since the resumed run appends it again."""
-    if unscored_bytes(folder) > num_bytes:
-        os.truncate(folder / UNSCORED_FILE, num_bytes)
+    """Drop what was appended to unscored.jsonl after a checkpoint, since the resumed run appends it again.
+
+    Damaged lines, as a failure of the machine leaves them, are dropped as well.
+    """
+    file = folder / UNSCORED_FILE
+    if not file.exists():
+        return
+    os.truncate(file, min(num_bytes, file.stat().st_size))
+    lines = list(read_lines(file, within=folder))
+    whole = [line for line in lines if line.endswith(b"\n") and b"\0" not in line]
+    if len(whole) < len(lines):
+        write_atomically(file, b"".join(whole))
 
 
 def _write_unscored(folder: Path, warn: Callable[[str], None], step: int | None, reasons: Sequence[str]) -> None:

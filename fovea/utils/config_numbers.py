@@ -18,6 +18,12 @@ COUNTS: dict[str, int] = {
         ("hidden_size", "intermediate_size", "moe_intermediate_size", "embed_dim", "out_hidden_size"), WIDTH
     ),
     **dict.fromkeys(("head_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim"), WIDTH),
+    **dict.fromkeys(("n_layer", "n_layers", "num_layers", "num_decoder_layers"), LAYERS),
+    **dict.fromkeys(("encoder_layers", "decoder_layers"), LAYERS),
+    **dict.fromkeys(("n_head", "n_heads", "encoder_attention_heads", "decoder_attention_heads"), HEADS),
+    **dict.fromkeys(("n_embd", "d_model", "d_ff", "d_kv", "encoder_ffn_dim", "decoder_ffn_dim"), WIDTH),
+    "r": HEADS,  # of adapters
+    **dict.fromkeys(("num_labels", "n_positions", "n_ctx"), WIDTH),
     **dict.fromkeys(("vocab_size", "num_position_embeddings", "mm_tokens_per_image"), WIDTH),
     **dict.fromkeys(("num_channels", "in_channels", "in_chans"), HEADS),
     **dict.fromkeys(("patch_size", "spatial_patch_size", "temporal_patch_size", "image_size", "window_size"), HEADS),

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from fovea.config.run import Config
-from fovea.models.reward_scorer import RewardScorer
 from fovea.processes.session_processes import end_left_processes
 from fovea.wiring.frames import ModelPictures
-from fovea.wiring.grading import reward_grading, reward_limits, with_opinions
+from fovea.wiring.grading import reward_grading, reward_limits, text_scorer, with_opinions
 from fovea.wiring.images import make_access, make_opener
 from fovea.wiring.tools import make_tools, uses_tools
 from fovea_gym.environments.access import Access, GradedEnvironment, Part
@@ -85,7 +84,7 @@ def offered(config: Config) -> Access:
         pictures=ModelPictures(config.model, opener),
         open_image=opener,
         judge=config.judge,
-        reward_model=None if config.reward_model is None else partial(RewardScorer, config.reward_model),
+        reward_model=None if config.reward_model is None else partial(text_scorer, config.reward_model),
         make_part=partial(_make_part, config),
     )
 

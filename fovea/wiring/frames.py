@@ -14,6 +14,7 @@ from fovea.models.families.registry import family_of
 from fovea.models.processor import load_processor
 from fovea.models.tiny import FIXED, build_image_processor, tiny_config
 from fovea.types import PromptImage
+from fovea.wiring.model_trial import try_model
 from fovea_gym.errors import ConfigError
 from fovea_gym.rows.images import ImageOpener, Size
 from fovea_gym.types import ImageRef
@@ -80,6 +81,7 @@ class ModelPictures:
         if self._settings.tiny is not None:
             family = family_of(tiny_config(self._settings.tiny), "model.tiny")
             return family, build_image_processor(FIXED.patch_size_px)
+        try_model(self._settings)
         processor = load_processor(self._settings)
         return processor.family, processor.image_processor
 

@@ -6,7 +6,7 @@ import hashlib
 import io
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,12 +21,12 @@ from PIL import Image
 from fovea.config.run import Config
 from fovea_gym.environments.base import Split
 from fovea_gym.environments.dataset_tasks import check_answer, check_question
-from fovea_gym.errors import BadRowError, ConfigError, DataError
+from fovea_gym.errors import BadRowError, ConfigError, DataError, first_line
 from fovea_gym.rows.cells import image_refs
 from fovea_gym.rows.images import is_url
 from fovea_gym.rows.readers.base import check_named, listed, nearest
 from fovea_gym.rows.rows import InMemory, Rows, given_rows
-from fovea_gym.rows.writing import IMAGE_TYPE, image_cell, write_rows
+from fovea_gym.rows.writing import IMAGE_TYPE, image_cell, release_memory, write_rows
 from fovea_gym.settings.base import variants_of
 from fovea_gym.settings.environments import RowsEnvironment
 from fovea_gym.settings.grounding import GroundingEnvironment
@@ -38,6 +38,9 @@ _NO_IMAGE: dict[str, object] = {"bytes": None, "path": ""}
 """The cell of what is not an image, in a row that is a bad one when it is read."""
 ROWS_PER_GROUP = 50
 """Few, since a photo has megabytes, and a group is read as a whole."""
+OUTER = (Mapping, list, tuple, set, np.ndarray)
+MOST_LEVELS = 32
+"""Levels of lists and mappings in a cell."""
 _DIGITS = 12
 """Digits of a checksum that are kept."""
 
@@ -87,6 +90,12 @@ class GivenRows:
             )
             is_list = any(isinstance(cell, list | tuple) for cell in unpacked)
             return pa.list_(IMAGE_TYPE) if is_list else IMAGE_TYPE
+        for row, value in enumerate(values):
+            if _is_deep(value):
+                raise DataError(
+                    f"{self.rows.where(row)}, column {name}: a value that holds itself, or is nested more than "
+                    f"{MOST_LEVELS} deep, cannot be kept in a file; write it as text, or leave the column out"
+                )
         try:
             kind = pa.array(values).type
         except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
@@ -114,8 +123,10 @@ class GivenRows:
         for row, value in enumerate(values):
             if value is not None:
                 kinds.setdefault(type(value).__name__, row)
-        seen = listed([f"{kind} (row {row})" for kind, row in kinds.items()]) if len(kinds) > 1 else str(error)
-        return DataError(f"{self.argument}, column {name} holds {seen}; make all of its values one type, such as text")
+        several = len(kinds) > 1
+        seen = listed([f"{kind} (row {row})" for kind, row in kinds.items()]) if several else first_line(error)
+        held = f"holds {seen}" if several else f"has cells of no common type ({seen})"
+        return DataError(f"{self.argument}, column {name} {held}; make all of its values one type, such as text")
 
     def _cells(self, types: dict[str, Any]) -> Iterator[dict[str, object]]:
         for index, row in enumerate(self.rows):
@@ -152,6 +163,25 @@ class GivenRows:
                 raise BadRowError(f"{ref.where}: {problem}; {fix}", "image_kind")
             source = Image.fromarray(source)
         return image_cell(_encoded(source, ref.where))
+
+
+def _is_deep(cell: object) -> bool:
+    """True for what is nested too deeply for Arrow, which would end the process."""
+    level = [cell] if isinstance(cell, OUTER) else []
+    for _ in range(MOST_LEVELS):
+        # each once: a list may hold another one, or itself, several times
+        level = list({id(each): each for outer in level for each in _inner(outer)}.values())
+        if not level:
+            return False
+    return True
+
+
+def _inner(cell: Any) -> Iterable[object]:
+    """The values of a cell that may hold further ones."""
+    if isinstance(cell, np.ndarray):
+        cell = cell.tolist() if cell.dtype == object else ()
+    values = cell.values() if isinstance(cell, Mapping) else cell
+    return [each for each in values if isinstance(each, OUTER)] if isinstance(values, Iterable) else ()
 
 
 def _has_empty_mapping(kind: Any) -> bool:
@@ -232,6 +262,7 @@ def rows_as_files(
             file = Path(scratch) / split
             given.write(file)
             name = f"{given.argument}-{digest_of(file)}.parquet"
+            release_memory()
             files[name], changes[f"{split}_files"] = file, (f"{RUN_DIR}/{ROWS_FOLDER}/{name}",)
             paths += given.paths
             if given.remark and isinstance(settings, FileEnvironment):  # in geospot they are bad rows

@@ -8,12 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+from fovea.config.model import Model
 from fovea.config.run import Config
 from fovea.models.families.registry import known
 from fovea.models.reward_scorer import RewardScorer
-from fovea.models.vision_reward import VisionRewardScorer
+from fovea.models.vision_reward import VisionRewardScorer, named_as_reward_model
 from fovea.wiring import reward_host
 from fovea.wiring.images import make_opener
+from fovea.wiring.model_trial import try_model, try_scorer
 from fovea_gym.environments.custom.grader import reward_grader
 from fovea_gym.environments.custom.loading import checked_reward, load_reward
 from fovea_gym.environments.custom.processes import RewardProcesses
@@ -109,14 +111,22 @@ def _second_opinion(grader: Grader, judge: Grader, ask: Literal["wrong", "always
 
 
 def reward_scorer(settings: RewardModel) -> ScoresAnswers:
-    """A scorer that reads images where the folder's model does, else one of text."""
-    if _model_type(Path(settings.path)) in known():
-        return VisionRewardScorer(settings)
+    """A scorer that reads images where the folder's model does, else one of text; ModelError where its trial fails."""
+    if _model_type(Path(settings.path)) not in known():
+        return text_scorer(settings)
+    with named_as_reward_model():
+        try_model(Model(path=settings.path))
+    return VisionRewardScorer(settings)
+
+
+def text_scorer(settings: RewardModel) -> RewardScorer:
+    """A scorer of texts; ModelError for a folder whose trial fails."""
+    try_scorer(settings.path)
     return RewardScorer(settings)
 
 
 def _model_type(folder: Path) -> object:
     try:
         return json.loads(read_file(folder / "config.json")).get("model_type")
-    except (OSError, ValueError, AttributeError):  # the scorer of text names what the folder lacks
+    except (OSError, ValueError, AttributeError, RecursionError):  # the scorer of text names what the folder lacks
         return None

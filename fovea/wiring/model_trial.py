@@ -15,9 +15,9 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from fovea.config.model import Model
 from fovea.errors import ModelError
 from fovea.models.processor import load_processor
 from fovea.models.render import Renderer
+from fovea.models.reward_scorer import encoded_answer, load_reward_tokenizer
 from fovea_gym.errors import FoveaError, first_line
 from fovea_gym.rows.images import ImageOpener
 from fovea_gym.types import ImageRef, Message
@@ -54,18 +55,36 @@ def try_model(settings: Model) -> None:
 
     A folder is tried once in a process, as long as its files stay.
     """
-    folder = Path(str(settings.path))
-    files = sorted((each.name, each.stat().st_mtime_ns, each.stat().st_size) for each in folder.glob("*.j*"))
-    _try(settings.model_dump_json(), tuple(files))
+    _try_model(settings.model_dump_json(), _files_of(str(settings.path)))
+
+
+def try_scorer(path: str) -> None:
+    """ModelError for a reward model of texts whose tokenizer or chat template fails on an answer, or does not end."""
+    _try_scorer(path, _files_of(path))
 
 
 @lru_cache(maxsize=64)
-def _try(given: str, _files: tuple[tuple[str, int, int], ...]) -> None:
+def _try_model(given: str, _files: tuple[tuple[str, int, int], ...]) -> None:
     settings = Model.model_validate_json(given)
+    _in_child(partial(_steps, settings), f"model.path={settings.path}")
+
+
+@lru_cache(maxsize=64)
+def _try_scorer(path: str, _files: tuple[tuple[str, int, int], ...]) -> None:
+    _in_child(partial(_steps_of_scorer, path), f"reward_model.path={path}")
+
+
+def _files_of(path: str) -> tuple[tuple[str, int, int], ...]:
+    """Name, time and size of each file that a trial reads."""
+    return tuple(sorted((each.name, each.stat().st_mtime_ns, each.stat().st_size) for each in Path(path).glob("*.j*")))
+
+
+def _in_child(steps: Callable[[str], Iterator[str]], where: str) -> None:
+    """Take all steps in a process; ModelError, which begins with `where`, for one that fails or does not end."""
     # a fork has all packages already; a new process would import them for ten seconds
     context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=_trial, args=(settings, theirs))
+    child = context.Process(target=_trial, args=(steps, where, theirs))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads beside a fork, which the trial does not need
         child.start()
@@ -79,7 +98,6 @@ def _try(given: str, _files: tuple[tuple[str, int, int], ...]) -> None:
     with ours, suppress(EOFError):
         while ours.poll():
             lines.append(ours.recv())
-    where = f"model.path={settings.path}"
     if faults := [line.removeprefix(FAULT) for line in lines if line.startswith(FAULT)]:
         raise ModelError(faults[-1])
     if child.exitcode == 0:
@@ -90,9 +108,8 @@ def _try(given: str, _files: tuple[tuple[str, int, int], ...]) -> None:
     raise ModelError(f"{where}: {step} {end}; {FIX}")
 
 
-def _trial(settings: Model, tell: Connection) -> None:
+def _trial(steps: Callable[[str], Iterator[str]], where: str, tell: Connection) -> None:
     """In the child: load and use all that is tried, and tell each step and a fault."""
-    where = f"model.path={settings.path}"
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_DFL)
     nowhere = os.open(os.devnull, os.O_RDWR)
@@ -103,7 +120,7 @@ def _trial(settings: Model, tell: Connection) -> None:
     _limit()
     step = LOADING
     try:
-        for step in _steps(settings, where):
+        for step in steps(where):
             tell.send(step)
     except FoveaError as error:
         tell.send(FAULT + (str(error) if where in str(error) else f"{where}: {error}"))
@@ -116,7 +133,7 @@ def _trial(settings: Model, tell: Connection) -> None:
             case MemoryError():
                 fault = f"takes more than {MEMORY_BYTES >> 30} GiB of memory"
             case _:
-                fault = f"fails on a question with a picture ({first_line(error)})"
+                fault = f"fails on a question of one line ({first_line(error)})"
         tell.send(f"{FAULT}{where}: {named} {fault}; {FIX}")
 
 
@@ -146,6 +163,18 @@ def _steps(settings: Model, where: str) -> Iterator[str]:
     render.prompt([Message(role="user", parts=(picture, QUESTION))], where)
     yield WRITING
     render.observation([Message(role="user", parts=(QUESTION,))], after=processor.stop_ids[-1], where=where)
+
+
+def _steps_of_scorer(path: str, where: str) -> Iterator[str]:
+    """As `_steps`, of a reward model that reads texts only."""
+    yield LOADING
+    tokenizer = load_reward_tokenizer(Path(path))
+    tokenizer(QUESTION)
+    yield WRITING if tokenizer.chat_template is not None else LOADING
+    for answer in ("4", QUESTION):
+        num_tokens = encoded_answer(tokenizer, "How many?", answer)["input_ids"].shape[1]
+        if num_tokens > MOST_TOKENS:
+            raise ModelError(f"{where}: it makes {num_tokens} tokens of an answer of one line; {FIX}")
 
 
 class _LateError(Exception):

@@ -64,8 +64,9 @@ async def _answer(grader: Grader, message: bytes) -> dict[str, Any]:
     try:
         with named(lambda error: NoScoreError(f"{why} ({first_line(error)}); {fix}")):
             # only the trainer can send it: the socket is inherited, and has no address
-            task, text = pickle.loads(message)
-        return score_to_json(await grader.score(task, [Turn(messages=(), text=text)]))
+            task, text, num_tokens = pickle.loads(message)
+        turn = Turn(messages=(), text=text, num_tokens=num_tokens)
+        return score_to_json(await grader.score(task, [turn]))
     except NoScoreError as error:
         return {"failed": str(error)}
 

@@ -11,7 +11,7 @@ from time import perf_counter
 
 from fovea.config.model import Model
 from fovea.config.run import Config
-from fovea.data.bad_rows import BadRows
+from fovea.data.bad_rows import BAD_ROWS_FILE, BadRows
 from fovea.data.curriculum import CurriculumProgress
 from fovea.data.prompt_source import PromptSource
 from fovea.errors import ModelError
@@ -147,7 +147,7 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
     renderer = make_renderer(config.model, processor, opener, max_new_tokens=config.rollout.max_new_tokens)
     make_use = partial(use_of_model, config, processor, renderer, opener, progress.warn)
     environment = with_tools(config, graded.environment, graded.tools, make_use)
-    bad_rows = BadRows(folder, resume_at=resumed.state.get("bad_rows", 0) if resumed else 0)
+    bad_rows = _bad_rows(folder, resumed, progress)
     sources = make_sources(config, in_one_turn(config, environment), renderer, bad_rows)
     progress.stage("taking the fingerprint of rows, code and model")
     fingerprint = take_fingerprint(config, model, sources.tasks, given)
@@ -221,7 +221,7 @@ def _metrics_log(
 def _metrics_file(folder: Path, resumed: SavedCheckpoint | None, progress: Progress) -> JsonlSink:
     """metrics.jsonl, with a warning where a run that goes on in its own folder finds it damaged."""
     sink = JsonlSink(folder, resume_step=resumed.step if resumed else 0)
-    if resumed is None or not resumed.folder.resolve().is_relative_to(folder.resolve()):
+    if resumed is None or not _is_of(folder, resumed):
         return sink
     if sink.num_lost:
         progress.warn(
@@ -234,6 +234,22 @@ def _metrics_file(folder: Path, resumed: SavedCheckpoint | None, progress: Progr
             "and no step before the checkpoint is lost; look whether other files of this disk are damaged"
         )
     return sink
+
+
+def _bad_rows(folder: Path, resumed: SavedCheckpoint | None, progress: Progress) -> BadRows:
+    """The bad rows that a run knows, with a warning where one that goes on in its own folder has lost some."""
+    bad_rows = BadRows(folder, resume_at=resumed.state.get("bad_rows", 0) if resumed else 0)
+    if resumed and bad_rows.num_lost and _is_of(folder, resumed):
+        progress.warn(
+            f"{folder / BAD_ROWS_FILE} lacks {bad_rows.num_lost} of the rows listed before the checkpoint (lines are "
+            "damaged or missing, as after a power failure); they are listed again when they are found"
+        )
+    return bad_rows
+
+
+def _is_of(folder: Path, checkpoint: SavedCheckpoint) -> bool:
+    """True if a checkpoint is of the run in this folder, and not of another one."""
+    return checkpoint.folder.resolve().is_relative_to(folder.resolve())
 
 
 def _print_remarks(

@@ -103,6 +103,8 @@ class Turn:
     finish: FinishReason = "stop"
     seconds: float = 0.0
     """Seconds that the environment took for the messages; 0 in the first turn."""
+    num_tokens: int | None = None
+    """Number of tokens of the answer, with its end; None where nobody counted them, as in a server's answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import datasets
 import numpy as np
 import pandas as pd
+import psutil
 import pyarrow.parquet as pq
 import pytest
 
@@ -285,3 +288,90 @@ def test_a_row_that_holds_no_image_may_be_skipped_and_is_counted() -> None:
     given = [*rows(), {"photo": 3, "question": "?", "answer": "red"}]
     run = trained(given, **{"data.on_bad_row": "skip", "max_epochs": 1, "max_steps": 9})
     assert (run.folder / "bad_rows.jsonl").read_text().count("image_kind") == 1
+
+
+def itself() -> list[object]:
+    held: list[object] = []
+    held.extend([held, held])
+    return held
+
+
+def nested(levels: int) -> object:
+    inner: object = 0
+    for _ in range(levels):
+        inner = [inner]
+    return inner
+
+
+FAULTS: dict[str, tuple[Callable[[pd.DataFrame], Any], str]] = {
+    "no column": (
+        lambda frame: frame.drop(columns="question"),
+        r"rows: no column is called .* set environment\.prompt",
+    ),
+    "no rows": (lambda frame: frame.iloc[:0], "rows holds no rows; give some"),
+    "an empty frame": (lambda frame: pd.DataFrame(), "rows holds no rows; give some"),
+    "columns of one name": (lambda frame: pd.concat([frame, frame[["answer"]]], axis=1), "several columns called"),
+    "levels": (lambda frame: pd.concat({"a": frame}, axis=1), r"its columns have 2 levels, .*; join them first"),
+    "half a character": (lambda frame: [*frame.to_dict("records")[:1], {"\ud800": 1}], r"name of column .*; rename it"),
+    "a lock": (lambda frame: frame.assign(x=[Lock() for _ in range(len(frame))]), r"row 0, column x: .* type lock"),
+    "complex": (lambda frame: frame.assign(x=1j), r"row 0, column x: a value of type complex .*; make it text"),
+    "periods": (lambda frame: frame.assign(x=pd.Period("2020")), r"row 0, column x: a value of type Period"),
+    "several types": (lambda frame: frame.assign(x=[1, "a"] * (len(frame) // 2)), r"column x holds int .*; make all"),
+    "lists of several": (
+        lambda frame: frame.assign(x=[[1], ["a"]] * (len(frame) // 2)),
+        r"column x has cells of no common type .*; make all",
+    ),
+    "itself": (
+        lambda frame: frame.assign(x=[itself() for _ in range(len(frame))]),
+        r"row 0, column x: .* holds itself",
+    ),
+    "deep": (lambda frame: frame.assign(x=[nested(3000) for _ in range(len(frame))]), r"row 0, column x: .* 32 deep"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_a_frame_is_one_line_with_its_fix(fault: str) -> None:
+    change, message = FAULTS[fault]
+    frame = pd.DataFrame(rows())
+    config = fovea.GRPO(rows=frame, reward=score, environment=PHOTOS, settings=SETTINGS, run_dir="run").config
+    with pytest.raises(fovea.FoveaError, match=message) as error, rows_as_files(config, {"train": change(frame)}):
+        pass
+    assert "\n" not in str(error.value)
+
+
+def test_what_is_nested_less_deeply_is_kept() -> None:
+    frame = pd.DataFrame(rows()).assign(x=[nested(20) for _ in rows()])
+    config = fovea.GRPO(rows=frame, reward=score, environment=PHOTOS, settings=SETTINGS, run_dir="run").config
+    with rows_as_files(config, {"train": frame}) as written:
+        (file,) = written.files.values()
+        assert pq.read_table(file)["x"][0].as_py() == nested(20)
+
+
+@table(
+    ("arguments", "message"),
+    [
+        ({"train": pd.DataFrame(rows())}, "train is a DataFrame, and no setting takes one; give its rows as rows="),
+        ({"settings": {"train": pd.DataFrame(rows())}}, "train is a DataFrame"),
+        ({"environment": {"name": "geo3k", "train_files": pd.DataFrame(rows())}}, "environment.train_files is a DataF"),
+        ({"reward": pd.DataFrame(rows())}, "reward="),
+        ({"tools": pd.DataFrame(rows())}, "tools="),
+        ({"settings": pd.DataFrame(rows())}, "settings="),
+    ],
+)
+def test_a_frame_at_another_place_is_one_line(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(fovea.FoveaError) as error:
+        fovea.GRPO(**{"model": {"tiny": {}}, "environment": "geo3k", **arguments})
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_large_pictures_are_written_few_at_a_time_and_their_memory_is_given_back() -> None:
+    frame = pd.DataFrame({"image": [os.urandom(4 * 2**20) for _ in range(30)], "prompt": "?"})
+    config = fovea.GRPO(rows=frame[:1], reward=score, environment="rows", settings=SETTINGS, run_dir="run").config
+    process = psutil.Process()
+    before = process.memory_info().rss
+    with rows_as_files(config, {"train": frame}) as written:
+        (file,) = written.files.values()
+        assert process.memory_info().rss - before < 60 * 2**20
+        with pq.ParquetFile(file) as table:
+            assert [table.metadata.row_group(group).num_rows for group in range(4)] == [8, 8, 8, 6]

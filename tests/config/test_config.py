@@ -62,6 +62,7 @@ def test_nothing_writes_to_a_config() -> None:
         (Train, {"adam_eps": 1e-300}, r"should be greater than or equal to 0\.0{29}1"),
         (Train, {"weight_decay": 1e9}, "should be less than or equal to 1000"),
         (Train, {"learning_rate": 1e9}, "should be less than or equal to 100"),
+        (Train, {"max_grad_norm": 1e-300}, "should be greater than or equal to 0.000000000001"),
         (KlInLoss, {"coef": 1e300}, "should be less than or equal to 1000000"),
         (KlInReward, {"coef": 1e300}, "should be less than or equal to 1000000"),
         (Algorithm, {"entropy_coef": 1e300}, "should be less than or equal to 1000000"),

@@ -65,3 +65,23 @@ def test_a_resumed_run_knows_what_it_knew_at_its_checkpoint(tmp_path: Path) -> N
 
 def test_nothing_dropped_is_a_zero() -> None:
     assert BadRows().metrics() == {"data/rows_skipped": 0}
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [b"\0" * 64, b'{"key": "/data/a.js', b"\0" * 64 + b"\n", b"[1]\n", b"\xff\xfe\n"],
+    ids=["nuls", "half a line", "a line of nuls", "a list", "no text"],
+)
+def test_a_resumed_run_drops_damaged_lines_and_lists_their_rows_again(tail: bytes, tmp_path: Path) -> None:
+    """As a failure of the machine leaves them; the next row would be glued to half a line."""
+    first, file = BadRows(tmp_path), tmp_path / BAD_ROWS_FILE
+    for n in range(3):
+        first.add(place(n), BadRowError(f"row {n}: no", "image_missing"))
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(lines[0] + tail)
+    resumed = BadRows(tmp_path, resume_at=3)
+    assert ([place(n).key in resumed for n in range(3)], resumed.num_lost) == ([True, False, False], 2)
+    for n in (1, 2):
+        resumed.add(place(n), BadRowError(f"row {n}: no", "image_missing"))
+    assert file.read_bytes().splitlines(keepends=True) == lines
+    assert BadRows(tmp_path, resume_at=3).num_lost == 0

@@ -11,7 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from fovea.commands.targets import CheckpointTarget, open_checkpoint
+from fovea.commands.targets import CheckpointTarget, ModelTarget, open_checkpoint, open_model
 from fovea.config.loading import dump_config
 from fovea.config.model import Lora, Model, TinyModel
 from fovea.config.run import Config
@@ -129,3 +129,17 @@ def test_pickles_and_rubbish_are_never_read(tmp_path: Path) -> None:
         (tmp_path / "adapter_config.json").write_text(config)
         with pytest.raises(FoveaError):
             started_from(tmp_path)
+
+
+@pytest.mark.parametrize("wrong", [{"r": 10**9}, {"rank_pattern": {"q_proj": 10**9}}, {"lora_dropout": 7.0}])
+def test_a_number_that_no_adapter_can_have_is_named(wrong: dict[str, object], tmp_path: Path) -> None:
+    """Peft would make matrices of it before it reads the tensors."""
+    pefts(tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | wrong))
+    base = ModelTarget(
+        name="adapter", path=str(save(tiny("qwen3_vl"), tmp_path / "base")), adapter=tmp_path / "adapter"
+    )
+    config = Config.model_validate({"model": {"tiny": {}}})
+    with pytest.raises(ModelError, match=r"in its adapter_config\.json must be"):
+        open_model(base, config, [])

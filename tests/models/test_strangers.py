@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 from transformers import AutoConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+)
 
 from fovea.config.model import Model
 from fovea.config.run import Config
@@ -103,7 +106,7 @@ def test_a_plan_names_such_a_number(folder: Path, name: str, value: object) -> N
         (folder / CONFIG).write_text(before)
 
 
-@table("kind", MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+@table("kind", {*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, *MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES})
 def test_the_numbers_of_models_that_transformers_knows_are_accepted(kind: str) -> None:
     try:
         config = AutoConfig.for_model(kind)

@@ -19,13 +19,14 @@ from fovea.metrics.log import read_metrics
 from fovea.metrics.progress import Progress
 from fovea.report.samples import sample_steps
 from fovea.report.viewed_run import ViewedRun
-from fovea.run.checkpoint import RetainedCheckpoints
+from fovea.run.checkpoint import RetainedCheckpoints, write_manifest
 from fovea.run.context import Run
 from fovea.run.microbatches import MicrobatchTokens
 from fovea.run.state import TrainState
 from fovea.types import Batch, Evaluation, Group, Metrics
 from fovea.wiring.run import build
 from fovea_gym.errors import ConfigError, DataError
+from gym_tests.environments.files import files, row
 from tests.fakes import BanditPolicy, bandit_run
 from tests.runs import untimed
 from tests.saved import saved_bytes
@@ -234,3 +235,24 @@ def test_progress_survives_its_json_form() -> None:
     assert loaded.microbatches == state.microbatches
     assert loaded.to_json() | {"total_seconds": 0.0} == state.to_json() | {"total_seconds": 0.0}
     assert loaded.earlier_seconds == saved["total_seconds"] > 0
+
+
+def test_a_resumed_run_tells_of_lost_bad_rows_and_cuts_damaged_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [row("What?", "3", colour) for colour in ("red", "green", "blue")]
+    environment = {"name": "geo3k", **files(tmp_path, [row("Bad?", "4") | {"images": []}, *rows])}
+    evaluate = SETTINGS["evaluate"] | {"before_training": True}
+    settings = {"environment": environment, "data": {"on_bad_row": "skip"}, "evaluate": evaluate}
+    run = run_in(tmp_path / "run", **settings, max_steps=1)
+    (run / "unscored.jsonl").write_bytes(b'{"step": 1, "reason": "x"}\n\0\0\0')
+    assert len((run / "bad_rows.jsonl").read_bytes().splitlines()) == 1
+    (run / "bad_rows.jsonl").write_bytes(b"\0" * 4096)
+    state = checkpoint(run, 1) / "state.json"
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"unscored_bytes": 30}))
+    write_manifest(checkpoint(run, 1))
+    capsys.readouterr()
+    run_in(run, **settings, max_steps=2, resume="auto")
+    assert "bad_rows.jsonl lacks 1 of the rows listed before the checkpoint" in capsys.readouterr().err
+    assert (run / "unscored.jsonl").read_bytes() == b'{"step": 1, "reason": "x"}\n'
+    assert len(list(map(json.loads, (run / "bad_rows.jsonl").read_bytes().splitlines()))) == 1

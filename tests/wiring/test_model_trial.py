@@ -8,12 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
+from fovea.commands.serve import ServedModel, ServerAddress, serve
 from fovea.config.model import Model
 from fovea.errors import ModelError
 from fovea.models.tiny import CHAT_TEMPLATE
+from fovea.rollout.server import Launch, ModelServer
 from fovea.wiring import model_trial
+from fovea.wiring.frames import ModelPictures
+from fovea.wiring.grading import reward_scorer
 from fovea.wiring.model_trial import try_model
+from fovea_gym.rows.images import ImageOpener
+from fovea_gym.settings.rewards import RewardModel
+from fovea_gym.types import ImageRef
+from tests.environments.reward_model import save_reward_model
 from tests.tiny_models import save, tiny
 
 
@@ -77,3 +86,58 @@ def test_what_fails_is_named(name: str, tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_5"])
 def test_an_ordinary_folder_passes(family: str, tmp_path: Path) -> None:
     try_model(Model(path=str(save(tiny(family), tmp_path))))
+
+
+@pytest.mark.parametrize("reads_images", [False, True])
+@pytest.mark.parametrize("name", ["endless template", "a tokenizer that multiplies"])
+def test_a_reward_model_passes_the_same_trial(
+    name: str, reads_images: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change, cause = STRANGERS[name]
+    monkeypatch.setattr(model_trial, "CPU_SECONDS", 5)
+    if reads_images:
+        save(tiny("qwen3_vl"), tmp_path)
+    else:
+        save_reward_model(tmp_path)
+    change(tmp_path)
+    with pytest.raises(ModelError, match=cause) as error:
+        reward_scorer(RewardModel(path=str(tmp_path)))
+    assert str(error.value).startswith(f"reward_model.path={tmp_path}: ")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"num_attention_heads": 0},
+        {"num_hidden_layers": 10**9},
+        {"hidden_size": 15},
+        {"num_labels": 10**12},
+        {"rms_norm_eps": float("nan")},
+        {"hidden_act": "none"},
+        {"rope_parameters": 5},
+    ],
+)
+def test_a_reward_model_whose_config_no_model_can_have_is_named(wrong: dict[str, Any], tmp_path: Path) -> None:
+    save_reward_model(tmp_path)
+    changed("config.json", **wrong)(tmp_path)
+    with pytest.raises(ModelError, match=r"^reward_model\.path=") as error:
+        reward_scorer(RewardModel(path=str(tmp_path)))
+    assert "\n" not in str(error.value)
+
+
+def test_pictures_and_servers_try_the_folder_before_they_use_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_trial, "CPU_SECONDS", 5)
+    folder = save(tiny("qwen3_vl"), tmp_path)
+    template(ENDLESS)(folder)
+    pictures = ModelPictures(Model(path=str(folder)), ImageOpener(max_mib=1, max_megapixels=1))
+    image = Image.new("RGB", (64, 64), "red")
+    with pytest.raises(ModelError, match="did not end"):
+        pictures.seen(ImageRef(source=image))
+
+    def launch(server: ModelServer) -> Launch:
+        raise AssertionError(server)
+
+    with pytest.raises(ModelError, match="did not end"):
+        serve(ServedModel(source=str(folder)), ServerAddress(port=0), launch, print, start_seconds=1)

@@ -41,7 +41,8 @@ def remarks(folder: Path, code: str, rows: list[dict[str, Any]], *words: str) ->
 
 
 def rows_after(**first: object) -> list[dict[str, Any]]:
-    return [{**row("How many?", "3"), **first}, *(row("How many?", str(n)) for n in range(4, 9))]
+    rows = [{**row("How many?", "3"), **first}, *(row("How many?", str(n)) for n in range(4, 9))]
+    return [{**each, "data_source": "made"} for each in rows]
 
 
 @table(

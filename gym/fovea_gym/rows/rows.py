@@ -118,10 +118,13 @@ def open_rows(
 def given_rows(source: InMemory, name: str) -> Rows:
     """Rows that Python code has given; `name` is what messages call them.
 
-    DataError for what holds no rows, or has several columns of one name.
+    DataError for what holds no rows, or has columns whose names are equal or no text.
     """
     table = _memory_table(source, name)
     check_unique(table.columns, f"the argument {name} has")
+    for column in table.columns:
+        if any("\ud800" <= character <= "\udfff" for character in column):
+            raise DataError(f"{name}: the name of column {column!r:.60} has half a character; rename it")
     if not len(table):
         raise DataError(f"{name} holds no rows; give some")
     return Rows([table])

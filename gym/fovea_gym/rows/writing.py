@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping
-from itertools import islice
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,8 @@ from fovea_gym.utils.files import atomic_file
 IMAGE_TYPE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 """An encoded image in a cell, as Hugging Face's Image feature stores it."""
 ROWS_PER_GROUP = 500
+BYTES_PER_GROUP = 32 * 2**20
+"""Of texts and pictures, after which a group is written; it is in memory twice meanwhile."""
 
 
 def write_rows(
@@ -26,13 +27,43 @@ def write_rows(
 ) -> Path:
     """Write rows to `file` with one of pyarrow's schemas and return it; an interrupted file is not left behind.
 
-    `rows_per_group` rows are in memory at once. Equal rows give equal bytes.
+    At most `rows_per_group` rows are in memory at once, and fewer where they are large. Equal rows give equal bytes.
     """
-    left = iter(rows)
     with atomic_file(file) as partial, pq.ParquetWriter(partial, schema) as writer:
-        while group := list(islice(left, rows_per_group)):
+        for group in _groups(rows, rows_per_group):
             writer.write_table(pa.Table.from_pylist(group, schema=schema))
+    release_memory()
     return file
+
+
+def release_memory() -> None:
+    """Give the operating system what Arrow has freed: its allocator would keep as much as a group took."""
+    pa.default_memory_pool().release_unused()
+
+
+def _groups(rows: Iterable[Mapping[str, object]], rows_per_group: int) -> Iterator[list[Mapping[str, object]]]:
+    group: list[Mapping[str, object]] = []
+    num_bytes = 0
+    for row in rows:
+        group.append(row)
+        num_bytes += _num_bytes(row)
+        if len(group) == rows_per_group or num_bytes >= BYTES_PER_GROUP:
+            yield group
+            group, num_bytes = [], 0
+    if group:
+        yield group
+
+
+def _num_bytes(cell: object) -> int:
+    """Size of the texts and the encoded pictures in a cell."""
+    match cell:
+        case str() | bytes():
+            return len(cell)
+        case Mapping():
+            return sum(map(_num_bytes, cell.values()))
+        case list() | tuple():
+            return sum(map(_num_bytes, cell))
+    return int(getattr(cell, "nbytes", 8))
 
 
 def image_cell(encoded: bytes) -> dict[str, object]:

@@ -18,7 +18,10 @@ import pytest
 from PIL import Image
 
 import fovea
+from fovea.config.loading import load_config
+from fovea.loop import train
 from fovea.metrics.log import read_metrics
+from fovea.wiring.run import build
 from fovea_gym.environments.custom.loading import import_file
 from fovea_gym.errors import ConfigError, ScoreError, UnscoredError
 from fovea_gym.graders.grading import Grading
@@ -302,3 +305,18 @@ def test_two_signals_end_a_run_amid_a_hang(tmp_path: Path) -> None:
     assert process.returncode == 130
     for pid in set(pids.read_text().split()):
         wait_until_gone(int(pid))
+
+
+@pytest.mark.parametrize("reward_in", ["thread", "process"])
+def test_easyr1_functions_get_the_tokens_that_the_engine_drew(reward_in: str, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "def compute_score(reward_inputs):\n"
+        "    return [{'overall': 0.1 * each['response_length'], 'overlong': 0.0} for each in reward_inputs]\n"
+    )
+    words = ["max_steps=1", "evaluate.before_training=false", f"reward={tmp_path}/own.py:compute_score"]
+    _, recipe, *settings = arguments(tmp_path / "run", *words, f"reward_in={reward_in}")
+    config = load_config([Path(recipe)], settings)
+    train(build(config))
+    (step,) = read_metrics(tmp_path / "run")
+    assert step["reward"] == pytest.approx(0.1 * step["response_tokens_mean"])
+    assert step["response_tokens_mean"] > 1

@@ -11,7 +11,7 @@ from typing import SupportsFloat, TypeAlias, overload
 
 from PIL.Image import Image
 
-from fovea_gym.environments.custom.signatures import RewardFunction, is_async
+from fovea_gym.environments.custom.signatures import BESIDE_PARTS, RewardFunction, is_async, length_of, takes_length
 from fovea_gym.errors import describe_error, named
 from fovea_gym.graders.base import Grader, NoScoreError, weighted_turns
 from fovea_gym.graders.limited_calls import BlockingCalls, called, without_ends
@@ -19,13 +19,12 @@ from fovea_gym.rows.images import OpenImage
 from fovea_gym.settings.rewards import OVERLONG, part_name
 from fovea_gym.types import ImageRef, Mark, Score, Task, Turn
 
-REWARD, ACCURACY, IMAGE_PARTS, MARKS, TURNS = "reward", "accuracy", "image_parts", "marks", "turns"
+REWARD, ACCURACY = "reward", "accuracy"
+IMAGE_PARTS, MARKS, TURNS = BESIDE_PARTS
 MAX_PARTS = 100
 """The most parts of a score, and of each of its images: every part is a line of every step's metrics."""
 MAX_MARKS = 100
 """The most boxes and points of a score, all of which are kept with it and drawn."""
-BESIDE_PARTS = (IMAGE_PARTS, MARKS, TURNS)
-"""Keys of a mapping that are not parts of the reward."""
 SAME_SUM = 1e-4
 """Difference from their sum, relative to sizes above 1, at which a reward contradicts those of its turns."""
 ScoreFunction: TypeAlias = Callable[[Task, Sequence[Turn]], object]
@@ -122,9 +121,12 @@ def checked_score(returned: object, task: Task, turns: Sequence[Turn]) -> Score:
 
 def score_function(reward: RewardFunction, open_image: OpenImage) -> ScoreFunction:
     """A reward function, plain or async, which is called with the text of the last turn and the images of the task."""
+    with_length = takes_length(reward)
 
     def call(task: Task, turns: Sequence[Turn]) -> object:
-        return reward(task, turns[-1].text, OpenedImages(task.images, open_image))
+        last = turns[-1]
+        more = {"response_length": length_of(last.text, last.num_tokens)} if with_length else {}
+        return reward(task, last.text, OpenedImages(task.images, open_image), **more)
 
     async def call_async(task: Task, turns: Sequence[Turn]) -> object:
         returned = call(task, turns)

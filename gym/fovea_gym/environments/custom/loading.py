@@ -21,7 +21,14 @@ from types import ModuleType
 from typing import Any
 
 from fovea_gym.environments.base import defines
-from fovea_gym.environments.custom.signatures import OWN_NAMES, RewardFunction, called_by_name, check_required
+from fovea_gym.environments.custom.signatures import (
+    OWN_NAMES,
+    RewardFunction,
+    called_by_name,
+    called_by_own_names,
+    check_places,
+    check_required,
+)
 from fovea_gym.errors import ConfigError, FoveaError, describe_error, result_or_error
 from fovea_gym.settings.environments import OwnEnvironment
 from fovea_gym.settings.rewards import FROM_PYTHON
@@ -50,7 +57,10 @@ def checked_reward(function: object, name: str) -> RewardFunction:
     if (published := called_by_name(function, name)) is not None:
         return published
     check_required(function, OWN_NAMES, name)
+    if (named := called_by_own_names(function)) is not None:
+        return named
     _check_call(function, ("task", "text", "images"), "reward", name)
+    check_places(function, name)
     return function
 
 

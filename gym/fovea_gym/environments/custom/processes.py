@@ -52,7 +52,8 @@ class RewardProcesses:
         """NoScoreError where a call fails or is late, not counting the start; ConfigError where the import fails."""
         why = "cannot be called in a process, since the task holds an object that cannot be pickled"
         with named(lambda error: NoScoreError(f"{why} ({first_line(error)})")):
-            message = pickle.dumps((task, turns[-1].text), protocol=pickle.HIGHEST_PROTOCOL)
+            asked = (task, turns[-1].text, turns[-1].num_tokens)
+            message = pickle.dumps(asked, protocol=pickle.HIGHEST_PROTOCOL)
         try:
             try:
                 answer = await self._ask(await self._waiting(), message)

@@ -8,6 +8,7 @@ called with lists of one completion.
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from inspect import Parameter
@@ -16,10 +17,14 @@ from typing import Any, SupportsFloat, TypeAlias
 from PIL.Image import Image
 
 from fovea_gym.errors import ConfigError
+from fovea_gym.settings.rewards import OVERLONG
 from fovea_gym.types import Score, Task
 
-RewardFunction: TypeAlias = Callable[[Task, str, Sequence[Image]], object]
-"""A function of the task, the text of the completion and the task's images: a number, or a mapping of named parts."""
+RewardFunction: TypeAlias = Callable[..., object]
+"""A function of the task, the text of the completion and the task's images: a number, or a mapping of named parts.
+
+One with a parameter `response_length` is also given the number of tokens of the completion, by this name.
+"""
 OWN_NAMES = ("task", "text", "images", "_task", "_text", "_images")
 """Parameters of Fovea's own signature; one that a function does not use may begin with an underscore."""
 ACCEPTED = (
@@ -31,8 +36,15 @@ OF_THE_TRAINER = ("completion_ids", "trainer_state", "log_extra", "log_metric", 
 """Arguments that only TRL's trainer has."""
 NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 """Keys of a row that TRL does not pass as columns."""
+BYTES_PER_TOKEN = 4
+"""Of text in the vocabularies of today's models."""
+_OWN = ("task", "text", "images")
+_COLUMNS = ("data_source", "extra_info", "data_sources", "extra_infos")
+"""Parameters of verl's signature that are columns of the row, or lists of one."""
 _ANSWERS = ("solution_str", "predict_str", "reward_input", "solution_strs", "predicts", "reward_inputs")
 """Parameters that tell verl's and EasyR1's signatures: each takes the completion, or a list of them."""
+BESIDE_PARTS = ("image_parts", "marks", "turns")
+"""Keys of a mapping that are not parts of the reward; a number of such a name of another trainer's is `NAME_part`."""
 _REWARDS = ("score", "overall", "reward")
 """Keys of the reward in a mapping: verl's, EasyR1's, and verl's before."""
 
@@ -57,36 +69,99 @@ def called_by_name(function: Callable[..., Any], name: str) -> RewardFunction | 
         return _called_as_by_trl(function, parameters, name)
     if not any(each in parameters for each in _ANSWERS):
         return None
-    check_required(function, _named_arguments(Task(id="", question="", answer=""), ""), name)
+    check_required(function, _named_arguments(Task(id="", question="", answer=""), "", 0), name)
     is_batch = any(each in parameters for each in _ANSWERS[3:])
 
-    def arguments(task: Task, text: str) -> dict[str, object]:
-        return {key: value for key, value in _named_arguments(task, text).items() if key in parameters}
+    def arguments(task: Task, text: str, response_length: int | None) -> dict[str, object]:
+        given = _named_arguments(task, text, length_of(text, response_length))
+        # a default of the function's own stands for a column that the row lacks
+        lacking = [each for each in _COLUMNS if each.removesuffix("s") not in task.row]
+        _check_columns(parameters, lacking)
+        return {key: value for key, value in given.items() if key in parameters and key not in lacking}
 
     def result(returned: Any) -> object:
         return _parts(_only(returned) if is_batch else returned)
 
-    def call(task: Task, text: str, images: Sequence[Image]) -> object:
-        return result(function(**arguments(task, text)))
+    def call(task: Task, text: str, images: Sequence[Image], response_length: int | None = None) -> object:
+        return result(function(**arguments(task, text, response_length)))
 
-    async def call_async(task: Task, text: str, images: Sequence[Image]) -> object:
-        return result(await function(**arguments(task, text)))
+    async def call_async(task: Task, text: str, images: Sequence[Image], response_length: int | None = None) -> object:
+        return result(await function(**arguments(task, text, response_length)))
 
     return call_async if is_async(function) else call
+
+
+def called_by_own_names(function: Callable[..., Any]) -> RewardFunction | None:
+    """A reward function that calls one with `task`, `text` and `images` in another order; None for any other."""
+    parameters = _parameters(function)
+    own = {each: each.removeprefix("_") for each in parameters if each in OWN_NAMES}
+    by_place = (each for each, parameter in parameters.items() if parameter.kind is not Parameter.KEYWORD_ONLY)
+    if set(own.values()) != set(_OWN) or tuple(map(own.get, by_place))[: len(_OWN)] == _OWN:
+        return None
+    signature = inspect.signature(function)
+
+    def bound(task: Task, text: str, images: Sequence[Image]) -> inspect.BoundArguments:
+        values = {"task": task, "text": text, "images": images}
+        return inspect.BoundArguments(signature, OrderedDict((each, values[name]) for each, name in own.items()))
+
+    def call(task: Task, text: str, images: Sequence[Image]) -> object:
+        given = bound(task, text, images)
+        return function(*given.args, **given.kwargs)
+
+    async def call_async(task: Task, text: str, images: Sequence[Image]) -> object:
+        given = bound(task, text, images)
+        return await function(*given.args, **given.kwargs)
+
+    return call_async if is_async(function) else call
+
+
+def check_places(function: Callable[..., object], name: str) -> None:
+    """ConfigError where one of Fovea's names stands at the place of another argument."""
+    for each, place in zip(_parameters(function), _OWN, strict=False):
+        if each in OWN_NAMES and each.removeprefix("_") != place:
+            raise ConfigError(
+                f"reward={name} has `{each}` where it is given the {place}; name all of task, text and images, in any "
+                "order"
+            )
+
+
+def takes_length(function: Callable[..., object]) -> bool:
+    """True if a reward function takes the number of tokens of the completion, as EasyR1's do."""
+    return "response_length" in _parameters(function)
 
 
 def check_required(function: Callable[..., object], known: Collection[str], name: str) -> None:
     """ConfigError for a required parameter of a reward function whose name is not known."""
     for each, parameter in _parameters(function).items():
-        is_open = parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
-        if each not in known and not is_open and parameter.default is Parameter.empty:
+        if each not in known and not _is_open(parameter) and parameter.default is Parameter.empty:
             raise ConfigError(f"reward={name} needs `{each}`, which nothing gives; give it a default; {ACCEPTED}")
 
 
-def _named_arguments(task: Task, text: str) -> dict[str, object]:
+def length_of(text: str, num_tokens: int | None) -> int:
+    """Number of tokens of an answer, by its bytes where nobody has counted them."""
+    return -(-len(text.encode("utf-8", "replace")) // BYTES_PER_TOKEN) if num_tokens is None else num_tokens
+
+
+def _check_columns(parameters: Mapping[str, Parameter], lacking: Collection[str]) -> None:
+    """ValueError where a required parameter is a column that the row lacks."""
+    for each in lacking:
+        if each in parameters and parameters[each].default is Parameter.empty:
+            column = each.removesuffix("s") if each in _COLUMNS else each
+            raise ValueError(
+                f"the row has no column {column}, which the reward function requires as `{each}`; add the column, or "
+                f"give the parameter a default ({each}=None)"
+            )
+
+
+def _is_open(parameter: Parameter) -> bool:
+    """True for `*rest` and `**rest`."""
+    return parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+
+
+def _named_arguments(task: Task, text: str, response_length: int) -> dict[str, object]:
     """The arguments of verl's and EasyR1's signatures by name; None for a column that the row lacks."""
     source, extra = task.row.get("data_source"), task.row.get("extra_info")
-    given = {"response": text, "ground_truth": task.answer}
+    given = {"response": text, "response_length": response_length, "ground_truth": task.answer}
     one = {"data_source": source, "solution_str": text, "ground_truth": task.answer, "extra_info": extra}
     return {
         **one,
@@ -105,7 +180,8 @@ def _parts(returned: Any) -> object:
     key = next((each for each in _REWARDS if each in returned), None)
     if key is None:
         raise ValueError(f"it returned {returned!r:.60}, without `score` (verl) or `overall` (EasyR1); return one")
-    parts = {name: value for name, value in returned.items() if name != key and isinstance(value, SupportsFloat)}
+    numbers = {name: value for name, value in returned.items() if name != key and isinstance(value, SupportsFloat)}
+    parts = {f"{name}_part" if name in (OVERLONG, *BESIDE_PARTS) else name: value for name, value in numbers.items()}
     accuracy = {"accuracy": parts["acc"]} if "acc" in parts and "accuracy" not in parts else {}
     return {**parts, **accuracy, "reward": returned[key]}
 
@@ -141,6 +217,16 @@ def _parameters(function: Callable[..., object]) -> Mapping[str, Parameter]:
 def _arguments(
     parameters: Mapping[str, Parameter], task: Task, text: str, images: Sequence[Image]
 ) -> dict[str, Sequence[object]]:
+    needed = {each for each, parameter in parameters.items() if not _is_open(parameter)}
+    known = {
+        "answer",
+        "prompts",
+        "completions",
+        "images",
+        "image",
+        *(key for key in task.row if key not in NOT_COLUMNS),
+    }
+    _check_columns(parameters, sorted(needed - known))
     messages = task.row.get("prompt")
     is_chat = isinstance(messages, Sequence) and not isinstance(messages, str)
     given: dict[str, Sequence[object]] = {"answer": [task.answer]}

@@ -90,6 +90,11 @@ _ABSENT = object()
 def _cells(source: object, name: str) -> _Cells:
     if is_frame(source):
         frame = source
+        if (levels := getattr(frame.columns, "nlevels", 1)) > 1:
+            raise DataError(
+                f"{name}: its columns have {levels} levels, such as {next(iter(frame.columns))!r:.60}, and a column "
+                "has one name here; join them first, as by frame.columns = frame.columns.map('_'.join)"
+            )
         return _Cells([str(column) for column in frame.columns], len(frame), lambda place, row: frame.iloc[row, place])
     if isinstance(source, Mapping):
         return _cells_of_columns(source, name)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 
-from fovea_gym.environments.custom.grader import score_of
+from fovea_gym.environments.custom.grader import score_function, score_of
 from fovea_gym.environments.custom.loading import checked_reward
 from fovea_gym.errors import ConfigError
-from fovea_gym.types import Task
+from fovea_gym.rows.opening import default_opener
+from fovea_gym.types import Task, Turn
 from fovea_gym.utils.event_loop import wait_for
 from gym_tests.tables import table
 
@@ -70,6 +72,22 @@ def easyr1_batch(reward_inputs: list[dict[str, Any]], format_weight: float = 0.1
     return [easyr1(each, format_weight) for each in reward_inputs]
 
 
+def easyr1_dapo(
+    reward_inputs: list[dict[str, Any]],
+    max_response_length: int = 8,
+    overlong_buffer_length: int = 4,
+    overlong_penalty_factor: float = 1.0,
+) -> list[dict[str, float]]:
+    """Its penalty of long answers, by the key that newer versions give."""
+    scores = []
+    for each in reward_inputs:
+        over = each["response_length"] - (max_response_length - overlong_buffer_length)
+        penalty = -min(max(over, 0) / overlong_buffer_length, 1.0)
+        right = is_right(each["response"], each["ground_truth"])
+        scores.append({"overall": right + penalty * overlong_penalty_factor, "accuracy": right, "overlong": penalty})
+    return scores
+
+
 def easyr1_before(predicts: list[str], ground_truths: list[str], format_weight: float = 0.1) -> list[dict[str, float]]:
     right = [is_right(*each) for each in zip(predicts, ground_truths, strict=True)]
     return [{"overall": each, "format": 0.0, "accuracy": each} for each in right]
@@ -99,6 +117,7 @@ def called(function: Callable[..., Any], task: Task, text: str) -> Any:
         (verl_geo3k, 1, 0, {}),
         (easyr1, 0.5, 0, {"format": 0, "accuracy": 1}),
         (easyr1_batch, 0.9, 0, {"format": 0, "accuracy": 1}),
+        (easyr1_dapo, 0.75, -0.25, {"accuracy": 1, "overlong_part": -0.25}),
         (easyr1_before, 1, 0, {"format": 0, "accuracy": 1}),
         (trl, 1, 0, {}),
         (ours, 1, 0, {}),
@@ -112,12 +131,74 @@ def test_a_published_signature_rewards_the_gold_answer(
     assert (other.reward, other.accuracy) == (wrong, 0)
 
 
-def test_columns_that_a_row_lacks_are_none() -> None:
-    def look(data_source: object, solution_str: str, ground_truth: str, extra_info: object = "default") -> float:
-        assert data_source is extra_info is None
+@table(
+    ("num_tokens", "overlong"),
+    [(4, 0), (6, -0.5), (8, -1), (100, -1), (None, -0.25)],  # 19 bytes are 5 tokens where nobody has counted them
+)
+def test_easyr1_gets_the_length_of_the_answer_in_tokens(num_tokens: int | None, overlong: float) -> None:
+    grade = score_function(checked_reward(easyr1_dapo, "file.py:compute_score"), default_opener())
+    score = score_of(grade(TASK, [Turn(messages=(), text=GOLD, num_tokens=num_tokens)]), num_images=0)
+    assert (score.reward, dict(score.parts)["overlong_part"]) == (1 + overlong, overlong)
+
+
+def test_a_column_that_a_row_lacks_is_named_where_the_function_requires_it() -> None:
+    def optional(solution_str: str, ground_truth: str, data_source: str = "mine", extra_info: object = 7) -> float:
+        assert (data_source, extra_info) == ("mine", 7)
         return 1.0
 
-    assert called(look, replace(TASK, row={}), GOLD) == 1
+    task = replace(TASK, row={"problem": "What is x?"})
+    assert called(optional, task, GOLD) == 1
+    assert called(optional, replace(TASK, row={"data_source": "mine", "extra_info": 7}), GOLD) == 1
+    for function, column in (
+        (verl, "data_source"),
+        (verl_batch, "data_source"),
+        (lambda solution_str, ground_truth, extra_info: 1.0, "extra_info"),
+        (trl, "answer_of_mine"),
+    ):
+        given = (lambda completions, answer_of_mine: [1.0]) if function is trl else function
+        with pytest.raises(ValueError, match=rf"the row has no column {column}, which the reward function requires as"):
+            called(given, task, GOLD)
+
+
+def names(task: Any, text: Any, images: Any) -> float:
+    """1 where each argument is what its name says."""
+    return float((task, text, images) == (TASK, GOLD, []))
+
+
+async def names_async(images: Any, task: Any, text: Any) -> float:
+    return names(task, text, images)
+
+
+@table(
+    "function",
+    [
+        lambda images, task, text: names(task, text, images),
+        lambda text, images, _task: names(_task, text, images),
+        lambda images, text, task, weight=1.0: weight * names(task, text, images),
+        lambda weight=1.0, task=None, text=None, images=None: weight * names(task, text, images),
+        lambda images, text, task, *rest, **more: names(task, text, images),
+        lambda *, images, text, task: names(task, text, images),
+        lambda *, task, text, images: names(task, text, images),
+        partial(lambda weight, images, text, task: weight * names(task, text, images), 1.0),
+        names,
+        lambda *arguments: names(*arguments[:2], *arguments[2:]),
+    ],
+)
+def test_own_names_are_given_by_name_in_any_order(function: Callable[..., Any]) -> None:
+    assert called(function, TASK, GOLD) == 1
+
+
+def test_own_names_of_a_coroutine_are_given_by_name() -> None:
+    assert wait_for(checked_reward(names_async, "file.py:names_async")(TASK, GOLD, [])) == 1  # type: ignore[arg-type]
+
+
+@table(
+    "function",
+    [lambda text, task, *rest: 0, lambda images, *rest: 0, lambda task, images, more=1: 0, lambda a=0, task=1, c=2: 0],
+)
+def test_own_names_at_places_of_others_are_refused(function: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match="where it is given the"):
+        checked_reward(function, "file.py:reward")
 
 
 def test_a_mapping_without_a_reward_is_named() -> None:
