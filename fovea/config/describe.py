@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Collection, Iterator, Sequence
 from functools import cache
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple
 
 from pydantic.fields import FieldInfo
 
@@ -32,8 +32,12 @@ from fovea_gym.utils.entry_points import state
 
 def describe(prefix: str = "") -> list[Setting]:
     """Every key at or below `prefix`, or of a choice such as `environment=geo3k` only; ConfigError where none is."""
-    if is_choice(prefix):
-        return _describe_choice(prefix)
+    key, name = _choice(prefix)
+    if "=" in prefix and (field := _union_at(key)) is not None:
+        # imports the section of another package, which is among the settings from now on
+        if variant_of(field, name) is None:
+            raise ConfigError(unknown_name(key, field, name))
+        return [setting for setting, variants in settings().items() if f"{key}.{NAME}={name}" in variants]
     _, inner = listed(prefix)
     chosen = [
         setting._replace(doc=f"[{joined(variants)}] {setting.doc}") if variants else setting
@@ -47,21 +51,12 @@ def describe(prefix: str = "") -> list[Setting]:
 
 def is_choice(word: str) -> bool:
     """True for `environment=geo3k` or `environment.name=geo3k`, whatever the name."""
-    return "=" in word and _union_at(_key_of_choice(word)) is not None
+    return "=" in word and _union_at(_choice(word)[0]) is not None
 
 
-def _describe_choice(choice: str) -> list[Setting]:
-    key, name = _key_of_choice(choice), choice.partition("=")[2]
-    field = _union_at(key)
-    assert field is not None, choice
-    # imports the section of another package, which is among the settings from now on
-    if variant_of(field, name) is None:
-        raise ConfigError(unknown_name(key, field, name))
-    return [setting for setting, variants in settings().items() if f"{key}.{NAME}={name}" in variants]
-
-
-def _key_of_choice(choice: str) -> str:
-    return choice.partition("=")[0].removesuffix(f".{NAME}")
+def _choice(word: str) -> tuple[str, str]:
+    key, _, name = word.partition("=")
+    return key.removesuffix(f".{NAME}"), name
 
 
 def _union_at(key: str) -> FieldInfo | None:
@@ -167,9 +162,6 @@ class Setting(NamedTuple):
     """True if a resumed run may have another value than it began with."""
 
 
-Listed: TypeAlias = tuple[str, Setting]
-
-
 def listed(key: str) -> tuple[str, str]:
     """The part of a mixture that a key is in, "" for none, and the key by which the table has it.
 
@@ -220,7 +212,9 @@ def _settings(_state: object) -> dict[Setting, list[str]]:
     return found
 
 
-def _walk(section: Tree, sections: Tree, path: str = "", variant: str = "", may: bool = False) -> Iterator[Listed]:
+def _walk(
+    section: Tree, sections: Tree, path: str = "", variant: str = "", may: bool = False
+) -> Iterator[tuple[str, Setting]]:
     """Every setting at or below a section, with the choice (`environment.name=geo3k`) that it depends on."""
     entry = section["additionalProperties"]
     for name, node in {**section["properties"], **({ANY_PART: entry} if entry else {})}.items():
