@@ -208,18 +208,19 @@ def test_every_room_has_a_floor(package: str) -> None:
     assert set().union(*FLOORS[package]) <= rooms, "a floor for a room that is gone"
 
 
-def test_packages_import_only_those_before_them() -> None:
+def to_later_packages() -> list[str]:
+    """The imports of a package that comes after the importer's."""
     order = list(PACKAGES)
-    upwards = [
+    return [
         f"{found.file} imports {found.module}"
         for found in OWN_IMPORTS
         if order.index(part(found.module, 0)) > order.index(part(found.importer, 0))
     ]
-    assert not upwards
 
 
-def test_imports_point_downwards() -> None:
-    not_downwards = [
+def to_higher_rooms() -> list[str]:
+    """The imports inside a package of a room on the importer's floor or above."""
+    return [
         f"{found.file} imports {found.module}"
         for found in OWN_IMPORTS
         if (package := part(found.importer, 0)) == part(found.module, 0)
@@ -228,7 +229,14 @@ def test_imports_point_downwards() -> None:
         if not (found.file.startswith(DOORS) and found.function in ("make", TYPES))
         if floor(package, other) >= floor(package, mine)
     ]
-    assert not not_downwards
+
+
+def test_packages_import_only_those_before_them() -> None:
+    assert to_later_packages() == []
+
+
+def test_imports_point_downwards() -> None:
+    assert to_higher_rooms() == []
 
 
 # as an import of a package that is not installed

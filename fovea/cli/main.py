@@ -6,6 +6,7 @@ tests/test_imports.py lists where else that is done.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +36,7 @@ from fovea.cli.texts import (
 from fovea.config.describe import describe, is_choice
 from fovea.config.loading import dropped_settings, dump_config, load_config, load_run_config
 from fovea.config.run import Config
+from fovea.config.schema import recipe_schema
 from fovea.run.supervisor import end_with, is_supervised, supervise
 from fovea.utils.installing import load_tool
 from fovea.utils.torchrun import check_torchrun, is_worker, num_processes
@@ -290,6 +292,9 @@ def config(
             autocompletion=complete_word,
         ),
     ] = None,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON schema of recipes, by which an editor completes them.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """List all settings, or show those of a recipe.
@@ -299,6 +304,14 @@ def config(
     followed by `algorithm`, for only that section.
     """
     with one_line_errors(debug=debug):
+        if schema:
+            if words:
+                raise ConfigError(f"--schema prints the schema of all recipes, not of {words[0]}; leave either out")
+            for group in entry_points.PARTS:
+                for name in entry_points.registered(group):
+                    entry_points.load(group, name)
+            typer.echo(json.dumps(recipe_schema(), indent=1, ensure_ascii=False))
+            return
         shown = any(map(is_recipe, words or []))
         prefixes = [
             word for word in words or [] if not is_recipe(word) and ("=" not in word or (not shown and is_choice(word)))

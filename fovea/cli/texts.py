@@ -16,7 +16,7 @@ from typing import Annotated, NamedTuple, TypeAlias
 
 import typer
 
-from fovea.config.describe import describe
+from fovea.config.describe import Setting, describe
 from fovea.config.recipes import find_recipe, recipes_folder, shipped_recipes
 from fovea_gym.errors import ConfigError, DataError, FoveaError, SeveralErrors
 from fovea_gym.utils.shown_text import printable, without_secrets
@@ -112,32 +112,22 @@ def complete_word(ctx: typer.Context, incomplete: str) -> list[str]:
     before = [str(word) for word in ctx.params.get("words") or []]
     # bash takes `=` for a separate word
     names = before[:-1] if before[-1:] == ["="] else before
-    if names and names[-1] in _types():
-        return [value for value in _choices(names[-1]) if value.startswith(incomplete)]
+    table = {each.key: each for each in reversed(describe())}
+    if names and names[-1] in table:
+        return [value for value in _choices(table[names[-1]]) if value.startswith(incomplete)]
     key, equals, _ = incomplete.partition("=")
-    settings = _values(key) if equals else _keys(incomplete)
-    return [*complete_recipe(incomplete), *(word for word in settings if word.startswith(incomplete))]
-
-
-def _keys(incomplete: str) -> list[str]:
-    found = [key for key in _types() if key.startswith(incomplete)]
+    found = [each for each in describe() if (each.key == key if equals else each.key.startswith(key))]
+    keys = list(dict.fromkeys(f"{each.key}=" for each in found if not equals))
     # bash and zsh put a space behind the only word there is, but none behind what several have in common
-    return [f"{key}=" for key in found] if len(found) != 1 else [f"{found[0]}=", *_values(found[0])]
+    values = [f"{found[0].key}={value}" for value in _choices(found[0], "VALUE")] if found and len(keys) < 2 else []
+    return [*complete_recipe(incomplete), *keys, *(word for word in values if word.startswith(incomplete))]
 
 
-def _values(key: str) -> list[str]:
-    """The words that set a key to each of its choices; where it has none, to its default."""
-    default = next((each.default for each in describe() if each.key == key), "")
-    return [f"{key}={value}" for value in _choices(key) or [default if ONE_WORD.fullmatch(default) else "VALUE"]]
-
-
-def _choices(key: str) -> list[str]:
-    type_ = _types().get(key, "")
-    return re.split(r" \| | or ", type_) if CHOICES.fullmatch(type_) else []
-
-
-def _types() -> dict[str, str]:
-    return {each.key: each.type for each in describe()}
+def _choices(setting: Setting, *without: str) -> list[str]:
+    """The words that a setting may be set to; where it takes any, its default, and `without` where that is none."""
+    if CHOICES.fullmatch(setting.type):
+        return re.split(r" \| | or ", setting.type)
+    return [setting.default] if without and ONE_WORD.fullmatch(setting.default) else [*without]
 
 
 def complete_recipe(incomplete: str) -> list[str]:
@@ -151,6 +141,8 @@ def complete_run(incomplete: str) -> list[str]:
     return [folder for folder in found if folder.startswith(incomplete)]
 
 
+OF_EDITORS = "# yaml-language-server:"
+"""Start of the line of a recipe that names its JSON schema, by which an editor completes and checks it."""
 NEEDS = "# Needs: "
 """Start of the line in the head of a recipe that says what it takes."""
 NEEDS_ANOTHER = re.compile(r"(another recipe|\S+) before it")
@@ -189,7 +181,8 @@ def describe_recipe(file: Path) -> Described:
     """Parse the comment at the head of a recipe; DataError if its `Needs:` line is missing."""
     lines = file.read_text(encoding="utf-8").splitlines()
     needs = [line.removeprefix(NEEDS) for line in lines if line.startswith(NEEDS)]
-    head = " ".join(line.removeprefix("#").strip() for line in lines if line.startswith("#"))
+    comments = [line for line in lines if line.startswith("#") and not line.startswith(OF_EDITORS)]
+    head = " ".join(line.removeprefix("#").strip() for line in comments)
     sentence = SENTENCE.match(head)
     if not needs or sentence is None:
         raise DataError(f"{file}: its head lacks a sentence or a line `{NEEDS}...`; write both")

@@ -21,7 +21,6 @@ from fovea_gym.settings.base import (
     Seconds,
     Section,
 )
-from fovea_gym.settings.type_text import Example
 
 if TYPE_CHECKING:  # settings are read without what they make
     from fovea.rollout.access import EngineAccess
@@ -333,7 +332,7 @@ class SglangSettings(ServingEngine):
         yield from super().complaints(use)
 
 
-ServerUrl: TypeAlias = Annotated[HttpUrl, Example("http://HOST:PORT"), Field(pattern=r"^https?://[^/?#@]+$")]
+ServerUrl: TypeAlias = Annotated[HttpUrl, Field(examples=["http://HOST:PORT"]), Field(pattern=r"^https?://[^/?#@]+$")]
 
 
 class VllmServersSettings(StreamedEngine):

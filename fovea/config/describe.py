@@ -7,12 +7,13 @@ import json
 import re
 from collections.abc import Collection, Iterator, Sequence
 from functools import cache
-from typing import Literal, NamedTuple, get_origin
+from typing import Literal, NamedTuple
 
 from pydantic.fields import FieldInfo
 
 from fovea.config.recipes import CLOSE_ENOUGH
 from fovea.config.run import Config
+from fovea.config.schema import CHOSEN, SETS, recipe_schema
 from fovea.utils.installing import find_tool
 from fovea_gym.errors import ConfigError
 from fovea_gym.settings.base import (
@@ -20,13 +21,10 @@ from fovea_gym.settings.base import (
     NAME,
     Section,
     Tree,
-    default_name,
     is_union,
-    long_forms,
     names_of,
     sections_of,
     variant_of,
-    variants_of,
 )
 from fovea_gym.settings.type_text import GROUP, one_of, show, type_text
 from fovea_gym.utils.entry_points import state
@@ -34,8 +32,12 @@ from fovea_gym.utils.entry_points import state
 
 def describe(prefix: str = "") -> list[Setting]:
     """Every key at or below `prefix`, or of a choice such as `environment=geo3k` only; ConfigError where none is."""
-    if is_choice(prefix):
-        return _describe_choice(prefix)
+    key, name = _choice(prefix)
+    if "=" in prefix and (field := _union_at(key)) is not None:
+        # imports the section of another package, which is among the settings from now on
+        if variant_of(field, name) is None:
+            raise ConfigError(unknown_name(key, field, name))
+        return [setting for setting, variants in settings().items() if f"{key}.{NAME}={name}" in variants]
     _, inner = listed(prefix)
     chosen = [
         setting._replace(doc=f"[{joined(variants)}] {setting.doc}") if variants else setting
@@ -49,27 +51,22 @@ def describe(prefix: str = "") -> list[Setting]:
 
 def is_choice(word: str) -> bool:
     """True for `environment=geo3k` or `environment.name=geo3k`, whatever the name."""
-    return "=" in word and _union_at(_key_of_choice(word)) is not None
+    return "=" in word and _union_at(_choice(word)[0]) is not None
 
 
-def _describe_choice(choice: str) -> list[Setting]:
-    key, name = _key_of_choice(choice), choice.partition("=")[2]
-    field = _union_at(key)
-    assert field is not None, choice
-    # imports the section of another package, which is among the settings from now on
-    if variant_of(field, name) is None:
-        raise ConfigError(unknown_name(key, field, name))
-    return [setting for setting, variants in settings().items() if f"{key}.{NAME}={name}" in variants]
-
-
-def _key_of_choice(choice: str) -> str:
-    return choice.partition("=")[0].removesuffix(f".{NAME}")
+def _choice(word: str) -> tuple[str, str]:
+    key, _, name = word.partition("=")
+    return key.removesuffix(f".{NAME}"), name
 
 
 def _union_at(key: str) -> FieldInfo | None:
     """The union at a dotted key, where each union on the way has its default; None where there is none."""
-    found = _field_at({}, key)
-    return found if found is not None and is_union(found) else None
+    sections: Sequence[type[Section]] = (Config,)
+    field = None
+    for name in key.split("."):
+        field = sections[0].field_of(name) if sections else None
+        sections = () if field is None else sections_of(field)
+    return field if field is not None and is_union(field) else None
 
 
 def unknown_name(key: str, field: FieldInfo, name: object) -> str:
@@ -129,24 +126,6 @@ def _with_near_keys(key: str, known: Sequence[str]) -> str:
     if not near:
         return f"{key}: no such setting; `fovea config` lists them all"
     return f"{key}: no such setting; did you mean {' or '.join(near[:3])}?"
-
-
-def _field_at(tree: Tree, key: str) -> FieldInfo | None:
-    """The field of a dotted key, or of the mapping that it is an entry of, in the sections that a tree chooses."""
-    section: type[Section] = Config
-    *outer, last = key.split(".")
-    for name in outer:
-        field = section.field_of(name)
-        if field is None or not sections_of(field):
-            return field if field is not None and get_origin(field.annotation) is dict else None
-        value = long_forms(section, {name: tree.get(name)}).get(name)
-        tree = value if isinstance(value, dict) else {}
-        name_here = tree.get(NAME, default_name(field))
-        chosen = variant_of(field, name_here) if is_union(field) else sections_of(field)[0]
-        if chosen is None:
-            return None
-        section = chosen
-    return section.field_of(last)
 
 
 def _last(key: str) -> str:
@@ -227,58 +206,54 @@ def settings() -> dict[Setting, list[str]]:
 @cache
 def _settings(_state: object) -> dict[Setting, list[str]]:
     found: dict[Setting, list[str]] = {}
-    for variant, setting in _walk(Config, ""):
+    schema = recipe_schema()
+    for variant, setting in _walk(schema, schema["$defs"]):
         found.setdefault(setting, []).extend([variant] if variant else [])
     return found
 
 
-def _walk(section: type[Section], path: str, variant: str = "", may: bool = False) -> Iterator[tuple[str, Setting]]:
+def _walk(
+    section: Tree, sections: Tree, path: str = "", variant: str = "", may: bool = False
+) -> Iterator[tuple[str, Setting]]:
     """Every setting at or below a section, with the choice (`environment.name=geo3k`) that it depends on."""
-    entries = {ANY_PART: section.entry} if section.entry else {}
-    for name, field in {**section.model_fields, **entries}.items():
+    entry = section["additionalProperties"]
+    for name, node in {**section["properties"], **({ANY_PART: entry} if entry else {})}.items():
         if name == NAME and variant:
             continue
-        key, doc, may_change = f"{path}{name}", _doc(section, field), may or MAY_CHANGE in field.metadata
+        key, may_change = f"{path}{name}", may or node.get(MAY_CHANGE, False)
+        forms = node.get("anyOf", [node])
+        inside = [sections[each["$ref"].rpartition("/")[2]] for each in forms if "$ref" in each]
+        doc = " ".join(_doc(section, node, inside).split())
+        default = node.get("default", "unset" if SETS in node else "must be set")
         if listed(key)[0]:
-            yield variant, Setting(key, GROUP, "environment.name=shapes", field.description or "", may_change)
+            yield variant, Setting(key, GROUP, "environment.name=shapes", node.get("description", ""), may_change)
             continue
-        sections, variants = sections_of(field), variants_of(field)
-        default = None if field.is_required() else field.get_default(call_default_factory=True)
-        if is_union(field):
-            chosen = "null" if default is None else getattr(default, NAME)
-            yield "", Setting(f"{key}.{NAME}", one_of(names_of(field)) or "text", chosen, doc, may_change)
-        elif sections and default is None and not field.is_required():
-            yield variant, Setting(key, type_text(field.annotation), "null", doc, may_change)
-        elif not sections:
-            type_ = type_text(field.annotation, field.metadata)
-            yield variant, Setting(key, type_, _default_text(field), doc, may_change)
-        for inner in variants.values() if is_union(field) else sections:
-            choice = f"{key}.{NAME}={inner.model_fields[NAME].default}" if variants else variant
-            yield from _walk(inner, f"{key}.", choice, may_change)
-    for alias, names in section.aliases.items():
-        first = section.model_fields[names[0]]
-        type_, doc = type_text(first.annotation, first.metadata), f"Sets {' and '.join(names)}."
-        yield variant, Setting(f"{path}{alias}", type_, "unset", doc, may)
+        if CHOSEN in node:
+            choices = type_text(forms[len(inside)])
+            chosen = "null" if default is None else choices.partition(" ")[0]
+            yield "", Setting(f"{key}.{NAME}", choices, chosen, doc, may_change)
+        elif inside and default is None:
+            yield variant, Setting(key, f"{GROUP} or null", "null", doc, may_change)
+        elif not inside:
+            shown = default if isinstance(default, str) and default else json.dumps(default)
+            yield variant, Setting(key, type_text(node), shown, doc, may_change)
+        for inner in inside:
+            choice = f"{key}.{NAME}={inner['properties'][NAME]['const']}" if CHOSEN in node else variant
+            yield from _walk(inner, sections, f"{key}.", choice, may_change)
 
 
-def _doc(section: type[Section], field: FieldInfo) -> str:
-    variants = variants_of(field)
-    choices = [f"{choice}: {_first_sentence(inner)}" for choice, inner in variants.items()]
-    choices += [f"{choice}: of another package." for choice in names_of(field) if choice not in variants]
-    only = sections_of(field)[:1] if not variants else ()
-    text = " ".join(filter(None, [field.description, *choices])) or _first_sentence(only[0] if only else section)
-    return " ".join(text.split())
+def _doc(section: Tree, node: Tree, inside: Sequence[Tree]) -> str:
+    """The description of a node; of a union also of its sections, else that of the only section or the one around."""
+    if CHOSEN not in node:
+        return node.get("description") or _first_sentence(inside[0] if inside else section)
+    docs = {each["properties"][NAME]["const"]: _first_sentence(each) for each in inside}
+    names = node["anyOf"][len(inside)].get("enum", ())
+    choices = [f"{name}: {docs.get(name, 'of another package.')}" for name in names]
+    return " ".join(filter(None, [node.get("description"), *choices])) or _first_sentence(section)
 
 
-def _first_sentence(section: type[Section]) -> str:
-    return _SENTENCE_END.split(" ".join((section.__doc__ or "").split()))[0]
-
-
-def _default_text(field: FieldInfo) -> str:
-    if field.is_required():
-        return "must be set"
-    default = field.get_default(call_default_factory=True)
-    return default if isinstance(default, str) and default else json.dumps(default)
+def _first_sentence(section: Tree) -> str:
+    return _SENTENCE_END.split(" ".join(section.get("description", "").split()))[0]
 
 
 def joined(variants: list[str]) -> str:

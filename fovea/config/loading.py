@@ -121,34 +121,31 @@ def dump_config(config: Config, sections: Collection[str] = ()) -> str:
 
 def keys_of(overrides: Sequence[Override]) -> set[str]:
     """The dotted keys that overrides set, short forms written out: `environment=a.py:C` sets `environment.file`."""
-    return {key for each in overrides for key in leaves(_all_long_forms(Config, read_override(each)[1]))}
+    found = [each for override in overrides for each in _given(Config, read_override(override)[1])]
+    return set(leaves({key: value for key, field, value in found if not value or not _within(field, value)}))
 
 
 def package_parts(tree: Tree) -> set[tuple[str, str]]:
     """The key and the name of each part of another package that settings choose; imports no package."""
-    return set(_package_parts(Config, tree, ""))
+    return {
+        (f"{key}.{NAME}", value[NAME])
+        for key, field, value in _given(Config, tree)
+        if field is not None and isinstance(value, dict) and value.get(NAME) in packages_of(field)
+    }
 
 
-def _package_parts(section: type[Section], given: Tree, path: str) -> Iterator[tuple[str, str]]:
-    for key, value in _long_forms(section, given, path).items():
-        field = section.field_of(key)
-        if field is None or not isinstance(value, dict):
-            continue
-        name = value.get(NAME)
-        if name in packages_of(field):
-            yield f"{path}{key}.{NAME}", name
-        for inner in sections_of(field):
-            yield from _package_parts(inner, value, f"{path}{key}.")
+def _given(section: type[Section], tree: Tree, path: str = "") -> Iterator[tuple[str, FieldInfo | None, Any]]:
+    """Every setting that a tree gives, short forms written out, whatever member of a union has it."""
+    for name, value in _long_forms(section, tree, path).items():
+        field = section.field_of(name)
+        yield f"{path}{name}", field, value
+        for inner in _within(field, value):
+            yield from _given(inner, value, f"{path}{name}.")
 
 
-def _all_long_forms(section: type[Section], given: Tree) -> Tree:
-    """The settings of a section with the short forms written out at every depth, whatever member of a union it is."""
-    found = long_forms(section, given)
-    for key, field in ((key, section.field_of(key)) for key in found):
-        for inner in sections_of(field) if field is not None else ():
-            if isinstance(found[key], dict):
-                found[key] = _all_long_forms(inner, found[key])
-    return found
+def _within(field: FieldInfo | None, value: object) -> tuple[type[Section], ...]:
+    """The sections that a mapping may be one of; none for another value, and for the mapping of a plain setting."""
+    return sections_of(field) if field is not None and isinstance(value, dict) else ()
 
 
 def _layers(recipes: Sequence[Path], overrides: Sequence[Override]) -> _Layers:

@@ -62,6 +62,8 @@ class TinyModel(Section):
 class Lora(Section):
     """Low-rank adapters on linear layers, by peft."""
 
+    short_lists = ("parts", "targets", "exclude")
+
     rank: Annotated[int, Field(ge=1, le=1 << 13)] = 16
     """Rank of every adapter."""
     alpha: Annotated[int, Field(ge=1, le=1_000_000)] = 32
@@ -82,9 +84,8 @@ class Lora(Section):
     @classmethod
     def completed(cls, given: Tree) -> Tree:
         """The settings as given; a text for a list is short for a list of one."""
-        lists = ("parts", "targets", "exclude")
-        given = {key: (value,) if key in lists and isinstance(value, str) else value for key, value in given.items()}
-        return super().completed(given)
+        short = {key: (value,) for key in cls.short_lists if isinstance(value := given.get(key), str)}
+        return super().completed(given | short)
 
     def contradictions(self) -> Iterator[str]:
         for pattern in self.exclude:

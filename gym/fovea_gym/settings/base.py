@@ -16,6 +16,7 @@ from pydantic import (
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
     WrapValidator,
     model_validator,
 )
@@ -59,7 +60,16 @@ HttpUrl: TypeAlias = Annotated[str, AfterValidator(_can_be_called)]
 """An address with a host and, where it has one, a port from 1 to 65535."""
 
 MAY_CHANGE = "may change on resume"
-MayChange: TypeAlias = Annotated[T, MAY_CHANGE]
+
+
+class _MayChange:
+    """Mark that stands in the JSON schema too."""
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {**handler(schema), MAY_CHANGE: True}
+
+
+MayChange: TypeAlias = Annotated[T, _MayChange()]
 """A setting, or a section of them, that a resumed run may have other than it began with: it says where and in what
 pieces things are computed or written down, or it paces the optimizer, the remedy for a run that diverges."""
 
@@ -78,6 +88,8 @@ class Section(BaseModel):
     """Names from elsewhere, and the settings that each stands for."""
     bundles: ClassVar[Mapping[str, Tree]] = {}
     """By the value of the section's `name`, the settings that choosing it sets."""
+    short_lists: ClassVar[tuple[str, ...]] = ()
+    """Lists for which a text is short for a list of one."""
     entry: ClassVar[FieldInfo | None] = None
     """The field behind every further name, where the user chooses the names."""
 

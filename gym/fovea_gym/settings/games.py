@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
-from fovea_gym.settings.base import CoefficientOrZero, Fraction, PositiveInt
+from fovea_gym.settings.base import CoefficientOrZero, PositiveInt
 from fovea_gym.settings.splits import DrawnRows
 
 if TYPE_CHECKING:  # settings are read without what they make
@@ -60,7 +60,7 @@ class FrozenLakeEnvironment(GameEnvironment):
     """Fewest and most moves of a shortest solution."""
     side: Annotated[int, Field(ge=2, le=12)] = 4
     """Cells on a side of the lake."""
-    frozen_share: Annotated[Fraction, Field(gt=0)] = 0.8
+    frozen_share: Annotated[float, Field(gt=0, le=1)] = 0.8
     """Probability of a cell to be ice, not a hole."""
 
     def make(self, access: Access, seed: int) -> Environment:

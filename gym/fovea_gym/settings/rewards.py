@@ -8,7 +8,6 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field
 
 from fovea_gym.settings.base import HttpUrl, NumThreads, Seconds, Section, TokenCount
-from fovea_gym.settings.type_text import Example
 
 RewardPlace: TypeAlias = Literal["thread", "process"]
 Rewards: TypeAlias = str | tuple[str, ...] | None
@@ -39,7 +38,7 @@ class Judge(Section):
     environment.metric_weights of captions, model_reward and second_opinion ask it.
     """
 
-    url: Annotated[HttpUrl, Example("http://HOST:PORT/v1")]
+    url: Annotated[HttpUrl, Field(examples=["http://HOST:PORT/v1"])]
     """Base of the endpoint, `/v1` included: http://localhost:8000/v1."""
     model: str
     """Name of the model there."""

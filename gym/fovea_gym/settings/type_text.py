@@ -3,48 +3,37 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from types import NoneType
-from typing import Annotated, Literal, get_args, get_origin
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 GROUP = "group of settings"
 """The type of a section."""
 
 
-@dataclass(frozen=True, slots=True)
-class Example:
-    """Mark of a type whose values have a form that an example says best."""
-
-    text: str
+_NAMES = {"integer": "integer", "number": "number", "string": "text", "boolean": "true or false", "null": "null"}
+_SIGNS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
 
-def type_text(annotation: object, constraints: Sequence[object] = ()) -> str:
-    """A type as a user reads it: `number > 0 and <= 1`."""
-    origin, parts = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        inner = [each for extra in parts[1:] for each in getattr(extra, "metadata", [extra])]
-        return type_text(parts[0], inner)
-    if origin is Literal:
-        return one_of(parts)
-    if origin is tuple:
-        length = "" if parts[-1] is Ellipsis else f"{len(parts)}, each "
-        return f"list of {length}{type_text(parts[0])}"
-    if origin is dict:
-        return f"mapping of {type_text(parts[0])} to {type_text(parts[1])}"
-    if parts:
-        return " or ".join(dict.fromkeys(map(type_text, parts)))
-    names: dict[object, str] = {int: "integer", float: "number", str: "text", bool: "true or false", NoneType: "null"}
-    examples = "".join(f" such as {each.text}" for each in constraints if isinstance(each, Example))
-    return names.get(annotation, GROUP) + _range_text(constraints) + examples
-
-
-def _range_text(constraints: Iterable[object]) -> str:
-    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-    found = [(sign, getattr(each, name)) for each in constraints for name, sign in signs.items() if hasattr(each, name)]
+def type_text(schema: Mapping[str, Any]) -> str:
+    """A JSON schema's type as a user reads it: `number > 0 and <= 1`."""
+    kind = schema.get("type")
+    if "enum" in schema or "const" in schema:
+        return one_of(schema.get("enum") or [schema["const"]])
+    if "anyOf" in schema:
+        return " or ".join(dict.fromkeys(map(type_text, schema["anyOf"])))
+    if fixed := schema.get("prefixItems"):
+        return f"list of {len(fixed)}, each {type_text(fixed[0])}"
+    if "items" in schema:
+        return f"list of {type_text(schema['items'])}"
+    if kind == "object":
+        values = schema.get("additionalProperties")
+        keys = type_text(schema.get("propertyNames", {"type": "string"}))
+        return f"mapping of {keys} to {type_text(values if isinstance(values, dict) else {})}"
+    limits = [(sign, schema[name]) for name, sign in _SIGNS.items() if name in schema]
     # large integers without an exponent
-    bounds = [f"{sign} {limit:g}" if isinstance(limit, float) else f"{sign} {limit}" for sign, limit in found]
-    return " " + " and ".join(bounds) if bounds else ""
+    bounds = [f" {sign} {limit:g}" if isinstance(limit, float) else f" {sign} {limit}" for sign, limit in limits]
+    examples = "".join(f" such as {example}" for example in schema.get("examples", ()))
+    return _NAMES.get(str(kind), GROUP) + " and".join(bounds) + examples
 
 
 def one_of(names: Iterable[object]) -> str:

@@ -119,8 +119,7 @@ def checked(record: type[Inputs], given: Mapping[str, object]) -> Inputs:
     except ValidationError as error:
         details = error.errors(include_url=False)[0]
         name = str(details["loc"][0])
-    field = record.model_fields[name]
-    allowed = type_text(field.annotation, field.metadata)
+    allowed = type_text(record.model_json_schema()["properties"][name])
     if name not in given:
         raise ConfigError(f"{name}: must be given; allowed: {allowed}")
     raise ConfigError(f"{name}: {show(given[name])} does not fit; allowed: {allowed}{hint(name, given[name], allowed)}")
