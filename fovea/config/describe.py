@@ -264,7 +264,7 @@ def _walk(section: type[Section], path: str, variant: str = "", may: bool = Fals
 def _doc(section: type[Section], field: FieldInfo) -> str:
     variants = variants_of(field)
     choices = [f"{choice}: {_first_sentence(inner)}" for choice, inner in variants.items()]
-    choices += [f"{choice}: of another package." for choice in names_of(field) if choice not in variants]
+    choices += [f"{choice}: of an installed package." for choice in names_of(field) if choice not in variants]
     only = sections_of(field)[:1] if not variants else ()
     text = " ".join(filter(None, [field.description, *choices])) or _first_sentence(only[0] if only else section)
     return " ".join(text.split())

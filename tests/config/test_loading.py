@@ -125,8 +125,8 @@ def test_one_model_source_gives_way_to_the_other(recipe: Path) -> None:
 
 
 ENVIRONMENTS = (
-    "shapes | shapes_zoom | shapes_small | frozen_lake | sokoban | pages | grounding_shapes | geo3k | vqa | caption | "
-    "rows | geospot | grounding | gymnasium | openenv | nemo_gym | own | mixture"
+    "shapes | shapes_small | grounding_shapes | geo3k | vqa | caption | rows | geospot | grounding | gymnasium | "
+    "openenv | nemo_gym | own | mixture | frozen_lake | pages | shapes_zoom | sokoban"
 )
 BOOLEAN = "yes, no, on and off are read as true and false, as YAML has them; as text write '\"yes\"'"
 
@@ -213,10 +213,10 @@ def test_what_a_bad_override_is_told(recipe: Path, override: str, message: str) 
 
 
 def test_an_override_of_the_other_environment_is_never_dropped(recipe: Path) -> None:
-    message = error_of([recipe], "environment.level=1", "environment.name=geo3k")
+    message = error_of([recipe], "environment.zoom=true", "environment.name=geo3k")
     assert message == (
-        "command line: environment.level: a setting of environment.name=shapes | shapes_zoom only; drop it, or add "
-        "environment.name=shapes"
+        "command line: environment.zoom: a setting of environment.name=shapes_small only; drop it, or add "
+        "environment.name=shapes_small"
     )
 
 

@@ -24,6 +24,7 @@ from pydantic.fields import FieldInfo
 from fovea_gym.errors import ConfigError
 from fovea_gym.utils import entry_points
 from fovea_gym.utils.addresses import http_parts
+from fovea_gym.utils.installing import GYM
 
 T = TypeVar("T")
 Tree: TypeAlias = dict[str, Any]
@@ -235,13 +236,17 @@ def variant_of(field: FieldInfo, name: object) -> type[Section] | None:
 
 def names_of(field: FieldInfo) -> list[str]:
     """All names of a union, also in packages that have not been imported."""
-    return list(dict.fromkeys([*_names(_ours(field.annotation)), *packages_of(field)]))
+    union = _open_union(field)
+    registered = () if union is None else entry_points.registered(union.group)
+    return list(dict.fromkeys([*_names(_ours(field.annotation)), *registered]))
 
 
 def packages_of(field: FieldInfo) -> list[str]:
-    """The names of a union's sections in other packages, which are not imported."""
+    """The names of a union's sections in packages that do not come with Fovea; none is imported."""
     union = _open_union(field)
-    return [] if union is None else list(entry_points.registered(union.group))
+    points = {} if union is None else entry_points.registered(union.group)
+    # the examples are registered as environments of other packages are
+    return [name for name, (point, *_) in points.items() if entry_points.package_of(point) != GYM]
 
 
 def default_name(field: FieldInfo) -> str | None:

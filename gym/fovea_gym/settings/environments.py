@@ -20,7 +20,6 @@ from fovea_gym.settings.base import (
     Section,
     Tree,
 )
-from fovea_gym.settings.games import FrozenLakeEnvironment, PagesEnvironment, SokobanEnvironment
 from fovea_gym.settings.grounding import GroundingEnvironment, GroundingShapesEnvironment
 from fovea_gym.settings.splits import DrawnRows, EnvironmentSettings, FileEnvironment, SessionLimits, SplitFiles
 
@@ -140,17 +139,6 @@ class ShapesEnvironment(DrawnRows):
         from fovea_gym.environments.shapes.environment import Shapes
 
         return Shapes(self, seed)
-
-
-class ShapesZoomEnvironment(ShapesEnvironment):
-    """Rendered scenes of which the model may see a quarter enlarged, in a second turn, before it answers."""
-
-    name: Literal["shapes_zoom"] = "shapes_zoom"  # type: ignore[assignment]
-
-    def make(self, access: Access, seed: int) -> Environment:
-        from fovea_gym.environments.shapes.environment import ShapesZoom
-
-        return ShapesZoom(self, seed)
 
 
 class SmallShapesEnvironment(DrawnRows):
@@ -387,11 +375,7 @@ class NemoGymEnvironment(SplitFiles):
 
 PartEnvironment: TypeAlias = Annotated[
     ShapesEnvironment
-    | ShapesZoomEnvironment
     | SmallShapesEnvironment
-    | FrozenLakeEnvironment
-    | SokobanEnvironment
-    | PagesEnvironment
     | GroundingShapesEnvironment
     | Geo3kEnvironment
     | VqaEnvironment

@@ -15,9 +15,14 @@ from fovea_gym.environments.hash_splits import split_of
 from fovea_gym.errors import ConfigError
 from fovea_gym.examples.games.board import solution
 from fovea_gym.examples.games.drawing import draw
-from fovea_gym.examples.games.environment import BoardGame, actions_in, game_of, start_of
+from fovea_gym.examples.games.environment import (
+    BoardGame,
+    FrozenLakeEnvironment,
+    SokobanEnvironment,
+    actions_in,
+    start_of,
+)
 from fovea_gym.examples.games.frozen_lake import FrozenLake
-from fovea_gym.settings.games import FrozenLakeEnvironment, SokobanEnvironment
 from fovea_gym.types import Message, Score, Task, Turn
 from fovea_gym.utils.event_loop import wait_for
 
@@ -152,7 +157,7 @@ def test_several_moves_of_a_turn_stop_mattering_once_the_board_is_solved() -> No
     task = task_of(("######", "#@$.-#", "######"))
     replies, score = played(environment, task, ["Right,Left,Left"])
     assert (replies, score.accuracy, score.turns) == ([], 1.0, pytest.approx((1.02,)))
-    assert start_of(game_of(SokobanEnvironment()), task).lines == ("######", "#@$.-#", "######")
+    assert start_of(SokobanEnvironment().game, task).lines == ("######", "#@$.-#", "######")
 
 
 @pytest.mark.parametrize("make", [lake, sokoban])
