@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,7 @@ from fovea.config.recipes import parse_override
 from fovea.config.run import Config
 from fovea.config.sections import Warmup
 from fovea_gym.errors import ConfigError
+from fovea_gym.making import make
 from fovea_gym.settings.base import Section, sections_of, variants_of
 from fovea_gym.settings.environments import Geo3kEnvironment, OwnEnvironment, ShapesEnvironment
 from gym_tests.tables import table
@@ -210,6 +213,31 @@ def test_what_an_unfit_value_is_told(recipe: Path, override: str, shown: str, al
 )
 def test_what_a_bad_override_is_told(recipe: Path, override: str, message: str) -> None:
     assert error_of([recipe], override) == f"command line: {message}"
+
+
+@table(
+    ("environment", "message"),
+    [
+        ({"name": "shapes", "level": [1, 1]}, "level=[1, 1] names a level twice"),
+        ({"name": "vqa", "train_files": ["a"]}, "test_files: must be set, or {}test_share=0.1"),
+        ({"name": "frozen_lake", "state_reward": 1.0}, "state_reward is for descriptions in a thought, and {}think="),
+        ({"name": "mixture", "parts": {}}, "parts is empty, so that there are no rows"),
+    ],
+)
+def test_an_error_of_the_gym_has_the_names_of_the_recipe_in_a_run_and_its_own_elsewhere(
+    environment: dict[str, Any], message: str
+) -> None:
+    words = ["model.tiny={}", f"environment={json.dumps(environment)}"]
+    assert error_of([], *words).startswith(f"command line: environment.{message.format('environment.')}")
+    name, settings = environment["name"], {key: value for key, value in environment.items() if key != "name"}
+    with pytest.raises(ConfigError) as error:
+        make(name, **{key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()})
+    assert str(error.value).startswith(f"{name}: {message.format('')}")
+    if name != "mixture":
+        part = json.dumps({"name": "mixture", "parts": {"a": {"environment": environment}}})
+        assert error_of([], "model.tiny={}", f"environment={part}").startswith(
+            f"command line: environment.parts.a: environment.{message.format('environment.')}"
+        )
 
 
 def test_an_override_of_the_other_environment_is_never_dropped(recipe: Path) -> None:

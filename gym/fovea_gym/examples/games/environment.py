@@ -64,24 +64,21 @@ class GameEnvironment(DrawnRows):
     def contradictions(self) -> Iterator[str]:
         low, high = self.moves
         if low > high:
-            yield (f"environment.moves={list(self.moves)} has no number of moves in it; write the smaller first")
+            yield (f".moves={list(self.moves)} has no number of moves in it; write the smaller first")
         if high > self.max_turns * self.max_actions_per_turn:
             yield (
-                f"environment.moves={list(self.moves)} has boards of {high} moves, but max_turns={self.max_turns} and "
+                f".moves={list(self.moves)} has boards of {high} moves, but max_turns={self.max_turns} and "
                 f"max_actions_per_turn={self.max_actions_per_turn} allow fewer; lower the second number of moves"
             )
         if self.state_reward and not self.think:
-            yield (
-                "environment.state_reward is for descriptions in a thought, and environment.think=false asks for none; "
-                "set environment.think=true"
-            )
+            yield (".state_reward is for descriptions in a thought, and .think=false asks for none; set .think=true")
 
     @property
     def game(self) -> Game:
         raise NotImplementedError(self.name)
 
     def make(self, access: Access, seed: int) -> BoardGame:
-        return BoardGame(self, seed)
+        return BoardGame(self, seed, access.section)
 
 
 class FrozenLakeEnvironment(GameEnvironment):
@@ -144,10 +141,12 @@ class PlayedTurn:
 class BoardGame(Environment):
     """The environments `frozen_lake` and `sokoban`."""
 
-    def __init__(self, settings: GameEnvironment, seed: int) -> None:
+    def __init__(self, settings: GameEnvironment, seed: int, section: str = "") -> None:
+        """`section` stands before the names of settings in errors."""
         self.settings = settings
         self._game = settings.game
         self._seed = seed
+        self._section = section
         self._held_out: dict[Split, list[Task]] = {}
         self.max_turns = settings.max_turns
         self.answer_end = AnswerEnd(closing="</answer>") if settings.think else None
@@ -209,10 +208,11 @@ class BoardGame(Environment):
             moves = solution(board, most)
             if moves is not None and len(moves) >= fewest:
                 return self._task_of(f"{split}/{index}", lines, board, moves)
+        own = self._section
         raise ConfigError(
-            f"environment.{split}_size asks for more boards than there are: {len(known)} different ones of {fewest} to "
-            f"{most} moves, and no other among {_MOST_DRAWS:,} random ones; set a larger environment.side, other "
-            f"environment.moves, or environment.{split}_size={max(len(known), 1)}"
+            f"{own}{split}_size asks for more boards than there are: {len(known)} different ones of {fewest} to "
+            f"{most} moves, and no other among {_MOST_DRAWS:,} random ones; set a larger {own}side, other "
+            f"{own}moves, or {own}{split}_size={max(len(known), 1)}"
         )
 
     def _task_of(self, task_id: str, lines: Sequence[str], board: Board, moves: Sequence[Action]) -> Task:
