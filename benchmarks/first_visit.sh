@@ -32,15 +32,17 @@ fi
 run=$(mktemp -d)
 trap 'rm -rf "$run"' EXIT
 
-# nothing is installed: the metadata by which `fovea` finds the commands of the tools
+# nothing is installed: the metadata by which `fovea` finds the environments of the gym and the commands of the tools
 "$py" - "$run/site" <<'END' || exit 1
 import pathlib, sys, tomllib
-folder = pathlib.Path(sys.argv[1], "fovea_rl_tools-0.dist-info")
-folder.mkdir(parents=True)
-groups = tomllib.loads(pathlib.Path("tools/pyproject.toml").read_text())["project"]["entry-points"]
-lines = [line for group, points in groups.items() for line in (f"[{group}]", *(f"{a} = {b}" for a, b in points.items()))]
-(folder / "entry_points.txt").write_text("\n".join(lines) + "\n")
-(folder / "METADATA").write_text("Metadata-Version: 2.1\nName: fovea-rl-tools\nVersion: 0\n")
+for package in ("gym", "tools"):
+    project = tomllib.loads(pathlib.Path(package, "pyproject.toml").read_text())["project"]
+    folder = pathlib.Path(sys.argv[1], f"{project['name'].replace('-', '_')}-0.dist-info")
+    folder.mkdir(parents=True)
+    groups = project["entry-points"].items()
+    lines = [line for group, points in groups for line in (f"[{group}]", *(f"{a} = {b}" for a, b in points.items()))]
+    (folder / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 0\n")
 END
 export PYTHONPATH=$PYTHONPATH:$run/site
 

@@ -34,8 +34,7 @@ from fovea.train.base import SftExample
 from fovea.train.local import LocalPolicy
 from fovea.types import Completion, Prompt, PromptImage, Request
 from fovea.wiring.run import build
-from fovea_gym.environments.shapes.environment import ShapesZoom
-from fovea_gym.settings.environments import ShapesZoomEnvironment
+from fovea_gym.examples.shapes_zoom import ShapesZoom, ShapesZoomEnvironment
 from fovea_gym.types import Message, Task, Turn
 from fovea_gym.utils.event_loop import wait_for
 

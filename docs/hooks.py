@@ -22,7 +22,9 @@ from mkdocs.structure.pages import Page
 
 import fovea
 from fovea.config.describe import Setting, describe
+from fovea.config.run import Config
 from fovea.metrics.names import metrics_page
+from fovea_gym.settings.base import names_of
 from fovea_tools.importer.docs import page as system_page
 from fovea_tools.importer.elsewhere import systems
 
@@ -184,6 +186,8 @@ def elsewhere_page() -> str:
 
 def settings_page() -> str:
     """Every setting below a heading of its own, so that the search finds it by its name."""
+    for name in names_of(Config.model_fields["environment"]):
+        describe(f"environment={name}")  # imports the examples, whose settings are listed from now on
     by_section: dict[str, list[Setting]] = {}
     for each in describe():
         by_section.setdefault(each.key.partition(".")[0] if "." in each.key else "run", []).append(each)

@@ -23,10 +23,9 @@ from playwright.async_api import Browser, Page, Playwright, async_playwright
 
 from fovea.processes.session_processes import session_environment
 from fovea_gym.environments.base import Split
-from fovea_gym.examples.pages.environment import Pages, click_in, kind_of, pages_of
+from fovea_gym.examples.pages.environment import Pages, PagesEnvironment, click_in, kind_of, pages_of
 from fovea_gym.examples.pages.page import MENU, html
 from fovea_gym.rows.tasks import LazyTasks
-from fovea_gym.settings.games import PagesEnvironment
 from fovea_gym.types import ImageRef, Mark, Message, Score, Task, Turn
 from fovea_gym.utils.event_loop import BackgroundLoop
 

@@ -298,6 +298,16 @@ def test_a_run_with_a_part_of_a_package_is_evaluated_by_trust(plus: Path) -> Non
         assert wants_trust(load_config([Path("plus.yaml")], [*own[:number], *own[number + 1 :]]))
 
 
+@pytest.mark.parametrize("name", ["frozen_lake", "pages", "shapes_zoom", "sokoban"])
+def test_an_example_is_an_environment_of_a_package_that_comes_with_fovea(name: str) -> None:
+    config = load_config([], ["model.tiny={}", f"environment={name}"])
+    assert type(config.environment).__module__.startswith("fovea_gym.examples.")
+    assert load_config([], ["model.tiny={}", f"environment={json.dumps(config.environment.model_dump())}"]) == config
+    parts = f"environment={{name: mixture, parts: {{a: {{environment: {{name: {name}, train_size: 7}}}}}}}}"
+    assert load_config([], ["model.tiny={}", parts]).environments["environment.parts.a.environment"].name == name
+    assert not wants_trust(config)
+
+
 @pytest.mark.parametrize(
     ("group", "name", "setting"),
     [

@@ -84,7 +84,6 @@ LATE_IMPORTS = {
     "tools/fovea_tools/commands/saliency.py": {"saliency"},
     "tools/fovea_tools/commands/workflow.py": {"_print_outputs"},
     "gym/fovea_gym/settings/environments.py": {"make"},
-    "gym/fovea_gym/settings/games.py": {"make"},
     "gym/fovea_gym/settings/grounding.py": {"make"},
     "gym/fovea_gym/rows/rows.py": {"_hub"},
     "gym/fovea_gym/__main__.py": {"_parser", "_grade", "_show"},
@@ -260,6 +259,13 @@ def test_the_gym_imports_neither_torch_nor_transformers_nor_fovea() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 90
+
+
+def test_no_package_imports_the_examples() -> None:
+    examples = [found for found in OWN_IMPORTS if found.module.startswith("fovea_gym.examples.")]
+    assert {found.file for found in examples if not found.file.startswith("gym/fovea_gym/examples/")} == set()
+    project = tomllib.loads((ROOT / "gym/pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert set(project["entry-points"]["fovea.environments"]) == {"frozen_lake", "pages", "shapes_zoom", "sokoban"}
 
 
 def test_backends_do_not_know_each_other() -> None:

@@ -248,7 +248,7 @@ def _doc(section: Tree, node: Tree, inside: Sequence[Tree]) -> str:
         return node.get("description") or _first_sentence(inside[0] if inside else section)
     docs = {each["properties"][NAME]["const"]: _first_sentence(each) for each in inside}
     names = node["anyOf"][len(inside)].get("enum", ())
-    choices = [f"{name}: {docs.get(name, 'of another package.')}" for name in names]
+    choices = [f"{name}: {docs.get(name, 'of an installed package.')}" for name in names]
     return " ".join(filter(None, [node.get("description"), *choices])) or _first_sentence(section)
 
 

@@ -41,6 +41,7 @@ from fovea_gym.errors import ConfigError
 from fovea_gym.rows.readers.frame import is_frame
 from fovea_gym.settings.base import (
     NAME,
+    ContradictionError,
     Section,
     Tree,
     default_name,
@@ -233,9 +234,12 @@ class _Layers:
         asked = f"{key.rpartition('.')[0]}.{NAME}" if is_missing else key
         sources = dict.fromkeys(source for _, source in self._sources_at(asked))
         where = f"{' and '.join(sources)}: " if sources else ""
-        part, _ = listed(key)
+        part, inner = listed(key)
         if details["type"] == "value_error":
-            return f"{where}{f'{part}: ' if part else ''}{details['ctx']['error']}{self._dropped_below(key)}"
+            complaint = details["ctx"]["error"]
+            if isinstance(complaint, ContradictionError):
+                complaint = complaint.below(inner)
+            return f"{where}{f'{part}: ' if part else ''}{complaint}{self._dropped_below(key)}"
         allowed = allowed_at(key, self._choices())
         if is_missing:
             dropped = self._dropped_below(key.rpartition(".")[0])

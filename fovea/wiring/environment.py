@@ -14,14 +14,14 @@ from fovea.processes.session_processes import end_left_processes
 from fovea.wiring.frames import ModelPictures
 from fovea.wiring.grading import reward_grading, reward_limits, text_scorer, with_opinions
 from fovea.wiring.images import make_access, make_opener
-from fovea.wiring.tools import make_tools, uses_tools
+from fovea.wiring.tools import SESSION, make_tools, uses_tools
 from fovea_gym.environments.access import Access, GradedEnvironment, Part
 from fovea_gym.environments.base import Environment, defines
 from fovea_gym.environments.custom.environment import UserEnvironment, UserSessions, user_graders
 from fovea_gym.environments.custom.loading import checked_environment
 from fovea_gym.environments.custom.signatures import RewardFunction
 from fovea_gym.environments.mixture import Mixture, errors_of_part, without_scores
-from fovea_gym.environments.sessions import SETTINGS, LimitedSessions
+from fovea_gym.environments.sessions import LimitedSessions
 from fovea_gym.environments.stages import stages_of
 from fovea_gym.errors import ConfigError
 from fovea_gym.graders.grading import Grading
@@ -29,6 +29,8 @@ from fovea_gym.graders.limited_calls import MAX_LATE_CALLS, CallThreads, Limited
 from fovea_gym.graders.opinions import WithToolBonus
 from fovea_gym.settings.environments import MixturePart, OwnEnvironment
 
+SECTION = "environment."
+"""The words before the settings of an environment in a recipe."""
 LOG = logging.getLogger(__name__)
 
 
@@ -79,6 +81,7 @@ def offered(config: Config) -> Access:
         cache_dir=rows.cache_dir,
         image_root=rows.image_root,
         url_limits=rows.url_limits,
+        section=SECTION,
         cache=rows.cache,
         imitated=config.warmup is not None,
         pictures=ModelPictures(config.model, opener),
@@ -92,7 +95,7 @@ def offered(config: Config) -> Access:
 def _make_part(config: Config, name: str, part: MixturePart) -> Part:
     # a model's share of the reward is that of the whole run's
     own = {"environment": part.environment, "reward": part.reward, "model_reward": None}
-    with errors_of_part(name):
+    with errors_of_part(name, SECTION):
         made = make_environment(config.model_copy(update=own))
     if uses_tools(made.environment, made.tools) and (config.environment.tools or config.environment.mcp.by_name):
         raise ConfigError(
@@ -124,7 +127,7 @@ def graded(config: Config, given: Any, name: str) -> GradedEnvironment:
         )
     if environment.has_sessions and not parts:
         # those of a mixture are within the limits of each part
-        environment = LimitedSessions(environment, config.environment.session, name)
+        environment = LimitedSessions(environment, config.environment.session, name, settings=SESSION)
         if num_ended := end_left_processes():
             LOG.warning("ended %d processes that the sessions of a killed run had left", num_ended)
     return GradedEnvironment(environment=environment, grading=grading, stages=stages, parts=parts)
@@ -136,4 +139,4 @@ def _user_environment(user: Any, name: str, max_concurrent: int) -> UserEnvironm
     if not replies and not defines(user, "open"):
         return UserEnvironment(user, name)
     late = max(MAX_LATE_CALLS, max_concurrent)
-    return UserSessions(user, name, CallThreads(name, setting=f"{SETTINGS}deadline_seconds", max_late_calls=late))
+    return UserSessions(user, name, CallThreads(name, setting=f"{SESSION}deadline_seconds", max_late_calls=late))

@@ -299,12 +299,13 @@ def _given(config: Config, settings: SplitFiles, rows: Rows, argument: str) -> G
     if isinstance(settings, GroundingEnvironment):
         settings = settings.with_layout
     names, columns = settings.image_names, rows.columns
-    check_named(columns, settings.named_columns, f"the argument {argument} has")
+    named = [(f"environment.{key}", column) for key, column in settings.named_columns]
+    check_named(columns, named, f"the argument {argument} has")
     if isinstance(settings, FileEnvironment):
-        check_question(settings, columns, argument)
+        check_question(settings, columns, argument, "environment.")
         # your own reward may do without, but a warm-up imitates the answers
         if not isinstance(settings, RowsEnvironment) or config.warmup is not None:
-            check_answer(settings, columns, rows, argument)
+            check_answer(settings, columns, rows, argument, "environment.")
     present = [name for name in names if name in columns]
     if not settings.names_images and not present:
         raise DataError(

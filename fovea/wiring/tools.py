@@ -25,6 +25,9 @@ from fovea_gym.tools.results import ResultLimits
 from fovea_gym.tools.session import ToolUse, WithTools
 from fovea_gym.types import Message
 
+SESSION = "environment.session."
+"""The words before the limits of sessions in a recipe."""
+
 
 def make_tools(config: Config, given: Sequence[object] = ()) -> tuple[Tool, ...]:
     """The tools that the settings name; `given` are those that Python code has given for these names."""
@@ -34,6 +37,7 @@ def make_tools(config: Config, given: Sequence[object] = ()) -> tuple[Tool, ...]
         allow_python=settings.allow_python,
         allow_unconfined=settings.allow_unconfined_python,
         given=given,
+        section="environment.",
     )
     return loaded if not settings.mcp.by_name else _with_servers(loaded, settings.mcp)
 
@@ -91,7 +95,7 @@ def with_tools(
         )
     calling = WithTools(inside, use, tools, max_turns=inside.max_turns + further)
     asks_score = not isinstance(environment, LimitedSessions) or environment.asks_score
-    return LimitedSessions(calling, settings.session, type(inside).__name__, asks_score=asks_score)
+    return LimitedSessions(calling, settings.session, type(inside).__name__, settings=SESSION, asks_score=asks_score)
 
 
 def use_of_model(

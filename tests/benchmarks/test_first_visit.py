@@ -41,16 +41,16 @@ def test_each_part_names_what_is_there() -> None:
         assert _parse(options.split()).seconds < LIMITS[2]
 
 
-def test_the_tools_are_found_without_an_installation(tmp_path: Path) -> None:
+def test_the_gym_and_the_tools_are_found_without_an_installation(tmp_path: Path) -> None:
     found = re.search(r"<<'END' \|\| exit 1\n(.*?)\nEND", TEXT, re.DOTALL)
     assert found is not None
     subprocess.run([sys.executable, "-c", found[1], str(tmp_path)], cwd=ROOT, check=True)
-    (tools,) = distributions(path=[str(tmp_path)])
-    assert tools.name == "fovea-rl-tools"
-    assert {(point.group, point.name) for point in tools.entry_points} >= {
-        ("fovea.doctor", "gpu"),
-        ("fovea.commands", "plan"),
+    installed = {
+        each.name: {(point.group, point.name) for point in each.entry_points}
+        for each in distributions(path=[str(tmp_path)])
     }
+    assert ("fovea.environments", "frozen_lake") in installed["fovea-rl-gym"]
+    assert installed["fovea-rl-tools"] >= {("fovea.doctor", "gpu"), ("fovea.commands", "plan")}
 
 
 def test_its_run_is_one_that_starts() -> None:

@@ -83,8 +83,8 @@ def test_every_setting_is_described() -> None:
         ("algorithm.loss.dual_clip", "number > 1 or null", "3.0"),
         (
             "environment.name",
-            "shapes | shapes_zoom | shapes_small | frozen_lake | sokoban | pages | grounding_shapes | geo3k | vqa | "
-            "caption | rows | geospot | grounding | gymnasium | openenv | nemo_gym | own | mixture",
+            "shapes | shapes_small | grounding_shapes | geo3k | vqa | caption | rows | geospot | grounding | "
+            "gymnasium | openenv | nemo_gym | own | mixture | frozen_lake | pages | shapes_zoom | sokoban",
             "shapes",
         ),
         ("environment.train_files", "list of text", "must be set"),
@@ -96,8 +96,8 @@ def test_a_description(key: str, type_text: str, default: str) -> None:
 
 
 def test_settings_of_one_variant_say_so() -> None:
-    (setting,) = describe("environment.level")
-    assert setting.doc.startswith("[environment.name=shapes | shapes_zoom] Difficulty. 1: one kind of object")
+    (setting,) = describe("environment.zoom")
+    assert setting.doc.startswith("[environment.name=shapes_small] Let the model ask for a box of the scene")
     (shared,) = describe("environment.train_files")
     assert shared.doc.startswith("[environment.name=geo3k | vqa | caption | rows | geospot | grounding | nemo_gym] ")
 

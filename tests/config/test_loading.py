@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,7 @@ from fovea.config.recipes import parse_override
 from fovea.config.run import Config
 from fovea.config.sections import Warmup
 from fovea_gym.errors import ConfigError
+from fovea_gym.making import make
 from fovea_gym.settings.base import Section, sections_of, variants_of
 from fovea_gym.settings.environments import Geo3kEnvironment, OwnEnvironment, ShapesEnvironment
 from gym_tests.tables import table
@@ -125,8 +128,8 @@ def test_one_model_source_gives_way_to_the_other(recipe: Path) -> None:
 
 
 ENVIRONMENTS = (
-    "shapes | shapes_zoom | shapes_small | frozen_lake | sokoban | pages | grounding_shapes | geo3k | vqa | caption | "
-    "rows | geospot | grounding | gymnasium | openenv | nemo_gym | own | mixture"
+    "shapes | shapes_small | grounding_shapes | geo3k | vqa | caption | rows | geospot | grounding | gymnasium | "
+    "openenv | nemo_gym | own | mixture | frozen_lake | pages | shapes_zoom | sokoban"
 )
 BOOLEAN = "yes, no, on and off are read as true and false, as YAML has them; as text write '\"yes\"'"
 
@@ -212,11 +215,36 @@ def test_what_a_bad_override_is_told(recipe: Path, override: str, message: str) 
     assert error_of([recipe], override) == f"command line: {message}"
 
 
+@table(
+    ("environment", "message"),
+    [
+        ({"name": "shapes", "level": [1, 1]}, "level=[1, 1] names a level twice"),
+        ({"name": "vqa", "train_files": ["a"]}, "test_files: must be set, or {}test_share=0.1"),
+        ({"name": "frozen_lake", "state_reward": 1.0}, "state_reward is for descriptions in a thought, and {}think="),
+        ({"name": "mixture", "parts": {}}, "parts is empty, so that there are no rows"),
+    ],
+)
+def test_an_error_of_the_gym_has_the_names_of_the_recipe_in_a_run_and_its_own_elsewhere(
+    environment: dict[str, Any], message: str
+) -> None:
+    words = ["model.tiny={}", f"environment={json.dumps(environment)}"]
+    assert error_of([], *words).startswith(f"command line: environment.{message.format('environment.')}")
+    name, settings = environment["name"], {key: value for key, value in environment.items() if key != "name"}
+    with pytest.raises(ConfigError) as error:
+        make(name, **{key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()})
+    assert str(error.value).startswith(f"{name}: {message.format('')}")
+    if name != "mixture":
+        part = json.dumps({"name": "mixture", "parts": {"a": {"environment": environment}}})
+        assert error_of([], "model.tiny={}", f"environment={part}").startswith(
+            f"command line: environment.parts.a: environment.{message.format('environment.')}"
+        )
+
+
 def test_an_override_of_the_other_environment_is_never_dropped(recipe: Path) -> None:
-    message = error_of([recipe], "environment.level=1", "environment.name=geo3k")
+    message = error_of([recipe], "environment.zoom=true", "environment.name=geo3k")
     assert message == (
-        "command line: environment.level: a setting of environment.name=shapes | shapes_zoom only; drop it, or add "
-        "environment.name=shapes"
+        "command line: environment.zoom: a setting of environment.name=shapes_small only; drop it, or add "
+        "environment.name=shapes_small"
     )
 
 

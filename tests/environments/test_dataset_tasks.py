@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fovea.config.loading import load_config
-from fovea_gym.errors import ConfigError
+from fovea.wiring.environment import make_environment
+from fovea_gym.errors import ConfigError, DataError
+from fovea_gym.making import make
 from fovea_gym.settings.environments import Geo3kEnvironment
+from gym_tests.tables import table
 
 SHARED = Path(__file__).parents[3] / "shared" / "data" / "geo3k"
 
@@ -22,6 +27,32 @@ def test_image_key_is_short_for_one_of_image_keys() -> None:
     assert config.environment.image_key == "photo"
     with pytest.raises(ConfigError, match=r"are both set; name all columns in environment.image_keys"):
         load_config([], [*given, "environment.image_key=photo", "environment.image_keys=[photo]"])
+
+
+@table(
+    ("column", "message"),
+    [
+        (
+            {"prompt_key": "text"},
+            "{}prompt_key: rows.jsonl has no column 'text'; its .*; set {}prompt_key",
+        ),
+        ({}, "{}train_files: no column is called .*; set {}prompt_key"),
+        ({"train_files": ("no.jsonl",)}, "{}train_files: no such file no.jsonl"),
+    ],
+)
+def test_an_error_of_rows_has_the_names_of_the_recipe_in_a_run_and_its_own_elsewhere(
+    column: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text('{"a": 1, "b": 2}\n')
+    settings: dict[str, Any] = {"train_files": ("rows.jsonl",), "test_files": ("rows.jsonl",), **column}
+    config = load_config([], ["model.tiny={}", f"environment={json.dumps({'name': 'geo3k', **settings})}"])
+    for environment, section in (
+        (make_environment(config).environment, r"environment\."),
+        (make("geo3k", **settings), ""),
+    ):
+        with pytest.raises(DataError, match="^" + message.format(section, section)):
+            environment.tasks("train")
 
 
 STREAMED = """

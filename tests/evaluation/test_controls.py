@@ -25,12 +25,11 @@ from fovea.types import Completion, Request, Sampling
 from fovea_gym.environments.shapes.environment import Shapes
 from fovea_gym.examples.games.board import solution
 from fovea_gym.examples.games.drawing import draw
-from fovea_gym.examples.games.environment import BoardGame
+from fovea_gym.examples.games.environment import BoardGame, FrozenLakeEnvironment
 from fovea_gym.examples.games.frozen_lake import FrozenLake
 from fovea_gym.graders.grading import Grading
 from fovea_gym.rows.images import ImageOpener
 from fovea_gym.settings.environments import ShapesEnvironment
-from fovea_gym.settings.games import FrozenLakeEnvironment
 from fovea_gym.types import ImageRef, Message, Task
 from fovea_gym.utils.event_loop import wait_for
 from tests.environments.prompt_sources import opener, source_of

@@ -21,9 +21,9 @@ from fovea.train.base import Needs
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch, Group, Sample, Sampling
 from fovea_gym.environments.base import Environment
-from fovea_gym.environments.shapes.environment import ShapesGrader, ShapesZoom
+from fovea_gym.environments.shapes.environment import ShapesGrader
+from fovea_gym.examples.shapes_zoom import ShapesZoom, ShapesZoomEnvironment
 from fovea_gym.graders.grading import Grading
-from fovea_gym.settings.environments import ShapesZoomEnvironment
 from fovea_gym.types import Message, Task, Turn
 from fovea_gym.utils.event_loop import wait_for
 from tests.policies import train_settings

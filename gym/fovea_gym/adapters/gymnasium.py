@@ -28,7 +28,7 @@ try:
     from gymnasium.spaces import Discrete
 except ImportError as error:
     raise MissingExtraError(
-        f"environment.name=gymnasium needs the package gymnasium; {pip_install('gymnasium')}"
+        f"the environment gymnasium needs the package gymnasium; {pip_install('gymnasium')}"
     ) from error
 
 _TAG = re.compile(r"<action>(.*?)(</action>|\Z)", re.DOTALL | re.IGNORECASE)  # one that is not closed is read once
@@ -40,20 +40,25 @@ class Gymnasium(Environment):
     graders = (ScoredBySession("gymnasium"),)
     has_demonstrations = False
 
-    def __init__(self, config: GymnasiumEnvironment) -> None:
-        """Make the environment once; ConfigError where that fails, or its actions or pictures do not fit."""
+    def __init__(self, config: GymnasiumEnvironment, section: str = "") -> None:
+        """Make the environment once; ConfigError where that fails, or its actions or pictures do not fit.
+
+        `section` stands before the names of settings in errors.
+        """
         self._config = config
-        self._make = _maker(config)
+        self._named = f"{section}id={config.id}"
+        self._make = _maker(config, section)
         self.max_turns = config.max_turns
         at_once = config.session.max_concurrent
-        name, setting = f"environment.id={config.id}", "environment.session.deadline_seconds"
-        self._threads = CallThreads(name, setting=setting, max_late_calls=max(MAX_LATE_CALLS, at_once))
-        fails = f"environment.id={config.id}"
-        with named(lambda error: ConfigError(f"{fails} cannot be made: {first_line(error)}; correct id and kwargs")):
+        setting = f"{section}session.deadline_seconds"
+        self._threads = CallThreads(self._named, setting=setting, max_late_calls=max(MAX_LATE_CALLS, at_once))
+        with named(
+            lambda error: ConfigError(f"{self._named} cannot be made: {first_line(error)}; correct id and kwargs")
+        ):
             env = self._begun(0)
         with closing(env):
-            self.actions = _actions(env, config)
-            picture_of(env, config.id)
+            self.actions = _actions(env, config, section)
+            picture_of(env, self._named)
 
     def tasks(self, split: Split) -> Sequence[Task]:
         sizes = {"train": self._config.train_size, "dev": self._config.dev_size, "test": self._config.test_size}
@@ -73,16 +78,16 @@ class Gymnasium(Environment):
         env = await self._threads.run(lambda: self._begun(row))
         assert isinstance(env, gymnasium.Env)
         env.unwrapped.np_random = np.random.default_rng(seed)
-        return GymnasiumSession(env, self._config, self.actions, self._threads)
+        return GymnasiumSession(env, self._named, self._config, self.actions, self._threads)
 
     def _task(self, split: Split, row: int) -> Task:
         seed, config = FIRST_SEED[split] + row, self._config
-        fails = f"{split}/{row}: environment.id={config.id}"
+        fails = f"{split}/{row}: {self._named}"
         with (
             named(lambda error: DataError(f"{fails} {describe_error(error)}; fix it")),
             closing(self._begun(seed)) as env,
         ):
-            picture = picture_of(env, config.id)
+            picture = picture_of(env, self._named)
         question = f"{config.prompt}\n{_how(self.actions)}"
         return Task(id=f"{split}/{row}", question=question, answer="", images=(picture,), row={"seed": seed})
 
@@ -96,9 +101,15 @@ class GymnasiumSession(Session):
     """One episode in an environment of gymnasium, which scores it by the rewards of its steps."""
 
     def __init__(
-        self, env: gymnasium.Env[Any, Any], config: GymnasiumEnvironment, actions: Sequence[str], threads: CallThreads
+        self,
+        env: gymnasium.Env[Any, Any],
+        name: str,
+        config: GymnasiumEnvironment,
+        actions: Sequence[str],
+        threads: CallThreads,
     ) -> None:
         self._env = env
+        self._name = name
         self._config = config
         self._actions = actions
         self._threads = threads
@@ -141,7 +152,7 @@ class GymnasiumSession(Session):
         self._is_over = terminated or truncated
         key = self._config.success_key
         self._has_succeeded = bool(info.get(key)) if key else terminated and float(reward) > 0
-        return () if self._is_over else (Message(role="user", parts=(picture_of(self._env, self._config.id),)),)
+        return () if self._is_over else (Message(role="user", parts=(picture_of(self._env, self._name),)),)
 
 
 def action_in(text: str, actions: Sequence[str]) -> str | None:
@@ -154,47 +165,47 @@ def action_in(text: str, actions: Sequence[str]) -> str | None:
     return by_name[found.pop()] if len(found) == 1 else None
 
 
-def picture_of(env: gymnasium.Env[Any, Any], env_id: str) -> ImageRef:
+def picture_of(env: gymnasium.Env[Any, Any], name: str) -> ImageRef:
     """The picture of `render()`; DataError for anything but RGB values."""
     pixels_YXC = env.render()
     if not (isinstance(pixels_YXC, np.ndarray) and pixels_YXC.dtype == np.uint8 and pixels_YXC.shape[2:] == (3,)):
         shape = getattr(pixels_YXC, "shape", "")
         raise DataError(
-            f"environment.id={env_id}: render() returned {type(pixels_YXC).__name__} {shape}, which is not a picture; "
+            f"{name}: render() returned {type(pixels_YXC).__name__} {shape}, which is not a picture; "
             "return uint8 values of numpy in the shape [height, width, 3] (render_mode rgb_array)"
         )
     # copied: some environments draw the next state into the same memory
-    return ImageRef(source=pixels_YXC.copy(), where=f"render() of environment.id={env_id}")
+    return ImageRef(source=pixels_YXC.copy(), where=f"render() of {name}")
 
 
 def _how(actions: Sequence[str]) -> str:
     return f"Answer with one action, as <action>{actions[0]}</action>: {', '.join(actions)}."
 
 
-def _maker(config: GymnasiumEnvironment) -> Callable[[], gymnasium.Env[Any, Any]]:
+def _maker(config: GymnasiumEnvironment, section: str) -> Callable[[], gymnasium.Env[Any, Any]]:
     """A function that makes the environment: of the user's class in a file, or of gymnasium's registry."""
     kwargs: dict[str, Any] = dict(config.kwargs)
     if ".py:" not in config.id:
         # the checker warns about spaces of others, which a run cannot change
         return lambda: gymnasium.make(config.id, render_mode="rgb_array", disable_env_checker=True, **kwargs)
-    made = load_named(config.id, "environment.id")
+    made = load_named(config.id, f"{section}id")
     if not (isinstance(made, type) and issubclass(made, gymnasium.Env)):
-        raise ConfigError(f"environment.id={config.id} is not a class of gymnasium.Env; derive it from that")
+        raise ConfigError(f"{section}id={config.id} is not a class of gymnasium.Env; derive it from that")
     return lambda: made(**kwargs)
 
 
-def _actions(env: gymnasium.Env[Any, Any], config: GymnasiumEnvironment) -> tuple[str, ...]:
+def _actions(env: gymnasium.Env[Any, Any], config: GymnasiumEnvironment, section: str) -> tuple[str, ...]:
     """The names of the actions, in order; ConfigError where the action space is not one of so many."""
     space = env.action_space
     if not isinstance(space, Discrete):
         raise ConfigError(
-            f"environment.id={config.id} has the action space {space}, and only Discrete has actions with names; wrap "
+            f"{section}id={config.id} has the action space {space}, and only Discrete has actions with names; wrap "
             "it in an environment of discrete actions"
         )
     names = config.actions or tuple(map(str, range(int(space.start), int(space.start + space.n))))
     if len(names) != space.n:
         raise ConfigError(
-            f"environment.actions has {len(names)} names, but environment.id={config.id} has {space.n} actions; name "
+            f"{section}actions has {len(names)} names, but {section}id={config.id} has {space.n} actions; name "
             "each, in the order of their numbers"
         )
     return names

@@ -34,7 +34,7 @@ try:
     from websockets.exceptions import WebSocketException
 except ImportError as error:
     raise MissingExtraError(
-        f"environment.name=openenv needs the package websockets; {pip_install('openenv')}"
+        f"the environment openenv needs the package websockets; {pip_install('openenv')}"
     ) from error
 
 Observed: TypeAlias = Mapping[str, Any]
@@ -56,15 +56,19 @@ class OpenEnv(Environment):
     graders = (ScoredBySession("openenv"),)
     has_demonstrations = False
 
-    def __init__(self, config: OpenEnvEnvironment) -> None:
-        """Reset the environment once; ConfigError where no server answers, or a key is not in its observation."""
+    def __init__(self, config: OpenEnvEnvironment, section: str = "") -> None:
+        """Reset the environment once; ConfigError where no server answers, or a key is not in its observation.
+
+        `section` stands before the names of settings in errors.
+        """
         self._config = config
+        self._section = section
         self.max_turns = config.max_turns
         try:
             self._first(FIRST_SEED["train"])
         except NoScoreError as error:
             raise ConfigError(
-                f"environment.url={config.url} {error}; start the server, or correct the settings"
+                f"{section}url={config.url} {error}; start the server, or correct the settings"
             ) from error
 
     def tasks(self, split: Split) -> Sequence[Task]:
@@ -89,7 +93,7 @@ class OpenEnv(Environment):
                 raise NoScoreError(
                     f"at {self._config.url} resets seed {row} to another observation than before, so that the prompt "
                     "would show another state; use an environment that follows its seed, or leave the key that "
-                    "differs out of environment.text_keys and image_keys"
+                    f"differs out of {self._section}text_keys and image_keys"
                 )
         except BaseException:
             await server.close()
@@ -101,7 +105,7 @@ class OpenEnv(Environment):
         try:
             parts = self._first(seed)
         except NoScoreError as error:
-            raise DataError(f"{split}/{row}: environment.url={self._config.url} {error}; start it again") from error
+            raise DataError(f"{split}/{row}: {self._section}url={self._config.url} {error}; start it again") from error
         texts = [part for part in parts if isinstance(part, str)]
         images = tuple(part for part in parts if isinstance(part, ImageRef))
         question = "\n".join([*texts, self._config.prompt])
@@ -112,7 +116,7 @@ class OpenEnv(Environment):
         async def observed() -> Observed:
             server = await _Server.connected(self._config.url)
             try:
-                with warning_if_slow(f"environment.url={self._config.url} has not answered reset", RESET_SECONDS):
+                with warning_if_slow(f"{self._section}url={self._config.url} has not answered reset", RESET_SECONDS):
                     async with asyncio.timeout(RESET_SECONDS):
                         return await server.ask("reset", self._reset(seed))
             except TimeoutError:

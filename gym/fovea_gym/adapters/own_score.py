@@ -21,4 +21,4 @@ class ScoredBySession:
 
     async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
         """Raises NoScoreError: the score is known only to the session in which the episode was played."""
-        raise NoScoreError(f"cannot score it: environment.name={self._name} scores an episode while it is played")
+        raise NoScoreError(f"cannot score it: the environment {self._name} scores an episode while it is played")

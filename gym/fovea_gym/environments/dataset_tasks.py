@@ -59,6 +59,7 @@ class FileTasks(Environment):
     ) -> None:
         """`is_gradable` says whether the grader accepts a task's own answer; a row where it does not is a bad row."""
         self._settings = settings
+        self._section = access.section
         self._read_answer = read_answer
         self._is_gradable = is_gradable
         self._splits = FileSplits(settings, access, self._check)
@@ -77,8 +78,8 @@ class FileTasks(Environment):
         return task.answer
 
     def _check(self, rows: Rows, source: str) -> None:
-        check_question(self._settings, rows.columns, source)
-        check_pictures(self._settings, rows, source)
+        check_question(self._settings, rows.columns, source, self._section)
+        check_pictures(self._settings, rows, source, self._section)
 
     def _task(self, split: Split, rows: Rows, index: int, kind: str) -> Task:
         row, where = rows[index], rows.where(index)
@@ -89,8 +90,9 @@ class FileTasks(Environment):
         texts = self._question(row, key, where)
         check_prompt(texts, images, where)
         if self._settings.system_prompt is not None and texts[0][0] == "system":
-            problem = "the row has a system message, and environment.system_prompt is set too"
-            raise BadRowError(f"{where}: {problem}; unset environment.system_prompt", "prompt_role")
+            setting = f"{self._section}system_prompt"
+            problem = f"the row has a system message, and {setting} is set too"
+            raise BadRowError(f"{where}: {problem}; unset {setting}", "prompt_role")
         interleaved(self._framed(texts), images, where)
         answer = self._answer(row, key, where)
         asked = texts[-1][1]
@@ -113,7 +115,7 @@ class FileTasks(Environment):
                 raise
             names = self._settings.answer_names
             problem = f"no column is called {' or '.join(names)} (the columns are {listed(list(row))})"
-            fix = f"set environment.answer_key{nearest(names, list(row))}, or data.on_bad_row=skip"
+            fix = f"set {self._section}answer_key{nearest(names, list(row))}, or data.on_bad_row=skip"
             raise BadRowError(f"{where}: {problem}, so nothing can be right; {fix}", error.reason) from None
 
     def _answer_cell(self, row: Row, key: str, where: str) -> object:
@@ -131,17 +133,17 @@ class FileTasks(Environment):
         return [*system, *texts[:-1], (role, question)]
 
 
-def check_question(settings: FileEnvironment, columns: Sequence[str], source: str) -> None:
+def check_question(settings: FileEnvironment, columns: Sequence[str], source: str, section: str) -> None:
     """DataError where no setting names the column of the question, and the rows of `source` have no usual one."""
     if settings.prompt_key is None and not set(PROMPT_KEYS) & set(columns):
         others = [column for column in columns if column not in {*settings.answer_names, *settings.image_names}]
         raise DataError(
             f"{source}: no column is called {', '.join(PROMPT_KEYS)}, so where is the question? The columns are "
-            f"{listed(columns)}; set environment.prompt_key{nearest(PROMPT_KEYS, others)}"
+            f"{listed(columns)}; set {section}prompt_key{nearest(PROMPT_KEYS, others)}"
         )
 
 
-def check_pictures(settings: FileEnvironment, rows: Rows, source: str) -> None:
+def check_pictures(settings: FileEnvironment, rows: Rows, source: str, section: str) -> None:
     """DataError where the images of the rows of `source` are in a column that no setting names, and in no usual one."""
     names = settings.image_names
     if settings.names_images or set(names) & set(rows.columns) or not len(rows):
@@ -153,7 +155,7 @@ def check_pictures(settings: FileEnvironment, rows: Rows, source: str) -> None:
     if column is not None:
         raise DataError(
             f"{source}: no column is called {' or '.join(names)}, but {column} holds images; set "
-            f"environment.image_key={column}, or environment.image_keys=[] to ask without them"
+            f"{section}image_key={column}, or {section}image_keys=[] to ask without them"
         )
 
 
@@ -173,7 +175,9 @@ def _holds_image(cell: object) -> bool:
     return isinstance(cell, bytes) or (isinstance(cell, str) and _IMAGE_NAME.fullmatch(cell) is not None)
 
 
-def check_answer(settings: FileEnvironment, columns: Sequence[str], rows: Sequence[Row], source: str) -> None:
+def check_answer(
+    settings: FileEnvironment, columns: Sequence[str], rows: Sequence[Row], source: str, section: str
+) -> None:
     """DataError where no setting names the column of the answer, none is usual, and no reply ends one of the rows."""
     asked = [(row, prompt_key(row, settings)) for row in first_rows(rows)]
     has_reply = any(key is not None and ends_with_reply(row.get(key)) for row, key in asked)
@@ -181,7 +185,7 @@ def check_answer(settings: FileEnvironment, columns: Sequence[str], rows: Sequen
         others = [column for column in columns if column not in {*PROMPT_KEYS, *settings.image_names}]
         raise DataError(
             f"{source}: no column is called {' or '.join(settings.answer_names)}, so nothing can be right. The columns "
-            f"are {listed(columns)}; set environment.answer_key{nearest(settings.answer_names, others)}"
+            f"are {listed(columns)}; set {section}answer_key{nearest(settings.answer_names, others)}"
         )
 
 

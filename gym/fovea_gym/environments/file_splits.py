@@ -141,15 +141,17 @@ class FileSplits:
             return rows, range(len(rows))
         numbers, share = self._numbers[split], self._share(split)
         if share > 0 and not numbers:
+            section = self._access.section
             raise DataError(
-                f"environment.{split}_share={share:g}, but {self._why_none()}, so that none can be held out by image; "
-                f"set environment.{split}_files, or environment.{split}_share=0"
+                f"{section}{split}_share={share:g}, but {self._why_none()}, so that none can be held out by image; "
+                f"set {section}{split}_files, or {section}{split}_share=0"
             )
         return self._open("train"), numbers
 
     def _open(self, split: Split) -> Rows:
         if split not in self._opened:
-            setting, columns = f"environment.{split}_files", self._settings.named_columns
+            setting = f"{self._access.section}{split}_files"
+            columns = [(f"{self._access.section}{key}", column) for key, column in self._settings.named_columns]
             rows = open_rows(self._files[split] or (), columns=columns, setting=setting, access=self._access)
             self._check(rows, setting)
             self._opened[split] = rows

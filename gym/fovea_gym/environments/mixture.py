@@ -28,12 +28,14 @@ ALL = "all"
 class Mixture(Environment):
     """The environments of `parts`, by name; a split holds the rows of that split in all parts."""
 
-    def __init__(self, parts: Mapping[str, Part]) -> None:
+    def __init__(self, parts: Mapping[str, Part], section: str = "") -> None:
+        """`section` stands before the names of settings in errors."""
         self.parts = parts
+        self._section = section
         self.max_turns = max(part.environment.max_turns for part in parts.values())
         first, *others = [part.environment.answer_end for part in parts.values()]
         self.answer_end = first if all(end == first for end in others) else None
-        self.graders = (MixtureGrader(parts),)
+        self.graders = (MixtureGrader(parts, section),)
         # the smallest limit of open sessions holds for all
         limits = [part.environment.max_open for part in parts.values()]
         self.max_open = min((limit for limit in limits if limit is not None), default=None)
@@ -46,14 +48,14 @@ class Mixture(Environment):
             if access.make_part is not None:
                 parts[name] = access.make_part(name, part)
                 continue
-            with errors_of_part(name):
+            with errors_of_part(name, access.section):
                 parts[name] = part.make(access, seed)
-        return Mixture(parts)
+        return Mixture(parts, access.section)
 
     def tasks(self, split: Split) -> Sequence[Task]:
         tasks: dict[str, Sequence[Task]] = {}
         for name, part in self.parts.items():
-            with errors_of_part(name):
+            with errors_of_part(name, self._section):
                 tasks[name] = part.environment.tasks(split)
         return MixedTasks(tasks, self.parts)
 
@@ -87,7 +89,8 @@ class Mixture(Environment):
 
     def changed(self, change: Callable[[str, Part], Environment]) -> Mixture:
         """The mixture with each part's environment as `change` makes it of the part's name and the part."""
-        return Mixture({name: replace(part, environment=change(name, part)) for name, part in self.parts.items()})
+        changed = {name: replace(part, environment=change(name, part)) for name, part in self.parts.items()}
+        return Mixture(changed, self._section)
 
     async def open(self, task: Task, seed: int) -> Session:
         part, own = part_and_task(task, self.parts)
@@ -148,12 +151,13 @@ def with_shares(weights: Mapping[str, float], tasks: Sequence[Task]) -> Mapping[
 class MixtureGrader:
     """The graders of all parts; a part of several stages is scored by its last."""
 
-    def __init__(self, parts: Mapping[str, Part]) -> None:
+    def __init__(self, parts: Mapping[str, Part], section: str) -> None:
         self._parts = parts
+        self._section = section
 
     async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
         part, own = part_and_task(task, self._parts)
-        with errors_of_part(task.id.partition("/")[0]):
+        with errors_of_part(task.id.partition("/")[0], self._section):
             (score,) = await part.grading.scores(own, [turns])
         return score
 
@@ -165,13 +169,13 @@ def part_and_task(task: Task, parts: Mapping[str, Part]) -> tuple[Part, Task]:
 
 
 @contextmanager
-def errors_of_part(name: str) -> Iterator[None]:
+def errors_of_part(name: str, section: str) -> Iterator[None]:
     """Errors about settings, files and rows of a part say which part; they name them as a run of it only has them."""
     try:
         yield
     except (ConfigError, DataError) as error:
         kind = ConfigError if isinstance(error, ConfigError) else DataError
-        raise kind(f"environment.parts.{name}: {error}") from error
+        raise kind(f"{section}parts.{name}: {error}") from error
 
 
 def _kind(name: str, kind: str) -> str:

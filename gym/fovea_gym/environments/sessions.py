@@ -34,7 +34,6 @@ from fovea_gym.tools.base import Tool
 from fovea_gym.types import Message, Score, Task, Turn
 
 LOG = logging.getLogger(__name__)
-SETTINGS = "environment.session."
 Result = TypeVar("Result")
 
 
@@ -68,14 +67,26 @@ class WaitingReplies(Session):
 
 
 class LimitedSessions(Environment):
-    """An environment with sessions, whose calls have the limits of `environment.session`."""
+    """An environment with sessions, whose calls have the limits of its settings `session`."""
 
-    def __init__(self, environment: Environment, limits: SessionLimits, name: str, *, asks_score: bool = True) -> None:
-        """`name` is what messages call the environment; without `asks_score` graders score its episodes."""
+    def __init__(
+        self,
+        environment: Environment,
+        limits: SessionLimits,
+        name: str,
+        *,
+        settings: str = "session.",
+        asks_score: bool = True,
+    ) -> None:
+        """`name` is what messages call the environment; `settings` stands before the names of its limits there.
+
+        Without `asks_score` graders score its episodes.
+        """
         self.asks_score = asks_score
         self.inside = environment
         """The environment without limits."""
         self._limits = limits
+        self._settings = settings
         self._name = name
         self.max_turns = environment.max_turns
         self.answer_end = environment.answer_end
@@ -83,7 +94,7 @@ class LimitedSessions(Environment):
         self.max_open = limits.max_concurrent
         of_calls = CallLimits(
             name=name,
-            settings=SETTINGS,
+            settings=settings,
             time_limit="deadline_seconds",
             calls_at_once=limits.max_concurrent,
             timeout_seconds=limits.deadline_seconds,
@@ -95,7 +106,7 @@ class LimitedSessions(Environment):
 
     def without_scores(self) -> LimitedSessions:
         """The same environment, whose episodes graders score."""
-        return LimitedSessions(self.inside, self._limits, self._name, asks_score=False)
+        return LimitedSessions(self.inside, self._limits, self._name, settings=self._settings, asks_score=False)
 
     def tasks(self, split: Split) -> Sequence[Task]:
         return self.inside.tasks(split)
@@ -121,7 +132,9 @@ class LimitedSessions(Environment):
 
     async def open(self, task: Task, seed: int) -> LimitedSession:
         """FailedEpisodeError or, with `on_failure=stop`, SessionError where the session fails."""
-        session = LimitedSession(self._calls, self._limits, f"{task.id}: {self._name}", asks_score=self.asks_score)
+        session = LimitedSession(
+            self._calls, self._limits, f"{task.id}: {self._name}", self._settings, asks_score=self.asks_score
+        )
         try:
             await session.begin(partial(self.inside.open, task, seed))
         except BaseException:
@@ -133,10 +146,13 @@ class LimitedSessions(Environment):
 class LimitedSession(Session):
     """A session of which every call has a deadline, and whose failures are those that the settings tolerate."""
 
-    def __init__(self, calls: LimitedCalls, limits: SessionLimits, name: str, *, asks_score: bool) -> None:
+    def __init__(
+        self, calls: LimitedCalls, limits: SessionLimits, name: str, settings: str, *, asks_score: bool
+    ) -> None:
         self._asks_score = asks_score
         self._calls = calls
         self._limits = limits
+        self._settings = settings
         self._name = name
         self._task = SessionTask(calls.loop)
         self._opened: Session | None = None
@@ -179,7 +195,7 @@ class LimitedSession(Session):
         """The error of an episode that failed, as the settings want it."""
         limits = self._limits
         if limits.on_failure == "stop":
-            return SessionError(f"{text}; fix it, or set {SETTINGS}on_failure=drop to leave such episodes out")
+            return SessionError(f"{text}; fix it, or set {self._settings}on_failure=drop to leave such episodes out")
         return FailedEpisodeError(text, reason, limits.failure_reward if limits.on_failure == "reward" else None)
 
     async def _closes(self) -> None:

@@ -62,6 +62,8 @@ class RowAccess:
     cache_dir: Path = Path("~/.cache/fovea")
     image_root: str | None = None
     url_limits: UrlLimits = field(default_factory=UrlLimits)
+    section: str = ""
+    """The words before the names of an environment's settings in errors: `environment.` where a recipe has them."""
     cache: GroupCache = field(default_factory=GroupCache)
     """Decoded row groups, shared by all Parquet files so that its bound holds for the run."""
 

@@ -93,13 +93,13 @@ def open_rows(
     sources: Sequence[Source],
     *,
     columns: Sequence[tuple[str, str]] = (),
-    setting: str = "environment.train_files",
+    setting: str = "sources",
     access: RowAccess | None = None,
 ) -> Rows:
     """Open the rows of all sources: names, paths, or rows in memory (`readers.frame`).
 
     `setting` is the setting that named the sources. `columns` are those that must exist, each with the setting that
-    asks for it, so that an error can name it: `[("environment.prompt_key", "problem")]`. Raises DataError for a source
+    asks for it, so that an error can name it: `[("prompt_key", "problem")]`. Raises DataError for a source
     that cannot be read, lacks a column, or has no rows.
     """
     if not sources:

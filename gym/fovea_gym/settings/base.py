@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from pydantic.fields import FieldInfo
 from fovea_gym.errors import ConfigError
 from fovea_gym.utils import entry_points
 from fovea_gym.utils.addresses import http_parts
+from fovea_gym.utils.installing import GYM
 
 T = TypeVar("T")
 Tree: TypeAlias = dict[str, Any]
@@ -73,6 +75,7 @@ MayChange: TypeAlias = Annotated[T, _MayChange()]
 """A setting, or a section of them, that a resumed run may have other than it began with: it says where and in what
 pieces things are computed or written down, or it paces the optimizer, the remedy for a run that diverges."""
 
+_OWN_NAME = re.compile(r"(?<![^\s(])\.(?=[a-z])")
 _DEEPEST = 50
 """Mappings and lists within each other; settings of Fovea's own have four."""
 NAME = "name"
@@ -104,7 +107,7 @@ class Section(BaseModel):
         return {key: _named(cls.field_of(key), value) for key, value in long_forms(cls, given).items()}
 
     def contradictions(self) -> Iterator[str]:
-        """Yield an error text for each group of settings that do not go together."""
+        """Yield an error text for each group of settings that do not go together; `.level` is the section's own."""
         yield from ()
 
     @model_validator(mode="after")
@@ -247,13 +250,17 @@ def variant_of(field: FieldInfo, name: object) -> type[Section] | None:
 
 def names_of(field: FieldInfo) -> list[str]:
     """All names of a union, also in packages that have not been imported."""
-    return list(dict.fromkeys([*_names(_ours(field.annotation)), *packages_of(field)]))
+    union = _open_union(field)
+    registered = () if union is None else entry_points.registered(union.group)
+    return list(dict.fromkeys([*_names(_ours(field.annotation)), *registered]))
 
 
 def packages_of(field: FieldInfo) -> list[str]:
-    """The names of a union's sections in other packages, which are not imported."""
+    """The names of a union's sections in packages that do not come with Fovea; none is imported."""
     union = _open_union(field)
-    return [] if union is None else list(entry_points.registered(union.group))
+    points = {} if union is None else entry_points.registered(union.group)
+    # the examples are registered as environments of other packages are
+    return [name for name, (point, *_) in points.items() if entry_points.package_of(point) != GYM]
 
 
 def default_name(field: FieldInfo) -> str | None:
@@ -313,7 +320,20 @@ def check_depth(value: object, where: str, depth: int = 0) -> None:
         check_depth(each, where, depth + 1)
 
 
+class ContradictionError(ValueError):
+    """Settings of a section that do not go together; its text names them as the section does."""
+
+    def __init__(self, text: str) -> None:
+        """`text` has names of the section as `.level`, at its beginning or after a blank or a bracket."""
+        self._text = text
+        super().__init__(self.below(""))
+
+    def below(self, key: str) -> str:
+        """The text with the names of settings in full, where the section is at this key."""
+        return _OWN_NAME.sub(f"{key}." if key else "", self._text)
+
+
 def refuse(complaints: Iterable[str]) -> None:
-    """ValueError with all complaints, if there are any."""
+    """ContradictionError with all complaints, if there are any."""
     if found := list(complaints):
-        raise ValueError("; also: ".join(found))
+        raise ContradictionError("; also: ".join(found))

@@ -20,7 +20,6 @@ from fovea_gym.settings.base import (
     Section,
     Tree,
 )
-from fovea_gym.settings.games import FrozenLakeEnvironment, PagesEnvironment, SokobanEnvironment
 from fovea_gym.settings.grounding import GroundingEnvironment, GroundingShapesEnvironment
 from fovea_gym.settings.splits import DrawnRows, EnvironmentSettings, FileEnvironment, SessionLimits, SplitFiles
 
@@ -65,8 +64,8 @@ class GeoSpotEnvironment(SplitFiles):
 
     @property
     def named_columns(self) -> list[tuple[str, str]]:
-        named = [(f"environment.{key}", getattr(self, key)) for key in ("image_key", "level_key")]
-        named += [(f"environment.columns.{key}", column) for key, column in self.columns.items()]
+        named = [(key, getattr(self, key)) for key in ("image_key", "level_key")]
+        named += [(f"columns.{key}", column) for key, column in self.columns.items()]
         return [(setting, column) for setting, column in named if column is not None]
 
     @property
@@ -83,10 +82,10 @@ class GeoSpotEnvironment(SplitFiles):
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
         if self.weights["country"] == 0:
-            yield "environment.weights.country=0, but the first stages ask for nothing else; set it above 0"
+            yield ".weights.country=0, but the first stages ask for nothing else; set it above 0"
         if any(later >= earlier for earlier, later in pairwise(self.tolerances_km)):
             yield (
-                f"environment.tolerances_km={list(self.tolerances_km)}, but each stage must be stricter than the one "
+                f".tolerances_km={list(self.tolerances_km)}, but each stage must be stricter than the one "
                 "before it; write falling numbers, such as [500, 200, 100, 50, 25]"
             )
 
@@ -121,13 +120,10 @@ class ShapesEnvironment(DrawnRows):
 
     def contradictions(self) -> Iterator[str]:
         if len(set(self.levels)) < len(self.levels):
-            yield (
-                f"environment.level={list(self.levels)} names a level twice, but a mix has equal parts of each; name "
-                "each once"
-            )
+            yield (f".level={list(self.levels)} names a level twice, but a mix has equal parts of each; name each once")
         if self.comparison_share + self.text_share > 1:
             yield (
-                f"environment.comparison_share={self.comparison_share:g} and environment.text_share="
+                f".comparison_share={self.comparison_share:g} and .text_share="
                 f"{self.text_share:g} are more than all rows together; lower one of them"
             )
 
@@ -140,17 +136,6 @@ class ShapesEnvironment(DrawnRows):
         from fovea_gym.environments.shapes.environment import Shapes
 
         return Shapes(self, seed)
-
-
-class ShapesZoomEnvironment(ShapesEnvironment):
-    """Rendered scenes of which the model may see a quarter enlarged, in a second turn, before it answers."""
-
-    name: Literal["shapes_zoom"] = "shapes_zoom"  # type: ignore[assignment]
-
-    def make(self, access: Access, seed: int) -> Environment:
-        from fovea_gym.environments.shapes.environment import ShapesZoom
-
-        return ShapesZoom(self, seed)
 
 
 class SmallShapesEnvironment(DrawnRows):
@@ -192,17 +177,17 @@ class Geo3kEnvironment(FileEnvironment):
         low, high = self.binary_rewards
         if self.format_weight:
             yield (
-                f"environment.format_weight={self.format_weight:g} shares the reward, but environment.reward_max_val "
+                f".format_weight={self.format_weight:g} shares the reward, but .reward_max_val "
                 "and reward_min_val make it binary; unset either"
             )
         if self.think_tags:
             yield (
-                "environment.think_tags=true is about the form, which the binary reward of environment.reward_max_val "
+                ".think_tags=true is about the form, which the binary reward of .reward_max_val "
                 "and reward_min_val leaves out; unset either"
             )
         if not low < high:
             yield (
-                f"environment.reward_min_val={low:g} is not below reward_max_val={high:g}, so that a right answer "
+                f".reward_min_val={low:g} is not below reward_max_val={high:g}, so that a right answer "
                 "would not be worth more; lower reward_min_val"
             )
 
@@ -236,7 +221,7 @@ class VqaEnvironment(FileEnvironment):
         yield from super().contradictions()
         if self.answers_key is not None and self.choices_key is not None:
             yield (
-                f"environment.answers_key={self.answers_key} asks for soft accuracy, which environment.choices_key="
+                f".answers_key={self.answers_key} asks for soft accuracy, which .choices_key="
                 f"{self.choices_key} has no use for; unset either"
             )
 
@@ -269,14 +254,16 @@ class CaptionEnvironment(FileEnvironment):
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
         if not self.metric_weights:
-            yield "environment.metric_weights is empty, so that there is no reward; write {cider: 1}"
+            yield ".metric_weights is empty, so that there is no reward; write {cider: 1}"
 
     def make(self, access: Access, seed: int) -> Environment:
         from fovea_gym.environments.caption import Caption
 
         for name, offered in (("judge", access.judge), ("reward_model", access.reward_model)):
             if name in self.metric_weights and offered is None:
-                raise ConfigError(f"environment.metric_weights has {name}, and there is none; set the section {name}")
+                raise ConfigError(
+                    f"{access.section}metric_weights has {name}, and there is none; set the section {name}"
+                )
         judge = access.judge if "judge" in self.metric_weights else None
         load = access.reward_model if "reward_model" in self.metric_weights else None
         model = None if load is None else load()
@@ -298,7 +285,7 @@ class OwnEnvironment(EnvironmentSettings):
     def make(self, access: Access, seed: int) -> object:
         from fovea_gym.environments.custom.loading import load_environment
 
-        return load_environment(self)
+        return load_environment(self, access.section)
 
 
 class SeedRows(EnvironmentSettings):
@@ -332,14 +319,14 @@ class GymnasiumEnvironment(SeedRows):
     def contradictions(self) -> Iterator[str]:
         if len({action.casefold() for action in self.actions}) < len(self.actions):
             yield (
-                f"environment.actions={list(self.actions)} names an action twice, in any case of letters; give every "
+                f".actions={list(self.actions)} names an action twice, in any case of letters; give every "
                 "action a separate name"
             )
 
     def make(self, access: Access, seed: int) -> Environment:
         from fovea_gym.adapters.gymnasium import Gymnasium
 
-        return Gymnasium(self)
+        return Gymnasium(self, access.section)
 
 
 class OpenEnvEnvironment(SeedRows):
@@ -360,14 +347,14 @@ class OpenEnvEnvironment(SeedRows):
     def contradictions(self) -> Iterator[str]:
         if not (self.image_keys or self.text_keys):
             yield (
-                "environment.image_keys and environment.text_keys are empty, so that the model would see nothing; name "
+                ".image_keys and .text_keys are empty, so that the model would see nothing; name "
                 "fields of the observation"
             )
 
     def make(self, access: Access, seed: int) -> Environment:
         from fovea_gym.adapters.openenv import OpenEnv
 
-        return OpenEnv(self)
+        return OpenEnv(self, access.section)
 
 
 class NemoGymEnvironment(SplitFiles):
@@ -387,11 +374,7 @@ class NemoGymEnvironment(SplitFiles):
 
 PartEnvironment: TypeAlias = Annotated[
     ShapesEnvironment
-    | ShapesZoomEnvironment
     | SmallShapesEnvironment
-    | FrozenLakeEnvironment
-    | SokobanEnvironment
-    | PagesEnvironment
     | GroundingShapesEnvironment
     | Geo3kEnvironment
     | VqaEnvironment
@@ -443,16 +426,6 @@ class MixtureParts(Section):
     def by_name(self) -> Mapping[str, MixturePart]:
         return self.__pydantic_extra__
 
-    def contradictions(self) -> Iterator[str]:
-        if not self.by_name:
-            yield "environment.parts is empty, so that there are no rows; name a part or more"
-        for name in self.by_name:
-            if not name or set(name) & {".", "/"}:
-                yield (
-                    f"environment.parts: {name!r} does not fit in the names of settings and of question types; give "
-                    "the part a name without . and /"
-                )
-
 
 class MixtureEnvironment(EnvironmentSettings):
     """Several data sets in one run, each with its own environment and share (docs/data.md)."""
@@ -462,10 +435,18 @@ class MixtureEnvironment(EnvironmentSettings):
     """The data sets, by name."""
 
     def contradictions(self) -> Iterator[str]:
+        if not self.parts.by_name:
+            yield ".parts is empty, so that there are no rows; name a part or more"
+        for name in self.parts.by_name:
+            if not name or set(name) & {".", "/"}:
+                yield (
+                    f".parts: {name!r} does not fit in the names of settings and of question types; give the part a "
+                    "name without . and /"
+                )
         if self.session != SessionLimits():
             yield (
-                "environment.session is set, but the episodes of a mixture are those of its parts; set "
-                "environment.parts.NAME.environment.session"
+                ".session is set, but the episodes of a mixture are those of its parts; set "
+                ".parts.NAME.environment.session"
             )
 
     def make(self, access: Access, seed: int) -> Environment:

@@ -110,24 +110,18 @@ class GroundingEnvironment(FileEnvironment):
     @property
     def named_columns(self) -> list[tuple[str, str]]:
         keys = {"action_key": self.action_key, "text_key": self.text_key}
-        return super().named_columns + [(f"environment.{key}", name) for key, name in keys.items() if name is not None]
+        return super().named_columns + [(key, name) for key, name in keys.items() if name is not None]
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
         yield from _unfit_reward(self.reward_kind, self.asked)
         if self.min_iou > 0 and self.rewarded != "iou":
-            yield (
-                f"environment.min_iou={self.min_iou:g} is a setting of reward_kind=iou, and this is {self.rewarded}; "
-                "drop it"
-            )
+            yield (f".min_iou={self.min_iou:g} is a setting of reward_kind=iou, and this is {self.rewarded}; drop it")
         settings = self.with_layout
         if settings.text_key is not None and settings.action_key is None:
-            yield f"environment.text_key={self.text_key} is read with an action; set environment.action_key"
+            yield f".text_key={self.text_key} is read with an action; set .action_key"
         if settings.action_key is not None and self.asked != "point":
-            yield (
-                f"environment.ask={self.asked}, but an action (environment.action_key) has one point; set "
-                "environment.ask=point"
-            )
+            yield (f".ask={self.asked}, but an action (.action_key) has one point; set .ask=point")
 
     def make(self, access: Access, seed: int) -> Environment:
         from fovea_gym.environments.grounding.environment import Grounding
@@ -165,7 +159,4 @@ class GroundingShapesEnvironment(DrawnRows):
 
 def _unfit_reward(kind: RewardKind | None, ask: Ask) -> Iterator[str]:
     if kind is not None and kind not in REWARD_KINDS[ask]:
-        yield (
-            f"environment.reward_kind={kind} does not grade the answers of environment.ask={ask}; choose "
-            f"{' or '.join(REWARD_KINDS[ask])}"
-        )
+        yield (f".reward_kind={kind} does not grade the answers of .ask={ask}; choose {' or '.join(REWARD_KINDS[ask])}")

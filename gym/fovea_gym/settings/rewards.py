@@ -59,7 +59,7 @@ class Judge(Section):
 
     def contradictions(self) -> Iterator[str]:
         if self.prompt is not None and "{answer}" not in self.prompt:
-            yield "judge.prompt has no {answer}, so that there is nothing to judge; put it in"
+            yield ".prompt has no {answer}, so that there is nothing to judge; put it in"
 
 
 class RewardModel(Section):

@@ -90,13 +90,11 @@ class SplitFiles(EnvironmentSettings):
 
     def contradictions(self) -> Iterator[str]:
         if self.test_files is None and self.test_share == 0:
-            yield (
-                "environment.test_files: must be set, or environment.test_share=0.1 for a share of the training rows"
-            )
+            yield (".test_files: must be set, or .test_share=0.1 for a share of the training rows")
         if self.test_files is not None and self.test_share > 0:
             yield (
-                f"environment.test_share={self.test_share:g} holds training rows out for test, but "
-                "environment.test_files names others; set either"
+                f".test_share={self.test_share:g} holds training rows out for test, but "
+                ".test_files names others; set either"
             )
 
     @property
@@ -171,7 +169,7 @@ class FileEnvironment(SplitFiles):
         keys = ("prompt_key", "answer_key", "kind_key", "level_key", "image_key")
         named = [(key, getattr(self, key)) for key in keys]
         named += [("image_keys", key) for key in self.image_keys or ()]
-        return [(f"environment.{key}", column) for key, column in named if column is not None]
+        return [(key, column) for key, column in named if column is not None]
 
     @property
     def names_images(self) -> bool:
@@ -181,11 +179,11 @@ class FileEnvironment(SplitFiles):
         yield from super().contradictions()
         if self.image_key is not None and self.image_keys is not None:
             yield (
-                f"environment.image_key={self.image_key} and environment.image_keys={list(self.image_keys)} are both "
-                "set; name all columns in environment.image_keys, and set environment.image_key=null"
+                f".image_key={self.image_key} and .image_keys={list(self.image_keys)} are both "
+                "set; name all columns in .image_keys, and set .image_key=null"
             )
         if self.prompt_template is not None and self.prompt_template.count("{prompt}") != 1:
             yield (
-                f"environment.prompt_template={self.prompt_template!r} does not hold {{prompt}} once, so that the "
+                f".prompt_template={self.prompt_template!r} does not hold {{prompt}} once, so that the "
                 "question has no place in it; write {prompt} where it belongs"
             )

@@ -56,7 +56,6 @@ FOLDER = "/program"
 Way = Literal["bubblewrap", "namespaces", "user", "unconfined"]
 WAYS: tuple[Way, ...] = ("bubblewrap", "namespaces", "user")
 """The ways that confine, in the order in which they are tried."""
-SETTING = "environment.allow_unconfined_python"
 
 _CREATING = "open 2 - openat 257 56 creat 85 - mkdir 83 - mkdirat 258 34 mknod 133 - mknodat 259 33 symlink 88 - " + (
     "symlinkat 266 36 link 86 - linkat 265 37"
@@ -343,7 +342,7 @@ def _trial(confinement: Confinement) -> str | None:
 
 @functools.cache
 def confinement_here(
-    ways: tuple[Way, ...] = WAYS, *, python: str | None = None, allow_unconfined: bool = False
+    ways: tuple[Way, ...] = WAYS, *, python: str | None = None, allow_unconfined: bool = False, section: str = ""
 ) -> Confinement:
     """The first of the ways whose trial holds on this machine, tried once per process; ConfigError if none holds."""
     python = python or base_python()
@@ -363,7 +362,7 @@ def confinement_here(
     if allow_unconfined:
         return Confinement(way="unconfined", installation=_installation(python))
     raise ConfigError(
-        "environment.tools names python, but nothing here confines the programs of a model "
+        f"{section}tools names python, but nothing here confines the programs of a model "
         f"({'; '.join(reasons) or 'that needs Linux'}); install bubblewrap, allow user namespaces, leave python out, "
-        f"or set {SETTING}=true if a program may read, change and delete all that you may"
+        f"or set {section}allow_unconfined_python=true if a program may read, change and delete all that you may"
     )

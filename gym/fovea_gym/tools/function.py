@@ -51,15 +51,15 @@ class FunctionTool:
 
 
 def function_tool(function: object, shown: str) -> FunctionTool:
-    """A function as a tool; ConfigError, which names it as `shown`, for one that cannot be described to the model."""
+    """A function as a tool; ConfigError, which begins with `shown`, for one that cannot be described to the model."""
     if not callable(function):
-        raise ConfigError(f"environment.tools: {shown} is of type {type(function).__name__}; name a function or a tool")
+        raise ConfigError(f"{shown} is of type {type(function).__name__}; name a function or a tool")
     name = getattr(function, "__name__", type(function).__name__)
     if not name.isidentifier():
-        raise ConfigError(f"environment.tools: {shown} has no name ({name}); write it as def NAME(...)")
+        raise ConfigError(f"{shown} has no name ({name}); write it as def NAME(...)")
     if not inspect.getdoc(function):
         raise ConfigError(
-            f"environment.tools: {shown} has no docstring, by which the model learns of it; say in it what it does, "
+            f"{shown} has no docstring, by which the model learns of it; say in it what it does, "
             "and below `Args:` what each argument is"
         )
     hints, parameters = _parameters(function, shown)
@@ -81,14 +81,12 @@ def _parameters(function: Callable[..., Any], shown: str) -> tuple[dict[str, Any
     try:
         hints = get_type_hints(typed)
     except (NameError, TypeError) as error:
-        raise ConfigError(
-            f"environment.tools: {shown} has a type that cannot be read ({first_line(error)}); fix it"
-        ) from error
+        raise ConfigError(f"{shown} has a type that cannot be read ({first_line(error)}); fix it") from error
     for name, parameter in parameters.items():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise ConfigError(f"environment.tools: {shown} takes {parameter}; give every argument a separate name")
+            raise ConfigError(f"{shown} takes {parameter}; give every argument a separate name")
         if name not in hints:
-            raise ConfigError(f"environment.tools: {shown} has no type for {name}; annotate it, such as {name}: float")
+            raise ConfigError(f"{shown} has no type for {name}; annotate it, such as {name}: float")
     return hints, parameters
 
 
@@ -106,6 +104,6 @@ def _schema(
         return function_schema(inspect.getdoc(function) or "", hints, parameters)
     except ValueError as error:
         raise ConfigError(
-            f"environment.tools: {shown} cannot be described to the model ({first_line(error)}); use str, int, float, "
+            f"{shown} cannot be described to the model ({first_line(error)}); use str, int, float, "
             "bool, list, dict, Literal or PIL.Image.Image as types, and describe every argument below `Args:`"
         ) from error

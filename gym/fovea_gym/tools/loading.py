@@ -1,4 +1,4 @@
-"""The tools that `environment.tools` names: built-in ones, and functions in files and modules of the user's."""
+"""The tools that the setting `tools` names: built-in ones, and functions in files and modules of the user's."""
 
 from __future__ import annotations
 
@@ -17,41 +17,48 @@ from fovea_gym.tools.picture_tools import PICTURE_TOOLS
 from fovea_gym.tools.python import PythonTool
 
 PYTHON = "python"
-SETTING = "environment.tools"
 BUILT_IN: Mapping[str, Tool] = {tool.name: tool for tool in PICTURE_TOOLS} | {Calculator.spec.name: Calculator()}
 """Built-in tools, without Python, which needs a consent."""
 
 
 def load_tools(
-    names: Sequence[str], *, allow_python: bool, allow_unconfined: bool = False, given: Sequence[object] = ()
+    names: Sequence[str],
+    *,
+    allow_python: bool,
+    allow_unconfined: bool = False,
+    given: Sequence[object] = (),
+    section: str = "",
 ) -> tuple[Tool, ...]:
-    """The named tools, or the `given` objects of these names; ConfigError for a wrong one, or one named twice."""
-    python = (lambda: PythonTool.checked(allow_unconfined=allow_unconfined)) if allow_python else None
-    objects = given or [_named(name, python) for name in names]
-    tools = tuple(_tool(each, name) for each, name in zip(objects, names, strict=True))
+    """The named tools, or the `given` objects of these names; ConfigError for a wrong one, or one named twice.
+
+    `section` stands before the names of the settings in errors.
+    """
+    python = (lambda: PythonTool.checked(allow_unconfined=allow_unconfined, section=section)) if allow_python else None
+    objects = given or [_named(name, section, python) for name in names]
+    tools = tuple(_tool(each, name, section) for each, name in zip(objects, names, strict=True))
     found = dict[str, str]()
     for tool, shown in zip(tools, names, strict=True):
         if (name := tool.spec.name) in found:
-            raise ConfigError(f"{SETTING}: {found[name]} and {shown} are both called {name}; rename one")
+            raise ConfigError(f"{section}tools: {found[name]} and {shown} are both called {name}; rename one")
         found[name] = shown
     return tools
 
 
-def _tool(named: Any, shown: str) -> Tool:
+def _tool(named: Any, shown: str, section: str) -> Tool:
     if isinstance(named, str):
-        named = _named(named)
+        named = _named(named, section)
     if hasattr(named, "spec") and callable(getattr(named, "call", None)) and not isinstance(named, type):
         tool: Tool = named
         return tool
-    return function_tool(named, shown)
+    return function_tool(named, f"{section}tools: {shown}")
 
 
-def _named(name: str, make_python: Callable[[], Tool] | None = None) -> object:
+def _named(name: str, section: str, make_python: Callable[[], Tool] | None = None) -> object:
     if name == PYTHON:
         if make_python is None:
             raise ConfigError(
-                f"{SETTING} names python, which runs programs that the model writes, each confined to an "
-                "empty folder; set environment.allow_python=true if you want that"
+                f"{section}tools names python, which runs programs that the model writes, each confined to an "
+                f"empty folder; set {section}allow_python=true if you want that"
             )
         return make_python()
     if name in BUILT_IN:
@@ -60,10 +67,12 @@ def _named(name: str, make_python: Callable[[], Tool] | None = None) -> object:
     if not colon:
         near = get_close_matches(name, [*BUILT_IN, PYTHON], n=1)
         meant = f"did you mean {near[0]}?" if near else f"name one of {', '.join([*BUILT_IN, PYTHON])},"
-        raise ConfigError(f"{SETTING}: no built-in tool is called {name}; {meant} or path/to/file.py:function")
+        raise ConfigError(f"{section}tools: no built-in tool is called {name}; {meant} or path/to/file.py:function")
     if module.endswith(".py") or "/" in module or name.startswith(FROM_PYTHON):
-        return load_named(name, SETTING)
+        return load_named(name, f"{section}tools")
     found, error = result_or_error(lambda: resolve_name(name))
     if error is not None:
-        raise ConfigError(f"{SETTING}={name} cannot be imported: it {describe_error(error)}; fix the name") from error
+        raise ConfigError(
+            f"{section}tools={name} cannot be imported: it {describe_error(error)}; fix the name"
+        ) from error
     return found

@@ -37,9 +37,13 @@ class PythonTool:
         self.confinement = confinement
 
     @staticmethod
-    def checked(ways: Sequence[Way] = WAYS, *, python: str | None = None, allow_unconfined: bool = False) -> PythonTool:
+    def checked(
+        ways: Sequence[Way] = WAYS, *, python: str | None = None, allow_unconfined: bool = False, section: str = ""
+    ) -> PythonTool:
         """The tool, confined by the first of these ways that holds here; ConfigError if none does."""
-        return PythonTool(confinement_here(tuple(ways), python=python, allow_unconfined=allow_unconfined))
+        return PythonTool(
+            confinement_here(tuple(ways), python=python, allow_unconfined=allow_unconfined, section=section)
+        )
 
     async def call(self, arguments: Mapping[str, object], _pictures: Sequence[Picture]) -> Sequence[str | ImageRef]:
         code = str(arguments["code"])

@@ -156,7 +156,7 @@ def test_failures_are_named(url: str) -> None:
 
 
 def test_a_server_that_is_down_is_one_line() -> None:
-    with pytest.raises(ConfigError, match=r"^environment.url=http://127.0.0.1:9 cannot be reached at ws://") as caught:
+    with pytest.raises(ConfigError, match=r"^url=http://127.0.0.1:9 cannot be reached at ws://") as caught:
         corridor("http://127.0.0.1:9")
     assert "\n" not in str(caught.value)
 
@@ -182,7 +182,7 @@ def test_a_server_that_never_answers_is_named_and_ends_the_wait(
         with pytest.raises(ConfigError, match=r"gave no answer to reset within 0.5 seconds; start the server"):
             corridor(f"http://127.0.0.1:{started.result(10)}")
         (said,) = [record.getMessage() for record in caplog.records if record.name.startswith("fovea")]
-        assert re.match(r"environment.url=http://127.0.0.1:\d+ has not answered reset for 0.1 seconds; waiting", said)
+        assert re.match(r"url=http://127.0.0.1:\d+ has not answered reset for 0.1 seconds; waiting", said)
     finally:
         end.set_result(None)
         thread.join()

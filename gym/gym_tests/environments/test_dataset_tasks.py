@@ -169,7 +169,7 @@ def test_bad_rows_say_what_is_wrong(cells: dict[str, object], reason: str, probl
 
 
 def test_a_file_without_a_question_says_which_columns_it_has() -> None:
-    with pytest.raises(DataError, match=r"so where is the question\? The columns are text, label; set environment"):
+    with pytest.raises(DataError, match=r"so where is the question\? The columns are text, label; set prompt_key"):
         tasks_of([{"text": "?", "label": "1"}]).tasks("train")
 
 

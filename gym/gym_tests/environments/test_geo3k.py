@@ -91,7 +91,7 @@ def test_verl_layout(tmp_path: Path) -> None:
     ]
     assert task.answer == r"\frac{1}{2}"
     assert task.row["reward_model"] == verl["reward_model"]
-    with pytest.raises(DataError, match=r"row 0: the row has a system message, .* unset environment.system_prompt"):
+    with pytest.raises(DataError, match=r"row 0: the row has a system message, .* unset system_prompt"):
         geo3k(tmp_path, [verl], system_prompt="Be brief.", **VERL).tasks("test")[0]
 
 
@@ -198,10 +198,10 @@ def test_a_grade_says_why() -> None:
 @table(
     ("settings", "message"),
     [
-        ({"prompt_key": "question"}, "environment.prompt_key: test.parquet has no column 'question'; its columns"),
-        ({"answer_key": "answers"}, "set environment.answer_key=answer"),
-        ({"image_keys": ("image",)}, "set environment.image_keys=images"),
-        ({"test_files": ("tset.parquet",)}, "environment.test_files: no such file tset.parquet"),
+        ({"prompt_key": "question"}, "prompt_key: test.parquet has no column 'question'; its columns"),
+        ({"answer_key": "answers"}, "set answer_key=answer"),
+        ({"image_keys": ("image",)}, "set image_keys=images"),
+        ({"test_files": ("tset.parquet",)}, "test_files: no such file tset.parquet"),
     ],
 )
 def test_settings_that_do_not_fit_the_file(settings: dict[str, object], message: str, tmp_path: Path) -> None:

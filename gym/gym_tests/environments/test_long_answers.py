@@ -17,12 +17,11 @@ from fovea_gym.environments.grounding.environment import action_in
 from fovea_gym.environments.grounding.grade import Rule
 from fovea_gym.environments.grounding.grade import grade as grade_places
 from fovea_gym.examples.games.description import description_f1
-from fovea_gym.examples.games.environment import actions_in
+from fovea_gym.examples.games.environment import FrozenLakeEnvironment, actions_in
 from fovea_gym.examples.pages.environment import click_in
 from fovea_gym.graders.base import TryAgainError
 from fovea_gym.graders.by_name import grader_of
 from fovea_gym.graders.judge import parsed_score
-from fovea_gym.settings.games import FrozenLakeEnvironment
 from fovea_gym.tools.base import ToolError
 from fovea_gym.tools.calculator import computed
 from fovea_gym.tools.calls.gemma_calls import GemmaCalls

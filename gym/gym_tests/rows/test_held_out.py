@@ -123,7 +123,7 @@ def test_images_are_known_by_bytes_path_or_pixels(tmp_path: Path) -> None:
 def test_rows_that_share_one_image_cannot_be_split(tmp_path: Path) -> None:
     environment = vqa(tmp_path, yes_no_rows(10, rows_per_image=10))
     assert len(environment.tasks("train")) == 10
-    with pytest.raises(DataError, match=r"share one image, .* set environment.dev_files, or environment.dev_share=0"):
+    with pytest.raises(DataError, match=r"share one image, .* set dev_files, or dev_share=0"):
         environment.tasks("dev")
     assert len(vqa(tmp_path, yes_no_rows(10, rows_per_image=10), dev_share=0).tasks("dev")) == 0
 

@@ -132,7 +132,7 @@ def test_a_row_is_named_by_its_line_in_an_editor(make: Callable[[Path], str], tm
 def test_an_object_that_holds_no_rows(source: object, problem: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=problem) as error:
         opened(source, tmp_path)
-    assert str(error.value).startswith("environment.train_files")
+    assert str(error.value).startswith("sources")
     assert "\n" not in str(error.value)
 
 
@@ -187,9 +187,7 @@ def repeated_by_renaming(path: Path) -> object:
 
 @pytest.mark.parametrize("make", [repeated_csv, repeated_parquet, repeated_frame, repeated_by_renaming])
 def test_a_column_name_that_comes_twice(make: Callable[[Path], object], tmp_path: Path) -> None:
-    with pytest.raises(
-        DataError, match=r"environment.train_files: .* has several columns called 'image', of which one"
-    ):
+    with pytest.raises(DataError, match=r"sources: .* has several columns called 'image', of which one"):
         opened(make(tmp_path), tmp_path)
 
 
@@ -208,9 +206,7 @@ def test_a_key_that_comes_twice_makes_a_bad_row(tmp_path: Path) -> None:
 def test_text_in_another_encoding_is_one_line(make: Callable[[Path], str], encoding: str, tmp_path: Path) -> None:
     path = Path(make(tmp_path))
     path.write_text(path.read_text(encoding="utf-8-sig"), encoding=encoding)
-    with pytest.raises(
-        DataError, match=r"environment.train_files: .* is text in UTF-16, .*; save it as UTF-8"
-    ) as error:
+    with pytest.raises(DataError, match=r"sources: .* is text in UTF-16, .*; save it as UTF-8") as error:
         opened(str(path), tmp_path)
     assert "\n" not in str(error.value)
 

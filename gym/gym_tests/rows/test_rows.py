@@ -100,7 +100,7 @@ def error_of(files: list[str], columns: tuple[tuple[str, str], ...] = ()) -> str
 def test_no_such_file(tmp_path: Path) -> None:
     written(tmp_path / "train.parquet", 1)
     path = tmp_path / "trian.parquet"
-    assert error_of([str(path)]) == f"environment.train_files: no such file {path}; did you mean train.parquet?"
+    assert error_of([str(path)]) == f"sources: no such file {path}; did you mean train.parquet?"
     for other in (".ci", "notes.md"):
         (tmp_path / other).touch()
     assert "(the folder holds train.parquet)" in error_of([str(tmp_path / "0000")])
@@ -112,7 +112,7 @@ def test_not_a_parquet_file(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     path.write_text('{"problem": "x"}\n' * 3)
     message = error_of([str(path)])
-    assert f"environment.train_files: {path} is not a Parquet file that can be read" in message
+    assert f"sources: {path} is not a Parquet file that can be read" in message
     assert message.endswith("write it again, for example with pandas: frame.to_parquet(path)")
     path.write_bytes(b"")
     assert "is not a Parquet file" in error_of([str(path)])
@@ -124,13 +124,10 @@ def test_no_rows(tmp_path: Path) -> None:
 
 def test_no_such_column(tmp_path: Path) -> None:
     file = written(tmp_path / "a.parquet", 1)
-    assert error_of([file], (("environment.image_keys", "image"),)) == (
-        "environment.image_keys: a.parquet has no column 'image'; its columns are n, images; "
-        "set environment.image_keys=images"
+    assert error_of([file], (("image_keys", "image"),)) == (
+        "image_keys: a.parquet has no column 'image'; its columns are n, images; set image_keys=images"
     )
-    assert error_of([file], (("environment.prompt_key", "problem"),)).endswith(
-        "set environment.prompt_key to one of them"
-    )
+    assert error_of([file], (("prompt_key", "problem"),)).endswith("set prompt_key to one of them")
 
 
 def test_damaged_row_group(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Names in `environment.tools`: built-in tools, functions in files and modules, and the errors of others."""
+"""Names in `tools`: built-in tools, functions in files and modules, and the errors of others."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def test_tools_are_built_in_or_in_files_and_modules(file: Path) -> None:
     [
         ("zooom", "no built-in tool is called zooom; did you mean zoom?"),
         ("browser", "no built-in tool is called browser; name one of zoom, zoom_at, .*, or path/to/file.py:function"),
-        ("missing.py:f", "environment.tools=missing.py:f: there is no file missing.py"),
+        ("missing.py:f", "tools=missing.py:f: there is no file missing.py"),
         ("{file}:brightnes", "has no brightnes; did you mean brightness?"),
         ("{file}:NUMBER", "is of type int; name a function or a tool"),
-        ("no_such_module:f", "environment.tools=no_such_module:f cannot be imported: it raised ModuleNotFoundError"),
+        ("no_such_module:f", "tools=no_such_module:f cannot be imported: it raised ModuleNotFoundError"),
         ("python:__main__.f", "is an object that Python code has given"),
-        ("python", "set environment.allow_python=true if you want that"),
+        ("python", "set allow_python=true if you want that"),
     ],
 )
 def test_a_name_without_a_tool_is_one_line_with_the_fix(name: str, says: str, file: Path) -> None:

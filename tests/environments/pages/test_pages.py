@@ -9,9 +9,8 @@ from urllib.parse import quote
 import numpy as np
 from PIL import Image
 
-from fovea_gym.examples.pages.environment import Pages, pages_of
+from fovea_gym.examples.pages.environment import Pages, PagesEnvironment, pages_of
 from fovea_gym.examples.pages.page import Control, html, picture, random_controls
-from fovea_gym.settings.games import PagesEnvironment
 from tests.chromium import Browser, open_browser
 
 ROOT = Path(__file__).parents[3]

@@ -64,13 +64,13 @@ def checked_reward(function: object, name: str) -> RewardFunction:
     return function
 
 
-def load_environment(settings: OwnEnvironment) -> Any:
+def load_environment(settings: OwnEnvironment, section: str = "") -> Any:
     """An instance of the class of `environment`; ConfigError where it is none, or lacks a method."""
     spec = settings.file
     made = load_named(spec, "environment")
     if not isinstance(made, type):
         raise ConfigError(f"environment={spec} is not a class; name one with the methods {', '.join(METHODS)}")
-    return checked_environment(_instance(made, settings), spec)
+    return checked_environment(_instance(made, settings, section), spec)
 
 
 def checked_environment(user: Any, name: str) -> Any:
@@ -110,12 +110,12 @@ def _check_turns(user: Any, name: str) -> None:
         raise ConfigError(f"environment={name} has max_turns={max_turns!r}; set a whole number from 1 on")
 
 
-def _instance(made: type, settings: OwnEnvironment) -> object:
+def _instance(made: type, settings: OwnEnvironment, section: str) -> object:
     takes_settings = "settings" in inspect.signature(made).parameters
     if settings.settings and not takes_settings:
         raise ConfigError(
-            f"environment.settings is set, but {settings.file} takes none; write def __init__(self, settings), or "
-            "drop environment.settings"
+            f"{section}settings is set, but {settings.file} takes none; write def __init__(self, settings), or "
+            f"drop {section}settings"
         )
     instance, error = result_or_error(lambda: made(settings=dict(settings.settings)) if takes_settings else made())
     if isinstance(error, FoveaError):

@@ -40,6 +40,7 @@ class GeoSpot(Environment):
 
     def __init__(self, config: GeoSpotEnvironment, access: RowAccess) -> None:
         self._config = config
+        self._section = access.section
         self._splits = FileSplits(config, access)
         stages = [
             GeoStage(name=stage.name, asks=stage.asks, tolerance_km=tolerance_km)
@@ -88,7 +89,7 @@ class GeoSpot(Environment):
         key = next((key for key in self._config.image_names if key in row), None)
         if key is None:
             raise DataError(
-                f"{where}: no column image or image_url among {', '.join(row)}; set environment.image_key to one"
+                f"{where}: no column image or image_url among {', '.join(row)}; set {self._section}image_key to one"
             )
         return row[key]
 

@@ -99,12 +99,13 @@ class Grounding(FileTasks):
             raise bad_row(where, "the true place is nested too deeply", "answer_kind") from None
         # of an action there is none that is not a click
         if rule.single and len(places) != 1 and (places or config.action_key is None):
-            problem = f"it has {len(places)} true places, but environment.ask={rule.ask} is one"
+            problem = f"it has {len(places)} true places, but {self._section}ask={rule.ask} is one"
             raise bad_row(where, problem, "answer_kind")
         if len(places) > MOST_PLACES:
             raise bad_row(where, f"it has {len(places)} true places, above the limit of {MOST_PLACES}", "answer_kind")
         if not rule.points and any(len(place) == 2 for place in places):
-            problem = f"a true place is a point, but environment.ask={rule.ask} is for boxes; set environment.ask=point"
+            ask = f"{self._section}ask"
+            problem = f"a true place is a point, but {ask}={rule.ask} is for boxes; set {ask}=point"
             raise bad_row(where, problem, "answer_kind")
         return as_text(places)
 

@@ -9,12 +9,15 @@ is in the format and plays a move, and `state_reward` for what such a turn says 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import Annotated, Literal, TypeAlias
 
 import numpy as np
+from pydantic import Field
 
+from fovea_gym.environments.access import Access
 from fovea_gym.environments.base import Environment, Split
 from fovea_gym.environments.hash_splits import row_generator, split_of
 from fovea_gym.errors import ConfigError
@@ -25,7 +28,8 @@ from fovea_gym.examples.games.drawing import draw
 from fovea_gym.examples.games.frozen_lake import FrozenLake
 from fovea_gym.examples.games.sokoban import Sokoban
 from fovea_gym.rows.tasks import LazyTasks
-from fovea_gym.settings.games import FrozenLakeEnvironment, GameEnvironment, SokobanEnvironment
+from fovea_gym.settings.base import CoefficientOrZero, PositiveInt
+from fovea_gym.settings.splits import DrawnRows
 from fovea_gym.types import AnswerEnd, ImageRef, Message, Score, Task, Turn
 
 _THOUGHT = re.compile(r"<think>.*?</think>\s*<answer>(.*?)</answer>", re.DOTALL)
@@ -34,6 +38,85 @@ _MAP = "map"
 """Key of the task's row that holds the board at the start, its lines joined by line feeds."""
 _MOST_DRAWS = 20_000
 """Most random boards that are looked at for one row, which takes about a second."""
+
+Moves: TypeAlias = tuple[PositiveInt, PositiveInt]
+
+
+class GameEnvironment(DrawnRows):
+    """Settings that all games have. The rewards are VAGEN's: one for success, a small one for every valid turn."""
+
+    moves: Moves = (1, 5)
+    """Fewest and most moves of a shortest solution."""
+    max_turns: Annotated[int, Field(ge=1, le=1 << 16)] = 10
+    """Most turns of an episode; the board is then left unsolved."""
+    max_actions_per_turn: PositiveInt = 1
+    """Most moves of a turn, separated by commas; what follows them is not played."""
+    think: bool = False
+    """Ask for `<think>...</think><answer>...</answer>` around the moves; false: the answer is the moves only."""
+    success_reward: CoefficientOrZero = 1.0
+    """Reward of the turn that solves the board."""
+    format_reward: CoefficientOrZero = 0.02
+    """Reward of every turn whose answer is in the format and plays a move."""
+    state_reward: CoefficientOrZero = 0.0
+    """Reward of every such turn for a right `<observation>` and a right `<prediction>` in its thought: where things are
+    from the player before its moves and after them. 0: neither is asked for."""
+
+    def contradictions(self) -> Iterator[str]:
+        low, high = self.moves
+        if low > high:
+            yield (f".moves={list(self.moves)} has no number of moves in it; write the smaller first")
+        if high > self.max_turns * self.max_actions_per_turn:
+            yield (
+                f".moves={list(self.moves)} has boards of {high} moves, but max_turns={self.max_turns} and "
+                f"max_actions_per_turn={self.max_actions_per_turn} allow fewer; lower the second number of moves"
+            )
+        if self.state_reward and not self.think:
+            yield (".state_reward is for descriptions in a thought, and .think=false asks for none; set .think=true")
+
+    @property
+    def game(self) -> Game:
+        raise NotImplementedError(self.name)
+
+    def make(self, access: Access, seed: int) -> BoardGame:
+        return BoardGame(self, seed, access.section)
+
+
+class FrozenLakeEnvironment(GameEnvironment):
+    """FrozenLake in pictures: walk over the ice to the goal, around the holes; start and goal are anywhere."""
+
+    name: Literal["frozen_lake"] = "frozen_lake"
+    moves: Moves = (1, 10)
+    """Fewest and most moves of a shortest solution."""
+    side: Annotated[int, Field(ge=2, le=12)] = 4
+    """Cells on a side of the lake."""
+    frozen_share: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """Probability of a cell to be ice, not a hole."""
+
+    @property
+    def game(self) -> Game:
+        return Game(
+            task=frozen_lake.TASK,
+            random_lines=lambda rng: frozen_lake.random_lake(self.side, self.frozen_share, rng),
+            read=FrozenLake.read,
+        )
+
+
+class SokobanEnvironment(GameEnvironment):
+    """Sokoban in pictures: push every box onto a target, in a room with walls."""
+
+    name: Literal["sokoban"] = "sokoban"
+    side: Annotated[int, Field(ge=5, le=12)] = 6
+    """Cells on a side of the room, its outer walls included."""
+    num_boxes: Annotated[int, Field(ge=1, le=3)] = 1
+    """Boxes, and targets."""
+
+    @property
+    def game(self) -> Game:
+        return Game(
+            task=sokoban.TASK,
+            random_lines=lambda rng: sokoban.random_level(self.side, self.num_boxes, rng),
+            read=Sokoban.read,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,28 +138,15 @@ class PlayedTurn:
     """Empty where the answer was not in the format, or named no move."""
 
 
-def game_of(settings: FrozenLakeEnvironment | SokobanEnvironment) -> Game:
-    """The game that these settings are of."""
-    if isinstance(settings, FrozenLakeEnvironment):
-        return Game(
-            task=frozen_lake.TASK,
-            random_lines=lambda rng: frozen_lake.random_lake(settings.side, settings.frozen_share, rng),
-            read=FrozenLake.read,
-        )
-    return Game(
-        task=sokoban.TASK,
-        random_lines=lambda rng: sokoban.random_level(settings.side, settings.num_boxes, rng),
-        read=Sokoban.read,
-    )
-
-
 class BoardGame(Environment):
-    """The environments `frozen_lake` and `sokoban`; see `config.games`."""
+    """The environments `frozen_lake` and `sokoban`."""
 
-    def __init__(self, settings: FrozenLakeEnvironment | SokobanEnvironment, seed: int) -> None:
+    def __init__(self, settings: GameEnvironment, seed: int, section: str = "") -> None:
+        """`section` stands before the names of settings in errors."""
         self.settings = settings
-        self._game = game_of(settings)
+        self._game = settings.game
         self._seed = seed
+        self._section = section
         self._held_out: dict[Split, list[Task]] = {}
         self.max_turns = settings.max_turns
         self.answer_end = AnswerEnd(closing="</answer>") if settings.think else None
@@ -138,10 +208,11 @@ class BoardGame(Environment):
             moves = solution(board, most)
             if moves is not None and len(moves) >= fewest:
                 return self._task_of(f"{split}/{index}", lines, board, moves)
+        own = self._section
         raise ConfigError(
-            f"environment.{split}_size asks for more boards than there are: {len(known)} different ones of {fewest} to "
-            f"{most} moves, and no other among {_MOST_DRAWS:,} random ones; set a larger environment.side, other "
-            f"environment.moves, or environment.{split}_size={max(len(known), 1)}"
+            f"{own}{split}_size asks for more boards than there are: {len(known)} different ones of {fewest} to "
+            f"{most} moves, and no other among {_MOST_DRAWS:,} random ones; set a larger {own}side, other "
+            f"{own}moves, or {own}{split}_size={max(len(known), 1)}"
         )
 
     def _task_of(self, task_id: str, lines: Sequence[str], board: Board, moves: Sequence[Action]) -> Task:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import Field
+
+from fovea_gym.environments.access import Access
 from fovea_gym.environments.base import Environment, Split
 from fovea_gym.environments.hash_splits import row_generator, split_of
 from fovea_gym.examples.pages.page import MENU, Control, picture, random_controls
 from fovea_gym.rows.tasks import LazyTasks
-from fovea_gym.settings.games import PagesEnvironment
+from fovea_gym.settings.splits import DrawnRows
 from fovea_gym.types import ImageRef, Mark, Message, Score, Task, Turn
 
 _CLICK = re.compile(r"(\d{1,5}),(\d{1,5})")
@@ -26,8 +29,19 @@ _SIDE_PX = 48
 """Side of a picture: 9 visual tokens of the tiny models; model.min_pixels enlarges it for others."""
 
 
+class PagesEnvironment(DrawnRows):
+    """A small web page in pictures: click the named control by coordinates, in half the tasks behind a menu."""
+
+    name: Literal["pages"] = "pages"
+    scale: Annotated[int, Field(ge=10, le=10_000)] = 1000
+    """Coordinates of the right and the lower edge of the page; Qwen3-VL gives places from 0 to 1000."""
+
+    def make(self, access: Access, seed: int) -> Pages:
+        return Pages(self, seed)
+
+
 class Pages(Environment):
-    """The environment `pages`; see `config.PagesEnvironment`."""
+    """The environment `pages`."""
 
     def __init__(self, settings: PagesEnvironment, seed: int) -> None:
         self._settings = settings

@@ -47,7 +47,7 @@ def test_columns_by_other_names(tmp_path: Path) -> None:
     columns = {"country": "land", "region": "state", "city": "town", "lat": "y", "lon": "x"}
     environment = geospot(tmp_path, [row], image_key="photo", columns=columns)
     check_gold(environment, list(environment.tasks("train")))
-    with pytest.raises(DataError, match=r"environment\.columns\.city: rows\.parquet has no column 'city'"):
+    with pytest.raises(DataError, match=r"columns\.city: rows\.parquet has no column 'city'"):
         geospot(tmp_path, [row], image_key="photo", columns={**columns, "city": "city"}).tasks("train")
 
 
@@ -87,7 +87,7 @@ def test_a_wrong_answer_says_which_part_is_wrong(tmp_path: Path) -> None:
     ("settings", "message"),
     [
         ({"tolerances_km": [500, 200, 200, 50, 25]}, "each stage must be stricter than the one before it"),
-        ({"weights": {"country": 0}}, "environment.weights.country=0"),
+        ({"weights": {"country": 0}}, "weights.country=0"),
     ],
 )
 def test_settings_that_cannot_work(settings: dict[str, object], message: str) -> None:

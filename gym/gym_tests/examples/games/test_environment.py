@@ -15,9 +15,14 @@ from fovea_gym.environments.hash_splits import split_of
 from fovea_gym.errors import ConfigError
 from fovea_gym.examples.games.board import solution
 from fovea_gym.examples.games.drawing import draw
-from fovea_gym.examples.games.environment import BoardGame, actions_in, game_of, start_of
+from fovea_gym.examples.games.environment import (
+    BoardGame,
+    FrozenLakeEnvironment,
+    SokobanEnvironment,
+    actions_in,
+    start_of,
+)
 from fovea_gym.examples.games.frozen_lake import FrozenLake
-from fovea_gym.settings.games import FrozenLakeEnvironment, SokobanEnvironment
 from fovea_gym.types import Message, Score, Task, Turn
 from fovea_gym.utils.event_loop import wait_for
 
@@ -103,7 +108,7 @@ def test_more_held_out_boards_than_there_are_is_an_error_with_their_number() -> 
     in_test = [each for each in maps if split_of("\n".join(each).encode()) == "test"]
     num_boards = sum(bool(solution(FrozenLake.read(each), 2)) for each in in_test)
     assert len(lake(side=2, moves=(1, 2), test_size=num_boards).tasks("test")) == num_boards
-    with pytest.raises(ConfigError, match=rf"{num_boards} different .* or environment\.test_size={num_boards}$"):
+    with pytest.raises(ConfigError, match=rf"{num_boards} different .* or test_size={num_boards}$"):
         lake(side=2, moves=(1, 2), test_size=num_boards + 1).tasks("test")
 
 
@@ -152,7 +157,7 @@ def test_several_moves_of_a_turn_stop_mattering_once_the_board_is_solved() -> No
     task = task_of(("######", "#@$.-#", "######"))
     replies, score = played(environment, task, ["Right,Left,Left"])
     assert (replies, score.accuracy, score.turns) == ([], 1.0, pytest.approx((1.02,)))
-    assert start_of(game_of(SokobanEnvironment()), task).lines == ("######", "#@$.-#", "######")
+    assert start_of(SokobanEnvironment().game, task).lines == ("######", "#@$.-#", "######")
 
 
 @pytest.mark.parametrize("make", [lake, sokoban])
@@ -206,10 +211,10 @@ def test_a_description_without_a_move_earns_nothing() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"moves": (5, 2)}, "environment.moves=[5, 2] has no number of moves"),
+        ({"moves": (5, 2)}, "moves=[5, 2] has no number of moves"),
         ({"moves": (1, 7), "max_turns": 3, "max_actions_per_turn": 2}, "boards of 7 moves"),
         ({"side": 40}, "less than or equal to 12"),
-        ({"state_reward": 0.5}, "environment.think=false asks for none"),
+        ({"state_reward": 0.5}, "think=false asks for none"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(settings: dict[str, Any], words: str) -> None:

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from fovea_gym.environments.base import Split
-from fovea_gym.examples.pages.environment import Pages, click_in, pages_of
+from fovea_gym.examples.pages.environment import Pages, PagesEnvironment, click_in, pages_of
 from fovea_gym.examples.pages.page import picture
-from fovea_gym.settings.games import PagesEnvironment
 from fovea_gym.types import Score, Task, Turn
 from fovea_gym.utils.event_loop import wait_for
 
