@@ -26,7 +26,7 @@ def save_adapter(network: nn.Module, folder: Path, **settings: object) -> None:
     """Add an adapter with random values to a network by peft, and save it."""
     modules = r".*language_model.*\.(q_proj|down_proj)"
     config = LoraConfig(**{"r": 4, "lora_alpha": 12, "target_modules": modules, **settings})  # type: ignore[arg-type]
-    wrapped = get_peft_model(network, config)  # type: ignore[arg-type]
+    wrapped = get_peft_model(network, config)
     with torch.no_grad():
         for name, parameter in wrapped.named_parameters():
             if "lora_" in name:
