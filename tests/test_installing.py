@@ -64,9 +64,9 @@ def test_every_line_names_the_tools_behind_fovea() -> None:
     found = {file: line.findall(text) for file, text in texts.items() if file != Path(__file__)}
     assert sum(map(len, found.values())) > 20
     for file, lines in found.items():
-        assert all(package.strip("'").startswith(".") and package != "./tools" and tools for package, tools in lines), (
-            file
-        )
+        for package, tools in lines:
+            assert package.strip("'").startswith("."), file
+            assert package != tools == "./tools", file
 
 
 def planned(folder: Path, target: str) -> str:

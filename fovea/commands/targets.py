@@ -12,11 +12,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-from peft import PeftModel
-from safetensors import SafetensorError
-from transformers import PreTrainedModel
 
 from fovea.commands.trust import check_packages, check_trust
 from fovea.config.loading import keys_of, load_config
@@ -24,7 +19,7 @@ from fovea.config.model import Model
 from fovea.config.recipes import Override, section_of, shipped_recipes
 from fovea.config.run import Config
 from fovea.errors import ModelError
-from fovea.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_merges
+from fovea.models.adapter_files import ADAPTER_CONFIG, merge_adapter
 from fovea.models.load import load_network
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.processor import Processor, load_processor
@@ -301,7 +296,7 @@ def open_model(
     try_model(settings)
     processor, network = load_processor(settings), load_network(settings)
     if target.adapter is not None:
-        _merge_adapter(network, target.adapter)
+        merge_adapter(network, target.adapter)
     return OpenedModel(config=config, processor=processor, vlm=make_vlm(config, network, processor.banned_ids))
 
 
@@ -317,21 +312,6 @@ def _plain_model(model: Model, target: ModelTarget) -> Model:
             "freeze_projector": None,
         }
     )
-
-
-def _merge_adapter(network: PreTrainedModel, adapter: Path) -> None:
-    if not (adapter / ADAPTER_WEIGHTS).is_file():
-        raise ModelError(f"{adapter}: it holds no {ADAPTER_WEIGHTS}, and other formats can run code; export it again")
-    check_merges(adapter)
-    try:
-        # merged in place, so that the network keeps its class and its names
-        merged: Any = PeftModel.from_pretrained(network, str(adapter)).merge_and_unload()
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-        first_line = str(error).strip().split("\n")[0]
-        raise ModelError(
-            f"{adapter}: the adapter does not fit {network.name_or_path} ({first_line}); give its own base"
-        ) from error
-    assert merged is network, "peft merged the adapter into another network"
 
 
 def _without_first_adapter(config: Config) -> Config:

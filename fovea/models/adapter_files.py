@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from fovea.config.model import Lora
 from fovea.errors import ModelError
@@ -22,9 +25,14 @@ from fovea_gym.utils.bounded import read_file
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PARTS = ("lora_A", "lora_B")
+WRAPPERS = {"base_model", "model", "language_model"}
+"""Modules around the parts of a network; the versions of peft and transformers decide which of them a name has."""
 COMPARED = {"r", "lora_alpha", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}
 DESCRIPTIVE = {"task_type", "base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping"}
-OF_TRAINING = {"lora_dropout", "init_lora_weights"}
+INITIALISED = "init_lora_weights"
+CHANGING_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Its values that take from the base what the adapter starts with."""
+OF_TRAINING = {"lora_dropout", INITIALISED}
 MERGED = {
     *("alpha_pattern", "bias", "fan_in_fan_out", "layer_replication", "lora_bias", "modules_to_save", "rank_pattern"),
     *("target_parameters", "use_dora", "use_rslora"),
@@ -41,14 +49,14 @@ def tensor_name(layer: str, part: str) -> str:
 
 @torch.no_grad()
 def load_adapter(layers: Mapping[str, LoraLayer], lora: Lora, adapter_name: str) -> None:
-    """Copy the tensors of the folder `lora.adapter` into these LoRA layers, by their paths in the network.
+    """Copy the tensors of the folder `lora.adapter` into these LoRA layers, by their paths in some version's network.
 
     ConfigError where rank, alpha or layers of the settings are not the folder's; ModelError for a folder that cannot
     be read, or for a variant of LoRA that Fovea does not train.
     """
     folder = Path(lora.adapter or "")
     _check_config(folder, lora)
-    saved, wanted = _tensors(folder), {}
+    saved, wanted = _tensors(folder, layers), {}
     for layer, module in layers.items():
         for part in PARTS:
             wanted[tensor_name(layer, part)] = getattr(module, part)[adapter_name].weight
@@ -78,14 +86,43 @@ def _check_config(folder: Path, lora: Lora) -> None:
                 f"model.lora.{name}={ours}, but the adapter in {folder} has {config.get(key)}; set "
                 f"model.lora.{name}={config.get(key)}"
             )
-    if other := _first_other_than(WITHOUT_EFFECT, config):
+    other = _first_other_than(WITHOUT_EFFECT, config)
+    if str(config.get(INITIALISED)).startswith(CHANGING_THE_BASE):
+        other = INITIALISED
+    if other:
         raise ModelError(
             f"{folder}/{ADAPTER_CONFIG}: {other}={config[other]} is a variant of LoRA that Fovea does not train; merge "
             "the adapter into its base with peft (merge_and_unload), and give the result as model.path"
         )
 
 
-def check_merges(folder: Path) -> None:
+def merge_adapter(network: PreTrainedModel, folder: Path) -> None:
+    """Merge an adapter into its base, in place; ModelError unless tensors and layers fit."""
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        raise ModelError(f"{folder}: it holds no {ADAPTER_WEIGHTS}, and other formats can run code; export it again")
+    _check_merges(folder)
+    saved = _tensors(folder, [name for name, module in network.named_modules() if hasattr(module, "weight")])
+    try:
+        adapted: Any = PeftModel(network, LoraConfig.from_pretrained(str(folder)))
+        keys: Any = set_peft_model_state_dict(adapted, saved)
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
+        first_line = str(error).strip().split("\n")[0]
+        raise ModelError(
+            f"{folder}: the adapter does not fit {network.name_or_path} ({first_line}); give its own base"
+        ) from error
+    trained = {name for name, _ in adapted.named_parameters() if ".lora_" in name or ".modules_to_save." in name}
+    for side, names in (("has", keys.unexpected_keys), ("lacks", trained.intersection(keys.missing_keys))):
+        if names:
+            raise ModelError(
+                f"{folder}: the adapter {side} {min(names)}, unlike {network.name_or_path} with the layers of its "
+                f"{ADAPTER_CONFIG}; give its own base, or correct its target_modules"
+            )
+    # in place, so that the network keeps its class and its names
+    merged = adapted.merge_and_unload()
+    assert merged is network, "peft merged the adapter into another network"
+
+
+def _check_merges(folder: Path) -> None:
     """ModelError for an adapter that is more than LoRA's weights: peft imports modules that some keys name."""
     config = _config(folder)
     if key := _first_other_than(WITHOUT_EFFECT | MERGED, config):
@@ -118,7 +155,32 @@ def _config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _tensors(folder: Path) -> dict[str, Tensor]:
+def _tensors(folder: Path, layers: Iterable[str]) -> dict[str, Tensor]:
+    """The folder's tensors, under the names that peft gives them today for these layers of a network.
+
+    Versions of transformers put the same layers into other modules, and a state dict of training names the adapter.
+    """
+    ours = {_unwrapped(layer): layer for layer in layers}
+    named: dict[str, Tensor] = {}
+    for key, tensor in _load(folder).items():
+        path, _, part = key.partition(".lora_")
+        layer, name = ours.get(_unwrapped(path)), key
+        if layer is not None:
+            name = f"base_model.model.{layer}.lora_" + re.sub(r"^([AB])\.\w+\.weight$", r"\1.weight", part)
+        if name in named:
+            raise ModelError(
+                f"{folder}: {ADAPTER_WEIGHTS} holds {name} under two names; save one adapter with peft's "
+                "save_pretrained"
+            )
+        named[name] = tensor
+    return named
+
+
+def _unwrapped(path: str) -> str:
+    return ".".join(dropwhile(WRAPPERS.__contains__, path.split(".")))
+
+
+def _load(folder: Path) -> dict[str, Tensor]:
     try:
         return load_file(folder / ADAPTER_WEIGHTS)
     except (OSError, SafetensorError) as error:

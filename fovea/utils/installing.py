@@ -17,6 +17,11 @@ def pip_install(extra: str | None) -> str:
     return installing.pip_install(extra, FOVEA, ROOT)
 
 
+def pip_install_elsewhere(extra: str | None) -> str:
+    """The same for an environment that may lack the gym too, which is on no index."""
+    return f"{installing.pip_install(None)} {pip_install(extra).removeprefix('pip install ')}"
+
+
 def find_tool(group: str, name: str) -> Any:
     """The object that the tools register under this name; None where they are not installed."""
     return entry_points.load(group, name, [name], owner=TOOLS)

@@ -28,7 +28,7 @@ from fovea.rollout.remote_engine import RemoteEngine
 from fovea.run.sampling import answer_end_of
 from fovea.train.update import TrainedPolicy
 from fovea.types import Sampling
-from fovea.utils.installing import pip_install
+from fovea.utils.installing import pip_install_elsewhere
 from fovea.weights.base import PushedEngine, WeightSink
 from fovea.weights.sinks import NetworkCopy, SharedTensors
 from fovea.wiring.interpreter import find_interpreter, variables_of
@@ -55,7 +55,7 @@ def make_remote(config: Config, settings: StreamedSettings, model: Model) -> Rem
     try:
         process = EngineProcess(f"the engine of {settings.python}", command, payload, NO_LIMITS, variables_of(python))
     except (NotStartedError, OSError) as error:
-        install = f"{settings.python} -m {pip_install(settings.extra)}"
+        install = f"{settings.python} -m {pip_install_elsewhere(settings.extra)}"
         raise ConfigError(f"{here}: {error}; where Fovea or the engine is missing there: {install}") from error
     except (ClusterError, OutOfMemoryError):  # whose exit codes tell a supervisor to try again
         raise

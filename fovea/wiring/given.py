@@ -167,7 +167,7 @@ class GivenRows:
 
 def _is_deep(cell: object) -> bool:
     """True for what is nested too deeply for Arrow, which would end the process."""
-    level = [cell] if isinstance(cell, OUTER) else []
+    level: list[object] = [cell] if isinstance(cell, OUTER) else []
     for _ in range(MOST_LEVELS):
         # each once: a list may hold another one, or itself, several times
         level = list({id(each): each for outer in level for each in _inner(outer)}.values())

@@ -26,7 +26,7 @@ def test_every_rule_is_held_and_every_count_is_of_something(capsys: pytest.Captu
 
 def test_files_to_touch_are_counted_in_the_code() -> None:
     code = texts_of(ROOT / "fovea")
-    assert "fovea/train/objective.py" in files_that_name(LOSS, code)
+    assert "fovea/train/loss.py" in files_that_name(LOSS, code)
     assert {"fovea/config/backends.py", "fovea/rollout/sglang/"} <= files_that_name(ENGINE, code)
     more = {**code, "fovea/other.py": "from fovea.algorithms.policy_loss import cispo_loss"}
     assert files_that_name(LOSS, more) - files_that_name(LOSS, code) == {"fovea/other.py"}

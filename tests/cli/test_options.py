@@ -21,7 +21,7 @@ from fovea.cli import main as cli
 from fovea.cli.doctor import Found, findings
 from fovea.cli.texts import with_options
 from fovea.utils import malloc
-from fovea.utils.installing import pip_install
+from fovea.utils.installing import pip_install_elsewhere
 from fovea.wiring import run as run_module
 from gym_tests.tables import table
 from tests.saved import make_checkpoint
@@ -304,7 +304,7 @@ def test_a_dry_run_names_ray_where_it_is_not_installed(monkeypatch: pytest.Monke
 def test_a_dry_run_names_an_engine_that_is_not_installed() -> None:
     result = dry_run("rollout.engine=sglang")
     assert result.exit_code == 2
-    assert f"SGLang, which is not installed: {pip_install('sglang')}" in result.stderr
+    assert f"SGLang, which is not installed: {pip_install_elsewhere('sglang')}" in result.stderr
     elsewhere = dry_run("rollout.engine=vllm", f"rollout.engine.python={sys.executable}")
     assert elsewhere.exit_code == 0, elsewhere.output
     on_ray = dry_run("rollout.engine=sglang", "cluster.gpus_per_node=1")

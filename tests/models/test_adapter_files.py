@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 
-from fovea.commands.targets import CheckpointTarget, ModelTarget, open_checkpoint, open_model
+from fovea.commands.targets import (
+    CheckpointTarget,
+    ModelTarget,
+    OpenedModel,
+    open_checkpoint,
+    open_model,
+    parse_target,
+)
 from fovea.config.loading import dump_config
 from fovea.config.model import Lora, Model, TinyModel
 from fovea.config.run import Config
 from fovea.errors import ModelError
+from fovea.models.adapter_files import ADAPTER_WEIGHTS
 from fovea.models.tiny import TinyParts
 from fovea.models.trainable import choose_trainable, factored_weights, trainable_parameters
 from fovea.train.torch.making import make_policy
 from fovea.wiring.model import make_vlm, open_vlm
 from fovea_gym.errors import ConfigError, FoveaError
+from tests.adapters import OTHER_NAMES, rename_tensors, save_adapter
 from tests.policies import make_batch, weights_of
 from tests.saved import save_policy
 from tests.tiny_models import packed_logprobs, save, tiny
@@ -29,15 +39,23 @@ from tests.tiny_models import packed_logprobs, save, tiny
 def pefts(folder: Path, **settings: object) -> torch.Tensor:
     """Save an adapter by peft as its users do; returns the log-probs of its model."""
     parts = tiny("qwen3_vl")
-    modules = r".*language_model.*\.(q_proj|down_proj)"
-    config = LoraConfig(**{"r": 4, "lora_alpha": 12, "target_modules": modules, **settings})  # type: ignore[arg-type]
-    wrapped = get_peft_model(parts.network, config)
-    with torch.no_grad():
-        for name, parameter in wrapped.named_parameters():
-            if "lora_" in name:
-                parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(len(name)))
-    wrapped.save_pretrained(str(folder))
+    save_adapter(parts.network, folder, **settings)
     return packed_logprobs(parts)
+
+
+def pefts_with_base(folder: Path) -> torch.Tensor:
+    """The folder `adapter`, which names `base` beside it; returns the log-probs of both together."""
+    expected = pefts(folder / "adapter")
+    file = folder / "adapter" / "adapter_config.json"
+    base = {"base_model_name_or_path": str(save(tiny("qwen3_vl"), folder / "base"))}
+    file.write_text(json.dumps(json.loads(file.read_text()) | base))
+    return expected
+
+
+def opened_with_its_base(folder: Path) -> OpenedModel:
+    target = parse_target(str(folder))
+    assert isinstance(target, ModelTarget)
+    return open_model(target, Config.model_validate({"model": {"path": target.path, "dtype": "float32"}}), [])
 
 
 def started_from(folder: Path, **lora: object) -> TinyParts:
@@ -52,6 +70,46 @@ def test_training_starts_from_pefts_adapter(tmp_path: Path) -> None:
     parts = started_from(tmp_path)
     torch.testing.assert_close(packed_logprobs(parts), expected, atol=1e-6, rtol=0)
     assert all(".lora_" in name for name in trainable_parameters(parts.network))
+
+
+@pytest.mark.parametrize(("old", "new"), OTHER_NAMES)
+def test_an_adapter_under_the_names_of_other_versions(old: str, new: str, tmp_path: Path) -> None:
+    """As the start of training, and evaluated with its base, where peft only warns and answers as the base."""
+    expected = pefts_with_base(tmp_path)
+    rename_tensors(tmp_path / "adapter", old, new)
+    started = started_from(tmp_path / "adapter")
+    torch.testing.assert_close(packed_logprobs(started), expected, atol=1e-6, rtol=0)
+    opened = opened_with_its_base(tmp_path / "adapter")
+    parts = replace(started, network=opened.vlm.network)
+    torch.testing.assert_close(packed_logprobs(parts), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "new", "message"),
+    [
+        (r"layers\.0\.mlp", "layers.7.mlp", r"has .*layers\.7\.mlp\.down_proj\.lora_A"),
+        (r"\.lora_B\.weight", ".lora_B.bias", r"has .*lora_B\.bias"),
+        (r"^base_model\.model\.model", "transformer", r"has transformer\.language_model"),
+    ],
+)
+def test_an_adapter_whose_tensors_have_no_place_is_not_evaluated(
+    pattern: str, new: str, message: str, tmp_path: Path
+) -> None:
+    """peft leaves such tensors out, and answers as the base without them."""
+    pefts_with_base(tmp_path)
+    rename_tensors(tmp_path / "adapter", pattern, new)
+    with pytest.raises(ModelError, match=message):
+        opened_with_its_base(tmp_path / "adapter")
+    with pytest.raises(ConfigError):
+        started_from(tmp_path / "adapter")
+
+
+def test_an_adapter_without_some_of_its_tensors_is_not_evaluated(tmp_path: Path) -> None:
+    pefts_with_base(tmp_path)
+    file = tmp_path / "adapter" / ADAPTER_WEIGHTS
+    save_file({name: tensor for name, tensor in load_file(file).items() if "layers.1.mlp" not in name}, file)
+    with pytest.raises(ModelError, match=r"lacks .*layers\.1\.mlp\.down_proj\.lora_A"):
+        opened_with_its_base(tmp_path / "adapter")
 
 
 def test_the_reference_is_the_adapter_that_training_started_from(tmp_path: Path) -> None:
@@ -97,10 +155,11 @@ def test_settings_that_are_not_the_folders(lora: dict[str, object], error: type,
         started_from(tmp_path, **lora)
 
 
-def test_variants_of_lora_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("key", "value"), [("use_rslora", True), ("init_lora_weights", "pissa")])
+def test_variants_of_lora_are_refused(key: str, value: object, tmp_path: Path) -> None:
     """peft's own folder of another variant: its tensors have the same names, and mean something else."""
-    pefts(tmp_path, use_rslora=True)
-    with pytest.raises(ModelError, match="use_rslora=True is a variant of LoRA that Fovea does not train"):
+    pefts(tmp_path, **{key: value})
+    with pytest.raises(ModelError, match=f"{key}={value} is a variant of LoRA that Fovea does not train"):
         started_from(tmp_path)
 
 

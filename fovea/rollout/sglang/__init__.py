@@ -2,11 +2,11 @@
 
 from importlib.util import find_spec
 
-from fovea.utils.installing import pip_install
+from fovea.utils.installing import pip_install_elsewhere
 from fovea_gym.errors import MissingExtraError
 
 if find_spec("sglang") is None:
     raise MissingExtraError(
-        f"rollout.engine=sglang needs SGLang, which is not installed: {pip_install('sglang')}, in a separate "
+        f"rollout.engine=sglang needs SGLang, which is not installed: {pip_install_elsewhere('sglang')}, in a separate "
         "environment (docs/engines.md)"
     )

@@ -3,13 +3,13 @@
 import os
 from importlib.util import find_spec
 
-from fovea.utils.installing import pip_install
+from fovea.utils.installing import pip_install_elsewhere
 from fovea_gym.errors import MissingExtraError
 
 if find_spec("vllm") is None:
     raise MissingExtraError(
-        f"rollout.engine=vllm and `fovea serve` need vLLM, which is not installed: {pip_install('vllm')}, in a "
-        "separate environment (docs/engines.md)"
+        f"rollout.engine=vllm and `fovea serve` need vLLM, which is not installed: {pip_install_elsewhere('vllm')}, "
+        "in a separate environment (docs/engines.md)"
     )
 
 DEFAULTS = {

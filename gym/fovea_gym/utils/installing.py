@@ -24,13 +24,13 @@ def pip_install(extra: str | None, distribution: str = GYM, checkout: Path = CHE
 
 
 def _installed_from(distribution: str, checkout: Path) -> tuple[Path | None, bool]:
-    """The folder that pip installed a package from, and whether it imports the files there; None for an index."""
+    """The folder that pip installed a package from, and whether it imports the files there; None for another origin."""
     try:
         recorded = metadata.distribution(distribution).read_text("direct_url.json")
     except metadata.PackageNotFoundError:  # on PYTHONPATH only
         return (checkout, True) if (checkout / "pyproject.toml").is_file() else (None, False)
     origin = json.loads(recorded) if recorded else {}
     url = urlsplit(origin.get("url", ""))
-    if url.scheme != "file":
+    if url.scheme != "file" or "dir_info" not in origin:
         return None, False
-    return Path(unquote(url.path)), bool(origin.get("dir_info", {}).get("editable"))
+    return Path(unquote(url.path)), bool(origin["dir_info"].get("editable"))

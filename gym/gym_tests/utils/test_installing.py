@@ -26,6 +26,10 @@ class Installed:
     [
         (None, "pip install 'fovea-rl-gym[hub]'"),
         ({"url": "https://host/fovea.whl"}, "pip install 'fovea-rl-gym[hub]'"),
+        (
+            {"url": "file:///src/fovea", "subdirectory": "gym", "vcs_info": {"vcs": "git", "commit_id": "1a2b"}},
+            "pip install 'fovea-rl-gym[hub]'",
+        ),
         ({"url": "file:///my%20code/gym", "dir_info": {}}, "pip install '/my code/gym[hub]'"),
         ({"url": "file:///src/fovea/gym", "dir_info": {"editable": True}}, "pip install -e '/src/fovea/gym[hub]'"),
     ],

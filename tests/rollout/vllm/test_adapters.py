@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,42 @@ import torch
 
 from fovea.config.model import Lora, Model
 from fovea.errors import EngineError
-from fovea.models.outgoing import outgoing
+from fovea.models.adapter_files import ADAPTER_WEIGHTS
+from fovea.models.outgoing import outgoing, outgoing_merged
 from fovea.models.trainable import choose_trainable, lora_layers, trainable_parameters
 from fovea.weights.push import WeightPusher
 from fovea_gym.utils.event_loop import wait_for
+from tests.adapters import OTHER_NAMES, rename_tensors, save_adapter
 from tests.rollout.engine_suite import TOLERANCE, ask, prompts_of
 from tests.rollout.engines.serving import serving
 from tests.tiny_models import tiny
 
 LORA = Lora(rank=4, alpha=8)
+
+
+@pytest.mark.parametrize("enable_lora", [True, False])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_run_that_starts_from_an_adapter_under_other_names_draws_as_peft_with_it(
+    family: str, enable_lora: bool, tmp_path: Path
+) -> None:
+    """The folder of each version, taken by the trainer and pushed, beside the weights and merged into them."""
+    modules = ("q_proj", "v_proj", "down_proj")
+    lora = Lora(adapter=str(tmp_path / "adapter"), rank=4, alpha=12, targets=modules)
+    with serving(tiny(family), tmp_path / "model", lora=lora, enable_lora=enable_lora) as served:
+        # what vLLM draws is compared with this network, into which peft itself has put the adapter
+        pattern = rf".*language_model.*\.({'|'.join(modules)})"
+        save_adapter(served.parts.network, tmp_path / "adapter", target_modules=pattern)
+        todays = (tmp_path / "adapter" / ADAPTER_WEIGHTS).read_bytes()
+        for version, (old, new) in enumerate([("", ""), *OTHER_NAMES], start=1):
+            (tmp_path / "adapter" / ADAPTER_WEIGHTS).write_bytes(todays)
+            rename_tensors(tmp_path / "adapter", old, new)
+            network = tiny(family).network
+            choose_trainable(network, Model(path="x", lora=lora), seed=0)
+            weights = outgoing if enable_lora else outgoing_merged
+            wait_for(WeightPusher(partial(weights, network), [served.engine]).push(version))
+            requests = [ask(f"{version}/{place}", prompt, n=2) for place, prompt in enumerate(prompts_of(served.parts))]
+            for request, completions in zip(requests, served.generate(*requests), strict=True):
+                assert served.largest_difference(request, completions) < TOLERANCE
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
