@@ -28,7 +28,7 @@ from tests.saved import make_checkpoint
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = ["train", "eval", "saliency", "export", "grade", "serve", "view", "report", "config", "doctor", "recipes"]
-DATA_SETS = ["geo3k", "vqa", "caption", "geospot", "shapes", "easy-vqa"]
+DATA_SETS = ["geo3k", "vqa", "caption", "geospot", "easy-vqa"]
 WORKFLOWS = [["workflow", "vlm-rl-training"], ["workflow", "vlm-rl-eval"]]
 SMALL = ["environment.train_size=50", "environment.dev_size=10", "environment.test_size=12"]
 FOUR = ["cluster.gpus_per_node=4"]
