@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
@@ -72,9 +73,9 @@ class EngineSettings(Member):
     has_one_leader: ClassVar[bool] = False
     """True if one worker leads all engines, which run elsewhere."""
 
+    @abstractmethod
     def make(self, access: EngineAccess) -> Engine:
         """Make the engine."""
-        raise NotImplementedError(self.name)
 
     def complaints(self, use: EngineUse) -> Iterator[str]:
         """Yield an error text for each setting that this engine cannot work with."""
@@ -175,8 +176,8 @@ class StreamedEngine(EngineSettings):
     def interpreter(self) -> str | None:
         return self.python
 
-    def make(self, access: EngineAccess) -> PushedEngine:
-        raise NotImplementedError(self.name)
+    @abstractmethod
+    def make(self, access: EngineAccess) -> PushedEngine: ...
 
     def powers(self) -> Iterator[tuple[str, str, str]]:
         if self.python is not None:

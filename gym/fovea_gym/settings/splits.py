@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -57,9 +58,9 @@ class EnvironmentSettings(Member):
     """Accept that programs of the model read, change and delete whatever you may, and use the network, where nothing on
     this machine confines them; only their time and memory are limited then."""
 
+    @abstractmethod
     def make(self, access: Access, seed: int) -> object:
         """Make an `Environment`, or an object with its methods and `score`; `access` is what the run offers it."""
-        raise NotImplementedError(self.name)
 
 
 class DrawnRows(EnvironmentSettings):

@@ -9,6 +9,7 @@ is in the format and plays a move, and `state_reward` for what such a turn says 
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -74,8 +75,9 @@ class GameEnvironment(DrawnRows):
             yield (".state_reward is for descriptions in a thought, and .think=false asks for none; set .think=true")
 
     @property
+    @abstractmethod
     def game(self) -> Game:
-        raise NotImplementedError(self.name)
+        """The game of these settings."""
 
     def make(self, access: Access, seed: int) -> BoardGame:
         return BoardGame(self, seed, access.section)
