@@ -26,8 +26,7 @@ from fovea_gym.settings.base import (
 if TYPE_CHECKING:  # settings are read without what they make
     from fovea.rollout.access import EngineAccess
     from fovea.rollout.base import Engine
-    from fovea.train.access import PolicyAccess
-    from fovea.train.update import TrainedPolicy
+    from fovea.train.update import PolicyAccess, TrainedPolicy
     from fovea.weights.base import PushedEngine
     from fovea.weights.sinks import NetworkEngine
 
@@ -405,7 +404,7 @@ class TorchBackend(Section):
 
     def make(self, access: PolicyAccess) -> TrainedPolicy:
         """Make the policy."""
-        from fovea.train.torch.making import make_policy
+        from fovea.train.torch.policy import make_policy
 
         assert access.network is not None, "it trains a network in place"
         return make_policy(access.config, access.network, access.tape, access.ranks)

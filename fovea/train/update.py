@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -21,8 +22,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fovea.config.algorithm import Algorithm
+from fovea.config.model import Model
+from fovea.config.run import Config
 from fovea.config.sections import Train, Warmup
 from fovea.errors import TrainError, memory_for
+from fovea.models.activation_tape import Tape
 from fovea.models.load import save_network
 from fovea.models.outgoing import OutgoingWeight
 from fovea.models.policy_network import PolicyNetwork
@@ -42,7 +46,7 @@ from fovea.train.base import ModelFacts, Needs, PolicyOptimizer, SftExample
 from fovea.train.loss import PassResult
 from fovea.train.microbatches import MicroBatcher, MicrobatchLimit, in_batch_order
 from fovea.train.packing import MicroBatch
-from fovea.train.ranks import Ranks
+from fovea.train.ranks import ALONE, Ranks
 from fovea.train.schedule import ImagesByRank, UpdatePasses
 from fovea.train.sft import SupervisedTrainer
 from fovea.train.update_metrics import UpdateStats, batch_mismatch
@@ -53,6 +57,21 @@ FEWER_WEIGHTS = "train fewer weights (model.lora, model.freeze_vision_tower), or
 Result = TypeVar("Result")
 Scored = list[tuple[MicroBatch, TokenScores]]
 """This rank's micro-batches with the scores of their actions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyAccess:
+    """The settings of the run, and its model as a folder or as a network."""
+
+    config: Config
+    model: Model
+    """With a path."""
+    banned_ids: Sequence[int]
+    network: PolicyNetwork | None = None
+    """The network to train in place, for a backend that shares it."""
+    tape: Tape | None = None
+    """Activations of the rollout that the update reuses."""
+    ranks: Ranks = ALONE
 
 
 class TrainedPolicy(ABC):

@@ -23,10 +23,9 @@ from fovea.processes.serving import CallerConnection, serve_connection
 from fovea.rollout.access import EngineAccess
 from fovea.run.microbatches import leaving_limit
 from fovea.run.signals import ENDING
-from fovea.train.access import PolicyAccess
 from fovea.train.local import Caller, CallerThread, LocalPolicy, call_here
 from fovea.train.ranks import Ranks
-from fovea.train.update import TrainedPolicy
+from fovea.train.update import PolicyAccess, TrainedPolicy
 from fovea.weights.base import WeightSink
 from fovea.weights.broadcast import Broadcast, ReceivedWeights
 from fovea.weights.push import WeightPusher

@@ -27,7 +27,7 @@ from fovea.errors import ModelError
 from fovea.models.adapter_files import ADAPTER_WEIGHTS
 from fovea.models.tiny import TinyParts
 from fovea.models.trainable import choose_trainable, factored_weights, trainable_parameters
-from fovea.train.torch.making import make_policy
+from fovea.train.torch.policy import make_policy
 from fovea.wiring.model import make_vlm, open_vlm
 from fovea_gym.errors import ConfigError, FoveaError
 from tests.adapters import OTHER_NAMES, rename_tensors, save_adapter

@@ -19,8 +19,7 @@ from fovea.samples import replace_samples
 from fovea.train.base import Needs, SftExample
 from fovea.train.ranks import Ranks
 from fovea.train.row_assignment import ImageKeys
-from fovea.train.torch.making import make_policy
-from fovea.train.torch.policy import TorchPolicy
+from fovea.train.torch.policy import TorchPolicy, make_policy
 from fovea.train.torch.sharding import full
 from fovea.types import Batch
 from fovea.wiring.model import make_vlm

@@ -10,8 +10,7 @@ import torch
 
 from fovea.config.run import Config
 from fovea.train.base import Needs
-from fovea.train.torch.making import make_policy
-from fovea.train.torch.policy import TorchPolicy
+from fovea.train.torch.policy import TorchPolicy, make_policy
 from fovea.wiring.engine import make_tape
 from fovea.wiring.model import make_vlm
 from tests.policies import make_batch, weights_of

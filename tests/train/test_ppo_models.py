@@ -11,8 +11,7 @@ from torch import Tensor
 from fovea.config.run import Config
 from fovea.errors import TrainError
 from fovea.models.trainable import VALUE_HEAD
-from fovea.train.torch.making import make_policy
-from fovea.train.torch.policy import TorchPolicy
+from fovea.train.torch.policy import TorchPolicy, make_policy
 from fovea.wiring.model import make_vlm
 from tests.policies import make_batch
 from tests.saved import save_policy

@@ -17,8 +17,7 @@ from fovea.models.processor import load_processor
 from fovea.models.tiny import TinyParts
 from fovea.samples import replace_samples
 from fovea.train.ranks import ALONE, Ranks
-from fovea.train.torch.making import make_policy
-from fovea.train.torch.policy import TorchPolicy
+from fovea.train.torch.policy import TorchPolicy, make_policy
 from fovea.types import Batch
 from fovea.wiring.model import make_vlm
 from fovea_tools.families.tiny import save_tiny_kind

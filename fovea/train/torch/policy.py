@@ -1,4 +1,4 @@
-"""Policy worker on torch: packed shared-prefix passes, AdamW on float32 master weights.
+"""The policy on torch: packed shared-prefix passes, AdamW on float32 master weights.
 
 With several ranks, each is called with the same batch, trains on its share of the groups and returns results combined
 over all ranks. The model is entered through its root's `forward` only, and losses are normalised by counts of the whole
@@ -7,6 +7,7 @@ batch, so that sharding the weights changes neither this class nor the gradient.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -15,7 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fovea.config.algorithm import Algorithm
+from fovea.config.algorithm import Algorithm, Critic
+from fovea.config.run import Config
 from fovea.config.sections import Train, Warmup
 from fovea.models.activation_tape import Tape
 from fovea.models.decoder import imbalance
@@ -27,11 +29,13 @@ from fovea.models.trainable import (
     FrozenGuard,
     adapters_off,
     count_parameters,
+    freeze_lm_head,
     lora_layers,
     merged_weights,
     part_of,
     policy_parameters,
     trainable_parameters,
+    value_parameters,
 )
 from fovea.train.adamw import AdamWSettings
 from fovea.train.base import ModelFacts, SftExample
@@ -41,8 +45,8 @@ from fovea.train.ranks import ALONE, Ranks
 from fovea.train.sft import SupervisedTrainer, cross_entropy, row_of_share
 from fovea.train.torch.checkpoint import REFERENCE, TRAINABLE, VALUE, Saving, load_counts, load_reference
 from fovea.train.torch.optimizer import Optimizer
-from fovea.train.torch.passes import Reuse, Scorer, ValueFunction, dropout_seed, policy_pass
-from fovea.train.torch.sharding import copy_weights, full, shards_tower, sum_over_replicas
+from fovea.train.torch.passes import Reuse, Scorer, ValueFunction, ValueModel, dropout_seed, policy_pass
+from fovea.train.torch.sharding import copy_weights, full, shard, shards_tower, sum_over_replicas
 from fovea.train.update import Scored, TrainedPolicy
 from fovea.types import Batch, Metrics, SampleGroup
 from fovea.utils.host_waits import awaited
@@ -272,6 +276,40 @@ class TorchPolicy(TrainedPolicy):
             num_saved=sum(each.num_parameters for each in self._optimizers),
             num_workers=self._ranks.size,
         )
+
+
+def make_policy(config: Config, vlm: PolicyNetwork, tape: Tape | None = None, ranks: Ranks = ALONE) -> TorchPolicy:
+    """Make the policy, sharded in place over `ranks`, with the reference model and value function it needs."""
+    critic = config.algorithm.critic
+    reference = copy.deepcopy(vlm).requires_grad_(False) if config.copies_reference else None
+    value_model = None
+    if critic is not None and critic.trunk == "separate":
+        value_model = ValueModel(copy.deepcopy(vlm)).to(vlm.device)
+        freeze_lm_head(value_model.trunk.network)
+    # after the copies and before the optimizers, which keep references to the sharded parameters
+    for model in (vlm, reference, value_model):
+        if model is not None:
+            shard(model, ranks, cpu_offload=config.train.backend.cpu_offload)
+    return TorchPolicy(
+        vlm,
+        train=config.train,
+        algorithm=config.algorithm,
+        temperature=config.rollout.temperature,
+        max_steps=config.max_steps,
+        reference=reference,
+        value_function=None if critic is None else _make_value_function(config, critic, vlm, value_model),
+        tape=tape,
+        warmup=config.warmup,
+        ranks=ranks,
+    )
+
+
+def _make_value_function(config: Config, critic: Critic, vlm: PolicyNetwork, model: ValueModel | None) -> ValueFunction:
+    """The head that `make_vlm` put on the policy, or a separate model."""
+    parameters = value_parameters(vlm) if model is None else trainable_parameters(model)
+    settings = AdamWSettings.of_critic(critic, config.train, max_steps=config.max_steps)
+    optimizer = Optimizer(parameters, settings, on_host=config.train.backend.cpu_offload)
+    return ValueFunction(optimizer=optimizer, model=model)
 
 
 def _rate_ratios(vlm: PolicyNetwork, train: Train) -> dict[str, float]:

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fovea.config.run import Config
 from fovea.models.tiny import TinyParts
 from fovea.train.ranks import Ranks
-from fovea.train.torch.making import make_policy
+from fovea.train.torch.policy import make_policy
 from fovea.types import Batch
 from fovea.wiring.model import make_vlm
 from fovea_tools.plan.plan import make_plan

@@ -21,7 +21,7 @@ from fovea.models.load import load_network
 from fovea.models.processor import load_processor
 from fovea.models.tiny import TinyParts
 from fovea.train.base import Needs, SftExample
-from fovea.train.torch.making import make_policy
+from fovea.train.torch.policy import make_policy
 from fovea.train.update import TrainedPolicy
 from fovea.wiring.model import make_vlm
 from tests.policies import make_batch, weights_of
