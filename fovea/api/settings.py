@@ -89,7 +89,7 @@ def _check_reward(reward: object) -> None:
         kind = f"the class {reward.__name__}" if isinstance(reward, type) else f"of type {type(reward).__name__}"
         fix = f"give an object of it, {reward.__name__}(...), or a function" if isinstance(reward, type) else "give one"
         raise ConfigError(
-            f"reward={_shown(reward)} is {kind}, no function; {fix} of the task, the text and the images, which "
+            f"reward={_shown(reward)} is {kind}, not a function; {fix} of the task, the text and the images, which "
             "returns a number or named parts"
         )
     checked_reward(reward, name_of(reward))

@@ -123,11 +123,13 @@ def complete_word(ctx: typer.Context, incomplete: str) -> list[str]:
     return [*complete_recipe(incomplete), *keys, *(word for word in values if word.startswith(incomplete))]
 
 
-def _choices(setting: Setting, *without: str) -> list[str]:
-    """The words that a setting may be set to; where it takes any, its default, and `without` where that is none."""
+def _choices(setting: Setting, otherwise: str | None = None) -> list[str]:
+    """Words that a setting may be set to. With `otherwise`, one without choices gives its default, else `otherwise`."""
     if CHOICES.fullmatch(setting.type):
         return re.split(r" \| | or ", setting.type)
-    return [setting.default] if without and ONE_WORD.fullmatch(setting.default) else [*without]
+    if otherwise is None:
+        return []
+    return [setting.default if ONE_WORD.fullmatch(setting.default) else otherwise]
 
 
 def complete_recipe(incomplete: str) -> list[str]:
@@ -141,7 +143,7 @@ def complete_run(incomplete: str) -> list[str]:
     return [folder for folder in found if folder.startswith(incomplete)]
 
 
-OF_EDITORS = "# yaml-language-server:"
+SCHEMA_COMMENT = "# yaml-language-server:"
 """Start of the line of a recipe that names its JSON schema, by which an editor completes and checks it."""
 NEEDS = "# Needs: "
 """Start of the line in the head of a recipe that says what it takes."""
@@ -181,7 +183,7 @@ def describe_recipe(file: Path) -> Described:
     """Parse the comment at the head of a recipe; DataError if its `Needs:` line is missing."""
     lines = file.read_text(encoding="utf-8").splitlines()
     needs = [line.removeprefix(NEEDS) for line in lines if line.startswith(NEEDS)]
-    comments = [line for line in lines if line.startswith("#") and not line.startswith(OF_EDITORS)]
+    comments = [line for line in lines if line.startswith("#") and not line.startswith(SCHEMA_COMMENT)]
     head = " ".join(line.removeprefix("#").strip() for line in comments)
     sentence = SENTENCE.match(head)
     if not needs or sentence is None:

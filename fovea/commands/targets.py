@@ -112,7 +112,7 @@ def parse_target(word: str) -> Target:
         return _folder_target(word, folder)
     if folder.expanduser().is_file():
         raise ConfigError(
-            f"{word}: a file, no folder; name the folder of the run or model, and a recipe as recipe=FILE"
+            f"{word}: a file, not a folder; name the folder of the run or model, and a recipe as recipe=FILE"
         )
     path, _, revision = word.partition("@")
     if is_hub_id(path):

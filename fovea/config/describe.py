@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from fovea.config.recipes import CLOSE_ENOUGH
 from fovea.config.run import Config
-from fovea.config.schema import CHOSEN, SETS, recipe_schema
+from fovea.config.schema import ALIAS_KEY, DISCRIMINATOR_KEY, recipe_schema
 from fovea.utils.installing import find_tool
 from fovea_gym.errors import ConfigError
 from fovea_gym.settings.base import (
@@ -224,11 +224,11 @@ def _walk(
         forms = node.get("anyOf", [node])
         inside = [sections[each["$ref"].rpartition("/")[2]] for each in forms if "$ref" in each]
         doc = " ".join(_doc(section, node, inside).split())
-        default = node.get("default", "unset" if SETS in node else "must be set")
+        default = node.get("default", "unset" if ALIAS_KEY in node else "must be set")
         if listed(key)[0]:
             yield variant, Setting(key, GROUP, "environment.name=shapes", node.get("description", ""), may_change)
             continue
-        if CHOSEN in node:
+        if DISCRIMINATOR_KEY in node:
             choices = type_text(forms[len(inside)])
             chosen = "null" if default is None else choices.partition(" ")[0]
             yield "", Setting(f"{key}.{NAME}", choices, chosen, doc, may_change)
@@ -238,13 +238,13 @@ def _walk(
             shown = default if isinstance(default, str) and default else json.dumps(default)
             yield variant, Setting(key, type_text(node), shown, doc, may_change)
         for inner in inside:
-            choice = f"{key}.{NAME}={inner['properties'][NAME]['const']}" if CHOSEN in node else variant
+            choice = f"{key}.{NAME}={inner['properties'][NAME]['const']}" if DISCRIMINATOR_KEY in node else variant
             yield from _walk(inner, sections, f"{key}.", choice, may_change)
 
 
 def _doc(section: Tree, node: Tree, inside: Sequence[Tree]) -> str:
-    """The description of a node; of a union also of its sections, else that of the only section or the one around."""
-    if CHOSEN not in node:
+    """The description of a node, of a union with its sections; else that of its only section, or the enclosing one."""
+    if DISCRIMINATOR_KEY not in node:
         return node.get("description") or _first_sentence(inside[0] if inside else section)
     docs = {each["properties"][NAME]["const"]: _first_sentence(each) for each in inside}
     names = node["anyOf"][len(inside)].get("enum", ())

@@ -122,7 +122,7 @@ def dump_config(config: Config, sections: Collection[str] = ()) -> str:
 
 def keys_of(overrides: Sequence[Override]) -> set[str]:
     """The dotted keys that overrides set, short forms written out: `environment=a.py:C` sets `environment.file`."""
-    found = [each for override in overrides for each in _given(Config, read_override(override)[1])]
+    found = [each for override in overrides for each in _given((Config,), read_override(override)[1])]
     return set(leaves({key: value for key, field, value in found if not value or not _within(field, value)}))
 
 
@@ -130,17 +130,21 @@ def package_parts(tree: Tree) -> set[tuple[str, str]]:
     """The key and the name of each part of another package that settings choose; imports no package."""
     return {
         (f"{key}.{NAME}", value[NAME])
-        for key, field, value in _given(Config, tree)
+        for key, field, value in _given((Config,), tree)
         if field is not None and isinstance(value, dict) and value.get(NAME) in packages_of(field)
     }
 
 
-def _given(section: type[Section], tree: Tree, path: str = "") -> Iterator[tuple[str, FieldInfo | None, Any]]:
+def _given(
+    sections: Sequence[type[Section]], tree: Tree, path: str = ""
+) -> Iterator[tuple[str, FieldInfo | None, Any]]:
     """Every setting that a tree gives, short forms written out, whatever member of a union has it."""
-    for name, value in _long_forms(section, tree, path).items():
-        field = section.field_of(name)
-        yield f"{path}{name}", field, value
-        for inner in _within(field, value):
+    for section in sections:
+        tree = _long_forms(section, tree, path)
+    for name, value in tree.items():
+        fields = [found for section in sections if (found := section.field_of(name)) is not None]
+        yield f"{path}{name}", fields[0] if fields else None, value
+        if inner := tuple(dict.fromkeys(each for field in fields for each in _within(field, value))):
             yield from _given(inner, value, f"{path}{name}.")
 
 

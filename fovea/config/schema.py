@@ -13,7 +13,7 @@ from fovea.config.run import Config
 from fovea_gym.settings.base import NAME, Section, is_union, names_of, sections_of, variants_of
 from fovea_gym.utils import entry_points
 
-CHOSEN, SETS = "discriminator", "sets"
+DISCRIMINATOR_KEY, ALIAS_KEY = "discriminator", "sets"
 """Keys of a union of sections, and of an alias, with the settings that it sets."""
 
 
@@ -42,7 +42,7 @@ class _RecipeSchema(GenerateJsonSchema):
             nodes[name]["type"] = ["array", "string"]
         for alias, names in section.aliases.items():
             like = {key: value for key, value in nodes[names[0]].items() if key != "default"}
-            nodes[alias] = like | {"description": f"Sets {' and '.join(names)}.", SETS: [*names]}
+            nodes[alias] = like | {"description": f"Sets {' and '.join(names)}.", ALIAS_KEY: [*names]}
         return made
 
     def _of_sections(self, field: FieldInfo) -> JsonSchemaValue:
@@ -59,7 +59,7 @@ class _RecipeSchema(GenerateJsonSchema):
         if NoneType in get_args(field.annotation):
             forms.append({"type": ["boolean", "null"]})
         made = forms[0] if len(forms) == 1 else {"anyOf": forms}
-        return made | ({CHOSEN: {"propertyName": NAME}} if chosen else {})
+        return made | ({DISCRIMINATOR_KEY: {"propertyName": NAME}} if chosen else {})
 
 
 def recipe_schema() -> JsonSchemaValue:

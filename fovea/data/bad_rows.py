@@ -1,7 +1,8 @@
 """Bad rows of a run, each listed once with its reason, in memory and in `bad_rows.jsonl` of the run folder.
 
 The file grows by a line per row. A checkpoint stores the number of lines; a resumed run deletes the later ones, and
-damaged ones, and counts as if it had never stopped.
+damaged ones, and counts as if it had never stopped; after damage, another resume from the same checkpoint keeps as
+many later lines as were lost.
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ class BadRows:
         self._reasons: dict[str, str] = {}
         self.num_lost = 0
         """Lines before the checkpoint that are damaged or missing; their rows are listed again when they are found."""
-        if self._file is not None and self._file.exists():
-            rows = [(line, _row_of(line)) for line in islice(read_lines(self._file), resume_at)]
-            self._reasons = {row[0]: row[1] for _, row in rows if row is not None}
-            self.num_lost = resume_at - len(self._reasons)
-            write_atomically(self._file, b"".join(line for line, row in rows if row is not None))
+        if self._file is not None:
+            lines = islice(read_lines(self._file), resume_at) if self._file.exists() else ()
+            kept = [(line, row) for line in lines if (row := _row_of(line)) is not None]
+            self._reasons = dict(row for _, row in kept)
+            self.num_lost = resume_at - len(kept)
+            if self._file.exists():
+                write_atomically(self._file, b"".join(line for line, _ in kept))
 
     def __contains__(self, key: str) -> bool:
         return key in self._reasons

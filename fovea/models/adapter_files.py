@@ -87,7 +87,8 @@ def _check_config(folder: Path, lora: Lora) -> None:
                 f"model.lora.{name}={config.get(key)}"
             )
     other = _first_other_than(WITHOUT_EFFECT, config)
-    if str(config.get(INITIALISED)).startswith(CHANGING_THE_BASE):
+    # peft reads the name in any case
+    if str(config.get(INITIALISED)).lower().startswith(CHANGING_THE_BASE):
         other = INITIALISED
     if other:
         raise ModelError(
@@ -150,7 +151,8 @@ def _config(folder: Path) -> dict[str, Any]:
         ) from error
     if not isinstance(config, dict):
         raise ModelError(f"{folder}/{ADAPTER_CONFIG} holds no mapping; give a folder that peft wrote")
-    ranks = [config.get("r"), *dict(config.get("rank_pattern") or {}).values()]
+    pattern = config.get("rank_pattern") or {}
+    ranks = [config.get("r"), *(pattern.values() if isinstance(pattern, dict) else [pattern])]
     check_numbers(str(folder), ADAPTER_CONFIG, config | {"r": ranks})
     return config
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fovea.errors import TrainError
 from fovea.run.rollout_step import StepRollout
-from fovea_gym.utils.bounded import append_to, read_lines
+from fovea_gym.utils.bounded import append_to, check_inside, read_lines
 from fovea_gym.utils.files import write_atomically
 
 UNSCORED_FILE = "unscored.jsonl"
@@ -49,11 +49,13 @@ def unscored_bytes(folder: Path) -> int:
 def cut_unscored(folder: Path, num_bytes: int) -> None:
     """Drop what was appended to unscored.jsonl after a checkpoint, since the resumed run appends it again.
 
-    Damaged lines, as a failure of the machine leaves them, are dropped as well.
+    Damaged lines, as a failure of the machine leaves them, are dropped as well; another resume from the same checkpoint
+    then keeps some of the later lines.
     """
     file = folder / UNSCORED_FILE
     if not file.exists():
         return
+    check_inside(file, folder)
     os.truncate(file, min(num_bytes, file.stat().st_size))
     lines = list(read_lines(file, within=folder))
     whole = [line for line in lines if line.endswith(b"\n") and b"\0" not in line]

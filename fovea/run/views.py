@@ -16,7 +16,7 @@ from fovea_gym.environments.base import Environment
 from fovea_gym.errors import ConfigError
 
 NOISY, MASKED = 0, 1
-"""Last but one of the numbers that seed a picture, after the run's seed, the step and the group."""
+"""Kinds of view, in the seed of a picture: seed of the run, step, group, kind, picture."""
 
 
 def in_one_turn(config: Config, environment: Environment) -> Environment:

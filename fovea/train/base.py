@@ -72,7 +72,7 @@ class Policy(Protocol):
     """The model under training, in one process or many, as seen by the driver.
 
     Each process of it has a `train.update.TrainedPolicy`, whose methods of these names do the work; all processes make
-    the same calls in the same order. Calls never overlap, but with `finish_save`.
+    the same calls in the same order. Only `finish_save` may overlap other calls.
     """
 
     async def annotate(self, batch: Batch, needs: Needs) -> Batch:

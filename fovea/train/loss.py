@@ -50,8 +50,8 @@ def policy_loss(scores: TokenScores, micro: MicroBatch, algorithm: Algorithm, sc
     """
     loss, sums = _policy_terms(scores, micro, algorithm)
     if scores.values_A is not None:
-        of_values, value_sums = _value_terms(scores.values_A, micro, algorithm)
-        loss, sums = loss + of_values, sums | value_sums
+        value_loss_term, value_sums = _value_terms(scores.values_A, micro, algorithm)
+        loss, sums = loss + value_loss_term, sums | value_sums
     # a non-finite log-prob of the engine means that it drew a token of probability 0: an error even where the loss does
     # not read it
     finite = torch.stack([loss, *(given_A.sum() for given_A in micro.given_logprobs)]).isfinite().all()
@@ -118,7 +118,7 @@ def _policy_terms(scores: TokenScores, micro: MicroBatch, settings: Algorithm) -
     # masked views of the pictures
     if micro.masked_logprobs_A is not None:
         sums["picture/dependence"] = k3(logprobs_A, micro.masked_logprobs_A).detach().sum()
-        loss_A = loss_A + _of_views(logprobs_A, micro.masked_logprobs_A, settings)
+        loss_A = loss_A + _views_term(logprobs_A, micro.masked_logprobs_A, settings)
     return (micro.weights_A * loss_A).sum(), sums
 
 
@@ -139,7 +139,7 @@ def _ratio_loss(logprobs_A: Tensor, old_A: Tensor, micro: MicroBatch, settings: 
             return theirs.policy_loss(*given, micro.lengths)
 
 
-def _of_views(logprobs_A: Tensor, masked_logprobs_A: Tensor, settings: Algorithm) -> Tensor:
+def _views_term(logprobs_A: Tensor, masked_logprobs_A: Tensor, settings: Algorithm) -> Tensor:
     """The term of a masked view; vppo's weights are in the advantages already."""
     views = settings.views
     assert views is not None, "log-probs on masked pictures, but no term of them"

@@ -310,7 +310,7 @@ class TrainedPolicy(ABC):
         return before
 
     def _gradients(self, groups: Sequence[SampleGroup], scale: float) -> PassResult:
-        """Accumulate the gradients of a minibatch in place of those of the previous one, or of a try before."""
+        """Replace the gradients of the previous minibatch, or of a failed attempt, by those of this one."""
         self._free_gradients()
         return self._backward(groups, scale)
 

@@ -18,7 +18,7 @@ def pip_install(extra: str | None) -> str:
 
 
 def pip_install_elsewhere(extra: str | None) -> str:
-    """The same for an environment that may lack the gym too, which is on no index."""
+    """The command for another environment, which may lack the gym as well."""
     return f"{installing.pip_install(None)} {pip_install(extra).removeprefix('pip install ')}"
 
 

@@ -38,9 +38,9 @@ _NO_IMAGE: dict[str, object] = {"bytes": None, "path": ""}
 """The cell of what is not an image, in a row that is a bad one when it is read."""
 ROWS_PER_GROUP = 50
 """Few, since a photo has megabytes, and a group is read as a whole."""
-OUTER = (Mapping, list, tuple, set, np.ndarray)
+CONTAINERS = (Mapping, list, tuple, set, np.ndarray)
 MOST_LEVELS = 32
-"""Levels of lists and mappings in a cell."""
+"""Deepest nesting of lists and mappings that a cell may have."""
 _DIGITS = 12
 """Digits of a checksum that are kept."""
 
@@ -93,7 +93,7 @@ class GivenRows:
         for row, value in enumerate(values):
             if _is_deep(value):
                 raise DataError(
-                    f"{self.rows.where(row)}, column {name}: a value that holds itself, or is nested more than "
+                    f"{self.rows.where(row)}, column {name}: a value that contains itself, or is nested more than "
                     f"{MOST_LEVELS} deep, cannot be kept in a file; write it as text, or leave the column out"
                 )
         try:
@@ -167,7 +167,7 @@ class GivenRows:
 
 def _is_deep(cell: object) -> bool:
     """True for what is nested too deeply for Arrow, which would end the process."""
-    level: list[object] = [cell] if isinstance(cell, OUTER) else []
+    level: list[object] = [cell] if isinstance(cell, CONTAINERS) else []
     for _ in range(MOST_LEVELS):
         # each once: a list may hold another one, or itself, several times
         level = list({id(each): each for outer in level for each in _inner(outer)}.values())
@@ -181,7 +181,7 @@ def _inner(cell: Any) -> Iterable[object]:
     if isinstance(cell, np.ndarray):
         cell = cell.tolist() if cell.dtype == object else ()
     values = cell.values() if isinstance(cell, Mapping) else cell
-    return [each for each in values if isinstance(each, OUTER)] if isinstance(values, Iterable) else ()
+    return [each for each in values if isinstance(each, CONTAINERS)] if isinstance(values, Iterable) else ()
 
 
 def _has_empty_mapping(kind: Any) -> bool:

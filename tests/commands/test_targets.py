@@ -81,7 +81,7 @@ def test_a_file_or_recipe_is_no_target(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     Path("notes.txt").touch()
     for word in ("run/config.yaml", "./run/config.yaml", "notes.txt"):
-        with pytest.raises(ConfigError, match=rf"^{word}: a file, no folder; name the folder of the run or model"):
+        with pytest.raises(ConfigError, match=rf"^{word}: a file, not a folder; name the folder of the run or model"):
             parse_target(word)
     with pytest.raises(ConfigError, match=r"^geo3k: a recipe, no target; give recipe=geo3k beside a target"):
         parse_target("geo3k")

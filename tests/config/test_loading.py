@@ -222,6 +222,10 @@ def test_what_a_bad_override_is_told(recipe: Path, override: str, message: str) 
         ({"name": "vqa", "train_files": ["a"]}, "test_files: must be set, or {}test_share=0.1"),
         ({"name": "frozen_lake", "state_reward": 1.0}, "state_reward is for descriptions in a thought, and {}think="),
         ({"name": "mixture", "parts": {}}, "parts is empty, so that there are no rows"),
+        (
+            {"name": "vqa", "train_files": ["a"], "test_share": 0.1, "prompt_template": "Reply as .json"},
+            "prompt_template='Reply as .json'",
+        ),
     ],
 )
 def test_an_error_of_the_gym_has_the_names_of_the_recipe_in_a_run_and_its_own_elsewhere(

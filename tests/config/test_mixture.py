@@ -110,6 +110,9 @@ def test_overrides_that_name_code_in_a_part() -> None:
     of_b = {"environment.parts.b.environment.file", "environment.parts.b.reward"}
     assert {f"{GEOMETRY}.environment.file", *of_b} < named
     assert keys_of([f"{GEOMETRY}.share=2"]) == {f"{GEOMETRY}.share"}
+    # an alias, and the name of a section, that several members of a union may have
+    assert keys_of(["algorithm.loss.clip_epsilon=1"]) == {"algorithm.loss.clip_low", "algorithm.loss.clip_high"}
+    assert keys_of([f"{GEOMETRY}.environment=vqa"]) == {f"{GEOMETRY}.environment.name"}
     own = {"environment.name", "environment.file", "reward", "seed"}
     assert keys_of(["environment=a.py:C", "reward=b.py:f", "seed=1"]) == own
     assert "environment.file" not in keys_of(["environment.name=own", "environment.settings.x=1"])

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fovea.cli.main import app
-from fovea.cli.texts import OF_EDITORS
+from fovea.cli.texts import SCHEMA_COMMENT
 from fovea.config.recipes import read_recipe, read_yaml, recipes_folder
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +38,7 @@ def test_the_file_beside_the_recipes_is_what_the_command_prints() -> None:
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_names_the_schema_and_fits_it(recipe: Path) -> None:
     first = recipe.read_text(encoding="utf-8").splitlines()[0]
-    assert first == f"{OF_EDITORS} $schema={os.path.relpath(SCHEMA, recipe.parent)}"
+    assert first == f"{SCHEMA_COMMENT} $schema={os.path.relpath(SCHEMA, recipe.parent)}"
     assert complaints(read_recipe(recipe)) == []
 
 

@@ -155,7 +155,9 @@ def test_settings_that_are_not_the_folders(lora: dict[str, object], error: type,
         started_from(tmp_path, **lora)
 
 
-@pytest.mark.parametrize(("key", "value"), [("use_rslora", True), ("init_lora_weights", "pissa")])
+@pytest.mark.parametrize(
+    ("key", "value"), [("use_rslora", True), ("init_lora_weights", "pissa"), ("init_lora_weights", "OLoRA")]
+)
 def test_variants_of_lora_are_refused(key: str, value: object, tmp_path: Path) -> None:
     """peft's own folder of another variant: its tensors have the same names, and mean something else."""
     pefts(tmp_path, **{key: value})
@@ -190,7 +192,9 @@ def test_pickles_and_rubbish_are_never_read(tmp_path: Path) -> None:
             started_from(tmp_path)
 
 
-@pytest.mark.parametrize("wrong", [{"r": 10**9}, {"rank_pattern": {"q_proj": 10**9}}, {"lora_dropout": 7.0}])
+@pytest.mark.parametrize(
+    "wrong", [{"r": 10**9}, {"rank_pattern": {"q_proj": 10**9}}, {"rank_pattern": "q_proj"}, {"lora_dropout": 7.0}]
+)
 def test_a_number_that_no_adapter_can_have_is_named(wrong: dict[str, object], tmp_path: Path) -> None:
     """Peft would make matrices of it before it reads the tensors."""
     pefts(tmp_path / "adapter")

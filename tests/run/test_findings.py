@@ -15,7 +15,7 @@ from fovea.loop import train
 from fovea.metrics.findings import RULES, find
 from fovea.metrics.names import definition_of
 from fovea.report.viewed_run import ViewedRun
-from fovea.run import rollout_step
+from fovea.run import sampling
 from fovea.run.context import Run
 from fovea.run.signals import too_few_rows
 from fovea_gym.types import Score, Task, Turn
@@ -70,8 +70,8 @@ def test_a_model_that_prefers_banned_tokens_is_found(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_draws_at_another_temperature_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = rollout_step.rollout_sampling
-    monkeypatch.setattr(rollout_step, "rollout_sampling", lambda *given: replace(real(*given), temperature=0.5))
+    real = sampling.rollout_sampling
+    monkeypatch.setattr(sampling, "rollout_sampling", lambda *given: replace(real(*given), temperature=0.5))
     words = [*QUICK, "rollout.max_new_tokens=4", "max_steps=2", "train.plain_update_every_steps=1"]
     train_here("shapes", tmp_path / "run", *words)
     assert found(tmp_path / "run") == ["Engine and trainer differ"]

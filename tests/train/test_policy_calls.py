@@ -19,6 +19,15 @@ def test_each_call_is_a_method_of_a_process_with_the_same_signature() -> None:
         assert inspect.signature(getattr(TrainedPolicy, name)) == inspect.signature(getattr(Policy, name)), name
 
 
+@pytest.mark.parametrize("forwards", [LocalPolicy, WorkersPolicy])
+def test_what_a_forwarder_writes_out_has_the_signature_of_the_policy(forwards: type) -> None:
+    written = vars(forwards).keys() & {*CALLS, "describe", "close"}
+    assert len(written) > 2
+    for name in written:
+        ours, asked = (list(inspect.signature(getattr(each, name)).parameters) for each in (forwards, Policy))
+        assert ours == asked, name
+
+
 @pytest.mark.parametrize("forwards", [LocalPolicy, lambda policy: WorkersPolicy(policy, cast(Any, None))])
 def test_nothing_else_is_forwarded(forwards: Any) -> None:
     for name in ("logprobs", "_optimizers", "outgoing", "sfft"):

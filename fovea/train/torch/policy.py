@@ -164,7 +164,7 @@ class TorchPolicy(TrainedPolicy):
         self._free_gradients()
 
     def _backward(self, groups: Sequence[SampleGroup], scale: float, only: SampleGroup | None = None) -> PassResult:
-        # passes of one group find out which has a bad gradient, behind those of the update
+        # `only`: which group has a bad gradient is asked after an update, which has used up the rollout's activations
         reuse = self._reuse(groups) if only is None else None
         micros, value_model, measured = self._batcher.micro_batches(groups, only), self._value_model, list[Measured]()
         for number, micro in enumerate(micros, start=1):

@@ -33,7 +33,7 @@ __all__ = ["InMemory", "Rows", "Source", "given_rows", "image_refs", "open_rows"
 
 Source: TypeAlias = str | os.PathLike[str] | InMemory
 
-MADE = ("caption", "easy_vqa", "geo3k", "geospot", "geospot_europe", "readable", "shapes", "visual_qa", "vqa")
+MADE = ("caption", "easy_vqa", "geo3k", "geospot", "geospot_europe", "readable", "visual_qa", "vqa")
 """Folders in data/ that commands write: `fovea data vqa`."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 
@@ -118,13 +118,13 @@ def open_rows(
 def given_rows(source: InMemory, name: str) -> Rows:
     """Rows that Python code has given; `name` is what messages call them.
 
-    DataError for what holds no rows, or has columns whose names are equal or no text.
+    DataError for what holds no rows, or has duplicate or invalid column names.
     """
     table = _memory_table(source, name)
     check_unique(table.columns, f"the argument {name} has")
     for column in table.columns:
         if any("\ud800" <= character <= "\udfff" for character in column):
-            raise DataError(f"{name}: the name of column {column!r:.60} has half a character; rename it")
+            raise DataError(f"{name}: the name of column {column!r:.60} contains an unpaired surrogate; rename it")
     if not len(table):
         raise DataError(f"{name} holds no rows; give some")
     return Rows([table])

@@ -19,7 +19,7 @@ IMAGE_TYPE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 """An encoded image in a cell, as Hugging Face's Image feature stores it."""
 ROWS_PER_GROUP = 500
 BYTES_PER_GROUP = 32 * 2**20
-"""Of texts and pictures, after which a group is written; it is in memory twice meanwhile."""
+"""Bytes of text and pictures at which a row group is written; writing holds the group in memory twice."""
 
 
 def write_rows(

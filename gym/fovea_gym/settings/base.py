@@ -75,7 +75,6 @@ MayChange: TypeAlias = Annotated[T, _MayChange()]
 """A setting, or a section of them, that a resumed run may have other than it began with: it says where and in what
 pieces things are computed or written down, or it paces the optimizer, the remedy for a run that diverges."""
 
-_OWN_NAME = re.compile(r"(?<![^\s(])\.(?=[a-z])")
 _DEEPEST = 50
 """Mappings and lists within each other; settings of Fovea's own have four."""
 NAME = "name"
@@ -112,7 +111,7 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        refuse(self.contradictions())
+        refuse(self.contradictions(), type(self).model_fields)
         return self
 
     @model_validator(mode="before")
@@ -323,17 +322,18 @@ def check_depth(value: object, where: str, depth: int = 0) -> None:
 class ContradictionError(ValueError):
     """Settings of a section that do not go together; its text names them as the section does."""
 
-    def __init__(self, text: str) -> None:
-        """`text` has names of the section as `.level`, at its beginning or after a blank or a bracket."""
+    def __init__(self, text: str, names: Iterable[str]) -> None:
+        """`text` has these names of settings as `.level`, at its beginning or after a blank or a bracket."""
         self._text = text
+        self._name = re.compile(rf"(?<![^\s(])\.(?=(?:{'|'.join(map(re.escape, names))})\b)")
         super().__init__(self.below(""))
 
     def below(self, key: str) -> str:
         """The text with the names of settings in full, where the section is at this key."""
-        return _OWN_NAME.sub(f"{key}." if key else "", self._text)
+        return self._name.sub(f"{key}." if key else "", self._text)
 
 
-def refuse(complaints: Iterable[str]) -> None:
-    """ContradictionError with all complaints, if there are any."""
+def refuse(complaints: Iterable[str], names: Iterable[str]) -> None:
+    """ContradictionError with all complaints, if there are any, about settings of these names."""
     if found := list(complaints):
-        raise ContradictionError("; also: ".join(found))
+        raise ContradictionError("; also: ".join(found), names)

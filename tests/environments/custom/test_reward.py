@@ -293,7 +293,7 @@ def test_a_function_is_found_in_its_file(tmp_path: Path, monkeypatch: pytest.Mon
         ("none.py:score", r"there is no file none\.py in /.*; fix the path"),
         ("mine.py:scores", r"mine\.py has no scores; did you mean score\?"),
         ("mine.py:zzz", r"define it, or name another: score, other, partly"),
-        ("mine.py:value", "is int, no function"),
+        ("mine.py:value", "is int, not a function"),
         ("mine.py:other", r"other takes \(text\), but is called as other\(task, text, images\); write def other\(task"),
         ("broken.py:score", r"broken\.py cannot be imported: it raised ZeroDivisionError: .* at broken.py:1;"),
         ("syntax.py:score", r"syntax\.py cannot be imported: it raised SyntaxError: .*; fix it"),

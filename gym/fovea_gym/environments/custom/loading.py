@@ -53,7 +53,7 @@ def load_reward(spec: str) -> RewardFunction:
 def checked_reward(function: object, name: str) -> RewardFunction:
     """The reward function, one of another trainer's signature wrapped; ConfigError for what cannot be called as one."""
     if not callable(function):
-        raise ConfigError(f"reward={name} is {type(function).__name__}, no function; name one")
+        raise ConfigError(f"reward={name} is {type(function).__name__}, not a function; name one")
     if (published := called_by_name(function, name)) is not None:
         return published
     check_required(function, OWN_NAMES, name)

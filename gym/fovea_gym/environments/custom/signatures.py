@@ -25,7 +25,7 @@ RewardFunction: TypeAlias = Callable[..., object]
 
 One with a parameter `response_length` is also given the number of tokens of the completion, by this name.
 """
-OWN_NAMES = ("task", "text", "images", "_task", "_text", "_images")
+OWN_NAMES = ("task", "text", "images", "_task", "_text", "_images", "response_length")
 """Parameters of Fovea's own signature; one that a function does not use may begin with an underscore."""
 ACCEPTED = (
     "accepted are def reward(task, text, images), TRL's reward(completions, **columns), verl's compute_score("
@@ -37,14 +37,15 @@ OF_THE_TRAINER = ("completion_ids", "trainer_state", "log_extra", "log_metric", 
 NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 """Keys of a row that TRL does not pass as columns."""
 BYTES_PER_TOKEN = 4
-"""Of text in the vocabularies of today's models."""
+"""UTF-8 bytes per token, typical of current vocabularies."""
 _OWN = ("task", "text", "images")
 _COLUMNS = ("data_source", "extra_info", "data_sources", "extra_infos")
 """Parameters of verl's signature that are columns of the row, or lists of one."""
 _ANSWERS = ("solution_str", "predict_str", "reward_input", "solution_strs", "predicts", "reward_inputs")
 """Parameters that tell verl's and EasyR1's signatures: each takes the completion, or a list of them."""
 BESIDE_PARTS = ("image_parts", "marks", "turns")
-"""Keys of a mapping that are not parts of the reward; a number of such a name of another trainer's is `NAME_part`."""
+"""Keys of a mapping that are not parts of the reward; a number that another trainer's function returns under one of
+these names is logged as `NAME_part`."""
 _REWARDS = ("score", "overall", "reward")
 """Keys of the reward in a mapping: verl's, EasyR1's, and verl's before."""
 
@@ -92,24 +93,29 @@ def called_by_name(function: Callable[..., Any], name: str) -> RewardFunction | 
 
 
 def called_by_own_names(function: Callable[..., Any]) -> RewardFunction | None:
-    """A reward function that calls one with `task`, `text` and `images` in another order; None for any other."""
+    """A reward function that calls one with `task`, `text` and `images`, and what more is ours, by these names.
+
+    None for one that is called with these three by their places, and for any other.
+    """
     parameters = _parameters(function)
     own = {each: each.removeprefix("_") for each in parameters if each in OWN_NAMES}
     by_place = (each for each, parameter in parameters.items() if parameter.kind is not Parameter.KEYWORD_ONLY)
-    if set(own.values()) != set(_OWN) or tuple(map(own.get, by_place))[: len(_OWN)] == _OWN:
+    is_in_order = tuple(map(own.get, by_place))[: len(_OWN)] == _OWN
+    if not {*_OWN} <= {*own.values()} or (is_in_order and len(own) == len(_OWN)):
         return None
     signature = inspect.signature(function)
 
-    def bound(task: Task, text: str, images: Sequence[Image]) -> inspect.BoundArguments:
-        values = {"task": task, "text": text, "images": images}
+    def bound(task: Task, text: str, images: Sequence[Image], response_length: int | None) -> inspect.BoundArguments:
+        num_tokens = length_of(text, response_length)
+        values = {"task": task, "text": text, "images": images, "response_length": num_tokens}
         return inspect.BoundArguments(signature, OrderedDict((each, values[name]) for each, name in own.items()))
 
-    def call(task: Task, text: str, images: Sequence[Image]) -> object:
-        given = bound(task, text, images)
+    def call(task: Task, text: str, images: Sequence[Image], response_length: int | None = None) -> object:
+        given = bound(task, text, images, response_length)
         return function(*given.args, **given.kwargs)
 
-    async def call_async(task: Task, text: str, images: Sequence[Image]) -> object:
-        given = bound(task, text, images)
+    async def call_async(task: Task, text: str, images: Sequence[Image], response_length: int | None = None) -> object:
+        given = bound(task, text, images, response_length)
         return await function(*given.args, **given.kwargs)
 
     return call_async if is_async(function) else call
@@ -159,7 +165,7 @@ def _is_open(parameter: Parameter) -> bool:
 
 
 def _named_arguments(task: Task, text: str, response_length: int) -> dict[str, object]:
-    """The arguments of verl's and EasyR1's signatures by name; None for a column that the row lacks."""
+    """Arguments of verl's and EasyR1's signatures by name; the caller leaves out columns that the row lacks."""
     source, extra = task.row.get("data_source"), task.row.get("extra_info")
     given = {"response": text, "response_length": response_length, "ground_truth": task.answer}
     one = {"data_source": source, "solution_str": text, "ground_truth": task.answer, "extra_info": extra}

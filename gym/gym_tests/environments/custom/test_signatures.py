@@ -11,6 +11,7 @@ import pytest
 
 from fovea_gym.environments.custom.grader import score_function, score_of
 from fovea_gym.environments.custom.loading import checked_reward
+from fovea_gym.environments.custom.signatures import takes_length
 from fovea_gym.errors import ConfigError
 from fovea_gym.rows.opening import default_opener
 from fovea_gym.types import Task, Turn
@@ -234,3 +235,19 @@ def test_an_unknown_required_parameter_is_refused_with_the_accepted_forms(
         "reward_i",
     ):
         assert form in str(refused.value)
+
+
+@table(
+    "function",
+    [
+        lambda task, text, images, response_length=None: response_length,
+        lambda images, text, task, response_length=None: response_length,
+        lambda task, text, images, response_length: response_length,
+        lambda response_length, _images, text, _task: response_length,
+    ],
+)
+def test_a_function_of_ours_gets_the_length_of_the_answer_by_name(function: Callable[..., Any]) -> None:
+    reward = checked_reward(function, "file.py:reward")
+    assert takes_length(reward)
+    assert reward(TASK, GOLD, [], response_length=7) == 7
+    assert reward(TASK, "x" * 40, []) == 10, "an estimate, where nobody has counted"
