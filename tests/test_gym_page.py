@@ -117,6 +117,11 @@ def test_a_class_of_the_users_is_made_shown_and_scored(folder: Path) -> None:
     (folder / "dark_or_light.py").write_text(code)
     assert main(["show", "own", "file=dark_or_light.py:DarkOrLight", "--rows", "2"]) == 0
     assert (folder / "own.html").read_text().count("<img") == 2
+    made = make("dark_or_light.py:DarkOrLight")
+    for given in (made, make("own", file="dark_or_light.py:DarkOrLight")):
+        extra = list(to_dataset(given, "dev", rows=2)["extra_info"])
+        assert as_trl(given)(completions=["dark", "light"], extra_info=extra) == [1.0, 0.0]
+    assert main(["show", "dark_or_light.py:DarkOrLight", "--rows", "2", "--out", "again.html"]) == 0
     names: dict[str, Any] = {}
     exec(code, names)
     given = names["DarkOrLight"]()

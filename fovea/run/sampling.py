@@ -47,6 +47,6 @@ def answer_end_of(config: Config, environment: Environment) -> AnswerEnd | None:
         raise ConfigError(
             f"rollout.stop_after_answer=true, but environment={config.environment.name} does not say where an answer "
             "ends, or the parts of a mixture say different ends; set rollout.stop_after_answer=false, or give your "
-            "environment answer_end = AnswerEnd(), of fovea.types"
+            "environment answer_end = AnswerEnd(), of fovea_gym.types"
         )
     return end

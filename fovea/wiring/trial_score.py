@@ -65,17 +65,22 @@ def _try(graded: GradedEnvironment, opener: ImageOpener) -> Iterator[str]:
     if not answer or reward > 0:
         return
     # it may read another form than the one in which the environment writes it, or give 0 at best
+    failures: list[ScoreError] = []
     for form in (rf"\boxed{{{task.answer}}}", f"<answer>{task.answer}</answer>"):
-        with suppress(ScoreError):
+        try:
             reward = max(reward, reward_of(f"<think>I know.</think>{form}"))
+        except ScoreError as error:
+            failures.append(error)
     nothing = reward
     with suppress(ScoreError):
         nothing = reward_of("I do not know.")
     if reward <= min(0.0, nothing):
-        yield (
-            f"your reward gives the gold answer {reward:g} ({task.id}: {shown(answer)}, also in a box and in answer "
-            "tags), no more than no answer; correct what it reads, or the column of the answer (environment.answer_key)"
-        )
+        gold = f"your reward gives the gold answer {reward:g} ({task.id}: {shown(answer)}"
+        if failures:
+            yield f"{gold}), and fails on it in a box or in answer tags: {failures[0]}"
+            return
+        column = ", or the column of the answer (environment.answer_key)" if hasattr(environment, "answer_key") else ""
+        yield f"{gold}, also in a box and in answer tags), no more than a wrong answer; fix what it parses{column}"
 
 
 def remarks_on_answers(graded: GradedEnvironment) -> Iterator[str]:

@@ -10,9 +10,12 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from fovea_gym.environments.access import Access
-from fovea_gym.environments.base import Environment
-from fovea_gym.environments.custom.environment import UserEnvironment
+from fovea_gym.environments.base import Environment, defines
+from fovea_gym.environments.custom.environment import UserEnvironment, UserSessions, user_graders
+from fovea_gym.environments.custom.loading import checked_environment
+from fovea_gym.environments.stages import stages_of
 from fovea_gym.errors import ConfigError, first_line
+from fovea_gym.graders.limited_calls import CallThreads
 from fovea_gym.rows.images import Size
 from fovea_gym.rows.opening import default_opener
 from fovea_gym.settings.base import NAME, Tree, names_of, nested, over, variant_of
@@ -40,10 +43,12 @@ def make(name: str, *, seed: int = 0, access: Access | None = None, **settings: 
     """Make an environment: `make("geo3k", train_files=["geo3k.parquet"], test_share=0.1)`.
 
     The settings are those of docs/environments.md, without `environment.` before them; `seed` draws the rows of those
-    that draw them. ConfigError for an unknown name or setting.
+    that draw them. `path/to/file.py:Class` names your own class. ConfigError for an unknown name or setting.
     """
     chosen = FieldInfo.from_annotation(EnvironmentConfig)  # type: ignore[arg-type]
     section = variant_of(chosen, name)
+    if section is None and ".py:" in name:
+        return make("own", seed=seed, access=access, file=name, **settings)
     if section is None:
         raise ConfigError(f"there is no environment {name}; choose one of {', '.join(names_of(chosen))}")
     try:
@@ -52,7 +57,14 @@ def make(name: str, *, seed: int = 0, access: Access | None = None, **settings: 
         raise ConfigError(f"{name}: {first_line(error).partition(': ')[2]}") from error
     assert isinstance(made, EnvironmentSettings), name
     given = made.make(access or Access(pictures=_StoredPictures()), seed)
-    return given if isinstance(given, Environment) else UserEnvironment(given, name)
+    return given if isinstance(given, Environment) else _graded(checked_environment(given, name), name)
+
+
+def _graded(user: Any, name: str) -> Environment:
+    """A user's object as an environment with its graders."""
+    made = UserSessions(user, name, CallThreads(name)) if defines(user, "open") else UserEnvironment(user, name)
+    made.graders = tuple(getattr(user, "graders", ())) or user_graders(user, stages_of(user), f"{name}.score")
+    return made
 
 
 def settings_of(words: Sequence[str]) -> Tree:

@@ -163,6 +163,8 @@ class _Scorer:
         self.environment: Any = grader if hasattr(grader, "tasks") else None
         graders = (grader,)
         if self.environment is not None:
+            if not hasattr(grader, "graders") and not hasattr(grader, "score"):
+                raise ConfigError(f"{self.name} has no grader; give a grader or its name, such as vqa, in its place")
             graders = tuple(getattr(grader, "graders", None) or user_graders(grader, Stages(), f"{self.name}.score"))
         self._grading = Grading(graders=graders, calls=UnlimitedCalls(self.name))
         self._tasks: dict[Split, Sequence[Task]] = {}

@@ -175,8 +175,8 @@ NO_TURNS = [
         (Score(reward=0, accuracy=float("nan")), "nan as accuracy"),
         (scores(parts=None), "None as parts, which is not a mapping of names to numbers"),
         (scores(image_parts=None), "None as image_parts, which is not a list of mappings"),
-        (scores(marks=None), "None as marks, which is not a list of fovea.types.Mark"),
-        (scores(marks=(1, 2)), "(1, 2) as marks, which is not a list of fovea.types.Mark"),
+        (scores(marks=None), "None as marks, which is not a list of fovea_gym.types.Mark"),
+        (scores(marks=(1, 2)), "(1, 2) as marks, which is not a list of fovea_gym.types.Mark"),
         (scores(marks=(replace(BOX, xy=None),)), "a mark at None; give x, y of a point or x1, y1, x2, y2 of a box"),
         (scores(marks=(replace(BOX, xy=(0.5,)),)), "a mark at (0.5,); give x, y of a point"),
         (scores(marks=(replace(BOX, image="1"),)), "'1' as the image of a mark"),
@@ -381,7 +381,7 @@ def test_what_a_class_does_wrong_is_named() -> None:
         environment.target(TASK)
     with pytest.raises(DataError, match=r"^mine\.py:C\.tasks\('train'\) holds no rows; return some"):
         environment.tasks("train")
-    with pytest.raises(DataError, match=r"holds 'no task' \(of type str\); return a list of fovea\.types\.Task"):
+    with pytest.raises(DataError, match=r"holds 'no task' \(of type str\); return a list of fovea_gym\.types\.Task"):
         environment.tasks("dev")
     score = r"^train/0: Failing\.score raised RuntimeError: no score at .*\.py:\d+; fix it"
     with pytest.raises(ScoreError, match=score):
@@ -463,7 +463,7 @@ class Plain:
 @table(
     ("attributes", "problem"),
     [
-        ({"answer_end": "</a>"}, r"Own has answer_end='</a>'; set fovea.types.AnswerEnd\(\), for a box"),
+        ({"answer_end": "</a>"}, r"Own has answer_end='</a>'; set fovea_gym.types.AnswerEnd\(\), for a box"),
         ({"reply": lambda self, task, turns: []}, "Own has a method reply, but no max_turns; add max_turns = 4"),
         ({"max_turns": 0}, "Own has max_turns=0; set a whole number from 1 on"),
         ({"stages": (), "default_starts": (), "at": None}, r"Own has no method at; add at\(stage\)"),

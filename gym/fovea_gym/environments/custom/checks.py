@@ -24,7 +24,7 @@ def check_tasks(tasks: Sequence[Task], made: str) -> None:
     ids = set[str]()
     for task in tasks if is_made else _first_made(tasks):
         if not isinstance(task, Task):
-            raise DataError(f"{made} holds {_typed(task)}; return a list of fovea.types.Task")
+            raise DataError(f"{made} holds {_typed(task)}; return a list of fovea_gym.types.Task")
         check_task(task, made)
         if task.id in ids:
             raise DataError(f"{made} holds two rows of id {task.id!r}; give every row of a split a separate id")
@@ -52,7 +52,7 @@ def check_task(task: Task, made: str) -> None:
 
 def check_messages(messages: object, made: str, otherwise: str = "") -> None:
     """Check the messages of a prompt or a reply; there is at least one. `otherwise` is what may be returned, too."""
-    fix = f'return a list of fovea.types.Message, [Message(role="user", parts=(task.question,))]{otherwise}'
+    fix = f'return a list of fovea_gym.types.Message, [Message(role="user", parts=(task.question,))]{otherwise}'
     if not _is_list(messages) or not messages:
         raise DataError(f"{made} returned {_typed(messages)}; {fix}")
     for message in messages:
@@ -107,7 +107,7 @@ def _check_characters(text: str, found: str) -> None:
 
 def _check_image(image: object, found: str) -> None:
     if not isinstance(image, ImageRef):
-        raise DataError(f"{found} {_typed(image)}; give a picture as ImageRef(source=picture), of fovea.types")
+        raise DataError(f"{found} {_typed(image)}; give a picture as ImageRef(source=picture), of fovea_gym.types")
     if not isinstance(image.source, bytes | str | np.ndarray | Image.Image):
         raise DataError(
             f"{found} ImageRef(source={_typed(image.source)}); give encoded bytes, a path or URL as a text, RGB "

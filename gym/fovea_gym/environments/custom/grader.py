@@ -212,7 +212,7 @@ def _check_forms(parts: object, images: object, marks: object) -> None:
     if not isinstance(images, Sequence) or not all(isinstance(image, Mapping) for image in images):
         raise ValueError(f"{images!r:.60} as {IMAGE_PARTS}, which is not a list of mappings, one for each image")
     if not isinstance(marks, Sequence) or not all(isinstance(mark, Mark) for mark in marks):
-        raise ValueError(f"{marks!r:.60} as {MARKS}, which is not a list of fovea.types.Mark")
+        raise ValueError(f"{marks!r:.60} as {MARKS}, which is not a list of fovea_gym.types.Mark")
 
 
 def _check_turns(turns: object) -> None:

@@ -88,7 +88,7 @@ def checked_environment(user: Any, name: str) -> Any:
     _check_turns(user, name)
     if not isinstance(end := getattr(user, "answer_end", None), AnswerEnd | None):
         raise ConfigError(
-            f"environment={name} has answer_end={end!r}; set fovea.types.AnswerEnd(), for a box, or another one, "
+            f"environment={name} has answer_end={end!r}; set fovea_gym.types.AnswerEnd(), for a box, or another one, "
             'such as AnswerEnd(closing="</answer>")'
         )
     if defines(user, "stages") and not defines(user, "default_starts"):
@@ -108,6 +108,9 @@ def _check_turns(user: Any, name: str) -> None:
             raise ConfigError(f"environment={name} has a method {method}, but no max_turns; {fix}")
     if max_turns is not None and (not isinstance(max_turns, int) or max_turns < 1):
         raise ConfigError(f"environment={name} has max_turns={max_turns!r}; set a whole number from 1 on")
+    if max_turns is not None and max_turns > 1 and not any(defines(user, each) for each in ("reply", "open", "tools")):
+        fix = "add reply(task, turns), or leave max_turns out"
+        raise ConfigError(f"environment={name} has max_turns={max_turns}, but no reply, open or tools; {fix}")
 
 
 def _instance(made: type, settings: OwnEnvironment, section: str) -> object:

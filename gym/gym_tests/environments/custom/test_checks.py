@@ -56,7 +56,7 @@ def test_what_is_documented_passes() -> None:
     ("tasks", "problem"),
     [
         ([TASK, replace(TASK, answer="x")], "holds two rows of id 'train/0'; give every row of a split a separate id"),
-        ([TASK, "row"], "holds 'row' (of type str); return a list of fovea.types.Task"),
+        ([TASK, "row"], "holds 'row' (of type str); return a list of fovea_gym.types.Task"),
         ([replace(TASK, answer=3)], "id 'train/0' with answer=3 (of type int); give a text, such as answer=str(...)"),  # type: ignore[arg-type]
         (
             [replace(TASK, question="caf\udce9?")],
@@ -64,7 +64,7 @@ def test_what_is_documented_passes() -> None:
             "file takes; decode the bytes with errors='replace'",
         ),
         ([replace(TASK, id=3)], "Task of id 3 with id=3 (of type int); give a text, such as id=str(...)"),  # type: ignore[arg-type]
-        ([replace(TASK, images=(PICTURE,))], "give a picture as ImageRef(source=picture), of fovea.types"),  # type: ignore[arg-type]
+        ([replace(TASK, images=(PICTURE,))], "give a picture as ImageRef(source=picture), of fovea_gym.types"),  # type: ignore[arg-type]
         ([replace(TASK, images=PICTURE)], "(of type Image); give a tuple, images=(ImageRef(source=...),)"),  # type: ignore[arg-type]
         (
             [replace(TASK, images=(ImageRef(source=Path("a.png")),))],  # type: ignore[arg-type]
@@ -110,9 +110,12 @@ def test_rows_that_are_made_on_access_are_checked_where_they_come_by() -> None:
 @table(
     ("messages", "problem"),
     [
-        ("Dark or light?", "returned 'Dark or light?' (of type str); return a list of fovea.types.Message, [Message("),
-        (PROMPT, "(of type Message); return a list of fovea.types.Message, [Message("),
-        ([], "returned [] (of type list); return a list of fovea.types.Message"),
+        (
+            "Dark or light?",
+            "returned 'Dark or light?' (of type str); return a list of fovea_gym.types.Message, [Message(",
+        ),
+        (PROMPT, "(of type Message); return a list of fovea_gym.types.Message, [Message("),
+        ([], "returned [] (of type list); return a list of fovea_gym.types.Message"),
         ([{"role": "user"}], "returned a list that holds {'role': 'user'} (of type dict); return a list of"),
         ([Message(role="human", parts=("?",))], "with role='human' (of type str); set one of system, user, assistant"),  # type: ignore[arg-type]
         ([Message(role="user", parts="Dark?")], "with parts='Dark?' (of type str); give a tuple, such as parts=(task."),
