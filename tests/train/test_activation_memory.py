@@ -83,7 +83,7 @@ def test_counting_changes_no_gradient(recompute: Recompute) -> None:
         parts = tiny("qwen3_vl")
         recompute_activations(parts.network, recompute)
         policy = make_policy(parts)
-        with policy._backward_passes.activations(earlier):  # a pass of so many tokens
+        with policy._scorer.activations(earlier):  # a pass of so many tokens
             pass
         metrics = policy.update(make_batch(parts))
         assert (metrics.pop("memory/activations_gib") > 0) is (earlier == 0)

@@ -218,7 +218,7 @@ SCENES: dict[str, object] = {"name": "shapes"}
         ("vqa", {"reward_model": {"path": "a"}}, "reward_model is set, and nothing asks it"),
         ("vqa", {"model_reward": {"judge": 0.6, "reward_model": 0.6}, **JUDGE}, "with a sum of at most 1"),
         ("vqa", {"model_reward": {}}, "with a sum of at most 1"),
-        ("vqa", {"judge": {**JUDGE["judge"], "prompt": "?"}}, r"judge.prompt has no \{answer\}"),
+        ("vqa", {"judge": {**JUDGE["judge"], "prompt": "?"}}, r"prompt has no \{answer\}"),
     ],
 )
 def test_settings_that_do_not_go_together(
