@@ -174,12 +174,12 @@ def test_an_environment_of_the_registry() -> None:
 @table(
     ("settings", "message"),
     [
-        ({"id": "NoSuchGame-v0"}, r"id=NoSuchGame-v0 cannot be made: NameNotFound: .*NoSuchGame"),
+        ({"id": "NoSuchGame-v0"}, r"^id=NoSuchGame-v0 cannot be made: NameNotFound: .*NoSuchGame"),
         ({"kwargs": {"size": 3}}, r"cannot be made: TypeError: .*'size'; correct id and kwargs"),
         ({"id": f"{GAMES}:Plain"}, r"Plain is not a class of gymnasium.Env; derive it from that"),
         ({"id": f"{GAMES}:Continuous", "kwargs": {}}, r"action space Box.*, and only Discrete"),
         ({"id": f"{GAMES}:Unseen"}, r"render\(\) returned NoneType , which is not a picture; return uint8"),
-        ({"actions": ("left",)}, r"actions has 1 names, but .* has 2 actions; name each"),
+        ({"actions": ("left",)}, r"^actions has 1 names, but .* has 2 actions; name each"),
     ],
 )
 def test_what_does_not_fit_is_one_line(settings: dict[str, Any], message: str) -> None:
