@@ -86,7 +86,7 @@ def test_recipes_train_by_name_outside_the_checkout(installed: Path, tmp_path: P
     assert (tmp_path / "first" / "report.html").is_file()
     run(str(installed / "fovea"), "view", "first", "--export", "shown.html", folder=tmp_path)
     assert (tmp_path / "shown.html").is_file()
-    assert "memory of each process" in run(str(installed / "fovea"), "plan", "frozen_lake", folder=tmp_path)
+    assert "GiB of each process" in run(str(installed / "fovea"), "plan", "frozen_lake", folder=tmp_path)
 
 
 def needed_by(
