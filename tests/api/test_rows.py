@@ -323,7 +323,7 @@ FAULTS: dict[str, tuple[Callable[[pd.DataFrame], Any], str]] = {
     ),
     "itself": (
         lambda frame: frame.assign(x=[itself() for _ in range(len(frame))]),
-        r"row 0, column x: .* holds itself",
+        r"row 0, column x: .* contains itself",
     ),
     "deep": (lambda frame: frame.assign(x=[nested(3000) for _ in range(len(frame))]), r"row 0, column x: .* 32 deep"),
 }
