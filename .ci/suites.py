@@ -6,17 +6,22 @@
 
 `.ci/run` runs the whole of a suite where a file that it covers has changed since it passed, and else only its tests
 with the marker `smoke`. The record, `.ci/passed`, is committed: a line per suite with its name and a hash of all these
-files. Of `oldest` and `newest`, whose environments are 6 GB each, it runs the whole or nothing. Standard library only,
-since this runs before anything is installed.
+files; comments and docstrings of Python files are left out of it, since no long suite tests them. Of `oldest` and
+`newest`, whose environments are 6 GB each, it runs the whole or nothing. Standard library only, since this runs before
+anything is installed.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
+import io
 import re
 import subprocess
 import sys
+import tokenize
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -130,9 +135,30 @@ def hash_of(suite: str, root: Path) -> str:
     digest = hashlib.sha256(repr((suite, COVERS.get(suite))).encode())
     for file in files_of(suite, root):
         name = file.relative_to(root).as_posix().encode()
-        digest.update(b"%d %s %d " % (len(name), name, file.stat().st_size))
-        digest.update(file.read_bytes())
+        content = file.read_bytes()
+        content = code_of(content) if file.suffix == ".py" else content
+        digest.update(b"%d %s %d " % (len(name), name, len(content)))
+        digest.update(content)
     return digest.hexdigest()
+
+
+@cache  # suites share most of their files
+def code_of(content: bytes) -> bytes:
+    """Tokens of a Python file, without comments, blank lines and strings that stand alone, as docstrings do."""
+    statements = [node for node in ast.walk(ast.parse(content)) if isinstance(node, ast.Expr)]
+    docstrings = [
+        (node.lineno, node.end_lineno or node.lineno)
+        for node in statements
+        if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    ]
+    lines = {line for first, last in docstrings for line in range(first, last + 1)}
+    tokens = [
+        token.string
+        for token in tokenize.tokenize(io.BytesIO(content).readline)
+        if token.type not in (tokenize.COMMENT, tokenize.NL)
+        and not (token.type in (tokenize.STRING, tokenize.NEWLINE) and token.start[0] in lines)
+    ]
+    return "\0".join(tokens).encode()
 
 
 def recorded(root: Path) -> dict[str, str]:
