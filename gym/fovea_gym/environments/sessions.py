@@ -28,7 +28,7 @@ from fovea_gym.errors import (
     describe_error,
 )
 from fovea_gym.graders.base import LateError, NoScoreError, TryAgainError
-from fovea_gym.graders.limited_calls import CallLimits, CallThreads, LimitedCalls, called, without_ends
+from fovea_gym.graders.grading import CallLimits, CallThreads, LimitedCalls, called, without_ends
 from fovea_gym.settings.splits import SessionLimits
 from fovea_gym.tools.base import Tool
 from fovea_gym.types import Message, Score, Task, Turn
