@@ -140,6 +140,34 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         yield found
 
 
+def test_engines_elsewhere_get_the_tensors_before_the_engine_beside_the_policy_the_version() -> None:
+    """One learner that generates, and engines in other processes."""
+    copy, beside = Engine(a=torch.zeros(4), b=torch.zeros(3)), Engine(a=torch.ones(4), b=torch.ones(3))
+    sync = SharedWeights(beside, pusher(NetworkCopy(copy), trained="b"))
+    for version, num_tensors, num_bytes in ((0, 2, 7 * 4), (1, 1, 3 * 4)):
+        report = wait_for(sync.push(version))
+        assert (report.num_tensors, report.bytes_copied) == (num_tensors, num_bytes)
+        assert report.checksum is not None
+        assert (copy.version, beside.version) == (version, version)
+    assert torch.equal(copy.own["a"], torch.linspace(0, 1, 4))
+    assert torch.equal(beside.own["a"], torch.ones(4)), "nothing is copied into the policy's tensors"
+
+
+class Elsewhere(Stream):
+    """A sink of engines in other processes, which may be lost."""
+
+    left: Sequence[int] = (1, 2)
+
+    def leave_out_lost(self, left: Sequence[int]) -> None:
+        self.left = left
+
+
+def test_an_engine_elsewhere_that_was_lost_is_left_out_beside_shared_weights() -> None:
+    sink = Elsewhere()
+    wait_for(SharedWeights(Engine(a=torch.zeros(1)), pusher(sink)).leave_out_lost([2]))
+    assert sink.left == [2]
+
+
 def on_device() -> dict[str, Tensor]:
     return {f"layers.{layer}": torch.ones(3, 600, device=META, requires_grad=True) for layer in range(20)}
 
@@ -156,6 +184,6 @@ def test_a_push_reads_the_device_once_for_all_tensors(sink: Any, reads: list[int
 
 def test_a_push_of_shared_weights_never_waits_for_the_device(reads: list[int]) -> None:
     engine = Engine(**on_device())
-    wait_for(SharedWeights(engine).push(1))  # type: ignore[arg-type]
+    wait_for(SharedWeights(engine).push(1))
     assert engine.version == 1
     assert not reads
