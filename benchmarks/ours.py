@@ -40,8 +40,7 @@ from fovea.train.base import Policy
 from fovea.train.local import LocalPolicy
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch, Prompt, Sampling
-from fovea.weights.push import WeightPusher
-from fovea.weights.sinks import SharedTensors
+from fovea.weights.push import SharedWeights
 from fovea.wiring.data import prefetch_threads
 from fovea.wiring.engine import make_tape
 from fovea_gym.graders.grading import Grading
@@ -210,7 +209,7 @@ def _make_run(case: Case, steps: int, shared: Shared, clock: Clock) -> Run:
         ),
         engine=shared.engine,
         policy=cast(Policy, LocalPolicy(shared.policy)),
-        weight_sync=WeightPusher(shared.policy.outgoing, [SharedTensors(shared.engine)]),
+        weight_sync=SharedWeights(shared.engine),
         warmup=None,
         open_image=OPENER,
         evaluator=Evaluator(

@@ -17,8 +17,6 @@ from fovea.samples import replace_samples
 from fovea.train.torch.policy import TorchPolicy
 from fovea.train.update import TrainedPolicy
 from fovea.types import Batch, Sample, SampleGroup
-from fovea.weights.push import WeightPusher
-from fovea.weights.sinks import NetworkEngine, SharedTensors
 from tests.reference import reference_logprobs
 from tests.tiny_models import mixed_prompts, random_completions, tiny
 
@@ -59,11 +57,6 @@ def make_policy(
 def weights_of(policy: TrainedPolicy) -> dict[str, torch.Tensor]:
     """The weights of a policy by name, adapters beside them; shards where they are sharded."""
     return {weight.name: weight.parameter for weight in policy.outgoing()}
-
-
-def shared_weights(policy: TrainedPolicy, engine: NetworkEngine) -> WeightPusher:
-    """Pushes of a policy to an engine on its own tensors."""
-    return WeightPusher(policy.outgoing, [SharedTensors(engine)])
 
 
 def stepped_gradients(policy: TorchPolicy) -> dict[torch.Tensor, torch.Tensor]:

@@ -23,8 +23,6 @@ class EngineAccess:
     seed: int
     network: PolicyNetwork | None = None
     """The network that an engine samples with which shares weights."""
-    is_copy: bool = False
-    """True if this network is apart from the policy's, so that pushes copy into it."""
     pushed: Collection[str] = ()
     """Weights that every push brings, whose memory is the update's while the engine sleeps."""
     can_give_way: bool = False

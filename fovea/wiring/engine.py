@@ -30,7 +30,7 @@ from fovea.train.update import TrainedPolicy
 from fovea.types import Sampling
 from fovea.utils.installing import pip_install_elsewhere
 from fovea.weights.base import PushedEngine, WeightSink
-from fovea.weights.sinks import NetworkCopy, SharedTensors
+from fovea.weights.push import NetworkCopy, NetworkEngine
 from fovea.wiring.interpreter import find_interpreter, variables_of
 from fovea_gym.environments.base import Environment
 from fovea_gym.errors import ClusterError, ConfigError, FoveaError, OutOfMemoryError
@@ -111,14 +111,17 @@ def engine_access(config: Config, model: Model, processor: Processor) -> EngineA
     return EngineAccess(model=model, processor=processor, max_model_len=longest, seed=config.seed)
 
 
-def make_engine(config: Config, access: EngineAccess) -> tuple[Engine, WeightSink]:
-    """Make the engine of this process, and its sink of weights."""
+def make_engine(config: Config, access: EngineAccess) -> PushedEngine | NetworkEngine:
+    """Make the engine of this process."""
     settings = config.rollout.engine
     if isinstance(settings, StreamedSettings):
-        streamed = make_streamed(config, settings, access.model, access.processor)
-        return streamed, streamed
-    embedded = settings.make(access)
-    return embedded, NetworkCopy(embedded) if access.is_copy else SharedTensors(embedded)
+        return make_streamed(config, settings, access.model, access.processor)
+    return settings.make(access)
+
+
+def sink_of(engine: PushedEngine | NetworkEngine) -> WeightSink:
+    """The sink of an engine that does not share the policy's tensors."""
+    return NetworkCopy(engine) if isinstance(engine, NetworkEngine) else engine
 
 
 def free_first(policy: TrainedPolicy, engine: Engine) -> None:

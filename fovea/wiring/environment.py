@@ -24,8 +24,7 @@ from fovea_gym.environments.mixture import Mixture, errors_of_part, without_scor
 from fovea_gym.environments.sessions import LimitedSessions
 from fovea_gym.environments.stages import stages_of
 from fovea_gym.errors import ConfigError
-from fovea_gym.graders.grading import Grading
-from fovea_gym.graders.limited_calls import MAX_LATE_CALLS, CallThreads, LimitedCalls
+from fovea_gym.graders.grading import MAX_LATE_CALLS, CallThreads, Grading, LimitedCalls
 from fovea_gym.graders.opinions import WithToolBonus
 from fovea_gym.settings.environments import MixturePart, OwnEnvironment
 

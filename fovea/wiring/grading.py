@@ -22,11 +22,17 @@ from fovea_gym.environments.custom.processes import RewardProcesses
 from fovea_gym.environments.custom.signatures import RewardFunction
 from fovea_gym.errors import ConfigError
 from fovea_gym.graders.base import Grader
-from fovea_gym.graders.grading import Closes, Grading
-from fovea_gym.graders.judge import JudgeClient, limits_of
-from fovea_gym.graders.limited_calls import CallLimits, CallThreads, LimitedCalls, UnlimitedCalls
-from fovea_gym.graders.opinions import (
+from fovea_gym.graders.grading import (
+    CallLimits,
+    CallThreads,
+    Closes,
+    Grading,
+    LimitedCalls,
     LimitedGrader,
+    UnlimitedCalls,
+)
+from fovea_gym.graders.judge import JudgeClient, limits_of
+from fovea_gym.graders.opinions import (
     OpinionOfJudge,
     OpinionOfRewardModel,
     Overrulable,

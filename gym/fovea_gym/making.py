@@ -15,7 +15,7 @@ from fovea_gym.environments.custom.environment import UserEnvironment, UserSessi
 from fovea_gym.environments.custom.loading import checked_environment
 from fovea_gym.environments.stages import stages_of
 from fovea_gym.errors import ConfigError, first_line
-from fovea_gym.graders.limited_calls import CallThreads
+from fovea_gym.graders.grading import CallThreads
 from fovea_gym.rows.images import Size
 from fovea_gym.rows.opening import default_opener
 from fovea_gym.settings.base import NAME, Tree, names_of, nested, over, variant_of

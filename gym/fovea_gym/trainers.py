@@ -19,8 +19,7 @@ from fovea_gym.environments.stages import Stages
 from fovea_gym.errors import ConfigError, DataError, MissingExtraError
 from fovea_gym.graders.base import Grader
 from fovea_gym.graders.by_name import Gradable, grader_of
-from fovea_gym.graders.grading import Grading
-from fovea_gym.graders.limited_calls import UnlimitedCalls
+from fovea_gym.graders.grading import Grading, UnlimitedCalls
 from fovea_gym.rows.images import OpenImage
 from fovea_gym.rows.opening import default_opener
 from fovea_gym.types import ImageRef, Message, Score, Task, Turn

@@ -28,8 +28,7 @@ from fovea_gym.environments.mixture import Mixture, Part
 from fovea_gym.environments.shapes.environment import Shapes
 from fovea_gym.environments.shapes.questions import KINDS
 from fovea_gym.errors import ConfigError, DataError, ScoreError
-from fovea_gym.graders.grading import Grading
-from fovea_gym.graders.limited_calls import CallLimits, LimitedCalls
+from fovea_gym.graders.grading import CallLimits, Grading, LimitedCalls
 from fovea_gym.rows.tasks import kinds_of, place_of
 from fovea_gym.settings.environments import ShapesEnvironment
 from fovea_gym.types import Score, Task, Turn

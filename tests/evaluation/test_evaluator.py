@@ -17,8 +17,7 @@ from fovea.run.lifecycle import begin
 from fovea.types import Sampling
 from fovea_gym.environments.custom.grader import UserGrader
 from fovea_gym.errors import DataError, ScoreError, UnscoredError
-from fovea_gym.graders.grading import Grading
-from fovea_gym.graders.limited_calls import CallLimits, CallThreads, LimitedCalls
+from fovea_gym.graders.grading import CallLimits, CallThreads, Grading, LimitedCalls
 from fovea_gym.types import Score, Task, Turn
 from fovea_gym.utils.event_loop import wait_for
 from gym_tests.bandit import BanditEnvironment, graded

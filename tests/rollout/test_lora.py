@@ -18,8 +18,9 @@ from fovea.rollout.embedded.tuning import Tuning
 from fovea.train.packing import pack_row
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Completion, Prompt
+from fovea.weights.push import SharedWeights
 from fovea_gym.utils.event_loop import wait_for
-from tests.policies import make_batch, make_policy, shared_weights
+from tests.policies import make_batch, make_policy
 from tests.rollout.drawing import LOGPROB_TOLERANCE, generate, seeded
 from tests.tiny_models import CPU, mixed_prompts, tiny
 
@@ -69,7 +70,7 @@ def difference(parts: TinyParts, prompts: list[Prompt], drawn: list[list[Complet
 def test_the_engine_draws_from_the_adapted_model(family: str, cache: str) -> None:
     parts = with_lora(torch.float32, 0.3, family)
     engine, prompts = engine_of(parts, cache=cache), mixed_prompts(parts)
-    wait_for(shared_weights(policy_of(parts), engine).push(0))
+    wait_for(SharedWeights(engine).push(0))
     drawn = generate(engine, prompts, seeded(3, max_new_tokens=12), n=3)
     assert np.abs(difference(parts, prompts, drawn)).max() < LOGPROB_TOLERANCE
 
@@ -80,7 +81,7 @@ WIDE = {"hidden_size": 256, "num_heads": 4, "num_kv_heads": 2}
 def test_decode_copies_have_the_adapters_merged() -> None:
     parts = with_lora(torch.float32, 0.3, **WIDE)
     engine, prompts = engine_of(parts), mixed_prompts(parts)
-    wait_for(shared_weights(policy_of(parts), engine).push(0))
+    wait_for(SharedWeights(engine).push(0))
     drawn = generate(engine, prompts, seeded(3, max_new_tokens=12), n=4)
     assert engine._tuning.uses_onednn(12, parts.network.get_input_embeddings().weight)
     assert np.abs(difference(parts, prompts, drawn)).max() < LOGPROB_TOLERANCE
@@ -97,7 +98,7 @@ def test_small_adapters_count_in_bfloat16() -> None:
     assert 0.05 < float(torch.stack(changed).mean()) < 0.25
     prompts, samplings = mixed_prompts(parts), seeded(3, max_new_tokens=1)
     engine = engine_of(parts)
-    wait_for(shared_weights(policy_of(parts), engine).push(0))
+    wait_for(SharedWeights(engine).push(0))
     beside = difference(parts, prompts, generate(engine, prompts, samplings, n=16))
     assert np.abs(beside).max() < LOGPROB_TOLERANCE
     merged = tiny("qwen3_vl")
@@ -125,7 +126,7 @@ def test_bfloat16_decode_copies_leave_adapters_beside_the_weights() -> None:
 def test_graphs_outlive_a_push_and_read_the_new_adapters(dtype: torch.dtype) -> None:
     parts = with_lora(dtype, 0.3)
     engine, policy, prompts = engine_of(parts, cache="paged"), policy_of(parts), mixed_prompts(parts)
-    sync = shared_weights(policy, engine)
+    sync = SharedWeights(engine)
     wait_for(sync.push(0))
     before = generate(engine, prompts, seeded(3, max_new_tokens=8), n=2)
     stepper, pages = engine._stepper, engine._cache

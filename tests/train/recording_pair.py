@@ -18,8 +18,9 @@ from fovea.models.vlm import VLM
 from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch, Completion, Prompt, Sample, SampleGroup, Sampling
+from fovea.weights.push import SharedWeights
 from fovea_gym.utils.event_loop import wait_for
-from tests.policies import shared_weights, stepped_gradients
+from tests.policies import stepped_gradients
 from tests.rollout.drawing import generate
 from tests.tiny_models import mixed_prompts
 
@@ -59,7 +60,7 @@ class Pair:
             max_steps=10,
             tape=self.tape,
         )
-        self.weight_sync = shared_weights(self.policy, self.engine)
+        self.weight_sync = SharedWeights(self.engine)
         self.policy._steps = 1  # step 0 is a plain one
         wait_for(self.weight_sync.push(0))
         self.prompts = mixed_prompts(parts)

@@ -24,10 +24,10 @@ from fovea.rollout.embedded.tuning import Tuning
 from fovea.samples import with_old_logprobs
 from fovea.train.update_metrics import ActivationMeter
 from fovea.types import Completion, Request, Sampling
+from fovea.weights.push import SharedWeights
 from fovea.wiring.engine import make_tape
 from fovea_gym.utils.event_loop import wait_for
 from tests.meta_device import META
-from tests.policies import shared_weights
 from tests.reference import largest_relative_difference
 from tests.rollout.drawing import generate
 from tests.saved import save_policy
@@ -63,7 +63,7 @@ def test_completions_that_end_early_and_wait_in_line_are_recorded_right() -> Non
         parts = tiny("qwen3_vl")
         pair = Pair(parts)
         pair.engine = EmbeddedEngine(pair.vlm, parts.processor, max_batch_tokens=160, tape=pair.tape)
-        pair.weight_sync = shared_weights(pair.policy, pair.engine)
+        pair.weight_sync = SharedWeights(pair.engine)
         wait_for(pair.weight_sync.push(0))
         pair.prompts = pair.prompts * 3
         groups = pair.rollout(max_new_tokens=24, n=2, stop=("e", "a"))
@@ -245,7 +245,7 @@ def test_a_trained_tower_runs_once_for_rollout_and_update(how: Recompute, family
         recompute_activations(pair.vlm.network, how)
         tuning = Tuning(cache="paged", decode_steps_per_sync=3)
         pair.engine = EmbeddedEngine(pair.vlm, parts.processor, max_batch_tokens=10_000, tape=pair.tape, tuning=tuning)
-        pair.weight_sync = shared_weights(pair.policy, pair.engine)
+        pair.weight_sync = SharedWeights(pair.engine)
         wait_for(pair.weight_sync.push(0))
         patches = tower_passes(pair.vlm)
         batch = batch_of(pair.prompts, pair.rollout(), traces=traces)

@@ -126,8 +126,6 @@ class TorchPolicy(TrainedPolicy):
             rate_ratios=_rate_ratios(vlm, train),
         )
         self._saving = Saving(ranks)
-        self._engine_has_these_weights = False
-        """True while no weight has changed since the last `outgoing`: rollout activations may be reused."""
 
     @property
     def vlm(self) -> PolicyNetwork:
@@ -184,7 +182,7 @@ class TorchPolicy(TrainedPolicy):
         """Rollout activations of these groups; None if the weights have changed since, or on a plain step."""
         if self._tape is None:
             return None
-        if self._schedule.is_plain or not self._engine_has_these_weights:
+        if self._schedule.is_plain or not self._tape.is_current:
             self._tape.free_graphs()
             return None
         return Reuse.of(groups, self._tape)
@@ -200,7 +198,8 @@ class TorchPolicy(TrainedPolicy):
         return bad or [group.task_id for group in groups]
 
     def _weights_changed(self) -> None:
-        self._engine_has_these_weights = False
+        if self._tape is not None:
+            self._tape.is_current = False
 
     def _pass_metrics(self) -> Metrics:
         experts = imbalance(self._ranks.gather(self._vlm.expert_load.counts()))
@@ -231,7 +230,6 @@ class TorchPolicy(TrainedPolicy):
 
     def outgoing(self) -> Iterable[OutgoingWeight]:
         """The weights for a push, adapters beside them."""
-        self._engine_has_these_weights = True
         return outgoing(self._vlm.network)
 
     def outgoing_merged(self) -> Iterable[OutgoingWeight]:

@@ -31,8 +31,7 @@ from fovea_gym.environments.custom.loading import checked_reward, load_reward
 from fovea_gym.environments.sessions import LimitedSessions
 from fovea_gym.environments.stages import Stage, Stages
 from fovea_gym.errors import ConfigError, DataError, ScoreError, UnscoredError
-from fovea_gym.graders.grading import Grading
-from fovea_gym.graders.limited_calls import MAX_LATE_CALLS, CallLimits, CallThreads, LimitedCalls
+from fovea_gym.graders.grading import MAX_LATE_CALLS, CallLimits, CallThreads, Grading, LimitedCalls
 from fovea_gym.types import ImageRef, Mark, Message, Score, Task, Turn
 from gym_tests.bandit import BanditEnvironment
 from gym_tests.grading import score_in_run

@@ -20,8 +20,7 @@ from fovea.wiring.environment import make_environment
 from fovea_gym.environments.custom.grader import UserGrader
 from fovea_gym.environments.custom.loading import checked_reward
 from fovea_gym.errors import ConfigError, ScoreError, UnscoredError
-from fovea_gym.graders.grading import Grading
-from fovea_gym.graders.limited_calls import CallLimits, CallThreads, LimitedCalls
+from fovea_gym.graders.grading import CallLimits, CallThreads, Grading, LimitedCalls
 from fovea_gym.types import ImageRef, Mark, Score, Task
 from gym_tests.bandit import BanditEnvironment
 from gym_tests.grading import score_in_run
