@@ -153,7 +153,7 @@ class EmbeddedSettings(EngineSettings):
             access.network,
             tape=access.tape,
             pushed=access.pushed,
-            can_give_way=access.can_give_way,
+            can_free_memory=access.can_free_memory,
         )
 
     def complaints(self, use: EngineUse) -> Iterator[str]:

@@ -25,7 +25,7 @@ class EngineAccess:
     """The network that an engine samples with which shares weights."""
     pushed: Collection[str] = ()
     """Weights that every push brings, whose memory is the update's while the engine sleeps."""
-    can_give_way: bool = False
+    can_free_memory: bool = False
     """True if an update that runs out of memory frees what the engine keeps, and goes on."""
     tape: Tape | None = None
     """Records activations of the rollout for the update."""

@@ -124,10 +124,10 @@ def sink_of(engine: PushedEngine | NetworkEngine) -> WeightSink:
     return NetworkCopy(engine) if isinstance(engine, NetworkEngine) else engine
 
 
-def free_first(policy: TrainedPolicy, engine: Engine) -> None:
+def connect_free_memory(policy: TrainedPolicy, engine: Engine) -> None:
     """Have the policy free the memory of an engine in its process before its micro-batches become smaller."""
     if isinstance(engine, EmbeddedEngine):
-        policy.free_first(engine.free_spare_memory)
+        policy.set_free_memory(engine.free_memory)
 
 
 def make_tape(config: Config, vlm: PolicyNetwork) -> Tape | None:

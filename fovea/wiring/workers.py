@@ -29,7 +29,7 @@ from fovea.train.update import PolicyAccess, TrainedPolicy
 from fovea.weights.base import WeightSink, WeightSync
 from fovea.weights.broadcast import Broadcast, ReceivedWeights
 from fovea.weights.push import NetworkEngine, SharedWeights, WeightPusher
-from fovea.wiring.engine import engine_access, free_first, make_engine, make_tape, sink_of
+from fovea.wiring.engine import connect_free_memory, engine_access, make_engine, make_tape, sink_of
 from fovea.wiring.interpreter import set_threads
 from fovea.wiring.model import kernel_notes, open_vlm
 from fovea_gym.errors import ConfigError
@@ -102,7 +102,7 @@ def make_worker(config: Config, model: Model, processor: Processor, role: Role) 
         access = replace(access, network=copy.deepcopy(vlm).requires_grad_(False), pushed=pushed)
     elif shares_weights:
         tape = make_tape(config, vlm) if role.is_alone else None
-        access = replace(access, network=vlm, tape=tape, can_give_way=role.is_alone)
+        access = replace(access, network=vlm, tape=tape, can_free_memory=role.is_alone)
     call = CallerThread("policy") if role.in_thread else call_here
     policy = config.train.backend.make(
         PolicyAccess(
@@ -117,7 +117,7 @@ def make_worker(config: Config, model: Model, processor: Processor, role: Role) 
     sinks: list[WeightSink] = [] if role.receivers is None else [Broadcast(role.receivers, role.pairs)]
     beside = make_engine(config, access) if role.has_engine else None
     if beside is not None:
-        free_first(policy, beside)
+        connect_free_memory(policy, beside)
     sync: WeightSync
     if is_shared and isinstance(beside, NetworkEngine):
         sync = SharedWeights(beside, make_pusher(config, policy, sinks, call) if sinks else None)
@@ -134,7 +134,7 @@ def _worker_with_two_networks(config: Config, access: EngineAccess, everyone: Ra
         network = open_vlm(config, model, banned_ids, everyone).requires_grad_(False)
     policy = config.train.backend.make(PolicyAccess(config=config, model=model, banned_ids=banned_ids))
     engine = make_engine(config, replace(access, network=network))
-    free_first(policy, engine)
+    connect_free_memory(policy, engine)
     return Worker(
         policy=LocalPolicy(policy),
         engine=engine,

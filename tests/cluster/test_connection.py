@@ -163,12 +163,12 @@ def test_images_of_the_steps_of_a_warm_up_do_not_pile_up(remote: Remote) -> None
         assert wait_for(policy.sft([SftExample(prompt=prompt, answer_ids=(0,))])) == {"loss": 32.0}, (
             "it came with its pixels"
         )
-        assert remote.handle._pending.packing.named == {}
+        assert remote.handle._calls.packing.named == {}
 
 
 def test_images_of_requests_are_forgotten_but_not_while_an_answer_may_name_one(remote: Remote) -> None:
     engine = WorkersEngine(workers(remote.handle), "test")
-    named = remote.handle._pending.packing.named
+    named = remote.handle._calls.packing.named
     ids = np.zeros(1, np.int64)
     image = PromptImage(key="a", tensors={"pixels": np.zeros(8, np.float32)}, num_tokens=1, grid=(1, 1, 1))
     asked = replace(request("r"), prompt=Prompt(token_ids_L=ids, unexpanded_ids_U=ids, images=(image,)))

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Collection, Sequence
 
 import numpy as np
+import pytest
 
 from fovea.models.activation_tape import Tape
 from fovea.models.plain import PlainVLM
@@ -13,6 +14,7 @@ from fovea.models.tiny import TinyParts
 from fovea.models.trainable import merged_weights
 from fovea.models.vlm import VLM
 from fovea.rollout.embedded.engine import EmbeddedEngine
+from fovea.rollout.embedded.memory import PoolMemory
 from fovea.rollout.embedded.plain import PlainEngine
 from fovea.rollout.embedded.tuning import Tuning
 from fovea.types import Completion, Prompt, Request, Sampling
@@ -28,7 +30,7 @@ def make_engine(
     *,
     tape: Tape | None = None,
     pushed: Collection[str] = (),
-    can_give_way: bool = False,
+    can_free_memory: bool = False,
     **tuning: object,
 ) -> EmbeddedEngine:
     """An engine on the tensors of a model."""
@@ -39,10 +41,21 @@ def make_engine(
         tape=tape,
         tuning=Tuning(**tuning),  # type: ignore[arg-type]
         pushed=pushed,
-        can_give_way=can_give_way,
+        can_free_memory=can_free_memory,
     )
     engine.load_weights(dict(merged_weights(parts.network)), version=7)
     return engine
+
+
+def keep_turns_of(num_tokens: int, patch: pytest.MonkeyPatch) -> None:
+    """Engines keep the keys of turns of so many tokens, whatever the size of their caches."""
+    size = PoolMemory.size
+
+    def sized(self: PoolMemory, token_bytes: int) -> None:
+        size(self, token_bytes)
+        self.kept_tokens = num_tokens
+
+    patch.setattr(PoolMemory, "size", sized)
 
 
 def plain_engine(parts: TinyParts, max_batch_tokens: int = 10_000) -> PlainEngine:

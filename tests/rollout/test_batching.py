@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from fovea.errors import EngineError
 from fovea.rollout.embedded import decode_step as forward
-from fovea.rollout.embedded import engine as engine_module
 from fovea.rollout.embedded.paged_cache import PagedCache
 from fovea.types import Completion, Sampling
 from fovea_gym.utils.event_loop import wait_for
@@ -91,11 +91,11 @@ def test_the_budget_bounds_what_runs(rows_run: list[int]) -> None:
 def test_pages_are_all_given_back() -> None:
     engine = make_engine(PARTS, 2_000, cache="paged", page_tokens=16)
     generate(engine, *mixed_requests(PARTS), COUNTS)
-    cache = engine._cache
+    cache = engine.memory.cache
     assert isinstance(cache, PagedCache)
     assert sorted(cache._free) == list(range(1, 1 + 2_000 // 16))
     wait_for(engine.sleep())
-    assert engine._cache is None
+    assert engine.memory.cache is None
 
 
 def test_bfloat16_runs_in_every_cache() -> None:
@@ -116,5 +116,5 @@ def test_weights_that_are_not_finite_are_an_error() -> None:
     parts = tiny("qwen3_vl")
     with torch.no_grad():
         next(parts.network.get_submodule("model.language_model.norm").parameters()).fill_(torch.nan)
-    with pytest.raises(engine_module.EngineError, match="not finite"):
+    with pytest.raises(EngineError, match="not finite"):
         generate(make_engine(parts), mixed_prompts(parts)[:1], [Sampling(max_new_tokens=3)], 2)

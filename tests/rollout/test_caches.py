@@ -261,7 +261,7 @@ def test_many_short_prompts_and_then_a_few_long_ones_do_not_add_up_to_many_long_
 
     def noted(self: KeyValues, *arguments: Any, **more: Any) -> None:
         reserve(self, *arguments, **more)
-        cache = engine._cache
+        cache = engine.memory.cache
         assert isinstance(cache, DenseCache)
         held.append(cache._prompts.rows * cache._prompts.room + cache._own.rows * cache._own.room)
 

@@ -129,13 +129,13 @@ def test_graphs_outlive_a_push_and_read_the_new_adapters(dtype: torch.dtype) -> 
     sync = SharedWeights(engine)
     wait_for(sync.push(0))
     before = generate(engine, prompts, seeded(3, max_new_tokens=8), n=2)
-    stepper, pages = engine._stepper, engine._cache
+    stepper, pages = engine.memory.steppers[PlainLinears], engine.memory.cache
     assert isinstance(stepper, GraphStepper)
     old = dict(merged_weights(parts.network))
     policy.update(make_batch(parts))
     assert any(not torch.equal(old[name], x) for name, x in merged_weights(parts.network))
     assert wait_for(sync.push(1)).bytes_copied == 0
-    assert (engine._stepper, engine._cache) == (stepper, pages)
+    assert (engine.memory.steppers[PlainLinears], engine.memory.cache) == (stepper, pages)
     after = generate(engine, prompts, seeded(3, max_new_tokens=8), n=2)
     limit = LOGPROB_TOLERANCE if dtype == torch.float32 else 0.1
     assert np.abs(difference(parts, prompts, after)).max() < limit

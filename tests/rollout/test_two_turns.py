@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,16 +16,16 @@ from fovea.models.plain import PlainVLM
 from fovea.models.vlm import VLM
 from fovea.rollout.collect import extended
 from fovea.rollout.embedded.batch import DecodeBatch
-from fovea.rollout.embedded.cache import Cache
 from fovea.rollout.embedded.prefill import PrefillRow
-from fovea.rollout.embedded.requests import KeptKeys, RemovedRow
+from fovea.rollout.embedded.requests import KeptKeys
 from fovea.samples import replace_samples
 from fovea.train.base import Needs
 from fovea.train.torch.policy import TorchPolicy
 from fovea_gym.types import Message, Task, Turn
+from fovea_gym.utils.lru_cache import LRUCache
 from tests.policies import make_policy, stepped_gradients, train_settings
 from tests.reference import gradients, largest_relative_difference
-from tests.rollout.drawing import make_engine
+from tests.rollout.drawing import keep_turns_of, make_engine
 from tests.rollout.two_turns import TEMPERATURE, LooksTwice, batch_of, drawn, environment, whole_logprobs
 from tests.tiny_models import FAMILIES, renderer, tiny
 
@@ -130,18 +131,18 @@ def test_requests_that_wait_or_run_hold_no_keys_beyond_the_budget(monkeypatch: p
     engine = make_engine(parts, 2 * longest, cache="paged", page_tokens=16)
     kept: list[weakref.ref[torch.Tensor]] = []
     held: list[int] = []
-    keep, decode = engine._keep, engine._decode
+    put, step = LRUCache.put, DecodeBatch.step
 
-    def noted(finished: RemovedRow, keys: KeptKeys | None) -> None:
-        kept.extend(weakref.ref(layer) for layer in keys.layers[:1]) if keys else None
-        keep(finished, keys)
+    def noted(self: LRUCache[Any, Any], key: object, value: object, num_bytes: int) -> None:
+        kept.extend(weakref.ref(layer) for layer in value.layers[:1]) if isinstance(value, KeptKeys) else None
+        put(self, key, value, num_bytes)
 
-    def decoded(batch: DecodeBatch, cache: Cache) -> None:
+    def stepped(self: DecodeBatch, *arguments: Any) -> None:
         held.append(sum(layer.shape[2] for ref in kept if (layer := ref()) is not None))
-        decode(batch, cache)
+        step(self, *arguments)
 
-    monkeypatch.setattr(engine, "_keep", noted)
-    monkeypatch.setattr(engine, "_decode", decoded)
+    monkeypatch.setattr(LRUCache, "put", noted)
+    monkeypatch.setattr(DecodeBatch, "step", stepped)
     for one, other in zip(roomy, drawn(parts, engine), strict=True):
         for first, second in zip(one.episodes, other.episodes, strict=True):
             for a, b in zip(first.tokens, second.tokens, strict=True):
@@ -149,12 +150,12 @@ def test_requests_that_wait_or_run_hold_no_keys_beyond_the_budget(monkeypatch: p
     assert 0 < max(held) <= 2 * longest
 
 
-def test_without_kept_keys_the_same_is_drawn() -> None:
+def test_without_kept_keys_the_same_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """The slow twin: an engine that forgets computes every turn from its whole conversation."""
     parts = tiny("qwen2_5_vl")
-    forgets = make_engine(parts)
-    forgets._keep = lambda *_: None  # type: ignore[method-assign]
-    for one, other in zip(drawn(parts, make_engine(parts)), drawn(parts, forgets), strict=True):
+    keeps = drawn(parts, make_engine(parts))
+    keep_turns_of(0, monkeypatch)
+    for one, other in zip(keeps, drawn(parts, make_engine(parts)), strict=True):
         for first, second in zip(one.episodes, other.episodes, strict=True):
             for a, b in zip(first.tokens, second.tokens, strict=True):
                 np.testing.assert_array_equal(a.completion.token_ids_T, b.completion.token_ids_T)

@@ -148,7 +148,7 @@ def test_what_is_beside_the_passes_is_freed_before_micro_batches_become_smaller(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     limit, beside = MicrobatchLimit(train_settings(max_tokens_per_microbatch=512), ALONE), Beside()
-    limit.free_beside = beside.free
+    limit.free_memory = beside.free
     assert fit(limit, beside) == "done"
     assert beside.tries == 2
     assert limit.metrics() == {"microbatch/max_tokens": 512, "microbatch/out_of_memory": 0}
@@ -160,7 +160,7 @@ def test_what_is_beside_the_passes_is_freed_before_micro_batches_become_smaller(
 
 def test_several_ranks_begin_again_without_what_is_beside_and_with_the_same_limit() -> None:
     limit, beside = MicrobatchLimit(train_settings(max_tokens_per_microbatch=512), Ranks(rank=1, size=2)), Beside()
-    limit.free_beside = beside.free
+    limit.free_memory = beside.free
     with pytest.raises(MicrobatchMemoryError, match=r"on rank 1 beside the KV cache") as raised:
         fit(limit, beside)
     assert raised.value.next_max_tokens == 512
@@ -171,7 +171,7 @@ def test_several_ranks_begin_again_without_what_is_beside_and_with_the_same_limi
 
 def test_scoring_beside_an_engine_lowers_no_limit() -> None:
     limit, beside, batch = MicrobatchLimit(train_settings(), ALONE), Beside(), make_batch(tiny("qwen3_vl"))
-    limit.free_beside = beside.free
+    limit.free_memory = beside.free
     before = limit.max_tokens
     of_passes = limit.beside_engine(lambda: (beside.passes(), limit.max_tokens)[1], batch.groups)
     assert beside.tries == 2
@@ -184,7 +184,7 @@ def test_scoring_beside_an_engine_lowers_no_limit() -> None:
 def test_memory_that_runs_out_in_the_gate_of_several_ranks_lowers_no_limit() -> None:
     """The next attempt began with micro-batches of one group, for the rest of the run."""
     limit = MicrobatchLimit(train_settings(max_tokens_per_microbatch=512), Ranks(rank=1, size=2))
-    limit.free_beside = lambda: True
+    limit.free_memory = lambda: True
     with pytest.raises(MicrobatchMemoryError, match=r"on rank 1 beside the KV cache") as raised:
         limit.beside_engine(too_much, make_batch(tiny("qwen3_vl")).groups)
     assert raised.value.next_max_tokens == limit.max_tokens == 512
