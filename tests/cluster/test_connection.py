@@ -32,6 +32,7 @@ from fovea.train.schedule import ImagesByRank, UpdatePasses
 from fovea.types import Completion, Prompt, PromptImage, Request, Sampling
 from fovea_gym.errors import ClusterError
 from fovea_gym.utils.event_loop import wait_for
+from tests.records import completion_of, text_prompt
 from tests.runs import ROOT, environment
 
 LIMIT_SECONDS = 20
@@ -91,14 +92,11 @@ class Policy:
 
 
 def completion(name: str, text: str) -> Completion:
-    ids, logprobs = np.zeros(1, np.int64), np.zeros(1, np.float32)
-    return Completion(id=name, token_ids_T=ids, logprobs_T=logprobs, finish="stop", text=text, version=0)
+    return completion_of([0], id=name, text=text)
 
 
 def request(name: str, n: int = 2, *, length: int = 1, **changes: Any) -> Request:
-    ids = np.zeros(length, np.int64)
-    prompt = Prompt(token_ids_L=ids, unexpanded_ids_U=ids)
-    return Request(id=name, prompt=prompt, sampling=Sampling(max_new_tokens=1), n=n, **changes)
+    return Request(id=name, prompt=text_prompt([0] * length), sampling=Sampling(max_new_tokens=1), n=n, **changes)
 
 
 def worker(name: str) -> Worker:

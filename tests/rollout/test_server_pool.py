@@ -131,11 +131,10 @@ def test_a_server_that_is_back_is_not_lost_by_a_call_from_before(
 
 
 def test_a_call_waits_for_a_server_that_is_gone_until_it_is_back(started: Callable[..., Endpoint]) -> None:
-    gone = started(WHOLE)
+    gone = started((503, b"ending"), WHOLE)
     prepare = Prepared()
 
     async def use(pool: ServerPool) -> Any:
-        pool._lose(pool.members[0], CallError("gone"), 1)
         prepare.unfit.add(gone.url)
         asking = asyncio.ensure_future(ask(pool))
         await asyncio.sleep(0.2)

@@ -58,7 +58,7 @@ def with_rewards(batch: Batch) -> Batch:
 
 def logprobs_and_values(policy: TorchPolicy, batch: Batch) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Whichever trunk the value function has."""
-    if policy._value_function is not None and policy._value_function.model is not None:
+    if policy.value_function is not None and policy.value_function.model is not None:
         return policy.logprobs(batch), policy.values(batch)
     return policy.logprobs_and_values(batch)
 
@@ -67,11 +67,3 @@ def scored(policy: TorchPolicy, batch: Batch, algorithm: Algorithm = PPO) -> Bat
     logprobs, values = logprobs_and_values(policy, batch)
     batch = with_values(with_old_logprobs(with_rewards(batch), logprobs), values)
     return with_advantages(batch, algorithm, 0.0)[0]
-
-
-def gradients(policy: TorchPolicy, stepped: dict[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Those of policy and critic, by name."""
-    named = dict(policy._vlm.named_parameters())
-    if policy._value_function is not None and policy._value_function.model is not None:
-        named |= {f"critic.{name}": p for name, p in policy._value_function.model.named_parameters()}
-    return {name: stepped[p] for name, p in named.items() if p in stepped}

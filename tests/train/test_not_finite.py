@@ -17,14 +17,10 @@ from fovea.models.tiny import TinyParts
 from fovea.samples import replace_samples, with_old_logprobs, with_values
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch, Sample
-from tests.policies import make_batch, make_policy, named, with_advantage
+from tests.policies import flat_weights, make_batch, make_policy, named, with_advantage
 from tests.saved import save_policy
 from tests.tiny_models import tiny
 from tests.train.ppo_policies import PPO, logprobs_and_values, ppo_policy, scored, with_rewards
-
-
-def weights_of(policy: TorchPolicy) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in policy._vlm.parameters()])
 
 
 @pytest.mark.parametrize(
@@ -36,13 +32,13 @@ def test_a_loss_that_is_not_finite_skips_the_step(train: dict[str, object]) -> N
     """Cut into several rows, those that are fine do not step either: half a batch is another gradient."""
     policy = make_policy(tiny("qwen3_vl"), lr_warmup_steps=0, **train)
     good = named(make_batch(tiny("qwen3_vl")))
-    before = weights_of(policy)
+    before = flat_weights(policy)
     metrics = policy.update(with_advantage(good, 1, np.nan))
     assert metrics["updates_skipped"] == 1
-    assert torch.equal(weights_of(policy), before)
+    assert torch.equal(flat_weights(policy), before)
     assert policy.update(good)["updates_skipped"] == 0
-    assert not torch.equal(weights_of(policy), before)
-    assert weights_of(policy).isfinite().all()
+    assert not torch.equal(flat_weights(policy), before)
+    assert flat_weights(policy).isfinite().all()
 
 
 def test_too_many_in_a_row_stop_the_run_and_name_the_samples() -> None:
@@ -121,10 +117,10 @@ def test_an_engine_that_drew_the_impossible_skips_the_step_whether_or_not_the_lo
     first, *others = groups[1].samples
     impossible = replace(first, rollout_logprobs_T=np.full_like(first.rollout_logprobs_T, -np.inf))
     groups[1] = replace(groups[1], samples=(impossible, *others))
-    before = weights_of(policy)
+    before = flat_weights(policy)
     with pytest.raises(TrainError, match="with the samples of row 1;"):
         policy.update(replace(batch, groups=tuple(groups)))
-    assert torch.equal(weights_of(policy), before)
+    assert torch.equal(flat_weights(policy), before)
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce++"])
@@ -157,8 +153,8 @@ def parts() -> TinyParts:
 
 def bits(policy: TorchPolicy) -> dict[str, bytes]:
     """Of all weights of policy and critic."""
-    assert policy._value_function is not None
-    modules = {"policy": policy._vlm, "value": policy._value_function.model}
+    assert policy.value_function is not None
+    modules = {"policy": policy.vlm, "value": policy.value_function.model}
     return {
         f"{part}.{name}": x.numpy().tobytes()
         for part, module in modules.items()
@@ -195,8 +191,8 @@ def test_a_critic_that_gives_no_numbers_moves_nothing_and_stops_the_run(
 ) -> None:
     policy = ppo_policy(parts, separate=separate, max_skipped_updates=1)
     batch = scored(policy, named(make_batch(parts)))
-    assert policy._value_function is not None
-    *_, bias = policy._value_function.optimizer.parameters.values()
+    assert policy.value_function is not None
+    *_, bias = policy.value_function.optimizer.parameters.values()
     torch.nn.init.constant_(bias, value)
     before = bits(policy)
     assert policy.update(batch)["updates_skipped"] == 1
@@ -246,8 +242,8 @@ def test_a_gradient_that_is_not_finite_in_the_critic_alone_is_traced_to_its_grou
     policy = ppo_policy(parts, separate=separate, detach_trunk=not separate, max_skipped_updates=0)
     good = advantages_of(policy, with_rewards(named(make_batch(parts))))
     far = with_group(good, 1, lambda sample: replace(sample, returns_T=sample.returns_T + np.float32(FAR)))
-    assert policy._value_function is not None
-    head = policy._value_function.model.head if policy._value_function.model is not None else policy._vlm.value_head
+    assert policy.value_function is not None
+    head = policy.value_function.model.head if policy.value_function.model is not None else policy.vlm.value_head
     assert head is not None
 
     def overflow(_module: object, _states: object, values: torch.Tensor) -> None:

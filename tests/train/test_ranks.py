@@ -16,6 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from benchmarks.torch_memory import live_bytes_with_gradients
 from fovea.advantages import with_advantages
+from fovea.config.algorithm import Algorithm
 from fovea.errors import TrainError
 from fovea.train.base import SftExample
 from fovea.train.ranks import ALONE, Ranks
@@ -23,7 +24,7 @@ from fovea.train.torch.checkpoint import SavedShards, StagedShards
 from fovea.train.torch.policy import TorchPolicy
 from fovea.train.torch.sharding import full
 from fovea.types import Batch
-from tests.policies import accumulate, many_groups, weights_of
+from tests.policies import many_groups, packed_rows, update_gradients, weights_of
 from tests.process_ranks import run_group
 from tests.saved import saved_tensors
 from tests.train.rank_policies import (
@@ -50,8 +51,10 @@ from tests.train.rank_policies import (
 def grpo(ranks: Ranks, folder: Path) -> Found:
     """With a trained vision tower, a reference and entropy, logits in chunks; the second epoch is off-policy."""
     policy = policy_of(ranks, GRPO, train={"backend": {"logits_mib": 0.005}})
-    micros = policy._batcher.micro_batches(batch_of(0).groups)
-    metrics = [step(policy, batch_of(seed)) for seed in range(STEPS)]
+    with packed_rows() as packed:
+        metrics = [step(policy, batch_of(0))]
+    micros = packed[-1]
+    metrics += [step(policy, batch_of(seed)) for seed in range(1, STEPS)]
     return {"metrics": metrics, "weights": checksum(policy), "workers": policy.describe().num_workers} | {
         "samples": [micro.sample_numbers for micro in micros],
         "images": [len(micro.row.images) for micro in micros],
@@ -84,11 +87,11 @@ def delta_nets(ranks: Ranks, folder: Path) -> Found:
 
 def text_on_one(ranks: Ranks, folder: Path) -> Found:
     policy = policy_of(ranks, {})
-    micros = policy._batcher.micro_batches(two_groups().groups)
-    metrics = [step(policy, two_groups()) for _ in range(2)]
+    with packed_rows() as packed:
+        metrics = [step(policy, two_groups()) for _ in range(2)]
     return {"metrics": metrics, "weights": checksum(policy)} | {
-        "samples": [micro.sample_numbers for micro in micros],
-        "images": [[image.key for image in micro.row.images] for micro in micros],
+        "samples": [micro.sample_numbers for micro in packed[-1]],
+        "images": [[image.key for image in micro.row.images] for micro in packed[-1]],
     }
 
 
@@ -189,7 +192,7 @@ def image_bytes(ranks: Ranks, folder: Path) -> Found:
         # no group is split, as its images would go to several ranks
         train = {"max_tokens_per_microbatch": 500}
         driver = Driver(policy_of(ranks, algorithm, model={"freeze_vision_tower": True}, train=train))
-        batch, _ = with_advantages(driver.annotate(three_groups()), driver.policy._algorithm, 0.05)
+        batch, _ = with_advantages(driver.annotate(three_groups()), Algorithm.model_validate(algorithm), 0.05)
         scored = driver.here.image_bytes
         driver.update(batch)
         found[name] = [scored, driver.here.image_bytes]
@@ -264,8 +267,7 @@ def bfloat16(ranks: Ranks, folder: Path) -> Found:
         policy = policy_of(own, {}, model={**UNFROZEN, "dtype": "bfloat16"}, train=one_by_one)
         assert policy.dtype == torch.bfloat16
         assert {full(weight, policy.dtype).dtype for weight in weights_of(policy).values()} == {torch.bfloat16}
-        accumulate(policy, batch.groups)
-        grads = {name: x.grad for name, x in policy._optimizer.parameters.items() if x.grad is not None}
+        grads = update_gradients(policy, batch)
         types += [str(x.dtype) for x in grads.values()]
         found.append({name: full(x).float() for name, x in grads.items()})
     sharded, alone = found
@@ -281,12 +283,11 @@ def between_micro_batches(ranks: Ranks) -> Found:
     one_by_one = {"enable_dynamic_batch_size": False, "groups_per_microbatch": 1}
     policy = policy_of(ranks, {}, train=one_by_one)
     live: list[int] = []
-    accumulate(policy, many_groups(10).groups)
+    policy.update(many_groups(10))
     policy.vlm.register_forward_pre_hook(lambda _module, _inputs: live.append(live_bytes_with_gradients()))
-    accumulate(policy, many_groups(10).groups)
-    held = sum(weight.grad.to_local().nbytes for weight in policy.vlm.parameters() if weight.grad is not None)
+    held = sum(gradient.to_local().nbytes for gradient in update_gradients(policy, many_groups(10)).values())
     whole = sum(weight.numel() * 4 for weight in policy.vlm.parameters())
-    return {"micro_batches": len(live), "extra": max(live[1:]) - live[0], "shards": held, "whole": whole}
+    return {"micro_batches": len(live), "extra": max(live[1:]) - live[0] - held, "shards": held, "whole": whole}
 
 
 Scenario = Callable[[Ranks, Path], Found]
