@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 
 from fovea.config.algorithm import Algorithm
 from fovea.config.sections import Train
+from fovea.models.policy_network import PolicyNetwork
 from fovea.models.tiny import TinyParts
 from fovea.models.vlm import VLM
 from fovea.samples import replace_samples
@@ -53,14 +54,16 @@ def train_settings(**settings: object) -> Train:
 def make_policy(
     parts: TinyParts, *, algorithm: Algorithm | None = None, temperature: float = 0.9, **train: object
 ) -> TorchPolicy:
-    settings = train_settings(**train)
-    return TorchPolicy(
-        VLM(parts.network, parts.processor.banned_ids),
-        train=settings,
-        algorithm=algorithm or Algorithm(),
-        temperature=temperature,
-        max_steps=10,
-    )
+    vlm = VLM(parts.network, parts.processor.banned_ids)
+    return policy_on(vlm, train_settings(**train), algorithm, temperature=temperature)
+
+
+def policy_on(
+    vlm: PolicyNetwork, train: Train, algorithm: Algorithm | None = None, *, temperature: float = 0.9, **models: Any
+) -> TorchPolicy:
+    """A policy of a run of ten steps; `models` are the other arguments of `TorchPolicy`."""
+    settings = algorithm or Algorithm()
+    return TorchPolicy(vlm, train=train, algorithm=settings, temperature=temperature, max_steps=10, **models)
 
 
 def weights_of(policy: TrainedPolicy) -> dict[str, torch.Tensor]:
@@ -203,10 +206,14 @@ def named(batch: Batch) -> Batch:
 
 
 def with_advantage(batch: Batch, group: int, value: float) -> Batch:
-    groups = list(batch.groups)
-    samples = [replace(s, advantages_T=np.full_like(s.advantages_T, value)) for s in groups[group].samples]
-    groups[group] = replace(groups[group], samples=tuple(samples))
-    return replace(batch, groups=tuple(groups))
+    """The batch with this advantage for every token of one group."""
+    return with_group(batch, group, lambda s: replace(s, advantages_T=np.full(len(s.token_ids_T), value, np.float32)))
+
+
+def with_group(batch: Batch, index: int, change: Callable[[Sample], Sample]) -> Batch:
+    """The batch with the samples of one group changed."""
+    of_group = set(map(id, batch.groups[index].samples))
+    return replace_samples(batch, lambda sample: change(sample) if id(sample) in of_group else sample)
 
 
 def batch_of(*, on_policy: bool) -> Batch:

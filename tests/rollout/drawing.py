@@ -19,7 +19,7 @@ from fovea.rollout.embedded import decode_step
 from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.rollout.embedded.plain import PlainEngine
 from fovea.rollout.embedded.requests import KeptKeys
-from fovea.rollout.embedded.tuning import Tuning
+from fovea.rollout.embedded.tuning import PoolMemory, Tuning
 from fovea.types import Completion, Prompt, Request, Sampling
 from fovea_gym.utils.event_loop import wait_for
 from fovea_gym.utils.lru_cache import LRUCache
@@ -105,6 +105,17 @@ def noted_turns(monkeypatch: pytest.MonkeyPatch) -> list[tuple[KeptKeys, int]]:
 
     monkeypatch.setattr(LRUCache, "put", noted)
     return kept
+
+
+def keep_turns_of(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that are made from now on keep turns of at most so many tokens in all."""
+    size = PoolMemory.size
+
+    def sized(memory: PoolMemory, token_bytes: int) -> None:
+        size(memory, token_bytes)
+        memory.kept_tokens = tokens
+
+    monkeypatch.setattr(PoolMemory, "size", sized)
 
 
 def seeded(count: int, **settings: object) -> list[Sampling]:

@@ -265,11 +265,11 @@ class EngineSuite:
             drawing = asyncio.ensure_future(served.engine.generate(request))
             await asyncio.sleep(0)
             await asyncio.sleep(0)
-            with pytest.raises(EngineError, match="sleep was called while the engine is generating"):
+            with pytest.raises(EngineError, match="sleep"):
                 await served.engine.sleep()
             await drawing
             await served.engine.sleep()
-            with pytest.raises(EngineError, match="asleep; call wake first"):
+            with pytest.raises(EngineError, match="asleep"):
                 await served.engine.generate(request)
 
         wait_for(nap())

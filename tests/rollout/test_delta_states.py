@@ -7,10 +7,9 @@ from itertools import pairwise
 import pytest
 
 from fovea.models.decoder import decoder_shape
-from fovea.rollout.embedded.tuning import PoolMemory
 from fovea.types import Completion
-from tests.rollout.drawing import generate, make_engine, mixed_requests, noted_rows, noted_turns, same
-from tests.rollout.two_turns import drawn
+from tests.rollout.drawing import generate, keep_turns_of, make_engine, mixed_requests, noted_rows, noted_turns, same
+from tests.rollout.two_turns import assert_same_turns, drawn
 from tests.tiny_models import tiny
 
 PARTS = tiny("qwen3_5", num_layers=4)
@@ -51,16 +50,7 @@ def test_turns_are_kept_by_the_memory_of_keys_and_states(monkeypatch: pytest.Mon
         states = [x for state in each.states for x in (state.tail_RKC, state.memory_RVDF)]
         held = sum(x.nbytes for x in (*each.layers, *states))
         assert held <= each.cost_tokens * shape.token_bytes(4) < held + shape.token_bytes(4)
-    fewest, size = min(each.cost_tokens for each, _ in kept), PoolMemory.size
-
-    def small(memory: PoolMemory, token_bytes: int) -> None:
-        size(memory, token_bytes)
-        memory.kept_tokens = fewest - 1
-
-    monkeypatch.setattr(PoolMemory, "size", small)
+    keep_turns_of(min(each.cost_tokens for each, _ in kept) - 1, monkeypatch)
     kept.clear()
-    again = drawn(PARTS, make_engine(PARTS))
+    assert_same_turns(groups, drawn(PARTS, make_engine(PARTS)))
     assert not any(number for _, number in kept)
-    for one, other in zip(groups, again, strict=True):
-        for first, second in zip(one.episodes, other.episodes, strict=True):
-            assert same([x.completion for x in first.tokens], [x.completion for x in second.tokens])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -14,18 +14,11 @@ from fovea.rollout import server_pool
 from fovea.rollout.server_pool import MAX_TRIES, PooledServer, ServerPool, TakenError
 from fovea_gym.utils.event_loop import wait_for
 from fovea_gym.utils.http_json import CallBounds, CallError, JsonServer
-from gym_tests.chat_server import Endpoint, endpoints
+from gym_tests.chat_server import Endpoint
 
 WHOLE = (200, b'{"whole": true}')
 PART = (200, b'{"whole": false}')
 BOUNDS = CallBounds(timeout_seconds=5.0, calls_at_once=8)
-
-
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Endpoint]]:
-    monkeypatch.setattr(server_pool, "FIRST_PAUSE_SECONDS", 0.01)
-    with endpoints() as start:
-        yield start
 
 
 class Prepared:

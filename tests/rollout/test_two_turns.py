@@ -25,7 +25,15 @@ from fovea_gym.types import Message, Task, Turn
 from tests.policies import make_policy, train_settings, update_gradients
 from tests.reference import gradients, largest_relative_difference
 from tests.rollout.drawing import make_engine
-from tests.rollout.two_turns import TEMPERATURE, LooksTwice, batch_of, drawn, environment, whole_logprobs
+from tests.rollout.two_turns import (
+    TEMPERATURE,
+    LooksTwice,
+    assert_same_turns,
+    batch_of,
+    drawn,
+    environment,
+    whole_logprobs,
+)
 from tests.tiny_models import FAMILIES, renderer, tiny
 
 TOLERANCE = 1e-5
@@ -141,10 +149,7 @@ def test_requests_that_wait_or_run_hold_no_keys_beyond_the_budget(monkeypatch: p
 
     monkeypatch.setattr(PagedCache, "copy_row", noted)
     monkeypatch.setattr(DecodeBatch, "step", stepped)
-    for one, other in zip(roomy, drawn(parts, engine), strict=True):
-        for first, second in zip(one.episodes, other.episodes, strict=True):
-            for a, b in zip(first.tokens, second.tokens, strict=True):
-                np.testing.assert_array_equal(a.completion.token_ids_T, b.completion.token_ids_T)
+    assert_same_turns(roomy, drawn(parts, engine))
     assert 0 < max(held) <= 2 * longest
 
 
@@ -154,11 +159,7 @@ def test_without_kept_keys_the_same_is_drawn() -> None:
     keeps, forgets = make_engine(parts), make_engine(parts)
     generate = forgets.generate
     forgets.generate = lambda request: generate(replace(request, keep=False, continues=None))  # type: ignore[method-assign]
-    for one, other in zip(drawn(parts, keeps), drawn(parts, forgets), strict=True):
-        for first, second in zip(one.episodes, other.episodes, strict=True):
-            for a, b in zip(first.tokens, second.tokens, strict=True):
-                np.testing.assert_array_equal(a.completion.token_ids_T, b.completion.token_ids_T)
-                np.testing.assert_allclose(a.completion.logprobs_T, b.completion.logprobs_T, atol=TOLERANCE)
+    assert_same_turns(drawn(parts, keeps), drawn(parts, forgets))
 
 
 @pytest.mark.parametrize("stopped", [True, False])

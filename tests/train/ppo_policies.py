@@ -21,7 +21,7 @@ from fovea.train.torch.optimizer import Optimizer
 from fovea.train.torch.passes import ValueFunction, ValueModel
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch
-from tests.policies import train_settings
+from tests.policies import policy_on, train_settings
 
 GAE = Gae(gamma=0.99, gae_lambda=0.95, critic=Critic(value_clip=None))
 PPO = Algorithm(name="ppo", ppo_epochs=1, entropy_coef=0.0, advantage=GAE)
@@ -41,13 +41,8 @@ def ppo_policy(
     torch.nn.init.normal_(linear.weight, std=0.1)
     values = value_parameters(vlm) if model is None else trainable_parameters(model)
     critic = AdamWSettings.of_run(settings, peak_rate=1e-2, max_steps=10)
-    return TorchPolicy(
-        vlm,
-        train=settings,
-        algorithm=algorithm,
-        temperature=0.9,
-        max_steps=10,
-        value_function=ValueFunction(optimizer=Optimizer(values, critic), model=model),
+    return policy_on(
+        vlm, settings, algorithm, value_function=ValueFunction(optimizer=Optimizer(values, critic), model=model)
     )
 
 

@@ -130,13 +130,6 @@ def step(policy: TorchPolicy, batch: Batch, kl_coef: float = 0.05) -> dict[str, 
     return driver.update(batch)
 
 
-def with_nan(batch: Batch, group: int) -> Batch:
-    groups = list(batch.groups)
-    samples = [replace(s, advantages_T=np.full(len(s.token_ids_T), np.nan, np.float32)) for s in groups[group].samples]
-    groups[group] = replace(groups[group], samples=tuple(samples))
-    return replace(batch, groups=tuple(groups))
-
-
 def checksum(policy: TorchPolicy) -> float:
     return float(sum(full(weight.detach()).double().abs().sum() for weight in weights_of(policy).values()))
 

@@ -16,10 +16,9 @@ from fovea.models.trainable import choose_trainable
 from fovea.models.vision.feature_cache import FeatureCache
 from fovea.models.vlm import VLM
 from fovea.rollout.embedded.engine import EmbeddedEngine
-from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch, Completion, Prompt, Sample, SampleGroup, Sampling
 from fovea_gym.utils.event_loop import wait_for
-from tests.policies import gradients_and_metrics, optimizer_steps, shared_weights
+from tests.policies import gradients_and_metrics, optimizer_steps, policy_on, shared_weights
 from tests.records import sample_of
 from tests.rollout.drawing import generate
 from tests.tiny_models import mixed_prompts
@@ -52,14 +51,8 @@ class Pair:
         self.tape = Tape(self.vlm.linear_widths if linears else [], max_bytes, torch.float32)
         self.engine = EmbeddedEngine(self.vlm, parts.processor, max_batch_tokens=10_000, tape=self.tape)
         values = {"learning_rate": 1e-3, "lr_warmup_steps": 0, "plain_update_every_steps": 1000} | train
-        self.policy = TorchPolicy(
-            self.vlm,
-            train=Train.model_validate(values),
-            algorithm=algorithm or Algorithm(),
-            temperature=TEMPERATURE,
-            max_steps=10,
-            tape=self.tape,
-        )
+        train_values = Train.model_validate(values)
+        self.policy = policy_on(self.vlm, train_values, algorithm, temperature=TEMPERATURE, tape=self.tape)
         self.weight_sync = shared_weights(self.policy, self.engine)
         self.policy.update(Batch(groups=()))  # step 0 is a plain one
         wait_for(self.weight_sync.push(0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from fovea.models.tiny import TinyParts
 from fovea.samples import replace_samples, with_old_logprobs, with_values
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch, Sample
-from tests.policies import flat_weights, make_batch, make_policy, named, with_advantage
+from tests.policies import flat_weights, make_batch, make_policy, named, with_advantage, with_group
 from tests.saved import save_policy
 from tests.tiny_models import tiny
 from tests.train.ppo_policies import PPO, logprobs_and_values, ppo_policy, scored, with_rewards
@@ -63,7 +62,7 @@ def test_a_gradient_that_is_not_finite_is_traced_to_its_group() -> None:
         return tuple(g * torch.inf if g is not None else g for g in gradients)
 
     parts.network.get_submodule("model.visual.merger").register_full_backward_pre_hook(overflow)
-    with pytest.raises(TrainError, match=rf"with the samples of row {image}[,;]") as caught:
+    with pytest.raises(TrainError, match=rf"row {image}[,;]") as caught:
         policy.update(batch)
     without_images = [i for i, group in enumerate(batch.groups) if not group.prompt.images]
     assert without_images
@@ -90,14 +89,10 @@ def test_one_value_that_is_not_finite_names_its_task() -> None:
     batch = named(make_batch(tiny("qwen3_vl")))
     for index in range(3):
         batch = with_advantage(batch, index, np.nan)
-    bad = batch.groups[2].samples[0]
     values = [np.zeros(len(s.token_ids_T), dtype=np.float32) for s in batch.samples]
-    whole = with_values(batch, values)
-    samples = list(whole.groups[2].samples)
-    samples[0] = replace(samples[0], values_T=np.full(len(bad.token_ids_T), np.nan, dtype=np.float32))
-    broken = replace(whole, groups=(*whole.groups[:2], replace(whole.groups[2], samples=tuple(samples))))
-    with pytest.raises(TrainError, match="with the samples of row 2;"):
-        policy.update(broken)
+    values[-len(batch.groups[2].samples)].fill(np.nan)
+    with pytest.raises(TrainError, match="row 2;"):
+        policy.update(with_values(batch, values))
 
 
 def test_the_count_is_part_of_a_checkpoint(tmp_path: Path) -> None:
@@ -106,20 +101,19 @@ def test_the_count_is_part_of_a_checkpoint(tmp_path: Path) -> None:
     first.update(bad)
     save_policy(first, tmp_path)
     second.load(tmp_path)
-    with pytest.raises(TrainError, match="all of the last 2 updates"):
+    with pytest.raises(TrainError, match="2 updates"):
         second.update(bad)
 
 
 def test_an_engine_that_drew_the_impossible_skips_the_step_whether_or_not_the_loss_reads_it() -> None:
     policy = make_policy(tiny("qwen3_vl"), max_skipped_updates=0)
     batch = named(make_batch(tiny("qwen3_vl")))
-    groups = list(batch.groups)
-    first, *others = groups[1].samples
+    first = batch.groups[1].samples[0]
     impossible = replace(first, rollout_logprobs_T=np.full_like(first.rollout_logprobs_T, -np.inf))
-    groups[1] = replace(groups[1], samples=(impossible, *others))
+    batch = replace_samples(batch, lambda sample: impossible if sample is first else sample)
     before = flat_weights(policy)
-    with pytest.raises(TrainError, match="with the samples of row 1;"):
-        policy.update(replace(batch, groups=tuple(groups)))
+    with pytest.raises(TrainError, match="row 1;"):
+        policy.update(batch)
     assert torch.equal(flat_weights(policy), before)
 
 
@@ -138,7 +132,7 @@ def test_a_kl_in_the_reward_that_is_not_finite_is_not_taken_for_a_reward_of_zero
         return replace(sample, reference_logprobs_T=logprobs_T)
 
     batch, _ = with_advantages(replace_samples(batch, refer), algorithm, 0.1)
-    with pytest.raises(TrainError, match="with the samples of row 0;"):
+    with pytest.raises(TrainError, match="row 0;"):
         policy.update(batch)
 
 
@@ -170,12 +164,6 @@ def tasks_in(caught: pytest.ExceptionInfo[TrainError]) -> set[str]:
     return set(named)
 
 
-def with_group(batch: Batch, index: int, change: Callable[[Sample], Sample]) -> Batch:
-    """The batch with the samples of one group changed."""
-    of_group = set(map(id, batch.groups[index].samples))
-    return replace_samples(batch, lambda sample: change(sample) if id(sample) in of_group else sample)
-
-
 def advantages_of(policy: TorchPolicy, batch: Batch, value: float = 0.0) -> Batch:
     """As a step makes them, where the critic expects this of the second group, beside what it does expect."""
     logprobs, values = logprobs_and_values(policy, batch)
@@ -196,7 +184,7 @@ def test_a_critic_that_gives_no_numbers_moves_nothing_and_stops_the_run(
     torch.nn.init.constant_(bias, value)
     before = bits(policy)
     assert policy.update(batch)["updates_skipped"] == 1
-    with pytest.raises(TrainError, match="all of the last 2 updates") as caught:
+    with pytest.raises(TrainError, match="2 updates") as caught:
         policy.update(batch)
     assert tasks_in(caught) == {"row 0", "row 1", "row 2"}
     assert bits(policy) == before

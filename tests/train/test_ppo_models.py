@@ -105,7 +105,7 @@ def test_a_frozen_tower_of_the_critic_that_moves_is_noticed_before_it_is_saved(t
     name, frozen = next((n, p) for n, p in policy.value_function.model.named_parameters() if not p.requires_grad)
     with torch.no_grad():
         frozen.add_(1e-3)
-    with pytest.raises(TrainError, match=f"frozen parameters changed, first {name}"):
+    with pytest.raises(TrainError, match=name):
         save_policy(policy, tmp_path)
 
 

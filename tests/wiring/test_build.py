@@ -24,6 +24,7 @@ from fovea.errors import TrainError
 from fovea.loop import train
 from fovea.models.processor import load_processor
 from fovea.models.tiny import make_tiny
+from fovea.run.context import Run
 from fovea.run.lifecycle import begin
 from fovea.train.base import ModelFacts
 from fovea.train.packing import pack_row
@@ -49,7 +50,6 @@ from fovea_gym.rows.tasks import LazyTasks
 from fovea_gym.settings.environments import ShapesEnvironment
 from fovea_gym.types import Task
 from fovea_gym.utils.event_loop import wait_for
-from tests.policies import make_batch
 from tests.records import sample_of
 from tests.tiny_models import mixed_prompts, save, tiny, tower_passes
 from tests.wiring.small import SMALL, run_of
@@ -116,18 +116,26 @@ def test_liger_kernels_need_their_package() -> None:
         liger_kernels(torch.device("cuda"))
 
 
+ANSWER = np.arange(5, 8)
+
+
+def one_sample(run: Run) -> Batch:
+    """An answer to the first row."""
+    row = run.sources.train.get(0)
+    assert row is not None
+    return Batch(groups=(SampleGroup(prompt=row.prompt, samples=(sample_of(ANSWER),)),))
+
+
 def test_pixel_limits_and_temperature_reach_their_places(tmp_path: Path) -> None:
     run = run_of(tmp_path, model={"tiny": {}, "max_pixels": 32 * 32}, rollout={"temperature": 0.7, "max_new_tokens": 3})
     row = run.sources.train.get(0)
     assert row is not None
     assert row.prompt.images[0].tensors["image_grid_thw"].tolist() == [1, 4, 4]
     policy: TorchPolicy = run.policy.trained  # type: ignore[attr-defined, assignment]
-    tokens = np.arange(5, 8)
-    batch = Batch(groups=(SampleGroup(prompt=row.prompt, samples=(sample_of(tokens),)),))
-    packed = pack_row(policy.vlm.family, [row.prompt], [[tokens]], policy.vlm.device)
+    packed = pack_row(policy.vlm.family, [row.prompt], [[ANSWER]], policy.vlm.device)
     with torch.no_grad():
         expected, other = (policy.vlm(packed, temperature=t, chunk_tokens=9).logprobs_A for t in (0.7, 1.0))
-    np.testing.assert_allclose(policy.logprobs(batch)[0], expected, atol=1e-6)
+    np.testing.assert_allclose(policy.logprobs(one_sample(run))[0], expected, atol=1e-6)
     assert not torch.allclose(expected, other, atol=1e-4)
 
 
@@ -209,7 +217,7 @@ def test_the_reference_is_a_copy_that_stays(tmp_path: Path) -> None:
     run = run_of(tmp_path, algorithm={"kl": {"coef": 0.1}})
     policy: TorchPolicy = run.policy.trained  # type: ignore[attr-defined, assignment]
     assert all(parameter.requires_grad for parameter in policy.vlm.parameters())
-    batch = make_batch(tiny("qwen3_vl"))
+    batch = one_sample(run)
     before = policy.reference_logprobs(batch)
     with torch.no_grad():
         for parameter in policy.vlm.parameters():
