@@ -33,7 +33,7 @@ def batch() -> Batch:
 def expected(batch: Batch) -> dict[str, torch.Tensor]:
     """The gradients of each micro-batch only, in updates that move no weight, added up in float32."""
     total: dict[str, torch.Tensor] = {}
-    policy = bfloat16_policy(learning_rate=1e-30)
+    policy = bfloat16_policy(learning_rate=1e-60)
     before = flat_weights(policy)
     for group in batch.groups:
         for name, gradient in update_gradients(policy, Batch(groups=(group,))).items():
