@@ -30,6 +30,7 @@ from fovea_gym.graders.grading import Grading
 from fovea_gym.rows.tasks import kinds_of
 from fovea_gym.types import ImageRef, Message, Score, Task, ToolSpec, Turn
 from gym_tests.bandit import ANSWERS, BanditEnvironment, graded
+from tests.records import completion_of, text_prompt
 
 
 class BanditRenderer:
@@ -42,7 +43,7 @@ class BanditRenderer:
 
     def prompt(self, messages: Sequence[Message], where: str = "", tools: Sequence[ToolSpec] = ()) -> Prompt:
         token = ANSWERS.index(str(messages[0].parts[0]))
-        return Prompt(token_ids_L=np.array([token]), unexpanded_ids_U=np.array([token]))
+        return text_prompt([token])
 
     def observation(self, messages: Sequence[Message], *, after: int, where: str = "") -> Prompt:
         raise AssertionError("the bandit's episodes have one turn")
@@ -125,12 +126,11 @@ class BanditEngine:
         if sampling.temperature == 0:
             drawn = np.full(n, logprobs.argmax())
         return [
-            Completion(
+            completion_of(
+                [token],
                 id=f"{request.id}/{index}",
-                token_ids_T=np.array([token]),
                 logprobs_T=logprobs[[token]].astype(np.float32),
                 text=ANSWERS[token],
-                finish="stop",
                 version=self.version,
             )
             for index, token in enumerate(drawn)

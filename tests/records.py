@@ -3,16 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from fovea.types import Completion, Episode, Prompt, SampledTurn, TurnTokens
+from fovea.types import Completion, Episode, Prompt, Sample, SampledTurn, TurnTokens
 from fovea_gym.types import Score, Task
 
 
-def text_prompt(token_ids: Sequence[int]) -> Prompt:
+def text_prompt(token_ids: Sequence[int] | np.ndarray) -> Prompt:
     ids = np.asarray(token_ids, dtype=np.int64)
     return Prompt(token_ids_L=ids, unexpanded_ids_U=ids)
+
+
+PROMPT = text_prompt(range(3))
+
+
+def floats(*values: float) -> np.ndarray:
+    return np.array(values, dtype=np.float32)
+
+
+def completion_of(token_ids: Sequence[int] | np.ndarray, **fields: Any) -> Completion:
+    """A completion of these tokens, with log-probs of 0."""
+    logprobs_T = np.zeros(len(token_ids), dtype=np.float32)
+    given: dict[str, Any] = {"logprobs_T": logprobs_T, "text": "", "finish": "stop", "version": 0}
+    return Completion(token_ids_T=np.asarray(token_ids), **given | fields)
+
+
+def sample_of(token_ids: Sequence[int] | np.ndarray, **fields: Any) -> Sample:
+    """A sample of these tokens, all of them actions, with rollout log-probs of 0."""
+    given: dict[str, Any] = {
+        "mask_T": all_actions(len(token_ids)),
+        "rollout_logprobs_T": np.zeros(len(token_ids), dtype=np.float32),
+        "reward": 0.0,
+        "weight": 1.0,
+    }
+    return Sample(token_ids_T=np.asarray(token_ids), **given | fields)
 
 
 def one_turn(task: Task, completion: Completion, score: Score) -> Episode:

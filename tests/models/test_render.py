@@ -88,7 +88,7 @@ def test_pixel_limits_are_obeyed(parts: TinyParts) -> None:
 
 
 def test_a_row_that_writes_an_image_pad_is_refused(parts: TinyParts) -> None:
-    with pytest.raises(DataError, match=r"row 7: its text contains <\|image_pad\|>, which the model reads"):
+    with pytest.raises(DataError, match=r"row 7: .*<\|image_pad\|>"):
         renderer(parts).prompt(user(image(1), f"How many {IMAGE_PAD}?"), where="row 7")
 
 
@@ -104,7 +104,7 @@ def test_an_answer_with_a_token_that_is_never_drawn_is_refused(parts: TinyParts)
 
 
 def test_an_answer_with_the_token_that_ends_it_is_refused(parts: TinyParts) -> None:
-    with pytest.raises(DataError, match=r"row 7: it contains <\|im_end\|>, which completions never hold"):
+    with pytest.raises(DataError, match=r"row 7: .*<\|im_end\|>"):
         renderer(parts).target("3<|im_end|>4", where="row 7")
 
 

@@ -8,11 +8,8 @@ import pytest
 import torch
 
 from fovea.errors import EngineError
-from fovea.rollout.embedded import decode_step as forward
-from fovea.rollout.embedded.paged_cache import PagedCache
 from fovea.types import Completion, Sampling
-from fovea_gym.utils.event_loop import wait_for
-from tests.rollout.drawing import generate, make_engine, mixed_requests, same, seeded
+from tests.rollout.drawing import generate, make_engine, mixed_requests, noted_rows, same, seeded
 from tests.tiny_models import mixed_prompts, tiny
 
 PARTS = tiny("qwen3_vl")
@@ -49,16 +46,7 @@ def test_no_way_of_running_changes_a_completion(
 
 @pytest.fixture
 def rows_run(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows of every decoding step."""
-    seen: list[int] = []
-    real = forward.decode
-
-    def spy(weights: Any, shape: Any, hidden: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
-        seen.append(len(hidden))
-        return real(weights, shape, hidden, *rest, **named)
-
-    monkeypatch.setattr(forward, "decode", spy)
-    return seen
+    return noted_rows(monkeypatch)
 
 
 def test_only_completions_that_run_are_decoded(rows_run: list[int]) -> None:
@@ -86,16 +74,6 @@ def test_the_budget_bounds_what_runs(rows_run: list[int]) -> None:
     budget = 2 * (prompt.num_tokens + 3 * 10)
     generate(make_engine(PARTS, budget), [prompt] * 5, seeded(5, max_new_tokens=10), 3)
     assert max(rows_run) == 6
-
-
-def test_pages_are_all_given_back() -> None:
-    engine = make_engine(PARTS, 2_000, cache="paged", page_tokens=16)
-    generate(engine, *mixed_requests(PARTS), COUNTS)
-    cache = engine.memory.cache
-    assert isinstance(cache, PagedCache)
-    assert sorted(cache._free) == list(range(1, 1 + 2_000 // 16))
-    wait_for(engine.sleep())
-    assert engine.memory.cache is None
 
 
 def test_bfloat16_runs_in_every_cache() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from fovea.config.algorithm import Algorithm
 from fovea.config.sections import Warmup
 from fovea.errors import EngineError
 from fovea.models.trainable import merged_weights
@@ -21,11 +20,10 @@ from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.rollout.embedded.memory import default_bytes
 from fovea.rollout.embedded.paged_cache import PagedCache
 from fovea.train.base import SftExample
-from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Sampling
 from fovea.wiring.engine import connect_free_memory
 from fovea_gym.utils.event_loop import wait_for
-from tests.policies import make_batch, make_policy, train_settings
+from tests.policies import make_batch, make_policy, policy_on, train_settings
 from tests.rollout.drawing import generate, make_engine, same, seeded
 from tests.tiny_models import mixed_prompts, tiny
 
@@ -163,14 +161,7 @@ def test_a_step_of_the_warm_up_has_the_memory_of_a_pool_that_stays_in_rl(gpu: Fa
     parts = tiny("qwen3_vl")
     engine = make_engine(parts, TOKENS, can_free_memory=True, **PAGED)
     engine.load_weights(dict(merged_weights(parts.network)), version=0)  # that of the warm-up
-    policy = TorchPolicy(
-        VLM(parts.network, parts.processor.banned_ids),
-        train=train_settings(),
-        algorithm=Algorithm(),
-        temperature=0.9,
-        max_steps=10,
-        warmup=Warmup(),
-    )
+    policy = policy_on(VLM(parts.network, parts.processor.banned_ids), train_settings(), warmup=Warmup())
     connect_free_memory(policy, engine)
     policy.vlm.register_forward_pre_hook(lambda *_: gpu.allocate(gpu.free))
     pair = SftExample(prompt=mixed_prompts(parts)[0], answer_ids=(5, 6, 7))
@@ -266,12 +257,12 @@ def test_a_default_pool_is_sized_by_free_memory_and_to_stay() -> None:
 def test_an_engine_without_a_setting_sizes_its_pool(gpu: FakeGpu) -> None:
     parts = tiny("qwen3_vl")
     gpu.free = 10**7
-    with pytest.raises(EngineError, match=r"rollout\.engine\.max_batch_tokens=\d+; raise that"):
+    with pytest.raises(EngineError, match=r"rollout\.engine\.max_batch_tokens=\d+"):
         generate(make_engine(parts, None, **PAGED), mixed_prompts(parts)[:1], [Sampling(max_new_tokens=100_000)], n=1)
     assert gpu.pool_bytes == pytest.approx(0.8 * gpu.free, rel=0.01)
 
 
 def test_an_engine_on_a_cpu_has_a_budget_without_a_setting() -> None:
     parts = tiny("qwen3_vl")
-    with pytest.raises(EngineError, match=r"rollout\.engine\.max_batch_tokens=65536; raise that"):
+    with pytest.raises(EngineError, match=r"rollout\.engine\.max_batch_tokens=65536"):
         generate(make_engine(parts, None), mixed_prompts(parts)[:1], [Sampling(max_new_tokens=100_000)], n=1)

@@ -18,8 +18,8 @@ from fovea.rollout.embedded.cache import Cache
 from fovea.rollout.embedded.requests import KeptKeys, QueuedRequest, RemovedRow
 from fovea.types import Completion, Prompt, Request, Sampling
 from fovea_gym.utils.event_loop import wait_for
-from tests.rollout.drawing import LOGPROB_TOLERANCE, generate, keep_turns_of, make_engine, same, seeded
-from tests.rollout.two_turns import drawn
+from tests.rollout.drawing import generate, keep_turns_of, make_engine, same, seeded
+from tests.rollout.two_turns import assert_same_turns, drawn
 from tests.tiny_models import mixed_prompts, tiny
 
 PARTS = tiny("qwen3_vl")
@@ -122,19 +122,13 @@ def test_later_turns_are_preempted_and_find_their_kept_keys_again(
         for group in roomy
         for e in group.episodes
     )
-    engine = make_engine(PARTS, 2 * longest, **PAGED)
     if not evicted:
         keep_turns_of(10**6, monkeypatch)
-    tight = drawn(PARTS, engine)
+    tight = drawn(PARTS, make_engine(PARTS, 2 * longest, **PAGED))
     assert any(row.row.request.request.continues is not None for row in preempted)
     twice = len(restored) - len({id(kept) for kept in restored})
     assert (twice == 0) == evicted, "before a preemption and after it"
-    for one, other in zip(roomy, tight, strict=True):
-        for first, second in zip(one.episodes, other.episodes, strict=True):
-            for a, b in zip(first.tokens, second.tokens, strict=True):
-                np.testing.assert_array_equal(a.completion.token_ids_T, b.completion.token_ids_T)
-                np.testing.assert_allclose(a.completion.logprobs_T, b.completion.logprobs_T, atol=LOGPROB_TOLERANCE)
-                assert a.completion.text == b.completion.text
+    assert_same_turns(roomy, tight)
 
 
 def test_a_preempted_completion_keeps_the_vision_graph_of_its_prompt(preempted: list[RemovedRow]) -> None:

@@ -28,10 +28,11 @@ from fovea.weights.push import SharedWeights
 from fovea.wiring.engine import make_tape
 from fovea_gym.utils.event_loop import wait_for
 from tests.meta_device import META
+from tests.policies import micro_batcher
 from tests.reference import largest_relative_difference
 from tests.rollout.drawing import generate
 from tests.saved import save_policy
-from tests.tiny_models import DENSE_FAMILIES, FAMILIES, mixed_prompts, tiny
+from tests.tiny_models import DENSE_FAMILIES, FAMILIES, mixed_prompts, tiny, tower_passes
 from tests.train.recording_pair import FROZEN, GRADIENT_TOLERANCE, LORA, TRAINED, Pair, batch_of, gradients_of_steps
 
 DEEP_TOWER = {"vision_depth": 8}
@@ -226,14 +227,6 @@ def test_outputs_of_packed_weights_serve_as_well() -> None:
     assert largest_relative_difference(gradients[1], gradients[0]) < GRADIENT_TOLERANCE
 
 
-def tower_passes(vlm: VLM) -> list[int]:
-    """Patches of each forward pass of the tower from now on."""
-    passes: list[int] = []
-    tower = vlm.network.get_submodule("model.visual")
-    tower.register_forward_pre_hook(lambda _tower, args: passes.append(len(args[0])))
-    return passes
-
-
 @pytest.mark.parametrize("family", DENSE_FAMILIES)
 @pytest.mark.parametrize("how", ["none", "full"])
 def test_a_trained_tower_runs_once_for_rollout_and_update(how: Recompute, family: str) -> None:
@@ -250,7 +243,7 @@ def test_a_trained_tower_runs_once_for_rollout_and_update(how: Recompute, family
         patches = tower_passes(pair.vlm)
         batch = batch_of(pair.prompts, pair.rollout(), traces=traces)
         assert len(patches) == 1, "all prompts are admitted at once"
-        micros = pair.policy._batcher.micro_batches(batch.groups)
+        micros = micro_batcher(parts, max_tokens_per_microbatch=85).micro_batches(batch.groups)
         of_rows = [sum(len(x.tensors["pixel_values"]) for x in micro.row.images) for micro in micros]
         assert len([number for number in of_rows if number]) > 1
         found.append(pair.gradient(batch))

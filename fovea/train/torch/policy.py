@@ -113,7 +113,8 @@ class TorchPolicy(TrainedPolicy):
             everyone=ranks,
         )
         self._tape = tape
-        self._value_function = value_function
+        self.value_function = value_function
+        """PPO's critic; None without one."""
         self._reference_is_loaded_model = True
         model = None if value_function is None else value_function.model
         self._models: list[nn.Module] = [vlm, *([] if model is None else [model])]
@@ -134,7 +135,7 @@ class TorchPolicy(TrainedPolicy):
 
     @property
     def _optimizers(self) -> list[Optimizer]:
-        return [self._optimizer, *([] if self._value_function is None else [self._value_function.optimizer])]
+        return [self._optimizer, *([] if self.value_function is None else [self.value_function.optimizer])]
 
     def _forward(self, batch: Batch) -> Scored:
         return self._scorer.score(batch)
@@ -148,7 +149,7 @@ class TorchPolicy(TrainedPolicy):
 
     @property
     def _value_model(self) -> nn.Module | None:
-        return None if self._value_function is None else self._value_function.model
+        return None if self.value_function is None else self.value_function.model
 
     @contextmanager
     def _update_mode(self) -> Iterator[None]:
@@ -217,8 +218,8 @@ class TorchPolicy(TrainedPolicy):
         self._sft = None
         self._weights_changed()
         self._optimizer.masters.sync_from_model()
-        if self._value_function is not None:
-            self._value_function.snapshot_reference(self._vlm)
+        if self.value_function is not None:
+            self.value_function.snapshot_reference(self._vlm)
         if self._reference is not None:
             copy_weights(dict(self._vlm.named_parameters()), dict(self._reference.vlm.named_parameters()))
             self._reference_is_loaded_model = False
@@ -244,8 +245,8 @@ class TorchPolicy(TrainedPolicy):
         for model, guard in self._guards:
             self._ranks.run_on_each(partial(guard.check, model))
         tensors = self._optimizer.tensors(TRAINABLE)
-        if self._value_function is not None:
-            tensors |= self._value_function.optimizer.tensors(VALUE)
+        if self.value_function is not None:
+            tensors |= self.value_function.optimizer.tensors(VALUE)
         if self._reference is not None and not self._reference_is_loaded_model:
             tensors[REFERENCE] = dict(self._reference.vlm.named_parameters())
         self._saving.begin(folder, tensors, self._counts)
@@ -258,8 +259,8 @@ class TorchPolicy(TrainedPolicy):
         """Restore the state that `save` wrote; TrainError when it belongs to another model."""
         self._weights_changed()
         self._optimizer.load(folder, TRAINABLE)
-        if self._value_function is not None:
-            self._value_function.optimizer.load(folder, VALUE)
+        if self.value_function is not None:
+            self.value_function.optimizer.load(folder, VALUE)
         self._steps, self._skipped_in_a_row = load_counts(folder, "steps", "skipped_in_a_row")
         if self._reference is not None:
             self._reference_is_loaded_model = not load_reference(folder, self._reference.vlm)
