@@ -103,7 +103,7 @@ def _medians(part: str, folders: Sequence[Path]) -> Iterator[list[float]]:
             for folder in folders
         ]
         rows = [[json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] for file in files]
-        yield [statistics.median(row["parts"].get(part, math.inf) for row in own) for own in rows]
+        yield [statistics.median(row["answers"][0]["parts"].get(part, math.inf) for row in own) for own in rows]
 
 
 def _sampled(folder: Path) -> tuple[float, float] | tuple[None, None]:

@@ -34,11 +34,12 @@ from fovea.data.prompt_source import PromptSource, RendersPrompts
 from fovea.evaluation.answer_logprobs import answer_logprobs
 from fovea.evaluation.baselines import baseline_answers, majority_answers
 from fovea.evaluation.chat_server import ChatModel, EmptyPrompts
-from fovea.evaluation.comparison import EvalResults, EvalRow, TargetAnswers, TargetMetrics, target_metrics
+from fovea.evaluation.comparison import EvalResults, TargetAnswers, TargetMetrics, target_metrics
 from fovea.evaluation.controls import image_controls, pictured_tasks, usable_tasks
 from fovea.evaluation.dependence import dependence
-from fovea.evaluation.evaluator import AnsweredRow, AnswersRows, image_type_of
+from fovea.evaluation.evaluator import AnswersRows, task_row
 from fovea.evaluation.json_file import write_json
+from fovea.evaluation.records import AnsweredRow
 from fovea.models.processor import describe_banned
 from fovea.models.render import Renderer
 from fovea.report.evaluation import write_evaluation
@@ -211,24 +212,13 @@ def compare(
         reason = next(iter([*answers[0].skipped.values(), *answers[0].unscored]), "no row was skipped")
         raise DataError(f"no row has a scored answer of every target; {targets[0].name}: {reason}")
     index_of = {row.id: row.index for row in answers[0].greedy.values() if row.id in common}
-    rows = [_row(eval_set, index) for index in sorted(index_of.values())]
+    key = eval_set.config.evaluate.image_type_key
+    rows = [task_row(eval_set.tasks[index], index, key) for index in sorted(index_of.values())]
     return EvalResults(rows=tuple(rows), targets=tuple(answers))
 
 
 def say_of(say: Say, name: str, text: str) -> None:
     say(f"{name}: {text}")
-
-
-def _row(eval_set: EvalSet, index: int) -> EvalRow:
-    task = eval_set.tasks[index]
-    return EvalRow(
-        id=task.id,
-        index=index,
-        kind=task.kind,
-        question=task.question,
-        truth=task.answer,
-        image_type=image_type_of(task, eval_set.config.evaluate.image_type_key),
-    )
 
 
 async def ask_target(

@@ -15,7 +15,8 @@ import numpy as np
 
 from fovea.data.prompt_source import PromptSource
 from fovea.errors import EngineError
-from fovea.evaluation.evaluator import AnsweredRow, answered_rows
+from fovea.evaluation.evaluator import answered_rows
+from fovea.evaluation.records import AnsweredRow
 from fovea.models.render import with_results_of_user, with_tool_list, without_special_tokens
 from fovea.rollout.collect import request_seed
 from fovea.rollout.conversation import Conversations, scored

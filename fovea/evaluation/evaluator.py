@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import NoReturn, Protocol
 
 from fovea.data.prompt_source import PromptSource
-from fovea.evaluation.answer import SampledAnswer, sampled_answer
+from fovea.evaluation.records import AnsweredRow, TaskRow, recorded_episode
 from fovea.evaluation.statistics import parts_of
 from fovea.rollout.base import Engine, HoldsImages
 from fovea.rollout.collect import Interaction, collect
@@ -17,25 +17,6 @@ from fovea_gym.environments.base import Environment
 from fovea_gym.errors import BadRowError, ConfigError, ScoreError, UnscoredError
 from fovea_gym.graders.grading import Grading
 from fovea_gym.types import Task
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnsweredRow:
-    """The scored answers to one row of a source."""
-
-    id: str
-    """Task id."""
-    index: int
-    """Position in the source."""
-    kind: str
-    question: str = ""
-    truth: str = ""
-    """The gold answer."""
-    image_type: str | None = None
-    """The row's value of `evaluate.image_type_key`; None where that is not set."""
-    answers: tuple[SampledAnswer, ...]
-    token_ids: tuple[int, ...] = ()
-    """Of the first turn of the first answer; empty of a server or a baseline."""
 
 
 def image_type_of(task: Task, key: str | None) -> str | None:
@@ -48,16 +29,23 @@ def image_type_of(task: Task, key: str | None) -> str | None:
     return None if key is None else str(task.row[key])
 
 
-def answered_row(task: Task, index: int, episodes: Sequence[Episode], image_type_key: str | None) -> AnsweredRow:
-    """A row of a source with its finished episodes."""
-    return AnsweredRow(
+def task_row(task: Task, index: int, image_type_key: str | None) -> TaskRow:
+    """A row of a source without answers."""
+    return TaskRow(
         id=task.id,
         index=index,
         kind=task.kind,
         question=task.question,
         truth=task.answer,
         image_type=image_type_of(task, image_type_key),
-        answers=tuple(map(sampled_answer, episodes)),
+    )
+
+
+def answered_row(task: Task, index: int, episodes: Sequence[Episode], image_type_key: str | None) -> AnsweredRow:
+    """A row of a source with its finished episodes."""
+    return AnsweredRow(
+        **asdict(task_row(task, index, image_type_key)),
+        answers=tuple(map(recorded_episode, episodes)),
         token_ids=next((tuple(turn.completion.token_ids_T.tolist()) for turn in episodes[0].tokens[:1]), ()),
     )
 

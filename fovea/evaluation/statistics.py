@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from fovea.evaluation.answer import SampledAnswer
+from fovea.evaluation.records import RecordedEpisode
 from fovea.types import Evaluation, Metrics
 from fovea_gym.benchmarks.estimates import Estimate, estimate, mean_estimate, wilson_interval
 from fovea_gym.graders.math_answer import last_boxed, same_answer
@@ -93,7 +93,7 @@ def budgets(n: int) -> list[int]:
     return sorted({2**power for power in range(n.bit_length())} | {n}) if n else []
 
 
-def majority(answers: Sequence[SampledAnswer]) -> SampledAnswer:
+def majority(answers: Sequence[RecordedEpisode]) -> RecordedEpisode:
     """The most frequent answer by majority vote; equal ones count together, and ties go to the answer drawn first."""
     # sampling order is random, so that this tie-break favours no answer; Counter keeps the order of first occurrence
     spelled = Counter(vote(answer.text) for answer in answers)
@@ -185,7 +185,7 @@ def figures_of(evaluation: Evaluation) -> Figures:
     )
 
 
-def parts_of(answers: Iterable[SampledAnswer]) -> dict[str, tuple[float, ...]]:
+def parts_of(answers: Iterable[RecordedEpisode]) -> dict[str, tuple[float, ...]]:
     """Values of each named part of the reward, names in order, over the answers that have it."""
     values = defaultdict[str, list[float]](list)
     for answer in answers:

@@ -18,16 +18,7 @@ from numpy.typing import NDArray
 
 from fovea.metrics.jsonl import METRICS_FILE, parse_metrics
 from fovea.metrics.names import is_rounding
-from fovea.report.records import summary_of
-from fovea.report.samples import (
-    BAD_CONTENT,
-    INDEX_FILE,
-    IndexedStep,
-    index_line,
-    read_step,
-    sample_steps,
-    samples_folder,
-)
+from fovea.report.samples import INDEX_FILE, IndexedStep, index_line, indexed, read_step, sample_steps, samples_folder
 from fovea_gym.errors import DataError
 from fovea_gym.utils.bounded import lines_of, open_file
 
@@ -235,7 +226,7 @@ class SampleIndex:
         for line in self._tail.read().lines:
             try:
                 self._add(index_line(line))
-            except BAD_CONTENT:
+            except DataError:
                 continue  # the records themselves are read below
         self._read_unlisted()
 
@@ -273,4 +264,4 @@ class SampleIndex:
             records = read_step(self._run_dir, step)
         except (DataError, FileNotFoundError):
             records = ()
-        return IndexedStep(step=step, groups=tuple(map(summary_of, records)))
+        return indexed(step, records)

@@ -11,6 +11,7 @@ from threading import Lock
 from typing import Any, get_args
 
 from fovea.config.recipes import read_yaml
+from fovea.evaluation.records import AnsweredRow
 from fovea.metrics.findings import Column, Finding, find
 from fovea.metrics.jsonl import METRICS_FILE
 from fovea.report.about import CONFIG_FILE, SUMMARY_FILE, about, read_config
@@ -20,7 +21,6 @@ from fovea.report.curves import Curves, SampleIndex, Total
 from fovea.report.figures import run_summary
 from fovea.report.held_out import answers_json, evaluations
 from fovea.report.published import with_published
-from fovea.report.records import SampleRecord
 from fovea.report.samples import read_step
 from fovea.report.summary import SummaryJson, read_summary
 
@@ -117,7 +117,7 @@ class ViewedRun:
         with self._lock:
             return f"[{','.join(self._entries[after:])}]"
 
-    def records(self, step: int) -> tuple[SampleRecord, ...]:
+    def records(self, step: int) -> tuple[AnsweredRow, ...]:
         """The groups of a step; FileNotFoundError where it has none, DataError where its file is damaged."""
         return read_step(self.folder, step)
 

@@ -59,10 +59,10 @@ def test_a_step_has_turns_tokens_and_marks(client: TestClient, folder: Path) -> 
     assert result["parts"][1]["frame"] == [1000, 1000]
     assert [(turn["reward"], turn["seconds"]) for turn in right["turns"]] == [(0.25, 0), (0.75, 1.5)]
     assert (right["end"], wrong["turns"][0]["reward"]) == ("done", None)
-    assert right["turns"][1]["tokens"]["trainer"] == [-0.5, -1.25]
+    assert right["turns"][1]["tokens"]["trainer_logprobs"] == [-0.5, -1.25]
     assert right["marks"] == [{"image": 1, "xy": [0.25, 0.5], "label": "\\boxed{3}"}], "given by the reward"
     assert wrong["marks"] == [{"image": 1, "xy": [0.1, 0.2, 0.5, 0.6], "label": ""}], "found in the text"
-    name = step["groups"][0]["messages"][0]["parts"][0]["image"]
+    name = step["groups"][0]["messages"][0]["parts"][0]["name"]
     image = client.get(f"/images/0/{name}.png")
     assert image.headers["content-type"] == "image/png"
     assert image.content == (folder / "samples" / "images" / f"{name}.png").read_bytes()
