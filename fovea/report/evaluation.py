@@ -96,6 +96,7 @@ def target_facts(target: TargetAnswers, title: str, evaluations: Sequence[str] =
         "max_steps": None,
         "folder": "",
         "step": 0,
+        "share_read": 1.0,
         "finished": True,
         "seconds_since_step": None,
         "metrics": [],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -44,11 +45,17 @@ def _image_ablation(summary: SummaryJson) -> dict[str, Column]:
     }
 
 
+PAGE_SECONDS = 0.25
+"""Seconds that a page waits for a refresh of a run."""
+
+
 class ViewedRun:
     """One run as the page reads it; safe to call from several threads."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, refresh_seconds: float = math.inf) -> None:
+        """Of a long run, reads for about `refresh_seconds` now and with every refresh."""
         self.folder = folder
+        self._refresh_seconds = refresh_seconds
         self._curves = Curves(folder)
         self._index = SampleIndex(folder)
         self._entries: list[str] = []  # as JSON: a page that opens wants all of them at once
@@ -62,7 +69,7 @@ class ViewedRun:
     def refresh(self) -> None:
         """Read what the run has written since the last time."""
         with self._lock:
-            self._curves.refresh()
+            self._curves.refresh(self._refresh_seconds)
             self._index.refresh()
             new = self._index.after(len(self._entries))
             self._entries += [json.dumps(entry_json(entry), allow_nan=False) for entry in new]
@@ -75,6 +82,7 @@ class ViewedRun:
                 "name": self.folder.resolve().name,
                 "folder": str(self.folder),
                 "step": self._curves.last_step,
+                "share_read": self._curves.share_read,
                 "finished": (self.folder / SUMMARY_FILE).exists(),
                 "seconds_since_step": self._seconds_since_step(),
                 "metrics": self._curves.names,
@@ -140,6 +148,8 @@ class ViewedRun:
         return read_summary(path) if path.exists() else None
 
     def _findings(self) -> list[Finding]:
+        if self._curves.share_read < 1:
+            return []  # the steps that were read are not the newest
         key = (self._curves.last_step, self._config, (self.folder / SUMMARY_FILE).exists())
         if key != self._found[0]:  # a page asks every two seconds
             self._found = key, run_findings(self._curves.columns, self._yaml, self._summary())
