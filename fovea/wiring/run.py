@@ -15,6 +15,7 @@ from fovea.data.bad_rows import BAD_ROWS_FILE, BadRows
 from fovea.data.curriculum import CurriculumProgress
 from fovea.data.prompt_source import PromptSource
 from fovea.errors import ModelError
+from fovea.evaluation.evaluator import EngineAnswers
 from fovea.metrics.findings import FindingsWatch
 from fovea.metrics.jsonl import METRICS_FILE
 from fovea.metrics.log import JsonlSink, MetricsLog, Phases, Sink, read_metrics
@@ -180,7 +181,12 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
         weight_sync=backends.weight_sync,
         warmup=warmup,
         open_image=opener,
-        evaluator=make_evaluator(config, backends.engine, environment, graded.grading, on_unscored),
+        evaluator=make_evaluator(
+            config,
+            environment,
+            EngineAnswers(backends.engine, environment, graded.grading, config.rollout.max_episode_tokens),
+            on_unscored,
+        ),
         checkpoints=checkpoints,
         resumed=resumed,
         fingerprint=fingerprint,

@@ -19,8 +19,9 @@ from fovea.commands.targets import ServerTarget, parse_target, parse_targets
 from fovea.config.run import Config
 from fovea.data.prompt_source import PromptSource
 from fovea.errors import EngineError
-from fovea.evaluation.chat_server import ChatModel, EmptyPrompts, ServerEvaluator
+from fovea.evaluation.chat_server import ChatModel, EmptyPrompts, ServerAnswers
 from fovea.evaluation.controls import image_controls
+from fovea.evaluation.evaluator import Evaluator
 from fovea.evaluation.json_file import write_answers
 from fovea.evaluation.records import AnsweredRow
 from fovea.models.tiny import TinyParts
@@ -74,14 +75,9 @@ def ask(
     async def answers() -> list[AnsweredRow]:
         server = JsonServer(endpoint.url.removesuffix("/v1"), bounds, headers)
         try:
-            evaluator = ServerEvaluator(
-                await ChatModel.of(server, model, template),
-                environment,
-                graded(BanditEnvironment()),
-                from_array,
-                greedy=GREEDY,
-                batch_size=3,
-            )
+            chat_model, grading = await ChatModel.of(server, model, template), graded(BanditEnvironment())
+            answers_of = ServerAnswers(chat_model, environment, grading, from_array)
+            evaluator = Evaluator(answers_of, greedy=GREEDY, batch_size=3)
             source = PromptSource(
                 environment.tasks("test"),
                 environment,
