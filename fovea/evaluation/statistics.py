@@ -172,6 +172,8 @@ class Figures:
     """None where no reward was kept."""
     parts: Mapping[str, Estimate]
     """Each named part of the reward, over the rows that have it."""
+    rows_unscored: int = 0
+    """Rows left out because their grader gave no score."""
 
 
 def figures_of(evaluation: Evaluation) -> Figures:
@@ -182,6 +184,7 @@ def figures_of(evaluation: Evaluation) -> Figures:
         by_image_type=_each(evaluation.by_image_type),
         reward=mean_estimate(evaluation.rewards) if evaluation.rewards else None,
         parts={name: mean_estimate(values) for name, values in evaluation.parts.items()},
+        rows_unscored=evaluation.num_unscored,
     )
 
 

@@ -141,11 +141,10 @@ def test_a_run_keeps_its_answers_and_its_figures(tmp_path: Path) -> None:
     assert reading["accuracy/dev"] == reading["dev/reward"] == sum(line["answers"][0]["reward"] for line in lines) / 4
     test = read_summary(tmp_path / "summary.json")["test"]
     assert test["before"] is not None
-    assert test["before"]["accuracy"]["n"] == test["final"]["parts"]["answer"]["n"] == 6
-    final = test["final"]["reward"]
+    assert test["before"].accuracy.n == test["final"].parts["answer"].n == 6
+    final = test["final"].reward
     assert final is not None
-    assert final["low"] is not None
-    assert final["low"] <= final["mean"]
+    assert final.low <= final.mean
 
 
 def test_the_first_table_can_be_left_out(tmp_path: Path) -> None:
