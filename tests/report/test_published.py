@@ -85,5 +85,7 @@ def test_other_test_rows_are_not_compared() -> None:
 def test_a_run_without_one_and_a_damaged_file(tmp_path: Path) -> None:
     assert with_published(RunSummary(), None, tmp_path) == RunSummary()
     (tmp_path / PUBLISHED_FILE).write_text('{"title": 3}', encoding="utf-8")
-    with pytest.raises(DataError, match=r"published\.json is not a published result \(.*; delete the file, and the page leaves it out"):
+    with pytest.raises(
+        DataError, match=r"published\.json is not a published result \(.*; delete the file, and the page leaves it out"
+    ):
         with_published(RunSummary(), None, tmp_path)
