@@ -17,7 +17,7 @@ from fovea.config.run import Config
 from fovea.data.curriculum import CurriculumProgress
 from fovea.data.order import Order
 from fovea.data.prompt_source import PromptSource
-from fovea.evaluation.evaluator import Evaluator
+from fovea.evaluation.evaluator import EngineAnswers, Evaluator
 from fovea.loop import take_step
 from fovea.metrics.log import MetricsLog, Phases, peak_rss_gib
 from fovea.metrics.progress import Progress
@@ -213,7 +213,9 @@ def _make_run(case: Case, steps: int, shared: Shared, clock: Clock) -> Run:
         warmup=None,
         open_image=OPENER,
         evaluator=Evaluator(
-            shared.engine, environment, grading, greedy=Sampling(max_new_tokens=1, temperature=0.0), batch_size=1
+            EngineAnswers(shared.engine, environment, grading),
+            greedy=Sampling(max_new_tokens=1, temperature=0.0),
+            batch_size=1,
         ),
         checkpoints=Checkpoints(folder, keep=1),
         resumed=None,

@@ -16,7 +16,7 @@ from fovea.config.run import Config
 from fovea.data.curriculum import CurriculumProgress
 from fovea.data.order import Order
 from fovea.data.prompt_source import PromptSource
-from fovea.evaluation.evaluator import Evaluator
+from fovea.evaluation.evaluator import EngineAnswers, Evaluator
 from fovea.metrics.log import JsonlSink, MetricsLog, Phases
 from fovea.metrics.progress import Progress
 from fovea.run.checkpoint import Checkpoints
@@ -210,7 +210,9 @@ def bandit_run(folder: Path, *, resume: bool = False, stages: Stages | None = No
         warmup=None,
         open_image=no_image,
         evaluator=Evaluator(
-            engine, environment, graded(environment), greedy=Sampling(max_new_tokens=1, temperature=0.0), batch_size=5
+            EngineAnswers(engine, environment, graded(environment)),
+            greedy=Sampling(max_new_tokens=1, temperature=0.0),
+            batch_size=5,
         ),
         checkpoints=checkpoints,
         resumed=resumed,

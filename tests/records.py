@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from fovea.evaluation.records import RecordedEpisode, RecordedTurn
 from fovea.types import Completion, Episode, Prompt, Sample, SampledTurn, TurnTokens
-from fovea_gym.types import Score, Task
+from fovea_gym.types import FinishReason, Score, Task
 
 
 def text_prompt(token_ids: Sequence[int] | np.ndarray) -> Prompt:
@@ -54,3 +55,11 @@ def one_turn(task: Task, completion: Completion, score: Score) -> Episode:
 
 def all_actions(num_tokens: int) -> np.ndarray:
     return np.ones(num_tokens, dtype=np.bool_)
+
+
+def said(
+    text: str, reward: float = 0.0, accuracy: float = 0.0, *, finish: FinishReason = "stop", **fields: object
+) -> RecordedEpisode:
+    """A recorded answer of one turn, unless `turns` are given."""
+    turns = (RecordedTurn(text=text, finish=finish),)
+    return RecordedEpisode(**({"turns": turns, "reward": reward, "accuracy": accuracy} | fields))  # type: ignore[arg-type]

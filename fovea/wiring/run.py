@@ -16,6 +16,7 @@ from fovea.data.curriculum import CurriculumProgress
 from fovea.data.order import Order
 from fovea.data.prompt_source import PromptSource
 from fovea.errors import ModelError
+from fovea.evaluation.evaluator import EngineAnswers
 from fovea.metrics.findings import FindingsWatch
 from fovea.metrics.jsonl import METRICS_FILE
 from fovea.metrics.log import JsonlSink, MetricsLog, Phases, Sink, read_metrics
@@ -183,7 +184,12 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
         weight_sync=backends.weight_sync,
         warmup=warmup,
         open_image=opener,
-        evaluator=make_evaluator(config, backends.engine, environment, graded.grading, on_unscored),
+        evaluator=make_evaluator(
+            config,
+            environment,
+            EngineAnswers(backends.engine, environment, graded.grading, config.rollout.max_episode_tokens),
+            on_unscored,
+        ),
         checkpoints=checkpoints,
         resumed=resumed,
         fingerprint=fingerprint,

@@ -24,8 +24,9 @@ from fovea_gym.errors import ConfigError, DataError, FoveaError
 
 PRIVATE = b"-----BEGIN OPENSSH PRIVATE KEY-----"
 NAME = "0123456789abcdef"
-MESSAGE = {"role": "user", "parts": [{"image": NAME, "frame": None}, "q"], "tool": "", "failed": False}
-RECORD = {"id": "train/0", "kind": "k", "prompt": "q", "truth": "t", "messages": [MESSAGE], "answers": []}
+MESSAGE = {"role": "user", "parts": [{"name": NAME}, "q"]}
+ANSWER = {"turns": [{"text": "a"}], "reward": 0.5, "accuracy": 0.5}
+RECORD = {"id": "train/0", "kind": "k", "question": "q", "truth": "t", "messages": [MESSAGE], "answers": [ANSWER]}
 LEVELS = list(zip("abcdefghi", "bcdefghij", strict=True))
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in LEVELS

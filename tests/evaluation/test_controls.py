@@ -19,7 +19,7 @@ from fovea.evaluation.controls import (
     with_blank_images,
     with_shuffled_images,
 )
-from fovea.evaluation.evaluator import Evaluator
+from fovea.evaluation.evaluator import EngineAnswers, Evaluator
 from fovea.models.render import Renderer
 from fovea.types import Completion, Request, Sampling
 from fovea_gym.environments.shapes.environment import Shapes
@@ -147,10 +147,9 @@ def test_controls_of_several_turns_show_no_true_picture_in_any_turn() -> None:
     environment, parts = BoardGame(settings, seed=0), tiny("qwen3_vl")
     render, tasks = renderer(parts), list(environment.tasks("test"))
     source = PromptSource(tasks, environment, render, max_prompt_tokens=1000, on_bad_row="error", cache_gib=0.0)
+    player = BestMoves(best_moves(tasks, render), parts.processor.tokenizer)
     evaluator = Evaluator(
-        BestMoves(best_moves(tasks, render), parts.processor.tokenizer),
-        environment,
-        Grading(graders=environment.graders),
+        EngineAnswers(player, environment, Grading(graders=environment.graders)),
         greedy=Sampling(max_new_tokens=4, temperature=0),
         batch_size=16,
     )

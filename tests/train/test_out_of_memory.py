@@ -186,7 +186,7 @@ def test_scoring_beside_an_engine_lowers_no_limit() -> None:
 def test_memory_that_runs_out_in_the_gate_of_several_ranks_lowers_no_limit() -> None:
     """The next attempt began with micro-batches of one group, for the rest of the run."""
     limit = MicrobatchLimit(train_settings(max_tokens_per_microbatch=512), Ranks(rank=1, size=2))
-    limit.free_beside = lambda: True
+    limit.free_memory = lambda: True
     with pytest.raises(MicrobatchMemoryError, match=r"rank 1 .*rollout\.engine\.max_batch_tokens") as raised:
         limit.beside_engine(too_much, make_batch(tiny("qwen3_vl")).groups)
     assert raised.value.next_max_tokens == limit.max_tokens == 512

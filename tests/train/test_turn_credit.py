@@ -115,5 +115,5 @@ def test_ppo_over_turns_learns_what_every_turn_is_paid_for(tmp_path: Path) -> No
         assert 1 <= step["turns/1/tokens"] <= 4
         assert step["tools/calls/echo"] == 1
     (answer, *_) = read_step(tmp_path / "run", 1)[0].answers
-    assert sum(turn.reward or 0.0 for turn in answer.turns) == pytest.approx(answer.score.reward)
+    assert sum(turn.reward or 0.0 for turn in answer.turns) == pytest.approx(answer.reward)
     assert [message.tool for message in answer.turns[1].messages] == ["echo"]

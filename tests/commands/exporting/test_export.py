@@ -95,7 +95,7 @@ Texts = list[tuple[str, str, float]]
 
 def recorded(run: Path, name: str) -> Texts:
     """Ids, texts and accuracies of an evaluation in training."""
-    return [(row.id, row.answer.text, row.answer.accuracy) for row in read_answers(run, name, sys.maxsize)]
+    return [(row.id, row.answers[0].text, row.answers[0].accuracy) for row in read_answers(run, name, sys.maxsize)]
 
 
 def read(target: Path, split: str) -> Texts:
