@@ -335,7 +335,8 @@ from tests.fakes import bandit_run
 
 folder = Path(sys.argv[1])
 environment = Shapes(ShapesEnvironment(train_size=4, dev_size=4, test_size=4), 0)
-renderer = Renderer(load_processor(Model(path=str(folder / "model"))), ImageOpener(max_mib=1, max_megapixels=1))
+opener = ImageOpener(max_image_mib=1, max_image_megapixels=1)
+renderer = Renderer(load_processor(Model(path=str(folder / "model"))), opener)
 prompts = [renderer.prompt(environment.prompt(task)) for task in environment.tasks("train")]
 assert all(prompt.images for prompt in prompts)
 

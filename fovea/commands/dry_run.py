@@ -14,6 +14,7 @@ import torch
 
 from fovea.config.model import Model
 from fovea.config.run import Config
+from fovea.data.bad_rows import SKIP
 from fovea.data.prompt_source import PromptSource, RendersPrompts
 from fovea.errors import ModelError
 from fovea.evaluation.chat_server import EmptyPrompts
@@ -201,7 +202,8 @@ def _rows(
     lengths = [row.prompt.num_tokens for index in opened if (row := source.get(index)) is not None]
     bad = list(source.bad_rows.values())
     if bad and (config.data.on_bad_row == "error" or (split == "train" and not lengths)):
-        raise DataError(f"{split}: {len(bad)} of the {len(opened)} rows opened cannot be used, the first: {bad[0]}")
+        first = f"{bad[0]}, or {SKIP}" if config.data.on_bad_row == "error" else bad[0]
+        raise DataError(f"{split}: {len(bad)} of the {len(opened)} rows opened cannot be used, the first: {first}")
     rows = f"{split}: {len(tasks):,} rows"
     if bad:
         return (

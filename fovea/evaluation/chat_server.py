@@ -172,7 +172,7 @@ class ServerEvaluator:
 
             return await gather_or_cancel(episode(*each) for each in enumerate(replies))
         except BadRowError as error:
-            return BadRowError(f"{task.id}: {error}", error.reason)
+            return BadRowError(f"{task.id}: {error.problem}", error.reason, error.fix)
         except UnscoredError as error:
             return error
 

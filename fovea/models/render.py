@@ -183,10 +183,7 @@ class Renderer:
             whose, place = "its system prompt", "the system prompt"
         else:
             whose, place = "its text", "the row"
-        return BadRowError(
-            f"{where}: {whose} contains {mark}; remove that from {place}, or set data.on_bad_row=skip",
-            "prompt_special_token",
-        )
+        return BadRowError(f"{where}: {whose} contains {mark}", "prompt_special_token", f"remove that from {place}")
 
     def _written(
         self,
@@ -322,10 +319,8 @@ def _refusals_named(where: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise BadRowError(
-            f"{where}: the image processor refuses it ({error}); fix the row, or set data.on_bad_row=skip",
-            "image_shape",
-        ) from error
+        problem = f"{where}: the image processor refuses it ({error})"
+        raise BadRowError(problem, "image_shape", "fix the row") from error
 
 
 def images_of(messages: Sequence[Message]) -> list[ImageRef]:

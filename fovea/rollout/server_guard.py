@@ -94,7 +94,8 @@ async def replace_addresses(messages: Any, limits: UrlLimits | None) -> None:
 
 
 def _contents(urls: Sequence[str], limits: UrlLimits) -> list[bytes]:
-    opener, contents = ImageOpener(max_mib=limits.max_mib, max_megapixels=MAX_MEGAPIXELS), list[bytes]()
+    opener = ImageOpener(max_image_mib=limits.max_image_mib, max_image_megapixels=MAX_MEGAPIXELS)
+    contents = list[bytes]()
     for url in urls:
         try:
             contents.append(fetch(url, IMAGE, limits))

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Literal, TypeAlias
 
 from fovea_gym.environments.dataset_prompts import bad_row, never_right, plain_answer
-from fovea_gym.errors import BadRowError, DataError
+from fovea_gym.errors import DataError
 from fovea_gym.graders import boxed_answer, vqa_answer
 from fovea_gym.graders.base import Grade
 from fovea_gym.graders.vqa_words import options_of, true_letter
@@ -82,10 +82,7 @@ def _geospot(geospot: ModuleType, prediction: str, row: Row, where: str) -> Grad
     if not isinstance(truth, Mapping):
         problem = f"truth is of type {type(truth).__name__}, not an object with any of country, region, city, lat, lon"
         raise bad_row(where, problem, "answer_kind")
-    try:
-        place = geospot.place_of(truth, where=where)
-    except DataError as error:
-        raise BadRowError(str(error), "place") from error
+    place = geospot.place_of(truth, where=where)
     if not place.known:
         raise bad_row(where, "truth has none of country, region, city, lat, lon", "answer_missing")
     graded: Grade = geospot.grade(prediction, truth)
