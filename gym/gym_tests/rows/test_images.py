@@ -219,7 +219,7 @@ def test_a_picture_of_pillow_is_checked_like_any_other(tmp_path: Path) -> None:
     lazy = Image.open(tmp_path / "half.png")
     with pytest.raises(DataError, match=r"the image is damaged"):
         ImageOpener(max_image_mib=1, max_image_megapixels=1)(ImageRef(source=lazy))
-    with pytest.raises(DataError, match=r"above data\.max_image_megapixels"):
+    with pytest.raises(DataError, match=r"above max_image_megapixels"):
         ImageOpener(max_image_mib=1, max_image_megapixels=1)(ImageRef(source=Image.new("1", (2000, 2000))))
 
 
@@ -282,7 +282,7 @@ def test_paths_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "pointer.png").write_text("version https://git-lfs.github.com/spec/v1")
     for path, problem in [
         (str(tmp_path / "pointer.png"), r"pointer\.png\): the content is not an image"),
-        (str(tmp_path / "none.png"), "no such image file; correct the path in the row, or set"),
+        (str(tmp_path / "none.png"), "no such image file; correct the path in the row$"),
         (str(tmp_path), "is not a regular file"),
         ("a\0b", "the file cannot be read"),
         ("x" * 5000, "the file cannot be read"),
@@ -320,7 +320,7 @@ def test_damaged_files_open_or_are_a_data_error(content: bytes, edits: list[tupl
     for place, value in edits:
         damaged[int(place * len(damaged))] = value
     try:
-        image = open_bytes(bytes(damaged), max_image_megapixels=1)
+        image = open_bytes(bytes(damaged), max_megapixels=1)
     except DataError as error:
         message = str(error)
     else:
