@@ -48,7 +48,7 @@ def make_environment(
     else:
         settings = config.with_own_files.environment
         name = settings.file if isinstance(settings, OwnEnvironment) else settings.name
-        made = graded(config, settings.make(offered(config), config.seed), name)
+        made = graded(config, settings.made(offered(config), config.seed), name)
     if config.warmup is not None and not made.environment.has_demonstrations:
         raise ConfigError(
             f"warmup imitates demonstrations, which environment.name={config.environment.name} does not have; set "

@@ -30,6 +30,7 @@ from fovea_gym.environments.custom.signatures import (
     check_required,
 )
 from fovea_gym.errors import ConfigError, FoveaError, describe_error, result_or_error
+from fovea_gym.settings.base import file_meant
 from fovea_gym.settings.environments import OwnEnvironment
 from fovea_gym.settings.rewards import FROM_PYTHON
 from fovea_gym.types import AnswerEnd
@@ -166,19 +167,12 @@ def check_named(spec: str, setting: str) -> tuple[Path, str]:
     file, _, name = spec.rpartition(":")
     named = _setting_of(spec, setting)
     if not file.endswith(".py") or not name.isidentifier():
-        fix = _with_ending(file, name) or "write path/to/file.py:name"
-        raise ConfigError(f"{named} does not name a file and something in it; {fix}")
+        fix = file_meant(spec) or "path/to/file.py:name"
+        raise ConfigError(f"{named} does not name a file and something in it; write {fix}")
     path = Path(file).expanduser()
     if not path.is_file():
         raise ConfigError(f"{named}: there is no file {path} in {Path.cwd()}; fix the path")
     return path, name
-
-
-def _with_ending(file: str, name: str) -> str | None:
-    """Advice to add the ending of a file that exists; None where there is no such file."""
-    if not name.isidentifier() or not file or not Path(f"{file}.py").expanduser().is_file():
-        return None
-    return f"write {file}.py:{name}"
 
 
 def _is_from_python(spec: str, setting: str) -> str:
