@@ -30,10 +30,8 @@ from fovea.models.plain import PlainVLM
 from fovea.models.processor import load_processor
 from fovea.models.vlm import VLM
 from fovea.run.checkpoint import write_manifest
-from fovea.wiring.environment import make_environment
 from fovea.wiring.run import build
 from fovea_gym.errors import ConfigError, DataError
-from fovea_gym.making import make
 from fovea_tools.families.tiny import save_tiny_kind
 from tests.hub_models import TOLERANCE, Loaded, assert_inputs_equal, needs_image_processors
 from tests.policies import batch_of, make_policy, update_gradients
@@ -448,42 +446,6 @@ def test_a_part_that_does_not_fit_is_refused(group: str, setting: str, code: str
     other(site, f"fovea.{group}", "part", code)
     with pytest.raises(ConfigError, match=rf"fovea\.{group}: .*part.* {message}"):
         load_config([], ["model.tiny={}", f"{setting}=part"])
-
-
-MADE = """
-from fovea_gym.settings.splits import EnvironmentSettings
-from typing import Literal
-class Part(EnvironmentSettings):
-    name: Literal["part"] = "part"
-    def make({arguments}):
-        return {returned}
-"""
-
-
-@pytest.mark.parametrize(
-    ("arguments", "returned", "message"),
-    [
-        ("self", "self", r"takes \(\), but is called as make\(access, seed\); write def make\(self, access, seed\)"),
-        ("self, access, seed", "None", "returned None, which is not an environment; return an environment"),
-        ("self, access, seed", "7", "returned an object of type int, which is not an environment; return an env"),
-        ("self, access, seed", "type(self)", "returned Part, which is not an environment; return an object of it"),
-    ],
-)
-def test_a_make_that_gives_no_environment_is_refused(arguments: str, returned: str, message: str, site: Path) -> None:
-    other(site, "fovea.environments", "part", MADE.format(arguments=arguments, returned=returned))
-    config = load_config([], ["model.tiny={}", "environment=part"])
-    for call in (lambda: make_environment(config), lambda: make("part")):
-        with pytest.raises(ConfigError, match=rf"Part\.make {message}"):
-            call()
-
-
-def test_a_class_in_a_file_that_is_named_without_its_ending(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(site)
-    (site / "clocks.py").touch()
-    with pytest.raises(ConfigError, match=r"for your class in that file write clocks\.py:Clocks$"):
-        load_config([], ["model.tiny={}", "environment=clocks:Clocks"])
-    with pytest.raises(ConfigError, match=r"does not fit; allowed: .*(?<!Clocks)$"):
-        load_config([], ["model.tiny={}", "environment=watches:Clocks"])
 
 
 @needs_image_processors

@@ -37,5 +37,5 @@ def make_warmup(
         ),
         source=train,
         environment=environment,
-        answer_ids=renderer.target,
+        answer_ids=renderer.demonstration,
     )
