@@ -85,8 +85,7 @@ NAME = "name"
 class Section(BaseModel):
     """A frozen group of settings that refuses keys it does not know."""
 
-    # built at first use: a command of the gym uses one section of them
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, defer_build=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Names from elsewhere, and the settings that each stands for."""
