@@ -86,7 +86,7 @@ LATE_IMPORTS = {
     "gym/fovea_gym/settings/environments.py": {"make"},
     "gym/fovea_gym/settings/grounding.py": {"make"},
     "gym/fovea_gym/rows/rows.py": {"_hub"},
-    "gym/fovea_gym/__main__.py": {"_parser", "_grade", "_show"},
+    "gym/fovea_gym/__main__.py": {"_grade", "_show"},
     "gym/fovea_gym/graders/by_name.py": {"grader_of"},
     "gym/fovea_gym/making.py": {"settings_of"},
     "gym/fovea_gym/rows/opening.py": {"_fetch"},
