@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +41,7 @@ def test_errors_about_rows_and_images_name_the_settings_of_the_run(tmp_path: Pat
     data = load_config([], [*words, *limits]).data
     opener, access = make_opener(data, tmp_path), make_access(data)
     rows = open_rows([str(tmp_path / "a.jsonl")], access=access)
-    calls = {
+    calls: dict[str, Callable[[], object]] = {
         "data.max_image_mib=0.0001": lambda: opener(ImageRef(source=b"x" * 200)),
         "data.max_image_megapixels=0.01": lambda: opener(ImageRef(source=np.zeros((200, 200, 3), np.uint8))),
         "add rotated to data.convert_images": lambda: opener(ImageRef(source=turned)),
