@@ -48,7 +48,7 @@ from fovea_gym.rows.images import ImageOpener
 from fovea_gym.utils.event_loop import wait_for
 
 LEARNING_RATE = 1e-6
-OPENER = ImageOpener(max_mib=32, max_megapixels=64)
+OPENER = ImageOpener(max_image_mib=32, max_image_megapixels=64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -124,7 +124,7 @@ class ServerAnswers:
             try:
                 return await self._of_row(task, index, sampling, n, request_seed(seed[0], index), talks)
             except BadRowError as error:
-                return BadRowError(f"{task.id}: {error}", error.reason)
+                return BadRowError(f"{task.id}: {error.problem}", error.reason, error.fix)
             except UnscoredError as error:
                 return error
 

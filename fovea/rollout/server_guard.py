@@ -193,7 +193,7 @@ async def replace_addresses(messages: Any, limits: UrlLimits | None) -> None:
         raise RefusedError(BAD_REQUEST, IMAGES_ONLY)
     if len(found) > MAX_ADDRESSES:
         raise RefusedError(BAD_REQUEST, TOO_MANY)
-    opener, num_bytes = ImageOpener(max_mib=limits.max_mib, max_megapixels=MAX_MEGAPIXELS), 0
+    opener, num_bytes = ImageOpener(max_image_mib=limits.max_image_mib, max_image_megapixels=MAX_MEGAPIXELS), 0
     for holder, key, _ in found:
         try:
             # on a thread: the server answers others meanwhile

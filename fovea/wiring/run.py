@@ -240,7 +240,7 @@ def _warmup(config: Config, environment: Environment, train: PromptSource, rende
         ),
         source=train,
         environment=environment,
-        answer_ids=renderer.target,
+        answer_ids=renderer.demonstration,
     )
 
 

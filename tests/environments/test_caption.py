@@ -123,7 +123,7 @@ def test_the_judge_gets_image_question_and_answer(tmp_path: Path) -> None:
         return 0.5
 
     environment, (metrics,) = caption(settings_of(tmp_path, metric_weights={"judge": 3, "chrf": 1}))
-    opener = ImageOpener(max_mib=1, max_megapixels=1)
+    opener = ImageOpener(max_image_mib=1, max_image_megapixels=1)
     graders = [JudgedCaptionGrader(metrics, OpinionOfJudge(says, opener, metrics.references))]
     task = environment.tasks("test")[1]
     score = scored(graders, task, f"<think>x</think>\n{TEXTS[1]}")

@@ -75,7 +75,7 @@ def read(tasks, indices):
         (ref,) = tasks[index].images
         num_bytes += len(ref.source)
         if place % 50 == 0:
-            ImageOpener(max_mib=32, max_megapixels=64)(ref)
+            ImageOpener(max_image_mib=32, max_image_megapixels=64)(ref)
     return num_bytes
 
 path, cache = sys.argv[1], GroupCache(16 << 20)

@@ -12,7 +12,7 @@ from PIL import Image
 
 from fovea.data.order import EpochOrder, Order
 from fovea.data.prompt_source import PromptSource
-from fovea_gym.errors import DataError
+from fovea_gym.errors import BadRowError, DataError
 from fovea_gym.types import ImageRef
 from gym_tests.tables import table
 from tests.environments.prompt_sources import make_source
@@ -117,6 +117,18 @@ def test_the_next_step_is_ready_when_its_turn_comes() -> None:
     next_step = [item.task.id for item in source.take(order, 3)]
     assert len(next_step) == 3
     assert {future.result().task.id for future in ahead} == set(next_step), "rendered only by the thread"
+
+
+def test_a_run_that_ends_at_a_bad_row_says_how_to_skip_it() -> None:
+    long = "a question of more than ten tokens"
+    source, _ = make_source(["a", long], on_bad_row="error")
+    for call in (lambda: source.get(1), lambda: source.peek(lambda: source.render(source.tasks[1]))):
+        with pytest.raises(BadRowError, match=r", lower model\.max_pixels, or set data\.on_bad_row=skip$") as error:
+            call()
+        assert error.value.reason == "prompt_too_long"
+    source, _ = make_source(["a", long])
+    assert source.get(1) is None
+    assert "on_bad_row" not in source.bad_rows[1]
 
 
 def test_an_error_ahead_is_raised_in_its_turn() -> None:

@@ -70,7 +70,7 @@ def test_blank_images_of_large_photos_hold_no_pixels(tmp_path: Path) -> None:
     """Those of all test rows are held at once."""
     Image.new("RGB", (40, 30)).save(tmp_path / "a.png")
     task = Task(id="0", question="q", answer="a", images=(ImageRef(source=str(tmp_path / "a.png")),))
-    open_image = ImageOpener(max_mib=1, max_megapixels=1)
+    open_image = ImageOpener(max_image_mib=1, max_image_megapixels=1)
     (blank,) = with_blank_images([task], open_image)
     source = blank.images[0].source
     assert isinstance(source, np.ndarray)
@@ -84,7 +84,7 @@ def test_rows_that_cannot_be_read_are_left_out_of_controls() -> None:
     images = [ImageRef(source=np.full((8, 8, 3), 7, dtype=np.uint8)), ImageRef(source="nowhere.png", where="row 1")]
     tasks = [Task(id=str(index), question="q", answer="a", images=(ref,)) for index, ref in enumerate(images)]
 
-    careful_opener = ImageOpener(max_mib=1, max_megapixels=1)
+    careful_opener = ImageOpener(max_image_mib=1, max_image_megapixels=1)
     renderer = Renderer(tiny("qwen3_vl").processor, careful_opener)
     test = source_of(tasks, renderer)
     assert usable_tasks(test, 2) == tasks[:1]

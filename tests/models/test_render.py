@@ -145,7 +145,7 @@ def test_an_image_that_is_shown_turned_has_as_many_tokens_as_it_is_stored(family
     note = Image.Exif()
     note[0x0112] = 6
     content = encoded(Image.new("RGB", (333, 90), "blue"), "JPEG", exif=note)
-    opener = ImageOpener(max_mib=1, max_megapixels=1, convert=["rotated"])
+    opener = ImageOpener(max_image_mib=1, max_image_megapixels=1, convert_images=["rotated"])
     chat = user(ImageRef(source=content), "How many?")
     render = Renderer(tiny(family).processor, opener)
     assert opener(ImageRef(source=content)).size == (90, 333)
@@ -185,7 +185,7 @@ def test_a_row_over_its_limit_is_refused_before_any_image_is_decoded(monkeypatch
     assert len(content) < 100_000
     images = tuple(ImageRef(source=content) for _ in range(8))
     task = Task(id="row 7", question="How many?", answer="1", images=images)
-    opener = ImageOpener(max_mib=1, max_megapixels=64)
+    opener = ImageOpener(max_image_mib=1, max_image_megapixels=64)
     source = PromptSource(
         [task],
         Shapes(ShapesEnvironment(), 0),

@@ -60,7 +60,7 @@ class Slow:
 
 
 def graded_by(score: Callable[[Task, Sequence[Turn]], Score], on_failure: Literal["error", "drop"] = "drop") -> Grading:
-    limits = CallLimits(name="slow", calls_at_once=AT_ONCE, on_failure=on_failure)
+    limits = CallLimits(name="slow", settings="reward_", calls_at_once=AT_ONCE, on_failure=on_failure)
     return Grading(graders=(UserGrader(score, CallThreads("slow")),), calls=LimitedCalls(limits))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from fovea.commands.exporting.export import export
 from fovea.commands.targets import find_checkpoint, open_checkpoint
+from fovea.config.loading import load_config
 from fovea.config.run import Config
 from fovea.errors import TrainError
 from fovea.loop import train
@@ -33,6 +34,7 @@ from fovea.types import Batch, SampleGroup
 from fovea.utils.installing import pip_install
 from fovea.wiring import model as wired_model
 from fovea.wiring.backends import open_backends, placement_of
+from fovea.wiring.environment import make_environment
 from fovea.wiring.model import (
     MODEL_FOLDER,
     liger_kernels,
@@ -43,11 +45,13 @@ from fovea.wiring.model import (
     tokenizer_corpus,
 )
 from fovea.wiring.outputs import model_table
+from fovea_gym.environments.access import Access
 from fovea_gym.environments.base import Environment, Split
 from fovea_gym.environments.shapes.environment import Shapes
 from fovea_gym.errors import ConfigError, DataError, MissingExtraError
 from fovea_gym.rows.tasks import LazyTasks
 from fovea_gym.settings.environments import ShapesEnvironment
+from fovea_gym.settings.splits import EnvironmentSettings
 from fovea_gym.types import Task
 from fovea_gym.utils.event_loop import wait_for
 from tests.records import sample_of
@@ -349,3 +353,45 @@ def test_workers_on_ray_get_an_interpreter_that_they_find(
     with pytest.raises(Stopped) as stopped:
         open_backends(config, config.model, load_processor(config.model))
     assert str(stopped.value) == there.format(here=os.getcwd(), home=Path.home())
+
+
+class Returning(EnvironmentSettings):
+    """Settings of another package, whose `make` returns this value."""
+
+    name: Literal["part"] = "part"
+    returned: Any = None
+
+    def make(self, access: Access, seed: int) -> object:
+        return self.returned
+
+
+class WithoutSeed(Returning):
+    def make(self, access: Access) -> object:  # type: ignore[override]
+        return self.returned
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            WithoutSeed(),
+            r"takes \(access: .*\) .*, but is called as make\(access, seed\); write def make\(self, access, ",
+        ),
+        (Returning(), "returned None, which is not an environment; return an environment"),
+        (Returning(returned=7), "returned an object of type int, which is not an environment; return an env"),
+        (Returning(returned=Path), "returned Path, which is not an environment; return an object of it"),
+    ],
+)
+def test_a_make_that_gives_no_environment_is_refused(settings: EnvironmentSettings, message: str) -> None:
+    config = load_config([], ["model.tiny={}"]).model_copy(update={"environment": settings})
+    with pytest.raises(ConfigError, match=rf"\.make {message}"):
+        make_environment(config)
+
+
+def test_a_class_in_a_file_that_is_named_without_its_ending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "clocks.py").touch()
+    with pytest.raises(ConfigError, match=r"for your class in that file write clocks\.py:Clocks$"):
+        load_config([], ["model.tiny={}", "environment=clocks:Clocks"])
+    with pytest.raises(ConfigError, match=r"does not fit; allowed: .*(?<!Clocks)$"):
+        load_config([], ["model.tiny={}", "environment=watches:Clocks"])

@@ -43,8 +43,7 @@ def unreadable(session: Session, error: DataError) -> FoveaError:
     """The error for an episode whose reply cannot be rendered, such as one with a damaged picture."""
     text, reason = str(error), "reply"
     if isinstance(error, BadRowError):
-        # the rest of its text is advice for rows
-        reason, text = "picture", text.partition("; ")[0] if "data.on_bad_row" in text else text
+        reason, text = "picture", error.problem  # its fix is for rows
     if isinstance(session, LimitedSession):
         return session.failure(reason, text)
     return DataError(f"{text}; correct it in the environment's reply") if reason == "picture" else error
@@ -78,10 +77,12 @@ class LimitedSessions(Environment):
         name: str,
         *,
         settings: str = "session.",
+        way_out: str = "",
         asks_score: bool = True,
     ) -> None:
         """`name` is what messages call the environment; `settings` stands before the names of its limits there.
 
+        `way_out` is advice on code that keeps the deadline from acting, after that to correct it.
         Without `asks_score` graders score its episodes.
         """
         self.asks_score = asks_score
@@ -101,14 +102,17 @@ class LimitedSessions(Environment):
             calls_at_once=limits.max_concurrent,
             timeout_seconds=limits.deadline_seconds,
             may_hold_lock=True,
-            way_out="",
+            way_out=way_out,
         )
         self._calls = LimitedCalls(of_calls)
         weakref.finalize(self, self._calls.loop.close)
 
     def without_scores(self) -> LimitedSessions:
         """The same environment, whose episodes graders score."""
-        return LimitedSessions(self.inside, self._limits, self._name, settings=self._settings, asks_score=False)
+        way_out = self._calls.limits.way_out
+        return LimitedSessions(
+            self.inside, self._limits, self._name, settings=self._settings, way_out=way_out, asks_score=False
+        )
 
     def tasks(self, split: Split) -> Sequence[Task]:
         return self.inside.tasks(split)

@@ -136,8 +136,8 @@ class CallLimits:
 
     name: str
     """The grader: `mine.py:score`, `the judge at http://localhost:8000/v1`."""
-    settings: str = "reward_"
-    """The settings that hold these limits, up to their last words."""
+    settings: str = ""
+    """The words before the names of these limits in errors, such as `judge.` or `reward_`."""
     time_limit: str = "timeout_seconds"
     """Last words of the setting of the time limit."""
     calls_at_once: int = 1
@@ -148,8 +148,8 @@ class CallLimits:
     on_failure: Literal["error", "drop", "drop_completion"] = "error"
     may_hold_lock: bool = False
     """True if the calls run code of the user's, which can keep the time limit from acting."""
-    way_out: str = ", or set reward_in=process, where such a call can be ended"
-    """Another remedy for code that keeps the time limit from acting, beside its correction."""
+    way_out: str = ""
+    """Advice on code that keeps the time limit from acting, after that to correct it, such as another remedy."""
 
     @property
     def time_setting(self) -> str:
@@ -229,8 +229,7 @@ def _watch(limits: CallLimits) -> LoopWatch:
         seconds,
         f"error: {limits.name} has blocked this process for {seconds:g} s, and {limits.time_setting}="
         f"{limits.timeout_seconds:g} cannot end it: it holds Python's interpreter lock, as a regular expression with "
-        f"nested repeats does, or is async and does not await; correct it at its line below{limits.way_out}, then set "
-        "resume=auto",
+        f"nested repeats does, or is async and does not await; correct it at its line below{limits.way_out}",
     )
 
 

@@ -31,7 +31,7 @@ from gym_tests.adapters.servers import serving
 from gym_tests.tables import table
 
 SERVER = Path(__file__).parent / "nemo_gym_server.py"
-OPENER = ImageOpener(max_mib=1, max_megapixels=1)
+OPENER = ImageOpener(max_image_mib=1, max_image_megapixels=1)
 LOOK = {
     "type": "function",
     "name": "look",

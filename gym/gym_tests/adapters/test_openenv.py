@@ -35,7 +35,7 @@ from gym_tests.tables import table
 
 SERVER = Path(__file__).parent / "openenv_server.py"
 INTERPRETERS = {"stand-in": sys.executable, "package": os.environ.get("FOVEA_OPENENV_PYTHON", "")}
-OPENER = ImageOpener(max_mib=1, max_megapixels=1)
+OPENER = ImageOpener(max_image_mib=1, max_image_megapixels=1)
 
 
 @pytest.fixture(scope="module", params=list(INTERPRETERS))

@@ -164,7 +164,8 @@ def test_bad_rows_say_what_is_wrong(cells: dict[str, object], reason: str, probl
     assert error.value.reason == reason
     assert problem in text
     assert "row 1" in text
-    assert text.endswith("data.on_bad_row=skip")
+    assert text == f"{error.value.problem}; {error.value.fix}"
+    assert "data." not in text
     assert "\n" not in text
 
 

@@ -101,7 +101,7 @@ def test_several_image_columns_and_paths_beside_the_file(tmp_path: Path) -> None
     environment = geo3k(tmp_path, [cells], image_keys=("one", "two"))
     (task,) = environment.tasks("test")
     assert [ref.where for ref in task.images] == [f"test.parquet row 0, image {n}" for n in (1, 2)]
-    opened = ImageOpener(max_mib=1, max_megapixels=1)(task.images[1])
+    opened = ImageOpener(max_image_mib=1, max_image_megapixels=1)(task.images[1])
     assert opened.getpixel((0, 0)) == (1, 2, 3)
 
 

@@ -78,7 +78,7 @@ def unopened(ref: ImageRef) -> Image.Image:
 
 def own(function: Callable[..., object], **limits: object) -> Grading:
     grader = UserGrader(score_function(function, unopened), CallThreads("mine.py:f"))
-    return Grading(graders=(grader,), calls=LimitedCalls(CallLimits(name="mine.py:f", **limits)))  # type: ignore[arg-type]
+    return Grading(graders=(grader,), calls=LimitedCalls(CallLimits(name="mine.py:f", settings="reward_", **limits)))  # type: ignore[arg-type]
 
 
 def scores(reward: float = 1.0, accuracy: float = 1.0, **fields: Any) -> Score:
