@@ -85,7 +85,7 @@ def test_equal_rows_in_memory_resume_and_other_rows_are_refused() -> None:
     assert len(resumed.metrics) == 3
     changed = rows()
     changed[5]["photo"] = picture("black")
-    with pytest.raises(fovea.FoveaError, match=r"the given rows .* are not those that the run in run began with; give"):
+    with pytest.raises(fovea.FoveaError, match=r"\brows\b.*\brun in run\b"):
         trained(changed, max_steps=4, resume="auto")
 
 
@@ -215,13 +215,13 @@ def test_a_column_that_is_not_there_is_told_with_the_nearest_one(
 @pytest.mark.parametrize("argument", ["rows", "test_rows", "dev_rows"])
 def test_what_is_no_table_is_refused_where_it_is_given(argument: str) -> None:
     given = {"rows": rows(), argument: pd.Series(["a question"])}
-    with pytest.raises(fovea.FoveaError, match=f"^{argument}: an object of type Series holds no rows that can be read"):
+    with pytest.raises(fovea.FoveaError, match=rf"^{argument}: .*\bSeries\b"):
         fovea.GRPO(**given, reward=score, environment=PHOTOS, settings=SETTINGS)
 
 
 def test_the_rows_that_lack_a_column_are_named() -> None:
     misspelt = [{"photo": row["photo"], "questoin": "?"} for row in rows(3)]
-    with pytest.raises(fovea.FoveaError, match=r"^test_rows: no column is called problem, prompt, question"):
+    with pytest.raises(fovea.FoveaError, match=r"^test_rows: .*\bproblem, prompt, question\b"):
         fovea.GRPO(rows=rows(), test_rows=misspelt, reward=score, environment=PHOTOS, settings=SETTINGS).train()
 
 

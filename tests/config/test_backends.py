@@ -124,7 +124,7 @@ def test_the_last_workers_hold_an_engine_alone() -> None:
 def test_learners_are_some_and_divided_by_replicas() -> None:
     cluster = Cluster(placement="disaggregated", rollout_gpus=2)
     assert Placement.of(cluster, 8, replicas=3).replicas == 3
-    with pytest.raises(ConfigError, match=r"replicas=4 does not divide .* processes, 6; set it to 1, 2, 3 or 6$"):
+    with pytest.raises(ConfigError, match=r"replicas=4\b.*\b1, 2, 3 or 6$"):
         Placement.of(cluster, 8, replicas=4)
     with pytest.raises(ConfigError, match="there are 1 processes, so that none trains"):
         Placement.of(Cluster(placement="disaggregated", rollout_gpus=1), 1)

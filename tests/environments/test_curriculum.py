@@ -108,7 +108,7 @@ def test_a_resumed_run_goes_on_in_its_stage(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_more_stages_is_refused() -> None:
-    with pytest.raises(DataError, match="the checkpoint is in stage 5, but there are 3; resume with the curriculum"):
+    with pytest.raises(DataError, match=r"\bstage 5\b.*\b3\b"):
         CurriculumProgress(STAGES).restore({"stage": 4, "recent_rewards": []})
 
 

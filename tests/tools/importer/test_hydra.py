@@ -150,7 +150,7 @@ def test_a_circle_is_refused(tmp_path: Path) -> None:
     write(tmp_path, {"a.yaml": "defaults: [b]\n", "b.yaml": "defaults: [a]\n", "c.yaml": "defaults: x\n"})
     with pytest.raises(ConfigError, match="name each other in a circle"):
         composed(tmp_path / "a.yaml")
-    with pytest.raises(ConfigError, match=r'c\.yaml: defaults="x": Hydra takes a list of files'):
+    with pytest.raises(ConfigError, match=r'\bc\.yaml: defaults="x": '):
         composed(tmp_path / "c.yaml")
 
 
