@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -110,13 +112,13 @@ def test_the_next_step_is_ready_when_its_turn_comes() -> None:
     source, renderer = make_source(["a", "b", "c", "d", "e", "f"], prefetch_threads=1, cache_gib=0.0)
     order = order_of(source)
     source.take(order, 3)
-    assert source._ahead is not None
-    ahead = list(source._ahead.ahead.values())
-    assert [future.result(timeout=30).prompt.num_tokens for future in ahead] == [1, 1, 1]
-    assert renderer.rendered == 6
-    next_step = [item.task.id for item in source.take(order, 3)]
-    assert len(next_step) == 3
-    assert {future.result().task.id for future in ahead} == set(next_step), "rendered only by the thread"
+    deadline = time.monotonic() + 30
+    while renderer.rendered < 6:
+        assert time.monotonic() < deadline, "nothing is rendered ahead"
+        time.sleep(0.01)
+    next_step = source.take(order, 3)
+    assert [item.prompt.num_tokens for item in next_step] == [1, 1, 1]
+    assert renderer.threads.count(threading.current_thread().name) == 3, "the second step only by the thread"
 
 
 def test_an_error_ahead_is_raised_in_its_turn() -> None:
