@@ -141,31 +141,31 @@ BROKEN: dict[str, tuple[Any, str]] = {
     ),
     "no image": (
         [RED, {**RED, "photo": 3.5}],
-        r"rows row 1, image 1: a value of type float is not an image; store encoded bytes",
+        r"\brows row 1, image 1: .*\bfloat\b",
     ),
     "an array of floats": (
         [{**RED, "photo": np.zeros((4, 4, 3))}],
-        r"rows row 0, image 1: an array of float64 .* is not an RGB picture; give uint8",
+        r"\brows row 0, image 1: .*\bfloat64\b.*\buint8\b",
     ),
     "a cell that no file holds": (
         [{**RED, "extra": extra} for extra in (1, object())],
-        r"rows row 1, column extra: a value of type object cannot be kept in a file; make it text",
+        r"\brows row 1, column extra: .*\bobject\b",
     ),
     "an empty mapping": (
         [{**RED, "extra": {}}],
-        r"rows, column extra: a mapping that is empty in every row cannot be kept in a file; leave it out, or write",
+        r"\brows, column extra: a mapping\b",
     ),
     "an empty mapping inside": (
         [{**RED, "extra": [{"kind": "a", "more": {}}]}],
-        r"rows, column extra: a mapping that is empty in every row cannot be kept in a file",
+        r"\brows, column extra: a mapping\b",
     ),
     "pictures in another column": (
         [{**RED, "second": picture("red")}],
-        r"rows row 0, column second: .* cannot be kept .* set environment\.image_key=second",
+        r"\brows row 0, column second: .*\benvironment\.image_key=second\b",
     ),
     "mixed types": (
         [{**RED, "answer": answer} for answer in (3, "three")],
-        r"rows, column answer holds int \(row 0\), str \(row 1\); make all of its values one type",
+        r"\brows, column answer\b.*\bint \(row 0\), str \(row 1\)",
     ),
 }
 

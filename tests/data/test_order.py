@@ -166,5 +166,5 @@ def test_an_order_that_ends_before_the_position_is_refused() -> None:
 @pytest.mark.parametrize("once", ["max_epochs=2", "data.shuffle=false"])
 @pytest.mark.parametrize("weights", ["data.kind_weights={a: 2}", "curriculum.level_weights=[{'1': 2}]"])
 def test_rows_that_come_once_have_no_weights(once: str, weights: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^{once}\b.*\b{weights.partition('=')[0]}\b"):
+    with pytest.raises(ConfigError, match=rf"\b{once}\b.*\b{weights.partition('=')[0]}\b"):
         load_config([], ["model.tiny={}", once, weights])

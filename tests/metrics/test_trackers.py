@@ -361,7 +361,7 @@ def test_names_that_trackers_refuse_are_replaced_and_stay_apart(name: str, plain
 def test_without_its_package_a_tracker_names_the_install_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, f"fovea.metrics.{name}", raising=False)
-    with pytest.raises(MissingExtraError, match=rf"^{name} .*{re.escape(pip_install(name))}"):
+    with pytest.raises(MissingExtraError, match=rf"\b{name} .*{re.escape(pip_install(name))}"):
         chosen_trackers(config_of(**LOGS[name]).log)
     monkeypatch.undo()
     sys.modules.pop(f"fovea.metrics.{name}", None)

@@ -178,10 +178,10 @@ def test_both_public_rewards(settings: dict[str, object], right: float, wrong: f
 @table(
     ("settings", "problem"),
     [
-        ({"reward_max_val": 1, "format_weight": 0.1}, r"format_weight=0\.1 shares the reward, but .* make it binary"),
-        ({"reward_min_val": 0, "think_tags": True}, r"think_tags=true is about the form, which the binary reward"),
-        ({"reward_max_val": 1, "reward_min_val": 1}, r"reward_min_val=1 is not below reward_max_val=1"),
-        ({"reward_min_val": 2}, r"reward_min_val=2 is not below reward_max_val=1"),
+        ({"reward_max_val": 1, "format_weight": 0.1}, r"\bformat_weight=0\.1\b"),
+        ({"reward_min_val": 0, "think_tags": True}, r"\bthink_tags=true\b"),
+        ({"reward_max_val": 1, "reward_min_val": 1}, r"\breward_min_val=1\b.*\breward_max_val=1\b"),
+        ({"reward_min_val": 2}, r"\breward_min_val=2\b.*\breward_max_val=1\b"),
     ],
 )
 def test_rewards_that_contradict_each_other_are_refused(settings: dict[str, object], problem: str) -> None:

@@ -189,7 +189,7 @@ def test_the_environment_gives_folders_and_no_secrets(monkeypatch: pytest.Monkey
     values = ("${oc.env:HOME}/data", "${oc.env:A_KEY,none}", "${oc.env:NOT_SET_ANYWHERE}", "${oc.env:NOT_SET,3}")
     assert [resolve(value, "a.key", VALUES.get) for value in values] == ["/home/ann/data", "none", None, 3]
     assert resolve("${oc.env:A_KEY}", "a.key", VALUES.get, variables=None) == "hunter2", "where it is not shown"
-    problem = r"^a.key: \$\{oc.env:A_KEY\} is set in the environment, which a recipe does not show; add a.key=VALUE"
+    problem = r"^a\.key: \$\{oc\.env:A_KEY\}.*\ba\.key=VALUE\b"
     with pytest.raises(ConfigError, match=problem):
         resolve("${oc.env:A_KEY}", "a.key", VALUES.get)
 
@@ -197,7 +197,7 @@ def test_the_environment_gives_folders_and_no_secrets(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("${multiplied:2, 3}", "a.key: .* is a function that is not known here; write its value"),
+        ("${multiplied:2, 3}", r"\ba\.key: .*\bmultiplied\b"),
         ("${multiply:2}", "a.key: .* has no value"),
         ("${int_div:2, 0}", "a.key: .* has no value"),
         ("${a.circle}", "a.key: its references lead in a circle"),
