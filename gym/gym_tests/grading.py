@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from fovea_gym.environments.base import Environment
+from fovea_gym.environments.base import Environment, Split
 from fovea_gym.graders.base import Grader
 from fovea_gym.graders.grading import Grading
 from fovea_gym.types import Message, Score, Task, Turn
@@ -17,6 +17,14 @@ Result = TypeVar("Result")
 
 def scored(graders: Sequence[Grader], task: Task, text: str, messages: tuple[Message, ...] = ()) -> Score:
     return wait_for(graders[-1].score(task, [Turn(messages=messages, text=text)]))
+
+
+def check_gold(environment: Environment, graders: Sequence[Grader], split: Split) -> None:
+    """The answers that the environment gives earn full marks from the last grader."""
+    for task in environment.tasks(split):
+        text = environment.target(task)
+        score = scored(graders, task, text, tuple(environment.prompt(task)))
+        assert (score.reward, score.accuracy) == (1.0, 1.0), (task.id, text)
 
 
 def score_in_run(grading: Grading, task: Task, text: str) -> Score:
