@@ -71,19 +71,21 @@ def test_seeds_differ_and_repeat() -> None:
 def test_unknown_kind_in_weights() -> None:
     with pytest.raises(ConfigError) as error:
         order(colour=2.0)
-    assert str(error.value) == ("data.kind_weights weighs 'colour', but no row is of that kind; use one of a, b, c")
-    with pytest.raises(ConfigError, match=r"warmup.kind_weights: a has weight 0, .* set it above 0"):
+    assert str(error.value) == ("data.kind_weights names 'colour', but no row has that kind; use one of a, b, c")
+    with pytest.raises(ConfigError, match=r"warmup.kind_weights: a has weight 0 .* set it above 0"):
         Order(KINDS, weights={"a": 0.0}, seed=0, setting="warmup.kind_weights")
 
 
 def test_no_rows() -> None:
-    with pytest.raises(DataError, match="no rows to draw from"):
+    with pytest.raises(DataError, match="there are no rows; give the data set"):
         Order([], weights={}, seed=0)
 
 
 def test_state_of_other_rows_is_refused() -> None:
     other = Order(KINDS[1:], weights={}, seed=0)
-    with pytest.raises(DataError, match=r"'a': 6.* the data have .*'a': 7.*resume with the data files the run began"):
+    with pytest.raises(
+        DataError, match=r"'a': 6.* the data have .*'a': 7.*resume with the data files that the run began"
+    ):
         order().restore(other.state())
 
 
@@ -158,7 +160,7 @@ def test_an_order_that_ends_before_the_position_is_refused() -> None:
     EpochOrder(7, seed=0, shuffle=True, max_epochs=2).restore(drawn.state())
     with pytest.raises(
         ConfigError,
-        match=r"max_epochs=1, but the run has drawn 14 times from its 7 rows, so nothing is left to train; set a",
+        match=r"max_epochs=1, but the run has already used 14 rows \(an epoch has 7\), so nothing is left to train on",
     ):
         EpochOrder(7, seed=0, shuffle=True, max_epochs=1).restore(drawn.state())
 

@@ -115,11 +115,11 @@ def test_a_checkpoint_of_more_stages_is_refused() -> None:
 @table(
     ("stages", "settings", "message"),
     [
-        (STAGES, {"starts": [5]}, "curriculum.starts has 1 steps for 3 stages, .* write 2"),
+        (STAGES, {"starts": [5]}, "curriculum.starts has 1 steps for 3 stages, .* give 2 steps"),
         (STAGES, {"level_weights": [{}]}, "curriculum.level_weights has 1 tables, but the environment has 3 stages"),
         # as of geospot with your own reward, which scores all steps alike
-        (None, {"starts": [5, 9]}, r"curriculum.starts=\[5, 9\], but this run has one stage: .* take .* out"),
-        (None, {"advance": "success"}, "curriculum.advance=success, but this run has one stage: .* take .* out"),
+        (None, {"starts": [5, 9]}, r"curriculum.starts=\[5, 9\], but this run has only one stage: .* remove"),
+        (None, {"advance": "success"}, "curriculum.advance=success, but this run has only one stage: .* remove"),
     ],
 )
 def test_schedules_that_do_not_fit(stages: Stages | None, settings: dict[str, object], message: str) -> None:
@@ -169,8 +169,8 @@ def test_level_weights_are_relative_to_the_share_of_rows() -> None:
     ("levels", "weights", "message"),
     [
         (None, {"easy": 1}, "curriculum.level_weights is set, but the rows have no levels; remove it"),
-        (["easy"], {"hard": 1}, "curriculum.level_weights weighs 'hard', but no row is of that level; use one of easy"),
-        (["easy"], {"easy": 0}, "leaves no row to draw; give one of easy a weight"),
+        (["easy"], {"hard": 1}, "curriculum.level_weights names 'hard', but no row has that level; use one of easy"),
+        (["easy"], {"easy": 0}, "leaves no row to sample; give one of easy a weight"),
     ],
 )
 def test_level_weights_that_do_not_fit(levels: list[str] | None, weights: dict[str, float], message: str) -> None:
