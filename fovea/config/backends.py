@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # settings are read without what they make
     from fovea.rollout.base import Engine
     from fovea.train.update import PolicyAccess, TrainedPolicy
     from fovea.weights.base import PushedEngine
-    from fovea.weights.sinks import NetworkEngine
+    from fovea.weights.push import NetworkEngine
 
 CPU_KV_CACHE_GIB, CPU_KV_CACHE_TOKENS = 1.0, 32_768
 """KV caches of vLLM and SGLang on a CPU where nothing is set: the trainer needs the machine's memory too."""
@@ -153,7 +153,7 @@ class EmbeddedSettings(EngineSettings):
             access.network,
             tape=access.tape,
             pushed=access.pushed,
-            can_give_way=access.can_give_way,
+            can_free_memory=access.can_free_memory,
         )
 
     def complaints(self, use: EngineUse) -> Iterator[str]:

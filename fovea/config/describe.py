@@ -21,6 +21,7 @@ from fovea_gym.settings.base import (
     NAME,
     Section,
     Tree,
+    file_meant,
     is_union,
     names_of,
     sections_of,
@@ -72,7 +73,9 @@ def _union_at(key: str) -> FieldInfo | None:
 def unknown_name(key: str, field: FieldInfo, name: object) -> str:
     """The complaint about a name that chooses no section of the union at `key`."""
     allowed = one_of(names_of(field)) or "the name of an installed package's part, and none has one"
-    return f"{key}.{NAME}: {show(name)} does not fit; allowed: {allowed}"
+    meant = file_meant(str(name)) if "own" in names_of(field) else None
+    fix = f"; for your class in that file write {meant}" if meant else ""
+    return f"{key}.{NAME}: {show(name)} does not fit; allowed: {allowed}{fix}"
 
 
 def hint_elsewhere(key: str, *ways: Literal["key", "section", "first name", "last name"]) -> str | None:

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import yaml
 from numpy.typing import NDArray
+from pydantic import ConfigDict, TypeAdapter
 
 from fovea.types import Metrics
 
@@ -30,6 +31,7 @@ BASELINE_STEPS = 2
 class Condition:
     """A bound on a figure of the newest values of a metric."""
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
     metric: str
     of: Literal["mean", "spread", "growth", "of_best", "best"] = "mean"
     """mean; largest minus smallest; mean over that of the run's first values; mean over the best mean of as many
@@ -63,6 +65,7 @@ class Condition:
 class Rule:
     """A cause, the conditions by which it is found, and what to do."""
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
     cause: str
     conditions: tuple[Condition, ...]
     """The metric of the first one shows the cause."""
@@ -89,12 +92,8 @@ class Finding:
 
 
 def _read(file: Path) -> tuple[Rule, ...]:
-    """The rules of a file; TypeError for a rule with a field too many or too few."""
-    return tuple(_rule(**fields) for fields in yaml.safe_load(file.read_text(encoding="utf-8")))
-
-
-def _rule(conditions: Sequence[Mapping[str, Any]], settings: Sequence[str], **rest: Any) -> Rule:
-    return Rule(conditions=tuple(Condition(**each) for each in conditions), settings=tuple(settings), **rest)
+    """The rules of a file; ValidationError for a rule with a field too many or too few."""
+    return TypeAdapter(tuple[Rule, ...]).validate_python(yaml.safe_load(file.read_text(encoding="utf-8")))
 
 
 RULES = _read(Path(__file__).with_suffix(".yaml"))

@@ -80,7 +80,7 @@ def make_probe(processor: Processor, settings: Model) -> Probe:
     """A probe with a noise image of fixed seed."""
     # no multiple of the patch size, so that the image processor has to resize and its settings are tested too
     noise = np.random.default_rng(0).integers(0, 256, (*PROBE_SIDES_PX, 3), dtype=np.uint8)
-    opener = ImageOpener(max_mib=1, max_megapixels=1)  # of which the noise needs neither
+    opener = ImageOpener(max_image_mib=1, max_image_megapixels=1)  # of which the noise needs neither
     renderer = Renderer(processor, opener, min_pixels=settings.min_pixels, max_pixels=settings.max_pixels)
     message = Message(role="user", parts=(ImageRef(source=noise), PROBE_QUESTION))
     return Probe(
