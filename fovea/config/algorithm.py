@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
-from fovea.config.views import ViewsConfig, Vppo
+from fovea.config.augmentations import AugmentationTerm, Vppo
 from fovea_gym.settings.base import (
     Coefficient,
     CoefficientOrZero,
@@ -282,7 +282,7 @@ class Algorithm(Section):
     that, and completions above the largest weight are left out."""
     kl: Annotated[KlInLoss | KlInReward, Field(discriminator="name")] | None = None
     """KL penalty to the model that RL began with (coef 0.01 is usual for VLMs); null: none, and no reference model."""
-    views: ViewsConfig | None = None
+    augmentation: AugmentationTerm | None = None
     """Term of the loss from a second, masked view of every picture; null: none."""
     entropy_coef: CoefficientOrZero = 0.0
     """Weight of the entropy bonus, aggregated as the loss is."""
@@ -314,7 +314,7 @@ class Algorithm(Section):
     @property
     def needs_old_logprobs(self) -> bool:
         """True if turning rewards into advantages takes log-probs from before the update."""
-        return isinstance(self.kl, KlInReward) or isinstance(self.views, Vppo)
+        return isinstance(self.kl, KlInReward) or isinstance(self.augmentation, Vppo)
 
     @property
     def corrects_for_engine(self) -> bool:

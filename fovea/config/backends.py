@@ -27,8 +27,8 @@ if TYPE_CHECKING:  # settings are read without what they make
     from fovea.rollout.access import EngineAccess
     from fovea.rollout.base import Engine
     from fovea.train.update import PolicyAccess, TrainedPolicy
-    from fovea.weights.base import PushedEngine
-    from fovea.weights.push import NetworkEngine
+    from fovea.weights.base import SyncedEngine
+    from fovea.weights.sync import NetworkEngine
 
 CPU_KV_CACHE_GIB, CPU_KV_CACHE_TOKENS = 1.0, 32_768
 """KV caches of vLLM and SGLang on a CPU where nothing is set: the trainer needs the machine's memory too."""
@@ -68,7 +68,7 @@ class EngineSettings(Member):
     extra: ClassVar[str | None] = None
     """Extra of Fovea's that the engine needs; the package below rollout/ has its name."""
     forgets_weights: ClassVar[bool] = False
-    """True if an engine that is started again has lost what earlier pushes brought, so that each brings all."""
+    """True if an engine that is started again has lost what earlier weight syncs brought, so that each brings all."""
     has_one_leader: ClassVar[bool] = False
     """True if one worker leads all engines, which run elsewhere."""
 
@@ -82,7 +82,7 @@ class EngineSettings(Member):
 
     @property
     def takes_adapters(self) -> bool:
-        """True if a push brings adapters beside the weights that they add to, instead of merged weights."""
+        """True if a weight sync brings adapters beside the weights that they add to, instead of merged weights."""
         return False
 
     @property
@@ -152,7 +152,7 @@ class EmbeddedSettings(EngineSettings):
             access.processor,
             access.network,
             tape=access.tape,
-            pushed=access.pushed,
+            synced=access.synced,
             can_free_memory=access.can_free_memory,
         )
 
@@ -165,7 +165,7 @@ class EmbeddedSettings(EngineSettings):
 
 
 class StreamedEngine(EngineSettings):
-    """Settings of an engine with its own copy of the weights, to which every update is pushed."""
+    """Settings of an engine with its own copy of the weights, to which every update is sent."""
 
     python: MayChange[str | None] = None
     """Interpreter of another Python environment, such as ENV/bin/python, in which the engine (vllm_servers: what talks
@@ -176,7 +176,7 @@ class StreamedEngine(EngineSettings):
         return self.python
 
     @abstractmethod
-    def make(self, access: EngineAccess) -> PushedEngine: ...
+    def make(self, access: EngineAccess) -> SyncedEngine: ...
 
     def powers(self) -> Iterator[tuple[str, str, str]]:
         if self.python is not None:
@@ -246,7 +246,7 @@ class ServingEngine(StreamedEngine):
 
 
 class VllmSettings(ServingEngine):
-    """vLLM in the processes of the run, or with `python` beside them, on its own weights that every update is pushed
+    """vLLM in the processes of the run, or with `python` beside them, on its own weights that every update is sent
     to (extra: vllm)."""
 
     extra = "vllm"
@@ -255,7 +255,7 @@ class VllmSettings(ServingEngine):
     kv_cache_gib: MayChange[PositiveFloat | None] = None
     """Memory of the KV cache. Default: what gpu_memory_utilization leaves beside the weights; 1 on CPUs."""
     enable_lora: bool = False
-    """With model.lora: base weights are pushed once and only adapters after each update, which the engine applies
+    """With model.lora: base weights are sent once and only adapters after each update, which the engine applies
     beside them, as the trainer does. Default: merged weights, all of them each time; decoding is then that of a model
     without adapters."""
 
@@ -263,7 +263,7 @@ class VllmSettings(ServingEngine):
     def takes_adapters(self) -> bool:
         return self.enable_lora
 
-    def make(self, access: EngineAccess) -> PushedEngine:
+    def make(self, access: EngineAccess) -> SyncedEngine:
         from fovea.rollout.vllm.arguments import make_engine
 
         longest = access.max_model_len
@@ -274,7 +274,7 @@ class VllmSettings(ServingEngine):
         yield from super().complaints(use)
         if self.enable_lora and use.lora is None:
             yield (
-                "rollout.engine.enable_lora=true pushes adapters, but the model is trained without; set model.lora, or "
+                "rollout.engine.enable_lora=true syncs adapters, but the model is trained without; set model.lora, or "
                 "rollout.engine.enable_lora=false"
             )
         elif self.enable_lora and use.lora is not None and use.lora.parts != ("language_model",):
@@ -305,7 +305,7 @@ def _vllm_complaints(name: str, use: EngineUse) -> Iterator[str]:
 
 
 class SglangSettings(ServingEngine):
-    """SGLang in its own processes, on its own weights that every update is pushed to (extra: sglang)."""
+    """SGLang in its own processes, on its own weights that every update is sent to (extra: sglang)."""
 
     extra = "sglang"
 
@@ -317,7 +317,7 @@ class SglangSettings(ServingEngine):
     timeout_seconds: MayChange[Seconds] = 1800.0
     """Longest time without an answer while SGLang has something to do; it is ended then, and counts as lost."""
 
-    def make(self, access: EngineAccess) -> PushedEngine:
+    def make(self, access: EngineAccess) -> SyncedEngine:
         from fovea.rollout.sglang.arguments import make_engine
 
         longest = access.max_model_len
@@ -356,10 +356,10 @@ class VllmServersSettings(StreamedEngine):
 
     @property
     def lets_segments_grow(self) -> bool:
-        # in this process, which pushes by files
+        # in this process, which syncs by files
         return self.python is None
 
-    def make(self, access: EngineAccess) -> PushedEngine:
+    def make(self, access: EngineAccess) -> SyncedEngine:
         from fovea.rollout.vllm.connect import connect
 
         return connect(self, access.model, access.processor, max_model_len=access.max_model_len)

@@ -7,8 +7,8 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
+from fovea.config.augmentations import NoisyPictures
 from fovea.config.backends import BackendConfig, EmbeddedSettings, EngineConfig, TorchBackend
-from fovea.config.views import RolloutViews
 from fovea_gym.settings.base import (
     Fraction,
     LearningRate,
@@ -82,7 +82,7 @@ class Rollout(Section):
     max_episode_tokens: PositiveInt | None = None
     """Longest episode of several turns: tokens of prompt, answers and replies. One whose next turn might not fit ends
     before it; default: as many as the model has positions for."""
-    views: RolloutViews | None = None
+    augmentation: NoisyPictures | None = None
     max_staleness_steps: Annotated[int, Field(ge=0, le=1000)] = 0
     """Steps that the policy may have taken since the weights that draw a completion. 0: rollout and update in turn; 1:
     the next step is drawn during the update; more: so are the steps after it."""
@@ -202,7 +202,7 @@ class Parity(Section):
 
     prompts: Annotated[int, Field(ge=0, le=10_000)] = 4
     """Training prompts that are sampled from and scored again, with and without their images; two of them after each
-    push to an engine that holds a copy of the weights. 0: no check."""
+    sync to an engine that holds a copy of the weights. 0: no check."""
     max_abs_logprob_diff: PositiveFloat = 0.1
     """Largest mean absolute difference; above it, with or without images, the run stops. So it does where the k3 (an
     estimate of the KL divergence per token) is 4 times as large as where all tokens differ by this: a few are far off.

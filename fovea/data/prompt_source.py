@@ -193,7 +193,7 @@ class PromptSource:
         self._check_length(prompt.num_tokens, where)
         return PromptedTask(task=task, prompt=prompt)
 
-    def view(self, item: PromptedTask, change: Callable[[int], PixelChange]) -> Callable[[], Prompt]:
+    def augmented(self, item: PromptedTask, change: Callable[[int], PixelChange]) -> Callable[[], Prompt]:
         """A thread-safe function that renders the prompt with picture i changed by `change(i)`, but equal token ids."""
         numbers = count()
 
@@ -212,7 +212,7 @@ class PromptSource:
 
     def at_once(self, works: Mapping[Key, Callable[[], Made]]) -> dict[Key, Made]:
         """Run these functions, on the threads of `render_ahead` if there are any, and return their results."""
-        ahead: Prefetch[Key, Made] = Prefetch(self._num_threads, "views")
+        ahead: Prefetch[Key, Made] = Prefetch(self._num_threads, "augmentations")
         ahead.begin(works)
         return {key: (ahead.take(key) or work)() for key, work in works.items()}
 

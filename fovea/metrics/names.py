@@ -83,7 +83,7 @@ ROUNDING_NATS = 1e-9
 def is_rounding(name: str, values: Iterable[float]) -> bool:
     """True for values of a metric that are rounding errors throughout, and not worth a curve."""
     # not below: what is not finite is not a rounding
-    return name == "rollout_train_kl" and all(abs(value) < ROUNDING_NATS for value in values)
+    return name == "mismatch/kl" and all(abs(value) < ROUNDING_NATS for value in values)
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ class ImagesByRank:
     shares: tuple[int, ...] = ()
     """The share of the micro-batches that each worker has a part in, by rank; empty where each has its own."""
 
-    def to_annotate(
+    def for_logprobs(
         self, batch: Batch, *, policy_passes: bool, reference_passes: bool, masked_passes: bool, beside_engine: bool
     ) -> list[ImageKeys]:
         clean, masked = without_masked(batch).groups, on_masked(batch).groups

@@ -28,10 +28,10 @@ from fovea.config.sections import Train, Warmup
 from fovea.errors import TrainError, memory_for
 from fovea.models.activation_tape import Tape
 from fovea.models.load import save_network
-from fovea.models.outgoing import OutgoingWeight
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.shared_prefix.layout import PackedRow
 from fovea.models.token_logprobs import TokenScores
+from fovea.models.weights_to_sync import WeightToSync
 from fovea.samples import (
     has_old_logprobs,
     old_logprobs,
@@ -163,12 +163,12 @@ class TrainedPolicy(ABC):
         """Type of the weights in an engine; those that are trained may be shards of float32."""
 
     @abstractmethod
-    def outgoing(self) -> Iterable[OutgoingWeight]:
-        """The weights for a push, adapters beside them; each is made whole when its turn comes."""
+    def weights_to_sync(self) -> Iterable[WeightToSync]:
+        """The weights for a weight sync, adapters beside them; each is made whole when its turn comes."""
 
     @abstractmethod
-    def outgoing_merged(self) -> Iterable[OutgoingWeight]:
-        """The weights for a push to an engine that knows no adapters."""
+    def merged_weights_to_sync(self) -> Iterable[WeightToSync]:
+        """The weights for a weight sync to an engine that knows no adapters."""
 
     @abstractmethod
     def snapshot_reference(self) -> None:
@@ -216,15 +216,15 @@ class TrainedPolicy(ABC):
             [(micro, model(micro.row)) for micro in self._batcher.micro_batches(batch.groups)], batch
         )
 
-    def annotate(self, batch: Batch, needs: Needs) -> Batch:
+    def compute_logprobs(self, batch: Batch, needs: Needs) -> Batch:
         """Add the log-probs and values that are needed to the samples of a batch, and drop its masked pictures."""
         clean = without_masked(batch)
-        passes = partial(self._annotated, clean, on_masked(batch), needs)
+        passes = partial(self._with_logprobs, clean, on_masked(batch), needs)
         if needs.beside_engine:
             return self._limit.beside_engine(passes, clean.groups)
         return self._fit(passes, clean.groups)
 
-    def _annotated(self, batch: Batch, masked: Batch, needs: Needs) -> Batch:
+    def _with_logprobs(self, batch: Batch, masked: Batch, needs: Needs) -> Batch:
         # a value head on the policy's trunk gives values and log-probs in one pass
         joint = needs.values and self._value_model is None
         if joint:

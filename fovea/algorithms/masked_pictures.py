@@ -17,7 +17,7 @@ from fovea.algorithms.kl import k3
 SAME_DEPENDENCE = 1e-6
 
 
-def views_loss(
+def masked_pictures_loss(
     logprobs_A: Tensor,
     masked_logprobs_A: Tensor,
     *,

@@ -2,8 +2,8 @@
 
 Engine and trainer both turn logits into log-probs here, so that both use the same distribution. Log-probs over the
 whole vocabulary would let a policy move probability to tokens that are never sampled, and nothing would move it back.
-An engine needs the log-prob of only one token per row, for which `drawn_weights_` makes fewer passes over the
-vocabulary; `drawn_logprobs_` is the slow reference.
+An engine needs the log-prob of only one token per row, for which `sampling_weights_` makes fewer passes over the
+vocabulary; `sampling_logprobs_` is the slow reference.
 
 Axes: `B` rows, `W` vocabulary, `K` banned ids.
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 from fovea.errors import TrainError
 
 
-def drawn_logprobs_(logits_BW: Tensor, temperature: float | Tensor, banned_K: Tensor) -> Tensor:
+def sampling_logprobs_(logits_BW: Tensor, temperature: float | Tensor, banned_K: Tensor) -> Tensor:
     """Log-probs [B, W] at `temperature`, one number or [B, 1], with -inf at banned ids.
 
     The float32 logits are overwritten by the scaled and masked ones.
@@ -33,7 +33,7 @@ def drawn_logprobs_(logits_BW: Tensor, temperature: float | Tensor, banned_K: Te
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DrawnWeights:
+class SamplingWeights:
     """Unnormalised probabilities and their logarithms."""
 
     relative_BW: Tensor
@@ -47,8 +47,8 @@ class DrawnWeights:
         return (self.relative_BW.gather(1, tokens_B[:, None]) - self.total_B1.log())[:, 0]
 
 
-def drawn_weights_(logits_BW: Tensor, temperature: float | Tensor, banned_K: Tensor) -> DrawnWeights:
-    """The distribution of `drawn_logprobs_` as unnormalised weights; overwrites the float32 logits."""
+def sampling_weights_(logits_BW: Tensor, temperature: float | Tensor, banned_K: Tensor) -> SamplingWeights:
+    """The distribution of `sampling_logprobs_` as unnormalised weights; overwrites the float32 logits."""
     assert logits_BW.dtype == torch.float32, f"log-probs of logits in {logits_BW.dtype}"
     if isinstance(temperature, Tensor) or temperature != 1:
         logits_BW /= temperature
@@ -57,7 +57,7 @@ def drawn_weights_(logits_BW: Tensor, temperature: float | Tensor, banned_K: Ten
     relative_BW = logits_BW.sub_(peak_B1)
     weights_BW = torch.exp(relative_BW)
     total_B1 = weights_BW.sum(dim=1, keepdim=True)
-    return DrawnWeights(relative_BW=relative_BW, weights_BW=weights_BW, total_B1=total_B1)
+    return SamplingWeights(relative_BW=relative_BW, weights_BW=weights_BW, total_B1=total_B1)
 
 
 def banned_mass(banned_logits_BK: Tensor, logsumexp_B: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ def banned_mass(banned_logits_BK: Tensor, logsumexp_B: Tensor) -> Tensor:
     return torch.sigmoid(banned_logits_BK.logsumexp(dim=-1) - logsumexp_B)
 
 
-def check_drawable(token_ids: NDArray[np.int64], banned_ids: Sequence[int], where: str) -> None:
+def check_can_be_sampled(token_ids: NDArray[np.int64], banned_ids: Sequence[int], where: str) -> None:
     """TrainError if one of the tokens is banned: its log-prob would be -inf, and the loss infinite."""
     found = token_ids[np.isin(token_ids, banned_ids)]
     if len(found):
