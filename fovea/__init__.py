@@ -1,6 +1,7 @@
 """Fovea: reinforcement learning for vision-language models.
 
-The public names below are imported when the first of them is used, since torch takes seconds (docs/python.md).
+The public names below are imported when one of them is first used, since importing torch takes seconds
+(docs/python.md).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    # for type checkers, which would take every name that `__getattr__` may give for one that there is
+    # for type checkers, which would otherwise accept any name because of `__getattr__`
     from fovea.api import (
         GRPO,
         PPO,
@@ -48,7 +49,7 @@ else:
 
     def __getattr__(name: str) -> object:
         if name not in __all__:
-            there_are = f"there are {', '.join(each for each in __all__ if each != '__version__')} (docs/python.md)"
+            there_are = f"it has {', '.join(each for each in __all__ if each != '__version__')} (docs/python.md)"
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}; {there_are}")
         return getattr(import_module("fovea.api"), name)
 

@@ -1,6 +1,6 @@
-"""Advantage estimation for a batch: rewards, KL penalties and values to per-token advantages and returns.
+"""Advantage estimation for a batch: turns rewards, KL penalties and values into per-token advantages and returns.
 
-Old and reference log-probs and values must be in the batch already where the algorithm needs them.
+The batch must already contain the old and reference log-probs and the values that the algorithm needs.
 
 Axes: `P` groups, `G` samples of a group, `B` samples, `T` tokens of the longest completion.
 """
@@ -36,15 +36,15 @@ from fovea.samples import replace_samples
 from fovea.types import Batch, Metrics, Sample
 
 GROUP_ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
-"""Estimators with a group baseline by `algorithm.advantage.name`: [P, G] rewards to [P, G] advantages, by row."""
+"""Group-baseline estimators by `algorithm.advantage.name`: rewards [P, G] -> advantages [P, G], row by row."""
 
 
 def with_advantages(batch: Batch, settings: Algorithm, kl_coef: float) -> tuple[Batch, Metrics]:
     """The batch with advantages (and returns, for GAE), and metrics of advantages, values and KL penalty.
 
-    `kl_coef` is the current KL coefficient. With `kl=reward`, gae and reinforce++ subtract the penalty per token;
-    the group estimators, which rate whole completions, subtract its sum over the completion. Rewards by turn are summed
-    for the group estimators (`Sample.reward`); with gae and reinforce++ each arrives on the last action of its turn.
+    `kl_coef` is the current KL coefficient. With `kl=reward`, gae and reinforce++ subtract the penalty per token; the
+    group estimators, which rate whole completions, subtract its sum over the completion. Rewards per turn are summed
+    for the group estimators (`Sample.reward`); in gae and reinforce++, each is on the last action of its turn.
     """
     if not batch.groups:
         return batch, {}
@@ -64,7 +64,7 @@ def with_advantages(batch: Batch, settings: Algorithm, kl_coef: float) -> tuple[
 
 
 def _by_dependence(batch: Batch, settings: Vppo) -> Batch:
-    """VPPO: the advantages scaled by completion, and 0 at the tokens that depend least on the picture."""
+    """VPPO: scale each completion's advantages, and set them to 0 at the tokens that depend least on the picture."""
     samples = batch.samples
     dependence = [_dependence(sample) for sample in samples]
     weights = vppo_weights(
@@ -73,7 +73,7 @@ def _by_dependence(batch: Batch, settings: Vppo) -> Batch:
     factors = iter(_unpadded(weights.kept_BT * weights.scales_B[:, None], dependence))
 
     def change(sample: Sample) -> Sample:
-        assert sample.advantages_T is not None, "they are made before"
+        assert sample.advantages_T is not None, "VPPO runs after the advantages are computed"
         return replace(sample, advantages_T=sample.advantages_T * next(factors))
 
     return replace_samples(batch, change)
@@ -82,14 +82,14 @@ def _by_dependence(batch: Batch, settings: Vppo) -> Batch:
 def _dependence(sample: Sample) -> NDArray[np.float32]:
     """How much each token depends on the picture, [T]."""
     assert sample.old_logprobs_T is not None, "vppo needs the policy's log-probs from before the update"
-    assert sample.masked_logprobs_T is not None, "and those on the masked picture"
+    assert sample.masked_logprobs_T is not None, "vppo needs the policy's log-probs on the masked picture"
     clean_T, masked_T = torch.from_numpy(sample.old_logprobs_T), torch.from_numpy(sample.masked_logprobs_T)
     found_T: NDArray[np.float32] = k3(clean_T, masked_T).numpy()
     return found_T
 
 
 def _kl_penalties(batch: Batch, settings: Algorithm, kl_coef: float) -> list[NDArray[np.float32]]:
-    """Per-token KL penalties [T] of each sample, to be subtracted from the reward; zeros unless `kl=reward`."""
+    """Per-token KL penalties [T] of each sample, to subtract from the reward; zeros unless `kl=reward`."""
     kl = settings.kl
     if not isinstance(kl, KlInReward):
         return [np.zeros(len(sample.token_ids_T), dtype=np.float32) for sample in batch.samples]
@@ -98,7 +98,7 @@ def _kl_penalties(batch: Batch, settings: Algorithm, kl_coef: float) -> list[NDA
 
 def _kl_to_reference(sample: Sample, settings: KlInReward) -> NDArray[np.float32]:
     assert sample.old_logprobs_T is not None, "a KL in the reward needs the policy's log-probs from before the update"
-    assert sample.reference_logprobs_T is not None, "and those of the reference"
+    assert sample.reference_logprobs_T is not None, "a KL in the reward needs the reference model's log-probs"
     old_T, reference_T = torch.from_numpy(sample.old_logprobs_T), torch.from_numpy(sample.reference_logprobs_T)
     kl_T: NDArray[np.float32] = ESTIMATORS[settings.estimator](old_T, reference_T).numpy()
     return kl_T
@@ -109,9 +109,9 @@ def _by_groups(
 ) -> Batch:
     """Group-baseline advantages: one value per completion, repeated for its tokens.
 
-    `advantages_of` makes advantages [B] of the rewards [G] of each group.
+    `advantages_of` computes advantages [B] from the rewards [G] of each group.
     """
-    # the penalty is part of the reward before the baseline is taken, so that the baseline cancels the group's mean KL
+    # subtract the penalty before computing the baseline, so that the baseline cancels the group's mean KL
     rewards = [sample.reward - float(kl_T.sum()) for sample, kl_T in zip(batch.samples, penalties, strict=True)]
     values = iter(advantages_of(torch.tensor(rewards).split(_sizes(batch))).tolist())
 
@@ -122,7 +122,7 @@ def _by_groups(
 
 
 def _each(estimator: Callable[[Tensor], Tensor], rewards: Sequence[Tensor]) -> Tensor:
-    """The estimator's advantages [B], group by group: groups differ in size where sessions have failed."""
+    """The estimator's advantages [B], computed group by group, since failed sessions make groups differ in size."""
     return torch.cat([estimator(rewards_G[None])[0] for rewards_G in rewards])
 
 
@@ -130,7 +130,7 @@ def _whitened(batch: Batch, rewards: Sequence[Tensor]) -> Tensor:
     """Advantages [B] of reinforce++_baseline."""
     lengths = torch.tensor([int(sample.mask_T.sum()) for sample in batch.samples]).split(_sizes(batch))
     most = max(map(len, rewards))
-    # a smaller group is filled up with episodes of its mean reward and no tokens, which change no other advantage
+    # smaller groups are padded with episodes of mean reward and without tokens, which do not affect other advantages
     rewards_PG = torch.stack([torch.cat([x_G, x_G.mean().expand(most - len(x_G))]) for x_G in rewards])
     lengths_PG = torch.stack([torch.nn.functional.pad(x_G, (0, most - len(x_G))) for x_G in lengths])
     advantages_PG = reinforce_plus_plus_baseline(rewards_PG, lengths_PG)
@@ -142,7 +142,7 @@ def _sizes(batch: Batch) -> list[int]:
 
 
 def _by_actions(batch: Batch, penalties: Sequence[NDArray[np.float32]], turn_discount: float) -> Batch:
-    """REINFORCE++ advantages: per token, with a batch-wide baseline."""
+    """REINFORCE++ advantages per token, with a batch-wide baseline."""
     rewards = [_token_rewards(sample, kl_T) for sample, kl_T in zip(batch.samples, penalties, strict=True)]
     returns = [
         _returns(rewards_T, sample.turn_ends, turn_discount)
@@ -157,7 +157,7 @@ def _returns(rewards_T: NDArray[np.float32], turn_ends: NDArray[np.intp], turn_d
     of_turns: list[NDArray[np.float32]] = []
     later = np.float32(0)
     for turn_T in reversed(np.split(rewards_T, turn_ends[:-1] + 1)):
-        # reversed cumulative sum, which begins with the return of the turn after
+        # reversed cumulative sum that starts from the return of the next turn
         of_turns.append(np.cumsum(np.append(turn_discount * later, turn_T[::-1]))[:0:-1])
         later = of_turns[-1][0]
     return np.concatenate(of_turns[::-1])
@@ -166,7 +166,7 @@ def _returns(rewards_T: NDArray[np.float32], turn_ends: NDArray[np.intp], turn_d
 def _by_values(
     batch: Batch, penalties: Sequence[NDArray[np.float32]], settings: Gae, turn_discount: float
 ) -> tuple[Batch, Metrics]:
-    """GAE advantages per token, over tokens or turns, whitened over the batch, and returns as value targets."""
+    """GAE advantages per token, over tokens or turns, whitened over the batch; returns are the value targets."""
     samples = batch.samples
     values = [_values(sample) for sample in samples]
     rewards = [_token_rewards(sample, kl_T) for sample, kl_T in zip(samples, penalties, strict=True)]
@@ -202,7 +202,7 @@ def _values(sample: Sample) -> NDArray[np.float32]:
 def _token_rewards(sample: Sample, kl_T: NDArray[np.float32]) -> NDArray[np.float32]:
     """Per-token rewards [T]: minus the KL penalty everywhere, plus each turn's reward on its last token.
 
-    A reward of the whole episode is on the last token.
+    A reward for the whole episode is on its last token.
     """
     rewards_T = -kl_T
     if sample.turn_rewards:
@@ -218,7 +218,7 @@ def _padded(rows: Sequence[NDArray[np.float32] | NDArray[np.bool_]]) -> Tensor:
 
 
 def _mask(batch: Batch) -> Tensor:
-    """Action mask [B, T]: False at padding and at what the environment said."""
+    """Action mask [B, T]: False at padding and at the environment's tokens."""
     return _padded([sample.mask_T for sample in batch.samples])
 
 

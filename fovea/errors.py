@@ -2,10 +2,10 @@
 
 * User errors (a setting, a file, a row) are a FoveaError of one line: what was set, why it fails, the fix. The command
   line prints that line; `--debug` adds the traceback.
-* Whatever is dropped on purpose (a bad row, a group without signal) is counted in the metrics, never silent.
+* Everything that is dropped on purpose (a bad row, a group without signal) is counted in the metrics.
 * Invariants of our own code are `assert` statements with the values in their messages.
-* All other exceptions propagate. What catches `Exception` cleans up and raises it again, or hands it to whoever waits
-  for the result: a future, the other ranks, the caller whose turn comes later.
+* All other exceptions propagate. Code that catches `Exception` cleans up and re-raises it, or passes it on to those who
+  wait for the result: a future, the other ranks, a later caller.
 """
 
 import re
@@ -25,25 +25,25 @@ class EngineError(FoveaError, RuntimeError):
 
 
 class TrainError(FoveaError, RuntimeError):
-    """A training step that cannot be completed: a batch that does not fit, non-finite losses or gradients."""
+    """A training step that cannot be completed: the batch does not fit, or losses or gradients are not finite."""
 
 
 class LostWorkerError(ClusterError):
-    """A worker process that has ended, or was killed since it hung; a request to its engine may go to another one."""
+    """A worker process has ended, or was killed because it hung; requests to its engine may go to another engine."""
 
 
 class LostEngineError(ClusterError):
-    """A rollout engine whose own processes have ended or hang; its requests may go to another one."""
+    """The processes of a rollout engine have ended or hang; its requests may go to another engine."""
 
 
 class LostRankError(ClusterError):
-    """A collective call that another rank has left, or has not come to; that one may know why."""
+    """Another rank has left a collective call or has not reached it; the error of that rank may say why."""
 
 
 class MicrobatchMemoryError(OutOfMemoryError):
-    """An allocation that failed in a micro-batch of one of several ranks, where smaller ones may fit.
+    """An allocation failed in a micro-batch of one of several ranks; smaller micro-batches may fit.
 
-    `next_max_tokens` is the limit to begin again with.
+    `next_max_tokens` is the limit for the restart.
     """
 
     exit_code = 5
@@ -57,22 +57,22 @@ class MicrobatchMemoryError(OutOfMemoryError):
 
 
 class ParityError(FoveaError, RuntimeError):
-    """Log-probs of engine and trainer for the same tokens that differ by more than the limit."""
+    """Log-probs of engine and trainer for the same tokens differ by more than the limit."""
 
 
 class TrackerError(FoveaError, RuntimeError):
-    """An experiment tracker that cannot be reached, or refuses what it is sent."""
+    """An experiment tracker that cannot be reached or rejects the data."""
 
 
 _OUT_OF_MEMORY = re.compile(
     "can't allocate memory|out of memory|bad_alloc|ALLOC_FAILED|could not create a (primitive|memory object)(?! desc)"
 )
-"""Messages of RuntimeErrors: torch's CPU allocator, CUDA, the C++ library, cuBLAS, and oneDNN, which names no cause."""
+"""RuntimeError messages of torch's CPU allocator, CUDA, the C++ library, cuBLAS, and oneDNN, which gives no cause."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True if an error says that an allocation failed, on the host or on a device."""
-    # torch.OutOfMemoryError is a RuntimeError, too
+    """True if an error means that an allocation failed, on the host or on a device."""
+    # torch.OutOfMemoryError is also a RuntimeError
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
     )
@@ -80,7 +80,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def memory_for(what: str, fix: str) -> Iterator[None]:
-    """A block that is named in the OutOfMemoryError of an allocation that fails in it, with the settings to change."""
+    """Turn a failed allocation in this context into OutOfMemoryError with the name of the work and the fix."""
     try:
         yield
     except FoveaError:
@@ -93,5 +93,5 @@ def memory_for(what: str, fix: str) -> Iterator[None]:
 
 def broken_checkpoint(error: Exception) -> str:
     """Error text for a checkpoint that cannot be read: the cause in one line, and the fix."""
-    reason = str(error).split(". ")[0].split("\n")[0]  # torch's messages go on for paragraphs
+    reason = str(error).split(". ")[0].split("\n")[0]  # torch's messages have several paragraphs
     return f"this checkpoint cannot be read ({reason}); delete its folder to resume from the one before it"

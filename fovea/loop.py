@@ -1,4 +1,4 @@
-"""The training loop, and one step of it on one screen (docs/step.md walks through it)."""
+"""The training loop and one training step (docs/step.md explains it)."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ from fovea_gym.utils.event_loop import wait_for
 
 
 def train(run: Run) -> Summary:
-    """Train a run from start or resume to its end: warm-up, steps, evaluation, and the files of the run folder.
+    """Train a run to its end, from the start or a checkpoint: warm-up, steps, evaluation, files of the run folder.
 
-    Works in a script and in a cell of a notebook alike, whose loop runs in the main thread: only there can signals be
-    handled.
+    Works in scripts and in notebook cells. Signals are only handled if it is called in the main thread.
     """
     with stopping(run) as stop:
         return wait_for(_train(run, stop))
@@ -42,13 +41,13 @@ async def _train(run: Run, stop: Stop) -> Summary:
                 state = await record(run, state, groups, metrics)
                 if stop.reason:
                     await end_early(run, state, stop)
-            # a signal waits for it, as for a step
+            # within `after_step`, so that a signal waits for the save as it waits for a step
             await save_last(run, state)
         return await finish(run, state)
 
 
 async def take_step(run: Run, state: TrainState) -> tuple[Sequence[Group], Metrics]:
-    """Take one step, from rows to new weights. `state.step`, from 0, is the version of the policy that samples."""
+    """Take one step, from rows to new weights. `state.step`, counted from 0, is the version of the sampling policy."""
     rollout = await draw(run, state.step, run.phases)
     await run.engine.sleep()
     metrics = await learn(run, state, rollout)
@@ -61,7 +60,7 @@ async def take_step(run: Run, state: TrainState) -> tuple[Sequence[Group], Metri
 
 
 async def learn(run: Run, state: TrainState, rollout: StepRollout) -> Metrics:
-    """Train on a rollout, from scored groups to new weights in the policy; returns the metrics of both."""
+    """Train on a rollout, from scored groups to new policy weights; returns the metrics of rollout and update."""
     config, phases = run.config, run.phases
     record_unscored(run.folder, run.progress.warn, state.step, rollout)
     with phases("samples"):
@@ -83,6 +82,6 @@ async def learn(run: Run, state: TrainState, rollout: StepRollout) -> Metrics:
 def _refuse_overlap(max_staleness_steps: int) -> None:
     if max_staleness_steps:
         raise ConfigError(
-            f"rollout.max_staleness_steps={max_staleness_steps} draws during updates, but fovea.loop.train draws "
-            "between them; call fovea.loop_async.train, or set rollout.max_staleness_steps=0"
+            f"rollout.max_staleness_steps={max_staleness_steps} samples during updates, but fovea.loop.train samples "
+            "between updates; call fovea.loop_async.train, or set rollout.max_staleness_steps=0"
         )

@@ -1,7 +1,7 @@
-"""The training loop in which engines draw the next steps while the policy trains: the sibling of `loop.py`.
+"""The training loop in which engines sample the next steps while the policy trains; `loop.py` is the synchronous one.
 
-The loss corrects for the steps that the policy has taken since the weights that drew a completion, by its ratio to the
-log-probs that they drew with (`rollout.max_staleness_steps`, decision 020). Policy and engines must be in separate
+Completions come from a policy that is up to `rollout.max_staleness_steps` steps older. The loss corrects for this by
+the ratio to the log-probs with which they were sampled (decision 020). Policy and engines must be in separate
 processes.
 """
 
@@ -22,7 +22,7 @@ from fovea_gym.utils.event_loop import wait_for
 
 
 def train(run: Run) -> Summary:
-    """Train a run as `loop.train` does, with rollouts ahead of the policy by at most `rollout.max_staleness_steps`."""
+    """Train a run as `loop.train` does, but sample up to `rollout.max_staleness_steps` steps ahead of the policy."""
     with stopping(run) as stop:
         return wait_for(_train(run, stop))
 
@@ -39,13 +39,13 @@ async def _train(run: Run, stop: Stop) -> Summary:
                     if stop.reason:
                         await ahead.put_back()
                         await end_early(run, state, stop)
-            # a signal waits for it, as for a step
+            # within `after_step`, so that a signal waits for the save as it waits for a step
             await save_last(run, state)
         return await finish(run, state)
 
 
 async def take_step(run: Run, state: TrainState, ahead: RolloutsAhead) -> tuple[Sequence[Group], Metrics]:
-    """Take one step, from a rollout by these weights or older ones to new weights, while the next is drawn."""
+    """Take one step, from a rollout by current or older weights to new weights, while the next rollout is sampled."""
     rollout = await ahead.take(state.step)
     metrics = await learn(run, state, rollout)
     metrics |= await ahead.trained(state.step + 1)

@@ -1,6 +1,6 @@
-"""Training samples from scored groups: rewards, loss weights, and the choice of groups that enter the update.
+"""Training samples from scored groups: rewards, loss weights, and the choice of groups for the update.
 
-Every group left out is counted in the metrics.
+Every group that is left out is counted in the metrics.
 
 Axes: `P` groups, `G` episodes of a group, `T` tokens of a completion.
 """
@@ -25,7 +25,7 @@ from fovea_gym.types import Score
 
 Value = TypeVar("Value", bound=np.generic)
 WHITENED = ("reinforce++", "reinforce++_baseline", "gae")
-"""Advantages that need not be 0 in a group of equal rewards."""
+"""Estimators whose advantages may differ from 0 in a group of equal rewards."""
 COUNTS = ("groups/with_signal", "groups/without_signal", "groups/skipped")
 
 
@@ -34,22 +34,22 @@ def make_batch(
 ) -> tuple[Batch, Metrics]:
     """The batch of all groups with a non-zero gradient, and counts of the groups kept and left out.
 
-    `dropped` are the groups that dynamic sampling rejected: they take no part in the loss, and are kept in
-    `Batch.left_out` for the log-prob comparison of engine and trainer only.
+    `dropped` are the groups that dynamic sampling rejected: they do not enter the loss, and are kept in
+    `Batch.left_out` only to compare the log-probs of engine and trainer.
     """
     zeros = [[0.0] * len(group.episodes) for group in dropped]
     no_weights = [_clean(sample_group(group, zero_G, zero_G)) for group, zero_G in zip(dropped, zeros, strict=True)]
     if not groups:
         return Batch(groups=(), left_out=tuple(no_weights)), dict.fromkeys(COUNTS, 0.0)
     penalties = [[length_penalty(episode, settings, max_new_tokens) for episode in group.episodes] for group in groups]
-    # weights count ALL completions: those of a group without signal have zero advantage, so that leaving the group out
-    # saves its forward and backward pass without changing the gradient
+    # weights count ALL completions: in a group without signal these have zero advantage, so leaving the group out saves
+    # its forward and backward pass without changing the gradient
     weights = _weights(groups, settings, max_new_tokens)
     samples = [
         sample_group(group, penalty_G, weight_G, settings.turn_discount)
         for group, penalty_G, weight_G in zip(groups, penalties, weights, strict=True)
     ]
-    # groups differ in size where sessions have failed
+    # groups differ in size if sessions have failed
     rewards = [[sample.reward for sample in group.samples] for group in samples]
     signal_P = [_differs(rewards_G) for rewards_G in rewards]
     kept = _kept(rewards, signal_P, settings)
@@ -60,7 +60,7 @@ def make_batch(
     with_signal = float(sum(signal_P))
     counts = dict(zip(COUNTS, (with_signal, len(groups) - with_signal, len(groups) - len(kept)), strict=True))
     if _all_single(rewards):
-        # "signal" compares episodes of one group; there is none in groups of one
+        # "signal" compares episodes of one group, so it is not defined in groups of one
         counts = {}
     if settings.overlong is not None:
         counts["reward/overlong"] = float(np.mean(np.concatenate(penalties)))
@@ -70,7 +70,7 @@ def make_batch(
 
 
 def length_penalty(episode: Episode, settings: Algorithm, max_new_tokens: int) -> float:
-    """Term, 0 or less, that `algorithm.overlong` adds to an episode's reward."""
+    """The term (0 or less) that `algorithm.overlong` adds to an episode's reward."""
     if settings.overlong is None:
         return 0.0
     return overlong_penalty(
@@ -82,10 +82,10 @@ def length_penalty(episode: Episode, settings: Algorithm, max_new_tokens: int) -
 
 
 def _weights(groups: Sequence[Group], settings: Algorithm, max_new_tokens: int) -> list[list[float]]:
-    """Loss weight of each episode's tokens, per group; normalised over the whole step (`algorithms.aggregation`)."""
+    """Loss weight of each episode's tokens, by group, normalised over the whole step (`algorithms.aggregation`)."""
     episodes = [episode for group in groups for episode in group.episodes]
     masked = [settings.mask_truncated and episode.was_truncated for episode in episodes]
-    # masked completions keep their place in means over completions, and add no tokens to means over tokens
+    # masked completions still count in means over completions, but add no tokens to means over tokens
     lengths = [0 if out else episode.num_action_tokens for episode, out in zip(episodes, masked, strict=True)]
     weights = sample_weights(settings.aggregation, lengths, max_response_tokens=max_new_tokens)
     weight = iter(np.where(masked, 0.0, weights).tolist())
@@ -94,14 +94,14 @@ def _weights(groups: Sequence[Group], settings: Algorithm, max_new_tokens: int) 
 
 def _kept(rewards: Sequence[Sequence[float]], signal_P: Sequence[bool], settings: Algorithm) -> list[int]:
     """Indices of the groups to train on: those with signal, and up to `max_groups_without_signal` of the others."""
-    # equal rewards still have a gradient where the baseline is not the group's mean (whitening over the batch, a value
-    # function, groups of one) and where a term of the loss acts on every token
+    # groups of equal rewards still have a gradient if the baseline is not the group's mean (whitening over the batch, a
+    # value function, groups of one), or if a term of the loss acts on every token
     if _all_single(rewards) or settings.advantage.name in WHITENED or settings.kl or settings.augmentation:
         return list(range(len(rewards)))
     silent = [index for index, differs in enumerate(signal_P) if not differs]
     worst_first = sorted(silent, key=lambda index: torch.tensor(rewards[index]).mean().item())
-    # Groups without signal train only for the entropy bonus. Lowest rewards first: groups that fail need exploration
-    # more than those that succeed. Sorted back into step order, so that every minibatch has its share of both.
+    # Groups without signal only contribute the entropy bonus. Lowest rewards first, since failing groups need more
+    # exploration than successful ones. Sorted back into step order, so that every minibatch has a share of both.
     wanted = [*(set(range(len(rewards))) - set(silent)), *worst_first[: settings.max_groups_without_signal]]
     return sorted(wanted)
 
@@ -118,7 +118,7 @@ def _differs(rewards_G: Sequence[float]) -> bool:
 def sample_group(
     group: Group, penalties: Sequence[float], weights: Sequence[float], turn_discount: float = 1.0
 ) -> SampleGroup:
-    """The samples of a scored group, with these terms of their rewards (0 or less) and loss weights."""
+    """The samples of a scored group, with these penalties (0 or less) added to the rewards, and these loss weights."""
     samples = [
         _sample(_penalised(episode, penalty), weight, turn_discount)
         for episode, penalty, weight in zip(group.episodes, penalties, weights, strict=True)
@@ -129,14 +129,14 @@ def sample_group(
 
 
 def _penalised(episode: Episode, penalty: float) -> Episode:
-    """The episode with a penalty as part of its reward, where that is given by turn of the last turn's."""
+    """The episode with a penalty added to its reward, and to the last turn's reward if rewards are per turn."""
     score = episode.score
     turns = (*score.turns[:-1], score.turns[-1] + penalty) if score.turns else ()
     return replace(episode, score=replace(score, reward=score.reward + penalty, turns=turns))
 
 
 def episode_return(score: Score, turn_discount: float) -> float:
-    """Reward of an episode; where it is given by turn, the sum over turns k = 0, 1, ... of turn_discount^k r_k."""
+    """Reward of an episode; if rewards are per turn, the sum over turns k = 0, 1, ... of turn_discount^k r_k."""
     if not score.turns:
         return score.reward
     return sum(turn_discount**turn * reward for turn, reward in enumerate(score.turns))
@@ -180,7 +180,7 @@ def _joined(
 
 
 def with_old_logprobs(batch: Batch, logprobs: Sequence[NDArray[np.float32]]) -> Batch:
-    """The batch with old log-probs, from which the loss takes its ratio: one array [T] per sample, in order."""
+    """The batch with old log-probs, the denominator of the loss's ratio: one array [T] per sample, in order."""
     values = iter(logprobs)
     return replace_samples(batch, lambda sample: replace(sample, old_logprobs_T=next(values)))
 
@@ -191,7 +191,7 @@ def has_old_logprobs(batch: Batch) -> bool:
 
 
 def old_logprobs(batch: Batch) -> list[NDArray[np.float32]]:
-    """The old log-probs [T] of every sample that has them."""
+    """The old log-probs [T] of all samples that have them."""
     return [sample.old_logprobs_T for sample in batch.samples if sample.old_logprobs_T is not None]
 
 
@@ -208,7 +208,7 @@ def with_masked_logprobs(batch: Batch, logprobs: Sequence[NDArray[np.float32]]) 
 
 
 def without_masked(batch: Batch) -> Batch:
-    """The batch on its clean pictures only."""
+    """The batch with only its clean pictures."""
     return replace(batch, groups=tuple(map(_clean, batch.groups)))
 
 
@@ -217,7 +217,7 @@ def _clean(group: SampleGroup) -> SampleGroup:
 
 
 def on_masked(batch: Batch) -> Batch:
-    """The batch on its masked pictures only."""
+    """The batch with only its masked pictures."""
     groups = (replace(group, prompt=group.masked or group.prompt, masked=None) for group in batch.groups)
     return replace(batch, groups=tuple(groups))
 
@@ -235,7 +235,7 @@ def replace_samples(batch: Batch, change: Callable[[Sample], Sample]) -> Batch:
 
 
 def episode_metrics(groups: Sequence[Group]) -> Metrics:
-    """Mean rewards, accuracies and lengths over the episodes of a step; by question type and turn where several."""
+    """Mean rewards, accuracies and lengths over a step's episodes, also by question type and by turn if several."""
     episodes = [episode for group in groups for episode in group.episodes]
     lengths = [episode.num_action_tokens for episode in episodes]
     metrics = {
@@ -264,7 +264,7 @@ def episode_metrics(groups: Sequence[Group]) -> Metrics:
 
 
 def staleness(groups: Sequence[Group], version: int) -> Metrics:
-    """Steps that a policy of this version has taken since the one that drew each turn: mean and maximum over turns."""
+    """Policy steps between the version that sampled each turn and this version: mean and maximum over turns."""
     turns = [turn for group in groups for episode in group.episodes for turn in episode.tokens]
     steps = [version - turn.completion.version for turn in turns]
     return {"staleness/mean": _mean(steps), "staleness/max": float(max(steps))}

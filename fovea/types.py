@@ -1,4 +1,4 @@
-"""Records that pass between the stages of a step (docs/step.md); nothing here imports torch.
+"""Records that pass between the stages of a step (docs/step.md); this module does not import torch.
 
 Records that hold arrays compare by identity.
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 Shape: TypeAlias = tuple[int, ...]
 Weights: TypeAlias = "Iterable[tuple[str, Tensor]]"
-"""Hugging Face parameter names and full tensors, produced one by one."""
+"""Hugging Face parameter names and full tensors, produced one at a time."""
 
 EpisodeEnd: TypeAlias = Literal["done", "max_turns", "max_tokens"]
-"""The end of an episode: by the environment, or at the limit of turns or of tokens while it would have gone on."""
+"""The end of an episode: the environment ended it, or it reached the limit of turns or tokens first."""
 PositionRule: TypeAlias = Literal["grid", "time", "sequence"]
-"""Positions of visual tokens: by their place in the grid, by its first axis only, or one after the other."""
+"""Positions of visual tokens: by their place in the grid, only by its first axis, or consecutive."""
 Metrics: TypeAlias = dict[str, float]
 
 
@@ -36,17 +36,17 @@ class PromptImage:
     """One image as the model sees it."""
 
     key: str
-    """Hash of the processed pixels: equal key, equal features (see `models.vision.feature_cache`)."""
+    """Hash of the processed pixels: images with equal keys have equal features (see `models.vision.feature_cache`)."""
     tensors: Mapping[str, NDArray[np.generic]]
-    """Outputs of the image processor, by the family's names. Qwen's are pixel_values, float32 [N, C], and
-    image_grid_thw, the numbers of patches in time, height and width. Empty in a process that was not sent them."""
+    """Outputs of the image processor under the family's names. For Qwen these are pixel_values, float32 [N, C], and
+    image_grid_thw, the numbers of patches in time, height and width. Empty in a process that did not receive them."""
     num_tokens: int
-    """Visual tokens in the prompt."""
+    """Number of visual tokens in the prompt."""
     grid: tuple[int, int, int]
-    """Numbers of patches in time (or tiles), height and width, by which the work of the vision tower is known."""
+    """Numbers of patches in time (or of tiles), height and width, which determine the work of the vision tower."""
     positions: PositionRule = "grid"
-    """Other rules than `grid` are faults that the parity gate imitates; models whose positions are made by transformers
-    or Megatron do not follow them."""
+    """Rules other than `grid` are faults that the parity gate imitates; models whose positions come from transformers
+    or Megatron ignore them."""
 
     @property
     def num_bytes(self) -> int:
@@ -55,11 +55,11 @@ class PromptImage:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prompt:
-    """Token ids and pixels, made once and used by rollout and training alike.
+    """Token ids and pixels, made once and used by both rollout and training.
 
-    With one 4x6-patch image and a merge size of 2 the ids hold 6 image pads:
-    `token_ids_L = [im_start, ..., vision_start, pad x 6, vision_end, "How", " many", ...]`. Positions are not kept:
-    the model family computes them where a row is packed or prefilled (`models.families`).
+    With one image of 4x6 patches and a merge size of 2, the ids contain 6 image pads:
+    `token_ids_L = [im_start, ..., vision_start, pad x 6, vision_end, "How", " many", ...]`. Positions are not stored:
+    the model family computes them when a row is packed or prefilled (`models.families`).
     """
 
     token_ids_L: NDArray[np.int64]
@@ -75,22 +75,22 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Sampling parameters of a request. Log-probs are at this temperature, before top-p, top-k and min-p."""
+    """Sampling parameters of a request. Log-probs are taken at this temperature, before top-p, top-k and min-p."""
 
     max_new_tokens: int
     temperature: float = 1.0
-    """0 is greedy (log-probs are then at temperature 1)."""
+    """0 means greedy decoding (log-probs are then taken at temperature 1)."""
     top_p: float = 1.0
     top_k: int = 0
-    """0 is off."""
+    """0 disables top-k."""
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
     answer_end: AnswerEnd | None = None
-    """A completion ends with the token that closes the answer, whose text stays in it whole; None: it goes on."""
+    """End a completion at the token that closes the answer, and keep the text of that token; None: do not end there."""
     seed: int = 0
     exact: bool = True
-    """False: the engine may decode with approximate weights (`rollout.engine.decode_weights`), corrected in training by
-    importance weights."""
+    """If false, the engine may decode with approximate weights (`rollout.engine.decode_weights`), for which importance
+    weights correct in training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -103,28 +103,28 @@ class Request:
     sampling: Sampling
     n: int = 1
     for_update: bool = False
-    """The next update trains on the completions: an engine in the trainer's process may record activations for it."""
+    """True if the next update trains on the completions: an engine in the same process may record their activations."""
     keep: bool = False
-    """Another turn may follow: an engine without a prefix cache keeps the KV cache of the completions."""
+    """True if another turn may follow, so that an engine without a prefix cache keeps the completions' KV cache."""
     continues: str | None = None
-    """Id of the previous turn's completion; this prompt begins with its prompt and its tokens."""
+    """Id of the previous turn's completion; this prompt begins with that turn's prompt and completion."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Completion:
-    """One generation."""
+    """One generated sequence of a request."""
 
     token_ids_T: NDArray[np.int64]
-    """Sampled tokens, the stop token or the token that closes the answer included."""
+    """Sampled tokens, including the stop token or the token that closes the answer."""
     logprobs_T: NDArray[np.float32]
     """The engine's log-probs of these tokens at the sampling temperature."""
     id: str = ""
-    """The request's id and the completion's number, as in `id/0`."""
+    """The request's id and the number of the completion, as in `id/0`."""
     text: str
     """Decoded text without special tokens, cut before the first stop string."""
     finish: FinishReason
     version: int
-    """Version of the policy that sampled it."""
+    """Version of the policy that sampled this completion."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,15 +132,15 @@ class TurnTokens:
     """The tokens of one turn: observation and completion."""
 
     observation: Prompt
-    """Token ids and images that the environment added; in the first turn, the prompt."""
+    """Token ids and images that the environment added; in the first turn, the prompt itself."""
     completion: Completion
     is_noisy: bool = False
-    """True if the engine drew the completion on the observation's pictures with noise (`rollout.augmentation`)."""
+    """True if the engine sampled the completion with noise on the observation's pictures (`rollout.augmentation`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTurn(Turn):
-    """A turn that an engine has generated."""
+    """A turn that an engine generated."""
 
     tokens: TurnTokens
 
@@ -156,7 +156,7 @@ class Episode:
 
     @property
     def tokens(self) -> tuple[TurnTokens, ...]:
-        """Tokens of each turn, without turns that no engine generated."""
+        """Tokens of each turn that an engine generated."""
         return tuple(turn.tokens for turn in self.turns if isinstance(turn, SampledTurn))
 
     @property
@@ -171,13 +171,13 @@ class Episode:
 
     @property
     def was_truncated(self) -> bool:
-        """True if the last completion reached `max_new_tokens`, or the episode its limit of turns or tokens."""
+        """True if the last completion reached `max_new_tokens`, or the episode reached its limit of turns or tokens."""
         return self.last.finish == "length" or self.end != "done"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """The episodes of one task; they share the first prompt."""
+    """The episodes of one task, which share the first prompt."""
 
     prompt: Prompt
     episodes: tuple[Episode, ...]
@@ -189,7 +189,7 @@ class Group:
 class Sample:
     """One episode to train on: the `T` tokens after the prompt that it shares with its group.
 
-    Example with two turns, completions c and d of 2 tokens each and an observation o of 3 tokens between them:
+    Example of two turns, with completions c and d of 2 tokens each and an observation o of 3 tokens between them:
     `token_ids_T = [c1, c2, o1, o2, o3, d1, d2]`, `mask_T = [1, 1, 0, 0, 0, 1, 1]`. Per-token values are 0 where the
     mask is False.
     """
@@ -199,32 +199,32 @@ class Sample:
     """True at action tokens, which the policy generated; the last token is one."""
     rollout_logprobs_T: NDArray[np.float32]
     reward: float
-    """Reward of the environment, minus penalties that need no model, such as those of length: where it is given by
-    turn, the sum of `turn_rewards`, discounted by `algorithm.turn_discount`."""
+    """Reward of the environment, minus penalties that do not need a model, such as for length. If rewards are per turn,
+    the sum of `turn_rewards`, discounted by `algorithm.turn_discount`."""
     turn_rewards: tuple[float, ...] = ()
-    """Rewards of its turns, undiscounted, penalties on the last; empty: the reward is that of the whole episode."""
+    """Undiscounted rewards of the turns, with penalties on the last turn; empty if the whole episode has one reward."""
     weight: float
-    """Loss weight of each of its action tokens in the step's loss (`algorithms.aggregation`)."""
+    """Weight of each action token in the step's loss (`algorithms.aggregation`)."""
     old_logprobs_T: NDArray[np.float32] | None = None
-    """The trainer's log-probs before the update; None if the update's first, on-policy epoch computes them."""
+    """The trainer's log-probs before the update; None if the first, on-policy epoch of the update computes them."""
     reference_logprobs_T: NDArray[np.float32] | None = None
     """The reference model's log-probs; None without a KL term."""
     masked_logprobs_T: NDArray[np.float32] | None = None
-    """The trainer's log-probs on the masked picture before the update; None without `algorithm.augmentation`."""
+    """The trainer's log-probs with masked pictures, before the update; None without `algorithm.augmentation`."""
     values_T: NDArray[np.float32] | None = None
-    """Values before each token, by the value function before the update; None without a value function."""
+    """Values of the states before each token, computed before the update; None without a value function."""
     advantages_T: NDArray[np.float32] | None = None
-    """Advantages; None until `advantages.with_advantages`."""
+    """Advantages; None before `advantages.with_advantages`."""
     returns_T: NDArray[np.float32] | None = None
     """Returns, the targets of the value function; None without a value function."""
     images: tuple[PromptImage, ...] = ()
     """Images of the observations after the prompt, in order."""
     completion_ids: tuple[str, ...] = ()
-    """Ids of the completions of its turns."""
+    """Ids of the turns' completions."""
     versions: tuple[int, ...] = ()
     """Version of the policy that sampled each turn."""
     is_noisy: bool = False
-    """True if it was drawn on noisy pictures: `rollout_logprobs_T` are of these, and no measure of the engine."""
+    """True if sampled with noisy pictures: `rollout_logprobs_T` belong to these, and say nothing about the engine."""
 
     def __post_init__(self) -> None:
         arrays = (
@@ -249,20 +249,20 @@ class Sample:
 
     @property
     def turn_ends(self) -> NDArray[np.intp]:
-        """Place of the last action token of each turn among the `T` tokens."""
+        """Index of each turn's last action token among the `T` tokens."""
         return np.flatnonzero(self.mask_T & ~np.append(self.mask_T[1:], False))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleGroup:
-    """The samples of one group, with the prompt that they share."""
+    """The samples of one group, with their shared prompt."""
 
     prompt: Prompt
     samples: tuple[Sample, ...]
     task_id: str = ""
-    """Id of their task, for error messages."""
+    """Id of the group's task, for error messages."""
     masked: Prompt | None = None
-    """The prompt with masked pictures, of the same token ids, for log-probs before the update (`samples.on_masked`)."""
+    """The prompt with masked pictures and the same token ids, for log-probs before the update (`samples.on_masked`)."""
 
     @property
     def images(self) -> tuple[PromptImage, ...]:
@@ -272,7 +272,7 @@ class SampleGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Samples of one update; their loss weights are normalised over the whole step, groups left out included."""
+    """Samples of one update; their loss weights are normalised over the whole step, including groups left out."""
 
     groups: tuple[SampleGroup, ...]
     left_out: tuple[SampleGroup, ...] = ()
@@ -297,15 +297,15 @@ class Evaluation:
     """Scores of the greedy answers to held-out rows."""
 
     accuracies: Mapping[str, tuple[float, ...]]
-    """Accuracies in 0..1 by question type, one per row."""
+    """Accuracy of each row in 0..1, by question type."""
     by_image_type: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """The accuracies by image type; empty without `evaluate.image_type_key`."""
+    """Accuracy of each row, by image type; empty without `evaluate.image_type_key`."""
     rewards: tuple[float, ...] = ()
-    """Rewards, one per row."""
+    """Reward of each row."""
     parts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """Values of each named part of the reward, over the rows that have it."""
+    """Values of each named part of the reward, for the rows that have this part."""
     num_unscored: int = 0
-    """Rows left out because their grader gave no score."""
+    """Number of rows left out because their grader gave no score."""
 
     @property
     def num_rows(self) -> int:

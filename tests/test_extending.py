@@ -466,7 +466,7 @@ def test_a_family_that_nobody_has_is_named_with_those_of_packages(plus: Path) ->
     save_tiny_kind("idefics3", Path("model"), CORPUS)
     written = json.loads(Path("model/config.json").read_text()) | {"model_type": "idefics2"}
     Path("model/config.json").write_text(json.dumps(written))
-    with pytest.raises(ModelError, match=r"model_type is idefics2, and Fovea has .*gemma4, llava; set model"):
+    with pytest.raises(ModelError, match=r"model_type is idefics2, but Fovea only has .*gemma4, llava; set model"):
         load_processor(Model(path="model"))
 
 

@@ -22,7 +22,7 @@ def sample_weights(mode: Aggregation, lengths_B: Sequence[int], *, max_response_
         seq-mean-token-sum       mean over completions of the sum over a completion's tokens
         seq-mean-token-sum-norm  sum of token losses / (number of completions * max_response_tokens)
 
-    A completion without tokens counts as a completion and adds nothing. Token mean: Yu et al., DAPO, arXiv
+    A completion without tokens counts as a completion but adds nothing to the loss. Token mean: Yu et al., DAPO, arXiv
     2503.14476; sequence mean: Shao et al., arXiv 2402.03300; constant norm: Liu et al., Dr. GRPO, arXiv 2503.20783.
     """
     # normalised over the global batch, so that the gradient does not depend on the split into micro-batches or ranks

@@ -27,8 +27,9 @@ def gae(
         A_t     = delta_t + gamma lambda A_next
         return  = A_t + V_t, before any whitening
 
-    `next` is the next action token. The episode ends with the last one, where V_next = A_next = 0, and where `ends_BT`
-    is True; rewards arrive per token, the episode's on its last action. Schulman et al., arXiv 1506.02438.
+    `next` is the next action token. The episode ends at its last action token, and at tokens where `ends_BT` is True;
+    there V_next = A_next = 0. Rewards are per token, the episode's reward on its last action. Schulman et al., arXiv
+    1506.02438.
     """
     mask_BT = mask_BT.bool()
     ends_BT = torch.zeros_like(mask_BT) if ends_BT is None else ends_BT
@@ -39,7 +40,7 @@ def gae(
         next_value_B, next_advantage_B = (torch.where(ends_B, 0.0, x_B) for x_B in (next_value_B, next_advantage_B))
         delta_B = rewards_B + gamma * next_value_B - values_B
         advantage_B = delta_B + gamma * gae_lambda * next_advantage_B
-        # masked-out tokens pass V_next and A_next through unchanged and are not time step: no factor gamma for them
+        # masked-out tokens pass V_next and A_next on unchanged: they are not time steps and get no factor gamma
         next_value_B = torch.where(mask_B, values_B, next_value_B)
         next_advantage_B = torch.where(mask_B, advantage_B, next_advantage_B)
         backwards.append(next_advantage_B)
@@ -48,7 +49,7 @@ def gae(
 
 
 def turn_ends(mask_BT: Tensor) -> Tensor:
-    """True at the last action token of each turn, [B, T]: the one before a masked-out token, or in the last place."""
+    """[B, T]: True at the last action token of each turn, which precedes a masked-out token or the end of the row."""
     mask_BT = mask_BT.bool()
     return mask_BT & ~torch.nn.functional.pad(mask_BT[:, 1:], (0, 1))
 
@@ -63,7 +64,7 @@ def turn_gae(
     turn_gamma: float,
     turn_lambda: float,
 ) -> tuple[Tensor, Tensor]:
-    """Bi-level advantages and value targets, both [B, T]: GAE over the turns, then within each turn over its tokens.
+    """Bi-level advantages and value targets, both [B, T]: GAE over turns, then over the tokens within each turn.
 
         turn k          delta_k = r_k + turn_gamma v_{k+1} - v_k
                         A_k     = delta_k + turn_gamma turn_lambda A_{k+1}
@@ -72,11 +73,11 @@ def turn_gae(
         return          A_t + V_t, before any whitening
 
     r_k and v_k are reward and value of the last token of turn k. Rewards of other tokens, such as a KL penalty, count
-    within their turn only. With one turn this is `gae`. Wang et al., VAGEN, arXiv 2510.16907, Bi-Level GAE.
+    only within their turn. With one turn this is `gae`. Wang et al., VAGEN, arXiv 2510.16907, Bi-Level GAE.
     """
     ends_BT = turn_ends(mask_BT)
     _, targets_BT = gae(rewards_BT, values_BT, ends_BT, gamma=turn_gamma, gae_lambda=turn_lambda)
-    # a turn is then an episode whose last reward is the return that the turns make of it
+    # each turn is now treated as an episode whose last reward is the return computed over the turns
     return gae(
         torch.where(ends_BT, targets_BT, rewards_BT),
         values_BT,
@@ -95,7 +96,7 @@ def whiten(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
     mask_BT = mask_BT.bool()
     num = mask_BT.sum()
     mean = torch.where(mask_BT, x_BT, 0.0).sum() / num.clamp(min=1)
-    # where, not a product with the mask: 0 * NaN is NaN, and padding may hold NaN
+    # `where` instead of multiplying by the mask: padding may hold NaN, and 0 * NaN is NaN
     centred_BT = torch.where(mask_BT, x_BT - mean, 0.0)
     variance = centred_BT.square().sum() / (num - 1).clamp(min=1)
     return centred_BT * (variance + WHITEN_EPSILON).rsqrt()

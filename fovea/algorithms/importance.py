@@ -1,6 +1,6 @@
 """Truncated importance sampling, which corrects for log-prob differences between rollout engine and trainer.
 
-Axes: `A` action tokens, of any number of completions, one completion after the other.
+Axes: `A` action tokens of any number of completions, concatenated.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ class ImportanceWeights:
 
     weights_A: Tensor
     capped_A: Tensor
-    """True where the ratio was above the cap: truncated, or its completion masked out."""
+    """True where the ratio was above the cap, so that it was truncated or its completion masked out."""
 
 
 def importance_weights(
     old_logprobs_A: Tensor, rollout_logprobs_A: Tensor, lengths: Sequence[int], *, level: Level, cap: float
 ) -> ImportanceWeights:
-    """Importance weights for the policy loss of each token, from above only:
+    """Importance weights for the policy loss of each token, limited only from above:
 
         token          min(exp(lp_old - lp_rollout), cap)
         sequence       the product of a completion's token ratios, truncated at cap, on each of its tokens
         sequence_mask  the same product untruncated, and 0 for a completion where it exceeds cap
 
     `lengths` is the number of action tokens of each completion; log ratios are clamped to +-20. Ionides, 2008; for
-    the mismatch of engine and trainer: Yao et al., 2025, "Your efficient RL framework secretly brings you off-policy
-    RL training". `sequence_mask` agrees with the mode of that name in TRL 1.16.
+    differences between engine and trainer: Yao et al., 2025, "Your efficient RL framework secretly brings you
+    off-policy RL training". `sequence_mask` agrees with the mode of that name in TRL 1.16.
     """
-    # constants of the loss: the gradient flows through the policy loss that they multiply
+    # detached: the weights are constants, and the gradient flows through the policy loss that they multiply
     log_ratios_A = (old_logprobs_A - rollout_logprobs_A).detach()
     if level == "token":
         ratios_A = ratios(log_ratios_A)
     else:
         ratios_A = spread(ratios(sequence_sums(log_ratios_A, lengths)), lengths)
-    # no lower bound: small weights are safe, only large ones make the variance of the estimate explode
+    # no lower bound: small weights are safe, only large weights make the variance of the estimate explode
     above_A = ratios_A > cap
     match level:
         case "token" | "sequence":

@@ -1,6 +1,6 @@
 """Monte Carlo estimators of the KL divergence between two policies, and the adaptive KL coefficient.
 
-Each estimates KL(policy || other) per action token (axis `A`) sampled from the policy: Schulman, "Approximating KL
+Each estimates KL(policy || other) for action tokens (axis `A`) sampled from the policy: Schulman, "Approximating KL
 divergence", 2020 (joschu.net/blog/kl-approx.html).
 """
 
@@ -13,19 +13,19 @@ from torch import Tensor
 
 from fovea.algorithms.ratio import clamp_log
 
-# one token of probability near 0 under the policy would otherwise dominate the mean of k3, which grows as e^x
+# otherwise one token with a probability near 0 under the policy would dominate the mean of k3, which grows as e^x
 MAX_KL = 10.0
 # bound on the relative error of one controller step, as in Ziegler et al.
 MAX_ERROR = 0.2
 
 
 def k1(logprobs_A: Tensor, other_logprobs_A: Tensor) -> Tensor:
-    """lp - lp_other: unbiased, of either sign. Suited to the reward: as a loss its expected gradient is 0."""
+    """lp - lp_other: unbiased, positive or negative. For use in the reward: as a loss, its expected gradient is 0."""
     return logprobs_A - other_logprobs_A
 
 
 def k2(logprobs_A: Tensor, other_logprobs_A: Tensor) -> Tensor:
-    """(lp - lp_other)^2 / 2: biased, non-negative. As a loss on-policy its expected gradient is that of the KL."""
+    """(lp - lp_other)^2 / 2: biased, non-negative. As an on-policy loss, its expected gradient is that of the KL."""
     return (logprobs_A - other_logprobs_A).square() / 2
 
 
@@ -37,9 +37,9 @@ def k3(logprobs_A: Tensor, other_logprobs_A: Tensor) -> Tensor:
 
 
 def k3_plus(logprobs_A: Tensor, other_logprobs_A: Tensor) -> Tensor:
-    """The value of k3 with the gradient of k2, for a loss: both of them are unbiased on-policy.
+    """The value of k3 with the gradient of k2, for use as a loss: both are unbiased on-policy.
 
-    The gradient of k3 itself is on average that of the reverse KL(other || policy). k3+ of verl's `kl_penalty`.
+    The expected gradient of k3 itself is that of the reverse KL(other || policy). This is k3+ of verl's `kl_penalty`.
     """
     through_A = k2(logprobs_A, other_logprobs_A)
     return k3(logprobs_A, other_logprobs_A).detach() + through_A - through_A.detach()
@@ -53,8 +53,8 @@ ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3, "k3+": k3_plus}
 class KlController:
     """Adaptive KL coefficient: a proportional controller. Ziegler et al., arXiv 1909.08593, section 2.2.
 
-    `target` is the target KL in nats; None keeps the coefficient constant. `horizon` is in samples: with
-    the error at its bound, the coefficient changes by about 20 % per horizon.
+    `target` is the target KL in nats; None keeps the coefficient constant. `horizon` is in samples: with the largest
+    allowed error, the coefficient changes by about 20 % per horizon.
     """
 
     coef: float
@@ -64,13 +64,13 @@ class KlController:
     def after(self, kl: float, num_samples: int) -> KlController:
         """The controller after a step of n samples: coef *= 1 + clip(kl/target - 1, -0.2, 0.2) * n/horizon.
 
-        Raises ValueError for a KL that is not finite, and for n of five horizons or more, where the coefficient could
+        Raises ValueError if the KL is not finite, or if n is five horizons or more, since the coefficient could then
         become 0 or negative.
         """
         if self.target is None:
             return self
         if not math.isfinite(kl):
-            raise ValueError(f"the KL of the step is {kl}: the controller takes finite ones, skip this step")
+            raise ValueError(f"the KL of the step is {kl}, but the controller needs a finite one; skip this step")
         if num_samples * MAX_ERROR >= self.horizon:
             raise ValueError(
                 f"a horizon of {self.horizon} samples for steps of {num_samples} can turn the KL coefficient to 0 or "

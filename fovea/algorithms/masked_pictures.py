@@ -1,6 +1,6 @@
-"""Terms of a picture, clean and masked: PAPO's loss and VPPO's weights.
+"""Terms that compare a clean and a masked picture: PAPO's loss and VPPO's weights.
 
-A token's dependence on the picture is KL(clean || masked) of its distributions, by the k3 estimate of `kl.k3`.
+A token's dependence on the picture is KL(clean || masked) between its distributions, as estimated by `kl.k3`.
 
 Axes: `A` action tokens, `B` completions, `T` tokens.
 """
@@ -25,11 +25,11 @@ def masked_pictures_loss(
     entropy_penalty: float,
     masked_entropy_penalty: float,
 ) -> Tensor:
-    """PAPO's terms of the loss, -coef k3(lp, lp_masked) - eta_1 lp - eta_2 lp_masked; VPPO's is that with eta_1 only.
+    """PAPO's terms of the loss, -coef k3(lp, lp_masked) - eta_1 lp - eta_2 lp_masked; VPPO uses only eta_1.
 
-    k3 = e^x - x - 1 with x = lp_masked - lp, at most 10: the KL is raised, and -lp and -lp_masked, whose means estimate
-    the two entropies, are lowered (the double entropy loss). Wang et al., PAPO, arXiv 2507.06448; MikeWangWZHL/PAPO,
-    verl/workers/actor/dp_actor.py, where lp_masked has no gradient. Aggregated as the policy loss is.
+    k3 = e^x - x - 1 with x = lp_masked - lp, at most 10. The loss raises the KL and lowers -lp and -lp_masked, whose
+    means estimate the two entropies (the double entropy loss). Wang et al., PAPO, arXiv 2507.06448; MikeWangWZHL/PAPO,
+    verl/workers/actor/dp_actor.py, where lp_masked has no gradient. Aggregated like the policy loss.
     """
     entropies_A = -entropy_penalty * logprobs_A - masked_entropy_penalty * masked_logprobs_A
     return entropies_A - coef * k3(logprobs_A, masked_logprobs_A)
@@ -46,15 +46,15 @@ class VppoWeights:
 
 
 def vppo_weights(dependence_BT: Tensor, mask_BT: Tensor, *, token_share: float, min_scale: float) -> VppoWeights:
-    """VPPO's choice of tokens and scale of completions, by their dependence on the picture.
+    """VPPO's choice of tokens and scale of each completion, by their dependence on the picture.
 
-        kept    the ceil(token_share * n) tokens of a completion of n that depend most
+        kept    of a completion's n tokens, the ceil(token_share * n) that depend most on the picture
         d_i     mean dependence of completion i, s_i = (d_i - min d) / (max d - min d)
         scale   min_scale + s_i (max_scale - min_scale), max_scale = min_scale + (1 - min_scale) / mean s
 
-    so that the mean scale is 1; all are 1 where the d_i are within 1e-6. Huang et al., VPPO, arXiv 2510.09285;
+    The mean scale is 1; if the d_i are within 1e-6, all scales are 1. Huang et al., VPPO, arXiv 2510.09285;
     huaixuheqing/VPPO-RL, verl/workers/actor/dp_actor.py, where the mean is over a micro-batch and the range over a
-    mini-batch of one GPU: here both are over the step.
+    mini-batch of one GPU; here both are over the whole step.
     """
     lengths_B = mask_BT.sum(1)
     by_rank_BT = dependence_BT.masked_fill(~mask_BT, -torch.inf).argsort(dim=1, descending=True, stable=True)

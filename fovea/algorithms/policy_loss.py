@@ -1,11 +1,11 @@
 """Policy losses per action token: PPO clip, GSPO, CISPO, SAPO.
 
-Each takes the current log-probs, those from before the update ("old") and the advantages, and returns unreduced losses:
-the caller weights and sums them over the batch (`aggregation.py`). Log ratios are clamped to +-20.
+Each loss takes the current log-probs, the log-probs before the update ("old") and the advantages, and returns unreduced
+losses: the caller weights and sums them over the batch (`aggregation.py`). Log ratios are clamped to +-20.
 
 lp is the log-prob, A the advantage, r = exp(lp - lp_old) the importance ratio, sg the stop-gradient.
 
-Axes: `A` action tokens, of any number of completions, one completion after the other; `S` completions.
+Axes: `A` action tokens of any number of completions, concatenated; `S` completions.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PolicyLoss:
 
 @runtime_checkable
 class HasFormula(Protocol):
-    """Settings of a loss in another package, with its formula."""
+    """Settings of a loss defined in another package, with its formula."""
 
     def policy_loss(
         self, logprobs_A: Tensor, old_logprobs_A: Tensor, advantages_A: Tensor, lengths: Sequence[int]
@@ -72,8 +72,8 @@ def gspo_loss(
     """The clipped surrogate with a sequence-level ratio s = exp(mean over the completion's tokens of lp - lp_old).
 
     `lengths` is the number of action tokens of each completion. s is a geometric mean and stays close to 1: the
-    paper's clip bounds are 3e-4 and 4e-4. `dual_clip` as in `clipped_loss`, with s for r; the paper has none. Zheng et
-    al., GSPO, arXiv 2507.18071, section 4.3 (GSPO-token).
+    paper's clip bounds are 3e-4 and 4e-4. `dual_clip` is as in `clipped_loss`, with s for r; the paper does not have
+    it. Zheng et al., GSPO, arXiv 2507.18071, section 4.3 (GSPO-token).
     """
     # sg[s] exp(lp - sg[lp]) has the value of s and the gradient of the token's own log-prob: under the aggregation
     # seq-mean-token-mean these gradients sum to that of s, and per-token advantages remain possible
@@ -92,7 +92,7 @@ def cispo_loss(
 ) -> PolicyLoss:
     """CISPO: -sg[clamp(r, 1 - low, 1 + high)] A lp, REINFORCE with a clipped weight; no token loses its gradient.
 
-    `clip_low` of 1 or more means no lower bound, as in the paper's runs. `clipped_*` mark clamped weights whatever the
+    `clip_low` of 1 or more means no lower bound, as in the paper's runs. `clipped_*` mark clamped weights for either
     sign of A. MiniMax, MiniMax-M1, arXiv 2506.13585, section 3.1.
     """
     # detached: the ratio is a weight, and the only gradient is that of the log-prob
@@ -115,8 +115,8 @@ def sapo_loss(
 ) -> PolicyLoss:
     """SAPO: -A (4 / tau) sigmoid(tau (r - 1)), a soft gate in place of the clip, with slope 1 at r = 1.
 
-    tau is `temperature_positive` where A > 0 and `temperature_negative` elsewhere (the paper: 1.0 and 1.05);
-    `clipped_*` are False everywhere. Gao et al., arXiv 2511.20347.
+    tau is `temperature_positive` if A > 0, else `temperature_negative` (in the paper 1.0 and 1.05); `clipped_*` are
+    False everywhere. Gao et al., arXiv 2511.20347.
     """
     ratio_A = ratios(logprobs_A - old_logprobs_A)
     tau_A = torch.full_like(advantages_A, temperature_negative).masked_fill(advantages_A > 0, temperature_positive)
@@ -136,7 +136,7 @@ def _clipped(
     clipped_A = -advantages_A * ratio_A.clamp(1 - clip_low, 1 + clip_high)
     loss_A = torch.maximum(plain_A, clipped_A)
     if dual_clip is not None:
-        # for A < 0 the clip leaves -A r unbounded in r: one token that the policy now prefers could dominate the batch
+        # for A < 0 the clip does not bound -A r: one token that became much more probable could dominate the batch
         bounded_A = torch.minimum(loss_A, -advantages_A * dual_clip)
         loss_A = torch.where(advantages_A < 0, bounded_A, loss_A)
     return PolicyLoss(

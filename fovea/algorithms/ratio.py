@@ -12,12 +12,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# exp overflows float32 past 88; a ratio anywhere near e^20 is an engine mismatch, which rollout_train_* metrics show
+# exp overflows float32 beyond 88; a ratio near e^20 is an engine mismatch, which the rollout_train_* metrics show
 MAX_LOG_RATIO = 20.0
 
 
 def clamp_log(log_ratios: Tensor) -> Tensor:
-    """Log ratios clamped to +-20; the gradient beyond is 0."""
+    """Log ratios clamped to +-20; the gradient is 0 beyond these limits."""
     return log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
@@ -35,12 +35,12 @@ def sequence_sums(x_A: Tensor, lengths: Sequence[int]) -> Tensor:
 def sequence_means(x_A: Tensor, lengths: Sequence[int]) -> Tensor:
     """Mean over each completion's tokens, [S]."""
     parts = x_A.split(list(lengths))
-    # divided by numbers of the host's: a tensor of them would have to be copied to the device
+    # divided by Python numbers: a tensor of lengths would have to be copied to the device
     return torch.stack([part.sum() / max(len(part), 1) for part in parts]) if parts else x_A.new_zeros(0)
 
 
 def spread(x_S: Tensor, lengths: Sequence[int]) -> Tensor:
     """Per-completion values repeated for each token of the completion, [A]."""
-    # `repeat_interleave` would have the host wait for the number of its results
+    # `repeat_interleave` would make the host wait for the size of its result
     parts = [x.expand(length) for x, length in zip(x_S.unbind(), lengths, strict=True)]
     return torch.cat(parts) if parts else x_S

@@ -1,4 +1,4 @@
-"""Changed pictures: noise and masks, made of RGB values [Y, X, C] by a seed."""
+"""Changed pictures: noise and masks on RGB values [Y, X, C], from a seed."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Noise:
     step: int
 
     def __call__(self, pixels_YXC: NDArray[np.uint8], rng: np.random.Generator) -> NDArray[np.uint8]:
-        """sqrt(a) x + sqrt(1 - a) noise of x in 0..1, clipped, with a the product of 1 - beta up to `step`.
+        """sqrt(a) x + sqrt(1 - a) noise for x in 0..1, clipped, where a is the product of 1 - beta up to `step`.
 
-        beta rises from 1e-5 to .005 as a sigmoid of -6..6. Liu et al., NoisyRollout, arXiv 2504.13055;
+        beta rises from 1e-5 to .005 along a sigmoid of -6..6. Liu et al., NoisyRollout, arXiv 2504.13055;
         John-AI-Lab/NoisyRollout, verl/utils/image_aug.py.
         """
         betas = LOWEST_BETA + (HIGHEST_BETA - LOWEST_BETA) / (1 + np.exp(-np.linspace(-6, 6, DIFFUSION_STEPS)))
@@ -36,13 +36,13 @@ class Noise:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mask:
-    """Square patches, each black with some probability."""
+    """Square patches, each of which is black with some probability."""
 
     ratio: float
     patch_px: int
 
     def __call__(self, pixels_YXC: NDArray[np.uint8], rng: np.random.Generator) -> NDArray[np.uint8]:
-        """The picture with black patches, those at its right and lower edge cut. PAPO and VPPO mask like this."""
+        """The picture with black patches, cropped at its right and lower edge, as in PAPO and VPPO."""
         height, width = pixels_YXC.shape[:2]
         side = self.patch_px
         is_black = rng.random((-(-height // side), -(-width // side))) < self.ratio
@@ -51,12 +51,12 @@ class Mask:
 
 
 Augmentation: TypeAlias = Noise | Mask
-"""A way to change a picture."""
+"""A change of a picture."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeededAugmentation:
-    """A change of one picture: `ImageRef.change`."""
+    """A change of one picture with its seed, for `ImageRef.change`."""
 
     change: Augmentation
     seed: tuple[int, ...]
@@ -75,5 +75,5 @@ def noise_of(settings: NoisyPictures, step: int, max_steps: int) -> Noise:
 
 
 def mask_of(settings: MaskedPictures) -> Mask:
-    """The mask of a term of the loss."""
+    """The mask for a term of the loss."""
     return Mask(ratio=settings.mask_ratio, patch_px=settings.mask_patch_px)

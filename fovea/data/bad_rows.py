@@ -1,7 +1,7 @@
 """Bad rows of a run, each listed once with its reason, in memory and in `bad_rows.jsonl` of the run folder.
 
-The file grows by a line per row. A checkpoint stores the number of lines; a resumed run deletes the later ones, and
-damaged ones, and counts as if it had never stopped; after damage, another resume from the same checkpoint keeps as
+The file has one line per row. A checkpoint stores the number of lines. A resumed run deletes later lines and damaged
+lines, and counts as if it had never stopped. If lines were damaged, a second resume from the same checkpoint keeps as
 many later lines as were lost.
 """
 
@@ -30,13 +30,13 @@ def with_skip(error: DataError) -> DataError:
 
 
 class BadRows:
-    """The bad rows of a run, shared by all its splits; kept in memory only where there is no folder."""
+    """The bad rows of a run, shared by all its splits; without a folder, they are kept only in memory."""
 
     def __init__(self, folder: Path | None = None, *, resume_at: int = 0) -> None:
         self._file = folder / BAD_ROWS_FILE if folder else None
         self._reasons: dict[str, str] = {}
         self.num_lost = 0
-        """Lines before the checkpoint that are damaged or missing; their rows are listed again when they are found."""
+        """Number of lines before the checkpoint that are damaged or missing; their rows are listed again when found."""
         if self._file is not None:
             lines = islice(read_lines(self._file), resume_at) if self._file.exists() else ()
             kept = [(line, row) for line in lines if (row := _row_of(line)) is not None]
@@ -52,7 +52,7 @@ class BadRows:
         return len(self._reasons)
 
     def add(self, place: RowPlace, error: DataError) -> None:
-        """List a row with its error, unless it is listed already."""
+        """List a row with its error, unless it is already listed."""
         if place.key in self._reasons:
             return
         reason = error.reason if isinstance(error, BadRowError) else OTHER
@@ -63,7 +63,7 @@ class BadRows:
                 file.write(json.dumps(line) + "\n")
 
     def keep_first(self, num_rows: int) -> None:
-        """Forget all but the first rows; the others are listed again when they are found again."""
+        """Forget all rows but the first `num_rows`; the others are listed again when they are found again."""
         self._reasons = dict(islice(self._reasons.items(), num_rows))
         if self._file is not None and self._file.exists():
             write_atomically(self._file, b"".join(islice(read_lines(self._file), num_rows)))
@@ -77,7 +77,7 @@ class BadRows:
 
 
 def _row_of(line: bytes) -> tuple[str, str] | None:
-    """Key and reason of a line; None for one that a crash has cut off or filled with NULs."""
+    """Key and reason of a line; None if a crash has cut the line off or filled it with NULs."""
     try:
         row = json.loads(line)
         return (str(row["key"]), str(row["reason"])) if line.endswith(b"\n") else None

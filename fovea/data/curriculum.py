@@ -1,7 +1,7 @@
-"""The curriculum of a run: the stage that each step belongs to, its metrics, and its state for checkpoints.
+"""The curriculum of a run: the stage of each step, its metrics, and its state for checkpoints.
 
-An environment with `Stages` has a grader for each, and stays stateless. Rows with levels are drawn by the level weights
-of the stage. Without either there is one stage. Held-out rows are always scored by the last grader.
+An environment with `Stages` has one grader per stage and stays stateless. Rows with levels are sampled by the level
+weights of the stage. Without stages and levels there is one stage. Held-out rows are always scored by the last grader.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class CurriculumState(TypedDict):
 
 
 class CurriculumProgress:
-    """The present stage of a run, and the rule by which the next one begins."""
+    """The current stage of a run, and the rule that decides when the next stage begins."""
 
     def __init__(self, own: Stages | None = None, settings: Curriculum | None = None) -> None:
         """`own` holds the stages of the environment."""
@@ -37,17 +37,17 @@ class CurriculumProgress:
 
     @property
     def stage(self) -> int:
-        """The present stage, counted from 0."""
+        """The current stage, counted from 0."""
         return self._stage
 
     @property
     def level_weights(self) -> Mapping[str, float]:
-        """The relative frequency of rows of each level; 1 for a level that is not named."""
+        """The relative frequency of each level; 1 for levels that are not named."""
         tables = self._settings.tables_in_use
         return tables[self._stage if self._settings.enabled else -1] if tables else {}
 
     def begin_step(self, step: int) -> str | None:
-        """Advance to the stage of a step (counted from 0), and return a line for the log if the stage changed."""
+        """Advance to the stage of a step (counted from 0); return a line for the log if the stage has changed."""
         before = self._stage
         if self._settings.enabled:
             by_success = self._settings.advance == "success"
@@ -57,11 +57,11 @@ class CurriculumProgress:
         return self.describe() if self._says_something else None
 
     def end_step(self, reward: float) -> None:
-        """Take the mean reward of a step into the success window."""
+        """Add the mean reward of a step to the success window."""
         self._recent.append(reward)
 
     def metrics(self) -> Metrics:
-        """The stage (counted from 1) and its facts; empty for a single stage."""
+        """The stage (counted from 1) and its numbers; empty if there is only one stage."""
         if not self._says_something:
             return {}
         facts = {f"curriculum/{name}": value for name, value in self._stages[self._stage].facts.items()}
@@ -69,7 +69,7 @@ class CurriculumProgress:
         return {"curriculum/stage": float(self._stage + 1)} | facts | levels
 
     def describe(self) -> str:
-        """The present stage in a line: `stage 2 of 5, country refined: tolerance_km 200, weight_country 1`."""
+        """One line about the current stage: `stage 2 of 5, country refined: tolerance_km 200, weight_country 1`."""
         stage, levels = self._stages[self._stage], self.level_weights
         facts = [f"{name} {value:.3g}" for name, value in (*stage.facts.items(), *levels.items())]
         return f"stage {self._stage + 1} of {len(self._stages)}, {stage.name}: {', '.join(facts) or 'no weights'}"
@@ -105,7 +105,7 @@ def _all_stages(own: Sequence[Stage], settings: Curriculum) -> Sequence[Stage]:
     if own and tables and len(own) != len(tables):
         raise ConfigError(
             f"curriculum.level_weights has {len(tables)} tables, but the environment has {len(own)} stages; write one "
-            "table for each"
+            "table per stage"
         )
     return own or [Stage(name=f"levels {number}") for number in range(1, len(tables) + 1)] or [Stage(name="all")]
 
@@ -115,12 +115,12 @@ def _starts(own: Sequence[int], settings: Curriculum, num_stages: int) -> Sequen
     if num_stages == 1 and (settings.starts is not None or settings.advance == "success"):
         key, given = ("advance", "success") if settings.starts is None else ("starts", list(settings.starts))
         raise ConfigError(
-            f"curriculum.{key}={given}, but this run has one stage: only geospot has more, unless your own reward "
-            f"scores it, and so has a run with curriculum.level_weights; take curriculum.{key} out"
+            f"curriculum.{key}={given}, but this run has only one stage: several stages need curriculum.level_weights, "
+            f"or the environment geospot with its built-in reward; remove curriculum.{key}"
         )
     if settings.enabled and settings.advance == "step" and len(starts) != num_stages - 1:
         raise ConfigError(
             f"curriculum.starts has {len(starts)} steps for {num_stages} stages, but every stage after the first needs "
-            f"one; write {num_stages - 1}"
+            f"one; give {num_stages - 1} steps"
         )
     return starts

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from fovea_gym.errors import ConfigError, DataError
 
-# Kinds are drawn in blocks, each from a separate generator, so that a position is one number.
+# Kinds are sampled in blocks, each with a separate generator, so that one number stores the position.
 _BLOCK = 4096
 _KIND_STREAM, _ROW_STREAM = 0, 1
 _LEVEL_SETTING = "curriculum.level_weights"
@@ -26,12 +26,12 @@ class OrderState(TypedDict):
 
 
 class Order:
-    """An endless sequence of row numbers, drawn by kind.
+    """An endless sequence of row numbers, sampled by kind.
 
-    The kind of each draw is random, with a probability proportional to (rows of that kind x its weight). The
-    rows of one kind come in a shuffled order, none twice until all were drawn; then they are shuffled anew.
-    How many are taken at once does not change the order. With levels, each pair of a kind and a level
-    (`counting/hard`) is drawn like a separate kind, weighted by its kind times its level.
+    Each row's kind is random, with a probability proportional to (rows of that kind x its weight). The rows of one kind
+    come in shuffled order without repetition until all have been used; then they are shuffled again. The order does not
+    depend on how many rows are taken at once. With levels, each pair of a kind and a level (`counting/hard`) is sampled
+    like a separate kind, with the weight of its kind times that of its level.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class Order:
         levels: Sequence[str] | None = None,
     ) -> None:
         if not kinds:
-            raise DataError("there are no rows to draw from; give the data set at least one row")
+            raise DataError("there are no rows; give the data set at least one row")
         _check_names(weights, sorted(set(kinds)), setting, "kind")
         for name, weight in weights.items():
             if not weight > 0:
-                raise ConfigError(f"{setting}: {name} has weight {weight:g}, so it would never come; set it above 0")
+                raise ConfigError(f"{setting}: {name} has weight {weight:g} and would never be sampled; set it above 0")
         strata = [(kind, "") for kind in kinds] if levels is None else list(zip(kinds, levels, strict=True))
         counts = Counter(strata)
         self._strata = sorted(counts)
@@ -76,10 +76,10 @@ class Order:
         return taken
 
     def rest(self) -> None:
-        """None: this order never ends."""
+        """Return None, since this order never ends."""
 
     def weigh_levels(self, weights: Mapping[str, float]) -> None:
-        """Weight the levels of all later draws, relative to their share of the rows (default 1; 0 excludes a level)."""
+        """Weight the levels of all later rows, relative to their share of the rows (default 1; 0 excludes a level)."""
         levels = sorted({level for _, level in self._strata if level})
         if weights and not levels:
             raise ConfigError(f"{_LEVEL_SETTING} is set, but the rows have no levels; remove it")
@@ -87,11 +87,11 @@ class Order:
         shares = self._shares * [weights.get(level, 1.0) for _, level in self._strata]
         if not shares.sum() > 0:
             raise ConfigError(
-                f"{_LEVEL_SETTING}={dict(weights)} leaves no row to draw; give one of {', '.join(levels)} a weight"
+                f"{_LEVEL_SETTING}={dict(weights)} leaves no row to sample; give one of {', '.join(levels)} a weight"
             )
         ends = np.cumsum(shares)
         self._bounds = (ends / ends[-1])[:-1]
-        self._kind_blocks.clear()  # drawn with the weights before
+        self._kind_blocks.clear()  # sampled with the previous weights
 
     def state(self) -> OrderState:
         """Return the position, whose size does not grow with the number of rows."""
@@ -102,14 +102,14 @@ class Order:
         }
 
     def restore(self, state: OrderState) -> None:
-        """Continue from a position; DataError unless the rows are those of the order that returned it."""
+        """Continue from a position; DataError if the rows differ from those of the order that returned it."""
         if "num_rows" in state:
             raise DataError("the run began with max_epochs, or data.shuffle=false; resume it in the same way")
         saved, found = state["num_rows_of_kind"], self._num_rows_of_kind()
         if saved != found:
             raise DataError(
-                f"the saved order is of rows {saved}, but the data have {found}, so it cannot go on; "
-                "resume with the data files the run began with"
+                f"the saved order is of rows {saved}, but the data have {found}, so it cannot continue; "
+                "resume with the data files that the run began with"
             )
         self._num_sampled = state["num_sampled"]
         self._num_sampled_of_kind = [state["num_sampled_of_kind"][name] for name in self._names]
@@ -150,26 +150,26 @@ class Order:
 def _check_names(weights: Mapping[str, float], names: Sequence[str], setting: str, what: str) -> None:
     for name in weights:
         if name not in names:
-            raise ConfigError(f"{setting} weighs {name!r}, but no row is of that {what}; use one of {', '.join(names)}")
+            raise ConfigError(f"{setting} names {name!r}, but no row has that {what}; use one of {', '.join(names)}")
 
 
 _EPOCH_STREAM = 2
-"""Random numbers apart from those of `order.Order`."""
+"""A stream of random numbers separate from those of `Order`."""
 
 
 class RowOrder(Protocol):
-    """The numbers of the rows that a run trains on, one after the other: `EpochOrder` or `order.Order`."""
+    """The sequence of the numbers of the rows that a run trains on: `EpochOrder` or `Order`."""
 
     def take(self, n: int) -> list[int]:
-        """Return the numbers of the next n rows; fewer, or none, at the end of an order that ends."""
+        """Return the numbers of the next n rows; fewer at the end of a finite order."""
         ...
 
     def rest(self) -> Iterator[int] | None:
-        """The rows that are still to come, without taking them; None where they never end."""
+        """The remaining rows, without taking them; None if the order never ends."""
         ...
 
     def weigh_levels(self, weights: Mapping[str, float]) -> None:
-        """Weight the levels of all later draws; ConfigError where the order draws by no weights."""
+        """Weight the levels of all later rows; ConfigError if the order does not use weights."""
         ...
 
     def state(self) -> Any:
@@ -177,9 +177,9 @@ class RowOrder(Protocol):
         ...
 
     def restore(self, state: Any) -> None:
-        """Continue from a position; DataError unless the rows are those of the order that returned it.
+        """Continue from a position; DataError if the rows differ from those of the order that returned it.
 
-        ConfigError where an order that ends does so before the position.
+        ConfigError if a finite order ends before the position.
         """
         ...
 
@@ -192,14 +192,14 @@ class EpochState(TypedDict):
 
 
 class EpochOrder:
-    """The rows 0 to num_rows - 1, each exactly once in every epoch; without `max_epochs` it never ends.
+    """The rows 0 to num_rows - 1, each exactly once per epoch; without `max_epochs` the order never ends.
 
-    How many are taken at once does not change the order.
+    The order does not depend on how many rows are taken at once.
     """
 
     def __init__(self, num_rows: int, *, seed: int, shuffle: bool, max_epochs: int | None = None) -> None:
         if not num_rows:
-            raise DataError("there are no rows to draw from; give the data set at least one row")
+            raise DataError("there are no rows; give the data set at least one row")
         self._num_rows = num_rows
         self._seed = seed
         self._shuffle = shuffle
@@ -223,7 +223,7 @@ class EpochOrder:
 
     def weigh_levels(self, weights: Mapping[str, float]) -> None:
         if weights:
-            raise ConfigError("curriculum.level_weights draws rows by weight, and an epoch has each once; drop either")
+            raise ConfigError("curriculum.level_weights is set, but an epoch has each row exactly once; remove either")
 
     def state(self) -> EpochState:
         return {"num_sampled": self._num_sampled, "num_rows": self._num_rows}
@@ -233,14 +233,14 @@ class EpochOrder:
             raise DataError("the run began without max_epochs and with data.shuffle=true; resume it in the same way")
         if state["num_rows"] != self._num_rows:
             raise DataError(
-                f"the saved order is of {state['num_rows']} rows, but the data have {self._num_rows}, so it cannot go "
-                "on; resume with the data files the run began with"
+                f"the saved order is of {state['num_rows']} rows, but the data have {self._num_rows}, so it cannot "
+                "continue; resume with the data files that the run began with"
             )
         if self._end is not None and state["num_sampled"] > self._end:
             raise ConfigError(
-                f"max_epochs={self._end // self._num_rows}, but the run has drawn {state['num_sampled']} times from its "
-                f"{self._num_rows} rows, so nothing is left to train; set a larger max_epochs, or use it as it is "
-                "(fovea eval, fovea export)"
+                f"max_epochs={self._end // self._num_rows}, but the run has already used {state['num_sampled']} rows (an "
+                f"epoch has {self._num_rows}), so nothing is left to train on; set a larger max_epochs, or use the run "
+                "as it is (fovea eval, fovea export)"
             )
         self._num_sampled = state["num_sampled"]
 

@@ -1,4 +1,4 @@
-"""Hashes of the pixels of images, kept on disk between runs: decoding a photograph again takes some 20 ms."""
+"""Hashes of the pixels of images, kept on disk between runs, since decoding a photograph takes about 20 ms."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _COMMIT_EVERY = 200
 
 
 class PixelHashes:
-    """A function from an image to a hash of its size and pixels, which opens no image whose hash it has.
+    """A function from an image to a hash of its size and pixels, which does not open images whose hash is known.
 
-    The key is the content of an encoded image; for a file its path, size and time; a URL stands for its content.
+    The key is the content of an encoded image; the path, size and modification time of a file; or the text of a URL.
     """
 
     def __init__(self, connect: Callable[[], sqlite3.Connection], open_image: OpenImage, salt: str) -> None:
-        """`salt` says how images are opened: other conversions give other pixels."""
+        """`salt` describes how images are opened, since other conversions give other pixels."""
         self._connect = connect
         self._open_image = open_image
         self._salt = f"{PIL.__version__} {salt}".encode()
         self._num_new = 0
 
     def __call__(self, ref: ImageRef) -> bytes:
-        """The hash; DataError where the image cannot be opened."""
+        """The hash of an image; DataError if the image cannot be opened."""
         key = self._key(ref.source)
         if key is None:
             return pixel_hash(self._open_image(ref))
@@ -45,12 +45,12 @@ class PixelHashes:
         made = pixel_hash(self._open_image(ref))
         database.execute("INSERT OR IGNORE INTO hashes VALUES (?, ?)", (key, made))
         self._num_new += 1
-        if self._num_new % _COMMIT_EVERY == 0:  # a writer locks out other runs until then
+        if self._num_new % _COMMIT_EVERY == 0:  # commit often: until then the writer locks out other runs
             database.commit()
         return made
 
     def _key(self, source: object) -> bytes | None:
-        """None for pixels in memory, of which a hash takes no time."""
+        """Cache key of an image; None for pixels in memory, which are cheap to hash."""
         if isinstance(source, str):
             content = source.encode(errors="replace") if is_url(source) else _state_of(Path(source))
         elif isinstance(source, bytes):
@@ -62,7 +62,7 @@ class PixelHashes:
 
 @contextmanager
 def pixel_hashes(folder: Path, open_image: OpenImage, salt: str) -> Iterator[PixelHashes]:
-    """The hashes kept in `folder`, made for the first image with a key; DataError where they cannot be kept there."""
+    """The hashes kept in `folder`, which is created on first use; DataError if they cannot be kept there."""
     with ExitStack() as stack:
 
         @cache
@@ -89,6 +89,6 @@ def pixel_hash(image: Image) -> bytes:
 def _state_of(path: Path) -> bytes | None:
     try:
         status = path.stat()
-    except (OSError, ValueError):  # opening it says what is wrong
+    except (OSError, ValueError):  # opening the file will raise an error that says what is wrong
         return None
     return f"{path.absolute()} {status.st_size} {status.st_mtime_ns}".encode(errors="replace")

@@ -1,4 +1,4 @@
-"""Prompts of a data set: rendered at first use or ahead of it, cached within a memory limit, bad rows counted."""
+"""Prompts of a data set, rendered on first use or ahead of it, cached within a memory limit; counts bad rows."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ MAX_BAD_IN_A_ROW = 1000
 Made = TypeVar("Made")
 Key = TypeVar("Key", bound=Hashable)
 SeenReply: TypeAlias = Callable[[Sequence[Message], str], Sequence[Message]]
-"""A function from an environment's reply and the name of its turn to the messages that the model reads."""
+"""(an environment's reply, name of its turn) -> the messages that the model reads"""
 
 
 def as_sent(messages: Sequence[Message], _where: str) -> Sequence[Message]:
-    """The reply itself."""
+    """Return the reply unchanged."""
     return messages
 
 
 class RendersPrompts(Protocol):
-    """`models.render.Renderer`, or a stand-in."""
+    """`models.render.Renderer`, or a fake of it."""
 
     most_tokens: int | None
-    """Most tokens of a prompt that leave a completion positions of the model; None: not known."""
+    """Largest prompt, in tokens, that leaves enough of the model's positions for a completion; None if unknown."""
 
     def fewest_tokens(self, messages: Sequence[Message]) -> int: ...
 
@@ -54,13 +54,13 @@ class PromptedTask:
     task: Task
     prompt: Prompt
     noisy: Prompt | None = None
-    """The prompt on which some completions are drawn in its place."""
+    """The prompt with noisy pictures, from which some completions are sampled instead; None without noise."""
     masked: Prompt | None = None
-    """The prompt of a term of the loss."""
+    """The prompt with masked pictures, for a term of the loss; None without that term."""
 
     @property
     def num_bytes(self) -> int:
-        """About the memory of the task and the prompt, in which pictures take nearly all."""
+        """Approximate memory of task and prompt, nearly all of it for pictures."""
         held = sum(_held_bytes(image) for image in self.task.images)
         pixels = sum(image.num_bytes for image in self.prompt.images)
         return 1024 + self.prompt.token_ids_L.nbytes * 4 + pixels + held
@@ -106,16 +106,16 @@ class PromptSource:
 
     @property
     def has_replies(self) -> bool:
-        """True if an episode may have replies of the environment."""
+        """True if the environment may reply within an episode."""
         return self._environment.max_turns > 1
 
     def render_ahead(self, num_threads: int) -> None:
-        """From now on, after every `take`, render as many rows after it on so many threads; 0: on none."""
+        """From now on, each `take` of n rows also starts to render the next n on `num_threads` threads; 0: none."""
         self._num_threads = num_threads
         self._ahead = Prefetch(num_threads, "prompts") if num_threads else None
 
     def take(self, order: RowOrder, n: int) -> list[PromptedTask]:
-        """The next n usable rows of an order; fewer where it ends."""
+        """The next n usable rows of an order; fewer at its end."""
         taken: list[PromptedTask] = []
         bad_in_a_row = 0
         while len(taken) < n and (indices := order.take(n - len(taken))):
@@ -123,9 +123,9 @@ class PromptSource:
                 bad_in_a_row = 0 if prompted else bad_in_a_row + 1
                 taken += [prompted] if prompted else []
             if bad_in_a_row > MAX_BAD_IN_A_ROW:
-                last = next(reversed(self.bad_rows.values()), "one that was bad before")
+                last = next(reversed(self.bad_rows.values()), "one that was found earlier")
                 raise DataError(
-                    f"{bad_in_a_row} bad rows in a row, the last one: {last}; "
+                    f"{bad_in_a_row} consecutive bad rows, the last one: {last}; "
                     "set data.on_bad_row=error to stop at the first"
                 )
         if self._ahead is not None:
@@ -147,7 +147,7 @@ class PromptSource:
         return cached
 
     def read(self, index: int, make: Callable[[], Made]) -> Made | None:
-        """The result of `make` for a row; None, and the row is listed, when it is bad and data.on_bad_row is skip."""
+        """The result of `make` for a row; if the row is bad and data.on_bad_row is skip, list it and return None."""
         if index in self.bad_rows:
             return None
         place = place_of(self.tasks, index)
@@ -159,12 +159,12 @@ class PromptSource:
             if self._on_bad_row == "error":
                 raise with_skip(error) from error
             self.bad_rows[index] = str(error)
-            # the error of a row that is in no file begins with the row's name
+            # if a row is not from a file, its error begins with the name of the row
             self._listed.add(place or RowPlace(str(error), str(error).partition(":")[0]), error)
             return None
 
     def peek(self, make: Callable[[], Made]) -> Made | None:
-        """As `read`, for rows that the data order may never come to: a bad row is not listed."""
+        """As `read`, for rows that the data order may never reach: a bad row is not listed."""
         try:
             return make()
         except DataError as error:
@@ -173,7 +173,7 @@ class PromptSource:
             return None
 
     def with_tasks(self, tasks: Sequence[Task], seen_reply: SeenReply) -> PromptSource:
-        """A source of other tasks and other replies under the same rules, without a cache."""
+        """A source with the same settings for other tasks and other replies, without a cache."""
         other = copy(self)
         other.tasks, other.seen_reply = tasks, seen_reply
         other.bad_rows, other._cache = {}, LRUCache(0.0)
@@ -183,10 +183,10 @@ class PromptSource:
     def render(
         self, task: Task, messages: Sequence[Message] | None = None, *, where: str | None = None
     ) -> PromptedTask:
-        """The prompt of a task, of these or its own messages, which is not kept; DataError if bad, with `where`."""
+        """The prompt of a task, from these messages or its own, not cached; DataError, naming `where`, if it is bad."""
         where = where or task.id
         asked = self._environment.prompt(task) if messages is None else messages
-        # a processed image takes thousands of times the memory of its file: a row too long is refused before
+        # checked before processing, since a processed image may take thousands of times the memory of its file
         self._check_length(self.renderer.fewest_tokens(asked), where, "at least ")
         tools = self._environment.tools(task)
         prompt = self.renderer.prompt(asked, where=where, tools=[tool.spec for tool in tools])
@@ -194,7 +194,7 @@ class PromptSource:
         return PromptedTask(task=task, prompt=prompt)
 
     def augmented(self, item: PromptedTask, change: Callable[[int], PixelChange]) -> Callable[[], Prompt]:
-        """A function, for any thread, that renders the prompt, of equal token ids, with pictures changed by number."""
+        """A thread-safe function that renders the prompt with picture i changed by `change(i)`, but equal token ids."""
         numbers = count()
 
         def changed(part: str | ImageRef) -> str | ImageRef:
@@ -205,21 +205,19 @@ class PromptSource:
 
         def rendered() -> Prompt:
             prompt = self.render(item.task, messages).prompt
-            assert np.array_equal(prompt.token_ids_L, item.prompt.token_ids_L), (
-                f"{item.task.id}: an augmented prompt has other text"
-            )
+            assert np.array_equal(prompt.token_ids_L, item.prompt.token_ids_L), f"{item.task.id}: views differ in text"
             return prompt
 
         return rendered
 
     def at_once(self, works: Mapping[Key, Callable[[], Made]]) -> dict[Key, Made]:
-        """The results of these works, on the threads of `render_ahead` where there are any."""
+        """Run these functions, on the threads of `render_ahead` if there are any, and return their results."""
         ahead: Prefetch[Key, Made] = Prefetch(self._num_threads, "augmentations")
         ahead.begin(works)
         return {key: (ahead.take(key) or work)() for key, work in works.items()}
 
     def _rendered(self, index: int) -> PromptedTask:
-        """The prompt of a row, by a thread that is on it or by this one; an error is that of rendering it now."""
+        """The prompt of a row, from the thread that renders it ahead or else from this one; raises its errors now."""
         ahead = None if self._ahead is None else self._ahead.take(index)
         return self.render(self.tasks[index], where=self._where(index)) if ahead is None else ahead()
 
@@ -230,8 +228,8 @@ class PromptSource:
         order.restore(position)
         works: dict[int, Callable[[], PromptedTask]] = {}
         for index in coming:
-            # read by this thread, since code of the user's own may not be made for several; raised when the row's turn
-            # comes, which may be never
+            # read here, since a user's data code may not be thread-safe; an error is raised when the row is reached, if
+            # it ever is
             with suppress(Exception):
                 task = self.tasks[index]
                 works[index] = partial(self.render, task, self._environment.prompt(task), where=self._where(index))
@@ -240,13 +238,13 @@ class PromptSource:
     def _check_length(self, num_tokens: int, where: str, bound: str = "") -> None:
         length, most_tokens = f"the prompt has {bound}{num_tokens} tokens, images included", self.renderer.most_tokens
         if num_tokens > self._max_prompt_tokens:
-            limit, fix = f"data.max_prompt_tokens={self._max_prompt_tokens}", "raise that, lower model.max_pixels"
+            limit, fix = f"data.max_prompt_tokens={self._max_prompt_tokens}", "raise it, lower model.max_pixels"
         elif most_tokens is not None and num_tokens > most_tokens:
-            limit = f"the model has positions for {most_tokens} beside a completion"
+            limit = f"the model has positions for only {most_tokens} before a completion"
             fix = "lower rollout.max_new_tokens or model.max_pixels"
         else:
             return
-        raise BadRowError(f"{where}: {length}, and {limit}", "prompt_too_long", fix)
+        raise BadRowError(f"{where}: {length}, but {limit}", "prompt_too_long", fix)
 
     def _where(self, index: int) -> str | None:
         place = place_of(self.tasks, index)

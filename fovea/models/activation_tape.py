@@ -1,9 +1,9 @@
 """Activation tape: outputs of the decoder's linear layers for every token of a rollout, reused by its update.
 
-While the weights are those of the rollout, a token has the same linear outputs in the update, whose forward pass reads
-them from the tape (`models.trained_layer`) and computes only norms, rotary positions, attention and the head. Exact up
-to the rounding of matrix products of another shape; `train.plain_update_every_steps` keeps comparing with an update
-that reads nothing.
+As long as the weights have not changed since the rollout, a token has the same linear outputs in the update. The
+update's forward pass reads these from the tape (`models.trained_layer`) and computes only norms, rotary positions,
+attention and the head. The result is exact up to rounding, since the matrix products had other shapes;
+`train.plain_update_every_steps` regularly compares it with an update that does not use the tape.
 
 Axes: `N` tokens. A place is a token's index on the tape.
 """
@@ -39,14 +39,14 @@ NOT_RECORDED = -1
 
 
 class Tape:
-    """A block [capacity, width] per layer and group of linear layers, written by the engine, read by the trainer."""
+    """A block [capacity, width] per layer and group of linear layers; the engine writes it, the trainer reads it."""
 
     def __init__(self, widths: Sequence[Sequence[int]], max_bytes: float, dtype: torch.dtype) -> None:
         """`widths` are the output widths of the LinearGroups of each decoder layer; empty to keep image graphs only."""
         self._max_bytes = max_bytes
         self._token_bytes = sum(map(sum, widths)) * dtype.itemsize
         capacity_tokens = int(max_bytes // self._token_bytes) if self._token_bytes else 0
-        # torch.empty reserves addresses only: the system backs a page with memory when it is first written
+        # torch.empty only reserves addresses: the system allocates a page when it is first written
         self._blocks = [[torch.empty(capacity_tokens, width, dtype=dtype) for width in layer] for layer in widths]
         self._reserved_bytes = 0
         self._used = 0
@@ -106,7 +106,7 @@ class Tape:
     @contextmanager
     def recording(self, tokens: int) -> Iterator[int]:
         """Record the linear outputs of the forward pass in this context; yields the place of its first token."""
-        # places are never reused before `restart`, so that a trace stays valid as long as the weights
+        # places are not reused before `restart`, so a trace stays valid until the weights change
         start = self._used
         self._used += tokens
         self._pass = slice(start, self._used)
@@ -125,7 +125,7 @@ class Tape:
         return rows
 
     def read(self, layer: int, group: LinearGroup, columns: slice, places_N: Tensor) -> Tensor:
-        """Some columns of the recorded outputs of the tokens at these places."""
+        """The given columns of the recorded outputs of the tokens at these places."""
         return self._blocks[layer][group][:, columns].index_select(0, places_N)
 
 
@@ -144,13 +144,13 @@ class TapeColumn:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trace:
-    """Places on the tape of one completion and of its prompt."""
+    """Places on the tape of the tokens of one completion and of its prompt."""
 
     prompt_places_L: NDArray[np.int64]
     places_T: NDArray[np.int64]
-    """Places of all tokens of the completion but the last, which is never an input."""
+    """Places of all tokens of the completion except the last, which is never an input."""
     graph_number: int
-    """Number of the graph of the images that were encoded together with this prompt's."""
+    """Number of the image graph in which the prompt's images were encoded."""
 
     @property
     def holds_linears(self) -> bool:
@@ -166,8 +166,8 @@ class RecordedOutputs:
     places_N: Tensor
 
     def outputs(self, layer: int, wanted: Tensor | None, group: LinearGroup, columns: slice) -> Tensor:
-        """Columns of the outputs of a group; after the attention of the last layer, of the `wanted` tokens only."""
-        # every token gives queries, keys and values; only later groups run only on the wanted tokens
+        """Columns of the outputs of a group; after the last layer's attention, only for the `wanted` tokens."""
+        # queries, keys and values are computed for every token; later groups run only on the wanted tokens
         behind_attention = group != LinearGroup.QKV
         places = self.places_N[wanted] if wanted is not None and behind_attention else self.places_N
         return self.tape.read(layer, group, columns, places)

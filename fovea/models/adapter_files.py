@@ -1,4 +1,4 @@
-"""Reads a LoRA adapter from a folder in peft's format into the adapters of a network: safetensors, never a pickle."""
+"""Loads a LoRA adapter in peft's format into a network's adapters; reads only safetensors, never pickles."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ from fovea_gym.utils.bounded import read_file
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PARTS = ("lora_A", "lora_B")
 WRAPPERS = {"base_model", "model", "language_model"}
-"""Modules around the parts of a network; the versions of peft and transformers decide which of them a name has."""
+"""Wrapper modules in the names of weights; which of them occur depends on the versions of peft and transformers."""
 COMPARED = {"r", "lora_alpha", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}
 DESCRIPTIVE = {"task_type", "base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping"}
 INITIALISED = "init_lora_weights"
 CHANGING_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Its values that take from the base what the adapter starts with."""
+"""Values of `init_lora_weights` for which peft also changes the weights of the base model."""
 OF_TRAINING = {"lora_dropout", INITIALISED}
 MERGED = {
     *("alpha_pattern", "bias", "fan_in_fan_out", "layer_replication", "lora_bias", "modules_to_save", "rank_pattern"),
     *("target_parameters", "use_dora", "use_rslora"),
 }
-"""Keys of variants that peft merges into the base only by arithmetic."""
+"""Keys of LoRA variants that peft merges into the base by arithmetic, without importing other code."""
 WITHOUT_EFFECT = COMPARED | DESCRIPTIVE | OF_TRAINING
-"""Keys of an adapter's config that are compared elsewhere or do not change what its tensors mean."""
+"""Keys of an adapter's config that are compared elsewhere or do not change the meaning of its tensors."""
 
 
 def tensor_name(layer: str, part: str) -> str:
-    """The name of an adapter's matrix (`lora_A`, `lora_B`) in peft's file, by the layer's path in the network."""
+    """The name of an adapter's matrix (`lora_A`, `lora_B`) in peft's file, for a layer's path in the network."""
     return f"base_model.model.{layer}.{part}.weight"
 
 
 @torch.no_grad()
 def load_adapter(layers: Mapping[str, LoraLayer], lora: Lora, adapter_name: str) -> None:
-    """Copy the tensors of the folder `lora.adapter` into these LoRA layers, by their paths in some version's network.
+    """Copy the tensors of the folder `lora.adapter` into these LoRA layers, given by their paths in the network.
 
-    ConfigError where rank, alpha or layers of the settings are not the folder's; ModelError for a folder that cannot
-    be read, or for a variant of LoRA that Fovea does not train.
+    ConfigError if rank, alpha or layers of the settings differ from the folder's; ModelError if the folder cannot be
+    read, or holds a variant of LoRA that Fovea does not train.
     """
     folder = Path(lora.adapter or "")
     _check_config(folder, lora)
@@ -65,20 +65,20 @@ def load_adapter(layers: Mapping[str, LoraLayer], lora: Lora, adapter_name: str)
         side = "lacks" if first in wanted else "has"
         names = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in saved})
         raise ConfigError(
-            f"model.lora.adapter={folder} {side} {first}, unlike model.lora.targets and exclude; the folder adapts "
-            f"{', '.join(names)}: set model.lora.targets=[{','.join(names)}] and an exclude that fits"
+            f"model.lora.adapter={folder} {side} {first}, unlike model.lora.targets and exclude; the folder has "
+            f"adapters for {', '.join(names)}: set model.lora.targets=[{','.join(names)}] and a matching exclude"
         )
     for name, target in wanted.items():
         if saved[name].shape != target.shape:
             raise ModelError(
                 f"{folder}: {name} is {list(saved[name].shape)} and the model's layer needs {list(target.shape)}; the "
-                "adapter is of another model: give that as model.path"
+                "adapter belongs to another model: set model.path to that one"
             )
         target.copy_(saved[name])
 
 
 def _check_config(folder: Path, lora: Lora) -> None:
-    """Raise unless the folder's config says the same as the settings, and nothing that they cannot say."""
+    """Raise unless the folder's config agrees with the settings and sets nothing that they do not support."""
     config = _config(folder)
     for key, ours, name in (("r", lora.rank, "rank"), ("lora_alpha", lora.alpha, "alpha")):
         if config.get(key) != ours:
@@ -87,7 +87,7 @@ def _check_config(folder: Path, lora: Lora) -> None:
                 f"model.lora.{name}={config.get(key)}"
             )
     other = _first_other_than(WITHOUT_EFFECT, config)
-    # peft reads the name in any case
+    # peft ignores the case of this value
     if str(config.get(INITIALISED)).lower().startswith(CHANGING_THE_BASE):
         other = INITIALISED
     if other:
@@ -98,9 +98,9 @@ def _check_config(folder: Path, lora: Lora) -> None:
 
 
 def merge_adapter(network: PreTrainedModel, folder: Path) -> None:
-    """Merge an adapter into its base, in place; ModelError unless tensors and layers fit."""
+    """Merge an adapter into its base, in place; ModelError if its tensors or layers do not match the base."""
     if not (folder / ADAPTER_WEIGHTS).is_file():
-        raise ModelError(f"{folder}: it holds no {ADAPTER_WEIGHTS}, and other formats can run code; export it again")
+        raise ModelError(f"{folder} has no {ADAPTER_WEIGHTS}, and other formats can run code; export it again")
     _check_merges(folder)
     saved = _tensors(folder, [name for name, module in network.named_modules() if hasattr(module, "weight")])
     try:
@@ -109,14 +109,14 @@ def merge_adapter(network: PreTrainedModel, folder: Path) -> None:
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
         first_line = str(error).strip().split("\n")[0]
         raise ModelError(
-            f"{folder}: the adapter does not fit {network.name_or_path} ({first_line}); give its own base"
+            f"{folder}: the adapter does not fit {network.name_or_path} ({first_line}); give its own base model"
         ) from error
     trained = {name for name, _ in adapted.named_parameters() if ".lora_" in name or ".modules_to_save." in name}
     for side, names in (("has", keys.unexpected_keys), ("lacks", trained.intersection(keys.missing_keys))):
         if names:
             raise ModelError(
-                f"{folder}: the adapter {side} {min(names)}, unlike {network.name_or_path} with the layers of its "
-                f"{ADAPTER_CONFIG}; give its own base, or correct its target_modules"
+                f"{folder}: the adapter {side} {min(names)}, unlike {network.name_or_path} with the layers in its "
+                f"{ADAPTER_CONFIG}; give its own base model, or correct its target_modules"
             )
     # in place, so that the network keeps its class and its names
     merged = adapted.merge_and_unload()
@@ -124,7 +124,7 @@ def merge_adapter(network: PreTrainedModel, folder: Path) -> None:
 
 
 def _check_merges(folder: Path) -> None:
-    """ModelError for an adapter that is more than LoRA's weights: peft imports modules that some keys name."""
+    """ModelError for an adapter that is more than LoRA weights: peft imports modules that some config keys name."""
     config = _config(folder)
     if key := _first_other_than(WITHOUT_EFFECT | MERGED, config):
         raise ModelError(
@@ -134,7 +134,7 @@ def _check_merges(folder: Path) -> None:
 
 
 def _first_other_than(known: Collection[str], config: Mapping[str, Any]) -> str | None:
-    """The first key outside `known` that is neither off nor at LoRA's default; those that a later peft adds, too."""
+    """The first key outside `known` that is neither off nor at LoRA's default, even if only later versions know it."""
     plain = LoraConfig().to_dict()
     off = {key: (None, False, getattr(value, "value", value)) for key, value in plain.items()}
     others = sorted(config.keys() - set(known))
@@ -150,7 +150,7 @@ def _config(folder: Path) -> dict[str, Any]:
             "`fovea export --adapter-only` wrote"
         ) from error
     if not isinstance(config, dict):
-        raise ModelError(f"{folder}/{ADAPTER_CONFIG} holds no mapping; give a folder that peft wrote")
+        raise ModelError(f"{folder}/{ADAPTER_CONFIG} does not hold a mapping; give a folder that peft wrote")
     pattern = config.get("rank_pattern") or {}
     ranks = [config.get("r"), *(pattern.values() if isinstance(pattern, dict) else [pattern])]
     check_numbers(str(folder), ADAPTER_CONFIG, config | {"r": ranks})
@@ -158,9 +158,10 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _tensors(folder: Path, layers: Iterable[str]) -> dict[str, Tensor]:
-    """The folder's tensors, under the names that peft gives them today for these layers of a network.
+    """The folder's tensors, under the names that the installed peft uses for these layers of a network.
 
-    Versions of transformers put the same layers into other modules, and a state dict of training names the adapter.
+    Versions of transformers nest the same layers in different modules, and a state dict from training also contains
+    the adapter's name.
     """
     ours = {_unwrapped(layer): layer for layer in layers}
     named: dict[str, Tensor] = {}

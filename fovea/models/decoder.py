@@ -1,10 +1,10 @@
 """Decoder layers of Qwen2 and Qwen3 (RMSNorm, grouped-query attention, SwiGLU) for prefill, decoding and training.
 
-A layer's MLP is one for all tokens, or a mixture of experts (`models.experts`). In Qwen3.5, most layers have a gated
-delta net (`models.delta_net`) in place of attention; in GLM-4.1V, the outputs of attention and MLP have norms too.
+A layer has one MLP for all tokens, or a mixture of experts (`models.experts`). In Qwen3.5, most layers have a gated
+delta net (`models.delta_net`) in place of attention; in GLM-4.1V, the outputs of attention and MLP are normalised too.
 
-Equal to transformers' modules, with which tests compare it. The three uses pass in their own linear layers
-(`models.trained_layer` in training) and their own attention over the KV cache or the packed row.
+The layers compute the same as transformers' modules; tests compare them. Each of the three uses passes in its own
+linear layers (`models.trained_layer` in training) and its own attention over the KV cache or the packed row.
 
 Axes: `N` tokens, `H` query heads, `J` key heads, `D` width of a head, `E` width of the model, `W` vocabulary.
 """
@@ -41,7 +41,7 @@ TORCH_KERNELS = Kernels(norm=rms_norm, heads=heads, gate=silu_times)
 
 
 def kernels_for(shape: DecoderShape, kernels: Kernels = TORCH_KERNELS) -> Kernels:
-    """These kernels for a decoder of this shape: Qwen3.5 stores weights of norms minus 1."""
+    """These kernels, adapted to a decoder of this shape: Qwen3.5 stores norm weights minus 1."""
     if shape.delta is None:
         return kernels
     centred = partial(centred_norm, kernels.norm)
@@ -61,11 +61,11 @@ def kernels_for(shape: DecoderShape, kernels: Kernels = TORCH_KERNELS) -> Kernel
 
 TRIED_TOKENS = (1, 3, 64, 130)
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
-"""Largest norm of a difference between kernels over that of the values."""
+"""Largest norm of a difference between kernels, relative to the norm of the values."""
 
 
 def kernels_refusal(kernels: Kernels, text_config: Any, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why these kernels cannot be used for this decoder; None where their values are those of `TORCH_KERNELS`."""
+    """Why these kernels cannot be used for this decoder; None if their values match those of `TORCH_KERNELS`."""
     mlp = getattr(text_config, "intermediate_size", None) or text_config.moe_intermediate_size
     return _kernels_refusal(kernels, decoder_shape(text_config), (text_config.hidden_size, mlp), device, dtype)
 
@@ -101,7 +101,7 @@ def _trial_values(
             "RMS norm": kernels.norm(of["hidden"], of["weight"], shape.norm_eps),
             "SwiGLU": kernels.gate(of["gate"], of["up"]),
         }
-        # heads with norms first, which leave their inputs as they are
+        # heads with norms come first, since they do not overwrite their inputs
         found |= zip(names, kernels.heads((query, key, value), width, norm, rope), strict=True)
         rotated = kernels.heads((query, key, value), width, None, rope)
         return found | {f"{name} without norm": x for name, x in zip(names, rotated, strict=True)}
@@ -122,9 +122,9 @@ def _trial_values(
 
 
 class ExpertLoad:
-    """Number of tokens that each expert has run since the last `restart`, by decoder layer.
+    """Number of tokens that each expert has processed since the last `restart`, by decoder layer.
 
-    Gradient checkpointing runs a layer twice and counts it twice, which changes no ratio within the layer.
+    Gradient checkpointing runs a layer twice and counts it twice; ratios within a layer do not change.
     """
 
     def __init__(self) -> None:
@@ -138,11 +138,11 @@ class ExpertLoad:
         self._counts[layer] = count_X if layer not in self._counts else self._counts[layer] + count_X
 
     def restart(self) -> None:
-        """Begin to count anew."""
+        """Reset all counts."""
         self._counts = {}
 
     def counts(self) -> list[list[int]]:
-        """The counts [Y, X]; empty without experts."""
+        """The counts [Y, X] of Y layers and X experts; empty for a model without experts."""
         if not self._counts:
             return []
         counts: list[list[int]] = awaited(torch.stack([self._counts[layer] for layer in sorted(self._counts)])).tolist()
@@ -150,9 +150,9 @@ class ExpertLoad:
 
 
 def imbalance(counts_of_ranks: Sequence[Sequence[Sequence[int]]]) -> float | None:
-    """Largest over mean number of tokens of an expert, from the counts [Y, X] of each rank; the mean over layers.
+    """Largest over mean number of tokens per expert, averaged over layers, from the counts [Y, X] of each rank.
 
-    1 if all experts have the same number, X / K if all tokens run through the same experts; None without counts.
+    1 if all experts get the same number, X / K if all tokens run through the same K experts; None without counts.
     """
     counts_YX = np.sum(np.array(counts_of_ranks, dtype=np.int64), axis=0)
     return float((counts_YX.max(-1) / counts_YX.mean(-1)).mean()) if counts_YX.size else None
@@ -175,7 +175,7 @@ class ExpertGroups:
     scale: float
     """Factor on the weights of a token's experts."""
     normed: bool
-    """True if these weights sum to the factor."""
+    """True if these weights are normalised to sum to the factor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,11 +190,11 @@ class DecoderShape:
     experts_per_token: int = 0
     """Number of experts that a token runs through; 0 in a model without experts."""
     groups: ExpertGroups | None = None
-    """None where a softmax over all experts routes."""
+    """None if tokens are routed by a softmax over all experts."""
     delta: DeltaShape | None = None
-    """Sizes of the delta nets of Qwen3.5, whose attention has output gates; None where all layers have attention."""
+    """Sizes of the delta nets of Qwen3.5, whose attention has output gates; None if all layers have attention."""
     rotates_pairs: bool = False
-    """True if rotary positions turn neighbouring channels (GLM-4.1V), not one of each half of a head."""
+    """True if rotary positions rotate neighbouring channels (GLM-4.1V) instead of one from each half of a head."""
 
     @property
     def is_delta(self) -> tuple[bool, ...]:
@@ -203,19 +203,19 @@ class DecoderShape:
 
     @property
     def num_attention_layers(self) -> int:
-        """Layers that a KV cache holds."""
+        """Number of layers with attention, which need a KV cache."""
         return self.num_layers - sum(self.is_delta)
 
     def cached_as(self, layer: int) -> int:
-        """Index of a layer among the layers of its kind, by which caches hold it."""
+        """Index of a layer among the layers of its kind, which is its index in a cache."""
         return sum(kind == self.is_delta[layer] for kind in self.is_delta[:layer])
 
     def token_bytes(self, width: int) -> int:
-        """Bytes of the keys and values of a token in all layers; `width` is the bytes of an activation."""
+        """Bytes of the keys and values of a token in all layers; `width` is the number of bytes of one activation."""
         return 2 * self.num_attention_layers * self.num_kv_heads * self.head_dim * width
 
     def state_tokens(self, width: int) -> int:
-        """Tokens whose keys and values take as much memory as the states of a row; 0 without delta nets."""
+        """Number of tokens whose keys and values take as much memory as one row's states; 0 without delta nets."""
         return 0 if self.delta is None else -(-self.delta.state_bytes(width) // self.token_bytes(width))
 
     @property
@@ -225,7 +225,7 @@ class DecoderShape:
 
 
 def decoder_shape(text_config: Any) -> DecoderShape:
-    """The shape in a text config of transformers."""
+    """The shape of a decoder with this transformers text config."""
     heads = text_config.num_attention_heads
     return DecoderShape(
         num_layers=text_config.num_hidden_layers,
@@ -272,7 +272,7 @@ class VisualResidual:
     layers: Sequence[Tensor]
 
     def add_to(self, hidden_NE: Tensor, layer: int) -> Tensor:
-        """The hidden states that leave `layer`."""
+        """Hidden states after `layer`, with that layer's features added."""
         if layer >= len(self.layers):
             return hidden_NE
         return hidden_NE.index_add(0, self.tokens, self.layers[layer].to(hidden_NE.dtype))
@@ -291,13 +291,13 @@ class LayerCall:
     wanted: Tensor | None = None
     """Indices of the tokens whose hidden states are used after this layer; None for all tokens."""
     expert_load: ExpertLoad | None = None
-    """Counts the tokens of each expert of this pass, if given."""
+    """Counter of the tokens that each expert processes in this pass; None to count nothing."""
     scan: Scan | None = None
     """The delta rule of this pass, in a decoder with delta nets; may continue and keep states."""
 
 
 Mixer = Callable[[Tensor, LayerCall], Tensor]
-"""(x [N, E], call of its layer) -> [N, E], only of the wanted tokens if the call names some."""
+"""(x [N, E], call of its layer) -> [N, E], only for the wanted tokens if the call names any."""
 Mlp = Callable[[Tensor, LayerCall], Tensor]
 """(x [N, E], call of its layer) -> [N, E]"""
 
@@ -307,10 +307,10 @@ class GatedMlp:
     """An MLP that all tokens run through."""
 
     gate_up: Linears
-    """One output is that of both, side by side."""
+    """Returns gate and up as two outputs, or as one output with both concatenated."""
     down: Linears
     saved_gate_up: Sequence[ReadSaved] | None = None
-    """Reads the outputs of `gate_up` once more, where they are on the activation tape."""
+    """Readers of the outputs of `gate_up`, if these are on the activation tape."""
 
     def __call__(self, x_NE: Tensor, call: LayerCall) -> Tensor:
         outs = self.gate_up(x_NE)
@@ -328,13 +328,13 @@ class SelfAttention:
     """Qwen3 normalises queries and keys per head; Qwen2 does not."""
     output: Linears
     saved_qkv: Sequence[ReadSaved] | None = None
-    """Reads the outputs of `query_key_value` once more, where they are on the activation tape."""
+    """Readers of the outputs of `query_key_value`, if these are on the activation tape."""
 
     def __call__(self, x_NE: Tensor, call: LayerCall) -> Tensor:
         query, key, value = self.query_key_value(x_NE)
         gate_NHD = None
         if call.shape.delta is not None:
-            # side by side in each head
+            # each head holds its query and its gate, concatenated
             query_NHD, gate_NHD = query.unflatten(-1, (-1, 2 * call.shape.head_dim)).chunk(2, -1)
             query = query_NHD.flatten(1)
         if call.shape.rotates_pairs:
@@ -343,7 +343,7 @@ class SelfAttention:
             (query, key, value), call.shape.head_dim, self.head_norm, call.rope, self.saved_qkv
         )
         out_NHD = call.attend(call.index, query_NHD, key_NJD, value_NJD)
-        # the other tokens had to give keys and values; their output projection and MLP would be read by nothing
+        # the other tokens are needed only as keys and values: nothing reads their output projection and MLP
         if call.wanted is not None:
             out_NHD = out_NHD.index_select(0, call.wanted)
             gate_NHD = None if gate_NHD is None else gate_NHD.index_select(0, call.wanted)

@@ -1,6 +1,6 @@
-"""Gated delta net: the layer that Qwen3.5 has in place of attention in most of its decoder layers.
+"""Gated delta net, which replaces attention in most decoder layers of Qwen3.5.
 
-Equal to transformers' Qwen3_5GatedDeltaNet, with which tests compare it.
+It computes the same as transformers' Qwen3_5GatedDeltaNet; tests compare them.
 
 Axes: `N` tokens, `E` width of the model, `C`, `K`, `V` and `F` as in `models.delta_rule`.
 """
@@ -19,10 +19,10 @@ from fovea.models.kernels import rms_norm
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaNet:
-    """Weights of a delta net, and the layer that they make."""
+    """A gated delta-net layer and its weights."""
 
     inputs: Linears
-    """Queries, keys and values together; output gate; beta; decay."""
+    """Projections to queries, keys and values (concatenated), to the output gate, to beta and to the decay."""
     output: Linears
     conv_C1K: Tensor
     log_rate_V: Tensor
@@ -32,7 +32,7 @@ class DeltaNet:
     norm_F: Tensor
 
     def __call__(self, x_NE: Tensor, call: LayerCall) -> Tensor:
-        """Outputs [N, E], only of the wanted tokens if the call names some."""
+        """Outputs [N, E], only for the wanted tokens if the call names any."""
         assert call.scan is not None, "a pass over delta nets without their states"
         mixed_NC, gate, beta_NV, decay_NV = self.inputs(x_NE)
         # in float32: in 16 bits the rate may overflow

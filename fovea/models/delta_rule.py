@@ -1,8 +1,8 @@
-"""The gated delta rule (Yang et al., arXiv 2412.06464) of rows of tokens that go on from states.
+"""The gated delta rule (Yang et al., arXiv 2412.06464) for rows of tokens that continue from given states.
 
-A row's state takes the place of its keys and values, and has one size however long the row is. Rows are those of a
-batch, so that no state crosses the border of a row. The functions that compute it are transformers' own: kernels of
-flash-linear-attention and causal-conv1d where these are installed and pass a trial, else plain torch.
+A row's state replaces its keys and values, and its size does not depend on the length of the row. Rows form a batch, so
+no state leaks from one row into another. The functions that compute the rule are transformers' own: the kernels of
+flash-linear-attention and causal-conv1d if these are installed and pass a trial, else plain torch.
 
 Axes: `N` tokens, `R` rows, `T` tokens of the longest row, `C` channels of the convolution (queries, keys and values of
 all heads), `K` its window, `V` value heads, `D` width of a key, `F` width of a value.
@@ -24,24 +24,24 @@ from fovea.models.transformers_versions import DeltaFunctions, delta_functions, 
 from fovea.models.trials import Tensors, first_difference, random_tensor, values_and_gradients, why_refused
 
 KERNELS = {"flash-linear-attention": "fla", "causal-conv1d": "causal_conv1d"}
-"""Packages whose kernels transformers runs, with the module of each; compared with plain torch before a run uses them,
-and not on a GPU yet."""
+"""Packages whose kernels transformers uses, with the module of each. A run compares the kernels with plain torch before
+it uses them; they have not been tested on a GPU yet."""
 PACKAGES = {"convolve": "causal-conv1d", "chunks": "flash-linear-attention", "step": "flash-linear-attention"}
-"""The package that has the kernel of each of `DeltaFunctions`."""
+"""The package that provides the kernel for each function of `DeltaFunctions`."""
 TRIALS = ((5, 1), (3, 3), (2, 64), (2, 130))
-"""Rows and tokens of a trial: a decode step, fewer tokens than the window, a whole chunk, and more than two."""
+"""Rows and tokens of each trial: a decode step, fewer tokens than the window, one chunk, and more than two chunks."""
 TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 3e-2, torch.float16: 1e-2}
-"""Largest norm of a difference over that of the values. Kernels of float32 multiply in TF32, with 10 bits."""
+"""Largest norm of a difference, relative to the norm of the values. float32 kernels multiply in TF32 (10 bits)."""
 
 CHUNK = 64
-"""Most tokens of a chunk in plain torch, transformers' default."""
+"""Largest number of tokens in a chunk in plain torch: transformers' default."""
 GRID_LIMIT = 65_535
-"""Most rows times value heads of a call: the second axis of a CUDA grid ends there."""
+"""Largest product of rows and value heads in a call: the limit of the second axis of a CUDA grid."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaShape:
-    """Sizes of the delta nets of a decoder whose other layers have attention."""
+    """Sizes of the delta nets of a decoder; its other layers have attention."""
 
     is_delta: tuple[bool, ...]
     """True for each layer that is a delta net."""
@@ -58,27 +58,27 @@ class DeltaShape:
         return keys, keys, self.value_heads * self.value_dim
 
     def state_bytes(self, width: int) -> int:
-        """Bytes of the states of a row in all layers; `width` is the bytes of an activation."""
+        """Bytes of one row's states in all layers; `width` is the number of bytes of one activation."""
         memory = self.value_heads * self.key_dim * self.value_dim * torch.float32.itemsize
         return sum(self.is_delta) * (memory + (self.window - 1) * sum(self.widths) * width)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaInputs:
-    """Inputs of the rule: of the tokens of a pass, [N, ...], or of rows, [R, T, ...]."""
+    """Inputs of the rule, either for the tokens of a pass, [N, ...], or for padded rows, [R, T, ...]."""
 
     mixed: Tensor
-    """Queries, keys and values side by side, before the convolution."""
+    """Queries, keys and values, concatenated, before the convolution."""
     log_decay: Tensor
-    """Log of the factor on the state before each token, by value head; float32."""
+    """Log of the decay that is applied to the state before each token, per value head; float32."""
     beta: Tensor
-    """Share of its old value that a key's new one replaces, by value head."""
+    """Fraction of a key's old value that the new value replaces, per value head."""
     conv_CK: Tensor
     lengths_R: Tensor | None = None
-    """Tokens of each row; None if all have T."""
+    """Number of tokens in each row; None if all rows have T."""
 
     def rows(self, index_RT: Tensor, valid_RT: Tensor) -> DeltaInputs:
-        """The inputs as rows of tokens gathered by index; padding follows the tokens and leaves the state as it is."""
+        """The inputs gathered by index into padded rows; padding follows the tokens and leaves the state unchanged."""
         padding_RT1 = ~valid_RT[..., None]
         return replace(
             self,
@@ -89,7 +89,7 @@ class DeltaInputs:
         )
 
     def split(self, size: int) -> list[DeltaInputs]:
-        """Parts of so many rows each."""
+        """Split the inputs into parts of `size` rows each."""
         lengths = None if self.lengths_R is None else self.lengths_R.split(size)
         return [
             replace(
@@ -107,32 +107,32 @@ class DeltaInputs:
 
 @dataclass(frozen=True, slots=True)
 class DeltaState:
-    """States of rows in one layer."""
+    """States of a batch of rows in one layer."""
 
     tail_RKC: Tensor
     """The last K - 1 inputs of the convolution; zeros before the first token."""
     memory_RVDF: Tensor
-    """float32."""
+    """The recurrent state of each value head; float32."""
 
     @staticmethod
     def zeros(rows: int, shape: DeltaShape, like: Tensor) -> DeltaState:
-        """States of rows without a token, on the device of `like` and with tails of its type."""
+        """Initial states of rows, on the device of `like`; the tails have its dtype."""
         return DeltaState(
             like.new_zeros(rows, shape.window - 1, sum(shape.widths)),
             like.new_zeros(rows, shape.value_heads, shape.key_dim, shape.value_dim, dtype=torch.float32),
         )
 
     def select(self, index: Tensor) -> DeltaState:
-        """Copies of the states of these rows, each of which may branch from one row."""
+        """Copies of the states at these indices; an index may repeat, so that several rows branch from one."""
         return DeltaState(self.tail_RKC.index_select(0, index), self.memory_RVDF.index_select(0, index))
 
     def split(self, size: int) -> list[DeltaState]:
-        """Parts of so many rows each."""
+        """Split the states into parts of `size` rows each."""
         return [DeltaState(*part) for part in zip(self.tail_RKC.split(size), self.memory_RVDF.split(size), strict=True)]
 
     @staticmethod
     def cat(states: Sequence[DeltaState]) -> DeltaState:
-        """The states of all rows of several batches."""
+        """Concatenate the states of several batches of rows."""
         return DeltaState(
             torch.cat([each.tail_RKC for each in states]), torch.cat([each.memory_RVDF for each in states])
         )
@@ -145,7 +145,7 @@ Scan = Callable[[int, DeltaInputs], Tensor]
 def delta_rule(
     rows: DeltaInputs, before: DeltaState, shape: DeltaShape, functions: DeltaFunctions
 ) -> tuple[Tensor, DeltaState]:
-    """Outputs [R, T, V, F] of rows, and their states after the last token of each."""
+    """Outputs [R, T, V, F] of the rows, and the state of each row after its last token."""
     most = max(1, GRID_LIMIT // shape.value_heads)
     if len(rows.mixed) > most:
         parts = [delta_rule(*part, shape, functions) for part in zip(rows.split(most), before.split(most), strict=True)]
@@ -153,14 +153,14 @@ def delta_rule(
         return torch.cat(outs), DeltaState.cat(states)
     tokens = rows.mixed.shape[1]
     inputs_RTC = torch.cat([before.tail_RKC, rows.mixed], dim=1)
-    # with the tail in front, as many outputs fewer belong to these tokens
+    # the tail comes first, so only the last outputs belong to these tokens
     mixed_RCT = functions.convolve(inputs_RTC.transpose(1, 2), rows.conv_CK, None, activation="silu")[..., -tokens:]
     query, key, value = mixed_RCT.transpose(1, 2).split(shape.widths, dim=-1)
     times = shape.value_heads // shape.key_heads
     heads = [x.unflatten(-1, (shape.key_heads, -1)).repeat_interleave(times, 2) for x in (query, key)]
     # flash-linear-attention has no backward pass for single tokens
     rule = functions.step if tokens == 1 and not torch.is_grad_enabled() else functions.chunks
-    # plain torch pads rows to whole chunks, and solves a triangular system for each; kernels on CUDA choose the size
+    # plain torch pads rows to whole chunks and solves a triangular system per chunk; CUDA kernels choose the chunk size
     sizes = {} if rows.mixed.is_cuda or rule is functions.step else {"chunk_size": min(tokens, CHUNK)}
     out_RTVF, memory_RVDF = rule(
         *heads,
@@ -176,7 +176,7 @@ def delta_rule(
 
 
 def _tail(inputs_RTC: Tensor, lengths_R: Tensor | None, size: int) -> Tensor:
-    """The last inputs of each row, whose length is counted without the `size` inputs in front."""
+    """The last `size` inputs of each row; `lengths_R` does not count the `size` inputs of the previous tail."""
     if lengths_R is None:
         return inputs_RTC[:, inputs_RTC.shape[1] - size :]
     index_RK = lengths_R[:, None] + torch.arange(size, device=lengths_R.device)
@@ -184,11 +184,11 @@ def _tail(inputs_RTC: Tensor, lengths_R: Tensor | None, size: int) -> Tensor:
 
 
 def row_scan(layout: SharedPrefixLayout, shape: DeltaShape, like: Tensor) -> Scan:
-    """The rule over a packed row: prompts from empty states, completions from the state after their prompt.
+    """The rule over a packed row: prompts start from empty states, completions from the state after their prompt.
 
-    The state of a prompt receives gradients from all of its completions. `like` has the activations' type and device.
+    The state of a prompt receives gradients from all of its completions. `like` has the activations' dtype and device.
     """
-    # here, since a trial within a checkpointed layer would be recorded as part of it
+    # chosen here, since a trial inside a checkpointed layer would be recorded as part of that layer
     functions = fastest_functions(shape, like.device, like.dtype)
     prompts, group = layout.completion_index_PGT.shape[:2]
     prompt_of_R = torch.arange(prompts, device=layout.prompt_index_PL.device).repeat_interleave(group)
@@ -209,7 +209,7 @@ def row_scan(layout: SharedPrefixLayout, shape: DeltaShape, like: Tensor) -> Sca
 
 
 def fastest_functions(shape: DeltaShape, device: torch.device, dtype: torch.dtype) -> DeltaFunctions:
-    """The functions that transformers has picked for this machine, and plain ones in place of those refused."""
+    """The functions that transformers picked for this machine, with plain ones in place of any that failed a trial."""
     plain = plain_delta_functions()
     refused = {name: getattr(plain, name) for name in delta_refusals(delta_functions(), shape, device, dtype)}
     return replace(delta_functions(), **refused)
@@ -219,9 +219,9 @@ def fastest_functions(shape: DeltaShape, device: torch.device, dtype: torch.dtyp
 def delta_refusals(
     picked: DeltaFunctions, shape: DeltaShape, device: torch.device, dtype: torch.dtype
 ) -> Mapping[str, str]:
-    """The functions that cannot be used for nets of this shape, by name, each with the reason.
+    """Names of the functions that cannot be used for nets of this shape, each with the reason.
 
-    Only functions whose package is installed are tried, each with plain functions for the other two.
+    Only functions whose package is installed are tried; in each trial the other two functions are plain ones.
     """
     tried = {
         name: why_refused(partial(delta_difference, name, picked, shape, device, dtype))
@@ -234,8 +234,8 @@ def delta_refusals(
 def delta_difference(
     name: str, picked: DeltaFunctions, shape: DeltaShape, device: torch.device, dtype: torch.dtype
 ) -> str | None:
-    """How one of the picked functions differs from a plain one on random rows that go on from states, else None."""
-    # transformers takes plain functions without a word where this fails
+    """How a picked function differs from the plain one on random rows with initial states; None if it does not."""
+    # raises if the package cannot be imported; transformers would silently fall back to plain functions
     pkgutil.resolve_name(KERNELS[PACKAGES[name]])
     plain = plain_delta_functions()
     tried = replace(plain, **{name: getattr(picked, name)})
@@ -250,11 +250,11 @@ def delta_difference(
 def trial_values(
     functions: DeltaFunctions, rows: int, tokens: int, shape: DeltaShape, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Outputs and states of the rule on random rows, and all gradients, which a decode step does not have."""
+    """Outputs and states of the rule on random rows, with all gradients unless the rows are a decode step."""
     like = torch.empty(0, device=device, dtype=dtype)
     exact = like.float()
     channels = sum(shape.widths)
-    # queries, keys and values apart: together, the largest gradient would hide an error of another
+    # separate queries, keys and values: in one tensor, the largest gradient would hide an error in the others
     sizes = zip(("query", "key", "value"), shape.widths, strict=True)
     inputs = {
         name: random_tensor(rows, tokens, size, like=like, seed=index) for index, (name, size) in enumerate(sizes)
@@ -279,15 +279,13 @@ def trial_values(
 
 
 def slow_delta_note(shape: DeltaShape, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Note for the start of a run whose delta nets lack a kernel: not installed on a GPU, or refused; else None."""
+    """Startup note if a kernel of the delta nets failed its trial, or is not installed on a GPU machine; else None."""
     refusals = delta_refusals(delta_functions(), shape, device, dtype)
     reasons = "; ".join(f"the kernel {name} of {PACKAGES[name]}: {reason}" for name, reason in refusals.items())
     missing = [package for package, module in KERNELS.items() if find_spec(module) is None]
     if missing and device.type != "cpu":
         reasons = "; ".join(filter(None, (reasons, f"not installed: pip install {' '.join(missing)}")))
-    return (
-        f"delta nets: plain torch functions run, many times slower than their kernels ({reasons})" if reasons else None
-    )
+    return f"delta nets: plain torch functions run, many times slower than kernels ({reasons})" if reasons else None
 
 
 def _gather(x_NX: Tensor, index_RT: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ class Passes:
     linear: float
     """Factor for the decoder's linear layers and the head."""
     attention: float
-    """Factor for products of activations, which have gradients on both sides: of attention and of the delta rule."""
+    """Factor for products of two activations (attention, the delta rule), which have gradients on both sides."""
     vision: float
     """Factor for the vision tower's linear layers; 0 if image features are cached."""
     vision_attention: float
@@ -38,7 +38,7 @@ def training_passes(*, lora: bool, trains_vision: bool, features_cached: bool) -
 
     The recomputation of gradient checkpointing is not counted: model FLOPs, not hardware FLOPs.
     """
-    # the frozen layers under LoRA have gradients of inputs and none of weights
+    # frozen layers under LoRA have input gradients but no weight gradients
     linear = 2 if lora else 3
     if trains_vision:
         return Passes(linear=linear, attention=3, vision=linear, vision_attention=3)
@@ -65,7 +65,7 @@ class Work:
     window_side: int
     """Patches along a side of a window; 0 without windows."""
     rule: float = 0.0
-    """FLOPs of a token in the products of delta nets with their states; 0 without."""
+    """FLOPs of a token in the products of delta nets with their states; 0 without delta nets."""
 
     def image(self, image: PromptImage, passes: Passes = FORWARD) -> float:
         """FLOPs of the vision tower on one image."""
@@ -99,7 +99,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionWork:
-    """Forward FLOPs of a vision tower; the fields are those of `Work`."""
+    """Forward FLOPs of a vision tower; the fields mean the same as in `Work`."""
 
     patch: float
     image_pair: float
@@ -108,11 +108,11 @@ class VisionWork:
 
 
 def text_work(text: Any, vision: VisionWork) -> Work:
-    """Work of a decoder with gated MLPs, from its transformers config, behind a vision tower.
+    """Work of a decoder with gated MLPs, from its transformers config, and of its vision tower.
 
-    In a layer with experts, a token's work is the router's and that of the experts that it runs through, with the
-    shared one and its weight. In a delta net it includes the convolution, and the rule on the state is apart, which is
-    read, written and read again.
+    In a layer with experts, a token's work is that of the router and of the experts that it runs through, including
+    the shared expert and its weight. In a delta net it includes the convolution; the rule on the state, which is read,
+    written and read again, is counted separately.
     """
     shape = decoder_shape(text)
     query_width, key_width = (shape.head_dim * n for n in (shape.num_heads, shape.num_kv_heads))
@@ -132,7 +132,7 @@ def text_work(text: Any, vision: VisionWork) -> Work:
 
 
 def _net_work(shape: DeltaShape, width: int) -> int:
-    """Multiply-adds of a token in a delta net without its rule."""
+    """Multiply-adds of a token in a delta net, without the delta rule."""
     channels, values = sum(shape.widths), shape.widths[2]
     linear = width * (channels + 2 * shape.value_heads) + 2 * width * values
     return linear + shape.window * channels

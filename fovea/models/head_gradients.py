@@ -1,10 +1,10 @@
 """Scores of actions by chunks, and gradients of hidden states and head, with few tensors of the size of logits.
 
-Where the derivatives of a loss by log-probs can be computed before it, each chunk's gradients are made right behind its
-logits, which are then computed once (`ScoresWithGradients`). Both kinds of distributions, of a whole vocabulary
-(`token_logprobs`) and of a slice of it (`train.megatron.sharded_logprobs`), are differentiated here.
+If the derivatives of a loss by log-probs can be computed before the loss, each chunk's gradients are computed right
+after its logits, which are then computed only once (`ScoresWithGradients`). This module differentiates distributions
+over a whole vocabulary (`token_logprobs`) and over a slice of it (`train.megatron.sharded_logprobs`).
 
-Axes: `A` actions, `E` width of the model, `W` vocabulary, or the slice of it that a rank has.
+Axes: `A` actions, `E` width of the model, `W` vocabulary, or a rank's slice of it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 DEPENDS_ON_OTHERS = (
-    "the loss of a token depends on the log-probs of other tokens, which are not known when its gradient is made; set "
-    "couples_tokens = 'always' in the class of the loss's settings"
+    "the loss of a token depends on the log-probs of other tokens, which are unknown when its gradient is computed; "
+    "set couples_tokens = 'always' in the class of the loss's settings"
 )
 
 Scores: TypeAlias = tuple[Tensor, Tensor, Tensor]
@@ -29,13 +29,13 @@ Scores: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class LossGradients:
-    """Derivatives of a loss by log-probs [A] and by entropies [A], where they are known before the loss."""
+    """Derivatives of a loss by log-probs [A] and entropies [A], for a loss whose derivatives are known beforehand."""
 
     of: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
-    """A function of both; None for entropies that are not in the loss. The derivatives of an action follow from its two
-    numbers: it is called after each chunk, when the numbers of actions that are yet to come are 0."""
+    """(log-probs, entropies) -> derivatives by both; None for entropies that are not in the loss. The derivatives of an
+    action may depend only on its own two values: after each chunk, the values of later actions are still 0."""
     rounding: Tensor | float = 0.0
-    """The least difference that the order of sums may make, of terms that cancel in a derivative."""
+    """Absolute tolerance for the order of sums, for derivatives whose terms cancel."""
 
 
 class Distributions(Protocol):
@@ -67,9 +67,9 @@ def scores_by_chunks(
 ) -> Scores:
     """Scores with logits for `chunk_tokens` actions at a time.
 
-    With the `loss_gradients` of the loss whose backward pass will follow, the logits of several chunks are computed
-    once, by `distribute`. Without, `of_chunk` (hidden, targets) scores each and differentiates itself, and runs once
-    more in the backward pass where there are several: probabilities that wait for it would take what chunking frees.
+    With the `loss_gradients` of the loss whose backward pass will follow, `distribute` computes the logits of several
+    chunks only once. Without them, `of_chunk` (hidden, targets) scores each chunk under autograd; with several chunks
+    it runs again in the backward pass, since keeping all probabilities would use the memory that chunking saves.
     """
     in_chunks = len(hidden_AE) > chunk_tokens and torch.is_grad_enabled()
     if in_chunks and loss_gradients is not None:
@@ -87,9 +87,9 @@ def scores_by_chunks(
 
 
 class ScoresWithGradients(torch.autograd.Function):
-    """Scores of several chunks of actions, whose gradients are made right where their logits are.
+    """Scores of several chunks of actions; the gradients of each chunk are computed together with its logits.
 
-    The derivatives that the backward pass brings are only compared with the given ones.
+    The derivatives that arrive in the backward pass are only compared with the given ones.
     """
 
     @staticmethod
@@ -118,7 +118,7 @@ class ScoresWithGradients(torch.autograd.Function):
             if of_head_WE is not None:
                 add_product(of_head_WE, of_logits_AW.t(), hidden_AE[part])
             used.append(tuple(gradient_A for gradient_A in of_actions if gradient_A is not None))
-            # the next chunk takes their memory
+            # free their memory for the next chunk
             del found, of_logits_AW
         ctx.save_for_backward(of_hidden_AE, of_head_WE, *(torch.cat(parts) for parts in zip(*used, strict=True)))
         ctx.rounding = loss_gradients.rounding
@@ -138,25 +138,25 @@ def _zeros(hidden_AE: Tensor) -> Tensor:
 
 
 def add_product(sum_WE: Tensor, of_logits_WA: Tensor, hidden_AE: Tensor) -> None:
-    """Add a chunk's gradient of the head to that of the others, which stays in float32: 16 bits lose small ones."""
+    """Add a chunk's gradient of the head to the sum, which stays in float32: 16 bits would lose small gradients."""
     if hidden_AE.dtype == torch.float32:
         torch.addmm(sum_WE, of_logits_WA, hidden_AE, out=sum_WE)
     elif hidden_AE.device.type == "cpu":
-        # its kernels round the product to 16 bits first
+        # CPU kernels round the product to 16 bits first
         sum_WE.add_(of_logits_WA @ hidden_AE)
     else:
         torch.addmm(sum_WE, of_logits_WA, hidden_AE, out_dtype=torch.float32, out=sum_WE)
 
 
 def _check_gradients(used: Sequence[Tensor], found: Sequence[Tensor], rounding: Tensor | float) -> None:
-    """RuntimeError if the backward pass begins with other derivatives than gradients were made of."""
-    assert len(used) == len(found), f"gradients of {len(used)} derivatives were made, and the loss has {len(found)}"
+    """RuntimeError if the derivatives in the backward pass differ from those used to compute the gradients."""
+    assert len(used) == len(found), f"gradients were computed for {len(used)} derivatives, the loss has {len(found)}"
     for used_A, found_A in zip(used, found, strict=True):
-        # equal up to the order of sums over equal completions; a derivative or an advantage (in `rounding`) that is not
-        # finite makes the loss so, and the update is skipped
+        # equal up to the order of sums over equal completions; if a derivative or an advantage (in `rounding`) is not
+        # finite, neither is the loss, and the update is skipped
         limit = 1e-4 * used_A.nan_to_num(0, 0, 0).abs().max() + rounding
         near_A = ((used_A - found_A).abs() <= limit) | limit.isnan()
-        # on the device, for which the host does not wait
+        # asserted on the device, so that the host does not wait
         torch._assert_async((near_A | ~used_A.isfinite()).all(), DEPENDS_ON_OTHERS)
 
 
@@ -166,7 +166,7 @@ def gradients_of_head(
     head_WE: Tensor,
     of_logits_AW: Tensor,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of hidden states and head where they are needed, from that of the logits in float32."""
+    """Gradients of hidden states and head, if they are needed, from the float32 gradient of the logits."""
     of_logits_AW = of_logits_AW.to(hidden_AE.dtype)
     of_hidden = of_logits_AW @ head_WE if ctx.needs_input_grad[0] else None
     of_head = of_logits_AW.t() @ hidden_AE if ctx.needs_input_grad[1] else None
@@ -183,16 +183,16 @@ def gradient_of_logits_(
     weighted_AW: Tensor | None = None,
     has_target_A: Tensor | None = None,
 ) -> Tensor:
-    """Gradient of the logits [A, W] from derivatives by log-probs and entropies; overwrites what it is given.
+    """Gradient of the logits [A, W] from derivatives by log-probs and entropies; overwrites its arguments.
 
     With z the scaled logits: d log p(t) / dz = onehot(t) - p and dH / dz = -p (log p + H). `weighted_AW` is p log p,
-    where it is still there; `has_target_A` says which targets lie in this slice of the vocabulary, None: all.
+    if the caller still has it; `has_target_A` marks the targets in this slice of the vocabulary, None: all.
     """
     of_logprobs_A, of_entropies_A = loss_gradients[0], loss_gradients[1]
     # in place on a saved tensor: safe, since autograd refuses a second backward pass through a freed graph
     inner_AW = None
     if of_entropies_A is not None:
-        # xlogy, since 0 log 0 is 0 here and nan by multiplication; computed before the probabilities are overwritten
+        # xlogy gives 0 for 0 log 0, where a product would be NaN; computed before the probabilities are overwritten
         weighted_AW = torch.xlogy(probs_AW, probs_AW) if weighted_AW is None else weighted_AW
         inner_AW = weighted_AW.addcmul_(probs_AW, entropies_A[:, None])
     if of_logprobs_A is None:

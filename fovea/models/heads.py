@@ -1,4 +1,4 @@
-"""From the query, key and value projections of a layer to heads: RMSNorm of each query and key head, rotary positions.
+"""Turns the query, key and value projections of a layer into heads: RMSNorm of query and key heads, rotary positions.
 
 Axes: `N` tokens, `H` query heads, `J` key heads, `X` heads of any kind, `D` width of a head.
 """
@@ -41,15 +41,15 @@ class Heads(Protocol):
         rope: Rope,
         saved: Sequence[ReadSaved] | None = None,
     ) -> Triple:
-        """Queries [N, H, D], keys [N, J, D] and values [N, J, D] from projections [N, H D] and twice [N, J D]."""
+        """Queries [N, H, D], keys [N, J, D] and values [N, J, D] from projections [N, H D], [N, J D] and [N, J D]."""
         ...
 
 
 def heads(
     projections: Triple, width: int, norm: HeadNorm | None, rope: Rope, saved: Sequence[ReadSaved] | None = None
 ) -> Triple:
-    """Heads with norm and rotary positions applied; those with readers in `saved` are not kept for a backward pass."""
-    # a rotation by itself needs no inputs in its backward pass, so that there is nothing to read again
+    """Heads with norm and rotary positions applied; heads with readers in `saved` are not kept for a backward pass."""
+    # without a norm there is nothing to read again: the backward pass of a rotation does not need its inputs
     if saved is None or norm is None or not torch.is_grad_enabled():
         return unfused_heads(projections, width, norm, rope)
     query, key, value = (x.unflatten(-1, (-1, width)) for x in projections)
@@ -69,7 +69,7 @@ def unfused_heads(
     norm_kernel: RmsNormFunction = rms_norm,
     rotate_kernel: RotateFunction = rotate,
 ) -> Triple:
-    """`heads` by one function for the norm and one for the rotation, which keep what they need."""
+    """`heads` with separate functions for norm and rotation, each of which saves what its backward pass needs."""
     query, key, value = (x.unflatten(-1, (-1, width)) for x in projections)
     if norm is not None:
         query = norm_kernel(query, norm.query_D, norm.epsilon)
@@ -78,7 +78,7 @@ def unfused_heads(
 
 
 class NormAndRotate(torch.autograd.Function):
-    """`kernels.RmsNorm`, then `rope.Rotate`, of heads that can be read again: saves one number for each head."""
+    """`kernels.RmsNorm`, then `rope.Rotate`, for heads that can be read again: saves one number per head."""
 
     @staticmethod
     def forward(ctx: Any, x_NXD: Tensor, weight_D: Tensor, epsilon: float, rope: Rope, read: ReadSaved) -> Tensor:
@@ -102,7 +102,7 @@ class ValueHead(nn.Module):
     """A float32 linear layer on the hidden states that predict the actions, initialised to 0."""
 
     def __init__(self, width: int, *, detach_trunk: bool) -> None:
-        """With `detach_trunk` the value loss trains this layer only."""
+        """With `detach_trunk`, the value loss trains only this layer."""
         super().__init__()
         self._detach_trunk = detach_trunk
         self.linear = nn.Linear(width, 1)

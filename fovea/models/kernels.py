@@ -1,7 +1,7 @@
 """RMSNorm, SwiGLU and patch embedding with fewer passes over memory than transformers' modules.
 
-`tests/models/shared_prefix/test_shared_prefix.py` holds the whole model to transformers' own,
-`tests/models/test_kernels.py` each layer.
+`tests/models/shared_prefix/test_shared_prefix.py` compares the whole model with transformers',
+`tests/models/test_kernels.py` compares each layer.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor, nn
 RmsNormFunction = Callable[[Tensor, Tensor, float], Tensor]
 """(x [..., D], weight [D], epsilon) -> [..., D]"""
 ReadSaved = Callable[[], Tensor]
-"""Reads the outputs of a linear layer once more: a backward pass that has this need not keep them."""
+"""Reads the outputs of a linear layer again, so that the backward pass need not keep them."""
 
 
 class Gate(Protocol):
     """Activation of a gated MLP."""
 
     def __call__(self, gate: Tensor, up: Tensor, saved: Sequence[ReadSaved] | None = None) -> Tensor:
-        """The product [..., F] of activated gate [..., F] and up [..., F]; `saved` reads both again."""
+        """The product [..., F] of activated gate [..., F] and up [..., F]; the readers `saved` read both again."""
         ...
 
 
@@ -48,13 +48,13 @@ def _norm(norm: RmsNormFunction, module: Any, x: Tensor) -> Tensor:
 
 
 def norm_epsilon(module: Any) -> float:
-    """Epsilon of one of transformers' RMS norms, which Qwen3.5 names otherwise."""
+    """Epsilon of a transformers RMS norm; the attribute has another name in Qwen3.5."""
     epsilon: float = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
     return epsilon
 
 
 def centred_norm(norm: RmsNormFunction, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """RMSNorm with a weight that is stored minus 1, as Qwen3.5 has it; the product is in float32."""
+    """RMSNorm whose weight is stored minus 1, as in Qwen3.5; computed in float32."""
     return norm(x.float(), 1 + weight.float(), epsilon).to(x.dtype)
 
 
@@ -63,7 +63,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     # torch's own kernel is fused on CUDA only
     if x.is_cuda:
         return F.rms_norm(x, weight.shape, weight, epsilon)
-    # nothing is saved for a backward pass, so the last product may overwrite
+    # nothing is saved for a backward pass, so the last product may be in place
     if not torch.is_grad_enabled():
         x_float = x.float()
         return (x_float * inverse_rms(x_float, epsilon)).to(x.dtype).mul_(weight)
@@ -72,7 +72,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def _embed_patches(module: Any, patches: Tensor) -> Tensor:
-    """Patch embedding as a linear layer, which a convolution is whose kernel equals its stride."""
+    """Patch embedding as a linear layer, which is equivalent to a convolution whose kernel equals its stride."""
     # Conv3d is 10 times slower here on CPU, and slower still in some CUDA builds
     weight = module.proj.weight
     return F.linear(patches.to(weight.dtype).flatten(1), weight.flatten(1), module.proj.bias)
@@ -111,7 +111,7 @@ def gradients_of_norm(
     """Gradients of the inputs of `RmsNorm`, and of its weight if that is trained."""
     product = gradient * normalised
     weight_gradient = product.flatten(0, -2).sum(0).to(weight.dtype) if of_weight else None
-    # three passes over [N, D] in all, where autograd through the formula takes eleven
+    # three passes over [N, D] in all; autograd through the formula would take eleven
     inner = (product @ weight.to(product.dtype))[..., None] / -normalised.shape[-1]
     of_x = torch.mul(gradient, weight).float().addcmul_(normalised, inner).mul_(scale)
     return of_x.to(gradient.dtype), weight_gradient
@@ -129,7 +129,7 @@ def silu_times(gate: Tensor, up: Tensor, saved: Sequence[ReadSaved] | None = Non
 
 
 class SiluTimes(torch.autograd.Function):
-    """`silu_times` of inputs that can be read again: saves nothing, where autograd would keep them and silu(gate)."""
+    """`silu_times` for inputs that can be read again: saves nothing; autograd would save the inputs and silu(gate)."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, saved: Sequence[ReadSaved]) -> Tensor:

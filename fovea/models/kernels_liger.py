@@ -1,8 +1,8 @@
 """Liger's Triton kernels for CUDA: the only module that imports liger_kernel (extra: liger).
 
 RMSNorm, SwiGLU and rotary positions, forward and backward, each in one kernel (Hsu et al., arXiv 2410.10989). They
-are an alternative to `models.kernels`, with the same formulas. Compared with torch in Triton's interpreter, not run on
-a GPU yet: `tests/models/test_kernels_liger.py` does that where there is one.
+are an alternative to `models.kernels`, with the same formulas. They have been compared with torch in Triton's
+interpreter but not on a GPU yet; `tests/models/test_kernels_liger.py` does that on a machine with a GPU.
 
 Axes: `B` batch, `H` query heads, `J` key heads, `N` tokens, `D` width.
 """
@@ -27,12 +27,12 @@ try:
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 except ModuleNotFoundError as error:
     raise MissingExtraError(
-        "train.backend.liger_kernels is true, or auto where liger_kernel is installed, but "
+        "train.backend.liger_kernels is true, or auto with liger_kernel installed, but "
         f"{error.name} is not installed; {pip_install('liger')}, or set train.backend.liger_kernels=false"
     ) from error
 
 AS_LLAMA = "llama"
-"""Liger's name for Qwen's casting, too: the mean of squares in float32, the product with the weight in x's type."""
+"""Liger's casting mode that fits Qwen: the mean of squares in float32, the product with the weight in x's type."""
 
 
 def rms_norm(x_ND: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
@@ -59,7 +59,7 @@ def rotate(query_BHND: Tensor, key_BJND: Tensor, cos_BND: Tensor, sin_BND: Tenso
 
 
 def rotate_row(query_NHD: Tensor, key_NJD: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-    """`rotate` for a packed row; by torch for tables narrower than a head, since Liger's kernel turns whole heads."""
+    """`rotate` for a packed row; uses torch if tables are narrower than a head, since Liger rotates whole heads."""
     if rope.cos_ND.shape[-1] < query_NHD.shape[-1]:
         return rotate_in_torch(query_NHD, key_NJD, rope)
     query, key = rotate(

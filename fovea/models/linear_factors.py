@@ -1,4 +1,4 @@
-"""A linear layer with or without a LoRA adapter as its tensors, and its output, for trainer and engine alike.
+"""The tensors and the output of a linear layer with or without a LoRA adapter, for both trainer and engine.
 
 Axes: `N` tokens, `E` inputs and `O` outputs of the layer.
 """
@@ -39,10 +39,10 @@ def factors_of(module: Any) -> Factors:
 
 
 def add_adapter(out_NO: Tensor, x_NE: Tensor, factors: Factors) -> Tensor:
-    """Add scale (x A') B' in place to the output of the layer without its adapter; returns it."""
+    """Add scale (x A') B' in place to the output of the layer without its adapter, and return the sum."""
     if factors.down is None or factors.up is None:
         return out_NO
-    # adapters may be float32 on bfloat16 weights, and addmm takes one type
+    # adapters may be float32 on bfloat16 weights, but addmm needs a single dtype
     low = x_NE.to(factors.down.dtype) @ factors.down.t()
     if factors.up.dtype == out_NO.dtype:
         return out_NO.addmm_(low, factors.up.t(), alpha=factors.scale)

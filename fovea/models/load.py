@@ -24,7 +24,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def pick_device(wanted: str) -> torch.device:
-    """The device that `model.device` names; auto is cuda where there is one."""
+    """The device that `model.device` names; auto is cuda if available, else cpu."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ModelError("model.device=cuda, but torch sees no CUDA device; set model.device=auto or cpu")
     if wanted == "auto":
@@ -33,7 +33,7 @@ def pick_device(wanted: str) -> torch.device:
 
 
 def empty_network(settings: Model) -> PreTrainedModel:
-    """The network of `model.path` on the meta device, in evaluation mode; of its files only the config is read."""
+    """The network of `model.path` on the meta device, in evaluation mode; reads only the config file."""
     assert settings.path is not None, "a tiny model is loaded from the folder that it was written to"
     with damaged_model(settings.path), torch.device("meta"):
         check_config_keys(settings.path, settings.revision or "main")
@@ -62,30 +62,30 @@ def load_network(settings: Model) -> PreTrainedModel:
         )
     network: PreTrainedModel = loaded[0]
     info = loaded[1]
-    # transformers initialises missing weights at random, with no more than a warning
+    # transformers only warns about missing weights and initialises them at random
     wrong = sorted({*info["missing_keys"], *(str(key) for key in info.get("mismatched_keys", ()))})
     if wrong:
         raise ModelError(
-            f"model.path={path}: its weights lack {len(wrong)} tensors or have them in another size, first {wrong[0]}; "
-            f"{WHOLE_MODEL}"
+            f"model.path={path}: {len(wrong)} tensors are missing from its weights or have another size, first "
+            f"{wrong[0]}; {WHOLE_MODEL}"
         )
     network.eval()
     return network
 
 
 def in_hub_layout(experts: Tensor) -> Tensor:
-    """A view [experts, inputs, outputs] of such a weight."""
+    """A view [experts, inputs, outputs] of a weight [experts, outputs, inputs]."""
     return experts.transpose(1, 2)
 
 
 def plain_network(network: PreTrainedModel, weights: Weights | None = None) -> PreTrainedModel:
-    """An unmodified transformers model with `weights`.
+    """An unmodified transformers model with these weights.
 
-    By default these are the network's own with adapters merged; weights without an adapter are shared, not copied.
+    By default these are the network's weights with adapters merged; weights without an adapter are shared, not copied.
     """
-    # a config rebuilt from its dict drops the name of our attention implementation, which transformers does not know
+    # rebuilding the config from its dict drops the name of our attention implementation, unknown to transformers
     config = type(config_of(network)).from_dict(config_of(network).to_dict())
-    # on the meta device, so that no memory is taken for weights that are assigned right after
+    # on the meta device, to avoid allocating weights that are replaced right away
     with torch.device("meta"):
         plain: PreTrainedModel = type(network)(config)
     merged = dict(merged_weights(network) if weights is None else weights)
@@ -100,9 +100,9 @@ def plain_network(network: PreTrainedModel, weights: Weights | None = None) -> P
 
 
 def save_network(vlm: PolicyNetwork, folder: Path, weights: Weights | None = None) -> None:
-    """Write config and `weights` (by default the merged ones) in the layout of the hub's own files.
+    """Write the config and `weights` (by default with adapters merged) in the layout of hub files.
 
-    generation_config.json lists the banned ids under `suppress_tokens`, so that transformers' generate draws from the
+    generation_config.json lists the banned ids under `suppress_tokens`, so that transformers' generate samples from the
     distribution that was trained.
     """
     plain = plain_network(vlm.network, weights)
@@ -113,7 +113,7 @@ def save_network(vlm: PolicyNetwork, folder: Path, weights: Weights | None = Non
 
 
 def save_in_hub_layout(network: PreTrainedModel, folder: Path) -> None:
-    """Write config and weights of an unmodified transformers model as the hub's files hold them."""
+    """Write config and weights of an unmodified transformers model in the layout of hub files."""
     tensors = network.state_dict()
     kind = config_of(network).model_type
     experts = {
@@ -123,7 +123,7 @@ def save_in_hub_layout(network: PreTrainedModel, folder: Path) -> None:
     }
     with no_progress_bar():
         if experts and not OLD:
-            # transformers would turn them back again, or write every expert as a tensor
+            # otherwise transformers would transpose them again, or write one tensor per expert
             network.save_pretrained(folder, state_dict=tensors | experts, save_original_format=False)
         else:
             network.save_pretrained(folder)

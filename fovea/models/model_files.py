@@ -19,7 +19,7 @@ from fovea.errors import ModelError
 from fovea_gym.errors import first_line
 from fovea_gym.utils.addresses import is_hub_id, near_folder
 
-# an index may name pickles, which torch refuses, and a config a package that is not installed
+# an index may name pickles, which torch refuses to load; a config may name a package that is not installed
 UNREADABLE: tuple[type[Exception], ...] = (
     OSError,
     ValueError,
@@ -33,7 +33,7 @@ WHOLE_MODEL = "download the whole model again, or give another folder"
 
 
 def hub_options(settings: Model) -> dict[str, Any]:
-    """Arguments that every call of `from_pretrained` gets."""
+    """Arguments for every call of `from_pretrained`."""
     return {"trust_remote_code": False, "revision": settings.revision or "main"}
 
 
@@ -52,8 +52,8 @@ def damaged_model(path: str, *others: type[Exception]) -> Iterator[None]:
 
 def _as_hub_id(path: str) -> str:
     return (
-        f"there is no folder {path} in {Path.cwd()}, so it is taken for the id of a model on the hub; correct it, or "
-        "download that model again where its files are damaged"
+        f"there is no folder {path} in {Path.cwd()}, so it is read as the id of a model on the hub; correct it, or "
+        "download that model again if its files are damaged"
     )
 
 
@@ -68,7 +68,7 @@ def check_place(path: str, revision: str | None) -> None:
     if folder.is_file():
         raise ModelError(f"model.path={path} is a file; give the folder that holds it, {folder.parent}")
     if not folder.is_dir() and not is_hub_id(path):
-        # answered here and not by transformers, which would ask the hub for half a minute first
+        # checked here, since transformers would first query the hub for half a minute
         near = near_folder(folder.expanduser())
         fix = f"did you mean {near}?" if near else "give a model folder or a hub id such as Qwen/Qwen3-VL-2B-Instruct"
         raise ModelError(f"model.path={path}: no such folder; {fix}")
@@ -77,16 +77,16 @@ def check_place(path: str, revision: str | None) -> None:
 
 
 def _check_hub(path: str, revision: str) -> None:
-    """ModelError where the hub cannot be reached and the model is not in the cache.
+    """ModelError if the hub cannot be reached and the model is not in the cache.
 
-    One try: transformers and huggingface_hub would try each file six times, half a minute for each.
+    Tries only once: transformers and huggingface_hub would try each file six times, which takes half a minute per file.
     """
     if isinstance(try_to_load_from_cache(path, "config.json", revision=revision), str):
         return
     try:
         get_hf_file_metadata(hf_hub_url(path, "config.json", revision=revision))
     except (HfHubHTTPError, OfflineModeIsEnabled):
-        return  # described where the file is read
+        return  # reported when the file is read
     except Exception as error:  # the class differs between versions of huggingface_hub, which changed its HTTP client
         raise ModelError(
             f"model.path={path}: not in the local cache, and no connection to the hub ({first_line(error)}); give a "
@@ -106,7 +106,7 @@ def check_folder(path: str, revision: str | None) -> None:
         )
     odd = next((file for file in folder.iterdir() if file.exists() and not (file.is_file() or file.is_dir())), None)
     if odd is not None:
-        raise ModelError(f"model.path={path}: {odd.name} is neither a file nor a folder, and is not read; delete it")
+        raise ModelError(f"model.path={path}: {odd.name} is neither a file nor a folder, and cannot be read; delete it")
     if not any(folder.glob("*.safetensors")):
         raise ModelError(
             f"model.path={path}: the folder has a config.json but no weights (*.safetensors); "
@@ -116,7 +116,7 @@ def check_folder(path: str, revision: str | None) -> None:
 
 @contextmanager
 def no_progress_bar() -> Iterator[None]:
-    """Keep transformers' progress bar off the terminal, where the run's own display is."""
+    """Hide transformers' progress bar, since the terminal shows the run's own display."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -128,13 +128,13 @@ def no_progress_bar() -> Iterator[None]:
 
 CONFIG = "tokenizer_config.json"
 GENERIC = {"TokenizersBackend": "PreTrainedTokenizerFast"}
-"""The class of a tokenizer that is all in tokenizer.json, by its name in transformers 5 and the one that both know."""
+"""The class name that transformers 5 writes for a plain tokenizer.json, and the name that both versions accept."""
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Write a tokenizer of transformers as `save_pretrained` does, under the names that version 4 has for its settings.
+    """Write a tokenizer as `save_pretrained` does, but with the setting names of transformers 4.
 
-    Version 5 reads those too, while version 4 fails on the list and the class that version 5 writes.
+    Version 5 accepts these too, while version 4 fails on the list and the class name that version 5 writes.
     """
     tokenizer.save_pretrained(folder)
     file = folder / CONFIG

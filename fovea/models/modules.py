@@ -21,7 +21,7 @@ def vision_modules(network: nn.Module) -> list[nn.Module]:
 
 
 def projector_modules(network: nn.Module) -> list[nn.Module]:
-    """Modules that make visual tokens of the vision tower's output."""
+    """Modules that turn the vision tower's output into visual tokens."""
     return [network.get_submodule(path) for path in family_of_network(network).projector_paths]
 
 

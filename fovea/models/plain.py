@@ -1,6 +1,6 @@
-"""The plain path: transformers' own forward on padded rows of one completion each; the slow twin of packed rows.
+"""The plain path: transformers' own forward on padded rows of one completion each; the slow reference for packed rows.
 
-It needs only the input names of a model family, and so runs families that have no fast path.
+It needs only the input names of a model family, so it also runs families without a fast path.
 
 Axes: `R` completions of a packed row, `L` tokens of the longest `prompt + completion`, `T` tokens of an answer, `A`
 actions, `U` actions of the unequal completions of a packed row, `E` width.
@@ -26,7 +26,7 @@ from fovea.types import PromptImage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainRow:
-    """A completion behind a copy of its prompt."""
+    """A completion preceded by a copy of its prompt."""
 
     token_ids_L: Tensor
     """Token ids without the last one, which is predicted and never an input."""
@@ -48,7 +48,7 @@ class PlainVLM(PolicyNetwork):
 def plain_states(network: Any, family: ModelFamily, rows: Sequence[PlainRow], dtype: torch.dtype) -> Tensor:
     """Last hidden states [R, L, E] of rows padded on the right, with positions and masks made by transformers.
 
-    `dtype` is that of the pass; sharded weights have another between passes.
+    `dtype` is the type of the pass; sharded weights have another type between passes.
     """
     ids_RL = pad_sequence([row.token_ids_L for row in rows], batch_first=True)
     mask_RL = pad_sequence([torch.ones_like(row.token_ids_L) for row in rows], batch_first=True)
@@ -61,7 +61,7 @@ def plain_states(network: Any, family: ModelFamily, rows: Sequence[PlainRow], dt
 def plain_inputs(
     family: ModelFamily, ids_RL: Tensor, images: Sequence[PromptImage], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Arguments of transformers' forward besides ids and mask, pixels in the type of the pass."""
+    """Arguments of transformers' forward other than ids and mask, with pixels in the type of the pass."""
     inputs = family.forward_inputs(ids_RL, images)
     # not every vision tower converts its input itself
     return {name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs.items()}
@@ -76,11 +76,11 @@ def plain_rows(row: PackedRow, family: ModelFamily) -> Iterator[PlainRow]:
         start += prompt_tokens
         last_of_prompt = start - 1
         if not completions:
-            # a filler of one of several ranks, which has to run every module
+            # a filler row: with several ranks, each rank has to run every module
             yield PlainRow(token_ids_L=prompt_L, images=of_prompt, hidden_index_A=[])
         for tokens in completions:
             own_L = row.token_ids_N[start : start + tokens]
-            # the first token after a prompt is always an action: an environment replies to the policy's first answer
+            # the first token after a prompt is always an action: the environment replies only after the first answer
             assert actions.popleft() == last_of_prompt, "a completion whose first token is not an action"
             hidden = [prompt_tokens - 1]
             while actions and start <= actions[0] < start + tokens:

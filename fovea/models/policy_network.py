@@ -24,23 +24,23 @@ from fovea.models.token_logprobs import TokenScores, token_scores
 
 
 class PolicyNetwork(nn.Module):
-    """A transformers network with an optional value head. Training enters it through `forward` only.
+    """A transformers network with an optional value head. Training calls only its `forward`.
 
-    Subclasses differ in `action_states`: `models.vlm` runs packed rows as they are, `models.plain` unpacks them for
+    Subclasses differ in `action_states`: `models.vlm` runs packed rows directly, `models.plain` unpacks them for
     transformers' own forward.
     """
 
     expert_load: ExpertLoad
-    """Counts of passes in training mode on the fast path; empty for a model without experts."""
+    """Tokens per expert in passes in training mode on the fast path; empty for a model without experts."""
     banned_K: Tensor
-    """`banned_ids` on the device; an engine in this process draws with the same tensor."""
+    """`banned_ids` on the device; an engine in this process samples with the same tensor."""
     dtype: torch.dtype
-    """Type of the weights in a pass; shards of those that are trained are float32."""
+    """Type of the weights in a pass; shards of trained weights are float32."""
 
     def __init__(
         self, network: PreTrainedModel, banned_ids: Sequence[int], value_head: ValueHead | None = None
     ) -> None:
-        """`banned_ids` are those of the model's processor (`Processor.banned_ids`)."""
+        """`banned_ids` come from the model's processor (`Processor.banned_ids`)."""
         super().__init__()
         self.value_head = value_head
         self.network = network
@@ -48,15 +48,15 @@ class PolicyNetwork(nn.Module):
         self.family = family_of(config_of(network), str(network.name_or_path))
         self.expert_load = ExpertLoad()
         self.banned_ids = tuple(banned_ids)
-        # a buffer, which moves to the device with the weights; derived from the tokenizer, and so in no checkpoint
+        # a buffer moves to the device with the weights; not in checkpoints, since it is derived from the tokenizer
         self.register_buffer("banned_K", torch.tensor(self.banned_ids, dtype=torch.long), persistent=False)
 
     def forward(
         self, row: PackedRow, *, temperature: float, chunk_tokens: int, loss_gradients: LossGradients | None = None
     ) -> TokenScores:
-        """Log-probs and entropies [A] of what is sampled at `temperature`, and values [A] if there is a value head.
+        """Log-probs and entropies [A] of the actions at `temperature`, and values [A] if there is a value head.
 
-        Logits are computed for `chunk_tokens` actions at a time; `loss_gradients` are by actions [U] of unequal
+        Logits are computed for `chunk_tokens` actions at a time; `loss_gradients` are of the actions [U] of unequal
         completions, as for `token_scores`.
         """
         hidden_UE = self.action_states(row)
@@ -85,12 +85,12 @@ class PolicyNetwork(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Device of the passes, also where the weights are in the host's memory between them."""
+        """Device of the passes, even if the weights are in host memory between passes."""
         return self.banned_K.device
 
     @property
     def vocabulary_size(self) -> int:
-        """Logits of a token: rows of the embedding."""
+        """Number of logits of a token: the rows of the embedding."""
         size: int = self._embedding.num_embeddings
         return size
 
@@ -106,7 +106,7 @@ class PolicyNetwork(nn.Module):
 
     @property
     def trains_tower(self) -> bool:
-        """True if any parameter of the vision tower is trained that is not the projector's."""
+        """True if any parameter of the vision tower outside the projector is trained."""
         projector = set(_parameters(projector_modules(self.network)))
         tower = set(_parameters(vision_modules(self.network))) - projector
         return any(parameter.requires_grad for parameter in tower)

@@ -23,9 +23,9 @@ from fovea.utils.config_keys import check_config_keys, optional_file, optional_j
 from fovea_gym.tools.calls import gemma_calls
 
 SIZES_OF_TOWER = {"merge_size": "spatial_merge_size"}
-"""Names in a vision config of sizes that image processors have under another one."""
+"""Sizes that have another name in a vision config than in an image processor: processor's name -> config's name."""
 SET_BY_RENDERER = frozenset({"messages", "tools", "documents", "tokenize", "chat_template", "add_generation_prompt"})
-"""Names that no argument of a chat template may have."""
+"""Argument names of a chat template that `model.chat_template_kwargs` may not set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,19 +34,19 @@ class Processor:
 
     tokenizer: PreTrainedTokenizerBase
     image_processor: Any
-    """Image processor of transformers that needs PIL and numpy only, not torchvision."""
+    """Image processor of transformers that needs only PIL and numpy, not torchvision."""
     chat_template: str
     family: ModelFamily
     stop_ids: tuple[int, ...]
     """Ids that end a completion: those of the generation config, and the tokenizer's end token."""
     banned_ids: tuple[int, ...]
     """Ids that are never sampled, ascending: special tokens (an image pad in a completion breaks the next forward
-    pass) but for those by which a model calls tools, entries of the embedding beyond the tokenizer's vocabulary, and
+    pass) except those that a model uses to call tools, entries of the embedding beyond the tokenizer's vocabulary, and
     `suppress_tokens` of the generation config.
 
     They have probability 0 in every engine and in the trainer (`models.sampling_distribution`)."""
     max_positions: int
-    """Most tokens of a prompt with its completion (`max_position_embeddings`)."""
+    """Largest number of tokens in a prompt and its completion (`max_position_embeddings`)."""
     name: str
     """Folder or hub id, for messages."""
     template_kwargs: Mapping[str, object] = field(default_factory=dict)
@@ -84,22 +84,22 @@ def load_processor(settings: Model) -> Processor:
 
 
 def _check_family(settings: Model, family: ModelFamily) -> None:
-    """ModelError unless the settings ask for transformers' classes exactly where Fovea has no family."""
+    """ModelError unless model.family=auto is set for exactly those models without a family in Fovea."""
     is_named = family.model_type in known()
     if not is_named and settings.family != "auto":
         raise ModelError(
-            f"model.path={settings.path}: its model_type is {family.model_type}, and Fovea has families for "
-            f"{', '.join(known())}; set model.family=auto to train it by transformers' own processor and forward, or "
+            f"model.path={settings.path}: its model_type is {family.model_type}, but Fovea only has families for "
+            f"{', '.join(known())}; set model.family=auto to train it with transformers' processor and forward, or "
             "add the family (docs/extending.md)"
         )
     if is_named and settings.family == "auto":
         raise ModelError(
-            f"model.family=auto, but Fovea has a family for {settings.path}, a {family.model_type}; leave it out"
+            f"model.family=auto, but Fovea has a family for {settings.path}, a {family.model_type}; remove model.family"
         )
 
 
 def _check_sizes(config: Any, image_processor: Any, path: str) -> None:
-    """ModelError where the image processor cuts pictures into other patches than the vision tower takes."""
+    """ModelError if the image processor cuts pictures into patches of another size than the vision tower expects."""
     vision = getattr(config, "vision_config", None)
     for name in ("patch_size", "temporal_patch_size", "merge_size"):
         cut, taken = getattr(image_processor, name, None), getattr(vision, SIZES_OF_TOWER.get(name, name), None)
@@ -116,7 +116,7 @@ def template_with_defaults(processor: Processor) -> str:
         f"{{% if {name} is not defined %}}{{% set {name} = {value!r} %}}{{% endif %}}"
         for name, value in processor.template_kwargs.items()
     )
-    # transformers drops the newline after a block: this one, and not one with which the template begins
+    # transformers drops the newline after a block: this one, and so not one at the beginning of the template
     return f"{defaults}\n{processor.chat_template}" if defaults else processor.chat_template
 
 
@@ -150,7 +150,7 @@ def make_processor(
         chat_template=chat_template,
         family=family,
         stop_ids=stop_ids,
-        # also where a tokenizer does not call it special
+        # even if the tokenizer does not mark it as special
         banned_ids=tuple(sorted({*banned_ids, family.image_token_id})),
         max_positions=config.get_text_config().max_position_embeddings,
         name=name,
@@ -159,17 +159,17 @@ def make_processor(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BannedTokens:
-    """The banned ids of a processor by kind, to be read by people."""
+    """The banned ids of a processor by kind, for display."""
 
     count: int
     special: tuple[str, ...]
-    """Texts of the special tokens among them."""
+    """Texts of the special tokens among the banned ids."""
     num_beyond_tokenizer: int
-    """Number of entries of the embedding that no token of the tokenizer has."""
+    """Number of embedding entries that do not belong to a token of the tokenizer."""
 
 
 def describe_banned(processor: Processor) -> BannedTokens:
-    """The banned ids of a processor by kind; those of neither kind are suppressed by the generation config."""
+    """The banned ids of a processor by kind; ids of neither kind are suppressed by the generation config."""
     known = processor.tokenizer.added_tokens_decoder
     special = [known[index].content for index in processor.banned_ids if index in known and known[index].special]
     return BannedTokens(
@@ -199,7 +199,7 @@ def _banned_ids(
     special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     beyond, suppressed = range(len(tokenizer), vocab_size), generation.suppress_tokens or ()
     banned = special.union(beyond, suppressed).difference(sampled_ids)
-    # a tokenizer may have more tokens than the network: what has no logit needs no ban
+    # a tokenizer may have more tokens than the network: ids without a logit need no ban
     return tuple(sorted(index for index in banned if index < vocab_size))
 
 

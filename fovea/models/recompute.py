@@ -1,8 +1,8 @@
-"""Gradient checkpointing (Chen et al., arXiv 1604.06174): activations that the backward pass computes again.
+"""Gradient checkpointing (Chen et al., arXiv 1604.06174): the backward pass recomputes activations.
 
 `full` keeps the input of each decoder layer and trained vision block and recomputes the rest. `selective` also keeps
 the outputs of attention and of linear layers, so that only norms, rotary positions, activation functions and LoRA's
-additions are recomputed. The same operations run again on the same inputs: gradients are those without it, bit for bit.
+additions are recomputed. The same operations run again on the same inputs, so gradients do not change by a bit.
 """
 
 from __future__ import annotations
@@ -36,39 +36,39 @@ COSTLY = frozenset(
         torch.ops.torch_attn._varlen_attn.default,
     }
 )
-"""Operators whose outputs `selective` keeps: linear layers, experts, and fused attention by all its names on CPU and
-CUDA. The scores of plain attention formulas are not among them: they are larger than all that is."""
+"""Operators whose outputs `selective` keeps: linear layers, experts, and fused attention under all its names on CPU and
+CUDA. The scores of plain attention formulas are not kept: they are larger than all kept outputs together."""
 
 
 def recompute_activations(network: PreTrainedModel, how: Recompute) -> None:
     """Set gradient checkpointing of every decoder layer and trained vision block, for the fast path.
 
-    What is trained must have been chosen before (`trainable.choose_trainable`).
+    Call `trainable.choose_trainable` first.
     """
     if how == "none":
         return
     recompute_plainly(network, how)
     for layer in language_model(network).layers:
-        # decoder layers are checkpointed by `models.trained_layer`; transformers would do so once more around it
+        # `models.trained_layer` checkpoints decoder layers; transformers would wrap them in a second checkpoint
         layer.gradient_checkpointing = False
         layer.recompute = partial(checkpoint, **_options(network))
 
 
 def recompute_plainly(network: Any, how: Recompute) -> None:
-    """Set gradient checkpointing by transformers' own forward passes."""
+    """Set gradient checkpointing for transformers' own forward passes."""
     if how == "none":
         return
     if how == "selective":
-        # an attribute of the network, so that a copy of the model counts by itself
+        # an attribute of the network, so that a copy of the model has a separate count
         network.kept_outputs = KeptOutputs()
-    # transformers 5.23 renamed it and warns at the old name, 5.17 has only that
+    # transformers 5.23 renamed this method and warns about the old name, the only one in 5.17
     enable = getattr(network, "activation_checkpointing_enable", network.gradient_checkpointing_enable)
     enable(_options(network))
-    # with adapters, transformers also makes all embeddings require gradients, of which only reentrant checkpointing has
-    # need: a frozen vision tower would keep its activations and run backward
+    # with adapters, transformers also makes all embeddings require gradients, which only reentrant checkpointing needs:
+    # a frozen vision tower would keep its activations and run a backward pass
     disable_input_require_grads(network)
     for block in (block for module in vision_modules(network) for block in module.modules()):
-        # without a backward pass, nothing is computed again, and what is kept would be kept for nothing
+        # without a backward pass nothing is recomputed, and kept outputs would never be used
         if isinstance(block, GradientCheckpointingLayer) and not any(x.requires_grad for x in block.parameters()):
             block.gradient_checkpointing = False
 
@@ -81,13 +81,13 @@ def kept_bytes(network: Any) -> int:
 
 @dataclass(slots=True)
 class KeptOutputs:
-    """Choice of the outputs that selective checkpointing keeps, and their number of bytes."""
+    """Chooses the outputs that selective checkpointing keeps, and counts their bytes."""
 
     num_bytes: int = 0
-    """Bytes of all passes so far; autograd's hooks see none of these tensors, which the checkpoint itself holds."""
+    """Bytes of all passes so far; autograd's hooks do not see these tensors, since the checkpoint holds them."""
 
     def contexts(self) -> tuple[Context, Context]:
-        """Contexts of the forward pass of a layer, and of its recomputation."""
+        """Contexts for the forward pass of a layer and for its recomputation."""
         return selective_contexts(COSTLY, self._add)
 
     def _add(self, output: Any) -> None:

@@ -29,13 +29,13 @@ from fovea_gym.types import ImageRef, Message, ToolSpec
 from fovea_gym.utils.shown_text import without_marks
 
 ANSWER = "the-answer-of-the-model"
-"""Placeholder of an answer in the chat template, by which the text after an answer is found."""
+"""Placeholder for an answer in the chat template, to find the text that the template writes after an answer."""
 STAND_IN = "x"
-"""Text in place of any other, by which the special tokens of the chat template itself are found."""
+"""Replacement for every text, to find the special tokens that the chat template itself writes."""
 PICTURE = ImageRef(source="")
-"""Stand-in of any picture: one object, since a reference equals itself only."""
+"""Replacement for every picture; one shared object, since references are compared by identity."""
 SYSTEM_PROMPT = "You are a helpful assistant."
-"""System prompt of Qwen2.5-VL's chat template, which leaves it out where there is a system message."""
+"""Default system prompt of Qwen2.5-VL's chat template, which omits it if there is a system message."""
 # the words that Qwen's text models are trained with
 LIST = """# Tools
 
@@ -67,7 +67,7 @@ class Renderer:
         self._tokenizer = processor.tokenizer
         self._template = processor.chat_template
         self._reads_tools = reads_tools(processor.chat_template)
-        # Gemma's writes results behind a call only; after any other answer they are the user's
+        # Gemma's template writes tool results only after a call; after any other answer they are user messages
         self._has_results = self._reads_tools and not gemma_calls.is_written_by(processor.chat_template)
         self._template_kwargs: dict[str, Any] = dict(processor.template_kwargs)
         self._image_processor = processor.image_processor
@@ -76,18 +76,18 @@ class Renderer:
         self._starts = {ord(mark[0]): f"{mark[0]}\\" for mark in self._marks}
         special = [processor.family.image_token_id, *(token_id(processor.tokenizer, mark) for mark in self._marks)]
         self._is_special = np.isin(np.arange(max(len(processor.tokenizer), *special) + 1), special)
-        # the token that ends an answer is added after it
+        # also not the stop ids: the end token is appended to an answer
         self._never_inside = frozenset((*processor.banned_ids, *processor.stop_ids))
         self._open_image = open_image
         self._image_options = processor.family.image_options(processor.image_processor, min_pixels, max_pixels)
         self._image_mark = processor.family.image_mark(processor.image_processor)
         self._max_positions = processor.max_positions
         self.most_tokens: int | None = processor.max_positions - max_new_tokens
-        # chats of one form have the same special tokens: a data set has few forms, and each is rendered once more
+        # chats of the same form have the same special tokens; a data set has few forms, and each is rendered once more
         self._expected = lru_cache(maxsize=1024)(self._expected_marks)
 
     def fewest_tokens(self, messages: Sequence[Message]) -> int:
-        """A lower bound of the tokens of a prompt: those of its images, only from their headers.
+        """A lower bound on the tokens of a prompt: its image tokens, computed from the images' headers.
 
         No image is decoded or processed, and no text is tokenized. BadRowError for an image that cannot be processed.
         """
@@ -96,8 +96,8 @@ class Renderer:
     def prompt(self, messages: Sequence[Message], where: str = "the prompt", tools: Sequence[ToolSpec] = ()) -> Prompt:
         """The prompt of a task, up to where the assistant's answer begins; BadRowError if it cannot be rendered.
 
-        `where` names the row in errors; `tools` are those that the model may call. DataError for a tool whose texts
-        hold a special token.
+        `where` names the row in errors; `tools` are the tools that the model may call. DataError if the text of a tool
+        contains a special token.
         """
         text, ids_U, expected = self._read(messages, tools, None)
         if self._marks_of(ids_U) != expected:
@@ -107,19 +107,19 @@ class Renderer:
     def observation(self, messages: Sequence[Message], *, after: int, where: str = "the reply") -> Prompt:
         """Tokens of the chat template between two answers: end of turn, these messages, start of the next turn.
 
-        `after` is the last token id of the answer. If it is the end-of-turn token, that is not repeated. Special tokens
-        that tools return are made harmless; DataError for those of other messages.
+        `after` is the last token id of the answer. If it is the end-of-turn token, it is not repeated. Special tokens
+        in tool results are made harmless; DataError if another message contains one.
         """
         given = without_special_tokens(messages, self._marks)
         text, ids_U, expected = self._read(given, (), after)
         if self._marks_of(ids_U) != expected and any(each.role == "tool" for each in given):
-            # the template joins letters of several texts to a special token
+            # the template has joined characters of several texts into a special token
             given = [_with_escapes(each, self._starts) if each.role == "tool" else each for each in given]
             text, ids_U, expected = self._read(given, (), after)
         if self._marks_of(ids_U) != expected:
             raise DataError(
                 f"{where}: the environment's reply contains {self._odd_mark(ids_U, expected)}, which the model reads "
-                "as a separate mark; remove that from its text where the environment makes it"
+                "as a special token; remove it from the text that the environment returns"
             )
         return self._with_images(text, ids_U, given, where)
 
@@ -128,7 +128,8 @@ class Renderer:
     ) -> tuple[str, NDArray[np.int64], tuple[int, ...]]:
         """The text of a prompt, or of an observation after a token, its ids, and the special ids that it should have.
 
-        Those are the ids of the same chat with stand-ins for all that is not the template's own.
+        The expected special ids come from the same chat with every text and picture replaced, so that only the
+        template's own special tokens remain.
         """
         text = self._written(messages, tools, after, self._template_kwargs)
         ids_U = np.asarray(self._ids(text), dtype=np.int64)
@@ -145,7 +146,7 @@ class Renderer:
         return tuple(ids_U[self._is_special[ids_U]].tolist())
 
     def _odd_mark(self, ids_U: NDArray[np.int64], expected: tuple[int, ...]) -> str:
-        """Text of the first special token that is not as expected."""
+        """Text of the first special token that differs from the expected ones."""
         pairs = zip_longest(self._marks_of(ids_U), expected)
         found, own = next(pair for pair in pairs if pair[0] != pair[1])
         return self.token_text(own if found is None else found)
@@ -158,8 +159,8 @@ class Renderer:
         expected: tuple[int, ...],
         where: str,
     ) -> DataError:
-        """The error for a prompt with a special token that its template does not write; names whose text holds it."""
-        mark = f"{self._odd_mark(ids_U, expected)}, which the model reads as a separate mark"
+        """The error for a prompt with a special token that its template did not write; names the text that holds it."""
+        mark = f"{self._odd_mark(ids_U, expected)}, which the model reads as a special token"
 
         def is_sound(some: Sequence[Message], others: Sequence[ToolSpec]) -> bool:
             return self._marks_of(self._read(some, others, None)[1]) == expected
@@ -167,8 +168,8 @@ class Renderer:
         plain, plain_tools = list(map(_stand_in, messages)), [ToolSpec(**_plain_tool(x, self._starts)) for x in tools]
         if not is_sound(plain, plain_tools):
             raise ConfigError(
-                f"model.chat_template_kwargs: its values contain {mark} where the chat template writes them; remove "
-                "that from them"
+                f"model.chat_template_kwargs: the chat template writes these values, and they contain {mark}; "
+                "remove it from them"
             )
         if tools and is_sound(messages, plain_tools):
             alone = [[*plain_tools[:i], tool, *plain_tools[i + 1 :]] for i, tool in enumerate(tools)]
@@ -176,7 +177,7 @@ class Renderer:
             named = named or [tool.name for tool in tools]
             each = f"tool {named[0]}: its" if len(named) == 1 else f"tools {', '.join(named)}: their"
             return DataError(
-                f"{where}: {each} name, description or parameters contain {mark}; remove that where the tool is "
+                f"{where}: {each} name, description or parameters contain {mark}; remove it where the tool is "
                 "described, or leave the tool out"
             )
         of_row = [_stand_in(each) if each.role == "system" else each for each in messages]
@@ -184,7 +185,7 @@ class Renderer:
             whose, place = "its system prompt", "the system prompt"
         else:
             whose, place = "its text", "the row"
-        return BadRowError(f"{where}: {whose} contains {mark}", "prompt_special_token", f"remove that from {place}")
+        return BadRowError(f"{where}: {whose} contains {mark}", "prompt_special_token", f"remove it from {place}")
 
     def _written(
         self,
@@ -197,9 +198,9 @@ class Renderer:
         if after is None:
             return self._text(messages, tools, arguments)
         end = self.token_text(after)
-        # the text between two answers is rendered by itself: the answers' sampled ids are never tokenised again
+        # only the text between two answers is rendered: the sampled ids of the answers are never tokenised again
         if messages[0].role == "tool" and gemma_calls.awaits_result(end):
-            # this template writes results into the turn of the model that has called
+            # this template writes results into the turn in which the model called the tool
             called = gemma_calls.calling(ANSWER)
             chat = [_as_chat(Message(role="user", parts=("",))), called, *map(_as_chat, messages)]
             return self._templated(chat, arguments).partition(gemma_calls.call_of(ANSWER))[2].removeprefix(end)
@@ -207,27 +208,27 @@ class Renderer:
         _, found, text = self._templated(chat, arguments).partition(ANSWER)
         if not found:
             raise DataError(
-                "the model's chat template does not write the answers of an assistant; put that of a newer revision of "
+                "the model's chat template does not write assistant messages; put the template of a newer revision of "
                 "the model into its folder, as chat_template.jinja"
             )
         return text.removeprefix(end)
 
     @cached_property
     def shows_tool_pictures(self) -> bool:
-        """False if the chat template leaves out pictures that tools return; DataError where it refuses them."""
+        """False if the chat template leaves out pictures that tools return; DataError if it refuses them."""
         in_turn = self._reads_tools and not self._has_results
         after = token_id(self._tokenizer, gemma_calls.RESULT) if in_turn else int(self._tokenizer.eos_token_id)
         picture = Message(role="tool", tool=STAND_IN, parts=(PICTURE,))
         return self._image_mark in self._written([picture], (), after, self._template_kwargs)
 
     def _with_images(self, text: str, ids_U: NDArray[np.int64], messages: Sequence[Message], where: str) -> Prompt:
-        """The prompt of a text that the chat template made of the messages, with their images."""
+        """The prompt for the text that the chat template wrote for these messages, with their images."""
         refs = images_of(messages)
         if (count := text.count(self._image_mark)) != len(refs):
             of_tools = " that tools return" if any(map(images_of, [[m] for m in messages if m.role == "tool"])) else ""
             raise DataError(
                 f"{where}: the model's chat template leaves out pictures{of_tools} (it writes {count} of {len(refs)}); "
-                "put that of a newer revision of the model into its folder, as chat_template.jinja"
+                "put the template of a newer revision of the model into its folder, as chat_template.jinja"
             )
         images = [self._process(ref) for ref in refs]
         # tokenised with the text of the images: spaces and line breaks around a mark may merge with it into one token
@@ -260,14 +261,14 @@ class Renderer:
             )
         except TemplateError as error:
             raise DataError(
-                f"the model's chat template does not take these messages ({first_line(error)}); change their roles or "
-                "parts, or put another template into the model's folder, as chat_template.jinja"
+                f"the model's chat template does not accept these messages ({first_line(error)}); change their roles "
+                "or parts, or put another template into the model's folder, as chat_template.jinja"
             ) from error
         assert isinstance(text, str)
         return text
 
     def box_frame(self, ref: ImageRef) -> Size:
-        """Width and height in which the model gives coordinates on an image: 1000 each, where no others are known."""
+        """Width and height of the coordinate system that the model uses on an image; 1000 each by default."""
         return self._family.box_frame(self._process(ref)) or (1000, 1000)
 
     @property
@@ -276,12 +277,12 @@ class Renderer:
         return self.box_frame(ImageRef(source=np.zeros((64, 64, 3), np.uint8))) != (1000, 1000)
 
     def target(self, text: str, where: str = "the answer") -> tuple[int, ...]:
-        """Token ids of an answer to imitate, with the end token; DataError if it holds a token that is never sampled."""
+        """Token ids of an answer to imitate, with the end token; DataError if it has a token that is never sampled."""
         ids = self._ids(text)
         for banned in self._never_inside.intersection(ids):
             raise DataError(
-                f"{where}: it contains {self.token_text(banned)}, which completions never hold: it cannot be imitated; "
-                "remove that mark from the answer"
+                f"{where}: it contains {self.token_text(banned)}, which is never sampled, so the answer cannot be "
+                "imitated; remove it from the answer"
             )
         return (*ids, int(self._tokenizer.eos_token_id))
 
@@ -340,7 +341,7 @@ def images_of(messages: Sequence[Message]) -> list[ImageRef]:
 
 
 def _stand_in(message: Message) -> Message:
-    """A message of the same form with other texts, pictures and names; blank texts stay, as templates look for them."""
+    """A message with its texts, pictures and names replaced; blank texts stay, since templates test for them."""
     parts = tuple(_stand_in_text(part) if isinstance(part, str) else PICTURE for part in message.parts)
     return Message(role=message.role, parts=parts, tool=_stand_in_text(message.tool))
 
@@ -350,7 +351,7 @@ def _stand_in_text(text: str) -> str:
 
 
 def _plain_tool(tool: ToolSpec, escapes: Mapping[int, str]) -> dict[str, Any]:
-    """Fields of a tool of the same form whose texts make no special token; templates look for words of its schema."""
+    """Fields of a tool, without special tokens in its texts; schema keywords stay, since templates test for them."""
     named = {"name": _stand_in_text(tool.name), "description": _stand_in_text(tool.description)}
     return {**named, "parameters": _escaped(tool.parameters, escapes)}
 
@@ -360,7 +361,7 @@ def _with_escapes(message: Message, escapes: Mapping[int, str]) -> Message:
 
 
 def _escaped(value: Any, escapes: Mapping[int, str]) -> Any:
-    """Nested mappings and lists with a backslash behind each character of a text that may begin a special token."""
+    """A nested value with a backslash after each character of its texts that may begin a special token."""
     if isinstance(value, str):
         return value.translate(escapes)
     if isinstance(value, Mapping):
@@ -369,7 +370,7 @@ def _escaped(value: Any, escapes: Mapping[int, str]) -> Any:
 
 
 def _as_chat(message: Message) -> dict[str, Any]:
-    """A message as chat templates take it."""
+    """A message in the format of chat templates."""
     named: Mapping[str, str] = {"name": message.tool} if message.tool else {}
     return {"role": message.role, **named, "content": [_part(part) for part in message.parts]}
 
@@ -379,7 +380,7 @@ def _part(part: str | ImageRef) -> dict[str, Any]:
 
 
 def as_listed(tool: ToolSpec) -> dict[str, Any]:
-    """A tool as chat templates and servers take it."""
+    """A tool in the format of chat templates and servers."""
     function = {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}
     return {"type": "function", "function": function}
 
@@ -395,9 +396,9 @@ def with_tool_list(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> li
 
 
 def with_results_of_user(messages: Sequence[Message]) -> list[Message]:
-    """The messages with results of tools as messages of the user, one for those in a row.
+    """The messages with tool results turned into user messages; consecutive results become one message.
 
-    For a chat template without the role `tool`; some of these insist on turns of user and assistant.
+    For chat templates without the role `tool`, some of which require user and assistant to alternate.
     """
     found: list[Message] = []
     for is_result, group in groupby(messages, lambda message: message.role == "tool"):
@@ -414,7 +415,7 @@ def _result_parts(results: Sequence[Message]) -> Iterator[str | ImageRef]:
 
 
 def without_special_tokens(messages: Sequence[Message], marks: Sequence[str]) -> list[Message]:
-    """The messages with a space in each special token that a tool has returned: a web page may hold some."""
+    """The messages with a space inserted into each special token that a tool returned, for example in a web page."""
     return [replace(each, parts=_harmless(each, marks)) if each.role == "tool" else each for each in messages]
 
 
@@ -423,6 +424,6 @@ def _harmless(message: Message, marks: Sequence[str]) -> tuple[str | ImageRef, .
     for is_text, run in groupby(message.parts, lambda part: isinstance(part, str)):
         texts = [without_marks(part, marks) if isinstance(part, str) else part for part in run]
         joined = "".join(map(str, texts)) if is_text else ""
-        # most templates write them one behind the other
+        # most templates write consecutive texts without a separator
         parts += [without_marks(joined, marks)] if any(mark in joined for mark in marks) else texts
     return tuple(parts)

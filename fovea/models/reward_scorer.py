@@ -1,4 +1,4 @@
-"""A reward model in the format of transformers: a sequence classifier with one output, from a folder."""
+"""A reward model from a folder in transformers' format: a sequence classifier with one output."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ DAMAGED: tuple[type[Exception], ...] = (
     RecursionError,
     TypeError,
 )
-"""Errors of transformers about the files of a folder."""
+"""Errors that transformers raises for missing or damaged files of a folder."""
 
 
 class RewardScorer:
-    """A scorer of an answer to a question. It reads only text, and knows of the image only what the question says."""
+    """Scores an answer to a question. It reads only text: it knows about the image only what the question says."""
 
     def __init__(self, settings: RewardModel) -> None:
-        """Weights come from safetensors, code from transformers; ModelError names what the folder lacks."""
+        """Load weights from safetensors and code from transformers only; ModelError if something is missing."""
         self._path = path = Path(settings.path)
         self._tokenizer = load_reward_tokenizer(path)
         with _unreadable(path):
@@ -44,7 +44,7 @@ class RewardScorer:
             )
         if model.config.num_labels != 1:
             raise ModelError(
-                f"reward_model.path={path} has {model.config.num_labels} outputs, and a reward is one "
+                f"reward_model.path={path} has {model.config.num_labels} outputs, but a reward is one "
                 "number; name a model with num_labels=1"
             )
         self._marks = special_marks(self._tokenizer)
@@ -52,12 +52,12 @@ class RewardScorer:
         self._lock = Lock()
 
     def score(self, question: str, answer: str, images: Sequence[Image] = ()) -> float:
-        """The logistic function of the model's output: 0..1. It does not look at `images`."""
+        """The logistic function of the model's output: 0..1. `images` are ignored."""
         encoded = encoded_answer(self._tokenizer, question, without_marks(answer, self._marks))
         length, limit = encoded["input_ids"].shape[1], getattr(self._model.config, "max_position_embeddings", None)
         if limit is not None and length > limit:
             raise ScoreError(
-                f"the reward model {self._path} reads {limit} tokens, and question and answer have {length}; lower "
+                f"the reward model {self._path} reads {limit} tokens, but question and answer have {length}; lower "
                 "rollout.max_new_tokens"
             )
         with self._lock, torch.inference_mode():
@@ -66,7 +66,7 @@ class RewardScorer:
 
 
 def load_reward_tokenizer(path: Path) -> Any:
-    """The tokenizer of a reward model's folder; ModelError for a folder whose files cannot be used."""
+    """The tokenizer in a reward model's folder; ModelError if its files cannot be used."""
     if not list(path.glob("*.safetensors")):
         raise ModelError(
             f"reward_model.path={path} holds no *.safetensors (other formats can run code); name the "
@@ -78,7 +78,7 @@ def load_reward_tokenizer(path: Path) -> Any:
 
 
 def encoded_answer(tokenizer: Any, question: str, answer: str) -> BatchEncoding:
-    """Token ids of a question and its answer, by the chat template where the tokenizer has one."""
+    """Token ids of a question and its answer, with the chat template if the tokenizer has one."""
     if tokenizer.chat_template is None:
         encoded = tokenizer(question, answer, return_tensors="pt")
     else:
@@ -90,7 +90,7 @@ def encoded_answer(tokenizer: Any, question: str, answer: str) -> BatchEncoding:
 
 @contextmanager
 def _unreadable(path: Path) -> Iterator[None]:
-    """ModelError for what transformers raises about files that are missing, damaged or do not go together."""
+    """Turn the errors that transformers raises for missing, damaged or mismatched files into ModelError."""
     try:
         yield
     except ModelError:

@@ -1,4 +1,4 @@
-"""Rotary positions of queries and keys, with a written-out gradient.
+"""Rotary positions of queries and keys, with a hand-written gradient.
 
 Axes: `N` tokens, `H` query heads, `J` key heads, `X` heads of any kind, `D` width of a head.
 """
@@ -17,7 +17,7 @@ class Rope:
     """Rotary position embedding (Su et al., arXiv 2104.09864) of N tokens, in the half-rotated layout of Qwen.
 
     [a, b] -> [a cos - b sin, b cos + a sin], or x cos + swapped(x) sin' where sin' is -sin in the first half. Tables
-    narrower than a head rotate its beginning only.
+    narrower than a head rotate only its first channels.
     """
 
     cos_ND: Tensor
@@ -37,9 +37,9 @@ class Rope:
 
 
 def halves_of_pairs(x_NC: Tensor, head_dim: int, rotated: int) -> Tensor:
-    """Channels [N, C] of heads in the half-rotated layout; the first `rotated` of each head were pairs side by side.
+    """Heads [N, C] in the half-rotated layout, from heads whose first `rotated` channels are neighbouring pairs.
 
-    Scores do not change where queries and keys are both brought into this layout.
+    Attention scores do not change if queries and keys are both converted.
     """
     x_NXD = x_NC.unflatten(-1, (-1, head_dim))
     pairs, rest = x_NXD[..., :rotated].unflatten(-1, (-1, 2)), x_NXD[..., rotated:]
@@ -56,7 +56,7 @@ def rotate(query_NHD: Tensor, key_NJD: Tensor, rope: Rope) -> tuple[Tensor, Tens
 
 
 class Rotate(torch.autograd.Function):
-    """Applies `Rope`, with a written-out gradient that saves no activations."""
+    """Applies `Rope`, with a hand-written gradient that saves no activations."""
 
     @staticmethod
     def forward(ctx: Any, x_NXD: Tensor, cos_ND: Tensor, signed_sin_ND: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ def _rotated_halves(x_NXD: Tensor, cos_ND: Tensor, first: Tensor, second: Tensor
         turned = _rotated_halves(x_NXD[..., :width], cos_ND, first, second)
         return torch.cat([turned, x_NXD[..., width:]], dim=-1)
     out_NXD = x_NXD * cos_ND[:, None]
-    # halves as views: an exchanged copy would be one more pass over memory
+    # views of the halves: a swapped copy would take another pass over memory
     (out_1, out_2), (x_1, x_2) = out_NXD.chunk(2, -1), x_NXD.chunk(2, -1)
     out_1.addcmul_(x_2, first)
     out_2.addcmul_(x_1, second)

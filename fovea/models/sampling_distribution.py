@@ -1,9 +1,9 @@
 """The distribution that completions are sampled from: temperature, then probability 0 for banned token ids.
 
-Engine and trainer turn logits into log-probs here and nowhere else, so that both are of one distribution. A log-prob of
-the whole vocabulary would let a policy move probability to tokens that are never sampled, and nothing would pull it back.
-An engine needs the log-prob of one token per row only, for which `sampling_weights_` passes over the vocabulary fewer
-times; `sampling_logprobs_` is its slow twin.
+Engine and trainer both turn logits into log-probs here, so that both use the same distribution. Log-probs over the
+whole vocabulary would let a policy move probability to tokens that are never sampled, and nothing would move it back.
+An engine needs the log-prob of only one token per row, for which `sampling_weights_` makes fewer passes over the
+vocabulary; `sampling_logprobs_` is the slow reference.
 
 Axes: `B` rows, `W` vocabulary, `K` banned ids.
 """
@@ -34,12 +34,12 @@ def sampling_logprobs_(logits_BW: Tensor, temperature: float | Tensor, banned_K:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingWeights:
-    """Probabilities before they are divided by their sum, and their logarithms."""
+    """Unnormalised probabilities and their logarithms."""
 
     relative_BW: Tensor
-    """Logits at the temperature, less the largest of the row."""
+    """Logits divided by the temperature, minus the row's largest."""
     weights_BW: Tensor
-    """Their exponentials; 0 at banned ids."""
+    """Exponentials of `relative_BW`; 0 at banned ids."""
     total_B1: Tensor
 
     def logprobs(self, tokens_B: Tensor) -> Tensor:
@@ -48,12 +48,12 @@ class SamplingWeights:
 
 
 def sampling_weights_(logits_BW: Tensor, temperature: float | Tensor, banned_K: Tensor) -> SamplingWeights:
-    """The distribution of `sampling_logprobs_` as weights; the float32 logits are overwritten by the relative ones."""
+    """The distribution of `sampling_logprobs_` as unnormalised weights; overwrites the float32 logits."""
     assert logits_BW.dtype == torch.float32, f"log-probs of logits in {logits_BW.dtype}"
     if isinstance(temperature, Tensor) or temperature != 1:
         logits_BW /= temperature
     peak_B1 = logits_BW.index_fill_(1, banned_K, -torch.inf).amax(dim=1, keepdim=True)
-    # exponents of 0 at most, so that no exponential overflows
+    # exponents are at most 0, so no exponential overflows
     relative_BW = logits_BW.sub_(peak_B1)
     weights_BW = torch.exp(relative_BW)
     total_B1 = weights_BW.sum(dim=1, keepdim=True)
@@ -63,16 +63,16 @@ def sampling_weights_(logits_BW: Tensor, temperature: float | Tensor, banned_K: 
 def banned_mass(banned_logits_BK: Tensor, logsumexp_B: Tensor) -> Tensor:
     """Probability [B] that a softmax over the whole vocabulary gives to the banned ids together.
 
-    `logsumexp_B` are the logarithms of the sums of exponentials over all ids that are not banned.
+    `logsumexp_B` is the log-sum-exp of the logits of all ids that are not banned.
     """
     return torch.sigmoid(banned_logits_BK.logsumexp(dim=-1) - logsumexp_B)
 
 
 def check_can_be_sampled(token_ids: NDArray[np.int64], banned_ids: Sequence[int], where: str) -> None:
-    """TrainError if one of the tokens is banned: its log-prob would be -inf, and so would be a loss on it."""
+    """TrainError if one of the tokens is banned: its log-prob would be -inf, and the loss infinite."""
     found = token_ids[np.isin(token_ids, banned_ids)]
     if len(found):
         raise TrainError(
-            f"{where} holds token id {int(found[0])}, which completions never hold (Processor.banned_ids: special "
-            "tokens, and ids beyond the tokenizer), so that its log-prob is -inf; take it out, or mask it"
+            f"{where} holds token id {int(found[0])}, which is never sampled (Processor.banned_ids: special "
+            "tokens, and ids beyond the tokenizer), so its log-prob is -inf; remove the token, or mask it"
         )

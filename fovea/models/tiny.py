@@ -1,4 +1,4 @@
-"""Tiny Qwen-VL models of transformers' own classes, with random weights and a small tokenizer like Qwen's.
+"""Tiny Qwen-VL models of transformers' classes, with random weights and a small tokenizer like Qwen's.
 
 Nothing is downloaded: the tokenizer is trained on the texts of the task.
 """
@@ -39,9 +39,9 @@ SPECIAL_TOKENS = (
 # Qwen splits digits one by one and keeps a leading space with its word
 PIECES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 MAX_TEXT_CHARS = 2_000
-"""Start of each text that a tokenizer is trained on: the time of a merge grows with the square of a word's length."""
+"""Characters used of each text to train a tokenizer: the time of a merge grows with the square of a word's length."""
 MAX_CORPUS_CHARS = 2_000_000
-"""Characters of all texts together that a tokenizer is trained on."""
+"""Characters of all texts together used to train a tokenizer."""
 MERGE = 2
 CLASS_NAME = {
     "qwen2_vl": "Qwen2VL",
@@ -51,14 +51,14 @@ CLASS_NAME = {
     "qwen3_5": "Qwen3_5",
     "qwen3_5_moe": "Qwen3_5Moe",
 }
-"""Beginning of the names of transformers' classes."""
+"""Prefix of the names of transformers' classes, by family."""
 HYBRID = ("qwen3_5", "qwen3_5_moe")
 """Families whose decoders have gated delta nets."""
 FULL_ATTENTION_EVERY = 4
-"""Of so many layers of these, one has attention, and so has the last layer; the others are gated delta nets."""
+"""In these families, every fourth layer and the last layer have attention; the others are gated delta nets."""
 
 STEP_RANGE = (0.001, 0.1)
-"""Steps by which states of gated delta nets decay in a new model, sampled as Mamba's (Gu and Dao, arXiv 2312.00752)."""
+"""Range of the initial decay steps of gated delta nets, sampled as in Mamba (Gu and Dao, arXiv 2312.00752)."""
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
 {{ '<|im_start|>' + message.role + '\\n' }}
@@ -73,7 +73,7 @@ CHAT_TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
 """
-"""The template of Qwen2-VL and Qwen2.5-VL, which have no place for tools."""
+"""The template of Qwen2-VL and Qwen2.5-VL, which does not support tools."""
 _LIST = """\
 {%- if tools -%}
 {{ '<|im_start|>system\\n' }}
@@ -106,22 +106,22 @@ _FORM_OF_FAMILY = {"qwen3_vl": "json", "qwen3_vl_moe": "json", "qwen3_5": "xml",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedSizes:
-    """Sizes of a tiny model that no setting changes: as small as every path of the families' code allows."""
+    """Sizes of a tiny model that have no setting: as small as the code paths of all families allow."""
 
     num_experts: int = 4
-    """Experts of a decoder layer of qwen3_vl_moe and qwen3_5_moe."""
+    """Number of experts in a decoder layer of qwen3_vl_moe and qwen3_5_moe."""
     experts_per_token: int = 2
-    """Experts of a layer that a token runs through: more than one, so that their outputs are weighed."""
+    """Number of experts in a layer that a token runs through: more than one, so that their weights matter."""
     shared_expert_size: int = 48
-    """Width of the expert of qwen3_5_moe that all tokens run through."""
+    """Width of the shared expert of qwen3_5_moe."""
     vision_hidden_size: int = 64
-    """Width of the vision tower, a multiple of 4 * vision_heads as rotary positions of height and width need."""
+    """Width of the vision tower: a multiple of 4 * vision_heads, as rotary positions of height and width require."""
     vision_depth: int = 2
-    """Blocks of the vision tower: one with windows and one without, in qwen2_5_vl."""
+    """Number of blocks in the vision tower; in qwen2_5_vl, one has windows and one does not."""
     vision_heads: int = 2
-    """Heads of the vision tower."""
+    """Number of attention heads in the vision tower."""
     patch_size_px: int = 8
-    """Side of a patch; one visual token covers 2x2 patches, 9 of them a scene of 48 px."""
+    """Side of a patch in pixels; one visual token covers 2x2 patches, and a scene of 48 px takes 9 visual tokens."""
     init_std: float = 0.1
     """Standard deviation of the random weights, above the 0.02 of full-size models because the layers are narrow."""
 
@@ -138,7 +138,7 @@ class TinyParts:
 
 
 def make_tiny(settings: TinyModel, corpus: Iterable[str], seed: int, fixed: FixedSizes = FIXED) -> TinyParts:
-    """A tiny Qwen-VL with random weights; equal for equal arguments."""
+    """A tiny Qwen-VL with random weights, which are equal for equal arguments."""
     tokenizer = build_tokenizer(corpus, settings.vocabulary_size)
     tokenizer.chat_template = chat_template(settings.family)
     network = _build_network(settings, fixed, tokenizer, seed)
@@ -148,7 +148,7 @@ def make_tiny(settings: TinyModel, corpus: Iterable[str], seed: int, fixed: Fixe
 def with_processor(
     network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, image_processor: Any, name: str
 ) -> TinyParts:
-    """The network with a processor whose special ids are derived from the network's present configs."""
+    """The network with a processor whose special ids are derived from the network's current configs."""
     assert network.generation_config is not None
     template = tokenizer.chat_template
     assert isinstance(template, str), f"{name} has no chat template"
@@ -157,7 +157,7 @@ def with_processor(
 
 
 def save_tiny(parts: TinyParts, folder: Path) -> None:
-    """Write a Hugging Face model folder; an existing `folder` is replaced by a complete one."""
+    """Write a complete Hugging Face model folder; replaces an existing `folder`."""
     shutil.rmtree(folder, ignore_errors=True)
     with atomic_folder(folder) as partial, no_progress_bar():
         save_in_hub_layout(parts.network, partial)
@@ -166,12 +166,12 @@ def save_tiny(parts: TinyParts, folder: Path) -> None:
 
 
 def build_tokenizer(corpus: Iterable[str], vocabulary_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE tokenizer with Qwen's special tokens, trained on the starts of the texts of `corpus`."""
+    """Byte-level BPE tokenizer with Qwen's special tokens, trained on the beginnings of the texts of `corpus`."""
     return with_chat_tokens(byte_level_bpe(corpus, vocabulary_size - len(SPECIAL_TOKENS)))
 
 
 def byte_level_bpe(corpus: Iterable[str], vocabulary_size: int) -> Tokenizer:
-    """Byte-level BPE, trained on the starts of the texts of `corpus`; any text can be encoded."""
+    """Byte-level BPE, trained on the beginnings of the texts of `corpus`; it can encode any text."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -226,7 +226,7 @@ def build_image_processor(patch_size_px: int) -> Any:
 def _build_network(
     settings: TinyModel, fixed: FixedSizes, tokenizer: PreTrainedTokenizerFast, seed: int
 ) -> PreTrainedModel:
-    """Network with random weights from `seed`, without changing the state of torch's global generator."""
+    """Network with random weights from `seed`; the state of torch's global generator does not change."""
     model_class = _transformers_class(settings.family, "ForConditionalGeneration")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -241,10 +241,10 @@ def _build_network(
 
 
 def _draw_decays(network: PreTrainedModel, seed: int) -> None:
-    """Draw the decay biases of gated delta nets so that most heads remember a whole prompt.
+    """Sample the decay biases of gated delta nets so that most heads remember a whole prompt.
 
-    With 1, the initial value of transformers, nearly all is forgotten within a token, and the words of a question do
-    not reach the last layer of a tiny model.
+    With transformers' initial value of 1, heads forget nearly everything within one token, and the words of a question
+    do not reach the last layer of a tiny model.
     """
     generator = torch.Generator().manual_seed(seed)
     for name, bias_V in network.named_parameters():
@@ -256,7 +256,7 @@ def _draw_decays(network: PreTrainedModel, seed: int) -> None:
 
 
 def tiny_config(settings: TinyModel) -> Any:
-    """Config of the network with as many vocabulary entries as the settings allow; few texts fill fewer."""
+    """Config of the network with the full vocabulary size of the settings; a small corpus may fill less of it."""
     config = _network_config(settings, FIXED, build_tokenizer([], settings.vocabulary_size))
     config.text_config.vocab_size = settings.vocabulary_size
     return config
@@ -296,7 +296,7 @@ def _token_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
 def _text_config(settings: TinyModel, fixed: FixedSizes, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     is_hybrid = settings.family in HYBRID
     half = settings.head_dim // (8 if is_hybrid else 2)
-    # the shares of time, height and width are those of the full-size families: 24/20/20 and 16/24/24 of 64
+    # time, height and width have the same shares as in the full-size families: 24/20/20 and 16/24/24 of 64
     interleaved = settings.family in ("qwen3_vl", "qwen3_vl_moe", *HYBRID)
     side = half * (20 if interleaved else 24) // 64
     rope: dict[str, Any] = {
@@ -316,7 +316,7 @@ def _text_config(settings: TinyModel, fixed: FixedSizes, tokenizer: PreTrainedTo
             "num_experts_per_tok": fixed.experts_per_token,
         }
     if settings.family == "qwen3_vl_moe":
-        # as the hub's configs: transformers always scales to 1, and vLLM does where this says so
+        # as in hub configs: transformers always normalises the weights to 1, vLLM only if this key is set
         parts |= {"norm_topk_prob": True}
     # transformers' Qwen3.5-MoE has no MLPs besides its experts
     size = "shared_expert_intermediate_size" if settings.family == "qwen3_5_moe" else "intermediate_size"
@@ -330,7 +330,7 @@ def _text_config(settings: TinyModel, fixed: FixedSizes, tokenizer: PreTrainedTo
         "head_dim": settings.head_dim,
         "max_position_embeddings": 4096,
         **rope_fields(rope),
-        # the delta rule solves triangular systems, which amplify rounding the more, the more alike its keys are
+        # the delta rule solves triangular systems, which amplify rounding more if keys are similar
         "initializer_range": fixed.init_std / 2 if is_hybrid else fixed.init_std,
         "bos_token_id": None,
         "pad_token_id": tokenizer.pad_token_id,
@@ -340,7 +340,7 @@ def _text_config(settings: TinyModel, fixed: FixedSizes, tokenizer: PreTrainedTo
 
 
 def _delta_nets(settings: TinyModel) -> dict[str, Any]:
-    """Fields of a text config for layers of two kinds: all heads of a delta net have half the width of attention's."""
+    """Fields of a text config with delta nets, whose heads have half the width of attention heads."""
     last = settings.num_layers - 1
     has_attention = [(index + 1) % FULL_ATTENTION_EVERY == 0 or index == last for index in range(last + 1)]
     return {
@@ -363,7 +363,7 @@ def _vision_config(settings: TinyModel, fixed: FixedSizes) -> dict[str, Any]:
     }
     width = fixed.vision_hidden_size
     if settings.family == "qwen2_vl":
-        # SGLang reads the channels by the name that they have in the hub's files, and not by transformers'
+        # SGLang reads the number of channels under its name in hub files, not under transformers' name
         return shared | {"embed_dim": width, "hidden_size": settings.hidden_size, "mlp_ratio": 2, "in_chans": 3}
     shared |= {"hidden_size": width, "intermediate_size": 2 * width, "out_hidden_size": settings.hidden_size}
     if settings.family == "qwen2_5_vl":

@@ -1,6 +1,6 @@
 """Log-probs and entropies of actions from hidden states, with few passes over tensors [actions, vocabulary].
 
-They are of the distribution that completions are sampled from (`sampling_distribution`).
+Both refer to the distribution that completions are sampled from (`sampling_distribution`).
 
 Axes: `A` actions, `E` width of the model, `W` vocabulary, `K` banned ids.
 """
@@ -33,7 +33,7 @@ class TokenScores:
     """Values of the states before the actions; None without a value head."""
 
     def at(self, index_A: Tensor) -> TokenScores:
-        """The scores of the actions at these indices, some of them several times."""
+        """The scores of the actions at these indices, which may repeat."""
         return TokenScores(
             logprobs_A=self.logprobs_A[index_A],
             entropies_A=self.entropies_A[index_A],
@@ -96,7 +96,7 @@ class _Distributions:
         banned_logits_AK = logits_AW[:, banned_K] / temperature
         logprobs_AW = sampling_logprobs_(logits_AW, temperature, banned_K)
         logprobs_A = logprobs_AW.gather(1, targets_A1)[:, 0]
-        # of any token: logit - log-prob is the logarithm of the sum of exponentials, without a pass over the vocabulary
+        # logit - log-prob of any token is the log-sum-exp of the logits, without another pass over the vocabulary
         masses_A = banned_mass(banned_logits_AK, logits_AW.gather(1, targets_A1)[:, 0] - logprobs_A)
         # two tensors [A, W] instead of four: p overwrites the logits, p log p the log-probs
         probs_AW = torch.exp(logprobs_AW, out=logits_AW)
@@ -141,7 +141,7 @@ class LogprobAndEntropy(torch.autograd.Function):
         found = _Distributions.of(hidden_AE, head_WE, targets_A, banned_K, temperature)
         ctx.save_for_backward(hidden_AE, head_WE, targets_A, found.probs_AW, found.entropies_A)
         ctx.temperature = temperature
-        # an output that no loss uses has a gradient of None, so that its terms can be skipped, instead of zeros
+        # an output that the loss does not use gets the gradient None instead of zeros, so its terms can be skipped
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(found.banned_mass_A)
         return found.scores

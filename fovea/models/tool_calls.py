@@ -1,4 +1,4 @@
-"""The format of tool calls of a chat template."""
+"""The format in which a chat template writes tool calls."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from fovea_gym.tools.calls.xml_calls import XmlCalls
 
 
 def reads_tools(template: str) -> bool:
-    """True if a chat template writes the list of tools itself."""
+    """True if the chat template itself writes the list of tools."""
     return re.search(r"\btools\b", template) is not None
 
 
 def format_of(template: str, name: str) -> CallFormat:
-    """The format in which a chat template writes calls; JSON in tags for one that knows no tools.
+    """The format in which a chat template writes calls; JSON in tags for a template without tools.
 
-    ModelError for a template with tools in a format that is not known; `name` is the model's.
+    ModelError if the template writes tool calls in an unknown format; `name` is the name of the model.
     """
     if is_written_by(template):
         return GemmaCalls()
@@ -28,6 +28,6 @@ def format_of(template: str, name: str) -> CallFormat:
     if not reads_tools(template) or (OPENING in template and "arguments" in template):
         return JsonCalls()
     raise ModelError(
-        f"model.path={name}: its chat template writes tool calls in a format that Fovea does not read; it reads those "
-        "of Qwen3-VL, Qwen3.5 and Gemma 4: take another model, or unset environment.tools"
+        f"model.path={name}: its chat template writes tool calls in a format that Fovea does not read; it reads the "
+        "formats of Qwen3-VL, Qwen3.5 and Gemma 4: choose another model, or unset environment.tools"
     )

@@ -1,7 +1,7 @@
-"""Differences between torch 2.11 and 2.14, behind one name each.
+"""Differences between torch 2.11 and 2.14, each of them behind one name.
 
-Everything else in the package reads these names and knows of no versions. Each says from which lower bound of torch in
-pyproject.toml on it can go.
+The rest of the package uses these names and does not check versions. Each docstring says which lower bound of torch in
+pyproject.toml makes the name unnecessary.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Context = AbstractContextManager[Any]
 T = TypeVar("T")
 
 NAMES_SHARED_KEYS = "enable_gqa" in signature(varlen_attn).parameters
-"""False for torch 2.11, whose kernels take shared keys without an argument; can go with torch>=2.12."""
+"""False for torch 2.11, whose kernels accept shared keys without an argument; remove it with torch>=2.12."""
 PASSES_OUTPUTS = "op_output" in signature(SelectiveCheckpointContext).parameters
-"""False for torch 2.11, whose policies of selective checkpointing see no outputs; can go with torch>=2.12."""
+"""False for torch 2.11, whose selective-checkpointing policies do not get outputs; remove it with torch>=2.12."""
 
 
 def shared_keys(query_NHD: Tensor, key_MJD: Tensor) -> dict[str, Any]:
@@ -37,10 +37,10 @@ def shared_keys(query_NHD: Tensor, key_MJD: Tensor) -> dict[str, Any]:
 
 
 def fsdp_output(record: type[T]) -> type[T]:
-    """Class decorator of a dataclass that a sharded module returns; can go with torch>=2.12.
+    """Class decorator for a dataclass that a sharded module returns; remove it with torch>=2.12.
 
-    FSDP2 gathers weights for the backward pass by hooks on the tensors of an output. 2.11 looks for these in
-    registered classes only: the backward pass would read weights that have been freed.
+    FSDP2 gathers weights for the backward pass by hooks on the tensors of an output. torch 2.11 finds these only in
+    registered classes; otherwise the backward pass would read weights that have been freed.
     """
     torch.export.register_dataclass(record)
     return record
@@ -49,14 +49,14 @@ def fsdp_output(record: type[T]) -> type[T]:
 CHECKPOINT_OPTIONS: dict[str, Any] = {"use_reentrant": False} | (
     {"respect_saved_tensors_hooks": False} if "respect_saved_tensors_hooks" in signature(checkpoint).parameters else {}
 )
-"""Arguments of every gradient checkpoint. Hooks on saved tensors do not see what selective checkpointing keeps; 2.14
-warns unless an argument says so. The test of its name can go with torch>=2.14."""
+"""Arguments of every gradient checkpoint. Hooks on saved tensors do not see what selective checkpointing keeps; torch
+2.14 warns of that unless this argument is given. Give it unconditionally with torch>=2.14."""
 
 
 def selective_contexts(operators: Collection[Any], note: Callable[[Any], None]) -> tuple[Context, Context]:
     """Contexts of a checkpointed forward pass and of its recomputation, which keep the outputs of these operators.
 
-    `note` gets each output that is kept.
+    `note` is called with each output that is kept.
     """
 
     def choose(context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
@@ -77,7 +77,7 @@ def _both(outer: Context, inner: Context) -> Iterator[None]:
 
 
 class _Outputs(TorchDispatchMode):
-    """Gives the outputs of these operators to a function."""
+    """Calls a function with each output of these operators."""
 
     def __init__(self, operators: Collection[Any], note: Callable[[Any], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

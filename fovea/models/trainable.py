@@ -1,6 +1,6 @@
 """Selection of trainable parameters: frozen parts, LoRA adapters or full weights.
 
-LoRA (Hu et al., arXiv 2106.09685) is peft's. Its adapters are injected into the network, so that module names stay.
+LoRA (Hu et al., arXiv 2106.09685) comes from peft, whose adapters are injected into the network: module names stay.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from fovea_gym.errors import ConfigError
 
 ADAPTER = "default"
 LANGUAGE_MODEL, VISION_TOWER, PROJECTOR = "language model", "vision tower", "projector"
-"""Parts of a model, those of `model.lora.parts`."""
+"""Parts of a model that `model.lora.parts` may name."""
 VALUE_HEAD = "value_head."
 """Prefix of the names of a value head's parameters in a `models.policy_network.PolicyNetwork`."""
 
 
 def choose_trainable(network: nn.Module, settings: Model, seed: int) -> None:
-    """Freeze parameters by the `freeze_` settings and `lora` of `model`, and add LoRA adapters."""
+    """Freeze parameters as the `freeze_` settings and `lora` of `model` say, and add LoRA adapters."""
     if settings.lora is not None:
         _add_lora(network, settings.lora, seed)
     else:
         for module in vision_modules(network):
             module.requires_grad_(settings.trains_tower)
-        # after the tower, which it may be a part of
+        # after the tower, since the projector may be part of it
         for module in projector_modules(network):
             module.requires_grad_(settings.trains_projector)
         for parameter in base_model(network).parameters(recurse=False):
-            # LLaVA-OneVision's feature of a line's end
+            # LLaVA-OneVision's embedding for the end of an image row
             parameter.requires_grad_(settings.trains_projector)
     if settings.freeze_router:
         _freeze_routers(network)
@@ -58,7 +58,7 @@ def _freeze_routers(network: nn.Module) -> None:
     routers = [layer.mlp.router_XE for layer in layers if isinstance(layer.mlp, Experts)]
     if not routers:
         raise ConfigError(
-            f"model.freeze_router=true, but a {family.model_type} has no experts to route to; leave it out"
+            f"model.freeze_router=true, but a {family.model_type} has no experts to route to; remove the setting"
         )
     for router_XE in routers:
         router_XE.requires_grad_(False)
@@ -77,16 +77,16 @@ def _add_lora(network: nn.Module, lora: Lora, seed: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inject_adapter_in_model(config, network, adapter_name=ADAPTER)
-    # new modules are in training mode, whatever the network is in: dropout
+    # new modules are always in training mode, which would enable dropout in an evaluated network
     network.train(network.training)
     on_meta = any(parameter.is_meta for parameter in network.parameters() if parameter.requires_grad)
-    # on the meta device, where only shapes are asked for, no values are read from disk
+    # on the meta device only shapes are needed, so no values are read from disk
     if lora.adapter is not None and not on_meta:
         load_adapter(lora_layers(network), lora, ADAPTER)
 
 
 def _adapted_layers(network: nn.Module, lora: Lora) -> list[str]:
-    """Paths of the linear layers that get an adapter; ConfigError for a target or an exclusion without any layer."""
+    """Paths of the linear layers that get an adapter; ConfigError if a target or an exclusion matches no layer."""
     family, parts = family_of_network(network), {part.replace("_", " ") for part in lora.parts}
     linears = [name for name, module in network.named_modules() if isinstance(module, nn.Linear)]
     unused = [pattern for pattern in lora.exclude if not any(re.search(pattern, name) for name in linears)]
@@ -96,7 +96,7 @@ def _adapted_layers(network: nn.Module, lora: Lora) -> list[str]:
             f"model.lora.exclude: {', '.join(unused)} matches no linear layer, such as {example}; correct it, or "
             "remove it"
         )
-    # not the head: it is often tied to the embedding, and the engine would use that weight without the adapter
+    # not the head: it is often tied to the embedding, and the engine would use the tied weight without the adapter
     named = [name for name in linears if part_of(name, family) in parts]
     if ALL_LINEAR not in lora.targets:
         named = [name for name in named if _leaf(name) in lora.targets]
@@ -122,13 +122,13 @@ def lora_layers(network: nn.Module) -> dict[str, LoraLayer]:
 
 @contextmanager
 def adapters_off(network: nn.Module) -> Iterator[None]:
-    """Switch the adapters off in this context: the model is then the reference policy."""
+    """Disable the adapters in this context, which makes the model the reference policy."""
     layers = list(lora_layers(network).values())
     trained = list(trainable_parameters(network).values())
     for layer in layers:
         layer.enable_adapters(False)
     for parameter in trained:
-        # peft freezes what it switches off, and FSDP2 takes over in its first pass which parameters are frozen
+        # peft freezes the adapters that it disables, and FSDP2 records in its first pass which parameters are frozen
         parameter.requires_grad_(True)
     try:
         yield
@@ -146,7 +146,7 @@ def merged_weights(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def adapted_weights(network: nn.Module) -> Iterator[tuple[str, Tensor, LoraLayer | None]]:
-    """(Hugging Face name, parameter, its adapter if it has one) of every parameter but those of adapters."""
+    """(Hugging Face name, parameter, its adapter if it has one) of every parameter except those of adapters."""
     layers = lora_layers(network)
     for name, parameter in factored_weights(network):
         owner, _, leaf = name.rpartition(".")
@@ -155,7 +155,7 @@ def adapted_weights(network: nn.Module) -> Iterator[tuple[str, Tensor, LoraLayer
 
 
 def merged(parameter: Tensor, adapter: LoraLayer | None) -> Tensor:
-    """The sum of a weight and its adapter's matrix, sharded as the weight is; without an adapter the weight itself."""
+    """The sum of a weight and its adapter's matrix, sharded like the weight; the weight itself without an adapter."""
     value = parameter.detach()
     if adapter is None:
         return value
@@ -164,10 +164,10 @@ def merged(parameter: Tensor, adapter: LoraLayer | None) -> Tensor:
 
 
 def factored_weights(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, parameter) of every parameter: adapters beside the weights that they add to, and nothing copied.
+    """(name, parameter) of every parameter, with adapters separate from the base weights, and without copies.
 
-    Names are Hugging Face's, and those of `adapter_names` for an adapter's matrices. Tied weights are yielded once.
-    A parameter that training changes has `requires_grad`; one that is sharded is a DTensor.
+    Names are Hugging Face's, or those of `adapter_names` for an adapter's matrices. Tied weights are yielded once.
+    A trained parameter has `requires_grad`; a sharded one is a DTensor.
     """
     under_adapters = bool(lora_layers(network))
     for name, parameter in network.named_parameters():
@@ -192,7 +192,7 @@ def adapter_scale(network: nn.Module) -> float:
 
 
 def count_parameters(network: nn.Module) -> list[ParameterCount]:
-    """Parameter counts of vision tower, projector, language model, head and adapters, and last of all together."""
+    """Parameter counts of vision tower, projector, language model, head and adapters, followed by the total."""
     counts: dict[str, list[int]] = {}
     family = family_of_network(network)
     for name, parameter in network.named_parameters():
@@ -207,7 +207,7 @@ def count_parameters(network: nn.Module) -> list[ParameterCount]:
 
 
 def part_of(name: str, family: ModelFamily) -> str:
-    """The part of the model that a module or parameter of the network belongs to, as in `count_parameters`."""
+    """The part of the model to which a module or parameter belongs, as in `count_parameters`."""
     if ".lora_" in name:
         return "LoRA adapters"
     if name.startswith(tuple(f"{path}." for path in family.projector_paths)):
@@ -218,17 +218,17 @@ def part_of(name: str, family: ModelFamily) -> str:
 
 
 class FrozenGuard:
-    """Detects changes of frozen parameters, by a hash of the bits of each one (of this rank's shard, if sharded)."""
+    """Detects changes of frozen parameters by hashing the bits of each one (of this rank's shard, if it is sharded)."""
 
     def __init__(self, network: nn.Module) -> None:
         self._hashes = _frozen_hashes(network)
 
     def check(self, network: nn.Module) -> None:
-        """Raise TrainError with the name of the first frozen parameter that has changed, if any has."""
+        """Raise TrainError with the name of the first frozen parameter that has changed, if there is one."""
         moved = [name for name, digest in _frozen_hashes(network).items() if self._hashes.get(name) != digest]
         if moved:
             raise TrainError(
-                f"{len(moved)} frozen parameters changed, first {moved[0]}; a frozen part must not move: "
+                f"{len(moved)} frozen parameters changed, first {moved[0]}; a frozen part must not change: "
                 "this is a bug, please report it with the run's config.yaml"
             )
 
@@ -248,15 +248,15 @@ def freeze_lm_head(network: PreTrainedModel) -> None:
 
 
 def policy_parameters(vlm: nn.Module) -> Mapping[str, nn.Parameter]:
-    """Trainable parameters of the policy by name, without those of a value head."""
+    """Trainable parameters of the policy by name, without those of its value head."""
     return {name: x for name, x in trainable_parameters(vlm).items() if not name.startswith(VALUE_HEAD)}
 
 
 def value_parameters(vlm: nn.Module) -> Mapping[str, nn.Parameter]:
-    """Parameters of a value head on the policy by name; empty without one."""
+    """Parameters of the policy's value head by name; empty without a value head."""
     return {name: x for name, x in trainable_parameters(vlm).items() if name.startswith(VALUE_HEAD)}
 
 
 def trainable_parameters(network: nn.Module) -> Mapping[str, nn.Parameter]:
-    """Trainable parameters by name, in the order of the network."""
+    """Trainable parameters by name, in the network's order."""
     return {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}

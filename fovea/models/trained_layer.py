@@ -1,4 +1,4 @@
-"""Decoder layers for training: linear layers with LoRA, written-out gradients, and outputs from the activation tape.
+"""Decoder layers for training: linear layers with LoRA, hand-written gradients, and outputs from the activation tape.
 
 Axes: `N` tokens, `E` input width.
 """
@@ -26,7 +26,7 @@ from fovea.models.linear_factors import Factors, add_adapter, factors_of
 from fovea.models.trainable import ADAPTER
 
 LinearOutputs = Callable[[LinearGroup, slice], Tensor]
-"""Recorded outputs of linear layers, some of the columns of their group."""
+"""(group, columns) -> the recorded outputs of linear layers in these columns of their group"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class TrainedLinears:
     def __call__(self, x_NE: Tensor) -> tuple[Tensor, ...]:
         if any(map(drops_inputs, self.modules)):
             assert self.recorded is None, "outputs that were recorded without dropout"
-            # peft's own forward: a mask for each of these layers, and for each token of the row
+            # peft's own forward samples a separate mask for each layer and for each token of the row
             return tuple(module(x_NE) for module in self.modules)
         factors = [factors_of(module) for module in self.modules]
         recorded = None if self.saved is None else [read() for read in self.saved]
@@ -53,7 +53,7 @@ class TrainedLinears:
 
     @property
     def saved(self) -> list[ReadSaved] | None:
-        """Readers of each layer's recorded outputs, new at every call; None if none are recorded."""
+        """A reader of each layer's recorded outputs; None without recorded outputs."""
         if self.recorded is None:
             return None
         ends = list(accumulate(module.out_features for module in self.modules))
@@ -62,12 +62,12 @@ class TrainedLinears:
 
 
 def drops_inputs(module: Any) -> bool:
-    """True for a layer whose adapter drops some of its inputs: `model.lora.dropout`, in updates only."""
+    """True if the layer's adapter applies dropout to its inputs (`model.lora.dropout`), which only updates do."""
     return isinstance(module, LoraLinear) and module.training and isinstance(module.lora_dropout[ADAPTER], nn.Dropout)
 
 
 def trained_layer(modules: LayerModules, recorded: LinearOutputs | None = None) -> DecoderLayer:
-    """The decoder layer with these modules' norms and parameters."""
+    """A decoder layer that runs with the norms and parameters of these modules."""
     mixer, mlp = modules.mixer, modules.mlp
     return DecoderLayer(
         input_norm=modules.input_norm,
@@ -132,7 +132,7 @@ def _trained_experts(experts: Experts, shared: SharedExpertModules | None) -> Ex
 
 @dataclass(frozen=True, slots=True)
 class TrainedCall:
-    """Arguments that a transformers decoder layer gets in place of its own (`use_layer_calls`)."""
+    """Arguments with which a transformers decoder layer is called in place of its usual ones (`use_layer_calls`)."""
 
     call: LayerCall
     recorded: LinearOutputs | None
@@ -148,7 +148,7 @@ def use_layer_calls(language_model: Any, modules_of: Callable[[Any], LayerModule
 
 @dataclass(frozen=True, slots=True)
 class _CallOrForward:
-    """Replacement of a decoder layer's `forward`, which dispatches on the argument `fovea`."""
+    """Replacement for a decoder layer's `forward` that dispatches on the argument `fovea`."""
 
     layer: nn.Module
     forward: Callable[..., Any]
@@ -179,7 +179,7 @@ class JoinedLinears(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x_NE, *tensors)
         ctx.scales = scales
-        # the backward pass needs the inputs only, so that recorded outputs are as good as computed ones
+        # the backward pass needs only the inputs, so recorded outputs are as good as computed ones
         if recorded is not None:
             return tuple(recorded)
         return tuple(_forward(x_NE, factors) for factors in _factors(tensors, scales))
@@ -215,7 +215,7 @@ def _forward(x_NE: Tensor, factors: Factors) -> Tensor:
 
 
 def _add_gradient_of_input(of_x: Tensor, gradient: Tensor, factors: Factors, *, first: bool) -> None:
-    # beta=0 ignores what the new, uninitialised tensor holds
+    # beta=0 ignores the contents of the uninitialised tensor
     of_x.addmm_(gradient, factors.weight, beta=0 if first else 1)
     if factors.down is not None and factors.up is not None:
         low = gradient.to(factors.up.dtype) @ factors.up
@@ -234,7 +234,7 @@ def _gradients_of_factors(
     if factors.down is None or factors.up is None or not needed[2]:
         return [of_weight, of_bias, None, None]
     x, gradient = x_NE.to(factors.down.dtype), gradient.to(factors.up.dtype)
-    # products with the rank-sized factors first: no [out, in] matrix is made for the adapter
+    # multiply by the rank-sized factors first, so that no [out, in] matrix is made for the adapter
     of_down = ((gradient @ factors.up).t() @ x).mul_(factors.scale)
     of_up = (gradient.t() @ (x @ factors.down.t())).mul_(factors.scale)
     return [of_weight, of_bias, of_down, of_up]

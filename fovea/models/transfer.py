@@ -1,4 +1,4 @@
-"""Copies from the host to the device of a pass, for which the host does not wait."""
+"""Copies from the host to the device of a pass, without making the host wait."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """A host tensor on a device; the copy to a GPU is queued behind the work that is queued there already."""
+    """Copy a host tensor to a device; a copy to a GPU is queued after the work that is already queued there."""
     if device.type != "cuda":
         return host.to(device)
-    # pageable memory is copied only when the GPU has come to the copy, and the host waits for that
+    # pinned first: the host would wait until the GPU copies from pageable memory
     return host.pin_memory().to(device, non_blocking=True)

@@ -1,8 +1,8 @@
-"""Differences of transformers 4.57 and 5 in names and layouts, behind one name each.
+"""Differences between transformers 4.57 and 5 in names and layouts, each of them behind one name.
 
-Fovea is written for transformers 5. megatron-bridge wants a version below 5, so that an environment with it has 4.57:
-everything else in the package reads these names and knows of no versions. Delete this file when the bridge
-takes transformers 5.
+Fovea is written for transformers 5, but megatron-bridge requires a version below 5, so an environment with it has 4.57.
+The rest of the package uses these names and does not check versions. Delete this file when the bridge supports
+transformers 5.
 
 Axes: `N` tokens, `D` width of a head, 3 = time, height, width.
 """
@@ -28,23 +28,23 @@ OLD = int(transformers.__version__.split(".")[0]) < 5
 """True below transformers 5."""
 
 vision_utils: Any = None if OLD else importlib.import_module("transformers.vision_utils")
-"""Functions by which a vision tower's inputs are derived from the sizes of images; None where the tower calls none."""
+"""Functions that derive a vision tower's inputs from image sizes; None for 4.57, whose towers do it internally."""
 
 SPECIAL_TOKENS_KEY = "additional_special_tokens" if OLD else "extra_special_tokens"
-"""Argument of a tokenizer that lists its special tokens besides those with a role."""
+"""Tokenizer argument that lists the special tokens without a role (such as end of sequence)."""
 
 
 def image_processor_class(name: str) -> Any:
-    """transformers' image processor of this name that needs PIL and numpy only, not torchvision."""
+    """transformers' image processor of this name, in the variant that needs only PIL and numpy, not torchvision."""
     if not OLD:
-        # for Idefics 3, 5.17 exports a placeholder that asks for torchvision; the module has the class itself
+        # for Idefics 3, 5.17 exports a placeholder that requires torchvision; its module has the real class
         return pkgutil.resolve_name(f"{getattr(transformers, f'{name}Pil').__module__}:{name}Pil")
     found = getattr(transformers, name)
     return _with_its_size(found) if name == "Qwen2VLImageProcessor" else found
 
 
 def _with_its_size(image_processor: Any) -> Any:
-    """Qwen's image processor of 4.57, which takes no heed of `size`: every image was resized to other limits."""
+    """Qwen's image processor of 4.57, changed to use `size`, which it ignores: it would resize to other limits."""
 
     def init(self: Any, *, size: Any = None, min_pixels: Any = None, max_pixels: Any = None, **options: Any) -> None:
         limits = dict(size or {})
@@ -55,13 +55,13 @@ def _with_its_size(image_processor: Any) -> Any:
 
 
 def disable_input_require_grads(network: Any) -> None:
-    """Remove the hooks by which embeddings require gradients, if there are any: without one, 4.57 raises."""
+    """Remove the hooks that make embeddings require gradients, if there are any: 4.57 raises if there are none."""
     if not OLD or hasattr(network, "_require_grads_hook"):
         network.disable_input_require_grads()
 
 
 def rope_fields(rope: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a text config for these parameters of rotary positions (`rope_theta` among them)."""
+    """Fields of a text config for these parameters of rotary positions (including `rope_theta`)."""
     if not OLD:
         return {"rope_parameters": rope}
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
@@ -77,21 +77,21 @@ def load_config(path: str, **options: Any) -> Any:
 
 
 def _read_as_new(config: Any) -> None:
-    """Set what version 5 wrote under other names; 4.57 keeps them and takes its own defaults, another model."""
+    """Set the fields that version 5 wrote under new names; 4.57 would use its defaults instead: a different model."""
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None)
     named = rope_fields(rope) if rope else {}
     if hasattr(text, "num_local_experts"):
         named["num_experts"] = text.num_local_experts
     if getattr(text, "architectures", None) is None:
-        # a Qwen2.5-VL answers with its language model's, which version 5 does not write
+        # Qwen2.5-VL returns its language model's architectures, which version 5 does not write
         named["architectures"] = vars(config)["architectures"]
     for name, value in named.items():
         setattr(text, name, value)
 
 
 def load_tokenizer(path: str, written: Mapping[str, Any], **options: Any) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder or hub id by either version; `written` is its tokenizer_config.json."""
+    """The tokenizer of a model folder or hub id, written by either version; `written` is its tokenizer_config.json."""
     kind: Any = AutoTokenizer
     if OLD:
         extra = written.get("extra_special_tokens")
@@ -106,8 +106,8 @@ def load_tokenizer(path: str, written: Mapping[str, Any], **options: Any) -> Pre
 def rotary_tables(rotary: Any, text_config: Any, like: Tensor, positions_3N: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines [N, D] of positions [3, N] of M-RoPE or [1, N], in the type and on the device of `like`."""
     if len(positions_3N) == 1:
-        # "dynamic" frequencies change beyond `max_position_embeddings` only, which no row reaches, and transformers'
-        # look for the longest position waits for a GPU, which ends the capture of a CUDA graph
+        # "dynamic" frequencies change only beyond `max_position_embeddings`, which no row reaches; transformers would
+        # look for the longest position and so wait for the GPU, which breaks the capture of a CUDA graph
         dynamic = rotary.rope_type == "dynamic"
         forward = partial(inspect.unwrap(type(rotary).forward), rotary) if dynamic else rotary
         cos, sin = forward(like, positions_3N)
@@ -115,7 +115,7 @@ def rotary_tables(rotary: Any, text_config: Any, like: Tensor, positions_3N: Ten
     cos, sin = rotary(like, positions_3N[:, None])
     if cos.dim() == 3:
         return cos[0], sin[0]
-    # 4.57 leaves the three axes of Qwen2-VL and Qwen2.5-VL apart, and its attention picks each axis's sections
+    # 4.57 keeps the three axes of Qwen2-VL and Qwen2.5-VL separate, and its attention picks each axis's sections
     sections = 2 * text_config.rope_scaling["mrope_section"]
     picked = [
         torch.cat([part[index % 3, 0] for index, part in enumerate(table.split(sections, dim=-1))], dim=-1)
@@ -126,7 +126,7 @@ def rotary_tables(rotary: Any, text_config: Any, like: Tensor, positions_3N: Ten
 
 @dataclass(frozen=True, slots=True)
 class DeltaFunctions:
-    """Functions of transformers' gated delta nets, with the arguments of the packages that they stand for."""
+    """Functions of transformers' gated delta nets, with the signatures of the packages that they replace."""
 
     convolve: Callable[..., Tensor]
     chunks: Callable[..., tuple[Tensor, Tensor]]
@@ -137,7 +137,7 @@ class DeltaFunctions:
 
 def delta_functions() -> DeltaFunctions:
     """The functions that transformers has picked for this machine."""
-    # here, so that what renders prompts only loads no network class
+    # imported here, so that rendering prompts does not load network classes
     qwen3_5: Any = pkgutil.resolve_name("transformers.models.qwen3_5.modeling_qwen3_5")
     return DeltaFunctions(
         qwen3_5.causal_conv1d_fn, qwen3_5.torch_chunk_gated_delta_rule, qwen3_5.torch_recurrent_gated_delta_rule
@@ -145,24 +145,24 @@ def delta_functions() -> DeltaFunctions:
 
 
 def plain_delta_functions() -> DeltaFunctions:
-    """The same functions in plain torch, also where kernels are installed."""
+    """The same functions in plain torch, even if kernels are installed."""
     picked = delta_functions()
     return DeltaFunctions(*map(inspect.unwrap, (picked.convolve, picked.chunks, picked.step)))
 
 
 EXPERTS = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
-"""Ends of the names of experts. Files hold Qwen3-VL-MoE's as [experts, inputs, outputs] and Qwen3.5-MoE's as [experts,
-outputs, inputs]. transformers 5 holds the latter of both, reads what it meets and writes its own: of Qwen3.5-MoE a
-tensor for each expert. vLLM, SGLang and LMDeploy read the layout of the files only."""
+"""Suffixes of the names of expert weights. Hub files hold those of Qwen3-VL-MoE as [experts, inputs, outputs] and those
+of Qwen3.5-MoE as [experts, outputs, inputs]. transformers 5 holds both in the latter layout, reads either, and writes
+its own: for Qwen3.5-MoE one tensor per expert. vLLM, SGLang and LMDeploy only read the layout of the hub files."""
 
 
 def is_turned(name: str, model_type: str) -> bool:
-    """True if files of the hub hold a weight of such a model in another layout than this transformers does."""
+    """True if hub files hold this weight in another layout than the installed transformers does."""
     return model_type == "qwen3_vl_moe" and name.endswith(EXPERTS) and not OLD
 
 
 def experts_tensor(stored: Tensor) -> Tensor:
-    """A tensor of all experts of Qwen3-VL-MoE as [experts, outputs, inputs]; 4.57's modules have them as files do."""
+    """All experts of Qwen3-VL-MoE as [experts, outputs, inputs]; modules of 4.57 have the layout of the hub files."""
     return stored.mT if OLD else stored
 
 

@@ -1,4 +1,4 @@
-"""Trials of kernels before a run uses them: outputs and gradients on random inputs, beside those of plain functions."""
+"""Trials of kernels before a run uses them: their outputs and gradients are compared with those of plain functions."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Tensors = Mapping[str, Tensor]
 
 
 def why_refused(trial: Callable[[], str | None]) -> str | None:
-    """The finding of a trial, or type and text of the error that it raises; None where it finds nothing wrong.
+    """The finding of a trial, or the first line of the error that it raised; None if the trial finds nothing wrong.
 
-    No table of the types, widths and devices that a kernel supports is published. Out-of-memory errors are raised: they
-    say nothing of the kernel.
+    There is no published table of the types, widths and devices that a kernel supports. Out-of-memory errors propagate,
+    since they say nothing about the kernel.
     """
     try:
         return trial()
@@ -25,11 +25,11 @@ def why_refused(trial: Callable[[], str | None]) -> str | None:
         if is_out_of_memory(error):
             raise
         line = first_line(error)
-        # Triton's compiler begins with a place in the kernel's source, and ends with the reason
+        # errors of Triton's compiler begin with a place in the kernel's source and end with the reason
         return f"{line} {str(error).splitlines()[-1].strip()}" if line.endswith(":") else line
 
 
-@torch.inference_mode(mode=False)  # whoever asks first may be within one, where nothing has gradients
+@torch.inference_mode(mode=False)  # the first caller may be in inference mode, where nothing has gradients
 @torch.enable_grad()
 def values_and_gradients(function: Callable[..., Tensors], inputs: Tensors) -> dict[str, Tensor]:
     """Named outputs of a function, and the gradients of its inputs from one random gradient of each output."""
@@ -37,26 +37,26 @@ def values_and_gradients(function: Callable[..., Tensors], inputs: Tensors) -> d
     # a kernel may overwrite its inputs, which autograd forbids for leaves
     found = function(**{name: x.clone() for name, x in leaves.items()})
     gradients = [random_tensor(*x.shape, like=x, seed=seed) for seed, x in enumerate(found.values())]
-    # the outputs as they are now: a backward pass may overwrite them, too
+    # copied now, since a backward pass may overwrite the outputs
     values = {name: x.detach().clone() for name, x in found.items()}
     of_inputs = torch.autograd.grad(list(found.values()), list(leaves.values()), gradients)
     return values | {f"gradient of {name}": x for name, x in zip(leaves, of_inputs, strict=True)}
 
 
 def random_tensor(*size: int, like: Tensor, seed: int = 0) -> Tensor:
-    """Normal numbers that are the same on every device, in the type and on the device of `like`."""
+    """Normally distributed numbers that are equal on every device, in the type and on the device of `like`."""
     return torch.randn(*size, generator=torch.Generator().manual_seed(seed)).to(like)
 
 
 def differences(found: Tensors, expected: Tensors) -> dict[str, float]:
-    """Norm of each tensor's difference, relative to that of the expected values."""
+    """Norm of each tensor's difference, relative to the norm of the expected values."""
     pairs = {name: (found[name].float(), x.float()) for name, x in expected.items()}
     return {name: float((ours - x).norm() / x.norm()) for name, (ours, x) in pairs.items()}
 
 
 def first_difference(found: Tensors, expected: Tensors, limit: float) -> str | None:
-    """The first tensor that differs by more than rounding does; None where none does."""
+    """Describe the first tensor that differs by more than rounding; None if there is no such tensor."""
     for name, relative in differences(found, expected).items():
-        if not relative <= limit:  # NaN is a difference
-            return f"{name} is off by {relative:.1e} of its size, and rounding moves it by less than {limit:.0e}"
+        if not relative <= limit:  # NaN counts as a difference
+            return f"{name} is off by {relative:.1e} of its size, more than rounding explains ({limit:.0e})"
     return None

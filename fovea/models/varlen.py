@@ -1,8 +1,8 @@
 """Attention within segments of a packed row: every segment of queries attends to its own segment of keys.
 
-`FlashSegments` calls the variable-length kernels of torch, on CUDA in 16 bits; `PlainSegments`, its slow twin on any
-device, computes one segment after another by the formula. Both give the log-sum-exp of the scores, and both take output
-and log-sum-exp of their backward pass from the caller, so that the softmax may extend over further keys
+`FlashSegments` calls torch's variable-length kernels, on CUDA in 16 bits; `PlainSegments`, the slow reference for any
+device, evaluates the formula one segment at a time. Both return the log-sum-exp of the scores, and the caller passes
+output and log-sum-exp to the backward pass, so that the softmax may extend over further keys
 (`models.shared_prefix.attention_cuda`).
 
 Axes: `N` query tokens, `M` key tokens, `H` query heads, `J` key heads, `D` width of a head.
@@ -27,18 +27,18 @@ from fovea.models.trials import why_refused
 
 OPS: Any = torch.ops.torch_attn
 TRIALS = ((40, 2), (130, 40), (300, 1, 257))
-"""Lengths of segments of a trial: torch 2.14 takes cuDNN's kernel on Hopper from a longest of 129 on, and kernels have
-been wrong beyond 256."""
+"""Segment lengths of each trial: on Hopper, torch 2.14 uses cuDNN's kernel if the longest segment has at least 129
+tokens, and kernels have been wrong beyond 256."""
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-"""Largest relative error of a token's values: five times what rounding does in torch's kernels on CPUs."""
+"""Largest relative error of a token's values: five times the rounding error of torch's CPU kernels."""
 NAMES = ("output", "gradient of queries", "gradient of keys", "gradient of values")
 MORE_KEYS = 0.7
 CAUSAL, ALL = (-1, 0), (-1, -1)
-"""Window of keys that a query sees, to the left and right of its own place, with -1 for no limit."""
+"""Number of keys that a query sees to the left and to the right of its own position; -1 for no limit."""
 Triple = tuple[Tensor, Tensor, Tensor]
 """Queries [N, H, D], keys [M, J, D] and values [M, J, D], or their gradients."""
 Attended = Callable[[Triple, Tensor, "Pairs"], dict[str, Tensor]]
-"""Output and gradients by `NAMES`, and perhaps the log-sum-exp, for inputs and the gradient of the output."""
+"""(inputs, gradient of the output, pairs) -> output and gradients by `NAMES`, perhaps also the log-sum-exp"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Segments:
 
     lengths: tuple[int, ...]
     offsets: Tensor
-    """Start of each segment, and the end of the last, int32."""
+    """Start of each segment and end of the last segment; int32."""
 
     @staticmethod
     def of(lengths: Sequence[int], device: torch.device) -> Segments:
@@ -62,14 +62,14 @@ class Segments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pairs:
-    """Which segment of keys each segment of queries attends to: that of the same number."""
+    """Segments of queries and of keys; each segment of queries attends to the segment of keys with the same index."""
 
     queries: Segments
     keys: Segments
     causal: bool
-    """A query sees the keys up to its own place, where the ends of both segments are aligned; else all of them."""
+    """If true, a query sees the keys up to its own position, with the ends of both segments aligned; else all keys."""
     scale: float
-    """Factor on scores."""
+    """Factor on the scores."""
 
     @property
     def window(self) -> list[int]:
@@ -86,7 +86,7 @@ class SegmentAttention(Protocol):
     def backward(self, gradient: Tensor, inputs: Triple, out: Tensor, lse: Tensor, pairs: Pairs) -> Triple:
         """Gradients of the inputs from that of the output [N, H, D].
 
-        With output and log-sum-exp of a softmax over these and other keys, they are these keys' summands.
+        If `out` and `lse` come from a softmax over these and other keys, the results are the terms of these keys.
         """
         ...
 
@@ -110,7 +110,7 @@ class FlashSegments:
         return out, lse
 
     def backward(self, gradient: Tensor, inputs: Triple, out: Tensor, lse: Tensor, pairs: Pairs) -> Triple:
-        # read only by dropout, of which there is none
+        # read only for dropout, which is not used
         random_state = torch.zeros(2, dtype=torch.uint64, device=out.device)
         gradients: Triple = OPS._varlen_attn_backward(
             gradient.contiguous(),
@@ -164,7 +164,7 @@ class PlainSegments:
 
 
 def segment_attention_on(device: torch.device) -> SegmentAttention:
-    """The implementation for a device."""
+    """The implementation to use on a device."""
     return PlainSegments() if device.type == "cpu" else FlashSegments()
 
 
@@ -191,14 +191,14 @@ def _scores(query_HND: Tensor, key_HMD: Tensor, pairs: Pairs) -> Tensor:
 
 
 def _sum_of_heads(x_HMD: Tensor, times: int) -> Tensor:
-    """Gradient [M, J, D] of key heads, each of which so many query heads read."""
+    """Gradient [M, J, D] of the key heads, each of which is read by `times` query heads."""
     sum_JMD: Tensor = x_HMD.unflatten(0, (-1, times)).sum(1)
     return sum_JMD.transpose(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """Properties of tensors by which a kernel accepts or refuses them."""
+    """Properties of tensors that decide whether a kernel supports them."""
 
     device: torch.device
     dtype: torch.dtype
@@ -214,54 +214,54 @@ class HeadShape:
 
 @lru_cache(maxsize=64)
 def flash_refusal(shape: HeadShape) -> str | None:
-    """Why `FlashSegments` cannot be used for heads of this shape; None where it gives the values of `PlainSegments`."""
+    """Why `FlashSegments` cannot be used for heads of this shape; None if it matches `PlainSegments`."""
     return _refusal(by_segments(FlashSegments(), MORE_KEYS), by_segments(PlainSegments(), MORE_KEYS), shape)
 
 
 @lru_cache(maxsize=64)
 def varlen_refusal(shape: HeadShape) -> str | None:
-    """Why torch's public `varlen_attn` cannot be used for heads of this shape; None where it gives the plain values."""
+    """Why torch's public `varlen_attn` cannot be used for heads of this shape; None if it matches `PlainSegments`."""
     return _refusal(_by_torch, by_segments(PlainSegments()), shape)
 
 
 def takes_varlen(shape: HeadShape) -> bool:
-    """True if torch's public `varlen_attn` is right for heads of this shape."""
+    """True if torch's public `varlen_attn` can be used for heads of this shape."""
     return shape.device.type != "cpu" and varlen_refusal(shape) is None
 
 
-@torch.inference_mode(mode=False)  # whoever asks first may be within one, where nothing has gradients
+@torch.inference_mode(mode=False)  # the first caller may be in inference mode, where nothing has gradients
 @torch.enable_grad()
 def _refusal(attention: Attended, twin: Attended, shape: HeadShape) -> str | None:
     return why_refused(lambda: difference(attention, twin, shape))
 
 
 def difference(attention: Attended, twin: Attended, shape: HeadShape) -> str | None:
-    """How an attention differs from another on random heads of this shape; None where it does not."""
+    """How an attention differs from its reference on random heads of this shape; None if it does not."""
     for lengths in TRIALS:
         for pairs in _pairs(lengths, shape):
             given = _random(shape, pairs)
             found = attention(*given, pairs)
-            if found[NAMES[0]].is_meta:  # no values
+            if found[NAMES[0]].is_meta:  # meta tensors have no values
                 continue
             for name, expected in twin(*given, pairs).items():
                 relative = _relative(found[name].float(), expected.float())
                 if not relative <= TOLERANCE[shape.dtype]:
                     return (
                         f"{name} of {'causal' if pairs.causal else 'full'} attention to segments of "
-                        f"{', '.join(map(str, pairs.keys.lengths))} tokens: off by {relative:.1e} of its size, and "
-                        f"rounding to {shape.dtype} moves it by less than {TOLERANCE[shape.dtype]:.0e}"
+                        f"{', '.join(map(str, pairs.keys.lengths))} tokens: off by {relative:.1e} of its size, "
+                        f"more than rounding to {shape.dtype} explains ({TOLERANCE[shape.dtype]:.0e})"
                     )
     return None
 
 
 def _relative(found: Tensor, expected: Tensor) -> float:
-    """Largest norm of a token's error over that of its values and of a mean token's, since some are zero."""
+    """Largest relative error of a token; its size includes a mean token's, since the values of some are zero."""
     errors_N, sizes_N = (x.flatten(1).norm(dim=1) for x in (found - expected, expected))
     return float((errors_N / (sizes_N + sizes_N.mean())).max())
 
 
 def _pairs(lengths: Sequence[int], shape: HeadShape) -> Iterator[Pairs]:
-    """As packed rows have them: own keys, keys of prompt and completion, and keys of another segment."""
+    """Pairs as in packed rows: a segment's own keys, keys of prompt and completion, and keys of another segment."""
     own, scale = Segments.of(lengths, shape.device), shape.width**-0.5
     ends = Segments.of([-(-length // 2) for length in lengths], shape.device)
     others = Segments.of(lengths[::-1], shape.device)
@@ -271,7 +271,7 @@ def _pairs(lengths: Sequence[int], shape: HeadShape) -> Iterator[Pairs]:
 
 
 def _random(shape: HeadShape, pairs: Pairs) -> tuple[Triple, Tensor]:
-    """Queries, keys and values, and the gradient of the output."""
+    """Random queries, keys and values, and a random gradient of the output."""
     random = torch.Generator().manual_seed(0)
     queries, keys = sum(pairs.queries.lengths), sum(pairs.keys.lengths)
     sizes = ((queries, shape.heads), (keys, shape.key_heads), (keys, shape.key_heads), (queries, shape.heads))
@@ -283,7 +283,7 @@ def _random(shape: HeadShape, pairs: Pairs) -> tuple[Triple, Tensor]:
 
 
 def by_segments(attention: SegmentAttention, more_keys: float = 0.0) -> Attended:
-    """Both passes; the backward pass as if further keys of value 0 had added `more_keys` to each log-sum-exp."""
+    """Run both passes, the backward pass as if further keys of value 0 had added `more_keys` to each log-sum-exp."""
 
     def attend(inputs: Triple, gradient: Tensor, pairs: Pairs) -> dict[str, Tensor]:
         out, lse = attention.forward(inputs, pairs)

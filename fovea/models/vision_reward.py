@@ -1,7 +1,7 @@
-"""A reward model that reads the image: a vision-language model whose last token's state is scored by a linear head.
+"""A reward model that sees the image: a vision-language model with a linear head that scores its last hidden state.
 
-The folder holds the model in the format of transformers, and the head as `score.weight` (a sequence classifier of
-transformers with one output) or `v_head.summary.weight` and `.bias` (TRL's value head).
+The folder holds the model in transformers' format, and the head as `score.weight` (transformers' sequence classifier
+with one output) or as `v_head.summary.weight` and `.bias` (TRL's value head).
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from fovea_gym.utils.shown_text import without_marks
 KEY = "reward_model.path"
 """The setting that names the folder."""
 HEADS = ("score", "v_head.summary")
-"""Names of the linear layers that are a head."""
+"""Names that the linear layer of the head may have."""
 _ANY_SIZE = 1e9
-"""Megapixels and MiB: images were opened, and so checked, before they come here."""
+"""Size limit in megapixels and in MiB that no image reaches: the images were opened and checked earlier."""
 
 
 class VisionRewardScorer:
-    """A scorer of an answer to a question about images; one at a time, in the number format of its file."""
+    """Scores answers to questions about images, one at a time, in the dtype of the model's files."""
 
     def __init__(self, settings: RewardModel) -> None:
-        """Weights come from safetensors, code from transformers; ModelError names what the folder lacks."""
+        """Load weights from safetensors and code from transformers only; ModelError if something is missing."""
         path = settings.path
         model = Model(path=path)
         with named_as_reward_model():
@@ -70,7 +70,7 @@ class VisionRewardScorer:
 
 @contextmanager
 def named_as_reward_model() -> Iterator[None]:
-    """Errors about the files of a model name the setting of the reward model, and not the policy's."""
+    """Make errors about model files name the setting of the reward model instead of the policy's."""
     try:
         yield
     except ModelError as error:
@@ -78,8 +78,8 @@ def named_as_reward_model() -> Iterator[None]:
 
 
 def _network(model: Model) -> Any:
-    """The network of a model folder without a head; ModelError where weights are missing or damaged."""
-    assert model.path is not None, "reward models are not made here"
+    """The network of a model folder, without a head; ModelError if weights are missing or damaged."""
+    assert model.path is not None, "a reward model needs a path"
     with damaged_model(model.path), no_progress_bar():
         check_unquantized(model.path, "main")
         loaded: Any = AutoModel.from_pretrained(
@@ -92,7 +92,7 @@ def _network(model: Model) -> Any:
 
 
 def _head(folder: Path) -> tuple[Tensor, Tensor]:
-    """Weight [E] and bias [] of the head; ModelError where there is none with one output."""
+    """Weight [E] and bias [] of the head; ModelError unless the folder has a head with one output."""
     tensors: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
@@ -101,12 +101,12 @@ def _head(folder: Path) -> tuple[Tensor, Tensor]:
     name = next((head for head in HEADS if f"{head}.weight" in tensors), None)
     if name is None:
         raise ModelError(
-            f"{KEY}: {folder} has no head that scores ({' or '.join(f'{head}.weight' for head in HEADS)} "
+            f"{KEY}: {folder} has no scoring head ({' or '.join(f'{head}.weight' for head in HEADS)} "
             "in its safetensors); name the folder of a reward model"
         )
     weight, bias = tensors[f"{name}.weight"], tensors.get(f"{name}.bias", torch.zeros(1))
     if weight.shape[0] != 1:
         raise ModelError(
-            f"{KEY}: {folder} has {weight.shape[0]} outputs, and a reward is one number; name a model with one"
+            f"{KEY}: {folder} has {weight.shape[0]} outputs, but a reward is one number; name a model with one output"
         )
     return weight[0], bias[0]

@@ -34,7 +34,7 @@ from fovea.types import PromptImage
 
 
 class VLM(PolicyNetwork):
-    """PolicyNetwork on packed rows, each prompt computed once per row; also the model of the embedded engine."""
+    """PolicyNetwork on packed rows, in which each prompt is computed once; also the model of the embedded engine."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class VLM(PolicyNetwork):
         self._feature_cache = feature_cache
         if "sliding_attention" in getattr(self.text_config, "layer_types", ()):
             raise ModelError(
-                f"{network.name_or_path}: its config asks for sliding-window attention, which packed rows do not have; "
+                f"{network.name_or_path}: its config has sliding-window attention, which packed rows do not support; "
                 "set model.fast_path=off, or name a model without it in model.path"
             )
         self._attention = attention
@@ -84,7 +84,7 @@ class VLM(PolicyNetwork):
             kept = wanted if index == self._shape.num_layers - 1 else None
             recorded = None if row.recorded is None else partial(row.recorded.outputs, index, kept)
             call = LayerCall(index, self._shape, rope, attend, self._kernels, kept, load, scan)
-            # through the module's own call, into which FSDP2 and gradient checkpointing hook
+            # call the module itself, since FSDP2 and gradient checkpointing hook into its call
             hidden_NE = layer(hidden_NE, fovea=TrainedCall(call, recorded))
             if visual is not None and kept is None:
                 hidden_NE = visual.add_to(hidden_NE, index)
@@ -94,7 +94,7 @@ class VLM(PolicyNetwork):
     def _last_layer_tokens(self, row: PackedRow, visual: VisualResidual | None) -> tuple[Tensor | None, Tensor]:
         """Indices of the tokens whose output of the last layer is used (None: all), and each action's index among them.
 
-        Prompt tokens but the last one serve as keys and values only, and need no output of the last layer.
+        Prompt tokens other than the last one serve only as keys and values and need no output of the last layer.
         """
         # deepstack features are added to the visual tokens after this layer, by their index in the whole row
         if visual is not None and len(visual.layers) >= self._shape.num_layers:
@@ -105,8 +105,8 @@ class VLM(PolicyNetwork):
     def linear_widths(self) -> list[list[int]]:
         """Output widths of the groups of linear layers of each decoder layer, for the activation tape.
 
-        Empty with experts, whose outputs belong to pairs of a token and an expert and not to tokens, and
-        with delta nets.
+        Empty for models with delta nets, or with experts, whose outputs belong to (token, expert) pairs instead of
+        tokens.
         """
         text, shape = self.text_config, self._shape
         if shape.experts_per_token or shape.delta is not None:
@@ -136,9 +136,10 @@ class VLM(PolicyNetwork):
         return self._features(images, self.encode)
 
     def rollout_features(self, images: Sequence[PromptImage]) -> list[ImageFeatures]:
-        """As `image_features`, for the many images of a rollout: in passes whose activations do not grow with them.
+        """As `image_features`, but in passes of limited size, for the many images of a rollout.
 
-        The weights must be whole: sharded ones are gathered in every pass, of which all processes must make as many.
+        The weights must not be sharded: shards are gathered in every pass, and processes may differ in their number
+        of passes.
         """
         return self._features(images, self._encode_in_passes)
 
@@ -155,7 +156,7 @@ class VLM(PolicyNetwork):
         distinct = {image.key: image for image in images}
         tower = vision_tower(self.network)
         trains = tower.training
-        # blocks are checkpointed in training mode only; the graph of a whole rollout has most need of it
+        # blocks are checkpointed only in training mode; the graph of a whole rollout needs it most
         tower.train()
         try:
             with torch.enable_grad():
@@ -169,10 +170,10 @@ class VLM(PolicyNetwork):
         return self._fast.activation_bytes(self.network, list(distinct.values()))
 
     def _encode_frozen(self, images: Sequence[PromptImage]) -> list[ImageFeatures]:
-        """Features to be cached: on a CPU, of each image from a separate forward pass."""
-        # a matrix product rounds differently with its number of rows: a resumed run, whose cache misses other images
-        # together, would get other features. On a GPU, where no run is resumed to the last bit, a single image would
-        # leave most of it idle
+        """Features for the cache; on a CPU, each image gets a separate forward pass."""
+        # the rounding of a matrix product depends on its number of rows: a resumed run, whose cache misses different
+        # images together, would get different features. On a GPU, where resuming is not exact to the last bit, a
+        # single image would leave most of the device idle
         if self.device.type == "cpu":
             return [features for image in images for features in self.encode([image])]
         return self._encode_in_passes(images)
@@ -185,7 +186,7 @@ class VLM(PolicyNetwork):
         return self._fast.encode(self.network, images, self.device, self.dtype)
 
     def slow_kernels(self) -> list[str]:
-        """Notes on kernels of the fast path that the GPU refuses, and what runs instead."""
+        """Notes on kernels of the fast path that cannot be used on this GPU, and on what runs instead."""
         text = heads_of(self._shape, self.device, self.dtype)
         vision = self._fast.segment_heads(self.network, self.device, self.dtype)
         notes = [

@@ -1,4 +1,4 @@
-"""Weights of a network as a weight sync sends them: each is made when its turn comes, with its adapter merged or beside it."""
+"""Weights of a network as weight sync sends them, made one at a time, with adapters merged or sent separately."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class WeightToSync:
 
     name: str
     parameter: Tensor
-    """A DTensor where it is sharded."""
+    """A DTensor if it is sharded."""
     adapter: LoraLayer | None = None
-    """The adapter that is merged into it."""
+    """The adapter to merge into the weight."""
     is_turned: bool = False
-    """True if files of the hub hold its axes in another order."""
+    """True if hub files hold the axes of this weight in another order."""
 
     @property
     def is_trained(self) -> bool:
-        """True if training changes it."""
+        """True if training changes the weight."""
         return self.parameter.requires_grad or self.adapter is not None
 
     @property
@@ -37,12 +37,12 @@ class WeightToSync:
         return tuple(self.parameter.shape)
 
     def tensor(self) -> Tensor:
-        """The weight, its adapter merged; sharded as the parameter is."""
+        """The weight with its adapter merged, sharded like the parameter."""
         return merged(self.parameter, self.adapter)
 
 
 def weights_to_sync(network: nn.Module) -> Iterator[WeightToSync]:
-    """Every parameter as it is, adapters beside the weights that they add to (`trainable.factored_weights`)."""
+    """Every parameter unchanged, with adapters separate from the base weights (`trainable.factored_weights`)."""
     kind = config_of(network).model_type
     return (
         WeightToSync(name=name, parameter=parameter, is_turned=is_turned(name, kind))
@@ -51,7 +51,7 @@ def weights_to_sync(network: nn.Module) -> Iterator[WeightToSync]:
 
 
 def merged_weights_to_sync(network: nn.Module) -> Iterator[WeightToSync]:
-    """Every weight of the model without adapters, each with its adapter merged (`trainable.merged_weights`)."""
+    """Every weight of the base model, with its adapter merged into it (`trainable.merged_weights`)."""
     kind = config_of(network).model_type
     return (
         WeightToSync(name=name, parameter=parameter, adapter=adapter, is_turned=is_turned(name, kind))
@@ -60,7 +60,7 @@ def merged_weights_to_sync(network: nn.Module) -> Iterator[WeightToSync]:
 
 
 def in_layout_of_files(weights: Iterable[WeightToSync]) -> Iterator[WeightToSync]:
-    """The same weights as files of the hub hold them, for engines of other packages, which load those."""
+    """The same weights in the layout of hub files, for engines of other packages, which load that layout."""
     return (_turned(weight) if weight.is_turned else weight for weight in weights)
 
 

@@ -1,4 +1,4 @@
-"""Checksums of tensors, computed on their device and read from it in one copy for any number of tensors."""
+"""Checksums of tensors, computed on their device; one copy to the host reads any number of them."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from fovea.utils.host_waits import awaited
 
 WORD_BYTES = 8
 ROW = 1 << 16
-"""Words per row of multipliers: half a megabyte, which a CPU's cache holds."""
+"""Words per row of multipliers: half a megabyte, which fits into a CPU's cache."""
 ROWS_AT_ONCE = 1 << 6
 PLACE_MULTIPLIER = 0x9E3779B97F4A7C1  # odd, and without a pattern in its bits
 
 
 @torch.no_grad()
 def bit_hash(tensor: Tensor) -> Tensor:
-    """A hash of the bits of a tensor and of their places, a part at a time: an int64 on the tensor's device.
+    """A hash of the bits of a tensor and their positions, computed in parts: an int64 on the tensor's device.
 
-    The sum of 64-bit words times an odd multiplier of their place, modulo 2^64: a change of one word always shows, and
-    changes of many (all signs turned, rows swapped) cancel by chance only.
+    The sum of 64-bit words, each times an odd multiplier of its position, modulo 2^64: a change of one word always
+    changes the hash, and changes of many (all signs flipped, rows swapped) cancel only by chance.
     """
     flat = tensor.detach().contiguous().flatten()
     if flat.storage_offset() * flat.element_size() % WORD_BYTES:
@@ -38,17 +38,17 @@ def bit_hash(tensor: Tensor) -> Tensor:
     for start in range(0, num_rows, ROWS_AT_ONCE):
         rows = words[start * ROW : min(start + ROWS_AT_ONCE, num_rows) * ROW].view(-1, ROW)
         total = total * PLACE_MULTIPLIER + ((rows * multipliers).sum(1) * multipliers[1 : 1 + len(rows)]).sum()
-    # a byte of the rest has a separate word, after all others
+    # each remaining byte counts as a separate word, after all others
     return total * PLACE_MULTIPLIER + (rest * multipliers[: len(rest)]).sum()
 
 
 def value_hash(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The hash of a tensor's values in a type, the same for 0 and -0."""
+    """The hash of a tensor's values in this type, the same for 0 and -0."""
     return bit_hash(tensor.to(dtype) + 0)
 
 
 def read_hashes(*groups: Sequence[Tensor]) -> list[list[int]]:
-    """The numbers of groups of hashes, read in one copy for each of their devices, for which the host waits."""
+    """Read groups of hashes as Python integers, with one copy per device, for which the host waits."""
     hashes = [each for group in groups for each in group]
     found: dict[int, int] = {}
     for device in dict.fromkeys(each.device for each in hashes):
@@ -65,7 +65,7 @@ def _odd_multipliers(device: torch.device) -> Tensor:
 
 
 def combined(hashes: Iterable[int]) -> int:
-    """One number of 32 bits for hashes in this order, small enough for a metric."""
+    """Combine hashes, in order, into one 32-bit number, small enough for a metric."""
     total = 0
     for each in hashes:
         total = crc32(each.to_bytes(8, "little", signed=True), total)

@@ -1,6 +1,6 @@
-"""Keys of a model's configs by which transformers imports packages or fetches code from the hub: known values only.
+"""Checks config keys through which transformers imports packages or fetches hub code: only known values are allowed.
 
-`auto_map` needs no check here: it is ignored without `trust_remote_code`, which Fovea never sets.
+`auto_map` is not checked: it is ignored without `trust_remote_code`, which Fovea never sets.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ IMPLEMENTATIONS = {
     "attn_implementation": ("eager", "sdpa", "flex_attention"),
     "experts_implementation": ("eager", "batched_mm", "grouped_mm"),
 }
-"""Values of keys that take the name of a kernel on the hub as well. The keys also come as _KEY and KEY_internal."""
+"""Allowed values of keys that may also name a kernel on the hub. The keys also occur as _KEY and KEY_internal."""
 NUMBERED = ("config.json", "preprocessor_config.json", "processor_config.json")
-"""Files whose numbers have ranges."""
+"""Files whose numbers are checked against ranges."""
 ADAPTER_CONFIG = "adapter_config.json"
 
 
 def check_config_keys(path: str, revision: str, setting: str = "model.path") -> None:
-    """ModelError where config.json or tokenizer_config.json has transformers fetch a kernel or import another package.
+    """ModelError if config.json or tokenizer_config.json makes transformers fetch a kernel or import another package.
 
-    The numbers of config.json and of the processor's files are checked as well, before anything is built of them.
-    An adapter beside the weights is refused as well: transformers would apply it, and import what its config names.
+    The numbers in config.json and in the processor's files are also checked, before anything is built from them. An
+    adapter in the same folder is refused: transformers would apply it and import modules that its config names.
     """
     config, tokenizer = (optional_json(path, name, revision) for name in ("config.json", "tokenizer_config.json"))
     for name, key, value in _named(config):
@@ -47,31 +47,31 @@ def check_config_keys(path: str, revision: str, setting: str = "model.path") -> 
         _check_tokenizer_class(f"{setting}={path}", file, content.get("tokenizer_class"))
     if optional_file(path, ADAPTER_CONFIG, revision) is not None:
         raise ModelError(
-            f"{setting}={path}: it holds an {ADAPTER_CONFIG}, which transformers would apply to the model; give the "
+            f"{setting}={path} has an {ADAPTER_CONFIG}, which transformers would apply to the model; give the "
             "folder as model.lora.adapter, and its base as model.path"
         )
 
 
 def check_unquantized(path: str, revision: str) -> None:
-    """ModelError for weights that another package, or a kernel of the hub, has to unpack."""
+    """ModelError for quantized weights, which need another package or a kernel of the hub to unpack them."""
     for _, key, _ in _walk(optional_json(path, "config.json", revision), {"quantization_config", "fusion_config"}):
         raise ModelError(
-            f"model.path={path}: {key} in its config.json has transformers import another package or fetch a kernel; "
+            f"model.path={path}: {key} in its config.json makes transformers import a package or fetch a kernel; "
             "give the original model, in float32 or bfloat16"
         )
 
 
 def optional_json(path: str, name: str, revision: str) -> Mapping[str, Any]:
-    """A JSON object of a model folder or hub id; empty where there is no such file."""
+    """A JSON object from a model folder or hub id; empty if there is no such file."""
     file = optional_file(path, name, revision)
     content = {} if file is None else json.loads(read_file(file))
     if not isinstance(content, Mapping):
-        raise ModelError(f"model.path={path}: its {name} holds no object; download it again")
+        raise ModelError(f"model.path={path}: its {name} is not a JSON object; download it again")
     return content
 
 
 def optional_file(path: str, name: str, revision: str) -> Path | None:
-    """A file of a model folder or hub id; None where there is none."""
+    """A file from a model folder or hub id; None if there is no such file."""
     file = cached_file(
         path,
         name,
@@ -83,21 +83,21 @@ def optional_file(path: str, name: str, revision: str) -> Path | None:
 
 
 def _check_tokenizer_class(where: str, file: str, name: object) -> None:
-    """ModelError for a tokenizer that is not read only from tokenizer.json: others import their own packages."""
+    """ModelError unless transformers reads the tokenizer only from tokenizer.json: others import their own packages."""
     if name is None:
         return
     known = name if isinstance(name, str) else ""
     found = tokenizer_class_from_name(f"{known.removesuffix('Fast')}Fast") or tokenizer_class_from_name(known)
-    # transformers itself refuses a name that it does not know
+    # transformers itself refuses unknown names
     if not known or (found is not None and not issubclass(found, transformers.PreTrainedTokenizerFast)):
         raise ModelError(
-            f"{where}: tokenizer_class={name!r} in its {file} is none that transformers reads from "
-            "tokenizer.json; save the tokenizer as PreTrainedTokenizerFast"
+            f"{where}: tokenizer_class={name!r} in its {file} is not a class that transformers reads "
+            "from tokenizer.json; save the tokenizer as PreTrainedTokenizerFast"
         )
 
 
 def _named(config: Mapping[str, Any]) -> Iterator[tuple[str, str, object]]:
-    """Each implementation that a config or one of its parts names: the kind, the key, the value."""
+    """Kind, key and value of each implementation that a config or one of its parts names."""
     keys = {f"{start}{kind}{end}" for kind in IMPLEMENTATIONS for start in ("", "_") for end in ("", "_internal")}
     for key, dotted, value in _walk(config, keys):
         kind = key.removeprefix("_").removesuffix("_internal")
@@ -106,7 +106,7 @@ def _named(config: Mapping[str, Any]) -> Iterator[tuple[str, str, object]]:
 
 
 def _walk(config: Mapping[str, Any], keys: set[str], above: str = "") -> Iterator[tuple[str, str, Any]]:
-    """The values of these keys at any depth, each with its key and its dotted name."""
+    """Key, dotted name and value of each of these keys, at any depth."""
     for key, value in config.items():
         if key in keys and value is not None:
             yield key, above + key, value

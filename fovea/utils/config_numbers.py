@@ -1,4 +1,4 @@
-"""Ranges of the numbers in a model's JSON files, checked before transformers builds anything of them."""
+"""Ranges of the numbers in a model's JSON files, checked before transformers builds anything from them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COUNTS: dict[str, int] = {
     **dict.fromkeys(("encoder_layers", "decoder_layers"), LAYERS),
     **dict.fromkeys(("n_head", "n_heads", "encoder_attention_heads", "decoder_attention_heads"), HEADS),
     **dict.fromkeys(("n_embd", "d_model", "d_ff", "d_kv", "encoder_ffn_dim", "decoder_ffn_dim"), WIDTH),
-    "r": HEADS,  # of adapters
+    "r": HEADS,  # rank of an adapter
     **dict.fromkeys(("num_labels", "n_positions", "n_ctx"), WIDTH),
     **dict.fromkeys(("vocab_size", "num_position_embeddings", "mm_tokens_per_image"), WIDTH),
     **dict.fromkeys(("num_channels", "in_channels", "in_chans"), HEADS),
@@ -31,21 +31,21 @@ COUNTS: dict[str, int] = {
     **dict.fromkeys(("height", "width"), HEADS),
     **dict.fromkeys(("max_position_embeddings", "shortest_edge", "longest_edge", "min_pixels", "max_pixels"), PLACES),
 }
-"""Keys of whole numbers from 1, with the most that a network or a picture can have."""
+"""Keys of whole numbers of at least 1, each with the largest value that a network or picture can have."""
 ABOVE_ZERO = (
     *("rope_theta", "rope_local_base_freq"),
     *("image_std", "rescale_factor", "mlp_ratio"),
     *("downsample_ratio", "partial_rotary_factor", "scale_factor"),
 )
-"""Keys of numbers above zero, besides those that end in `eps`."""
+"""Keys of numbers above zero, in addition to keys that end in `eps`."""
 ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""Ids that some configs have as -1, for none."""
+"""Ids that some configs set to -1, which means none."""
 
 
 def check_numbers(where: str, file: str, content: Mapping[str, Any]) -> None:
-    """ModelError for a number of a config that no model can have; `where` begins the message."""
+    """ModelError for a config number that no model can have; the message begins with `where`."""
     for above, each in _mappings(content):
-        # latent attention has its own widths of a head
+        # latent attention has other keys for the width of a head
         for key, value in ((k, v) for k, v in each.items() if k != "head_dim" or "kv_lora_rank" not in each):
             wanted = next((wanted for number in _leaves(value) if (wanted := _wanted(above, key, number))), None)
             if wanted:
@@ -63,14 +63,14 @@ def _refuse(where: str, file: str, given: str, wanted: str) -> None:
 
 
 def _wanted(above: str, key: str, value: Any) -> str | None:
-    """The range of a value that is outside it; None for one inside, and for keys without a range."""
+    """The allowed range of a value outside its range; None for a value inside it, or for a key without a range."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     is_whole = is_number and isinstance(value, int)
     wanted, fits = "", True
     if key in COUNTS and not (key == "vocab_size" and "vision" in above):
         wanted, fits = f"a whole number from 1 to {COUNTS[key]}", is_whole and 1 <= value <= COUNTS[key]
     elif is_number and not math.isfinite(value):
-        # time steps of state-space models have no upper limit
+        # the limits of time steps in state-space models may be infinite
         wanted, fits = "a finite number", "limit" in key
     elif is_number and key.endswith(("_token_id", "_token_index")):
         low = -1 if key in ENDS else 0
@@ -85,7 +85,7 @@ def _wanted(above: str, key: str, value: Any) -> str | None:
 
 
 def _mappings(value: Any, above: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The mapping and all that are nested in it, each with the beginning of its keys' dotted names."""
+    """The mapping and all nested mappings, each with the prefix of its keys' dotted names."""
     if isinstance(value, Mapping):
         yield above, value
         for key, entry in value.items():
@@ -93,7 +93,7 @@ def _mappings(value: Any, above: str = "") -> Iterator[tuple[str, Mapping[str, A
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """The numbers and texts of a value or of its lists; none of a mapping, whose keys have ranges themselves."""
+    """The numbers and texts of a value and of its lists; nothing for a mapping, whose keys have their own ranges."""
     if isinstance(value, list):
         for each in value:
             yield from _leaves(each)

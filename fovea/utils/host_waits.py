@@ -1,6 +1,6 @@
-"""A count of the waits of the host for its device: it reads a result, so that all queued work must be done first.
+"""Counts how often the host waits for its device: to read a result, it waits for all queued work.
 
-A CPU queues nothing, but its runs count the same reads, and so show how often a GPU would have been waited for.
+A CPU does not queue work, but runs on a CPU count the same reads and so show how often they would wait for a GPU.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ _COUNTED = Counter[str]()
 
 
 def awaited(tensor: Tensor) -> Tensor:
-    """Count a wait; returns the tensor, which the caller copies to the host at once."""
+    """Count a wait and return the tensor, which the caller then copies to the host."""
     _COUNTED["waits"] += 1
     return tensor
 
 
 def host_waits() -> int:
-    """Waits of this process so far."""
+    """Number of waits in this process so far."""
     return _COUNTED["waits"]

@@ -1,4 +1,4 @@
-"""The commands that install Fovea with an extra and the package of its tools, and what that package registers."""
+"""Commands that install Fovea with an extra or its tools package, and access to what the tools register."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ ROOT = Path(__file__).parents[2]
 
 
 def pip_install(extra: str | None) -> str:
-    """The command that installs Fovea as here, with an extra: `pip install -e '/src/fovea[ray]'` in a checkout."""
+    """The command that installs this Fovea with an extra; in a checkout, `pip install -e '/src/fovea[ray]'`."""
     return installing.pip_install(extra, FOVEA, ROOT)
 
 
 def pip_install_elsewhere(extra: str | None) -> str:
-    """The command for another environment, which may lack the gym as well."""
+    """The command for another environment, in which the gym may be missing as well."""
     return f"{installing.pip_install(None)} {pip_install(extra).removeprefix('pip install ')}"
 
 
@@ -28,12 +28,12 @@ def pip_install_tools() -> str:
 
 
 def find_tool(group: str, name: str) -> Any:
-    """The object that the tools register under this name; None where they are not installed."""
+    """The object that the tools register under this name; None if they are not installed."""
     return entry_points.load(group, name, [name], owner=TOOLS)
 
 
 def load_tool(group: str, name: str, used_as: str) -> Any:
-    """The same; ConfigError with the command that installs them. `used_as` is what a user has typed."""
+    """As `find_tool`, but ConfigError with the install command if tools are missing; `used_as` is the user's input."""
     found = find_tool(group, name)
     if found is None:
         raise ConfigError(f"{used_as} comes with the package {TOOLS}, which is not installed: {pip_install_tools()}")

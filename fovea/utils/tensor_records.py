@@ -1,4 +1,4 @@
-"""Functions of tensors, applied to data classes that hold tensors."""
+"""Functions on tensors, applied to dataclasses that hold tensors."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ Record = TypeVar("Record")
 
 
 def map_tensors(make: Callable[..., Tensor], *records: Record) -> Record:
-    """Record of the values of `make` for the tensors of these records, field by field; records within them likewise.
+    """Apply `make` to the tensors of these records, field by field, including nested records; returns a record.
 
-    All of them are of one data class, whose fields are tensors or such data classes.
+    All records have the same dataclass, whose fields are tensors or such dataclasses.
     """
     values: dict[str, Any] = {}
-    for field in fields(records[0]):  # type: ignore[arg-type]  # no type says "a data class"
+    for field in fields(records[0]):  # type: ignore[arg-type]  # there is no type for "a dataclass"
         parts = [getattr(record, field.name) for record in records]
         values[field.name] = make(*parts) if isinstance(parts[0], Tensor) else map_tensors(make, *parts)
     return type(records[0])(**values)
 
 
 def handles(tensors: Sequence[tuple[str, Tensor]]) -> bytes:
-    """Names and handles of tensors: of shared memory, or of CUDA's.
+    """Names and handles of tensors, in shared memory or in CUDA memory.
 
-    They are to be kept until the other process has opened them, and both processes have one `authkey`.
+    Keep the tensors until the other process has opened the handles; both processes need the same `authkey`.
     """
-    # a copy: a tensor in a CPU's memory is moved into shared memory for good
+    # copied, since a CPU tensor would be moved into shared memory permanently
     shared = [(name, tensor if tensor.is_cuda else tensor.detach().clone()) for name, tensor in tensors]
     written = io.BytesIO()
     ForkingPickler(written).dump(shared)
@@ -39,6 +39,6 @@ def handles(tensors: Sequence[tuple[str, Tensor]]) -> bytes:
 
 
 def opened(written: bytes) -> list[tuple[str, Tensor]]:
-    """The tensors of `handles`, in the other process."""
-    # only the process that has started this one can send it, as an argument of a call over an inherited pipe
+    """Open the tensors of `handles` in the other process."""
+    # only the process that started this one can send these bytes, as an argument of a call over an inherited pipe
     return cast(list[tuple[str, Tensor]], pickle.loads(written))

@@ -1,4 +1,4 @@
-"""The process as torchrun has started it: rank, number of processes, and an end with torchrun."""
+"""A process started by torchrun: its rank, the number of processes, and its end when torchrun ends."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ KNOCK_SECONDS = 10.0
 
 
 def num_processes() -> int:
-    """The number of processes that torchrun has started; 1 without torchrun."""
+    """The number of processes that torchrun started; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def num_local_processes() -> int:
-    """The number of those that are on this machine."""
+    """The number of processes that torchrun started on this machine; 1 without torchrun."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def local_rank() -> int:
-    """The index of this process among those of its machine."""
+    """The index of this process among those on its machine."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def rank() -> int:
-    """The index of this process among all of torchrun's."""
+    """The index of this process among all processes of torchrun."""
     return int(os.environ.get("RANK", "0"))
 
 
 def is_worker() -> bool:
-    """True in all processes of torchrun but the first, which is the driver."""
+    """True in all processes of torchrun except the first, which is the driver."""
     return rank() > 0
 
 
 def is_of_torchrun() -> bool:
-    """True if torchrun has started this process."""
+    """True if torchrun started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def end_with_torchrun(number: int = signal.SIGKILL) -> None:
-    """Have this process get a signal when torchrun, if it has started this one, is killed."""
-    # of the processes of other launchers the parent may be a script that ends before them
+    """Send this process a signal when torchrun is killed, if torchrun started it."""
+    # only for torchrun: with other launchers, the parent may be a script that ends before its processes
     if is_of_torchrun():
         signal_at_end_of_parent(number)
 
 
 def check_torchrun() -> None:
-    """End with torchrun from here on; ClusterError if it was killed before."""
+    """End this process when torchrun is killed from now on; ClusterError if it has already been killed."""
     end_with_torchrun()
     if is_of_torchrun() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))

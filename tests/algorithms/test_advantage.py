@@ -132,7 +132,7 @@ def test_reinforce_plus_plus_baseline_is_verls() -> None:
 
 
 def test_reinforce_plus_plus_baseline_needs_a_group() -> None:
-    with pytest.raises(ValueError, match="groups of 1 have no other: use 2 or more"):
+    with pytest.raises(ValueError, match="groups of 1 have no others: use 2 or more"):
         reinforce_plus_plus_baseline(torch.ones(3, 1), torch.ones(3, 1, dtype=torch.long))
 
 

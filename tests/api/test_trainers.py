@@ -49,7 +49,7 @@ def test_importing_the_package_imports_neither_torch_nor_numpy() -> None:
 
 def test_every_public_name_is_there_and_no_other() -> None:
     assert all(getattr(fovea, name) is not None for name in fovea.__all__)
-    with pytest.raises(AttributeError, match="module 'fovea' has no attribute 'GRPOTrainer'; there are GRPO, PPO, "):
+    with pytest.raises(AttributeError, match="module 'fovea' has no attribute 'GRPOTrainer'; it has GRPO, PPO, "):
         fovea.GRPOTrainer  # noqa: B018
 
 

@@ -172,7 +172,7 @@ def test_a_dry_run_says_what_would_run_and_leaves_nothing(here: Path) -> None:
         (["reward=mine.py:score"], "raised NameError: name 'undefined' is not defined at mine.py:2"),
         (["run_dir=taken"], "run_dir=taken already holds a run"),
         (["run_dir=runs/{name}"], "run_dir=runs/shapes already holds a run; set resume=auto"),
-        (["data.kind_weights={countin: 2}"], "data.kind_weights weighs 'countin', but no row is of that kind"),
+        (["data.kind_weights={countin: 2}"], "data.kind_weights names 'countin', but no row has that kind"),
         (["curriculum.level_weights=[{hard: 2}]"], "curriculum.level_weights is set, but the rows have no levels"),
         ([*FOUR, "train.backend.replicas=3"], "replicas=3 does not divide the number of training processes, 4"),
         (

@@ -71,13 +71,13 @@ def test_seeds_differ_and_repeat() -> None:
 def test_unknown_kind_in_weights() -> None:
     with pytest.raises(ConfigError) as error:
         order(colour=2.0)
-    assert str(error.value) == ("data.kind_weights weighs 'colour', but no row is of that kind; use one of a, b, c")
+    assert str(error.value) == ("data.kind_weights names 'colour', but no row has that kind; use one of a, b, c")
     with pytest.raises(ConfigError, match=r"^warmup\.kind_weights: a\b"):
         Order(KINDS, weights={"a": 0.0}, seed=0, setting="warmup.kind_weights")
 
 
 def test_no_rows() -> None:
-    with pytest.raises(DataError, match="no rows to draw from"):
+    with pytest.raises(DataError, match="there are no rows; give the data set"):
         Order([], weights={}, seed=0)
 
 

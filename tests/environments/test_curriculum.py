@@ -170,7 +170,7 @@ def test_level_weights_are_relative_to_the_share_of_rows() -> None:
     [
         (None, {"easy": 1}, r"\bcurriculum\.level_weights\b"),
         (["easy"], {"hard": 1}, r"\bcurriculum\.level_weights\b.*'hard'.*\beasy\b"),
-        (["easy"], {"easy": 0}, "leaves no row to draw; give one of easy a weight"),
+        (["easy"], {"easy": 0}, "leaves no row to sample; give one of easy a weight"),
     ],
 )
 def test_level_weights_that_do_not_fit(levels: list[str] | None, weights: dict[str, float], message: str) -> None:

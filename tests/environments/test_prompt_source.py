@@ -64,13 +64,13 @@ def test_bad_rows_are_skipped_counted_and_listed(tmp_path: Path) -> None:
     listed = [json.loads(line) for line in (tmp_path / "bad_rows.jsonl").read_text().splitlines()]
     assert sorted(row["row"] for row in listed) == ["row 3", "rows.parquet row 3"]
     assert sorted(row["reason"] for row in listed) == ["other", "prompt_too_long"]
-    assert any("raise that, lower model.max_pixels" in row["error"] for row in listed)
+    assert any("raise it, lower model.max_pixels" in row["error"] for row in listed)
 
 
 def test_a_prompt_and_its_completion_are_no_longer_than_the_model() -> None:
     source, _ = make_source(["abc", "abcd"], most_tokens=3)
     assert [source.get(index) is not None for index in range(2)] == [True, False]
-    assert "4 tokens, images included, and the model has positions for 3 beside a completion" in source.bad_rows[1]
+    assert "4 tokens, images included, but the model has positions for only 3 before a completion" in source.bad_rows[1]
 
 
 def test_a_data_set_of_bad_rows_alone_ends() -> None:

@@ -170,7 +170,7 @@ def test_an_adapter_of_another_model(tmp_path: Path) -> None:
     parts = tiny("qwen3_vl", hidden_size=96)
     lora = Lora(adapter=str(tmp_path), rank=4, alpha=12, targets=("q_proj", "down_proj"))
     with pytest.raises(
-        ModelError, match=r"is \[.*\] and the model's layer needs \[.*\]; the adapter is of another model"
+        ModelError, match=r"is \[.*\] and the model's layer needs \[.*\]; the adapter belongs to another model"
     ):
         choose_trainable(parts.network, Model(tiny=TinyModel(), lora=lora), seed=0)
 

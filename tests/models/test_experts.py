@@ -56,7 +56,7 @@ def experts_of(module: Any) -> Experts:
 def test_sizes_that_the_grouped_product_refuses_are_named() -> None:
     parts = tiny("qwen3_vl_moe", intermediate_size=90)
     row = pack_row(parts.processor.family, [renderer(parts).prompt(user("x"))], random_completions([(3,)]), CPU)
-    message = r"hidden_size=64 and moe_intermediate_size=90 in torch\.float32: .* a multiple of 16 bytes only; give"
+    message = r"hidden_size=64 and moe_intermediate_size=90 in torch\.float32: .* a multiple of 16 bytes; choose"
     with pytest.raises(ModelError, match=message):
         VLM(parts.network, parts.processor.banned_ids)(row, temperature=1.0, chunk_tokens=100)
 
@@ -147,7 +147,9 @@ def test_a_frozen_router_keeps_its_weights_and_sends_its_gradient_on() -> None:
 
 
 def test_a_router_that_is_not_there_cannot_be_frozen() -> None:
-    with pytest.raises(ConfigError, match=r"model\.freeze_router=true, but a qwen3_vl has no experts .* leave it out"):
+    with pytest.raises(
+        ConfigError, match=r"model\.freeze_router=true, but a qwen3_vl has no experts .* remove the setting"
+    ):
         choose_trainable(tiny("qwen3_vl").network, Model(tiny=TinyModel(), freeze_router=True), seed=0)
 
 

@@ -221,7 +221,7 @@ def test_a_loss_of_other_slopes_is_refused() -> None:
     with pytest.raises(RuntimeError, match="the loss of a token depends on the log-probs of other tokens"):
         (linear_loss(scores.logprobs_A, scores.entropies_A) + 0.001 * scores.logprobs_A[-1]).backward()
     scores = scores_of(hidden, head, targets, LINEAR)
-    with pytest.raises(AssertionError, match="gradients of 2 derivatives were made, and the loss has 1"):
+    with pytest.raises(AssertionError, match="gradients were computed for 2 derivatives, the loss has 1"):
         (OF_LOGPROBS * scores.logprobs_A).sum().backward()
 
 

@@ -99,7 +99,7 @@ def broken_folders(tmp_path: Path) -> dict[str, Path]:
         ("missing", "no such folder; give a model folder or a hub id such as"),
         ("empty", "has no config.json; give the folder that holds the model's files"),
         ("without_weights", r"no weights \(\*\.safetensors\); download the whole model"),
-        ("other_family", "its model_type is llama, and Fovea trains qwen2_vl, qwen2_5_vl, qwen3_vl"),
+        ("other_family", "its model_type is llama, but Fovea only trains qwen2_vl, qwen2_5_vl, qwen3_vl"),
     ],
 )
 def test_a_folder_that_cannot_be_loaded_says_why(which: str, message: str, tmp_path: Path) -> None:
@@ -189,9 +189,7 @@ def test_a_spoiled_folder_is_refused_in_one_line(how: str, tmp_path: Path) -> No
 
 
 def test_what_is_no_folder_is_taken_for_an_id_and_told_so() -> None:
-    refused = (
-        r"there is no folder nobody/nothing in /.*, so it is taken for the id of a model on the hub; correct it, or"
-    )
+    refused = r"there is no folder nobody/nothing in /.*, so it is read as the id of a model on the hub; correct it, or"
     with pytest.raises(ModelError, match=refused), damaged_model("nobody/nothing"):
         raise OSError("We couldn't connect.\nCheck your connection.")
 
@@ -303,7 +301,7 @@ def test_no_key_of_a_config_fetches_a_kernel_or_imports_a_package(tmp_path: Path
         (folder / name).write_text(kept[name])
     for key in ("quantization_config", "text_config.quantization_config", "fusion_config"):
         set_in(folder / "config.json", key, {"quant_method": "fp8"})
-        with pytest.raises(ModelError, match=rf"{key} in its config.json has transformers import another package"):
+        with pytest.raises(ModelError, match=rf"{key} in its config.json makes transformers import a package"):
             load_network(Model(path=str(folder)))
         (folder / "config.json").write_text(kept["config.json"])
     for known in ("eager", "sdpa", {"": "sdpa", "text_config": "eager"}):

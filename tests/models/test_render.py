@@ -99,7 +99,7 @@ def test_target_ends_with_the_stop_token(parts: TinyParts) -> None:
 
 
 def test_an_answer_with_a_token_that_is_never_drawn_is_refused(parts: TinyParts) -> None:
-    with pytest.raises(DataError, match=r"row 7: it contains <\|vision_start\|>, which completions never hold"):
+    with pytest.raises(DataError, match=r"row 7: it contains <\|vision_start\|>, which is never sampled"):
         renderer(parts).target("<|vision_start|>", where="row 7")
 
 

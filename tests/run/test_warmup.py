@@ -119,7 +119,7 @@ def test_a_warm_up_with_offload_takes_the_same_steps_by_masters_of_its_own() -> 
 def test_a_banned_token_and_a_loss_that_is_no_number_stop_the_warm_up() -> None:
     parts, trainer, pairs = small_trainer()
     banned = parts.processor.banned_ids[0]
-    with pytest.raises(TrainError, match=f"an answer of the warm-up holds token id {banned}, which completions never"):
+    with pytest.raises(TrainError, match=f"an answer of the warm-up holds token id {banned}, which is never sampled"):
         trainer.update([replace(pairs[0], answer_ids=(5, banned, parts.processor.stop_ids[0]))])
     with torch.no_grad():
         next(parts.network.parameters()).fill_(torch.nan)

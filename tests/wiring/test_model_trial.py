@@ -57,7 +57,7 @@ STRANGERS: dict[str, tuple[Callable[[Path], object], str]] = {
                 "{%- for message in messages -%}", "{%- for message in messages if message.role == 'user' -%}"
             )
         ),
-        "the model's chat template does not write the answers of an assistant",
+        "the model's chat template does not write assistant messages",
     ),
     "a template that refuses": (template("{{ raise_exception('no') }}"), "no"),
     "a tokenizer that multiplies": (changed("tokenizer.json", normalizer=MULTIPLYING), r"tokenizer\.json"),

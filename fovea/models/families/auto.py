@@ -1,7 +1,7 @@
-"""Any image-text-to-text model of transformers, by its own processor, its own positions and its own forward.
+"""Any image-text-to-text model of transformers, run with its own processor, positions and forward.
 
 Everything is derived from transformers' classes, and a check at the start of a run compares the result with them
-(`train.start_check`). Nothing here knows of a family.
+(`train.start_check`). No code here depends on a particular family.
 
 Axes: `L` token ids.
 """
@@ -40,13 +40,13 @@ from fovea_gym.rows.images import Size
 
 PIXELS, GRID = "pixel_values", "image_grid_thw"
 MERGED_SIDES = ("scale_factor", "spatial_merge_size", "downsample_factor", "pooling_kernel_size")
-"""Names by which configs have the patches along a side of a visual token."""
+"""Names under which configs store the number of patches along a side of a visual token."""
 OF_PROJECTOR = ("merger", "projector", "downsample")
-"""Parts of the names of layers inside a tower that make visual tokens of its output."""
+"""Parts of the names of layers inside a tower that turn its output into visual tokens."""
 LOOKED_UP = ("embed", "token")
-"""Parts of the names of weights that are added, and multiply nothing."""
+"""Parts of the names of weights that are only added, not multiplied with inputs."""
 IMAGE_IDS = ("image_token_id", "image_token_index")
-"""Names by which configs have the id of a visual token."""
+"""Names under which configs store the id of a visual token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +68,9 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class AutoFamily:
-    """ModelFamily of a model that no other family names.
+    """ModelFamily of a model without a named family.
 
-    Its positions are bookkeeping: every pass leaves positions to the model.
+    Its positions are only for bookkeeping: in every pass the model computes its own.
     """
 
     config: Any
@@ -84,7 +84,7 @@ class AutoFamily:
 
     @cached_property
     def layout(self) -> Layout:
-        """Layout of the model class; ModelError where its parts are not found."""
+        """Layout of the model class; ModelError if its parts are not found."""
         return layout_of(self.config)
 
     @property
@@ -109,16 +109,16 @@ class AutoFamily:
             if (index := getattr(self.config, name, None)) is not None:
                 return int(index)
         raise ModelError(
-            f"model.family=auto: the config of a {self.model_type} has no {' or '.join(IMAGE_IDS)}, the id that its "
-            "images have in a prompt; add a family for it (docs/extending.md)"
+            f"model.family=auto: the config of a {self.model_type} has no {' or '.join(IMAGE_IDS)}, the id of its "
+            "image tokens in a prompt; add a family for it (docs/extending.md)"
         )
 
     @property
     def work(self) -> Work:
-        """Two FLOPs per weight of the matrices, and four per number of a query in attention.
+        """Two FLOPs per matrix weight, and in attention four per channel of a query and per (query, key) pair.
 
-        Sliding windows are counted as full attention; not counted are a tower's class tokens, and its attention where
-        the config has no common name of its width and depth.
+        Sliding windows are counted as full attention. The tower's class tokens are not counted, nor is its attention
+        if the config has unusual names for its width and depth.
         """
         text, vision, layout = self.config.get_text_config(), _vision_config(self.config), self.layout
         heads, depth = text.num_attention_heads, getattr(vision, "num_hidden_layers", getattr(vision, "depth", 0))
@@ -146,8 +146,8 @@ class AutoFamily:
     def image_options(self, _image_processor: Any, min_pixels: int | None, max_pixels: int | None) -> dict[str, Any]:
         if min_pixels or max_pixels:
             raise ConfigError(
-                f"model.min_pixels, model.max_pixels: the size of the images of a {self.model_type} is that of its "
-                "preprocessor_config.json; change it there, and leave them out"
+                f"model.min_pixels, model.max_pixels: preprocessor_config.json sets the image size of a "
+                f"{self.model_type}; change it there, and remove these settings"
             )
         return {}
 
@@ -159,7 +159,7 @@ class AutoFamily:
         return prompt_image(processed, num_tokens, self._grid(processed, num_tokens))
 
     def _grid(self, processed: Mapping[str, Any], num_tokens: int) -> tuple[int, int, int]:
-        """Numbers of tiles, and of patches along each side of a tile, by the tensors that the processor makes."""
+        """Numbers of tiles and of patches along each side of a tile, read from the processor's tensors."""
         if (grid := processed.get(GRID)) is not None:
             time, height, width = grid[0]
             return int(time), int(height), int(width)
@@ -174,12 +174,12 @@ class AutoFamily:
     def positions(
         self, token_ids_L: NDArray[np.int64], _images: Sequence[PromptImage], start: int
     ) -> tuple[NDArray[np.int64], int]:
-        """Positions [1, L] that rise by one for every token, images included."""
+        """Positions [1, L] that increase by one for every token, including visual tokens."""
         end = start + len(token_ids_L)
         return np.arange(start, end)[None], end
 
     def box_frame(self, _image: PromptImage) -> None:
-        """Nothing: in which frame a model gives coordinates is in no file of it."""
+        """None: a model's files do not say in which coordinate system it localises."""
         return None
 
     def forward_inputs(self, token_ids: Tensor, images: Sequence[PromptImage]) -> dict[str, Tensor]:
@@ -198,14 +198,14 @@ class AutoFamily:
 
 
 def _joined(tensors: Sequence[NDArray[Any]], axis: int) -> NDArray[Any]:
-    """Tensors of several images one after the other, with zeros up to the largest along all other axes."""
+    """Concatenate tensors of several images along `axis`, padded with zeros to the largest along all other axes."""
     largest = np.max([x.shape for x in tensors], axis=0)
     widths = [[(0, 0 if i == axis else int(n) - x.shape[i]) for i, n in enumerate(largest)] for x in tensors]
     return np.concatenate([np.pad(x, width) for x, width in zip(tensors, widths, strict=True)], axis=axis)
 
 
 def layout_of(config: Any) -> Layout:
-    """Layout of the model class of a config; ModelError where its parts are not found."""
+    """Layout of the model class of a config; ModelError if its parts are not found."""
     return _layout(json.dumps(config.to_dict(), default=str, sort_keys=True))
 
 
@@ -220,8 +220,8 @@ def _layout(config_json: str) -> Layout:
     base = network.base_model
     if network in (decoder, tower) or base in (decoder, tower) or not hasattr(decoder, "layers"):
         raise ModelError(
-            f"model.family=auto: transformers names no vision tower and decoder of a {config.model_type} "
-            "(get_encoder, get_decoder); add a family for it (docs/extending.md)"
+            f"model.family=auto: transformers does not name the vision tower and decoder of a "
+            f"{config.model_type} (get_encoder, get_decoder); add a family for it (docs/extending.md)"
         )
     between = [x for x in base.children() if x not in (decoder, tower) and any(True for _ in x.parameters())]
     between = [x for x in between if decoder not in x.modules() and tower not in x.modules()]
@@ -239,24 +239,24 @@ def _layout(config_json: str) -> Layout:
 
 
 def _matrix_weights(module: nn.Module, experts_per_token: int = 1) -> int:
-    """Number of weights of the matrices and convolutions of a module that one input runs through."""
+    """Number of weights in the matrices and convolutions of a module that one input passes through."""
     found = [
         weight
         for part in module.modules()
         for name, weight in part.named_parameters(recurse=False)
         if weight.ndim > 1 and not isinstance(part, nn.Embedding) and not any(x in name for x in LOOKED_UP)
     ]
-    # those of all experts are one tensor [experts, outputs, inputs]
+    # the weights of all experts are one tensor [experts, outputs, inputs]
     return sum(x.numel() if x.ndim != 3 else experts_per_token * x[0].numel() for x in found)
 
 
 def _vision_config(config: Any) -> Any:
-    """The config of a tower; that of the model where it has none apart."""
+    """The config of the tower, or of the model if the tower has no separate config."""
     return getattr(config, "vision_config", config)
 
 
 def patches_per_token(config: Any) -> float:
-    """Number of patches that a visual token is made of, by the names that configs have for it."""
+    """Number of patches per visual token, from any of the names that configs have for it."""
     vision = _vision_config(config)
     if (ratio := getattr(config, "downsample_ratio", None)) is not None:
         return float(round(1 / ratio) ** 2)

@@ -27,7 +27,7 @@ class MlpModules:
     """Modules of a gated MLP."""
 
     inputs: Sequence[nn.Module]
-    """Linear layers to the gate and to the numbers that it multiplies, or one to both side by side."""
+    """Linear layers to gate and to up, or one linear layer to both, concatenated."""
     down: nn.Module
 
 
@@ -37,7 +37,7 @@ class SharedExpertModules:
 
     mlp: MlpModules
     weight: nn.Module | None = None
-    """Linear layer to the weight of its output, before a sigmoid; None where that is 1."""
+    """Linear layer to the logit of the expert's weight; None if the weight is always 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class DeltaModules:
     """Modules and parameters of a gated delta net."""
 
     inputs: Sequence[nn.Module]
-    """Linear layers to queries, keys and values together, to the output gate, to beta, and to the decay."""
+    """Linear layers to queries, keys and values (one layer), to the output gate, to beta, and to the decay."""
     output: nn.Module
     conv_C1K: Tensor
     log_rate_V: Tensor
@@ -76,14 +76,14 @@ class LayerModules:
     """Norm of the mixer's output, in families that have one."""
     post_norm: nn.Module
     mlp: MlpModules | Experts
-    """Experts as the tensors that their modules hold now, which FSDP2 exchanges around every pass."""
+    """Experts hold the current tensors of their modules, which FSDP2 replaces around every pass."""
     shared_expert: SharedExpertModules | None = None
     mlp_norm: nn.Module | None = None
     """Norm of the MLP's output, in families that have one."""
 
 
 class FastPath(Protocol):
-    """Access to the parts of a network, for packed rows and for the decoding of the embedded engine."""
+    """Access to the parts of a network, for packed rows and for decoding in the embedded engine."""
 
     def layer(self, module: Any) -> LayerModules:
         """Modules of a transformers decoder layer."""
@@ -94,7 +94,7 @@ class FastPath(Protocol):
     ) -> list[ImageFeatures]:
         """Features of each image, from one forward pass of the vision tower over all of them.
 
-        Device and type are those of the pass; weights that are sharded have others between passes.
+        Device and type are those of the pass; sharded weights have another device or type between passes.
         """
         ...
 
@@ -103,7 +103,7 @@ class FastPath(Protocol):
         ...
 
     def segment_heads(self, network: nn.Module, device: torch.device, dtype: torch.dtype) -> HeadShape | None:
-        """Heads of a tower that runs images as segments of one row; None for one to which tiles are a batch."""
+        """Head shape of a tower that runs images as segments of one row; None for a tower that batches tiles."""
         ...
 
 
@@ -122,7 +122,7 @@ class ModelFamily(Protocol):
 
     @property
     def projector_paths(self) -> tuple[str, ...]:
-        """Module paths of the layers that make visual tokens of the tower's output, inside the tower or beside it."""
+        """Module paths of the layers that turn the tower's output into visual tokens, inside or outside the tower."""
         ...
 
     @property
@@ -137,12 +137,12 @@ class ModelFamily(Protocol):
 
     @property
     def video_processor(self) -> str | None:
-        """Class name of transformers' video processor, written into an exported folder; None without videos."""
+        """Class name of transformers' video processor, written to exported folders; None if there is no such class."""
         ...
 
     @property
     def fast_path(self) -> FastPath | None:
-        """The fast path; None for a family that runs by transformers' own forward only (`models.plain`)."""
+        """The fast path; None for a family that runs only with transformers' own forward (`models.plain`)."""
         ...
 
     @property
@@ -151,7 +151,7 @@ class ModelFamily(Protocol):
         ...
 
     def load_image_processor(self, path: str, revision: str) -> Any:
-        """An image processor that needs PIL and numpy only; OSError or ValueError where the model has none."""
+        """An image processor that needs only PIL and numpy; OSError or ValueError if the model has none."""
         ...
 
     def image_options(self, image_processor: Any, min_pixels: int | None, max_pixels: int | None) -> Mapping[str, Any]:
@@ -159,9 +159,9 @@ class ModelFamily(Protocol):
         ...
 
     def fewest_tokens(self, image_processor: Any, size: Size, options: Mapping[str, Any]) -> int:
-        """Visual tokens of an image of this size in pixels, or a lower bound of them, before it is processed.
+        """Number of visual tokens of an image of this size in pixels, or a lower bound, before it is processed.
 
-        `options` are those of `image_options`. ValueError for a shape that the image processor refuses.
+        `options` come from `image_options`. ValueError for a shape that the image processor refuses.
         """
         ...
 
@@ -170,7 +170,7 @@ class ModelFamily(Protocol):
         ...
 
     def box_frame(self, image: PromptImage) -> tuple[int, int] | None:
-        """Width and height in which this family gives coordinates on the image; None for one that gives none."""
+        """Width and height of the coordinate system in which models localise on the image; None if they do not."""
         ...
 
     def image_mark(self, image_processor: Any) -> str:
@@ -178,7 +178,7 @@ class ModelFamily(Protocol):
         ...
 
     def image_text(self, image: PromptImage) -> str:
-        """Text that replaces an image's mark before a prompt is tokenised, with one token for each visual token."""
+        """Text that replaces an image's mark before the prompt is tokenised; it has one token per visual token."""
         ...
 
     def positions(
@@ -186,8 +186,7 @@ class ModelFamily(Protocol):
     ) -> tuple[NDArray[np.int64], int]:
         """Positions [X, L] of consecutive tokens of a conversation, and the position of the token after them.
 
-        `start` is the position of the first token: 0 for a prompt, else the position that the call for the tokens
-        before returned.
+        `start` is the position of the first token: 0 for a prompt, else the position that the previous call returned.
         """
         ...
 

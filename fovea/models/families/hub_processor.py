@@ -1,4 +1,4 @@
-"""transformers' own processor of a model, without its video processor: text and tensors of one image at a time."""
+"""transformers' processor of a model, without its video processor: text and tensors of one image at a time."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from fovea_gym.utils.bounded import read_file
 
 FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 TEXT = "image_text"
-"""Name of an image's tensor uint8 [bytes]: the text that the processor writes for it, in UTF-8."""
+"""Name of the tensor with the text that the processor writes for an image: UTF-8, uint8 [bytes]."""
 ROW = "row."
-"""Begins the name of a tensor that the processor makes with an axis of rows before the images of a row."""
+"""Prefix of the name of a tensor to which the processor adds a first axis of rows, before the images of a row."""
 PER_TOKEN = ("token_type_ids", "mm_token_type_ids")
-"""Inputs of a forward that mark the visual tokens."""
+"""Arguments of a model's forward that mark the visual tokens."""
 NO_INPUTS = ("input_ids", "attention_mask", "text_replacement_offsets", *PER_TOKEN)
 
 Tensors = Mapping[str, NDArray[Any]]
 
 
 class HubProcessor:
-    """Processes single images as transformers' processor does in a prompt; stands in for an image processor."""
+    """Processes single images as transformers' processor does within a prompt; used in place of an image processor."""
 
     def __init__(self, processor: Any, path: str, revision: str) -> None:
         self._processor, self._path, self._revision = processor, path, revision
@@ -41,14 +41,14 @@ class HubProcessor:
         two = self.inputs(2 * self.image_token, pictures, return_text_replacement_offsets=True)
         if "text_replacement_offsets" not in two:
             raise ModelError(
-                f"model.path={path}: {type(processor).__name__} of transformers does not return the text by which it "
+                f"model.path={path}: transformers' {type(processor).__name__} does not return the text with which it "
                 "replaces an image's mark, which model.family=auto needs; add a family for it (docs/extending.md)"
             )
-        # with two images in one row, an axis of length 1 before them is that of rows
+        # with two images in one row, a first axis of length 1 is the axis of rows
         self._nested = {name for name, x in two.items() if name not in NO_INPUTS and len(x) == 1}
 
     def __call__(self, images: Sequence[Image.Image], **_options: object) -> dict[str, NDArray[Any]]:
-        """Tensors of an image by their names in the forward, `input_ids` of the text for its mark, and that text."""
+        """Tensors of an image by forward argument, the text that replaces its mark, and that text's `input_ids`."""
         out = self.inputs(self.image_token, images, return_text_replacement_offsets=True)
         (replaced,) = out["text_replacement_offsets"][0]
         tensors = {(ROW if name in self._nested else "") + name: x for name, x in out.items() if name not in NO_INPUTS}
@@ -56,19 +56,19 @@ class HubProcessor:
         return {**tensors, TEXT: text, "input_ids": np.asarray(out["input_ids"])}
 
     def inputs(self, text: str, images: Sequence[Image.Image], **options: object) -> dict[str, Any]:
-        """Outputs of the processor for a text of a chat template with its images."""
+        """Outputs of the processor for a text that a chat template wrote, with its images."""
         given: Any = {"images": list(images)} if images else {}
         out = self._processor(text=[text], add_special_tokens=False, return_tensors="np", **given, **options)
         return dict(out)
 
     def num_tokens(self, size: Size) -> int:
-        """Number of tokens of an image of this size in pixels; 1 where the processor does not know it beforehand."""
+        """Number of tokens of an image of this size in pixels; 1 if the processor does not know it beforehand."""
         width, height = size
         count = getattr(self._processor, "_get_num_multimodal_tokens", None)
         return 1 if count is None else int(count(image_sizes=[(height, width)])["num_image_tokens"][0])
 
     def save_pretrained(self, folder: Path) -> None:
-        """Copy the processor's files of the model."""
+        """Copy the model's processor files to a folder."""
         for name in FILES:
             if (file := optional_file(self._path, name, self._revision)) is not None:
                 (folder / name).write_bytes(read_file(file))
@@ -84,7 +84,7 @@ def prompt_image(processed: Mapping[str, Any], num_tokens: int, grid: tuple[int,
 
 
 def processor_class(config: Any, path: str) -> Any:
-    """transformers' class of processors for a config; ModelError for a model that has none. `path` is for messages."""
+    """transformers' processor class for a config; ModelError if there is none. `path` is for messages."""
     mapping: Mapping[type, Any] = PROCESSOR_MAPPING
     kind = mapping.get(type(config), None)
     if kind is None:
@@ -93,14 +93,14 @@ def processor_class(config: Any, path: str) -> Any:
 
 
 def load_hub_processor(kind: Any, path: str, revision: str) -> HubProcessor:
-    """The processor of this class of a model folder or hub id; ModelError where it takes no images."""
+    """The processor, of this class, of a model folder or hub id; ModelError if it does not accept images."""
     try:
         processor = _processor(kind, path, revision)
     except ImportError as error:
         reason = str(error).strip().split("\n")[0]
         raise ModelError(f"model.path={path}: {reason}; install that package, or give another model") from error
     if not getattr(processor, "image_token", None):
-        raise ModelError(f"model.path={path}: {kind.__name__} of transformers has no mark for an image in a text")
+        raise ModelError(f"model.path={path}: transformers' {kind.__name__} has no mark for an image in a text")
     return HubProcessor(processor, path, revision)
 
 

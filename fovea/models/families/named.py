@@ -1,4 +1,4 @@
-"""Families whose prompts transformers' processor makes, with what no file of a model says; most have a fast path.
+"""Families that use transformers' processor, with facts that a model's files do not contain; most have a fast path.
 
 Axes: `V` visual tokens, `D` width.
 """
@@ -36,13 +36,13 @@ HAS_HEAD_NORMS = {
     "glm4v_text": False,
     "glm4v_moe_text": False,
 }
-"""By the decoders that the fast path runs, True if queries and keys are normalised per head."""
+"""The decoders that the fast path supports; True if queries and keys are normalised per head."""
 
 
 class RowsProcessor(ProcessorMixin):
-    """Processor of Mistral 3, which transformers has as PixtralProcessor behind an import of torchvision.
+    """Processor of Mistral 3 that does not need torchvision, which transformers' PixtralProcessor imports.
 
-    It writes the visual tokens of an image in rows, with a token between two rows and another behind the last.
+    It writes the visual tokens of an image in rows, with one token between two rows and another after the last row.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class RowsProcessor(ProcessorMixin):
         image_end_token: str = "[IMG_END]",
         **options: Any,
     ) -> None:
-        """Sizes and marks as in processor_config.json; a visual token is `spatial_merge_size` patches wide."""
+        """Take sizes and marks as in processor_config.json; a visual token is `spatial_merge_size` patches wide."""
         super().__init__(image_processor, tokenizer, **options)  # type: ignore[no-untyped-call]
         self.side_px = patch_size * spatial_merge_size
         self.image_token, self.row_end, self.image_end = image_token, image_break_token, image_end_token
@@ -67,19 +67,19 @@ class RowsProcessor(ProcessorMixin):
         return super()._process_images(images, **options | {"patch_size": self.side_px})
 
     def replace_image_token(self, image_inputs: Mapping[str, Any], image_idx: int, **_options: Any) -> str:
-        """Text of an image."""
+        """The text that replaces an image's mark."""
         rows, columns = (int(side) // self.side_px for side in image_inputs["image_sizes"][image_idx])
         return self.row_end.join([self.image_token * columns] * rows) + self.image_end
 
 
 @dataclass(frozen=True, kw_only=True)
 class NamedFamily(AutoFamily):
-    """ModelFamily of a named model type, on the fast path where its decoder is one of `HAS_HEAD_NORMS`."""
+    """ModelFamily of a named model type, with a fast path if its decoder is in `HAS_HEAD_NORMS`."""
 
     frame: tuple[int, int] | None = None
-    """Width and height in which it gives coordinates on an image; None for one that gives none."""
+    """Width and height of the coordinate system in which the model localises; None if it does not."""
     processor: type | None = None
-    """Class of its processor, where transformers' own needs packages that only videos use."""
+    """Class of its processor if transformers' own needs packages that are only for videos, else None."""
 
     @classmethod
     def of(cls, config: Any, frame: tuple[int, int] | None = None, processor: type | None = None) -> NamedFamily:
@@ -88,7 +88,7 @@ class NamedFamily(AutoFamily):
 
     @property
     def plain_reason(self) -> str:
-        """Property of the decoder that the fast path does not run; empty where it runs all."""
+        """The feature of the decoder that the fast path does not support; empty if it supports all."""
         text = self.config.text_config
         if text.model_type not in HAS_HEAD_NORMS:
             return PLAIN_DECODERS.get(text.model_type, f"a decoder of {text.model_type}")
@@ -125,7 +125,7 @@ class GridFamily(NamedFamily):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TilesFastPath(QwenFastPath):
-    """FastPath of a decoder with transformers' usual names, after a tower for which tiles are a batch."""
+    """FastPath of a decoder with transformers' usual module names, and of a vision tower that batches tiles."""
 
     family: NamedFamily
     deepstack: bool = False
@@ -138,7 +138,7 @@ class TilesFastPath(QwenFastPath):
             for name, x in self.family.image_inputs(images).items()
         }
         out = network.base_model.get_image_features(**inputs)
-        # a tensor for each image or for each tile
+        # a list has one tensor per image or per tile
         embeds_VD = torch.cat(list(getattr(out, "pooler_output", out)))
         sizes = [image.num_tokens for image in images]
         return [ImageFeatures(embeds_VD=embeds, deepstack_VD=()) for embeds in embeds_VD.split(sizes)]
@@ -164,9 +164,9 @@ class TilesFastPath(QwenFastPath):
         return None
 
 
-SEEING = "image tokens that see those after them"
+SEEING = "image tokens attend to later ones"
 PLAIN_DECODERS = {"gemma3_text": SEEING, "gemma4_text": SEEING}
-"""Reasons for the plain path, by decoder."""
+"""Reasons for using the plain path, by decoder."""
 THOUSANDTHS = (1000, 1000)
 NAMED: dict[str, Callable[[Any], ModelFamily]] = {
     "internvl": partial(NamedFamily.of, frame=THOUSANDTHS),

@@ -1,4 +1,4 @@
-"""Base of the Qwen-VL families: visual tokens, M-RoPE positions, image tensors, the fast path.
+"""The Qwen-VL families and their common base: visual tokens, M-RoPE positions, image tensors, the fast path.
 
 Axes: `L` token ids, `N` patches of an image, `C` values of a patch, `V` visual tokens, 3 = time, height, width.
 """
@@ -43,17 +43,17 @@ from fovea_gym.rows.images import Size
 
 IMAGE_PAD = "<|image_pad|>"
 PIXELS, GRID = "pixel_values", "image_grid_thw"
-"""Names of an image's tensors: pixels float32 [N, C], and int64 [3] numbers of patches in time, height and width."""
+"""Names of an image's tensors: pixels, float32 [N, C], and numbers of patches in time, height and width, int64 [3]."""
 VISION, LANGUAGE = "model.visual", "model.language_model"
 ImageProcessor = image_processor_class("Qwen2VLImageProcessor")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QwenVL(ABC):
-    """ModelFamily of a Qwen-VL model, without the FLOPs of its vision tower."""
+    """ModelFamily of a Qwen-VL model; subclasses give the FLOPs of the vision tower."""
 
     config: Any
-    """Config of transformers."""
+    """transformers' config."""
     image_token_id: int
     merge_size: int
     """Number of patches along each side of a visual token."""
@@ -93,7 +93,7 @@ class QwenVL(ABC):
     def prompt_image(self, processed: Mapping[str, Any]) -> PromptImage:
         pixels_NC = np.ascontiguousarray(processed[PIXELS], dtype=np.float32)
         grid = np.asarray(processed[GRID][0], dtype=np.int64)
-        # images of the same patches in another grid are different images
+        # images with the same patches in another grid are different images
         key = hashlib.blake2b(pixels_NC.tobytes(), digest_size=16, person=f"{grid[1]}x{grid[2]}".encode()[:16])
         return PromptImage(
             key=key.hexdigest(),
@@ -131,8 +131,8 @@ def grid_positions(
 ) -> tuple[NDArray[np.int64], int]:
     """M-RoPE positions [3, L] (Qwen2-VL, arXiv 2409.12191, section 2.1), equal to transformers' `get_rope_index`.
 
-    Text positions rise by one on all axes. Visual tokens have one position in time, and height and width by their
-    place in the merged grid; the text after an image continues at the largest position so far plus one.
+    Text positions increase by one on all axes. Visual tokens of an image share one position in time; their height and
+    width follow the merged grid. Text after an image continues at the largest position so far plus one.
     """
     length = len(is_pad_L)
     if not images:
@@ -175,7 +175,7 @@ class QwenFastPath:
         )
 
     def mixer(self, module: Any) -> AttentionModules | DeltaModules:
-        """Attention of a decoder layer, or what a layer has in its place."""
+        """Modules of a layer's attention, or of the layer's replacement for it."""
         attention = module.self_attn
         return AttentionModules(
             query=attention.q_proj,
@@ -191,7 +191,7 @@ class QwenFastPath:
     ) -> list[ImageFeatures]:
         tower = network.get_submodule(VISION)
         tensors = image_tensors(images)
-        # rounded on the host: half the bytes to copy
+        # rounded on the host, which halves the bytes to copy
         pixels = to_device(tensors[PIXELS].to(dtype), device)
         heads = tower_heads(tower, device, dtype)
         out = tower(pixels, **tower_inputs(tower, tensors[GRID], heads), **tower_options())
@@ -208,7 +208,7 @@ class QwenFastPath:
         blocks = BlockCounts.of(tower.blocks)
         return graph_bytes(
             patches=sum(map(len, pixels)),
-            # all three towers have `attn.qkv`, and no other common name of the width
+            # `attn.qkv` is the only name common to all three towers that gives the width
             width=tower.blocks[0].attn.qkv.in_features,
             itemsize=next(tower.parameters()).element_size(),
             trained_blocks=blocks.trained,
@@ -222,7 +222,7 @@ class QwenFastPath:
 
 
 def _mlp(mlp: Any) -> MlpModules | Experts:
-    """The MLP of a decoder layer; in a model with experts, some layers may have one for all tokens."""
+    """The MLP of a decoder layer; in a model with experts, some layers may have a dense MLP."""
     if not hasattr(mlp, "experts"):
         return _gated(mlp)
     return Experts(
@@ -266,15 +266,15 @@ def _offsets(rule: PositionRule, time: int, height: int, width: int) -> NDArray[
 
 
 def pixel_limits(own: Any, min_pixels: int | None, max_pixels: int | None) -> dict[str, int]:
-    """Size limits under the image processor's names; `own` are the model's, which hold where none is set."""
-    # a limit that is set also bounds the model's own other one, so that the smallest never exceeds the largest
+    """Size limits under the image processor's names; `own` are the model's limits, the defaults."""
+    # a limit that is set also bounds the model's other limit, so that the smallest never exceeds the largest
     smallest = min_pixels or min(own["shortest_edge"], max_pixels or own["shortest_edge"])
     largest = max_pixels or max(own["longest_edge"], min_pixels or own["longest_edge"])
     return {"shortest_edge": smallest, "longest_edge": largest}
 
 
 class Qwen2VL(QwenVL):
-    """ModelFamily of Qwen2-VL. Its vision tower has plain MLPs, and its config calls their width `embed_dim`."""
+    """ModelFamily of Qwen2-VL. Its vision tower has plain MLPs, and its config calls the tower's width `embed_dim`."""
 
     __slots__ = ()
     model_type: ClassVar[str] = "qwen2_vl"
@@ -345,7 +345,7 @@ class Qwen3VLMoe(Qwen3VL):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HybridFastPath(QwenFastPath):
-    """FastPath of Qwen3.5, whose layers have attention or a gated delta net."""
+    """FastPath of Qwen3.5, whose layers have either attention or a gated delta net."""
 
     def mixer(self, module: Any) -> AttentionModules | DeltaModules:
         if module.block_type != "linear_attention":

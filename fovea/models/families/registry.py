@@ -15,7 +15,7 @@ from fovea.models.families.qwen_vl import Qwen2VL, Qwen3VL, Qwen3VLMoe, Qwen25VL
 from fovea_gym.utils.entry_points import load, registered
 
 GROUP = "fovea.families"
-"""Entry points by which other packages add constructors of families, by `model_type`."""
+"""Entry-point group in which other packages register constructors of families, by `model_type`."""
 
 FAMILIES: dict[str, Callable[[Any], ModelFamily]] = {
     Qwen2VL.model_type: Qwen2VL.of,
@@ -30,7 +30,7 @@ FAMILIES: dict[str, Callable[[Any], ModelFamily]] = {
 
 
 def known() -> list[str]:
-    """The `model_type`s of all families, with those that other packages add."""
+    """The `model_type`s of all families, including those that other packages register."""
     return [*FAMILIES, *registered(GROUP)]
 
 
@@ -41,8 +41,8 @@ def family_of(config: Any, path: str) -> ModelFamily:
         make = AutoFamily.of
     if make is None:
         raise ModelError(
-            f"model.path={path}: its model_type is {config.model_type}, and Fovea trains {', '.join(known())}; give "
-            "one of these, or add the family (docs/extending.md)"
+            f"model.path={path}: its model_type is {config.model_type}, but Fovea only trains {', '.join(known())}; "
+            "choose one of these, or add the family (docs/extending.md)"
         )
     family: ModelFamily = make(config)
     return family

@@ -1,7 +1,7 @@
 """Shared-prefix attention of a packed row: prompts attend causally, completions to their prompt and to themselves.
 
-Equal to attention in n separate rows `prompt + completion`, including gradients, which the keys and values of a prompt
-receive from all of its completions. Five kernels compute the same; the plain ones are the reference for the fast ones.
+The result equals attention in n separate rows `prompt + completion`, including gradients: keys and values of a prompt
+receive gradients from all of its completions. Five kernels compute the same; the plain ones are the reference.
 
 Axes: `N` tokens of the row, `H` query heads, `J` key heads, `Q` = H / J, `D` width of a head; `P`, `L`, `G`, `T` as in
 `models.shared_prefix.layout`; `R` = P x G completions, `K` = L + T keys of a completion.
@@ -30,9 +30,9 @@ RowAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def row_attention(kernel: Kernel, layout: SharedPrefixLayout, shape: DecoderShape, like: Tensor) -> Attend:
-    """Attention function of one row for all layers; auto picks the fastest kernel for device and type of `like`."""
+    """Attention function for all layers of one row; auto picks the fastest kernel for device and type of `like`."""
     chosen = fastest_kernel(heads_of(shape, like.device, like.dtype)) if kernel == "auto" else kernel
-    # index tensors are made here, once per row, and used by every layer
+    # index tensors are built here, once per row, and used by every layer
     attend = KERNELS[chosen](layout, shape.scale)
 
     def of_layer(_layer: int, query_NHD: Tensor, key_NJD: Tensor, value_NJD: Tensor) -> Tensor:
@@ -42,12 +42,12 @@ def row_attention(kernel: Kernel, layout: SharedPrefixLayout, shape: DecoderShap
 
 
 def heads_of(shape: DecoderShape, device: torch.device, dtype: torch.dtype) -> HeadShape:
-    """The heads of a decoder whose activations are on this device and of this type."""
+    """Head shape of a decoder whose activations are on this device and of this type."""
     return HeadShape(device, dtype, shape.num_heads, shape.num_kv_heads, shape.head_dim)
 
 
 def fastest_kernel(heads: HeadShape) -> Kernel:
-    """The fastest kernel that takes these heads."""
+    """The fastest kernel that supports these heads."""
     if heads.device.type == "cpu":
         return "merged"
     if flash_refusal(heads) is None:
@@ -56,7 +56,7 @@ def fastest_kernel(heads: HeadShape) -> Kernel:
 
 
 def slow_attention_note(heads: HeadShape) -> str | None:
-    """Note for the start of a run whose device refuses the kernel for packed rows, else None."""
+    """Startup note if the device does not support the kernel for packed rows, else None."""
     fastest = fastest_kernel(heads)
     if fastest in ("merged", "varlen"):
         return None
@@ -72,7 +72,7 @@ def _advice(dtype: torch.dtype) -> str:
 
 
 def gathered_attention(attend: Attention, layout: SharedPrefixLayout, scale: float) -> RowAttention:
-    """The slow twin: each completion attends to its own copy of the prompt's keys, under a dense mask."""
+    """The slow reference: each completion attends to its own copy of the prompt's keys, under a dense mask."""
     return partial(_gathered_attention, partial(attend, scale=scale), layout)
 
 
@@ -98,7 +98,7 @@ KERNELS: dict[Kernel, Callable[[SharedPrefixLayout, float], RowAttention]] = {
 def causal_prompts(
     query_NHD: Tensor, key_NJD: Tensor, value_NJD: Tensor, layout: SharedPrefixLayout, scale: float
 ) -> Tensor:
-    """Attention [N, H, D] of a row that holds prompts only."""
+    """Attention [N, H, D] of a row that holds only prompts."""
     query, key, value = (_gather(x, layout.prompt_index_PL) for x in (query_NHD, key_NJD, value_NJD))
     out = _causal(partial(F.scaled_dot_product_attention, scale=scale), query, key, value)
     return out.flatten(0, 1)[layout.return_index_N]
@@ -106,7 +106,7 @@ def causal_prompts(
 
 def _causal(attend: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Causal attention within each prompt, [P, L, H, D]."""
-    # padding follows the real tokens, so that the causal mask hides it
+    # padding follows the real tokens, so the causal mask hides it
     return attend(query, *_repeat_heads(query, key, value), is_causal=True).transpose(1, 2)
 
 
@@ -138,7 +138,7 @@ def _gather(x_NHD: Tensor, index_XY: Tensor) -> Tensor:
 
 def _repeat_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values repeated for every query head."""
-    # repeated by hand: with `enable_gqa` torch would not choose the fused kernel on a CPU
+    # repeated here, since torch would not choose the fused kernel on a CPU with `enable_gqa`
     times = query.shape[1] // key.shape[1]
     if times == 1:
         return key, value

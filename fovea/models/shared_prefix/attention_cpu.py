@@ -1,4 +1,4 @@
-"""Shared-prefix attention on CPU by a log-sum-exp merge of attention to the prompt and attention to own tokens.
+"""Shared-prefix attention on CPU, which merges attention to the prompt and to own tokens by log-sum-exp.
 
 All completions of a prompt attend to its keys in one flash-attention call; keys are not copied, and no dense mask is
 made. With outputs o1, o2 and log-sum-exps l1, l2 of the two parts, l = logaddexp(l1, l2) and
@@ -24,12 +24,12 @@ FLASH: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 FLASH_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 MIN_SHORT_BACKWARD_TOKENS = 192
-"""Queries from which the backward kernel is faster in 16 bits. On fewer it takes up to 8 times as long as in float32,
-conversions included (torch 2.13, a CPU with AMX)."""
+"""Number of queries from which the backward kernel is faster in 16 bits. With fewer queries it takes up to 8 times as
+long as in float32, including conversions (torch 2.13, a CPU with AMX)."""
 
 
 def merged_attention(layout: SharedPrefixLayout, scale: float) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Attention function (query, key, value) -> [N, H, D] of one row, for all layers."""
+    """Attention function (query, key, value) -> [N, H, D] for all layers of one row."""
     row = _Row.of(layout)
 
     def attend(query_NHD: Tensor, key_NJD: Tensor, value_NJD: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ class _Block:
 
     index_PGT: Tensor
     padding_X: Tensor
-    """Places of the padding in the flattened index."""
+    """Indices of the padding in the flattened index."""
 
     @staticmethod
     def of(index_PGT: Tensor, valid_PGT: Tensor) -> _Block:
@@ -56,7 +56,7 @@ class _Block:
         return self._split(x_NHD.index_select(0, self.index_PGT.flatten()), key_heads)
 
     def gather_gradient(self, gradient_NHD: Tensor, key_heads: int) -> Tensor:
-        """Block of gradients, 0 at padding."""
+        """Block of the gradients of a row, 0 at padding."""
         gathered = gradient_NHD.index_select(0, self.index_PGT.flatten())
         return self._split(gathered.index_fill_(0, self.padding_X, 0.0), key_heads)
 
@@ -67,7 +67,7 @@ class _Block:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """The two blocks of a row, for all of its layers."""
+    """The two blocks of a row, shared by all layers."""
 
     prompts: _Block
     completions: _Block
@@ -88,11 +88,11 @@ class _Row:
         )
 
     def scatter(self, blocks: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """Row [N, H, D] of this type from the block of prompts and, if there is one, the block of completions."""
+        """Row [N, H, D] of this type, from the block of prompts and the block of completions, if there is one."""
         tokens = [x.permute(0, 2, 4, 1, 3, 5) for x in blocks]
         lengths = [math.prod(x.shape[:3]) for x in tokens]
         heads, width = math.prod(tokens[0].shape[3:5]), tokens[0].shape[-1]
-        # copied into one tensor: joined after a copy of each, they would be copied once more
+        # copied straight into one tensor: torch.cat of contiguous parts would copy them twice
         joined_XHD = torch.empty(sum(lengths), heads, width, dtype=dtype)
         for part, each in zip(joined_XHD.split(lengths), tokens, strict=True):
             part.view_as(each).copy_(each)
@@ -100,7 +100,7 @@ class _Row:
 
 
 class MergedAttention(torch.autograd.Function):
-    """Attention of a packed row with a written-out gradient, which saves blocks instead of gathered keys."""
+    """Attention of a packed row with a hand-written gradient, which saves blocks instead of gathered keys."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, row: _Row, scale: float) -> Tensor:
@@ -110,7 +110,7 @@ class MergedAttention(torch.autograd.Function):
         outs, saved = [out], [*prompt.tensors, out, lse]
         if row.has_completions:
             own = _Causal(scale, *(row.completions.gather(x, heads) for x in inputs))
-            # the kernel takes the queries of all completions of a prompt as one sequence, and reads its keys once
+            # the queries of all completions of a prompt form one sequence, so the kernel reads the prompt's keys once
             to_prompt = _ToPrompt(scale, own.query, prompt.key, prompt.value, row.mask_P11L)
             out, lse = _merge(to_prompt.forward(), own.forward())
             outs.append(out)
@@ -130,8 +130,8 @@ class MergedAttention(torch.autograd.Function):
         if of_completions:
             query, own_key, own_value, out, lse = of_completions
             gradient = row.completions.gather_gradient(gradient_NHD, heads)
-            # a backward kernel recomputes exp(score - lse): given the merged output and lse instead of those of its
-            # part, it returns the part's summand of the whole gradient
+            # a backward kernel recomputes exp(score - lse): given the merged output and lse instead of its own part's,
+            # it returns this part's term of the whole gradient
             own = _Causal(ctx.scale, query, own_key, own_value).backward(gradient, out, lse)
             to_prompt = _ToPrompt(ctx.scale, query, key, value, row.mask_P11L).backward(gradient, out, lse)
             own[0].add_(to_prompt[0])
@@ -158,7 +158,7 @@ class _Causal:
 
     @property
     def tensors(self) -> Triple:
-        """The three blocks, to be saved for the backward pass."""
+        """The three blocks, to save for the backward pass."""
         return self.query, self.key, self.value
 
     def forward(self) -> tuple[Tensor, Tensor]:
@@ -181,7 +181,7 @@ class _Causal:
         )
 
     def _inputs(self) -> Triple:
-        """Queries, keys and values as [P J G, Q, T, D]; those of keys are repeated as views, without a copy."""
+        """Queries, keys and values as [P J G, Q, T, D]; keys and values are repeated as views, without a copy."""
         times = self.query.shape[3]
         return (
             self.query.flatten(0, 2),
@@ -228,7 +228,7 @@ class _ToPrompt:
 
 
 def _widened(num_queries: int, *blocks: Tensor) -> list[Tensor]:
-    """The blocks in the type in which the backward kernel is fastest for so many queries."""
+    """The blocks in the type in which the backward kernel is fastest for this number of queries."""
     is_short = blocks[0].dtype.itemsize < torch.float32.itemsize and num_queries < MIN_SHORT_BACKWARD_TOKENS
     return [x.float() for x in blocks] if is_short else list(blocks)
 
@@ -237,7 +237,7 @@ def _merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple
     """Output and log-sum-exp of a softmax over two sets of keys, from those over each set."""
     (out_1, lse_1), (out_2, lse_2) = first, second
     lse = torch.logaddexp(lse_1, lse_2)
-    # the weights exp(l1 - l) and exp(l2 - l) add up to 1, so that the merge is one lerp
+    # the weights exp(l1 - l) and exp(l2 - l) add up to 1, so the merge is one lerp
     merged = torch.empty(out_1.shape, dtype=out_1.dtype)
     torch.lerp(out_2, out_1, (lse_1 - lse).exp_().to(out_1.dtype)[..., None], out=merged)
     return merged, lse

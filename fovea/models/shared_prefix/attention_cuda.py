@@ -1,12 +1,12 @@
 """Shared-prefix attention on CUDA: torch's variable-length kernels on a whole packed row.
 
-`SharedVarlen` runs them twice. Once over the row as it is, where every prompt and every completion attends causally to
-itself; and once from the completions to their prompts, whose keys are read in place. Outputs are merged by
-log-sum-exp, as on CPUs (`models.shared_prefix.attention_cpu`), and the gradients of a prompt's keys are summed inside
-the kernel. `GatheredVarlen`, its slow twin, calls torch's public function once, on keys that are gathered for every
-completion; their gradients meet in an addition by index, which is slow on a GPU, and in no fixed order.
+`SharedVarlen` runs them twice: once over the whole row, where every prompt and every completion attends causally to
+itself, and once from the completions to their prompts, whose keys are read in place. Outputs are merged by log-sum-exp,
+as on CPUs (`models.shared_prefix.attention_cpu`), and the gradients of a prompt's keys are summed inside the kernel.
+`GatheredVarlen`, the slow reference, calls torch's public function once, on keys that are gathered for every
+completion; index_add sums the gradients of these keys, which is slow on a GPU and not deterministic.
 
-On a CPU both run one segment after another by plain formulas, which tests their indices.
+On a CPU both process one segment after another with plain formulas, so that tests can check their indices.
 
 Axes: `S` segments, `M` gathered keys of all segments, `C` completion tokens of the row, `B` tokens of the prompts that
 have completions; others as in `models.shared_prefix.attention`.
@@ -31,12 +31,12 @@ from fovea.models.varlen import CAUSAL, Pairs, SegmentAttention, Segments, Tripl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedVarlen:
-    """Attention function of one row for all layers, with its index tensors."""
+    """Attention function for all layers of one row, with its index tensors."""
 
     own: Pairs
-    """All prompts and completions in the order of the row, each with itself."""
+    """All prompts and completions in the order of the row; each attends to itself."""
     to_prompt: Pairs
-    """The completions of each prompt that has any, as one segment, with that prompt."""
+    """For each prompt with completions, these as one segment, which attends to the prompt."""
     completion_index_C: Tensor
     prompt_index_B: Tensor
 
@@ -80,7 +80,7 @@ class SharedVarlen:
 
 
 class _SharedAttention(torch.autograd.Function):
-    """Both calls as one softmax, with the gradient that autograd cannot derive from a log-sum-exp."""
+    """Both kernel calls as one softmax, with a hand-written gradient: torch's kernels give none for log-sum-exps."""
 
     @staticmethod
     def forward(
@@ -103,7 +103,7 @@ class _SharedAttention(torch.autograd.Function):
         attention: SegmentAttention = ctx.attention
         query, key, value, out, lse = ctx.saved_tensors
         gradient, inputs = gradients[0], (query, key, value)
-        # with output and log-sum-exp of the whole softmax, each call gives its summand of the gradient
+        # with output and log-sum-exp of the whole softmax, each call returns its term of the gradient
         of_row = attention.backward(gradient, inputs, out, lse, row.own)
         if row.has_completions:
             index = row.completion_index_C
@@ -114,7 +114,7 @@ class _SharedAttention(torch.autograd.Function):
                 lse.index_select(1, index),
                 row.to_prompt,
             )
-            # every index stands once: the order of the additions does not matter
+            # every index occurs once, so the order of the additions does not matter
             of_row[0].index_add_(0, index, of_query)
             of_row[1].index_add_(0, row.prompt_index_B, of_key)
             of_row[2].index_add_(0, row.prompt_index_B, of_value)
@@ -125,14 +125,14 @@ def _merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple
     """Output [C, H, D] and log-sum-exp [H, C] of a softmax over two sets of keys, from those over each set."""
     (out_1, lse_1), (out_2, lse_2) = first, second
     lse = torch.logaddexp(lse_1, lse_2)
-    # the weights exp(l1 - l) and exp(l2 - l) add up to 1, so that the merge is one lerp
+    # the weights exp(l1 - l) and exp(l2 - l) add up to 1, so the merge is one lerp
     weight_CH1 = (lse_1 - lse).exp().t()[..., None]
     return torch.lerp(out_2.float(), out_1.float(), weight_CH1).to(out_1.dtype), lse
 
 
 @dataclass(frozen=True, slots=True)
 class GatheredVarlen:
-    """Attention function of one row for all layers, with its index tensors."""
+    """Attention function for all layers of one row, with its index tensors."""
 
     key_index_M: Tensor
     queries: Segments
@@ -167,7 +167,7 @@ class GatheredVarlen:
             self.queries.longest,
             self.keys.longest,
             scale=self.scale,
-            # the kernel aligns the ends of queries and keys, so that a completion attends to its whole prompt
+            # the kernel aligns the ends of queries and keys, so a completion attends to its whole prompt
             window_size=CAUSAL,
             **shared_keys(query_NHD, key_MJD),
         )
@@ -199,7 +199,7 @@ def _index(spans: Iterable[range], device: torch.device) -> Tensor:
 
 
 def _segment(query_NHD: Tensor, key_MJD: Tensor, value_MJD: Tensor, scale: float) -> Tensor:
-    """Causal attention of one segment, whose queries are the last of its keys' tokens."""
+    """Causal attention of one segment; its queries belong to the last tokens of those that have keys."""
     query, key, value = (x.transpose(0, 1)[None] for x in (query_NHD, key_MJD, value_MJD))
     queries, keys = query.shape[2], key.shape[2]
     mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)

@@ -1,6 +1,6 @@
 """Layout of a packed row, `[prompt 0 | its completions ... | prompt 1 | its completions ...]`, for attention.
 
-Linear layers run on the row as it is; attention runs on two padded blocks, one of prompts and one of completions, which
+Linear layers run on the row itself; attention runs on two padded blocks, one of prompts and one of completions, which
 are gathered from the row by index.
 
 Axes: `N` tokens of the row, `P` prompts, `L` tokens of the longest prompt, `G` completions of the largest group, `T`
@@ -26,8 +26,9 @@ class PackedRow:
     """Tokens `[prompt | completion 1 | ... | completion n | next prompt | ...]` with the actions to compute.
 
     Completions come without their last token, which is predicted and never an input: a prompt of 30 tokens with two
-    completions of 5 and 3 tokens makes a row of 30 + 4 + 2 tokens and 8 actions. Equal completions of a prompt are in
-    it once (`train.row_assignment`): with a second one of the same 5 tokens it has 13 actions, 8 of them to compute.
+    completions of 5 and 3 tokens makes a row of 30 + 4 + 2 tokens and 8 actions. Equal completions of a prompt
+    appear once (`train.row_assignment`): with a second copy of the 5 tokens the row has 13 actions, of which 8 are
+    computed.
     """
 
     token_ids_N: Tensor
@@ -40,13 +41,13 @@ class PackedRow:
     target_ids_U: Tensor
     """Token ids of the actions."""
     computed_A: Tensor
-    """Index of each action of all completions among those of the unequal ones."""
+    """Index of each action of all completions among the actions of the unequal completions."""
     visual_index_V: Tensor
     """Index in the row of each visual token."""
     predictor_index_M: Tensor
     """The distinct values of `hidden_index_U`, ascending."""
     predictor_U: Tensor
-    """Index of each value of `hidden_index_U` among them."""
+    """Index of each value of `hidden_index_U` in `predictor_index_M`."""
     features: tuple[ImageFeatures, ...] | None = None
     """Features of the images from the rollout; None to run the vision tower."""
     recorded: RecordedOutputs | None = None
@@ -75,7 +76,7 @@ class SharedPrefixLayout:
     return_index_N: Tensor
     """Index of each token of the row in the two blocks, flattened and concatenated."""
     lengths: tuple[tuple[int, tuple[int, ...]], ...]
-    """Number of tokens of each prompt, with those of each of its completions."""
+    """Number of tokens of each prompt, with the numbers of tokens of its completions."""
 
     @property
     def has_completions(self) -> bool:
@@ -101,7 +102,7 @@ def shared_prefix_layout(
     completion_PG = torch.tensor(
         [[*lengths, *[0] * (largest - len(lengths))] for lengths in completion_lengths], dtype=torch.long
     ).view(len(prompt_P), largest)
-    # exclusive cumulative sums are the starts of groups in the row, and of completions in their group
+    # exclusive cumulative sums give the starts of groups in the row, and of completions in their group
     tokens_P = prompt_P + completion_PG.sum(1)
     prompt_start_P = tokens_P.cumsum(0) - tokens_P
     completion_start_PG = (prompt_start_P + prompt_P)[:, None] + completion_PG.cumsum(1) - completion_PG
@@ -124,13 +125,13 @@ def _padded(start: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
     longest = int(length.max()) if length.numel() else 0
     offset = torch.arange(longest)
     valid = offset < length[..., None]
-    # padding must be a legal index to be gathered; its values are masked afterwards
+    # padding must be a valid index for the gather; its values are masked afterwards
     return torch.where(valid, start[..., None] + offset, 0), valid
 
 
 def _return_index(prompt: Tensor, prompt_valid: Tensor, completion: Tensor, completion_valid: Tensor) -> Tensor:
     """Inverse of the gather into the two blocks, [N]."""
-    # padding also points at token 0: only valid slots may be scattered, or it would overwrite that of token 0
+    # padding also points at token 0: scattering it would overwrite the slot of token 0
     index = torch.cat([prompt.flatten(), completion.flatten()])
     valid = torch.cat([prompt_valid.flatten(), completion_valid.flatten()])
     slots = valid.nonzero()[:, 0]

@@ -1,7 +1,7 @@
 """Attention of the vision tower over several images at once, registered with transformers for its unmodified modules.
 
-On CUDA all segments are one call of torch's variable-length attention. Its slow twin, and the way of CPUs, is a call of
-SDPA for each segment, whose lengths the host must know.
+On CUDA, one call of torch's variable-length attention computes all segments. The slow reference, which CPUs also use,
+calls SDPA once per segment and needs the segment lengths on the host.
 
 Axes: `S` segments, `H` heads, `N` patches of all images, `D` width of a head.
 """
@@ -27,7 +27,7 @@ Attention = Callable[..., Tensor]
 
 
 def use_segment_attention(network: PreTrainedModel, *, eager: bool = False) -> None:
-    """Make a model's vision tower run all images in one pass, by torch's SDPA or with `eager` by the plain formula."""
+    """Make a model's vision tower run all images in one pass, with torch's SDPA or, if `eager`, the plain formula."""
     run_in_segments(vision_tower(network), eager=eager)
 
 
@@ -69,9 +69,9 @@ def segment_attention(
         one_call = varlen_attn(query_NHD, key_NHD, value_NHD, offsets, offsets, longest, longest, scale=scaling)
         assert isinstance(one_call, Tensor)
         return one_call[None], None
-    # no wait for a GPU where the tower got its offsets on the host (`models.vision.tower_inputs`)
+    # does not wait for the GPU if the tower got its offsets on the host (`models.vision.tower_inputs`)
     lengths: list[int] = cu_seq_lens_q.diff().tolist()
-    # images of one size, a common case, are one batched call
+    # images of equal size, a common case, take one batched call
     if len(set(lengths)) == 1:
         q, k, v = (_fold(x, len(lengths)) for x in (query_1HND, key_1HND, value_1HND))
         out = attend(q, k, v, scale=scaling)
@@ -82,7 +82,7 @@ def segment_attention(
 
 
 def slow_vision_note(heads: HeadShape) -> str | None:
-    """Note for the start of a run whose device refuses one call for all segments, else None."""
+    """Startup note if the device cannot compute all segments in one call, else None."""
     if heads.device.type == "cpu" or takes_varlen(heads):
         return None
     return (

@@ -60,18 +60,18 @@ class FeatureCache:
 
     def __deepcopy__(self, _memo: object) -> FeatureCache:
         """Return this cache itself."""
-        # a copied model has the same frozen tower, and one cache for both halves the memory
+        # a copied model has the same frozen tower, and sharing the cache halves the memory
         return self
 
     def get(self, images: Sequence[PromptImage], encode: Encode) -> list[ImageFeatures]:
-        """Features of each image; those that are not cached are encoded, equal images once."""
+        """Features of each image; images that are not cached are encoded, equal ones only once."""
         distinct = {image.key: image for image in images}
         found = {key: features for key in distinct if (features := self._features.get(key)) is not None}
         missing = {key: image for key, image in distinct.items() if key not in found}
         if missing:
             self.encoded_images += len(missing)
             found |= dict(zip(missing, encode(list(missing.values())), strict=True))
-        # cached again only now: an insertion may evict features that this call still needs
+        # inserted only now, since an insertion may evict features that this call still needs
         for key in distinct:
             self._features.put(key, found[key], found[key].num_bytes)
         return [found[image.key] for image in images]

@@ -1,7 +1,7 @@
 """Inputs that a Qwen vision tower derives from the sizes of its images, computed on the host.
 
-Given the sizes on a GPU, transformers' towers would compute the same there, and wait for it several times. The
-functions are transformers' own, whose results a tower takes as arguments in place of calling them.
+Given the sizes on a GPU, transformers' towers would compute the same inputs there and wait for the GPU several times.
+The functions are transformers' own; a tower accepts their results as arguments instead of calling them.
 
 Axes: `I` images.
 """
@@ -23,11 +23,11 @@ from fovea.types import PromptImage
 
 PASS_PATCHES = 16_384
 """Patches of a forward pass: 16 images of 512 px with patches of 16, enough to keep any GPU busy; at a width of 1,280,
-the activations of a block in bfloat16 take some 0.5 GiB."""
+the activations of a block in bfloat16 take about 0.5 GiB."""
 
 
 def image_passes(images: Sequence[PromptImage], max_patches: int) -> Iterator[list[PromptImage]]:
-    """The images in their order, split into passes of at most so many patches; a larger image has one to itself."""
+    """The images in order, split into passes of at most `max_patches`; a larger image gets a pass to itself."""
     part: list[PromptImage] = []
     room = max_patches
     for image in images:
@@ -42,18 +42,19 @@ def image_passes(images: Sequence[PromptImage], max_patches: int) -> Iterator[li
 
 
 OF_BLOCK, OF_RECOMPUTED_BLOCK, OF_MERGER, OF_EMBEDDING = 20, 1, 5, 2
-"""Numbers per patch and unit of the tower's width: of a trained block, of one that computes all but its input again, of
-a merger (its input, norm, and both sides of its activation, and some) and of the patch embedding."""
+"""Values kept per patch and unit of the tower's width: by a trained block, by a block that keeps only its input and
+recomputes the rest, by a merger (its input, norm, both sides of its activation, and a margin) and by the patch
+embedding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCounts:
-    """Numbers of the blocks of a tower whose graph a backward pass needs; a frozen block keeps nothing."""
+    """Numbers of trained blocks in a tower; a frozen block keeps nothing for the backward pass."""
 
     trained: int
     """Blocks that keep their activations."""
     recomputed: int
-    """Blocks that keep their input and compute the rest again."""
+    """Blocks that keep only their input and recompute the rest."""
 
     @classmethod
     def of(cls, blocks: Iterable[nn.Module]) -> BlockCounts:
@@ -76,27 +77,27 @@ def graph_bytes(
     mergers: int,
     pixels: int,
 ) -> int:
-    """Bytes of the graph of so many patches; `pixels` are the numbers of one, 0 where the embedding is not trained."""
+    """Bytes of the graph of this many patches; `pixels` is the values per patch, 0 if the embedding is not trained."""
     blocks = OF_BLOCK * trained_blocks + OF_RECOMPUTED_BLOCK * recomputed_blocks
     numbers = blocks + OF_MERGER * mergers + (OF_EMBEDDING if pixels else 0)
     return patches * (numbers * width + pixels) * itemsize
 
 
 LONGEST = {"cu_seqlens": "max_seqlen", "cu_window_seqlens": "max_window_seqlen"}
-"""Argument for the length of the longest segment, by that for the offsets."""
+"""Names of the arguments for segment offsets, each with the argument for the longest segment's length."""
 
 
 def tower_inputs(tower: Any, grids_I3: Tensor, heads: HeadShape) -> dict[str, Tensor | int]:
     """Arguments of the tower's forward besides pixels, from the grids of patches (time, height, width) on the host.
 
-    Offsets of segments are on the device where its one call for all segments reads them, else on the host, where the
-    lengths of the calls one by one are read.
+    Segment offsets are on the device if attention computes all segments in one call there; else they are on the host,
+    which reads the length for each call.
     """
     if OLD:
         return {"grid_thw": to_device(grids_I3, heads.device)}
     offsets = {"cu_seqlens": vision_utils.get_vision_cu_seqlens(grids_I3)}
     indices = {"position_ids": vision_utils.get_vision_position_ids(grids_I3, tower.spatial_merge_size)}
-    # each by what its tower has: windows in Qwen2.5-VL, learned positions in Qwen3-VL
+    # Qwen2.5-VL has windows, Qwen3-VL has learned positions
     if hasattr(tower, "window_size"):
         indices["window_index"], offsets["cu_window_seqlens"] = vision_utils.get_vision_window_index(
             grids_I3, tower.spatial_merge_size, tower.window_size, tower.patch_size
@@ -122,7 +123,7 @@ def tower_inputs(tower: Any, grids_I3: Tensor, heads: HeadShape) -> dict[str, Te
 
 
 def tower_heads(tower: Any, device: torch.device, dtype: torch.dtype) -> HeadShape:
-    """The heads of a tower that runs on this device in this type, each of which has its own keys."""
+    """Head shape of a tower that runs on this device in this type; each head has its own keys."""
     attention = tower.blocks[0].attn
     heads: int = attention.num_heads
     return HeadShape(device, dtype, heads, heads, attention.qkv.in_features // heads)

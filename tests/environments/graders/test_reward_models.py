@@ -318,10 +318,10 @@ def test_a_reward_model_that_cannot_be_loaded_is_named_by_its_own_setting(family
 
 def test_a_folder_without_a_head_is_named(tmp_path: Path) -> None:
     save(tiny("qwen2_5_vl"), tmp_path)
-    with pytest.raises(ModelError, match=r"has no head that scores \(score\.weight or v_head\.summary\.weight"):
+    with pytest.raises(ModelError, match=r"has no scoring head \(score\.weight or v_head\.summary\.weight"):
         VisionRewardScorer(RewardModel(path=str(tmp_path)))
     tensors = load_file(tmp_path / "model.safetensors")
     hidden = json.loads((tmp_path / "config.json").read_text())["text_config"]["hidden_size"]
     save_file({**tensors, "score.weight": torch.zeros(2, hidden)}, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ModelError, match="has 2 outputs, and a reward is one number"):
+    with pytest.raises(ModelError, match="has 2 outputs, but a reward is one number"):
         VisionRewardScorer(RewardModel(path=str(tmp_path)))

@@ -81,10 +81,12 @@ def test_the_start_check_passes(loaded: Loaded, vlm: PlainVLM) -> None:
 
 def test_the_setting_and_the_model_must_agree(tmp_path: Path) -> None:
     folder = str(save_tiny_kind("llava", tmp_path / "llava", CORPUS))
-    with pytest.raises(ModelError, match=r"model_type is llava, and Fovea has families .*; set model\.family=auto"):
+    with pytest.raises(ModelError, match=r"model_type is llava, but Fovea only has .*; set model\.family=auto"):
         load_processor(Model(path=folder))
     named = str(save_tiny_kind("internvl", tmp_path / "internvl", CORPUS))
-    with pytest.raises(ModelError, match=r"family=auto, but Fovea has a family for .*, a internvl; leave it out"):
+    with pytest.raises(
+        ModelError, match=r"family=auto, but Fovea has a family for .*, a internvl; remove model\.family"
+    ):
         load_processor(Model(path=named, family="auto"))
 
 

@@ -234,7 +234,7 @@ def test_the_count_by_size_never_exceeds_the_prompt(parts: Loaded) -> None:
 
 
 def test_a_size_of_images_is_refused(folders: Callable[[str], Path], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"size of the images of a internvl is that of its preprocessor_config.json"):
+    with pytest.raises(ConfigError, match=r"preprocessor_config.json sets the image size of a internvl"):
         build(run_settings(tmp_path / "run", folders("internvl 3"), **{"model.max_pixels": 1000}))
 
 

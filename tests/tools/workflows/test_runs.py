@@ -150,7 +150,7 @@ def test_rows_of_other_types_than_the_curriculum_has_are_told_before_the_model_i
     inputs |= {"total_steps": 2, "settings": settings}
     done = invoke("vlm-rl-training", **inputs)
     assert done.exit_code == 2
-    assert "error: env_dataset: curriculum.level_weights weighs 'existence', but no row is of that level" in done.stderr
+    assert "error: env_dataset: curriculum.level_weights names 'existence', but no row has that level" in done.stderr
     assert "loading the model" not in done.output
     assert not Path("runs/counting").exists()
     assert outputs("vlm-rl-training", **inputs, curriculum_enabled=False)["total_episodes"] == 1
