@@ -52,11 +52,10 @@ async def take_step(run: Run, state: TrainState) -> tuple[Sequence[Group], Metri
     await run.engine.sleep()
     metrics = await learn(run, state, rollout)
     with run.phases("weight_sync"):
-        with run.phases("weight_sync"):
-            sync = await run.weight_sync.sync(state.step + 1)
+        report = await run.weight_sync.sync(state.step + 1)
         await run.engine.wake()
-    await check_sync(run, sync)
-    return rollout.groups, metrics | sync.metrics()
+    await check_sync(run, report)
+    return rollout.groups, metrics | report.metrics()
 
 
 async def learn(run: Run, state: TrainState, rollout: StepRollout) -> Metrics:

@@ -16,9 +16,6 @@ if TYPE_CHECKING:  # it imports numpy, for which the parent of a supervised run 
 METRICS_FILE = "metrics.jsonl"
 BESIDE_STEPS = ("checkpoint", "checkpoint_write")
 """Names of phases that are not part of `seconds/step`."""
-PART_OF_SYNC = "weight_sync"
-"""A time that is within that of a phase, and so is not counted separately."""
-
 
 _FINITE = TypeAdapter(dict[str, FiniteFloat | None])
 _NUMBERS = TypeAdapter(dict[str, float | None])

@@ -18,7 +18,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from torch.profiler import profile
 
-from fovea.metrics.jsonl import BESIDE_STEPS, PART_OF_SYNC
+from fovea.metrics.jsonl import BESIDE_STEPS
 from fovea.types import Metrics
 from fovea_gym.utils.files import write_atomically
 
@@ -108,8 +108,7 @@ def timed_steps(start_step: int, traced: int) -> list[int]:
 
 def phase_times(rows: Sequence[Mapping[str, float]]) -> list[PhaseTime]:
     """Mean phase times, longest first; then the time between phases, and the whole step."""
-    left_out = (*BESIDE_STEPS, PART_OF_SYNC)
-    seconds = {name: mean for name, mean in _means(rows, "seconds/").items() if name not in left_out}
+    seconds = {name: mean for name, mean in _means(rows, "seconds/").items() if name not in BESIDE_STEPS}
     gib = _means(rows, "memory/", "_gib")
     whole = seconds.pop("step")
     # a rollout that is drawn ahead runs beside the update, and what of it the step waits for is idle_update

@@ -54,8 +54,8 @@ def token_scores(
 ) -> TokenScores:
     """Log-probs and entropies at `temperature`, with logits for `chunk_tokens` actions at a time.
 
-    The log-prob of a banned target is -inf (`sampling_distribution.check_can_be_sampled`). With the `loss_gradients` of the loss
-    whose backward pass will follow, the logits of several chunks are computed once instead of twice.
+    The log-prob of a banned target is -inf (`sampling_distribution.check_can_be_sampled`). With the `loss_gradients` of
+    the loss whose backward pass will follow, the logits of several chunks are computed once instead of twice.
     """
 
     def of_chunk(hidden_AE: Tensor, targets_A: Tensor) -> Scores:

@@ -19,7 +19,7 @@ from fovea.evaluation.statistics import (
     percent_text,
     shown_once,
 )
-from fovea.metrics.jsonl import BESIDE_STEPS, PART_OF_SYNC
+from fovea.metrics.jsonl import BESIDE_STEPS
 from fovea.report.curves import Curves
 from fovea.report.summary import (
     STAGES,
@@ -256,7 +256,7 @@ def _phases(curves: Curves) -> FigureTable:
     """Totals of the phases, longest first; the part of `seconds/step` outside all phases is "other"."""
     prefix = "seconds/"
     names = [name.removeprefix(prefix) for name in curves.names if name.startswith(prefix)]
-    counted = [name for name in names if name not in (*BESIDE_STEPS, PART_OF_SYNC)]
+    counted = [name for name in names if name not in BESIDE_STEPS]
     totals = {name: float(curves.finite(f"{prefix}{name}").sum()) for name in counted}
     step = totals.pop("step", 0.0)
     named = sum(totals.values())

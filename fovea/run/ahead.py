@@ -108,10 +108,10 @@ class RolloutsAhead:
 
     async def _sync(self, version: int) -> None:
         if version != self._version:
-            with self._run.phases("weight_sync"), self._run.phases("weight_sync"), self._in_use():
-                sync = await self._run.weight_sync.sync(version)
-            await check_sync(self._run, sync)
-            self._version, self._synced = version, sync.metrics()
+            with self._run.phases("weight_sync"), self._in_use():
+                report = await self._run.weight_sync.sync(version)
+            await check_sync(self._run, report)
+            self._version, self._synced = version, report.metrics()
 
 
 class BusyTime:

@@ -29,7 +29,6 @@ def test_each_side_waits_for_the_other_where_they_take_turns() -> None:
         "seconds/rollout": 0.5,
         "seconds/update": 0.3,
         "seconds/weight_sync": 0.1,
-        "seconds/weight_sync": 0.1,
     }
     found = figures([row])
     assert (found["policy idle"], found["staleness"]) == (0.5, 0)

@@ -80,7 +80,7 @@ def test_two_learners_and_an_engine_on_three_nodes_train_as_one_process(on_ray: 
     # each to the engine once and to one of the two learners, but one for dummies to both; without the first step, which
     # has the images of warm-up and evaluation too
     sent = [row["transfer/images_mib"] * 2**20 for row in read_metrics(on_ray)[1:]]
-    # and the same for the two rows that are compared after each weight sync, and for these as images that no cache knows
+    # and the same for the two rows that are compared after each weight sync, and for these as images not in a cache
     assert sent == pytest.approx([(2 * PROMPTS_PER_STEP + 1 + 2 * (2 * 2 + 1)) * IMAGE_BYTES] * (STEPS - 1))
 
 

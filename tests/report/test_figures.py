@@ -88,7 +88,7 @@ def test_a_young_run_shows_its_reward_its_time_and_its_memory(tmp_path: Path) ->
     with MetricsLog([JsonlSink(tmp_path)]) as log:
         for step in range(1, 21):
             times = {"seconds/rollout": 0.25, "seconds/update": 0.5, "seconds/checkpoint": 9.0, "seconds/step": 1.0}
-            times |= {"seconds/weight_sync": 0.125, "seconds/weight_sync": 0.0625}
+            times |= {"seconds/weight_sync": 0.125}
             log.write(
                 step, {"reward": step / 100, "memory/peak_rss_gib": step / 10, "tokens_per_second": 7.0 * step} | times
             )
@@ -101,7 +101,7 @@ def test_a_young_run_shows_its_reward_its_time_and_its_memory(tmp_path: Path) ->
     assert rows_of(time) == [
         ("update", "10.0", "500.0", "50.0 %", None),
         ("rollout", "5.0", "250.0", "25.0 %", None),
-        ("sync", "2.5", "125.0", "12.5 %", None),
+        ("weight_sync", "2.5", "125.0", "12.5 %", None),
         ("other", "2.5", "125.0", "12.5 %", None),
     ]
     assert [(each["label"], each["value"]) for each in shown["machine"]] == [

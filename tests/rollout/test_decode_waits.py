@@ -1,6 +1,6 @@
 """Prefill and decode steps on a GPU make the host wait for nothing: on torch's meta device (`tests.meta_device`).
 
-The host waits once every few steps, where it looks which rows have finished (`DecodeBatch.wait_for_finished`), and where
+The host waits once every few steps, to see which rows have finished (`DecodeBatch.wait_for_finished`), and where
 rows go.
 """
 

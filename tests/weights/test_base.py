@@ -1,4 +1,4 @@
-"""A weight sync: names and shapes on both sides, copies that arrive bit for bit, what is copied, and waits for the device."""
+"""A weight sync: names and shapes on both sides, copies equal bit for bit, what is copied, and waits for the device."""
 
 from __future__ import annotations
 

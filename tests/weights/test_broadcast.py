@@ -20,7 +20,7 @@ from fovea.config.run import Config
 from fovea.models.trainable import choose_trainable, factored_weights, trainable_parameters
 from fovea.models.weights_to_sync import WeightToSync
 from fovea.types import Shape, Weights
-from fovea.weights import sync
+from fovea.weights import sync as sync_module
 from fovea.weights.base import WeightSync
 from fovea.weights.broadcast import Broadcast, ReceivedWeights
 from fovea.weights.sync import NetworkCopy, WeightSender
@@ -117,7 +117,7 @@ def process(rank: int, port: int, folder: Path) -> None:
     """Rank 0 is a learner, rank 1 an engine alone."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    sync.BUCKET_BYTES = 10_000  # several buckets, and tensors larger than one
+    sync_module.BUCKET_BYTES = 10_000  # several buckets, and tensors larger than one
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=PATIENCE)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=PATIENCE)
     role = Role.of(Placement(num_learners=1, num_engines_only=1, learners_generate=False), "cpu", PATIENCE)

@@ -15,7 +15,7 @@ from fovea.errors import EngineError
 from fovea.models.trainable import choose_trainable, lora_layers, trainable_parameters
 from fovea.models.weights_to_sync import merged_weights_to_sync
 from fovea.types import Shape
-from fovea.weights import sync
+from fovea.weights import sync as sync_module
 from fovea_gym.utils.event_loop import wait_for
 from tests.rollout.engine_suite import TOLERANCE, Served, ask, prompts_of, slow
 from tests.rollout.engines.serving import served_by, stream, tiny_for
@@ -107,7 +107,7 @@ def test_a_weight_sync_that_breaks_off_leaves_an_engine_that_refuses_requests(se
 
 
 def test_no_more_than_a_bucket_is_kept_beside_the_weights(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sync, "BUCKET_BYTES", 1)
+    monkeypatch.setattr(sync_module, "BUCKET_BYTES", 1)
     engine: Any = served.engine
     taken: list[int] = []
 

@@ -139,7 +139,7 @@ class Engine:
 
 
 def test_an_answer_that_was_begun_before_other_weights_came_is_refused() -> None:
-    """The weight sync comes while a request waits in the engine, past the first check; a method of others is not called."""
+    """The weight sync comes while a request waits in the engine, past the first check; other methods are not called."""
     engine = Engine()
     vllm = SimpleNamespace(state=SimpleNamespace(engine_client=engine))
 
