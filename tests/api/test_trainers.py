@@ -298,7 +298,7 @@ ROWS = [{"image": b""}]
         ({"algorithm": {"name": "ppo"}}, r"algorithm\.name=ppo .* has a value function; use fovea\.PPO"),
         ({"max_restarts": 3}, r"max_restarts=3 has the command `fovea train` start again"),
         ({"reward": 3}, r"reward=3 is of type int, not a function"),
-        ({"reward": [later, later]}, r"logged as reward/NAME, and later names 2 of them; write each as a def with a"),
+        ({"reward": [later, later]}, r"logged as reward/NAME, but later names 2 of them; write each as a def with a"),
         ({"reward": [later, lambda task, text, images: 1]}, r"and <lambda> names 1 of them; write each as a def"),
         ({"reward": []}, r"reward=\[\] names no function; name one or more, or leave reward out"),
         (

@@ -230,7 +230,9 @@ def test_config_shows_what_a_recipe_comes_to(tmp_path: Path) -> None:
         fovea("config", *words, "train", "seed").stdout
         == "seed: 3\n" + shown[shown.index("train:\n") :].split("evaluate:")[0]
     )
-    assert fovea("config", *words, "trian").stderr.startswith("error: trian: no section of a recipe; there are seed, ")
+    assert fovea("config", *words, "trian").stderr.startswith(
+        "error: trian: no such section of a recipe; the sections are seed, "
+    )
     assert fovea("config", "seed=3").stderr.startswith("error: no recipe given; write fovea config shapes")
 
 

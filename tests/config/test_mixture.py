@@ -79,8 +79,8 @@ def test_short_forms_of_parts(tmp_path: Path) -> None:
         (f"{GEOMETRY}.share=0", r"geometry\.share: 0 does not fit; allowed: number > 0"),
         ("environment.parts={a/b: {}}", r"'a/b' does not fit in the names"),
         ("environment.parts=null", r"environment\.parts: null does not fit"),
-        ("max_epochs=2", r"max_epochs=2 takes every row once an epoch, but environment\.name=mixture draws"),
-        ("data.shuffle=false", r"data\.shuffle=false takes every row once an epoch, but environment\.name=mixture"),
+        ("max_epochs=2", r"max_epochs=2 uses every row once per epoch, but environment\.name=mixture samples"),
+        ("data.shuffle=false", r"data\.shuffle=false uses every row once per epoch, but environment\.name=mixture"),
         ("second_opinion=wrong", r"second_opinion overrules .*; set second_opinion="),
         ("evaluate.every_steps=5", r"geometry\.environment\.dev_share=0 leaves no dev rows"),
     ],
@@ -93,7 +93,7 @@ def test_what_a_mixture_cannot_have(override: str, message: str, tmp_path: Path)
 
 
 def test_a_reward_that_would_never_be_asked_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"so that environment\.parts\.geometry\.reward would never be asked"):
+    with pytest.raises(ConfigError, match=r"so that environment\.parts\.geometry\.reward would never be called"):
         load(tmp_path, "reward=a.py:f", f"{GEOMETRY}.reward=b.py:g")
     assert load(tmp_path, f"{GEOMETRY}.reward=b.py:g").rewards == {f"{GEOMETRY}.reward": ("b.py:g",)}
 

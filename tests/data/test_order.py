@@ -167,6 +167,6 @@ def test_an_order_that_ends_before_the_position_is_refused() -> None:
 @pytest.mark.parametrize("weights", ["data.kind_weights={a: 2}", "curriculum.level_weights=[{'1': 2}]"])
 def test_rows_that_come_once_have_no_weights(once: str, weights: str) -> None:
     with pytest.raises(
-        ConfigError, match=f"{once} takes every row once an epoch, but {weights.partition('=')[0]} draws"
+        ConfigError, match=f"{once} uses every row once per epoch, but {weights.partition('=')[0]} samples"
     ):
         load_config([], ["model.tiny={}", once, weights])
