@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 from fovea_gym.errors import DataError
 from fovea_gym.utils.files import from_json_number
 
-if TYPE_CHECKING:  # it imports numpy, for which the parent of a supervised run has no use
+if TYPE_CHECKING:  # it imports numpy, which the parent process of a supervised run does not need
     from fovea.types import Metrics
 
 METRICS_FILE = "metrics.jsonl"
 BESIDE_STEPS = ("checkpoint", "checkpoint_write")
 """Names of phases that are not part of `seconds/step`."""
 PART_OF_SYNC = "push"
-"""A time that is within that of a phase, and so is not counted separately."""
+"""A time that is part of a phase's time, and so is not counted separately."""
 
 
 def parse_metrics(line: str, *, where: str) -> Metrics:
-    """The metrics of a line, `step` included and first; DataError, with `where`, for anything else."""
+    """Parse the metrics in a line, `step` first; DataError, with `where`, for anything else."""
     try:
         row = {key: from_json_number(value) for key, value in json.loads(line).items()}
         return {"step": float(int(row.pop("step")))} | row
