@@ -113,7 +113,10 @@ def test_a_recipe_that_extends_another_is_planned_after_it_only() -> None:
 @pytest.mark.parametrize("command", OPTIONS)
 def test_a_command_is_told_of_its_own_options(recipe: str, command: str) -> None:
     said = fovea(command, "easyr1_geo3k_7b" if command == "reproduce" else recipe, "--quite").stderr
-    assert said == f"error: --quite: no such option; there are {OPTIONS[command]}, and settings are written key=value\n"
+    assert (
+        said
+        == f"error: --quite: no such option; the options are {OPTIONS[command]}, and settings are written key=value\n"
+    )
     of_tools = {"plan": plan.app, "reproduce": reproduce.app}
     own = get_command(cli.app).commands  # type: ignore[attr-defined]
     options = (get_command(of_tools[command]) if command in of_tools else own[command]).params
@@ -267,7 +270,7 @@ def test_doctor_tells_sound_from_broken_from_missing(monkeypatch: pytest.MonkeyP
     assert int(lines["cores"].split()[0]) >= 1
 
 
-GOOD, TESTED = "{}, known to be good", "{}, but {} is what Fovea was tested with (docs/engines.md): "
+GOOD, TESTED = "{}, known to be good", "{}, but Fovea was tested with {} (docs/engines.md): "
 
 
 @pytest.mark.parametrize(
@@ -332,7 +335,7 @@ def test_a_command_that_does_not_share_its_work_refuses_torchrun(command: str, m
     first = fovea(command, "somewhere")
     assert first.exit_code == 2
     assert "torchrun has started 2 processes" in first.stderr
-    assert f"would do all of `fovea {command}`" in first.stderr
+    assert f"would run all of `fovea {command}`" in first.stderr
     monkeypatch.setenv("RANK", "1")
     second = fovea(command, "somewhere")
     assert (second.exit_code, second.stderr) == (2, "")
@@ -361,7 +364,7 @@ def test_a_recipe_is_printed_as_it_is() -> None:
     assert result.stdout == (ROOT / "recipes" / "tiny.yaml").read_text(encoding="utf-8")
     unknown = fovea("recipes", "shape")
     assert unknown.exit_code == DataError.exit_code
-    assert "shape: no recipe that comes with Fovea; there are boxes, caption, easy_vqa, " in unknown.stderr
+    assert "shape: no such recipe in Fovea; the recipes are boxes, caption, easy_vqa, " in unknown.stderr
 
 
 def test_a_head_without_its_needs_is_an_error(tmp_path: Path) -> None:
