@@ -83,7 +83,7 @@ def test_a_file_or_recipe_is_no_target(tmp_path: Path, monkeypatch: pytest.Monke
     for word in ("run/config.yaml", "./run/config.yaml", "notes.txt"):
         with pytest.raises(ConfigError, match=rf"^{word}: a file, not a folder; name the folder of the run or model"):
             parse_target(word)
-    with pytest.raises(ConfigError, match=r"^geo3k: a recipe, no target; give recipe=geo3k beside a target"):
+    with pytest.raises(ConfigError, match=r"^geo3k: a recipe, not a target; give recipe=geo3k together with a target"):
         parse_target("geo3k")
 
 
@@ -94,10 +94,10 @@ def test_a_run_is_its_newest_checkpoint(tmp_path: Path) -> None:
     chosen = parse_target(str(run / "checkpoints" / "step-2"))
     assert isinstance(chosen, CheckpointTarget)
     assert (chosen.folder.name, chosen.run) == ("step-2", run.resolve())
-    with pytest.raises(ConfigError, match="step 10: named twice, and a target has one column; leave one out"):
+    with pytest.raises(ConfigError, match="step 10: named twice, but a target has one column; remove one"):
         parse_targets([str(run), "majority", f"{run}/"])
     (run / "config.yaml").unlink()
-    with pytest.raises(ConfigError, match=r"no config\.yaml in .*, where that of its run should be"):
+    with pytest.raises(ConfigError, match=r"no config\.yaml in its run folder .*; move the file back"):
         parse_target(str(run / "checkpoints" / "step-2"))
     with pytest.raises(ConfigError, match="neither a run with a checkpoint, nor a checkpoint, nor a model folder"):
         parse_target(str(make_run(tmp_path / "young", steps=())))
@@ -124,7 +124,7 @@ def test_rows_are_those_of_the_first_run_or_of_the_recipe(tmp_path: Path) -> Non
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("model: {tiny: {}}\nseed: 9\n")
     assert shared_settings(both, recipe, []).seed == 9
-    with pytest.raises(ConfigError, match=r"which rows to ask; give a recipe that does \(recipe=FILE,"):
+    with pytest.raises(ConfigError, match=r"which rows to evaluate on; give a recipe that does \(recipe=FILE,"):
         shared_settings(targets[:1], None, [])
 
 

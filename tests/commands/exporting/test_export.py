@@ -152,7 +152,9 @@ def test_a_checkpoint_that_its_run_deletes_meanwhile_is_named(
         return load_processor(settings)
 
     monkeypatch.setattr(targets, "load_processor", rotated)
-    with pytest.raises(DataError, match=rf"^{first} was deleted while it was read: its run goes on, .* set a larger"):
+    with pytest.raises(
+        DataError, match=rf"^{first} was deleted while it was read: its run is still going, .* set a larger"
+    ):
         export(first, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     newer = third.rename(tmp_path / "newer")
@@ -245,7 +247,7 @@ def test_the_card_tells_recipe_and_figures(lora: Path, merged: Path, tmp_path: P
     assert "It was trained as a LoRA adapter, which is merged into these weights." in card
     assert "samples_per_prompt: 4" in card
     export(lora / "checkpoints" / "step-2", tmp_path / "early")
-    assert "of the run's last step, 4, and not of this checkpoint" in (tmp_path / "early" / "README.md").read_text()
+    assert "from the run's last step, 4, not from this checkpoint" in (tmp_path / "early" / "README.md").read_text()
 
 
 def test_a_value_function_is_left_out_and_named(tmp_path: Path) -> None:
@@ -278,13 +280,13 @@ def test_a_folder_that_differs_is_refused(lora: Path, merged: Path) -> None:
     name, parameter = next(iter(broken.network.named_parameters()))
     with torch.no_grad():
         parameter.view(-1)[0] += 0.5
-    with pytest.raises(ModelError, match=f"the weight {name} has other values; nothing was written"):
+    with pytest.raises(ModelError, match=f"the weight {name} has different values; nothing was written"):
         check(model, broken, probe, merged=True)
     suppressed = json.loads((merged / "generation_config.json").read_text())["suppress_tokens"]
     assert suppressed == list(model.processor.banned_ids) != []
     free = reload_model(merged, model)
     free.network.generation_config.suppress_tokens = None
-    with pytest.raises(ModelError, match="its generation config suppresses other token ids than the run"):
+    with pytest.raises(ModelError, match="its generation config suppresses different token ids than the run"):
         check(model, free, probe, merged=True)
     right = reload_model(merged, model)
     template = replace(right.processor, chat_template="{{ messages[0].role }}<|image_pad|>")
@@ -293,7 +295,7 @@ def test_a_folder_that_differs_is_refused(lora: Path, merged: Path) -> None:
         check(model, other_template, probe, merged=True)
     with torch.no_grad():
         broken.network.get_input_embeddings().weight.mul_(-1)
-    with pytest.raises(ModelError, match="the log-probs of the probe are off by"):
+    with pytest.raises(ModelError, match="the log-probs of the probe differ by"):
         check(model, broken, probe, merged=False)
 
 
@@ -309,7 +311,7 @@ def test_rounding_is_no_difference() -> None:
     assert beyond_rounding(rounded_T, torch.float32) is not None
     exchanged_T = rounded_T * EXCHANGED_RMS / rounded_T.square().mean().sqrt()
     assert beyond_rounding(exchanged_T, torch.bfloat16) == (
-        "the log-probs of the probe are off by 0.918 in the root mean square"
+        "the log-probs of the probe differ by 0.918 (root mean square)"
     )
     assert beyond_rounding(torch.tensor([0.0, math.nan]), torch.bfloat16) is not None
 
@@ -326,9 +328,9 @@ def test_nothing_is_left_when_the_check_fails(lora: Path, tmp_path: Path, monkey
 
 def test_what_cannot_be_exported_is_said_in_a_line(lora: Path, full: Path, tmp_path: Path) -> None:
     (tmp_path / "something").touch()
-    with pytest.raises(ConfigError, match=r"it exists and is not an empty folder; export to another one"):
+    with pytest.raises(ConfigError, match=r"exists and is not an empty folder; export to another one"):
         export(lora, tmp_path)
-    with pytest.raises(ConfigError, match=r"trained no adapter \(model\.lora\) that could be exported by itself"):
+    with pytest.raises(ConfigError, match=r"has no adapter \(model\.lora\) to export separately"):
         export(full, tmp_path / "out", adapter_only=True)
     with pytest.raises(ConfigError, match="neither a run with a checkpoint, nor a checkpoint"):
         export(lora.parent, tmp_path / "out")
