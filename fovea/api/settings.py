@@ -66,7 +66,7 @@ def _listed(reward: RewardArgument) -> Sequence[str | Callable[..., object]]:
 
 
 def _check_environment(environment: object) -> None:
-    """ConfigError for an object that lacks the methods of an environment, and for a name without a file."""
+    """ConfigError for an object that lacks the methods of an environment, or a name without a file."""
     if isinstance(environment, str) and ".py" in environment:
         check_named(environment, "environment")
     if isinstance(environment, int | float | list | tuple | set):
@@ -81,7 +81,7 @@ def _check_environment(environment: object) -> None:
 
 
 def _check_reward(reward: object) -> None:
-    """ConfigError for an object that cannot be called as a reward, and for a name without a file."""
+    """ConfigError for an object that cannot be called as a reward, or a name without a file."""
     if isinstance(reward, str):
         check_named(reward, "reward")
         return

@@ -113,8 +113,8 @@ def evaluate(  # noqa: PLR0913 (each is an option of the command)
     that is a run. A run that was trained with a function or an object needs the same one again, as `reward`,
     `environment` or `tools`. `rows` (a DataFrame, a Dataset, a list of mappings or a mapping of columns) replace the
     test split; with a `reward`, or an `environment` that grades, they need neither recipe nor run. `settings` are those
-    of a recipe, such as `{"evaluate.samples_per_prompt": 8}`. `trust` allows code files that a run's own settings name
-    to run, and their judge to be called (docs/evaluation.md). Raises FoveaError.
+    of a recipe, such as `{"evaluate.samples_per_prompt": 8}`. With `trust`, code files that a run's own settings name
+    are run, and their judge is called (docs/evaluation.md). Raises FoveaError.
     """
     if not targets:
         raise ConfigError(

@@ -70,7 +70,7 @@ class Trainer:
     ) -> None:
         """Describe a run.
 
-        * `model`: a path or hub id, or the section `model` of a recipe, such as `{"tiny": {}}`.
+        * `model`: a path or Hub id, or the section `model` of a recipe, such as `{"tiny": {}}`.
         * `recipe`: a YAML file to start from, a name that `fovea recipes` lists, or a list of these, of which later
           ones win; the arguments win over all.
         * `environment`: its name, `path/to/file.py:Class`, the section `environment`, or an object (docs/own.md).

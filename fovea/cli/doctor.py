@@ -36,7 +36,7 @@ class Extra(NamedTuple):
 
     packages: tuple[str, ...]
     setting: str
-    """The setting that needs them."""
+    """The setting that needs these packages."""
     known_good: str | None = None
     """Start of the first package's version that was tested (docs/engines.md); None if the version bounds suffice."""
     also: tuple[str, ...] = ()

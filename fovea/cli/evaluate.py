@@ -19,7 +19,7 @@ from fovea_gym.graders.by_name import Gradable
 from fovea_gym.settings.base import Tree, over
 
 TARGETS_HELP = (
-    "A run, a checkpoint, a model folder or hub id (ORG/NAME or ORG/NAME@REVISION), a server (http://HOST:PORT or "
+    "A run, a checkpoint, a model folder or Hub id (ORG/NAME or ORG/NAME@REVISION), a server (http://HOST:PORT or "
     "http://HOST:PORT#MODEL, OpenAI-compatible), or a baseline: majority (the most "
     "frequent training answer, by question type), gold (the gold answer), constant:TEXT."
 )

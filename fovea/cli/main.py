@@ -129,7 +129,7 @@ def fovea(
     if num_processes() <= 1 or context.invoked_subcommand == "train":
         return
     if is_worker():
-        raise typer.Exit(ConfigError.exit_code)  # the first process has the message
+        raise typer.Exit(ConfigError.exit_code)  # the first process prints the message
     with one_line_errors():
         raise ConfigError(
             f"torchrun has started {num_processes()} processes (WORLD_SIZE), each of which would run all of `fovea "
@@ -353,7 +353,7 @@ def doctor(
             typer.echo(f"{name:<{width}}{text}")
         passed = not found.broken
         if passed and gpu:
-            check_gpu = load_tool(DOCTOR, "gpu", "fovea doctor --gpu")  # imports torch, which may be broken
+            check_gpu = load_tool(DOCTOR, "gpu", "fovea doctor --gpu")  # this imports torch, which may be broken
             checked = None if sorted_words is None else load_config(*sorted_words)
             # print each line at once: a crash of a GPU driver ends the process
             passed = check_gpu(checked, lambda line: print(line, flush=True), on_cpu=cpu)

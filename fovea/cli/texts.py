@@ -234,7 +234,7 @@ def sort_words(words: list[str], command: str = "train") -> tuple[list[Path], li
             raise ConfigError(
                 f"{word}: no such option; the options are {OPTIONS[command]}, and settings are written key=value"
             )
-        if equals and "/" not in key and not Path(word).is_file():  # a path may hold `=`
+        if equals and "/" not in key and not Path(word).is_file():  # a path may contain `=`
             overrides.append(word)
         elif not is_recipe(word) and is_key(word):
             raise ConfigError(f"{word}: a setting without a value; write {word}=VALUE")

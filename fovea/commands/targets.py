@@ -65,7 +65,7 @@ class CheckpointTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelTarget:
-    """A Hugging Face model: a folder or hub id."""
+    """A Hugging Face model: a folder or Hub id."""
 
     name: str
     path: str

@@ -63,7 +63,7 @@ class ClippedLoss(RatioBounds):
 class GspoLoss(LossSettings):
     """GSPO: the clipped ratio of whole completions; its bounds are two orders of magnitude below those for tokens."""
 
-    # on-policy the ratio of a completion is 1, whatever its log-probs
+    # on-policy, the ratio of a completion is always 1
     couples_tokens = "off-policy"
     aliases: ClassVar[Mapping[str, tuple[str, ...]]] = RatioBounds.aliases
 
@@ -99,19 +99,19 @@ LossConfig: TypeAlias = Annotated[
 
 
 class Grpo(Section):
-    """Reward less the group's mean, over the group's standard deviation."""
+    """Reward minus the group's mean, divided by the group's standard deviation."""
 
     name: Literal["grpo"] = "grpo"
 
 
 class DrGrpo(Section):
-    """Reward less the group's mean."""
+    """Reward minus the group's mean."""
 
     name: Literal["dr_grpo"] = "dr_grpo"
 
 
 class Rloo(Section):
-    """Reward less the mean of the other completions of the group."""
+    """Reward minus the mean of the other completions of the group."""
 
     name: Literal["rloo"] = "rloo"
 
@@ -123,7 +123,7 @@ class ReinforcePlusPlus(Section):
 
 
 class ReinforcePlusPlusBaseline(Section):
-    """Reward less the group's mean, whitened over the step."""
+    """Reward minus the group's mean, whitened over the step."""
 
     name: Literal["reinforce++_baseline"] = "reinforce++_baseline"
 
@@ -145,7 +145,7 @@ class Critic(Section):
 
 
 class Gae(Section):
-    """Generalised advantage estimation, by a value function (PPO)."""
+    """Generalised advantage estimation, with a value function (PPO)."""
 
     name: Literal["gae"] = "gae"
     gamma: Fraction = 1.0
@@ -177,7 +177,7 @@ class KlInLoss(Section):
 
 
 class AdaptiveKl(Section):
-    """Adaptive KL controller (Ziegler et al., arXiv 1909.08593): moves kl.coef until the KL is on target."""
+    """Adaptive KL controller (Ziegler et al., arXiv 1909.08593): adjusts kl.coef to keep the KL on target."""
 
     target: PositiveFloat
     """Mean KL divergence per token, in nats."""
@@ -209,7 +209,7 @@ class Overlong(Section):
     buffer_frac: Annotated[float, Field(gt=0, le=1)] = 0.2
     """Share of max_new_tokens, at its end, over which the penalty grows."""
     penalty_factor: CoefficientOrZero = 1.0
-    """Penalty of a completion of max_new_tokens."""
+    """Penalty for a completion of max_new_tokens."""
 
 
 DEFAULTS_OF: dict[str, Tree] = {
@@ -275,7 +275,7 @@ class Algorithm(Section):
     sampled, which bounds the change by older weights and by the update together. With rollout.max_staleness_steps the
     default is engine, unless importance_sampling_fix=true."""
     importance_sampling_fix: bool = False
-    """Importance-sampling correction: weigh each token by the ratio of the trainer's probability to the engine's."""
+    """Importance-sampling correction: weight each token by the ratio of the trainer's probability to the engine's."""
     importance_sampling_clip: Annotated[float, Field(ge=1)] = 2.0
     """Largest importance weight; 1 or more, so that an exact engine's weights stay 1."""
     importance_sampling_level: Literal["token", "sequence", "sequence_mask"] = "token"
@@ -284,7 +284,7 @@ class Algorithm(Section):
     kl: Annotated[KlInLoss | KlInReward, Field(discriminator="name")] | None = None
     """KL penalty to the model that RL began with (coef 0.01 is usual for VLMs); null: none, and no reference model."""
     views: ViewsConfig | None = None
-    """Term of the loss from a second, masked view of every picture; null: none."""
+    """Loss term from a second, masked view of every picture; null: none."""
     entropy_coef: CoefficientOrZero = 0.0
     """Weight of the entropy bonus, aggregated as the loss is."""
     max_groups_without_signal: NonNegativeInt = 0
@@ -329,7 +329,7 @@ class Algorithm(Section):
 
     @property
     def critic(self) -> Critic | None:
-        """The settings of the value function; None where the advantage needs none."""
+        """The settings of the value function; None if the advantage does not need one."""
         return self.advantage.critic if isinstance(self.advantage, Gae) else None
 
     def contradictions(self) -> Iterator[str]:
@@ -339,7 +339,7 @@ class Algorithm(Section):
         if self.loss.name == "gspo" and of_tokens:
             where = "" if advantage == "gae" else " with a KL in the reward"
             yield (
-                f"algorithm.loss=gspo weighs whole completions, but advantage={advantage}{where} gives every "
+                f"algorithm.loss=gspo weights whole completions, but advantage={advantage}{where} gives every "
                 "token a separate advantage; set algorithm.loss=clip"
             )
         if self.importance_sampling_fix and self.old_logprobs == "engine":

@@ -386,7 +386,7 @@ EngineConfig: TypeAlias = Annotated[
 
 
 class TorchBackend(Section):
-    """PyTorch on transformers' modules, with Fovea's packed shared-prefix forward."""
+    """PyTorch with transformers' modules and Fovea's packed shared-prefix forward."""
 
     shares_network: ClassVar[bool] = True
     """True if an engine that shares weights can sample with the trained network."""
@@ -432,7 +432,7 @@ class MegatronBackend(Section):
     """Memory for the logits that exist at once; longer rows compute them in chunks. The backward pass computes them
     again if an importance ratio covers a whole completion (gspo off-policy, sequence weights on-policy)."""
 
-    # settings of the other backend
+    # settings that only the torch backend has
     replicas: ClassVar[int] = 1
     cpu_offload: ClassVar[bool] = False
     liger_kernels: ClassVar[bool] = False

@@ -175,7 +175,7 @@ def _models_that_grade(config: Config) -> Iterator[str]:
         asking += ["model_reward"] if name in shares else []
         asking += ["second_opinion"] if name == "judge" and config.second_opinion else []
         if asking and model is None:
-            yield f"{asking[0]} asks the model of `{name}`, which is not set; set {name}, or leave {asking[0]} out"
+            yield f"{asking[0]} uses the model of `{name}`, which is not set; set {name}, or leave {asking[0]} out"
         if model is not None and not asking:
             yield f"{name} is set, but nothing uses it; set model_reward={{{name}: 0.5}}, or {name}=null"
 

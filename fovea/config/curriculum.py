@@ -17,11 +17,11 @@ class Curriculum(Section):
     advance: Literal["step", "success"] = "step"
     """Criterion for the next stage: the number of steps, or the mean reward."""
     starts: tuple[PositiveInt, ...] | None = None
-    """First steps of later stages (advance=step); default: the environment's (geospot: 100, 300, 600, 1000)."""
+    """First step of each later stage (advance=step); default: the environment's (geospot: 100, 300, 600, 1000)."""
     success_rate: Fraction = 0.8
-    """Mean reward that ends a stage (advance=success) ..."""
+    """Mean reward that ends a stage (advance=success), over success_window_steps steps."""
     success_window_steps: PositiveInt = 20
-    """... over this many steps of that stage."""
+    """Number of steps of a stage over which the mean reward is taken (advance=success)."""
     level_weights: tuple[dict[str, NonNegativeFloat], ...] = ()
     """Sampling weights of the difficulty levels, one table per stage (0: never; a level not named: 1)."""
 

@@ -50,7 +50,7 @@ def describe(prefix: str = "") -> list[Setting]:
 
 
 def is_choice(word: str) -> bool:
-    """True for `environment=geo3k` or `environment.name=geo3k`, whatever the name."""
+    """True for a choice such as `environment=geo3k` or `environment.name=geo3k`, with any name."""
     return "=" in word and _union_at(_choice(word)[0]) is not None
 
 

@@ -58,7 +58,7 @@ from fovea_gym.utils.shown_text import tree_without_secrets
 
 _PARTS = "environment.parts"
 _SPELLED = {"true": "on and yes", "false": "off and no", "null": "~ and an empty key"}
-"""Other spellings that YAML reads as these values."""
+"""Other spellings that YAML reads as true, false and null."""
 
 
 def load_config(recipes: Sequence[Path], overrides: Sequence[Override]) -> Config:

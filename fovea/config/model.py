@@ -98,7 +98,7 @@ class Lora(Section):
 
 
 class Model(Section):
-    """Which model is trained: `model.path` (a folder or hub id) or `model.tiny`."""
+    """Which model is trained: `model.path` (a folder or Hub id) or `model.tiny`."""
 
     path: str | None = None
     """Folder or Hub id of a model; `fovea doctor --families` lists the supported types, others need family=auto."""
@@ -133,9 +133,9 @@ class Model(Section):
     lora: Lora | None = None
     """Train adapters instead of the weights, which are then frozen."""
     min_pixels: PositiveInt | None = None
-    """Smaller images are scaled up to this area; default: the model's own."""
+    """Smaller images are scaled up to this area; default: the model's setting."""
     max_pixels: PositiveInt | None = None
-    """Larger images are scaled down to this area; default: the model's own."""
+    """Larger images are scaled down to this area; default: the model's setting."""
     device: MayChange[Literal["auto", "cpu", "cuda"]] = "auto"
     """Device of model and optimizer. auto: cuda if there is a GPU; the run prints its choice."""
 

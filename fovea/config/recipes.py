@@ -145,7 +145,7 @@ def section_of(override: Override) -> str:
 
 
 def parse_override(text: str) -> Tree:
-    """`a.b=value` as the tree `{a: {b: value}}`."""
+    """Parse `a.b=value` into the tree `{a: {b: value}}`."""
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise ConfigError(f"{COMMAND_LINE}: {text}: an override is written key=value, such as seed=1")
@@ -192,12 +192,12 @@ def _place(error: yaml.MarkedYAMLError, content: bytes) -> tuple[str, str]:
 
 
 def write_yaml(tree: dict[str, Any]) -> str:
-    """YAML text that `read_yaml` reads back to equal values."""
+    """Write YAML text that `read_yaml` reads back to equal values."""
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
 def write_value(value: object) -> str:
-    """YAML text of one value on one line."""
+    """Write one value as YAML text on one line."""
     text: str = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=float("inf"))
     return text.removesuffix("\n").removesuffix("\n...")
 

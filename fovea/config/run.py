@@ -64,14 +64,14 @@ class Config(Section):
     """Action if rows, your own code, model files or libraries differ from those of the checkpoint: stop and name them,
     or continue with the current ones."""
     threads: MayChange[NumThreads | None] = None
-    """CPU threads of torch; default: torch's own choice."""
+    """Number of CPU threads of torch; default: torch's default."""
     profile: MayChange[bool] = False
     """Profile a few steps into profile/ of the run folder: phases, operators, a trace of one step."""
     model: Model
     environment: EnvironmentConfig = Field(default_factory=ShapesEnvironment)
     reward: str | tuple[str, ...] | None = None
     """Your own reward function, `path/to/file.py:function`, or a list of them, in place of the environment's score
-    (docs/own.md). A run that was given a function by Python code has `python:module.name` here."""
+    (docs/own.md). A run that got a function from Python code shows `python:module.name` here."""
     reward_weights: tuple[FiniteFloat, ...] | None = None
     """Weights of a list of rewards, in their order; the reward is the weighted sum. Default: 1 each."""
     reward_timeout_seconds: Seconds = 10.0

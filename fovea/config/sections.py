@@ -165,9 +165,9 @@ class Warmup(Section):
     check_every_steps: PositiveInt = 25
     """Interval of dev evaluations for early stopping."""
     stop_accuracy: Fraction = 1.0
-    """Early stopping at this dev accuracy ..."""
+    """Dev accuracy at which the warm-up stops early."""
     stop_kind_accuracy: dict[str, Fraction] = Field(default_factory=dict)
-    """... once these question types have reached theirs."""
+    """Dev accuracy that these question types must also reach before the warm-up stops early."""
 
 
 class Evaluate(Section):
@@ -180,7 +180,7 @@ class Evaluate(Section):
     test_size: PositiveInt | None = None
     """Number of test rows in one evaluation; default: all."""
     before_training: bool = True
-    """Evaluate on the test rows before the first step, and after a warm-up, to compare with the end."""
+    """Evaluate on the test rows before the first step, and after a warm-up, for comparison with the end."""
     after_max_hours: bool = False
     """Also evaluate on the test rows and write the report when max_hours ends the run; this takes extra time."""
     shared_images: Literal["ignore", "count", "forbid"] = "count"
@@ -230,7 +230,7 @@ class Checkpoint(Section):
 
 
 class TrackerSettings(Member):
-    """Settings of an experiment tracker of another package."""
+    """Settings of an experiment tracker from another package."""
 
 
 class Log(Section):
@@ -247,7 +247,7 @@ class Log(Section):
     swanlab_project: str | None = None
     """SwanLab project to log to (extra: swanlab); SWANLAB_MODE=offline keeps it on this machine."""
     tracker: Annotated[TrackerSettings | None, OpenUnion("fovea.trackers", "connect")] = None
-    """Tracker of another package to log to (docs/extending.md)."""
+    """Tracker from another package to log to (docs/extending.md)."""
     progress: bool = True
     """Live display in the terminal."""
     peak_tflops: PositiveFloat | None = None
@@ -255,7 +255,7 @@ class Log(Section):
 
 
 class Cluster(Section):
-    """Worker processes of a run, one per GPU; on CPUs a GPU stands for one process (docs/several_processes.md)."""
+    """Worker processes of a run, one per GPU; on CPUs, a GPU means one process (docs/several_processes.md)."""
 
     num_nodes: Annotated[int, Field(ge=1, le=10_000)] = 1
     """Number of machines in the Ray cluster whose GPUs the run uses."""
@@ -323,6 +323,6 @@ class Plan(Section):
     images_per_prompt: Annotated[int, Field(ge=0)] = 1
     """Number of images in a prompt."""
     image_tokens: PositiveInt | None = None
-    """Visual tokens of an image; default: those of model.max_pixels, else as many as a prompt holds."""
+    """Visual tokens of an image; default: those of model.max_pixels, or as many as fit into a prompt."""
     distinct_images: PositiveInt | None = None
     """Number of different training images, whose features are cached with a frozen tower; default: as many as fit."""

@@ -77,7 +77,7 @@ class NotebookDisplay:
         self._show()
 
     def close(self) -> None:
-        """Show the last state, without a stage."""
+        """Show the final state."""
         self._stage = ""
         self._shown_at = -math.inf
         self._show()

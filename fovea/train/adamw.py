@@ -23,7 +23,7 @@ CRITIC_RATE_OVER_POLICY = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamWSettings:
-    """Settings of AdamW and of its learning rate, for the weights that have one optimizer."""
+    """Settings of AdamW and of its learning-rate schedule, for the weights of one optimizer."""
 
     peak_rate: float
     warmup_steps: int

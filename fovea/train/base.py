@@ -136,10 +136,10 @@ CALLS = frozenset(name for name, member in vars(Policy).items() if inspect.iscor
 
 
 class PolicyOptimizer(Protocol):
-    """The optimizer of the policy or of its value function, as an update and supervised fine-tuning use it."""
+    """The optimizer of the policy or of its value function, for updates and supervised fine-tuning."""
 
     def set_rate(self, step: int) -> float:
-        """Set the learning rate for step 0, 1, ... of the run; returns it."""
+        """Set and return the learning rate for step 0, 1, ... of the run."""
         ...
 
     def zero_grad(self) -> None:

@@ -8,7 +8,7 @@ from fovea.config.backends import MegatronBackend
 from fovea_gym.errors import ConfigError
 
 MIXTURE = "qwen3_vl_moe"
-"""The `model_type` with experts."""
+"""The supported `model_type` with experts."""
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", MIXTURE)
 """The `model_type`s for which Megatron's bridge and Fovea's passes have been compared with transformers."""
 

@@ -203,7 +203,7 @@ def _joined(
     """Per-token field of the samples at their actions, [A]; None if the samples of the batch lack the field."""
     arrays = [array_T for sample in samples if (array_T := field(sample)) is not None]
     given = field(like) is not None
-    assert len(arrays) == given * len(samples), f"{len(arrays)} of {len(samples)} samples have a per-token field"
+    assert len(arrays) == given * len(samples), f"only {len(arrays)} of {len(samples)} samples have a per-token field"
     return _tensor(np.concatenate([_NONE, *arrays])[is_action_N], device) if given else None
 
 

@@ -33,7 +33,7 @@ class Ranks:
     mesh: DeviceMesh | None = None
     """One-dimensional mesh of all ranks; None for a single process."""
     replicated: DeviceMesh | None = None
-    """Mesh [replicas, ranks of a replica] of the same ranks; None where there is one replica."""
+    """Mesh [replicas, ranks of a replica] of the same ranks; None with a single replica."""
 
     @staticmethod
     def of_process_group(
@@ -57,7 +57,7 @@ class Ranks:
 
     @property
     def weights_mesh(self) -> DeviceMesh | None:
-        """Mesh over which weights are sharded along the last axis, and replicated along the first of two."""
+        """Mesh over which weights are sharded along the last axis, and replicated along the first if there are two."""
         return self.mesh if self.replicated is None else self.replicated
 
     @property
@@ -134,7 +134,7 @@ def _nothing() -> None:
 
 
 def _mesh(device: str, ranks: Tensor, names: tuple[str, ...], timeout: timedelta | None) -> DeviceMesh | None:
-    """Mesh of these ranks, with a process group for each line along each axis; None in a process that is not in it."""
+    """Mesh of these ranks, with a process group for each line along each axis; None in a process outside of it."""
     # torch's init_device_mesh would give its groups torch's default timeout
     lines = [ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]) for axis in range(ranks.ndim)]
     groups = [_group_of_mine(each.tolist(), timeout) for each in lines]

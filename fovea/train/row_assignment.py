@@ -51,7 +51,7 @@ C = TypeVar("C", bound=CompletionTokens)
 
 
 def distinct(continuations: Sequence[C]) -> tuple[list[C], list[int]]:
-    """The distinct continuations of one prompt, and for each continuation the index of its equal among them."""
+    """The distinct continuations of one prompt, and the index among them for each given continuation."""
     places: dict[Hashable, int] = {}
     firsts: list[C] = []
     index: list[int] = []

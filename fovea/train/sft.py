@@ -1,6 +1,6 @@
 """Supervised fine-tuning on prompts and answers: the warm-up of a model before RL.
 
-Axes: `A` actions of a row: the tokens of its answers.
+Axes: `A` actions of a row, which are the tokens of its answers.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class StartCheck:
         return self._reference.processor.inputs(self._renderer.text(row), pictures)
 
     def _different_inputs(self, prompt: Prompt, expected: Mapping[str, Any]) -> str | None:
-        """Describe how a prompt differs from the processor's outputs; None where it does not."""
+        """Describe how a prompt differs from the processor's outputs; None if it does not."""
         if not np.array_equal(prompt.token_ids_L, expected["input_ids"][0]):
             return f"{prompt.num_tokens} token ids that differ from the processor's {expected['input_ids'].size}"
         inputs = self._family.forward_inputs(torch.from_numpy(prompt.token_ids_L)[None], prompt.images)

@@ -416,5 +416,5 @@ class TrainedPolicy(ABC):
 
 
 def _are_scored(batch: Batch, algorithm: Algorithm) -> bool:
-    """True if the batch's old log-probs come from a pass of the trainer, not from the engine or from none at all."""
+    """True if the batch has old log-probs from a pass of the trainer, rather than from the engine."""
     return has_old_logprobs(batch) and algorithm.old_logprobs == "trainer"

@@ -143,7 +143,7 @@ class ActivationMeter:
 
     @contextmanager
     def __call__(self, size: int) -> Iterator[None]:
-        """Measure the forward pass in this context if its `size` (tokens, say) is the largest so far."""
+        """Measure the forward pass in this context if its `size` (such as its tokens) is the largest so far."""
         # the hooks run for every saved tensor: a smaller pass would pay for them and change nothing
         if size <= self._largest:
             yield
@@ -151,7 +151,7 @@ class ActivationMeter:
         saved: dict[int, UntypedStorage] = {}
 
         def count(tensor: Tensor) -> Tensor:
-            # by storage, since a view keeps all of its storage alive, and two views keep it once
+            # by storage, since a view keeps its whole storage alive, and two views share one storage
             storage = tensor.untyped_storage()
             saved[storage.data_ptr()] = storage
             # returning the tensor itself would hold the node that saves it: a failed pass would never be freed

@@ -134,7 +134,7 @@ def check(model: OpenedModel, reloaded: Reloaded, probe: Probe, *, merged: bool)
 
 
 def beyond_rounding(differences_T: Tensor, dtype: torch.dtype) -> str | None:
-    """Describe a log-prob difference beyond rounding of this dtype, else None."""
+    """Describe a log-prob difference beyond rounding of this dtype; None if there is none."""
     rms = float(differences_T.square().mean().sqrt())
     # `not <=` and not `>`: a NaN is a difference
     if not rms <= MAX_LOGPROB_RMS[dtype]:

@@ -29,11 +29,11 @@ class ReplicatedValueHead:
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters under training."""
+        """Number of trained parameters."""
         return sum(parameter.numel() for parameter in self.head.parameters())
 
     def set_rate(self, step: int) -> float:
-        """Set the learning rate for step 0, 1, ... of the run; returns it."""
+        """Set and return the learning rate for step 0, 1, ... of the run."""
         rate = self._settings.rate(step)
         set_learning_rate(self._adamw, rate)
         return rate
@@ -64,7 +64,7 @@ class ReplicatedValueHead:
         self._adamw.step()
 
     def state(self) -> dict[str, Any]:
-        """State that `load_state` restores, equal on all processes."""
+        """The state for `load_state`, which is the same on all processes."""
         return {"head": self.head.state_dict(), "optimizer": self._adamw.state_dict()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

@@ -98,7 +98,7 @@ def adapters_off(module: Any) -> Iterator[None]:
 
 @torch.no_grad()
 def _take_values(module: Any, network: nn.Module) -> None:
-    """Copy this process's slices of the matrices A and B of each of the network's adapters."""
+    """Copy this process's slices of the matrices A and B of all adapters of the network."""
     rank, size = (
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_tensor_model_parallel_world_size(),

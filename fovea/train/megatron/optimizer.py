@@ -101,7 +101,7 @@ class MegatronOptimizer:
         return nullcontext() if self._offloaded is None else self._offloaded.on_device()
 
     def set_rate(self, step: int) -> float:
-        """Set the learning rate for step 0, 1, ... of the run; returns it."""
+        """Set and return the learning rate for step 0, 1, ... of the run."""
         rate = self._settings.rate(step)
         for group in self.inner.param_groups:
             group["lr"] = rate
@@ -116,7 +116,7 @@ class MegatronOptimizer:
         """Do nothing: the moments exist from the beginning."""
 
     def clip(self) -> Tensor:
-        """Norm [] of the gradient of the whole model, which `step` clips; the same on all ranks."""
+        """Return the gradient norm [] of the whole model, which is the same on all ranks; `step` clips the gradient."""
         self.inner.prepare_grads()
         return torch.tensor(float(self.inner.get_grad_norm()))
 
@@ -126,7 +126,7 @@ class MegatronOptimizer:
             self.inner.step()
 
     def sync_from_model(self) -> None:
-        """Copy the model's weights into the float32 ones, after another optimizer has trained it."""
+        """Copy the model's weights into the float32 weights, after another optimizer has trained the model."""
         with self.on_device():
             self.inner.reload_model_params()
 

@@ -30,7 +30,7 @@ class ParallelRank:
     stages, and decisions that all must share, are merged over them."""
     everyone: Ranks
     shares: tuple[int, ...]
-    """The share of each process, by its rank among all."""
+    """The data share of each process, by its rank among all processes."""
 
     @staticmethod
     def setup(config: Config, device: torch.device) -> ParallelRank:

@@ -64,7 +64,7 @@ class MegatronPolicy(TrainedPolicy):
     """One process of a policy on Megatron."""
 
     def __init__(self, config: Config, settings: Model, banned_ids: Sequence[int]) -> None:
-        """Load `settings.path`, which all processes of the policy do together."""
+        """Load `settings.path`; all processes of the policy must call this together."""
         train, shape = config.train, skeleton(settings, banned_ids, config.seed)
         self._place = place = ParallelRank.setup(config, shape.device)
         limit = MicrobatchLimit(train, place.everyone)

@@ -89,7 +89,7 @@ class _SlicedDistributions:
 
     probs_AS: Tensor
     weighed_AS: Tensor
-    """p z; 0 at banned ids."""
+    """The products p z, which are 0 at banned ids."""
     log_sum_A: Tensor
     """log Z."""
     places_A: Tensor
@@ -117,7 +117,7 @@ class _SlicedDistributions:
         probs_AS = (logits_AS - largest_A[:, None]).exp_()
         target_A = logits_AS.gather(1, places_A[:, None])[:, 0].where(is_mine_A, 0.0)
         logits_AS.index_fill_(1, vocabulary.banned_K, 0.0)  # 0 times -inf would be NaN
-        weighed_AS = logits_AS.mul_(probs_AS)  # in place: two tensors [A, S] in all
+        weighed_AS = logits_AS.mul_(probs_AS)  # in place, so that there are only two tensors [A, S]
         sums = torch.stack(
             [
                 probs_AS.sum(1),
@@ -128,7 +128,7 @@ class _SlicedDistributions:
         )
         sum_A, weighed_A, banned_A, target_A = vocabulary.reduce(sums)
         log_sum_A = largest_A + sum_A.log()
-        # the odds of all banned ids together against all others
+        # from the log-odds of all banned ids together against all others
         masses_A = torch.sigmoid(largest_banned_A + banned_A.log() - log_sum_A)
         return _SlicedDistributions(
             probs_AS=probs_AS.div_(sum_A[:, None]),

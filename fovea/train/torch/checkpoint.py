@@ -231,7 +231,7 @@ class Saving:
 
         TrainError if this rank cannot see the folder.
         """
-        assert self._writing is None, "the checkpoint before is not finished"
+        assert self._writing is None, "the previous checkpoint is not finished"
         self._ranks.run_on_each(partial(_check_seen, folder))
         staged = {name: StagedShards.of(each, self._ranks) for name, each in tensors.items()}
 

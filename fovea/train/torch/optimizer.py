@@ -38,7 +38,7 @@ class Optimizer:
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters under training, on all ranks together."""
+        """Number of trained parameters, over all ranks."""
         return sum(parameter.numel() for parameter in self.parameters.values())
 
     def set_rate(self, step: int) -> float:
@@ -110,7 +110,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def sync_from_model(self) -> None:
-        """Copy the model's weights into the master weights, after another optimizer has trained it."""
+        """Copy the model's weights into the master weights, after another optimizer has trained the model."""
         for parameter, master in self._copied():
             master.copy_(parameter)
 

@@ -44,7 +44,7 @@ class ValueFunction:
     def snapshot_reference(self, policy: PolicyNetwork) -> None:
         """Copy the policy's weights into the trunk of a separate model, and all weights into the master weights."""
         if self.model is not None:
-            # the trunk only: the policy has no weights for the value head
+            # only the trunk: the policy has no weights for the value head
             copy_weights(dict(policy.named_parameters()), dict(self.model.trunk.named_parameters()))
         self.optimizer.masters.sync_from_model()
 
@@ -64,7 +64,7 @@ class ValueModel(nn.Module):
 
 
 MIN_SHARE_OF_GRAPH = 2 / 3
-"""Smallest share of a graph's visual tokens that the update must need for a reuse of the graph. A backward pass goes
+"""Smallest share of a graph's visual tokens that the update must need for the graph to be reused. A backward pass goes
 through all images of the graph and costs twice a forward pass: below 2/3, encoding the needed images again is cheaper
 (with checkpointed blocks, which compute forward once more, below 3/4)."""
 
@@ -129,7 +129,7 @@ class Reuse:
     graph: ImageGraph
     """Features by image key, with their autograd graph; images without an entry are encoded again."""
     leaves: ImageGraph
-    """The same features, detached, to accumulate gradients in."""
+    """The same features, detached; they accumulate gradients."""
     tape: Tape
     actions: int = 0
     """Number of actions whose linear outputs were read from the tape."""

@@ -155,7 +155,7 @@ class TorchPolicy(TrainedPolicy):
     @contextmanager
     def _update_mode(self) -> Iterator[None]:
         for model in self._models:
-            model.train()  # which turns on gradient checkpointing and dropout
+            model.train()  # this turns on gradient checkpointing and dropout
         self._vlm.expert_load.restart()
         with dropout_seed(self._steps, self._ranks, self._vlm.device):
             yield
@@ -190,7 +190,7 @@ class TorchPolicy(TrainedPolicy):
         return Reuse.of(groups, self._tape)
 
     def _tasks_of_bad_gradients(self, groups: Sequence[SampleGroup]) -> list[str]:
-        """Ids of tasks with a non-finite gradient despite a finite loss, by a backward pass for each group."""
+        """Find the tasks with a non-finite gradient despite a finite loss, by a backward pass for each group."""
         bad: list[str] = []
         for group in groups:
             self._free_gradients()

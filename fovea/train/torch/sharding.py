@@ -86,7 +86,7 @@ def sum_over_replicas(model: nn.Module, *, now: bool) -> None:
 
 
 def full(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The full tensor of a shard, by an all-gather that all ranks must join, in `dtype` if given, on their device.
+    """Gather the full tensor of a shard, in `dtype` if given, on the ranks' device; all ranks must call it.
 
     Any other tensor is returned unchanged.
     """
@@ -99,7 +99,7 @@ def full(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def sharded_as(like: Tensor, tensor: Tensor) -> Tensor:
-    """This rank's shard of a full tensor, placed as `like`; the tensor itself if `like` is not sharded."""
+    """This rank's shard of a full tensor, with the placement of `like`; the tensor itself if `like` is not sharded."""
     if not isinstance(like, DTensor):
         return tensor
     # src_data_rank=None: every rank has the full tensor, so that none has to be broadcast

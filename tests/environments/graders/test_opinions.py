@@ -213,8 +213,8 @@ SCENES: dict[str, object] = {"name": "shapes"}
     [
         (SCENES, {"second_opinion": "wrong", **JUDGE}, r"second_opinion overrules the rule of environment\.name=vqa"),
         (SCENES, JUDGE, r"judge is set, but nothing uses it; set model_reward=\{judge: 0.5\}, or judge=null"),
-        ("vqa", {"second_opinion": "always"}, "second_opinion asks the model of `judge`, which is not set; set judge"),
-        ("vqa", {"model_reward": {"reward_model": 0.5}, **JUDGE}, "model_reward asks the model of `reward_model`"),
+        ("vqa", {"second_opinion": "always"}, "second_opinion uses the model of `judge`, which is not set; set judge"),
+        ("vqa", {"model_reward": {"reward_model": 0.5}, **JUDGE}, "model_reward uses the model of `reward_model`"),
         ("vqa", {"reward_model": {"path": "a"}}, "reward_model is set, but nothing uses it"),
         ("vqa", {"model_reward": {"judge": 0.6, "reward_model": 0.6}, **JUDGE}, "with a sum of at most 1"),
         ("vqa", {"model_reward": {}}, "with a sum of at most 1"),
