@@ -212,8 +212,8 @@ class ServingEngine(StreamedEngine):
     limit_mm_per_prompt: ImageLimit = Field(default_factory=ImageLimit)
     """Limits on the media in one prompt."""
     min_new_tokens: NonNegativeInt = 0
-    """Shortest completion, in tokens. Stop tokens are not sampled before that, which the trainer's log-probs ignore, so
-    algorithm.importance_sampling_fix is needed."""
+    """Shortest completion, in tokens. Stop tokens are not sampled before that, which the trainer does not account for,
+    so algorithm.importance_sampling_fix is needed."""
     engine_args: MayChange[dict[str, Any]] = Field(default_factory=dict)
     """Further arguments of the engine, under the engine's names for them."""
 

@@ -96,7 +96,7 @@ class Rollout(Section):
             yield (
                 f"rollout.prompts_per_step={self.prompts_per_step} times rollout.samples_per_prompt="
                 f"{self.samples_per_prompt} are {drawn:,} completions a step, more than {MAX_COMPLETIONS_PER_STEP:,}, "
-                "which no memory holds; lower one of them"
+                "which no memory can hold; lower one of them"
             )
 
 
@@ -287,8 +287,9 @@ class Cluster(Section):
             )
         if self.placement == "collocated" and self.rollout_gpus:
             yield (
-                f"cluster.rollout_gpus={self.rollout_gpus} only generate, but with cluster.placement=collocated "
-                "every GPU also trains; set cluster.placement=disaggregated or hybrid, or leave rollout_gpus out"
+                f"cluster.rollout_gpus={self.rollout_gpus} sets GPUs apart to generate, but with "
+                "cluster.placement=collocated every GPU also trains; set cluster.placement=disaggregated or hybrid, "
+                "or leave rollout_gpus out"
             )
         if self.placement != "collocated" and not self.rollout_gpus:
             yield (

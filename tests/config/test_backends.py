@@ -92,7 +92,7 @@ def test_names_choose_the_engine_and_the_backend() -> None:
         (MEGATRON, "train.backend.replicas=2", r"train\.backend\.replicas: a setting of .*\.name=torch only"),
         (MEGATRON, "train.backend.sequence_parallel=true", r"sequence_parallel=true with .*tensor_parallel_size=1"),
         ((), "cluster.num_nodes=2", "cluster.num_nodes=2 needs Ray"),
-        ((), "cluster.rollout_gpus=1", "cluster.rollout_gpus=1 only generate"),
+        ((), "cluster.rollout_gpus=1", "cluster.rollout_gpus=1 sets GPUs apart to generate"),
         ((), "cluster.placement=disaggregated", "placement=disaggregated needs GPUs that only generate"),
         ((), "cluster.placement=hybrid", "cluster.placement=hybrid needs GPUs that only generate"),
         (
