@@ -147,7 +147,7 @@ def check_parity(recipes: Sequence[Path], overrides: Sequence[str]) -> bool:
 
 def _without_side_effects(recipes: Sequence[Path], overrides: Sequence[str], folder: str) -> Config:
     """The settings of a recipe with `folder` as the run folder, and without resume, profiler and trackers."""
-    # after the user's overrides, so that these win
+    # these follow the user's overrides, so that they win
     own = [f"run_dir={json.dumps(folder)}", "resume=never", "profile=false"]
     silent = ["log.tensorboard=false", *(f"log.{tracker}=null" for tracker in TRACKERS)]
     config = load_config(recipes, [*overrides, *own, *silent])

@@ -24,7 +24,7 @@ class ParallelRank:
     """Ranks and groups of this process among the processes of the policy."""
 
     data: Ranks
-    """Rank and size of the data axis, to whose shares micro-batches are assigned; its mesh is never used, so None."""
+    """Rank and size of the data axis, to whose shares micro-batches are assigned; its mesh is always None."""
     results: Ranks
     """The processes that hold this slice of the tensors, one for each share and pipeline stage. Results of the last
     stages, and decisions that all must share, are merged over them."""
