@@ -102,7 +102,7 @@ def test_what_wrong_arguments_are_told_names_arguments_of_python(tmp_path: Path)
         (lambda: fovea.evaluate("run"), "add trust=True if the folder is your own"),
         (lambda: fovea.evaluate("http://a:9#x", recipe="recipe.yaml", api_key_env="NO_KEY"), "api_key_env=NO_KEY"),
         (lambda: fovea.export(run, "full"), "full: exists and is not an empty folder"),
-        (lambda: fovea.export(run, "new", adapter_only=True), "trained no adapter"),
+        (lambda: fovea.export(run, "new", adapter_only=True), "has no adapter"),
         (lambda: fovea.export("nowhere", "new"), "nowhere: neither a run"),
     ]
     with pytest.raises(fovea.FoveaError, match=r"^rows holds no rows; give some"):  # not test_rows

@@ -299,7 +299,7 @@ ROWS = [{"image": b""}]
         ({"max_restarts": 3}, r"max_restarts=3 restarts the command `fovea train`"),
         ({"reward": 3}, r"reward=3 is of type int, not a function"),
         ({"reward": [later, later]}, r"logged as reward/NAME, but later names 2 of them; write each as a def with a"),
-        ({"reward": [later, lambda task, text, images: 1]}, r"and <lambda> names 1 of them; write each as a def"),
+        ({"reward": [later, lambda task, text, images: 1]}, r"but <lambda> names 1 of them; write each as a def"),
         ({"reward": []}, r"reward=\[\] names no function; name one or more, or leave reward out"),
         (
             {"reward": [later, 3]},

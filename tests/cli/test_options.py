@@ -338,7 +338,7 @@ def test_a_choice_says_what_it_drops_of_the_recipe() -> None:
     assert "train_size" not in line
     assert fovea("config", str(ROOT / "recipes" / "shapes.yaml"), "warmup=null").stderr == ""
     gspo = fovea("config", "shapes", "algorithm.name=gspo").stderr
-    assert gspo.endswith("dropped: algorithm.loss.clip_high=0.28 (now 0.0004)\n")
+    assert gspo.endswith("dropped by another choice: algorithm.loss.clip_high=0.28 (now 0.0004)\n")
 
 
 @pytest.mark.parametrize(
