@@ -225,7 +225,7 @@ def serve(
     with one_line_errors(debug=debug):
         arguments = reduce(over, map(parse_override, words or []), Tree())
         if allow_private_addresses and not allow_urls:
-            raise ConfigError("--allow-private-addresses limits the images read at URLs; add --allow-urls")
+            raise ConfigError("--allow-private-addresses applies only to images at URLs; add --allow-urls")
         from fovea.commands.serve import ServedModel, ServerAddress
         from fovea.commands.serve import serve as serve_model
         from fovea.rollout.server import LaunchesServers

@@ -344,7 +344,7 @@ class Algorithm(Section):
             )
         if self.importance_sampling_fix and self.old_logprobs == "engine":
             yield (
-                "algorithm.importance_sampling_fix=true weighs tokens by the old log-probs over the engine's, which "
+                "algorithm.importance_sampling_fix=true weights tokens by the old log-probs over the engine's, which "
                 "algorithm.old_logprobs=engine makes equal; leave one of the two out"
             )
         for key in () if self.importance_sampling_fix else ("importance_sampling_clip", "importance_sampling_level"):

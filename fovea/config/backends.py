@@ -328,7 +328,7 @@ class SglangSettings(ServingEngine):
     def complaints(self, use: EngineUse) -> Iterator[str]:
         if use.min_p:
             yield (
-                f"rollout.min_p={use.min_p} with rollout.engine=sglang, which cannot sample by seed with it; set "
+                f"rollout.min_p={use.min_p} with rollout.engine=sglang, which cannot sample by seed with min_p; set "
                 "rollout.min_p=0, or rollout.engine=embedded"
             )
         yield from super().complaints(use)

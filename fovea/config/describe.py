@@ -71,7 +71,7 @@ def _union_at(key: str) -> FieldInfo | None:
 
 def unknown_name(key: str, field: FieldInfo, name: object) -> str:
     """Error text for a name that chooses no section of the union at `key`."""
-    allowed = one_of(names_of(field)) or "a name that an installed package registers, and none does"
+    allowed = one_of(names_of(field)) or "names that installed packages register (there are none)"
     return f"{key}.{NAME}: {show(name)} does not fit; allowed: {allowed}"
 
 
