@@ -84,7 +84,7 @@ class Rollout(Section):
     is then trained on, but the model does not learn to end its answers."""
     max_episode_tokens: PositiveInt | None = None
     """Longest episode of several turns: tokens of prompt, answers and replies. An episode ends before a turn that might
-    not fit. Default: as many as the model has positions."""
+    not fit. Default: the model's number of positions."""
     views: RolloutViews | None = None
     max_staleness_steps: Annotated[int, Field(ge=0, le=1000)] = 0
     """Largest age, in steps of the policy, of the weights that sample a completion. 0: rollout and update take turns;
