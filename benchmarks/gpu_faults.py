@@ -118,7 +118,7 @@ FAULTS = (
     ),
     Fault(
         name="the oldest completion is preempted",
-        file="fovea/rollout/embedded/engine.py",
+        file="fovea/rollout/embedded/scheduler.py",
         before="youngest = max(range(len(batch))",
         after="youngest = min(range(len(batch))",
         tests="tests/rollout/test_preemption.py::test_the_youngest_is_preempted",

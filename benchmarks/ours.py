@@ -17,7 +17,7 @@ from fovea.config.run import Config
 from fovea.data.curriculum import CurriculumProgress
 from fovea.data.order import Order
 from fovea.data.prompt_source import PromptSource
-from fovea.evaluation.evaluator import Evaluator
+from fovea.evaluation.evaluator import EngineAnswers, Evaluator
 from fovea.loop import take_step
 from fovea.metrics.log import MetricsLog, Phases, peak_rss_gib
 from fovea.metrics.progress import Progress
@@ -40,8 +40,7 @@ from fovea.train.base import Policy
 from fovea.train.local import LocalPolicy
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch, Prompt, Sampling
-from fovea.weights.push import WeightPusher
-from fovea.weights.sinks import SharedTensors
+from fovea.weights.push import SharedWeights
 from fovea.wiring.data import prefetch_threads
 from fovea.wiring.engine import make_tape
 from fovea_gym.graders.grading import Grading
@@ -49,7 +48,7 @@ from fovea_gym.rows.images import ImageOpener
 from fovea_gym.utils.event_loop import wait_for
 
 LEARNING_RATE = 1e-6
-OPENER = ImageOpener(max_mib=32, max_megapixels=64)
+OPENER = ImageOpener(max_image_mib=32, max_image_megapixels=64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,11 +209,13 @@ def _make_run(case: Case, steps: int, shared: Shared, clock: Clock) -> Run:
         ),
         engine=shared.engine,
         policy=cast(Policy, LocalPolicy(shared.policy)),
-        weight_sync=WeightPusher(shared.policy.outgoing, [SharedTensors(shared.engine)]),
+        weight_sync=SharedWeights(shared.engine),
         warmup=None,
         open_image=OPENER,
         evaluator=Evaluator(
-            shared.engine, environment, grading, greedy=Sampling(max_new_tokens=1, temperature=0.0), batch_size=1
+            EngineAnswers(shared.engine, environment, grading),
+            greedy=Sampling(max_new_tokens=1, temperature=0.0),
+            batch_size=1,
         ),
         checkpoints=Checkpoints(folder, keep=1),
         resumed=None,

@@ -82,10 +82,10 @@ def warm_up(run: Run, steps: int) -> None:
     for step in range(steps):
         first = step * ROWS_PER_STEP % (len(source) - ROWS_PER_STEP)
         tasks = [source.tasks[index] for index in range(first, first + ROWS_PER_STEP)]
-        answers = [run.warmup.answer_ids(run.environment.target(task), task.id) for task in tasks]
+        prompts = [source.render(task).prompt for task in tasks]
         pairs = [
-            SftExample(prompt=source.render(task).prompt, answer_ids=ids)
-            for task, ids in zip(tasks, answers, strict=True)
+            SftExample(prompt=prompt, answer_ids=run.warmup.answer_ids(prompt, run.environment.target(task), task.id))
+            for task, prompt in zip(tasks, prompts, strict=True)
         ]
         wait_for(run.policy.sft(pairs))
 

@@ -22,7 +22,8 @@ from pathlib import Path
 
 from fovea.metrics.log import read_metrics
 from fovea.report.about import SUMMARY_FILE
-from fovea.report.summary import EstimateJson, SummaryJson, read_summary
+from fovea.report.summary import SummaryJson, read_summary
+from fovea_gym.benchmarks.estimates import Estimate
 
 STEPS_READ = 20
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
@@ -86,13 +87,13 @@ def _of_kind(kind: str, summaries: Sequence[SummaryJson]) -> Iterator[list[float
     """Accuracies before and after RL of the rows of all question types whose names contain a word."""
     tests = [summary["test"] for summary in summaries]
     starts = [test["warmup"] or test["before"] for test in tests]
-    yield [None if start is None else _accuracy_of(kind, start["by_type"]) for start in starts]
-    yield [_accuracy_of(kind, test["final"]["by_type"]) for test in tests]
+    yield [None if start is None else _accuracy_of(kind, start.by_type) for start in starts]
+    yield [_accuracy_of(kind, test["final"].by_type) for test in tests]
 
 
-def _accuracy_of(kind: str, by_type: Mapping[str, EstimateJson]) -> float | None:
+def _accuracy_of(kind: str, by_type: Mapping[str, Estimate]) -> float | None:
     found = [value for key, value in by_type.items() if kind in key]
-    return sum(each["mean"] * each["n"] for each in found) / sum(each["n"] for each in found) if found else None
+    return sum(each.mean * each.n for each in found) / sum(each.n for each in found) if found else None
 
 
 def _medians(part: str, folders: Sequence[Path]) -> Iterator[list[float]]:
@@ -103,7 +104,7 @@ def _medians(part: str, folders: Sequence[Path]) -> Iterator[list[float]]:
             for folder in folders
         ]
         rows = [[json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] for file in files]
-        yield [statistics.median(row["parts"].get(part, math.inf) for row in own) for own in rows]
+        yield [statistics.median(row["answers"][0]["parts"].get(part, math.inf) for row in own) for own in rows]
 
 
 def _sampled(folder: Path) -> tuple[float, float] | tuple[None, None]:
@@ -155,14 +156,14 @@ def table(runs: Sequence[tuple[str, SummaryJson]], *, parts: bool = False) -> It
                 *(_number(means.get(column)) for column in columns),
                 _number(summary["shuffled_images"]),
                 _number(summary["blank_images"]),
-                str(summary["test"]["final"]["accuracy"]["n"]),
+                str(summary["test"]["final"].accuracy.n),
             ]
         )
 
 
 def _means(summary: SummaryJson, *, parts: bool) -> dict[str, float]:
     final = summary["test"]["final"]
-    return {key: value["mean"] for key, value in (final["parts"] if parts else final["by_type"]).items()}
+    return {key: value.mean for key, value in (final.parts if parts else final.by_type).items()}
 
 
 def _start(summary: SummaryJson) -> float | None:
@@ -172,8 +173,8 @@ def _start(summary: SummaryJson) -> float | None:
 
 
 def _with_interval(summary: SummaryJson) -> str:
-    accuracy = summary["test"]["final"]["accuracy"]
-    return f"{_number(accuracy['mean'])} [{_number(accuracy['low'])}, {_number(accuracy['high'])}]"
+    accuracy = summary["test"]["final"].accuracy
+    return f"{_number(accuracy.mean)} [{_number(accuracy.low)}, {_number(accuracy.high)}]"
 
 
 def _number(value: float | None) -> str:

@@ -94,7 +94,7 @@ def group_of(parts: TinyParts, shape: Shape) -> Batch:
     rng = np.random.default_rng(0)
     side = math.isqrt(shape.visual) * 2 * FIXED.patch_size_px
     picture = ImageRef(source=rng.integers(0, 255, (side, side, 3), dtype=np.uint8))
-    rendered = Renderer(parts.processor, ImageOpener(max_mib=1, max_megapixels=4)).prompt(
+    rendered = Renderer(parts.processor, ImageOpener(max_image_mib=1, max_image_megapixels=4)).prompt(
         [Message(role="user", parts=(picture,))]
     )
     filling = rng.integers(0, 250, shape.prompt - rendered.num_tokens)

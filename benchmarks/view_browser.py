@@ -27,12 +27,18 @@ from benchmarks.printing import as_table, show
 from fovea.config.loading import dump_config
 from fovea.config.model import Model, TinyModel
 from fovea.config.run import Config
-from fovea.evaluation.answer import SampledAnswer
+from fovea.evaluation.records import (
+    ANSWERED_ROW,
+    AnsweredRow,
+    RecordedEpisode,
+    RecordedMessage,
+    RecordedTurn,
+    TokenTrace,
+)
 from fovea.metrics.jsonl import METRICS_FILE
 from fovea.report.about import CONFIG_FILE
-from fovea.report.record_json import record_to_json, summary_to_json
-from fovea.report.records import RecordedAnswer, RecordedMessage, RecordedTurn, SampleRecord, TokenTrace, summary_of
-from fovea.report.samples import INDEX_FILE, samples_folder, step_path
+from fovea.report.samples import INDEX_FILE, INDEXED_STEP, indexed, samples_folder, step_path
+from fovea_gym.utils.stored import to_json
 from tests.chromium import Browser, open_browser
 
 METRICS, GROUPS, ANSWERS, TOKENS = 80, 4, 8, 300
@@ -83,10 +89,9 @@ def make_run(folder: Path, steps: int) -> None:
     with (folder / METRICS_FILE).open("w", encoding="utf-8") as metrics:
         metrics.writelines(metrics_line(step) for step in range(1, steps + 1))
     records = [_record(place) for place in range(GROUPS)]
-    content = "".join(json.dumps(record_to_json(record)) + "\n" for record in records)
-    summaries = [summary_to_json(summary_of(record)) for record in records]
+    content = "".join(to_json(ANSWERED_ROW, record) + "\n" for record in records)
     with (samples_folder(folder) / INDEX_FILE).open("w", encoding="utf-8") as index:
-        index.writelines(json.dumps({"step": step, "groups": summaries}) + "\n" for step in range(1, steps + 1))
+        index.writelines(to_json(INDEXED_STEP, indexed(step, records)) + "\n" for step in range(1, steps + 1))
     first = step_path(folder, 1)
     first.write_text(content, encoding="utf-8")
     for step in range(2, steps + 1):
@@ -99,7 +104,7 @@ def metrics_line(step: int) -> str:
     return json.dumps({"step": step, "reward": step / 1e4} | values) + "\n"
 
 
-def _record(place: int) -> SampleRecord:
+def _record(place: int) -> AnsweredRow:
     prompt = f"How many circles are in picture {place}?"
     tokens = TokenTrace(
         pieces=(" token",) * TOKENS,
@@ -108,13 +113,12 @@ def _record(place: int) -> SampleRecord:
         advantages=(0.5401,) * TOKENS,
     )
     text = " token" * TOKENS
-    answer = RecordedAnswer(
-        score=SampledAnswer(text=text, reward=1.0, accuracy=1.0, parts={"format": 1.0}),
-        turns=(RecordedTurn(text=text, tokens=tokens),),
+    answer = RecordedEpisode(
+        turns=(RecordedTurn(text=text, tokens=tokens),), reward=1.0, accuracy=1.0, parts={"format": 1.0}
     )
-    return SampleRecord(
+    return AnsweredRow(
         id=f"train/{place}",
-        prompt=prompt,
+        question=prompt,
         truth="3",
         kind=f"kind {place}",
         messages=(RecordedMessage(role="user", parts=(prompt,)),),

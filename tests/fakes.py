@@ -16,7 +16,7 @@ from fovea.config.run import Config
 from fovea.data.curriculum import CurriculumProgress
 from fovea.data.order import Order
 from fovea.data.prompt_source import PromptSource
-from fovea.evaluation.evaluator import Evaluator
+from fovea.evaluation.evaluator import EngineAnswers, Evaluator
 from fovea.metrics.log import JsonlSink, MetricsLog, Phases
 from fovea.metrics.progress import Progress
 from fovea.run.checkpoint import Checkpoints
@@ -30,6 +30,7 @@ from fovea_gym.graders.grading import Grading
 from fovea_gym.rows.tasks import kinds_of
 from fovea_gym.types import ImageRef, Message, Score, Task, ToolSpec, Turn
 from gym_tests.bandit import ANSWERS, BanditEnvironment, graded
+from tests.records import completion_of, text_prompt
 
 
 class BanditRenderer:
@@ -42,7 +43,7 @@ class BanditRenderer:
 
     def prompt(self, messages: Sequence[Message], where: str = "", tools: Sequence[ToolSpec] = ()) -> Prompt:
         token = ANSWERS.index(str(messages[0].parts[0]))
-        return Prompt(token_ids_L=np.array([token]), unexpanded_ids_U=np.array([token]))
+        return text_prompt([token])
 
     def observation(self, messages: Sequence[Message], *, after: int, where: str = "") -> Prompt:
         raise AssertionError("the bandit's episodes have one turn")
@@ -125,12 +126,11 @@ class BanditEngine:
         if sampling.temperature == 0:
             drawn = np.full(n, logprobs.argmax())
         return [
-            Completion(
+            completion_of(
+                [token],
                 id=f"{request.id}/{index}",
-                token_ids_T=np.array([token]),
                 logprobs_T=logprobs[[token]].astype(np.float32),
                 text=ANSWERS[token],
-                finish="stop",
                 version=self.version,
             )
             for index, token in enumerate(drawn)
@@ -210,7 +210,9 @@ def bandit_run(folder: Path, *, resume: bool = False, stages: Stages | None = No
         warmup=None,
         open_image=no_image,
         evaluator=Evaluator(
-            engine, environment, graded(environment), greedy=Sampling(max_new_tokens=1, temperature=0.0), batch_size=5
+            EngineAnswers(engine, environment, graded(environment)),
+            greedy=Sampling(max_new_tokens=1, temperature=0.0),
+            batch_size=5,
         ),
         checkpoints=checkpoints,
         resumed=resumed,

@@ -8,9 +8,9 @@ pageable memory. Operators that are given tensors of both devices are errors.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from inspect import currentframe
 from itertools import repeat
 from pathlib import Path
 from types import FrameType
@@ -123,14 +123,14 @@ def _is_to_host(args: Sequence[Any], kwargs: dict[str, Any] | None) -> bool:
 
 def _place() -> str:
     """The innermost line of Fovea, as file:line."""
-    frame: FrameType | None = sys._getframe()
+    frame: FrameType | None = currentframe()
     while frame is not None and "/fovea/" not in frame.f_code.co_filename.replace(str(Path(__file__).parents[1]), ""):
         frame = frame.f_back
     return "outside" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 def _is_called_from(function: Callable[..., object]) -> bool:
-    frame: FrameType | None = sys._getframe()
+    frame: FrameType | None = currentframe()
     while frame is not None and frame.f_code is not function.__code__:  # type: ignore[attr-defined]
         frame = frame.f_back
     return frame is not None

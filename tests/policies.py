@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 
 from fovea.config.algorithm import Algorithm
 from fovea.config.sections import Train
+from fovea.models.policy_network import PolicyNetwork
 from fovea.models.tiny import TinyParts
-from fovea.models.trainable import trainable_parameters
 from fovea.models.vlm import VLM
 from fovea.samples import replace_samples
+from fovea.train.microbatches import MicroBatcher, MicrobatchLimit
+from fovea.train.packing import MicroBatch
+from fovea.train.ranks import ALONE
+from fovea.train.torch.optimizer import Optimizer
 from fovea.train.torch.policy import TorchPolicy
 from fovea.train.update import TrainedPolicy
-from fovea.types import Batch, Sample, SampleGroup
-from fovea.weights.push import WeightPusher
-from fovea.weights.sinks import NetworkEngine, SharedTensors
+from fovea.types import Batch, Metrics, Sample, SampleGroup
+from tests.records import sample_of
 from tests.reference import reference_logprobs
 from tests.tiny_models import mixed_prompts, random_completions, tiny
 
@@ -46,14 +52,16 @@ def train_settings(**settings: object) -> Train:
 def make_policy(
     parts: TinyParts, *, algorithm: Algorithm | None = None, temperature: float = 0.9, **train: object
 ) -> TorchPolicy:
-    settings = train_settings(**train)
-    return TorchPolicy(
-        VLM(parts.network, parts.processor.banned_ids),
-        train=settings,
-        algorithm=algorithm or Algorithm(),
-        temperature=temperature,
-        max_steps=10,
-    )
+    vlm = VLM(parts.network, parts.processor.banned_ids)
+    return policy_on(vlm, train_settings(**train), algorithm, temperature=temperature)
+
+
+def policy_on(
+    vlm: PolicyNetwork, train: Train, algorithm: Algorithm | None = None, *, temperature: float = 0.9, **models: Any
+) -> TorchPolicy:
+    """A policy of a run of ten steps; `models` are the other arguments of `TorchPolicy`."""
+    settings = algorithm or Algorithm()
+    return TorchPolicy(vlm, train=train, algorithm=settings, temperature=temperature, max_steps=10, **models)
 
 
 def weights_of(policy: TrainedPolicy) -> dict[str, torch.Tensor]:
@@ -61,34 +69,70 @@ def weights_of(policy: TrainedPolicy) -> dict[str, torch.Tensor]:
     return {weight.name: weight.parameter for weight in policy.outgoing()}
 
 
-def shared_weights(policy: TrainedPolicy, engine: NetworkEngine) -> WeightPusher:
-    """Pushes of a policy to an engine on its own tensors."""
-    return WeightPusher(policy.outgoing, [SharedTensors(engine)])
+def micro_batcher(parts: TinyParts, **train: object) -> MicroBatcher:
+    """Packs the samples of a policy of this model in one process."""
+    settings = train_settings(**train)
+    vlm = VLM(parts.network, parts.processor.banned_ids)
+    return MicroBatcher(vlm, settings, ALONE, MicrobatchLimit(settings, ALONE), shards_tower=False)
 
 
-def stepped_gradients(policy: TorchPolicy) -> dict[torch.Tensor, torch.Tensor]:
-    """What the latest optimizer step of each float32 weight was taken on, from now on: an update frees gradients."""
-    found: dict[torch.Tensor, torch.Tensor] = {}
+@contextmanager
+def packed_rows() -> Iterator[list[list[MicroBatch]]]:
+    """The micro-batches of each pass of this process in the block."""
+    packed: list[list[MicroBatch]] = []
+    pack = MicroBatcher.micro_batches
 
-    def keep(adamw: torch.optim.Optimizer, *_: object) -> None:
-        weights = [weight for group in adamw.param_groups for weight in group["params"]]
-        found.update({weight: weight.grad.clone() for weight in weights if weight.grad is not None})
+    def noted(batcher: MicroBatcher, *groups: Any) -> list[MicroBatch]:
+        packed.append(pack(batcher, *groups))
+        return packed[-1]
 
-    for optimizer in policy._optimizers:
-        optimizer.adamw.register_step_pre_hook(keep)
-    return found
+    with mock.patch.object(MicroBatcher, "micro_batches", noted):
+        yield packed
 
 
-def accumulate(policy: TorchPolicy, groups: Sequence[SampleGroup]) -> None:
-    """Add the gradients of these groups to those that are there."""
-    policy._backward(groups, 1.0)
+@contextmanager
+def optimizer_steps(eps: float | None = None) -> Iterator[list[dict[str, torch.Tensor]]]:
+    """The float32 gradients by name that AdamW is given in each optimizer step of the block: an update frees them.
+
+    `eps` replaces AdamW's.
+    """
+    steps: list[dict[str, torch.Tensor]] = []
+    step = Optimizer.step
+
+    def noted(optimizer: Optimizer) -> None:
+        masters = optimizer.masters.by_name.items()
+        for group in optimizer.adamw.param_groups if eps is not None else ():
+            group["eps"] = eps
+        handle = optimizer.adamw.register_step_pre_hook(
+            lambda *_: steps.append({name: x.grad.clone() for name, x in masters if x.grad is not None})
+        )
+        step(optimizer)
+        handle.remove()
+
+    with mock.patch.object(Optimizer, "step", noted):
+        yield steps
+
+
+def gradients_and_metrics(policy: TorchPolicy, batch: Batch) -> tuple[dict[str, torch.Tensor], Metrics]:
+    """The gradient by name of each parameter in its latest step of an update, a critic's too, and the metrics."""
+    with optimizer_steps() as steps:
+        metrics = policy.update(batch)
+    return {name: gradient for step in steps for name, gradient in step.items()}, metrics
 
 
 def update_gradients(policy: TorchPolicy, batch: Batch) -> dict[str, torch.Tensor]:
-    """The gradients of the policy's float32 parameters in an update of one optimizer step."""
-    found = stepped_gradients(policy)
-    policy.update(batch)
-    return {name: found[weight] for name, weight in trainable_parameters(policy.vlm).items() if weight in found}
+    return gradients_and_metrics(policy, batch)[0]
+
+
+def count_passes(policy: TorchPolicy) -> list[int]:
+    """Grows by one with every forward pass of the model from now on."""
+    passes: list[int] = []
+    policy.vlm.register_forward_pre_hook(lambda *_: passes.append(1))
+    return passes
+
+
+def flat_weights(policy: TorchPolicy) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in policy.vlm.parameters()])
 
 
 def make_batch(parts: TinyParts, seed: int = 0) -> Batch:
@@ -124,11 +168,9 @@ def many_groups(number: int) -> Batch:
 
 
 def _sample(ids: np.ndarray, rng: np.random.Generator) -> Sample:
-    return Sample(
-        token_ids_T=ids,
-        mask_T=np.ones(len(ids), dtype=np.bool_),
+    return sample_of(
+        ids,
         rollout_logprobs_T=np.full(len(ids), -5.0, dtype=np.float32),
-        reward=0.0,
         weight=1 / NUM_TOKENS,
         advantages_T=np.full(len(ids), rng.normal(), dtype=np.float32),
     )
@@ -157,10 +199,14 @@ def named(batch: Batch) -> Batch:
 
 
 def with_advantage(batch: Batch, group: int, value: float) -> Batch:
-    groups = list(batch.groups)
-    samples = [replace(s, advantages_T=np.full_like(s.advantages_T, value)) for s in groups[group].samples]
-    groups[group] = replace(groups[group], samples=tuple(samples))
-    return replace(batch, groups=tuple(groups))
+    """The batch with this advantage for every token of one group."""
+    return with_group(batch, group, lambda s: replace(s, advantages_T=np.full(len(s.token_ids_T), value, np.float32)))
+
+
+def with_group(batch: Batch, index: int, change: Callable[[Sample], Sample]) -> Batch:
+    """The batch with the samples of one group changed."""
+    of_group = set(map(id, batch.groups[index].samples))
+    return replace_samples(batch, lambda sample: change(sample) if id(sample) in of_group else sample)
 
 
 def batch_of(*, on_policy: bool) -> Batch:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +21,18 @@ def run_group(target: Callable[..., None], *arguments: Any, num_ranks: int = 2) 
     """Run `target(rank, *arguments)` in so many processes of a group to the end."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
     run_ranks(_join, (target, store.port, num_ranks, arguments), nprocs=num_ranks)
+
+
+def found_by_ranks(
+    find: Callable[..., dict[str, Any]], *arguments: Any, folder: Path, num_ranks: int = 2
+) -> list[dict[str, Any]]:
+    """What `find(rank, *arguments)` returns in each of so many processes of a group, of what JSON can hold."""
+    run_group(_write, find, folder, arguments, num_ranks=num_ranks)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_ranks)]
+
+
+def _write(rank: int, find: Callable[..., dict[str, Any]], folder: Path, arguments: tuple[Any, ...]) -> None:
+    (folder / f"{rank}.json").write_text(json.dumps(find(rank, *arguments)))
 
 
 def _join(rank: int, target: Callable[..., None], port: int, num_ranks: int, arguments: tuple[Any, ...]) -> None:

@@ -10,25 +10,12 @@ import pytest
 
 from fovea.advantages import with_advantages
 from fovea.config.algorithm import Algorithm
-from fovea.types import Batch, Prompt, Sample, SampleGroup
-from tests.records import all_actions
-
-PROMPT = Prompt(token_ids_L=np.arange(3), unexpanded_ids_U=np.arange(3))
-
-
-def floats(*values: float) -> np.ndarray:
-    return np.array(values, dtype=np.float32)
+from fovea.types import Batch, Sample, SampleGroup
+from tests.records import PROMPT, floats, sample_of
 
 
 def sample(reward: float, tokens: int = 2, **fields: object) -> Sample:
-    return Sample(
-        token_ids_T=np.arange(tokens),
-        mask_T=all_actions(tokens),
-        rollout_logprobs_T=floats(*[-1.0] * tokens),
-        reward=reward,
-        weight=1.0,
-        **fields,  # type: ignore[arg-type]
-    )
+    return sample_of(range(tokens), rollout_logprobs_T=floats(*[-1.0] * tokens), reward=reward, **fields)
 
 
 def batch(*groups: tuple[Sample, ...]) -> Batch:
@@ -159,9 +146,7 @@ def test_an_empty_step_has_none() -> None:
 def two_turns(*turn_rewards: float, **fields: object) -> Sample:
     """An episode of turns of 2 tokens and 1, with 2 tokens of an observation between them."""
     mask = np.array([True, True, False, False, True])
-    zero = floats(0, 0, 0, 0, 0)
-    whole = {"token_ids_T": np.arange(5), "rollout_logprobs_T": zero, "weight": 1.0, "reward": sum(turn_rewards)}
-    return Sample(mask_T=mask, turn_rewards=turn_rewards, **whole | fields)  # type: ignore[arg-type]
+    return sample_of(range(5), **{"mask_T": mask, "turn_rewards": turn_rewards, "reward": sum(turn_rewards)} | fields)
 
 
 def test_rewards_by_turn_give_every_turn_its_return() -> None:

@@ -149,9 +149,9 @@ def score(task, text, images):
 IMPATIENT = """\
 import sys
 from fovea.cli.main import main
-from fovea_gym.graders import limited_calls
+from fovea_gym.graders import grading
 
-limited_calls.HELD_SECONDS = 1
+grading.HELD_SECONDS = 1
 main()
 """
 

@@ -1,7 +1,8 @@
-"""Errors that cross a process border arrive as they were raised."""
+"""Errors that cross a process border arrive as they were raised, and the gym's name no setting of a run."""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import pickle
 import re
@@ -13,6 +14,8 @@ import pytest
 from pydantic import BaseModel, PositiveInt, model_validator
 
 import fovea
+import fovea_gym
+from fovea.config.run import Config
 from fovea.errors import MicrobatchMemoryError
 from fovea_gym.errors import (
     BadRowError,
@@ -45,7 +48,7 @@ def all_errors() -> list[type[FoveaError]]:
     for file in PACKAGE.rglob("*.py"):
         if re.search(r"^class \w+Error\(", file.read_text(encoding="utf-8"), re.MULTILINE):
             importlib.import_module(".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts))
-    found = (each for each in subclasses(FoveaError) if each.__module__.startswith("fovea."))
+    found = (each for each in subclasses(FoveaError) if each.__module__.startswith(("fovea.", "fovea_gym.")))
     return sorted(set(found), key=lambda each: each.__name__)
 
 
@@ -56,6 +59,39 @@ def test_an_error_survives_a_process_border(kind: type[FoveaError]) -> None:
     arrived = pickle.loads(pickle.dumps(error))
     assert type(arrived) is kind
     assert (str(arrived), repr(vars(arrived))) == ("the message", repr(vars(error)))
+
+
+def test_a_bad_row_crosses_a_process_border_with_its_fix() -> None:
+    arrived = pickle.loads(pickle.dumps(BadRowError("row 3: half; an image", "image_damaged", "copy it again")))
+    assert str(arrived) == "row 3: half; an image; copy it again"
+    assert (arrived.problem, arrived.reason, arrived.fix) == ("row 3: half; an image", "image_damaged", "copy it again")
+
+
+ARGUMENTS_OF_THE_GYM = {"environment", "judge", "reward"}
+"""Sections of a run that the gym has under the same names: of a part of a mixture, and `Access.judge`."""
+
+
+def texts_of(file: Path) -> Iterator[tuple[int, str]]:
+    """Line and text of the string constants of a file, without docstrings."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            yield node.lineno, node.value
+
+
+def test_no_text_of_the_gym_names_a_setting_of_a_run() -> None:
+    """Who uses the gym without fovea has no such setting; where a run makes the environment, fovea adds the name."""
+    sections = Config.model_fields.keys() - ARGUMENTS_OF_THE_GYM
+    of_a_run = re.compile(rf"(?<![\w.])(?:(?:{'|'.join(sections)})\.(?!md\b)[a-z_]+|(?:{'|'.join(sections)})=(?![=']))")
+    package = Path(fovea_gym.__file__).parent
+    found = [
+        f"{file.relative_to(package)}:{line}: {text}"
+        for file in sorted(package.rglob("*.py"))
+        for line, text in texts_of(file)
+        if of_a_run.search(text)
+    ]
+    assert found == []
 
 
 class Section(BaseModel):

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from fovea_gym.errors import ConfigError, DataError
 from fovea_gym.making import make
 from fovea_gym.settings.environments import Geo3kEnvironment
 from fovea_gym.trainers import as_easyr1, as_trl, as_verl, to_dataset
-from fovea_gym.types import Task
+from fovea_gym.types import Task, Turn
 from tests.tiny_models import tiny
 
 ROOT = Path(__file__).parents[1]
@@ -185,16 +186,49 @@ def test_a_page_escapes_cuts_and_counts_what_rows_hold(folder: Path, capsys: pyt
     ("words", "said"),
     [
         (["show", "nope"], "no environment nope"),
+        (["show", "shape"], "did you mean shapes?"),
+        (["show", "clocks:Clocks"], "did you mean clocks.py:Clocks?"),
+        (["show", "clocks.txt:Clocks"], "choose one of"),
+        (["grade", "geo3", "none.jsonl"], "there is no grader geo3; did you mean geo3k?"),
         (["show", "shapes", "lvel=2"], "lvel"),
         (["show", "shapes", "level"], "key=value"),
         (["grade", "geo3k", "none.jsonl"], "none.jsonl"),
     ],
 )
-def test_an_error_is_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_is_one_line(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "clocks.py").touch()
     assert main(words) == 2
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+class Sync:
+    def score(self, task: Task, turns: Sequence[Turn]) -> float:
+        return 1.0
+
+
+@pytest.mark.parametrize("adapter", [as_trl, as_verl, as_easyr1])
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [(7, "an object of type int"), (Sync(), "an object of type Sync"), (Sync, "the class Sync"), (print, "an object")],
+)
+def test_an_adapter_refuses_what_is_not_a_grader(adapter: Any, given: object, problem: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{problem}.* is not a grader; give the name of one, such as geo3k, .*$"):
+        adapter(given)
+
+
+def test_an_adapter_proposes_a_near_grader() -> None:
+    with pytest.raises(ConfigError, match=r"^there is no grader geo3; did you mean geo3k\?$"):
+        as_trl("geo3")  # type: ignore[arg-type]
+
+
+def test_a_form_of_prompts_that_there_is_not_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^form=ver is not a form of prompts; did you mean verl\?$"):
+        to_dataset(make("shapes", train_size=2), form="ver")  # type: ignore[arg-type]
 
 
 STARTED = """

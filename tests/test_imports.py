@@ -86,7 +86,7 @@ LATE_IMPORTS = {
     "gym/fovea_gym/settings/environments.py": {"make"},
     "gym/fovea_gym/settings/grounding.py": {"make"},
     "gym/fovea_gym/rows/rows.py": {"_hub"},
-    "gym/fovea_gym/__main__.py": {"_parser", "_grade", "_show"},
+    "gym/fovea_gym/__main__.py": {"_grade", "_show"},
     "gym/fovea_gym/graders/by_name.py": {"grader_of"},
     "gym/fovea_gym/making.py": {"settings_of"},
     "gym/fovea_gym/rows/opening.py": {"_fetch"},
@@ -335,7 +335,8 @@ from tests.fakes import bandit_run
 
 folder = Path(sys.argv[1])
 environment = Shapes(ShapesEnvironment(train_size=4, dev_size=4, test_size=4), 0)
-renderer = Renderer(load_processor(Model(path=str(folder / "model"))), ImageOpener(max_mib=1, max_megapixels=1))
+opener = ImageOpener(max_image_mib=1, max_image_megapixels=1)
+renderer = Renderer(load_processor(Model(path=str(folder / "model"))), opener)
 prompts = [renderer.prompt(environment.prompt(task)) for task in environment.tasks("train")]
 assert all(prompt.images for prompt in prompts)
 

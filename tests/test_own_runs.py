@@ -152,7 +152,7 @@ def test_a_reward_that_fails_is_counted_and_listed() -> None:
     records = [record for step in sample_steps(Path("run")) for record in read_step(Path("run"), step)]
     answers = [answer for record in records for answer in record.answers]
     assert answers
-    assert all(answer.score.image_parts == ({"seen": 0.5},) for answer in answers)
+    assert all(answer.image_parts == ({"seen": 0.5},) for answer in answers)
     report = Path("run/report.html").read_text(encoding="utf-8")
     assert '"image_parts": [{"seen": 0.5}]' in report
     before = json.loads(Path("run/summary.json").read_text(encoding="utf-8"))["test"]["before"]

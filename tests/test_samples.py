@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from fovea.config.algorithm import Algorithm
 from fovea.metrics.names import definition_of
 from fovea.samples import episode_metrics, make_batch
-from fovea.types import Batch, Completion, Episode, EpisodeEnd, Group, Metrics, Prompt, Sample
+from fovea.types import Batch, Episode, EpisodeEnd, Group, Metrics, Sample
 from fovea_gym.types import Score, Task
-from tests.records import one_turn
+from tests.records import PROMPT, completion_of, one_turn
 
 MAX_NEW_TOKENS = 10
-PROMPT = Prompt(token_ids_L=np.arange(3), unexpanded_ids_U=np.arange(3))
 
 
 def group(*rewards: float, tokens: int = 4, kind: str = "all") -> Group:
@@ -23,13 +21,7 @@ def group(*rewards: float, tokens: int = 4, kind: str = "all") -> Group:
 
 
 def episode(reward: float, tokens: int, kind: str) -> Episode:
-    completion = Completion(
-        token_ids_T=np.arange(tokens),
-        logprobs_T=np.zeros(tokens, dtype=np.float32),
-        text="x",
-        finish="length" if tokens == MAX_NEW_TOKENS else "stop",
-        version=0,
-    )
+    completion = completion_of(range(tokens), text="x", finish="length" if tokens == MAX_NEW_TOKENS else "stop")
     task = Task(id="0", question="q", answer="a", kind=kind)
     score = Score(reward=reward, accuracy=float(reward == 1), parts={"answer": reward})
     return one_turn(task, completion, score)

@@ -122,6 +122,14 @@ def packed_logprobs(parts: TinyParts) -> torch.Tensor:
         return VLM(parts.network, parts.processor.banned_ids)(row, temperature=1.0, chunk_tokens=100).logprobs_A
 
 
+def tower_passes(vlm: PolicyNetwork) -> list[int]:
+    """Patches of each forward pass of the vision tower from now on."""
+    passes: list[int] = []
+    tower = vlm.network.get_submodule("model.visual")
+    tower.register_forward_pre_hook(lambda _tower, args: passes.append(len(args[0])))
+    return passes
+
+
 def with_values(path: Callable[..., PolicyNetwork], parts: TinyParts) -> PolicyNetwork:
     """The model with a value head that is not zero."""
     head = ValueHead(64, detach_trunk=False)

@@ -77,7 +77,7 @@ def _check_environment(environment: object) -> None:
         )
     of_fovea = environment is None or isinstance(environment, str | Mapping) or hasattr(environment, "graders")
     if not of_fovea and not isinstance(environment, GradedEnvironment):
-        checked_environment(environment, type(environment).__name__)
+        checked_environment(environment, type(environment).__name__, "environment")
 
 
 def _check_reward(reward: object) -> None:

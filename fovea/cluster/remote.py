@@ -6,15 +6,14 @@ import asyncio
 from collections.abc import Awaitable
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
-from threading import Thread
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 from fovea.cluster.workers import Worker, is_collective, make_call
 from fovea.errors import LostWorkerError
-from fovea.processes.calls import Call, PendingCalls
+from fovea.processes.calls import Call, RemoteCalls
 from fovea.processes.heartbeat import BEAT, Watch
 from fovea.processes.serving import Rules, hang_up
-from fovea_gym.errors import ClusterError, result_or_error
+from fovea_gym.errors import ClusterError
 from fovea_gym.processes.ending import kill_below
 
 
@@ -48,34 +47,35 @@ class RemoteWorker:
         self._is_silent = False
         self._last_call = "its start"
         self.rank = rank
-        self._pending = PendingCalls()
         self._collective: set[Future[Any]] = set()
         """Results to come of collective calls."""
         self._sending = asyncio.Lock()
         self._queued: list[tuple[int, Call]] = []
         self._flush: asyncio.Task[None] | None = None
-        self.lost: LostWorkerError | None = None
-        """Set once no answer can arrive any more."""
         self._watch = Watch(heartbeat_timeout_seconds, self._kill)
-        self._receiver = Thread(target=self._receive, name=f"answers of rank {rank}", daemon=True)
-        self._receiver.start()
+        self._calls = RemoteCalls(self._next_answer, self._line_ended)
+        self._calls.reader.start()
+
+    @property
+    def lost(self) -> LostWorkerError | None:
+        return self._calls.lost
 
     @property
     def image_bytes(self) -> int:
-        return self._pending.packing.image_bytes
+        return self._calls.packing.image_bytes
 
     @property
     def sent_bytes(self) -> int:
-        return self._pending.packing.packed_bytes
+        return self._calls.packing.packed_bytes
 
     def forget_images(self) -> None:
         if not self._collective:
-            self._pending.packing.forget()
+            self._calls.packing.forget()
 
     async def start(self, call: Call) -> Awaitable[Any]:
         """Send a call, in one message with all others of this turn of the event loop."""
         # one message: an engine that got requests one by one would prefill the first of them only
-        number, answer = self._pending.add()
+        number, answer = self._calls.add()
         if is_collective(call):
             self._collective.add(answer)
             answer.add_done_callback(self._collective.discard)
@@ -93,34 +93,28 @@ class RemoteWorker:
         """Hang up, upon which the worker ends."""
         self._watch.end()
         self.line.hang_up()
-        await asyncio.to_thread(self._receiver.join)
+        await asyncio.to_thread(self._calls.reader.join)
 
     async def _send_queued(self) -> None:
         await asyncio.sleep(0)  # lets the other calls of this turn queue up
         calls, self._queued, self._flush = self._queued, [], None
         async with self._sending:
-            message = self._pending.packing.pack(calls)
+            message = self._calls.packing.pack(calls)
             try:
                 await self.line.send(message)
             except OSError as error:
                 raise self._gone(error) from error
 
-    def _receive(self) -> None:
-        """Hand answers to their callers until the line ends; then fail those that still wait."""
-        # whatever it ends by: of a thread that died silently the callers would wait for ever
-        _, ended = result_or_error(self._hand_over_answers)
-        assert isinstance(ended, Exception), ended
-        self._watch.end()
-        # set first: a call that comes too late for the loop below finds it
-        self.lost = self._gone(ended)
-        self._pending.fail(self.lost)
-
-    def _hand_over_answers(self) -> NoReturn:
-        while True:
+    def _next_answer(self) -> bytes:
+        message = BEAT
+        while message == BEAT:
             message = self.line.receive()
             self._watch.heard()
-            if message != BEAT:
-                self._pending.take(message)
+        return message
+
+    def _line_ended(self, error: Exception) -> LostWorkerError:
+        self._watch.end()
+        return self._gone(error)
 
     def _kill(self) -> None:
         self._is_silent = True

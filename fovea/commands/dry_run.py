@@ -14,12 +14,14 @@ import torch
 
 from fovea.config.model import Model
 from fovea.config.run import Config
+from fovea.data.bad_rows import SKIP
 from fovea.data.prompt_source import PromptSource, RendersPrompts
 from fovea.errors import ModelError
 from fovea.evaluation.chat_server import EmptyPrompts
 from fovea.models.load import empty_network, pick_device
 from fovea.models.model_files import WHOLE_MODEL
 from fovea.models.processor import load_processor
+from fovea.models.render import Renderer
 from fovea.models.trainable import choose_trainable
 from fovea.run.checkpoint import Checkpoints, SavedCheckpoint, read_checkpoint
 from fovea.run.folder import check_run
@@ -198,18 +200,33 @@ def _rows(
         on_bad_row="skip",  # a run may end at the first bad row, but here all are counted
         cache_gib=0.0,
     )
-    lengths = [row.prompt.num_tokens for index in opened if (row := source.get(index)) is not None]
+    lengths, answers = list[int](), [0]
+    for index in opened:
+        if (row := source.get(index)) is None:
+            continue
+        lengths.append(row.prompt.num_tokens)
+        if config.warmup is not None and split == "train" and isinstance(renderer, Renderer):
+            where = f"a demonstration of {row.task.id}"
+            # of an episode with replies, whose later prompts are longer, this is a lower bound
+            texts = graded.environment.demonstration(row.task)
+            answers += [len(renderer.demonstration(row.prompt, text, where)) for text in texts]
     bad = list(source.bad_rows.values())
     if bad and (config.data.on_bad_row == "error" or (split == "train" and not lengths)):
-        raise DataError(f"{split}: {len(bad)} of the {len(opened)} rows opened cannot be used, the first: {bad[0]}")
+        first = f"{bad[0]}, or {SKIP}" if config.data.on_bad_row == "error" else bad[0]
+        raise DataError(f"{split}: {len(bad)} of the {len(opened)} rows opened cannot be used, the first: {first}")
     rows = f"{split}: {len(tasks):,} rows"
     if bad:
         return (
             f"{rows}; {len(bad)} of the {len(opened)} opened cannot be used, and data.on_bad_row=skip leaves them out"
         )
-    if not config.model.path or not lengths:
-        return rows
-    return f"{rows}; the longest prompt of the {len(opened)} opened has {max(lengths):,} tokens"
+    if config.model.path and lengths:
+        rows += f"; the longest prompt of the {len(opened)} opened has {max(lengths):,} tokens"
+    if max(answers) > config.rollout.max_new_tokens:
+        rows += (
+            f"; the longest answer that the warm-up imitates has {max(answers):,} tokens, which "
+            f"rollout.max_new_tokens={config.rollout.max_new_tokens} cuts when RL samples it"
+        )
+    return rows
 
 
 def _steps(config: Config) -> str:

@@ -33,12 +33,13 @@ from fovea.config.run import TIME, Config
 from fovea.data.prompt_source import PromptSource, RendersPrompts
 from fovea.evaluation.answer_logprobs import answer_logprobs
 from fovea.evaluation.baselines import baseline_answers, majority_answers
-from fovea.evaluation.chat_server import ChatModel, EmptyPrompts
-from fovea.evaluation.comparison import EvalResults, EvalRow, TargetAnswers, TargetMetrics, target_metrics
+from fovea.evaluation.chat_server import ChatModel, EmptyPrompts, ServerAnswers
+from fovea.evaluation.comparison import EvalResults, TargetAnswers, TargetMetrics, target_metrics
 from fovea.evaluation.controls import image_controls, pictured_tasks, usable_tasks
 from fovea.evaluation.dependence import dependence
-from fovea.evaluation.evaluator import AnsweredRow, AnswersRows, image_type_of
+from fovea.evaluation.evaluator import EngineAnswers, Evaluator, task_row
 from fovea.evaluation.json_file import write_json
+from fovea.evaluation.records import AnsweredRow
 from fovea.models.processor import describe_banned
 from fovea.models.render import Renderer
 from fovea.report.evaluation import write_evaluation
@@ -48,7 +49,7 @@ from fovea.rollout.embedded.arguments import make_engine
 from fovea.run.fingerprint import GivenCode
 from fovea.run.sampling import evaluation_sampling
 from fovea.wiring.data import PROMPT_CACHE_GIB, make_renderer
-from fovea.wiring.engine import SERVER_BOUNDS, make_evaluator, make_server_evaluator
+from fovea.wiring.engine import SERVER_BOUNDS, make_evaluator
 from fovea.wiring.environment import make_environment
 from fovea.wiring.given import rows_as_files
 from fovea.wiring.images import make_opener
@@ -211,24 +212,13 @@ def compare(
         reason = next(iter([*answers[0].skipped.values(), *answers[0].unscored]), "no row was skipped")
         raise DataError(f"no row has a scored answer from every target; {targets[0].name}: {reason}")
     index_of = {row.id: row.index for row in answers[0].greedy.values() if row.id in common}
-    rows = [_row(eval_set, index) for index in sorted(index_of.values())]
+    key = eval_set.config.evaluate.image_type_key
+    rows = [task_row(eval_set.tasks[index], index, key) for index in sorted(index_of.values())]
     return EvalResults(rows=tuple(rows), targets=tuple(answers))
 
 
 def say_of(say: Say, name: str, text: str) -> None:
     say(f"{name}: {text}")
-
-
-def _row(eval_set: EvalSet, index: int) -> EvalRow:
-    task = eval_set.tasks[index]
-    return EvalRow(
-        id=task.id,
-        index=index,
-        kind=task.kind,
-        question=task.question,
-        truth=task.answer,
-        image_type=image_type_of(task, eval_set.config.evaluate.image_type_key),
-    )
 
 
 async def ask_target(
@@ -245,7 +235,9 @@ async def ask_target(
     engine = engine_of(model, eval_set.config)
     # closed even after an error: the next target's engine needs the memory
     try:
-        evaluator = make_evaluator(eval_set.config, engine, eval_set.environment, eval_set.grading)
+        environment, max_tokens = eval_set.environment, eval_set.config.rollout.max_episode_tokens
+        answers_of = EngineAnswers(engine, environment, eval_set.grading, max_tokens)
+        evaluator = make_evaluator(eval_set.config, environment, answers_of)
         source = source_of(eval_set, renderer_of(eval_set, model))
         answers = await _ask_model(target.name, evaluator, source, eval_set, say)
     finally:
@@ -329,12 +321,14 @@ async def _ask_server(target: ServerTarget, eval_set: EvalSet, say: Say) -> Targ
     config = eval_set.config
     eval_set = _with_tools(eval_set, partial(use_of_server, config, eval_set.open_image, say))
     async with _model_of(target, config) as model:
-        evaluator = make_server_evaluator(config, model, eval_set.environment, eval_set.grading, eval_set.open_image)
+        environment = eval_set.environment
+        answers_of = ServerAnswers(model, environment, eval_set.grading, eval_set.open_image)
+        evaluator = make_evaluator(config, environment, answers_of)
         return await _ask_model(target.name, evaluator, source_of(eval_set, EmptyPrompts()), eval_set, say)
 
 
 async def _ask_model(
-    name: str, evaluator: AnswersRows, source: PromptSource, eval_set: EvalSet, say: Say
+    name: str, evaluator: Evaluator, source: PromptSource, eval_set: EvalSet, say: Say
 ) -> TargetAnswers:
     config = eval_set.config
     say(f"{eval_set.size} rows, greedy")
@@ -362,7 +356,7 @@ async def _ask_model(
 
 
 async def _controls(
-    evaluator: AnswersRows, source: PromptSource, eval_set: EvalSet, say: Say, unscored: list[str]
+    evaluator: Evaluator, source: PromptSource, eval_set: EvalSet, say: Say, unscored: list[str]
 ) -> tuple[dict[str, AnsweredRow], dict[str, AnsweredRow]]:
     """Greedy answers with shuffled images and with blank ones (image ablation); empty if no row has an image."""
     tasks = pictured_tasks(source, eval_set.size, say)

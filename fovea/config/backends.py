@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # settings are read without importing what they make
     from fovea.rollout.base import Engine
     from fovea.train.update import PolicyAccess, TrainedPolicy
     from fovea.weights.base import PushedEngine
-    from fovea.weights.sinks import NetworkEngine
+    from fovea.weights.push import NetworkEngine
 
 CPU_KV_CACHE_GIB, CPU_KV_CACHE_TOKENS = 1.0, 32_768
 """Default KV caches of vLLM (GiB) and SGLang (tokens) on a CPU: the trainer needs the machine's memory too."""
@@ -154,7 +154,7 @@ class EmbeddedSettings(EngineSettings):
             access.network,
             tape=access.tape,
             pushed=access.pushed,
-            can_give_way=access.can_give_way,
+            can_free_memory=access.can_free_memory,
         )
 
     def complaints(self, use: EngineUse) -> Iterator[str]:

@@ -21,6 +21,7 @@ from fovea_gym.settings.base import (
     NAME,
     Section,
     Tree,
+    file_meant,
     is_union,
     names_of,
     sections_of,
@@ -72,7 +73,9 @@ def _union_at(key: str) -> FieldInfo | None:
 def unknown_name(key: str, field: FieldInfo, name: object) -> str:
     """Error text for a name that chooses no section of the union at `key`."""
     allowed = one_of(names_of(field)) or "names that installed packages register (there are none)"
-    return f"{key}.{NAME}: {show(name)} does not fit; allowed: {allowed}"
+    meant = file_meant(str(name)) if "own" in names_of(field) else None
+    fix = f"; for your class in that file write {meant}" if meant else ""
+    return f"{key}.{NAME}: {show(name)} does not fit; allowed: {allowed}{fix}"
 
 
 def hint_elsewhere(key: str, *ways: Literal["key", "section", "first name", "last name"]) -> str | None:

@@ -57,6 +57,8 @@ from fovea_gym.settings.type_text import hint, show
 from fovea_gym.utils.shown_text import tree_without_secrets
 
 _PARTS = "environment.parts"
+_RESUME = {True: "auto", False: "never"}
+"""Values of `resume` for a boolean in another system."""
 _SPELLED = {"true": "on and yes", "false": "off and no", "null": "~ and an empty key"}
 """Other spellings that YAML reads as true, false and null."""
 
@@ -252,7 +254,9 @@ class _Layers:
         for below in (f"{key}.{name}" for name in leaves(value)) if isinstance(value, dict) else ():
             if elsewhere := hint_elsewhere(below, "key", "last name"):
                 return f"{where}{elsewhere}"
-        return f"{where}{key}: {show(value)} does not fit; allowed: {allowed}{hint(key, value, allowed)}"
+        is_resume = key == "resume" and isinstance(value, bool)
+        fix = f"; {show(value)} is resume={_RESUME[value]} here" if is_resume else hint(key, value, allowed)
+        return f"{where}{key}: {show(value)} does not fit; allowed: {allowed}{fix}"
 
     def _dropped_below(self, section: str) -> str:
         """Error text with the settings of a section that were dropped when a later layer chose another member."""

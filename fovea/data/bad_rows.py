@@ -18,7 +18,15 @@ from fovea_gym.rows.tasks import RowPlace
 from fovea_gym.utils.bounded import append_to, read_lines
 from fovea_gym.utils.files import write_atomically
 
+SKIP = "set data.on_bad_row=skip"
 BAD_ROWS_FILE = "bad_rows.jsonl"
+
+
+def with_skip(error: DataError) -> DataError:
+    """The error that ends a run at a bad row, with the setting that skips such rows; other errors as they are."""
+    if not isinstance(error, BadRowError):
+        return error
+    return BadRowError(error.problem, error.reason, f"{error.fix}, or {SKIP}" if error.fix else SKIP)
 
 
 class BadRows:

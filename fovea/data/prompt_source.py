@@ -12,7 +12,7 @@ from typing import Literal, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
-from fovea.data.bad_rows import BadRows
+from fovea.data.bad_rows import BadRows, with_skip
 from fovea.data.order import RowOrder
 from fovea.types import Prompt
 from fovea_gym.environments.base import Environment
@@ -157,7 +157,7 @@ class PromptSource:
             return make()
         except DataError as error:
             if self._on_bad_row == "error":
-                raise
+                raise with_skip(error) from error
             self.bad_rows[index] = str(error)
             # the error of a row that is in no file begins with the row's name
             self._listed.add(place or RowPlace(str(error), str(error).partition(":")[0]), error)
@@ -167,9 +167,9 @@ class PromptSource:
         """As `read`, for rows that the data order may never come to: a bad row is not listed."""
         try:
             return make()
-        except DataError:
+        except DataError as error:
             if self._on_bad_row == "error":
-                raise
+                raise with_skip(error) from error
             return None
 
     def with_tasks(self, tasks: Sequence[Task], seen_reply: SeenReply) -> PromptSource:
@@ -244,7 +244,7 @@ class PromptSource:
             fix = "lower rollout.max_new_tokens or model.max_pixels"
         else:
             return
-        raise BadRowError(f"{where}: {length}, and {limit}; {fix}, or set data.on_bad_row=skip", "prompt_too_long")
+        raise BadRowError(f"{where}: {length}, and {limit}", "prompt_too_long", fix)
 
     def _where(self, index: int) -> str | None:
         place = place_of(self.tasks, index)

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from fovea.data.prompt_source import PromptSource
-from fovea.evaluation.evaluator import AnsweredRow, answered_rows
+from fovea.evaluation.evaluator import answered_rows
+from fovea.evaluation.records import AnsweredRow
 from fovea.types import Episode
 from fovea_gym.environments.base import Environment
 from fovea_gym.errors import DataError, UnscoredError

@@ -13,9 +13,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from fovea.data.prompt_source import PromptSource
+from fovea.data.prompt_source import PromptedTask, PromptSource
 from fovea.errors import EngineError
-from fovea.evaluation.evaluator import AnsweredRow, answered_rows
+from fovea.evaluation.evaluator import Answered, Seed
 from fovea.models.render import with_results_of_user, with_tool_list, without_special_tokens
 from fovea.rollout.collect import request_seed
 from fovea.rollout.conversation import Conversations, scored
@@ -104,77 +104,49 @@ class ChatModel:
         return replies
 
 
-class ServerEvaluator:
-    """Has a server answer all prompts of a source, by greedy decoding unless sampling is given."""
+class ServerAnswers:
+    """The answers of a model behind a server."""
 
-    def __init__(
-        self,
-        model: ChatModel,
-        environment: Environment,
-        grading: Grading,
-        open_image: OpenImage,
-        *,
-        greedy: Sampling,
-        batch_size: int,
-        image_type_key: str | None = None,
-    ) -> None:
+    def __init__(self, model: ChatModel, environment: Environment, grading: Grading, open_image: OpenImage) -> None:
         self._model = model
         self._environment = environment
         self._grading = grading
         self._open_image = open_image
-        self._greedy = greedy
-        self._batch_size = batch_size
-        self._image_type_key = image_type_key
 
-    async def answers(
-        self,
-        source: PromptSource,
-        size: int | None = None,
-        *,
-        sampling: Sampling | None = None,
-        n: int = 1,
-        seed: int = 0,
-        unscored: list[str] | None = None,
-    ) -> list[AnsweredRow]:
-        """As `Evaluator.answers`; a row that the server refuses is a bad row of the source."""
-        found: list[AnsweredRow] = []
-        size = min(size or len(source), len(source))
-        # pictures are encoded one chunk at a time, so that those of a whole split are never in memory
-        for start in range(0, size, self._batch_size):
-            indices = range(start, min(start + self._batch_size, size))
-            rows = {index: row.task for index in indices if (row := source.get(index)) is not None}
-            places = [(index, number) for index in rows for number in range(n)]
-            talks = Conversations.of(self._environment, places, seen_reply=source.seen_reply)
-            answered = await gather_or_cancel(
-                self._episodes(task, index, sampling or self._greedy, n, request_seed(seed, index), talks)
-                for index, task in rows.items()
-            )
-            found += answered_rows(source, rows, answered, unscored=unscored, image_type_key=self._image_type_key)
-        return found
+    async def episodes(
+        self, source: PromptSource, rows: Mapping[int, PromptedTask], sampling: Sampling, *, n: int, seed: Seed
+    ) -> Sequence[Answered]:
+        """Ask for `n` answers to each row and score them; a row that the server refuses is a bad row of the source."""
+        places = [(index, number) for index in rows for number in range(n)]
+        talks = Conversations.of(self._environment, places, seen_reply=source.seen_reply)
 
-    async def _episodes(
+        async def of_row(index: int, task: Task) -> Answered:
+            try:
+                return await self._of_row(task, index, sampling, n, request_seed(seed[0], index), talks)
+            except BadRowError as error:
+                return BadRowError(f"{task.id}: {error.problem}", error.reason, error.fix)
+            except UnscoredError as error:
+                return error
+
+        return await gather_or_cancel(of_row(index, row.task) for index, row in rows.items())
+
+    async def _of_row(
         self, task: Task, index: int, sampling: Sampling, n: int, seed: int, talks: Conversations
-    ) -> list[Episode] | BadRowError | UnscoredError:
-        """The n scored episodes of a task, or why there are none."""
-        try:
-            asked = tuple(self._environment.prompt(task))
-            tools = self._environment.tools(task)
-            listed = with_tool_list(asked, [tool.spec for tool in tools]) if tools else asked
-            chat = await as_chat_in_thread(listed, self._open_image)
-            replies = await self._model.answer(chat, sampling, n=n, seed=seed)
+    ) -> list[Episode]:
+        asked = tuple(self._environment.prompt(task))
+        tools = self._environment.tools(task)
+        listed = with_tool_list(asked, [tool.spec for tool in tools]) if tools else asked
+        chat = await as_chat_in_thread(listed, self._open_image)
+        replies = await self._model.answer(chat, sampling, n=n, seed=seed)
 
-            async def episode(number: int, reply: Reply) -> Episode:
-                own_seed = request_seed(seed, number)
-                speaker = ServerSpeaker(self._model, self._open_image, chat, sampling, own_seed)
-                first = Turn(messages=asked, text=reply.text, finish=reply.finish)
-                conversation = await talks.go_on(task, own_seed, first, speaker, (index, number))
-                return await scored(self._grading, task, conversation)
+        async def episode(number: int, reply: Reply) -> Episode:
+            own_seed = request_seed(seed, number)
+            speaker = ServerSpeaker(self._model, self._open_image, chat, sampling, own_seed)
+            first = Turn(messages=asked, text=reply.text, finish=reply.finish)
+            conversation = await talks.go_on(task, own_seed, first, speaker, (index, number))
+            return await scored(self._grading, task, conversation)
 
-            return await gather_or_cancel(episode(*each) for each in enumerate(replies))
-        except BadRowError as error:
-            return BadRowError(f"{task.id}: {error}", error.reason)
-        except UnscoredError as error:
-            return error
+        return await gather_or_cancel(episode(*each) for each in enumerate(replies))
 
 
 class ServerSpeaker:

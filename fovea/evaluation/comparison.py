@@ -7,27 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from fovea.evaluation.answer import SampledAnswer
-from fovea.evaluation.evaluator import AnsweredRow
+from fovea.evaluation.records import AnsweredRow, RecordedEpisode, TaskRow
 from fovea.evaluation.statistics import Difference, best_of, budgets, majority, paired_difference, parts_of
 from fovea_gym.benchmarks.estimates import Estimate, estimate, mean_estimate
 
 if TYPE_CHECKING:  # it imports torch, which pages and summaries do without
     from fovea.models.processor import BannedTokens
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvalRow:
-    """One row of the evaluation set: the facts that are the same for every target."""
-
-    id: str
-    index: int
-    """Position in its split."""
-    kind: str
-    question: str
-    truth: str
-    image_type: str | None = None
-    """The row's value of `evaluate.image_type_key`; None where that is not set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +40,7 @@ class TargetAnswers:
     banned: BannedTokens | None = None
     """Tokens that the model could not draw; None for baselines."""
 
-    def accuracy(self, row: EvalRow) -> float:
+    def accuracy(self, row: TaskRow) -> float:
         return self.greedy[row.id].answers[0].accuracy
 
 
@@ -63,7 +48,7 @@ class TargetAnswers:
 class EvalResults:
     """Answers of all targets, and the rows that every target answered."""
 
-    rows: tuple[EvalRow, ...]
+    rows: tuple[TaskRow, ...]
     targets: tuple[TargetAnswers, ...]
 
 
@@ -125,11 +110,11 @@ def target_metrics(results: EvalResults) -> list[TargetMetrics]:
     return [_target_metrics(target, None if target is first else first, results.rows) for target in results.targets]
 
 
-def _target_metrics(target: TargetAnswers, first: TargetAnswers | None, rows: Sequence[EvalRow]) -> TargetMetrics:
-    def accuracies(of: Sequence[EvalRow]) -> Estimate:
+def _target_metrics(target: TargetAnswers, first: TargetAnswers | None, rows: Sequence[TaskRow]) -> TargetMetrics:
+    def accuracies(of: Sequence[TaskRow]) -> Estimate:
         return estimate([target.accuracy(row) for row in of])
 
-    def difference(of: Sequence[EvalRow]) -> Difference:
+    def difference(of: Sequence[TaskRow]) -> Difference:
         assert first is not None, "the first target is the reference of all differences"
         return paired_difference([first.accuracy(row) for row in of], [target.accuracy(row) for row in of])
 
@@ -154,9 +139,9 @@ def _target_metrics(target: TargetAnswers, first: TargetAnswers | None, rows: Se
     )
 
 
-def grouped(rows: Sequence[EvalRow], key: Callable[[EvalRow], str | None]) -> dict[str, list[EvalRow]]:
+def grouped(rows: Sequence[TaskRow], key: Callable[[TaskRow], str | None]) -> dict[str, list[TaskRow]]:
     """Rows grouped by `key`, groups in sorted order; rows whose key is None are left out."""
-    groups: dict[str, list[EvalRow]] = defaultdict(list)
+    groups: dict[str, list[TaskRow]] = defaultdict(list)
     for row in rows:
         name = key(row)
         if name is not None:
@@ -164,13 +149,13 @@ def grouped(rows: Sequence[EvalRow], key: Callable[[EvalRow], str | None]) -> di
     return {name: groups[name] for name in sorted(groups)}
 
 
-def _pass_at(sampled: Sequence[Sequence[SampledAnswer]]) -> dict[int, Estimate]:
+def _pass_at(sampled: Sequence[Sequence[RecordedEpisode]]) -> dict[int, Estimate]:
     scores = [[answer.accuracy for answer in answers] for answers in sampled]
     ks = budgets(min(map(len, scores), default=0))
     return {k: estimate([best_of(k, of_row) for of_row in scores]) for k in ks}
 
 
-def _picture_dependence(target: TargetAnswers, rows: Sequence[EvalRow]) -> PictureDependence | None:
+def _picture_dependence(target: TargetAnswers, rows: Sequence[TaskRow]) -> PictureDependence | None:
     def mean(of_rows: Mapping[str, float]) -> Estimate:
         return mean_estimate([of_rows[row.id] for row in rows if row.id in of_rows])
 
@@ -179,7 +164,7 @@ def _picture_dependence(target: TargetAnswers, rows: Sequence[EvalRow]) -> Pictu
     return PictureDependence(shuffled=mean(target.shuffled_dependence), blank=mean(target.blank_dependence))
 
 
-def _image_ablation(target: TargetAnswers, rows: Sequence[EvalRow]) -> ImageAblation:
+def _image_ablation(target: TargetAnswers, rows: Sequence[TaskRow]) -> ImageAblation:
     def control(answered: Mapping[str, AnsweredRow]) -> tuple[Estimate, Difference]:
         paired = [row for row in rows if row.id in answered]
         changed = [answered[row.id].answers[0].accuracy for row in paired]

@@ -15,7 +15,7 @@ import numpy as np
 
 from fovea.data.prompt_source import PromptSource
 from fovea.evaluation.answer_logprobs import Answered
-from fovea.evaluation.evaluator import AnsweredRow
+from fovea.evaluation.records import AnsweredRow
 
 Scores: TypeAlias = Callable[[Iterable[Answered]], Iterator[float]]
 """Log-probs of answers after prompts."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from functools import partial
-from typing import NoReturn, Protocol
+from typing import NoReturn, Protocol, TypeAlias
 
-from fovea.data.prompt_source import PromptSource
-from fovea.evaluation.answer import SampledAnswer, sampled_answer
+from fovea.data.prompt_source import PromptedTask, PromptSource
+from fovea.evaluation.records import AnsweredRow, TaskRow, recorded_episode
 from fovea.evaluation.statistics import parts_of
 from fovea.rollout.base import Engine, HoldsImages
 from fovea.rollout.collect import Interaction, collect
@@ -18,24 +18,10 @@ from fovea_gym.errors import BadRowError, ConfigError, ScoreError, UnscoredError
 from fovea_gym.graders.grading import Grading
 from fovea_gym.types import Task
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnsweredRow:
-    """The scored answers to one row of a source."""
-
-    id: str
-    """Task id."""
-    index: int
-    """Position in the source."""
-    kind: str
-    question: str = ""
-    truth: str = ""
-    """The gold answer."""
-    image_type: str | None = None
-    """The row's value of `evaluate.image_type_key`; None where that is not set."""
-    answers: tuple[SampledAnswer, ...]
-    token_ids: tuple[int, ...] = ()
-    """Of the first turn of the first answer; empty of a server or a baseline."""
+Answered: TypeAlias = Sequence[Episode] | BadRowError | UnscoredError
+"""The scored episodes of a row, or why there are none."""
+Seed: TypeAlias = tuple[int, int]
+"""Seed of an evaluation, and the index of a chunk's first row."""
 
 
 def image_type_of(task: Task, key: str | None) -> str | None:
@@ -48,16 +34,23 @@ def image_type_of(task: Task, key: str | None) -> str | None:
     return None if key is None else str(task.row[key])
 
 
-def answered_row(task: Task, index: int, episodes: Sequence[Episode], image_type_key: str | None) -> AnsweredRow:
-    """A row of a source with its finished episodes."""
-    return AnsweredRow(
+def task_row(task: Task, index: int, image_type_key: str | None) -> TaskRow:
+    """A row of a source without answers."""
+    return TaskRow(
         id=task.id,
         index=index,
         kind=task.kind,
         question=task.question,
         truth=task.answer,
         image_type=image_type_of(task, image_type_key),
-        answers=tuple(map(sampled_answer, episodes)),
+    )
+
+
+def answered_row(task: Task, index: int, episodes: Sequence[Episode], image_type_key: str | None) -> AnsweredRow:
+    """A row of a source with its finished episodes."""
+    return AnsweredRow(
+        **asdict(task_row(task, index, image_type_key)),
+        answers=tuple(map(recorded_episode, episodes)),
         token_ids=next((tuple(turn.completion.token_ids_T.tolist()) for turn in episodes[0].tokens[:1]), ()),
     )
 
@@ -65,7 +58,7 @@ def answered_row(task: Task, index: int, episodes: Sequence[Episode], image_type
 def answered_rows(
     source: PromptSource,
     tasks: Mapping[int, Task],
-    answered: Sequence[Sequence[Episode] | BadRowError | UnscoredError],
+    answered: Sequence[Answered],
     *,
     unscored: list[str] | None,
     image_type_key: str | None = None,
@@ -89,43 +82,30 @@ def _raise(error: BadRowError) -> NoReturn:
     raise error
 
 
-class AnswersRows(Protocol):
-    """A model that answers the rows of a source, wherever it runs."""
+class Answers(Protocol):
+    """A model that answers rows: by an engine of this process (`EngineAnswers`), or behind a server."""
 
-    async def answers(
-        self,
-        source: PromptSource,
-        size: int | None = None,
-        *,
-        sampling: Sampling | None = None,
-        n: int = 1,
-        seed: int = 0,
-        unscored: list[str] | None = None,
-    ) -> list[AnsweredRow]:
-        """`n` scored answers to each of the first `size` rows (`Evaluator.answers`)."""
+    async def episodes(
+        self, source: PromptSource, rows: Mapping[int, PromptedTask], sampling: Sampling, *, n: int, seed: Seed
+    ) -> Sequence[Answered]:
+        """For each row of a chunk, by its index in the source, `n` scored episodes, or why there are none."""
         ...
 
 
 class Evaluator:
-    """Generates and scores answers to all prompts of a source, by greedy decoding unless sampling is given."""
+    """Has a model answer all prompts of a source, by greedy decoding unless sampling is given, and scores it."""
 
-    def __init__(  # noqa: PLR0913 (each says one thing about the evaluation)
+    def __init__(
         self,
-        engine: Engine,
-        environment: Environment,
-        grading: Grading,
+        model: Answers,
         *,
         greedy: Sampling,
         batch_size: int,
-        max_episode_tokens: int | None = None,
         image_type_key: str | None = None,
         on_unscored: Callable[[str], None] = lambda _: None,
     ) -> None:
         """`on_unscored` gets the reason why `evaluate` left a row out of its averages."""
-        self._max_episode_tokens = max_episode_tokens
-        self._engine = engine
-        self._environment = environment
-        self._grading = grading
+        self._model = model
         self._greedy = greedy
         self._batch_size = batch_size
         self._image_type_key = image_type_key
@@ -171,35 +151,55 @@ class Evaluator:
         """
         found: list[AnsweredRow] = []
         size = min(size or len(source), len(source))
-        # prompts are rendered one chunk at a time, so that the processed images of a whole split are never in memory
+        # one chunk at a time, so that the processed or encoded images of a whole split are never in memory
         for start in range(0, size, self._batch_size):
-            rows = {index: source.get(index) for index in range(start, min(start + self._batch_size, size))}
-            usable = {index: row for index, row in rows.items() if row is not None}
-            groups = await collect(
-                self._engine,
-                Interaction(
-                    environment=self._environment,
-                    grading=self._grading,
-                    renderer=source.renderer,
-                    max_tokens=self._max_episode_tokens,
-                    seen_reply=source.seen_reply,
-                ),
-                list(usable.values()),
-                sampling=sampling or self._greedy,
-                n=n,
-                seed=(seed, start),
-                unscored=unscored,
-            )
-            # by the object: two rows of a user's environment may have one id
-            index_of = {id(row.task): index for index, row in usable.items()}
-            for group in groups:
-                task = group.episodes[0].task
-                found.append(answered_row(task, index_of[id(task)], group.episodes, self._image_type_key))
-            # no push ends an evaluation's chunk: images of a whole split would pile up
-            engine: object = self._engine
-            if isinstance(engine, HoldsImages):
-                engine.forget_images()
+            indices = range(start, min(start + self._batch_size, size))
+            rows = {index: row for index in indices if (row := source.get(index)) is not None}
+            answered = await self._model.episodes(source, rows, sampling or self._greedy, n=n, seed=(seed, start))
+            tasks = {index: row.task for index, row in rows.items()}
+            found += answered_rows(source, tasks, answered, unscored=unscored, image_type_key=self._image_type_key)
         return found
+
+
+class EngineAnswers:
+    """The answers of an engine."""
+
+    def __init__(
+        self, engine: Engine, environment: Environment, grading: Grading, max_episode_tokens: int | None = None
+    ) -> None:
+        self._engine = engine
+        self._environment = environment
+        self._grading = grading
+        self._max_episode_tokens = max_episode_tokens
+
+    async def episodes(
+        self, source: PromptSource, rows: Mapping[int, PromptedTask], sampling: Sampling, *, n: int, seed: Seed
+    ) -> Sequence[Answered]:
+        """Generate and score `n` episodes of each row."""
+        unscored = list[str]()
+        groups = await collect(
+            self._engine,
+            Interaction(
+                environment=self._environment,
+                grading=self._grading,
+                renderer=source.renderer,
+                max_tokens=self._max_episode_tokens,
+                seen_reply=source.seen_reply,
+            ),
+            list(rows.values()),
+            sampling=sampling,
+            n=n,
+            seed=seed,
+            unscored=unscored,
+        )
+        # no push ends an evaluation's chunk: images of a whole split would pile up
+        engine: object = self._engine
+        if isinstance(engine, HoldsImages):
+            engine.forget_images()
+        # by the object: two rows of a user's environment may have one id
+        of_task = {id(group.episodes[0].task): group.episodes for group in groups}
+        reasons = map(UnscoredError, unscored)
+        return [of_task[id(row.task)] if id(row.task) in of_task else next(reasons) for row in rows.values()]
 
 
 def _accuracies_by(

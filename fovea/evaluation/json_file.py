@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from fovea.evaluation.answer import SaidMessage, SampledAnswer, turns_to_json
-from fovea.evaluation.comparison import EvalResults, EvalRow, TargetAnswers, TargetMetrics
-from fovea.evaluation.evaluator import AnsweredRow
-from fovea_gym.errors import DataError
+from pydantic import TypeAdapter
+
+from fovea.evaluation.comparison import EvalResults, TargetAnswers, TargetMetrics
+from fovea.evaluation.records import ANSWERED_ROW, AnsweredRow, RecordedEpisode, TaskRow
 from fovea_gym.utils.bounded import read_lines
-from fovea_gym.utils.files import from_json_number, json_number, write_atomically
+from fovea_gym.utils.files import json_number, write_atomically
+from fovea_gym.utils.stored import as_json, from_json, to_json
+
+EPISODE = TypeAdapter(RecordedEpisode)
 
 
 def write_json(
@@ -47,30 +50,19 @@ def write_tree(path: Path, content: Mapping[str, Any]) -> None:
     write_atomically(path, (json.dumps(finite_json(content), indent=1, allow_nan=False) + "\n").encode("ascii"))
 
 
-def _row(row: EvalRow, targets: Sequence[TargetAnswers]) -> dict[str, Any]:
+def _row(row: TaskRow, targets: Sequence[TargetAnswers]) -> dict[str, Any]:
     return asdict(row) | {"answers": {target.name: _answers(target, row.id) for target in targets}}
 
 
 def _answers(target: TargetAnswers, row_id: str) -> dict[str, Any]:
-    answers: dict[str, Any] = {"greedy": _answer(target.greedy[row_id].answers[0])}
+    """The greedy answer of a target, the sampled ones, and those with other images."""
+    answers: dict[str, Any] = {"greedy": as_json(EPISODE, target.greedy[row_id].answers[0])}
     if row_id in target.samples:
-        answers["samples"] = list(map(_answer, target.samples[row_id].answers))
+        answers["samples"] = [as_json(EPISODE, answer) for answer in target.samples[row_id].answers]
     for name, answered in (("shuffled_images", target.shuffled), ("blank_images", target.blank)):
         if row_id in answered:
-            answers[name] = _answer(answered[row_id].answers[0])
+            answers[name] = as_json(EPISODE, answered[row_id].answers[0])
     return answers
-
-
-def _answer(answer: SampledAnswer) -> dict[str, Any]:
-    return {
-        "prediction": answer.text,
-        "accuracy": answer.accuracy,
-        "reward": answer.reward,
-        "parts": dict(answer.parts),
-        "image_parts": list(map(dict, answer.image_parts)),
-        "finish": answer.finish,
-        **turns_to_json(answer),
-    }
 
 
 def _skipped(target: TargetAnswers) -> list[dict[str, Any]]:
@@ -95,40 +87,8 @@ _FIRST = ("test-final", "test-after-warmup", "test-before")
 
 def write_answers(run_dir: Path, name: str, rows: Sequence[AnsweredRow]) -> None:
     """Write the greedy answers of one evaluation, such as `dev-step-000050`, over those of an earlier attempt."""
-    lines = (json.dumps(_to_json(row), allow_nan=False) + "\n" for row in rows)
+    lines = (to_json(ANSWERED_ROW, replace(row, answers=row.answers[:1])) + "\n" for row in rows)
     write_atomically(run_dir / ANSWERS_FOLDER / f"{name}.jsonl", "".join(lines).encode("ascii"))
-
-
-def _to_json(row: AnsweredRow) -> dict[str, object]:
-    answer = row.answers[0]
-    return {
-        "id": row.id,
-        "index": row.index,
-        "kind": row.kind,
-        "image_type": row.image_type,
-        "question": row.question,
-        "truth": row.truth,
-        "answer": answer.text,
-        "reward": json_number(answer.reward),
-        "accuracy": json_number(answer.accuracy),
-        "parts": {name: json_number(value) for name, value in answer.parts.items()},
-        "finish": answer.finish,
-        **turns_to_json(answer),
-    }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldOutAnswer:
-    """A line of a file of answers."""
-
-    id: str
-    index: int
-    """Position in its split."""
-    kind: str
-    image_type: str | None
-    question: str
-    truth: str
-    answer: SampledAnswer
 
 
 def answer_files(run_dir: Path) -> list[str]:
@@ -138,43 +98,8 @@ def answer_files(run_dir: Path) -> list[str]:
     return [*(name for name in _FIRST if name in names), *of_dev]
 
 
-def read_answers(run_dir: Path, name: str, max_rows: int) -> list[HeldOutAnswer]:
+def read_answers(run_dir: Path, name: str, max_rows: int) -> list[AnsweredRow]:
     """The first `max_rows` answers of an evaluation; FileNotFoundError without a file, DataError for other content."""
     path = run_dir / ANSWERS_FOLDER / f"{name}.jsonl"
-    try:
-        return [_from_json(json.loads(line)) for line in islice(read_lines(path, within=run_dir), max_rows)]
-    except DataError:
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
-        raise DataError(f"{path} holds no answers ({error!r}); delete that file") from error
-
-
-def _said(row: dict[str, Any]) -> SaidMessage:
-    tool, failed = str(row.get("name", "")), bool(row.get("failed", False))
-    return SaidMessage(role=str(row["role"]), text=str(row["content"]), tool=tool, failed=failed)
-
-
-def _from_json(row: dict[str, Any]) -> HeldOutAnswer:
-    answer = SampledAnswer(
-        text=str(row["answer"]),
-        reward=_number(row["reward"]),
-        accuracy=_number(row["accuracy"]),
-        parts={str(name): _number(value) for name, value in row["parts"].items()},
-        finish="length" if row["finish"] == "length" else "stop",
-        turns=tuple(map(_said, row.get("turns", ()))),
-    )
-    return HeldOutAnswer(
-        id=str(row["id"]),
-        index=int(row["index"]),
-        kind=str(row["kind"]),
-        image_type=None if row["image_type"] is None else str(row["image_type"]),
-        question=str(row["question"]),
-        truth=str(row["truth"]),
-        answer=answer,
-    )
-
-
-def _number(value: object) -> float:
-    if isinstance(value, int | float | None):
-        return from_json_number(value)
-    raise ValueError(f"{value!r} is not a number")
+    lines = islice(read_lines(path, within=run_dir), max_rows)
+    return [from_json(ANSWERED_ROW, line, f"{path} holds no answers") for line in lines]

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from fovea.evaluation.answer import SampledAnswer
+from fovea.evaluation.records import RecordedEpisode
 from fovea.types import Evaluation, Metrics
 from fovea_gym.benchmarks.estimates import Estimate, estimate, mean_estimate, wilson_interval
 from fovea_gym.graders.math_answer import last_boxed, same_answer
@@ -93,7 +93,7 @@ def budgets(n: int) -> list[int]:
     return sorted({2**power for power in range(n.bit_length())} | {n}) if n else []
 
 
-def majority(answers: Sequence[SampledAnswer]) -> SampledAnswer:
+def majority(answers: Sequence[RecordedEpisode]) -> RecordedEpisode:
     """The most frequent answer by majority vote; equal ones count together, and ties go to the answer drawn first."""
     # sampling order is random, so that this tie-break favours no answer; Counter keeps the order of first occurrence
     spelled = Counter(vote(answer.text) for answer in answers)
@@ -172,6 +172,8 @@ class Figures:
     """None where no reward was kept."""
     parts: Mapping[str, Estimate]
     """Each named part of the reward, over the rows that have it."""
+    rows_unscored: int = 0
+    """Rows left out because their grader gave no score."""
 
 
 def figures_of(evaluation: Evaluation) -> Figures:
@@ -182,10 +184,11 @@ def figures_of(evaluation: Evaluation) -> Figures:
         by_image_type=_each(evaluation.by_image_type),
         reward=mean_estimate(evaluation.rewards) if evaluation.rewards else None,
         parts={name: mean_estimate(values) for name, values in evaluation.parts.items()},
+        rows_unscored=evaluation.num_unscored,
     )
 
 
-def parts_of(answers: Iterable[SampledAnswer]) -> dict[str, tuple[float, ...]]:
+def parts_of(answers: Iterable[RecordedEpisode]) -> dict[str, tuple[float, ...]]:
     """Values of each named part of the reward, names in order, over the answers that have it."""
     values = defaultdict[str, list[float]](list)
     for answer in answers:

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import yaml
 from numpy.typing import NDArray
+from pydantic import ConfigDict, TypeAdapter
 
 from fovea.types import Metrics
 
@@ -30,6 +31,7 @@ BASELINE_STEPS = 2
 class Condition:
     """Bounds on a statistic of the newest values of a metric."""
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
     metric: str
     of: Literal["mean", "spread", "growth", "of_best", "best"] = "mean"
     """The statistic: mean; largest minus smallest (spread); mean relative to that of the run's first values (growth);
@@ -63,6 +65,7 @@ class Condition:
 class Rule:
     """A cause, the conditions that reveal it, and what to do about it."""
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
     cause: str
     conditions: tuple[Condition, ...]
     """The metric of the first condition is shown as evidence."""
@@ -89,12 +92,8 @@ class Finding:
 
 
 def _read(file: Path) -> tuple[Rule, ...]:
-    """Read the rules in a file; TypeError for a rule with an unknown or missing field."""
-    return tuple(_rule(**fields) for fields in yaml.safe_load(file.read_text(encoding="utf-8")))
-
-
-def _rule(conditions: Sequence[Mapping[str, Any]], settings: Sequence[str], **rest: Any) -> Rule:
-    return Rule(conditions=tuple(Condition(**each) for each in conditions), settings=tuple(settings), **rest)
+    """Read the rules in a file; ValidationError for a rule with an unknown or missing field."""
+    return TypeAdapter(tuple[Rule, ...]).validate_python(yaml.safe_load(file.read_text(encoding="utf-8")))
 
 
 RULES = _read(Path(__file__).with_suffix(".yaml"))

@@ -54,6 +54,8 @@ class Tape:
         self.graphs: list[ImageGraph] = []
         self._traces: dict[str, Trace] = {}
         """Traces of this rollout by completion id."""
+        self.is_current = False
+        """True while no weight has changed since `restart`: an update may reuse what is recorded."""
 
     @property
     def holds_linears(self) -> bool:
@@ -65,7 +67,8 @@ class Tape:
         return [TapeColumn(self, index, group) for group in LinearGroup]
 
     def restart(self) -> None:
-        """Discard all records; called when the weights change."""
+        """Discard all records, which are of older weights; called when the engine has the present ones."""
+        self.is_current = True
         self._reserved_bytes = self._used = 0
         self.graphs = []
         self._traces = {}

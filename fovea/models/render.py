@@ -81,6 +81,7 @@ class Renderer:
         self._open_image = open_image
         self._image_options = processor.family.image_options(processor.image_processor, min_pixels, max_pixels)
         self._image_mark = processor.family.image_mark(processor.image_processor)
+        self._max_positions = processor.max_positions
         self.most_tokens: int | None = processor.max_positions - max_new_tokens
         # chats of one form have the same special tokens: a data set has few forms, and each is rendered once more
         self._expected = lru_cache(maxsize=1024)(self._expected_marks)
@@ -183,10 +184,7 @@ class Renderer:
             whose, place = "its system prompt", "the system prompt"
         else:
             whose, place = "its text", "the row"
-        return BadRowError(
-            f"{where}: {whose} contains {mark}; remove that from {place}, or set data.on_bad_row=skip",
-            "prompt_special_token",
-        )
+        return BadRowError(f"{where}: {whose} contains {mark}", "prompt_special_token", f"remove that from {place}")
 
     def _written(
         self,
@@ -287,6 +285,16 @@ class Renderer:
             )
         return (*ids, int(self._tokenizer.eos_token_id))
 
+    def demonstration(self, prompt: Prompt, text: str, where: str) -> tuple[int, ...]:
+        """Token ids of an answer to imitate after this prompt; DataError if the model has no positions for it."""
+        ids = self.target(text, where)
+        if prompt.num_tokens + len(ids) > self._max_positions:
+            raise DataError(
+                f"{where}: its answer has {len(ids)} tokens after a prompt of {prompt.num_tokens}, and the model has "
+                f"positions for {self._max_positions}; shorten the answer, or set warmup=null"
+            )
+        return ids
+
     def token_text(self, index: int) -> str:
         """Text of one token; a special token is written out, such as <|im_end|>."""
         text = self._tokenizer.decode([index])
@@ -322,10 +330,8 @@ def _refusals_named(where: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise BadRowError(
-            f"{where}: the image processor refuses it ({error}); fix the row, or set data.on_bad_row=skip",
-            "image_shape",
-        ) from error
+        problem = f"{where}: the image processor refuses it ({error})"
+        raise BadRowError(problem, "image_shape", "fix the row") from error
 
 
 def images_of(messages: Sequence[Message]) -> list[ImageRef]:

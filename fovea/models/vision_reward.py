@@ -50,7 +50,7 @@ class VisionRewardScorer:
             self._processor = load_processor(model)
             network = _network(model)
         self._marks = special_marks(self._processor.tokenizer)
-        self._renderer = Renderer(self._processor, ImageOpener(max_mib=_ANY_SIZE, max_megapixels=_ANY_SIZE))
+        self._renderer = Renderer(self._processor, ImageOpener(max_image_mib=_ANY_SIZE, max_image_megapixels=_ANY_SIZE))
         self._network = network.eval().to(settings.device)
         self._weight, self._bias = (x.to(settings.device) for x in _head(Path(path)))
         self._lock = Lock()

@@ -11,13 +11,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Lock, Thread
+from threading import Lock
 from time import monotonic
 from types import MappingProxyType
 from typing import Any
 
 from fovea.errors import EngineError, LostEngineError
-from fovea.processes.calls import Call, PendingCalls
+from fovea.processes.calls import Call, RemoteCalls
 from fovea.processes.heartbeat import Silence
 from fovea.processes.serving import hang_up
 from fovea_gym.errors import first_line
@@ -67,7 +67,6 @@ class EngineProcess:
         self._folder = TemporaryDirectory(prefix="fovea-engine-", ignore_cleanup_errors=True)
         self._log = LogFile(self.folder / LOG_FILE)
         self._connection, theirs = multiprocessing.Pipe()
-        self._pending = PendingCalls()
         self._sending = Lock()
         self._is_closing = False
         self._is_started = False
@@ -76,8 +75,12 @@ class EngineProcess:
         """Time since a call was sent, an answer came, or this process went on after it was stopped, last."""
         with theirs:
             self._process = self._start(command, theirs.fileno(), environment)
-        self._reader = Thread(target=self._read, name=f"answers of {name}", daemon=True)
-        self._reader.start()
+        self._calls = RemoteCalls(
+            self._next_message,
+            self._pipe_ended,
+            unreadable=lambda error: EngineError(f"an answer of {name} cannot be read: {first_line(error)}"),
+        )
+        self._calls.reader.start()
         try:
             # by the key the engine's processes may fetch tensors in shared memory from this one
             self.run("start", arguments, bytes(multiprocessing.current_process().authkey))
@@ -108,17 +111,17 @@ class EngineProcess:
         """
         self._silence.heard(monotonic())
         with self._sending:
-            number, result = self._pending.add()
-            message = self._pending.packing.pack([(number, Call(method=method, arguments=arguments))])
+            number, result = self._calls.add()
+            message = self._calls.packing.pack([(number, Call(method=method, arguments=arguments))])
             # each request brings its images: an evaluation has no push after which all could be freed
-            self._pending.packing.forget()
+            self._calls.packing.forget()
             try:
                 self._connection.send_bytes(message)
                 return result
             except OSError:
                 pass
         # the reader has seen the same, or will
-        self._pending.fail(self._lost())
+        self._calls.fail(self._lost())
         return result
 
     def run(self, method: str, *arguments: Any) -> Any:
@@ -144,7 +147,7 @@ class EngineProcess:
         # what is left of the groups, also after a host that was killed
         self._process.close(groups)
         # it sees the end of the pipe, and reads the log for those who still wait
-        self._reader.join(CLOSE_SECONDS)
+        self._calls.reader.join(CLOSE_SECONDS)
         self._connection.close()
         self._folder.cleanup()
 
@@ -159,25 +162,14 @@ class EngineProcess:
             folder=self._folder.name,
         )
 
-    def _read(self) -> None:
-        while True:
-            try:
-                message = self._next_message()
-            except (EOFError, OSError):
-                # first: a call that comes later must not be sent to where nobody reads
-                with self._sending:
-                    self._connection.close()
-                # it may print its last words after it has hung up
-                with suppress(subprocess.TimeoutExpired):
-                    self._process.wait(EXIT_SECONDS)
-                self._pending.fail(self._lost())
-                return
-            self._silence.heard(monotonic())
-            try:
-                self._pending.take(message)
-            except Exception as error:
-                # its number is in what cannot be read
-                self._pending.fail(EngineError(f"an answer of {self._name} cannot be read: {first_line(error)}"))
+    def _pipe_ended(self, _: Exception) -> LostEngineError:
+        # close first, so that a later call fails at once
+        with self._sending:
+            self._connection.close()
+        # it may print its last words after it has hung up
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(EXIT_SECONDS)
+        return self._lost()
 
     def _next_message(self) -> bytes:
         """Wait for an answer; EOFError where none will come."""
@@ -187,13 +179,15 @@ class EngineProcess:
                 self._process.kill()
                 raise EOFError
             self._kill_if_hung()
-        return self._connection.recv_bytes()
+        message = self._connection.recv_bytes()
+        self._silence.heard(monotonic())
+        return message
 
     def _kill_if_hung(self) -> None:
         """End an engine that has something to do and has not answered for too long, whatever it waits for."""
         _, seconds = self._limit()
         # first: a call that begins after the silence was measured has not been waited for
-        is_busy = bool(self._pending)
+        is_busy = bool(self._calls)
         if self._silence.seconds(monotonic()) > seconds and is_busy:
             self._is_hung = True
             self._process.kill()
@@ -228,6 +222,6 @@ class EngineProcess:
 
     def _kept_log(self) -> str:
         """The words that name a copy of the log; "" where somebody has closed the engine, or waits for nothing."""
-        if self._is_closing or not self._pending:
+        if self._is_closing or not self._calls:
             return ""
         return f"; its log is {self._log.keep()}"

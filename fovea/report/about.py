@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from fovea.config.recipes import read_yaml
 from fovea_gym.errors import DataError
 from fovea_gym.settings.splits import RUN_DIR
 from fovea_gym.utils.bounded import read_file
 from fovea_gym.utils.files import write_atomically
+from fovea_gym.utils.stored import from_json, to_json
 
 CONFIG_FILE = "config.yaml"
 SUMMARY_FILE = "summary.json"
@@ -45,9 +47,12 @@ def read_config(run_dir: Path) -> str:
         raise DataError(f"{path} is not UTF-8 ({error}); restore the file") from error
 
 
+_VERSIONS = TypeAdapter(dict[str, str])
+
+
 def write_versions(run_dir: Path, versions: Mapping[str, str]) -> None:
     """Write the library versions that the run uses now, by name."""
-    write_atomically(run_dir / VERSIONS_FILE, (json.dumps(versions, indent=2) + "\n").encode())
+    write_atomically(run_dir / VERSIONS_FILE, (to_json(_VERSIONS, dict(versions), indent=2) + "\n").encode())
 
 
 def add_hint(run_dir: Path, text: str) -> None:
@@ -107,8 +112,5 @@ def _read_versions(run_dir: Path) -> Mapping[str, str] | None:
     path = run_dir / VERSIONS_FILE
     if not path.exists():
         return None
-    try:
-        versions = json.loads(read_file(path, within=run_dir))
-        return {str(name): str(version) for name, version in versions.items()}
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise DataError(f"{path} holds no versions ({error}); delete it, and the report leaves them out") from error
+    fix = "delete it, and the report leaves them out"
+    return from_json(_VERSIONS, read_file(path, within=run_dir), f"{path} holds no versions", fix)

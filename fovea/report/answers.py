@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fovea.evaluation.records import ANSWERED_ROW, AnsweredRow, RecordedEpisode, RecordedImage
 from fovea.metrics.names import definition_of
 from fovea.report.curves import Curve, Totals
-from fovea.report.record_json import mark_to_json, record_to_json
-from fovea.report.records import GroupSummary, RecordedAnswer, RecordedImage, SampleRecord
-from fovea.report.samples import IndexedStep
+from fovea.report.samples import GroupSummary, IndexedStep
 from fovea_gym.environments.grounding.grade import READ
 from fovea_gym.environments.grounding.reading import MARK, numbers_of
 from fovea_gym.types import Mark
 from fovea_gym.utils.files import json_number
+from fovea_gym.utils.stored import as_json
 
 MAX_MARKS = 200
 """Of one text: more cannot be told apart on an image."""
@@ -84,9 +85,9 @@ def entry_json(entry: IndexedStep) -> list[Any]:
     return [entry.step, list(map(_summary_json, entry.groups))]
 
 
-def step_json(step: int, records: Sequence[SampleRecord]) -> dict[str, Any]:
+def step_json(step: int, records: Sequence[AnsweredRow]) -> dict[str, Any]:
     """The groups of a step, each answer with the marks of its texts and of its reward."""
-    return {"step": step, "groups": list(map(_record_json, records))}
+    return {"step": step, "groups": [as_json(ANSWERED_ROW, _marked(record)) for record in records]}
 
 
 def _summary_json(summary: GroupSummary) -> list[Any]:
@@ -95,25 +96,26 @@ def _summary_json(summary: GroupSummary) -> list[Any]:
     return [summary.kind, summary.row, *figures, summary.num_truncated, len(summary.rewards)]
 
 
-def _record_json(record: SampleRecord) -> dict[str, Any]:
-    shown = record_to_json(record)
-    for answer, given in zip(shown["answers"], record.answers, strict=True):
+def _marked(record: AnsweredRow) -> AnsweredRow:
+    """The record with all marks that can be drawn."""
+
+    def marks(answer: RecordedEpisode) -> Iterator[Mark]:
+        yield from answer.marks
         # the environment may have marked the answer in its own frame of coordinates
-        is_marked = any(mark.label == READ for mark in given.marks)
-        found = (*given.marks, *(() if is_marked else _marks_of_texts(record, given)))
-        answer["marks"] = [mark_to_json(mark) for mark in found if all(map(math.isfinite, mark.xy))]
-    return shown
+        if not any(mark.label == READ for mark in answer.marks):
+            yield from _marks_of_texts(record, answer)
+
+    drawn = ((each, (mark for mark in marks(each) if all(map(math.isfinite, mark.xy)))) for each in record.answers)
+    return replace(record, answers=tuple(replace(each, marks=tuple(found)) for each, found in drawn))
 
 
-def _marks_of_texts(record: SampleRecord, answer: RecordedAnswer) -> list[Mark]:
+def _marks_of_texts(record: AnsweredRow, answer: RecordedEpisode) -> list[Mark]:
     """Marks of all turns; images count from 1 in the order in which the model read them, over all turns."""
     images: list[RecordedImage] = list(record.images)
     marks: list[Mark] = []
     for turn in answer.turns:
         images += turn.images
         marks += marks_in(turn.text, images[-1] if images else None, len(images))
-    if not answer.turns:
-        marks += marks_in(answer.score.text, images[-1] if images else None, len(images))
     return marks
 
 

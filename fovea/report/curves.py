@@ -5,6 +5,8 @@ Axes: `N` steps with a value, `B` points of a curve.
 
 from __future__ import annotations
 
+import math
+import os
 import re
 from array import array
 from collections.abc import Callable, Sequence
@@ -18,16 +20,7 @@ from numpy.typing import NDArray
 
 from fovea.metrics.jsonl import METRICS_FILE, parse_metrics
 from fovea.metrics.names import is_rounding
-from fovea.report.records import summary_of
-from fovea.report.samples import (
-    BAD_CONTENT,
-    INDEX_FILE,
-    IndexedStep,
-    index_line,
-    read_step,
-    sample_steps,
-    samples_folder,
-)
+from fovea.report.samples import INDEX_FILE, IndexedStep, index_line, indexed, read_step, sample_steps, samples_folder
 from fovea_gym.errors import DataError
 from fovea_gym.utils.bounded import lines_of, open_file
 
@@ -39,6 +32,8 @@ class Appended:
     lines: tuple[str, ...]
     begun_anew: bool
     """The file has other content or is shorter than before, as after a resume: what was read before counts no more."""
+    share_read: float = 1.0
+    """Share of the file's bytes that has been read, 1 where no complete line is left."""
 
 
 REMEMBERED_BYTES = 256
@@ -55,8 +50,8 @@ class Tail:
         self._offset = 0
         self._remembered = (b"", b"")
 
-    def read(self) -> Appended:
-        """New complete lines, without their newlines; none while there is no file."""
+    def read(self, max_bytes: float = math.inf) -> Appended:
+        """New complete lines, without their newlines, until they are so many bytes; none while there is no file."""
         try:
             file = open_file(self.path, within=self._within)
         except FileNotFoundError:
@@ -65,12 +60,16 @@ class Tail:
             # not by its inode, whose number a new file may get again
             begun_anew = self._bytes_around(file) != self._remembered and self._forget()
             file.seek(self._offset)
-            # a last line without newline is being written right now
-            complete = [line for line in lines_of(file, self.path) if line.endswith(b"\n")]
-            self._offset += sum(map(len, complete))
+            lines, until, share_read = list[str](), self._offset + max_bytes, 1.0
+            for line in lines_of(file, self.path):
+                if self._offset >= until:
+                    share_read = self._offset / os.fstat(file.fileno()).st_size
+                    break
+                if line.endswith(b"\n"):  # a last line without newline is being written right now
+                    lines.append(line[:-1].decode("utf-8", errors="replace"))
+                    self._offset += len(line)
             self._remembered = self._bytes_around(file)
-        lines = tuple(line[:-1].decode("utf-8", errors="replace") for line in complete)
-        return Appended(lines=lines, begun_anew=begun_anew)
+        return Appended(lines=tuple(lines), begun_anew=begun_anew, share_read=share_read)
 
     def _bytes_around(self, file: BinaryIO) -> tuple[bytes, bytes]:
         """The first bytes of what was read, and the last."""
@@ -87,6 +86,8 @@ class Tail:
         return had_read
 
 
+CHUNK_BYTES = 4 * 2**20
+"""Bytes of metrics.jsonl in memory at a time: a long run has hundreds of MiB."""
 MAX_POINTS = 400
 """Of a curve: about one per two pixels of a chart."""
 MAX_PARTS = 32
@@ -129,14 +130,29 @@ class Curves:
         self._tail = Tail(run_dir / METRICS_FILE, run_dir)
         self._columns: dict[str, _Column] = {}
         self.last_step, self.num_steps = 0, 0
+        self.share_read = 1.0
+        """Share of the file that has been read."""
+        self._damage: DataError | None = None
 
-    def refresh(self) -> None:
-        """Read what the run has appended; DataError for a line that holds no metrics."""
-        appended = self._tail.read()
+    def refresh(self, seconds: float = math.inf) -> None:
+        """Read what the run has appended, for about so many seconds; DataError for a line that holds no metrics."""
+        until = monotonic() + seconds
+        self._add(self._tail.read(CHUNK_BYTES))
+        while self.share_read < 1 and monotonic() < until:
+            self._add(self._tail.read(CHUNK_BYTES))
+
+    def _add(self, appended: Appended) -> None:
+        self.share_read = appended.share_read
         if appended.begun_anew:
-            self._columns, self.last_step, self.num_steps = {}, 0, 0
+            self._columns, self.last_step, self.num_steps, self._damage = {}, 0, 0, None
+        if self._damage is not None:
+            raise self._damage  # until the file is another one: curves with a hole would pass for the whole
         for line in appended.lines:
-            row = parse_metrics(line, where=f"{self._tail.path} line {self.num_steps + 1}")
+            try:
+                row = parse_metrics(line, where=f"{self._tail.path} line {self.num_steps + 1}")
+            except DataError as error:
+                self._damage = error
+                raise
             step = row.pop("step")
             self.last_step = int(step)
             self.num_steps += 1
@@ -235,7 +251,7 @@ class SampleIndex:
         for line in self._tail.read().lines:
             try:
                 self._add(index_line(line))
-            except BAD_CONTENT:
+            except DataError:
                 continue  # the records themselves are read below
         self._read_unlisted()
 
@@ -273,4 +289,4 @@ class SampleIndex:
             records = read_step(self._run_dir, step)
         except (DataError, FileNotFoundError):
             records = ()
-        return IndexedStep(step=step, groups=tuple(map(summary_of, records)))
+        return indexed(step, records)

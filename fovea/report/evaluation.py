@@ -11,18 +11,19 @@ from typing import Any
 from PIL.Image import Image
 
 from fovea.config.recipes import read_yaml
-from fovea.evaluation.comparison import EvalResults, EvalRow, TargetAnswers, TargetMetrics, grouped
+from fovea.evaluation.comparison import EvalResults, TargetAnswers, TargetMetrics, grouped
+from fovea.evaluation.records import AnsweredRow, TaskRow
 from fovea.report.about_run import settings_pairs
 from fovea.report.export import PageData, write_page
 from fovea.report.figures import RunSummary, target_summary
-from fovea.report.held_out import MAX_PICTURED, MAX_ROWS, row_json, shown, thumbnails
+from fovea.report.held_out import MAX_PICTURED, MAX_ROWS, row_json, thumbnails
 from fovea.report.images import name_of
 
 RIGHT = 0.5
 """Accuracy from which an answer counts as correct in the choice of rows to show."""
 EVALUATION = "greedy"
 
-ImagesOf = Callable[[EvalRow], Sequence[Image]]
+ImagesOf = Callable[[TaskRow], Sequence[Image]]
 
 
 def write_evaluation(
@@ -50,8 +51,12 @@ def add_answers(data: PageData, number: int, evaluation: str, results: EvalResul
     # all targets have the same rows, and show the pictures of the first
     data.images.update({f"0/{name_of(png)}": png for of_row in pictures.values() for png in of_row})
     for place, target in enumerate(results.targets):
-        found = [row_json(shown(row, target.greedy[row.id].answers[0], names.get(row.id, ()))) for row in rows]
+        found = [row_json(_with_first_answer(row, target), names.get(row.id, ())) for row in rows]
         data.add(f"answers/{place}/{number}", {"name": evaluation, "rows": found})
+
+
+def _with_first_answer(row: TaskRow, target: TargetAnswers) -> AnsweredRow:
+    return AnsweredRow(**asdict(row), answers=target.greedy[row.id].answers[:1])
 
 
 def write_targets(
@@ -67,14 +72,14 @@ def write_targets(
     return path
 
 
-def of_every_outcome(results: EvalResults) -> list[EvalRow]:
+def of_every_outcome(results: EvalResults) -> list[TaskRow]:
     """All rows, those that no model, some or all answered correctly and those of every kind in turn.
 
     The first rows have pictures, and are seen first. Baselines do not count, unless there is no model.
     """
     models = [target for target in results.targets if target.is_model] or results.targets
 
-    def outcome(row: EvalRow) -> str:
+    def outcome(row: TaskRow) -> str:
         rights = sum(target.accuracy(row) >= RIGHT for target in models)
         return f"{(rights > 0) + (rights == len(models))} {row.kind}"
 
@@ -91,6 +96,7 @@ def target_facts(target: TargetAnswers, title: str, evaluations: Sequence[str] =
         "max_steps": None,
         "folder": "",
         "step": 0,
+        "share_read": 1.0,
         "finished": True,
         "seconds_since_step": None,
         "metrics": [],

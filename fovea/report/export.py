@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
+from fovea.evaluation.records import AnsweredRow
 from fovea.report.answers import step_json
 from fovea.report.curves import Total
 from fovea.report.images import read_image
 from fovea.report.page_files import SCRIPT, STYLE, page_file
-from fovea.report.records import SampleRecord
 from fovea.report.viewed_run import ViewedRun
 from fovea_gym.errors import ConfigError, DataError
 from fovea_gym.utils.files import write_atomically
@@ -152,7 +152,8 @@ def _add_answers(data: PageData, place: int, run: ViewedRun, names: Sequence[str
         if not room.takes(len(json.dumps(answers))):
             return list(names[:number])
         data.add(f"answers/{place}/{number}", answers)
-        _add_images(data, place, run, (name for row in answers["rows"] for name in row["images"]), room)
+        names_of = (part["name"] for row in answers["rows"] for message in row["messages"] for part in message["parts"])
+        _add_images(data, place, run, names_of, room)
     return list(names[:MAX_EVALUATIONS])
 
 
@@ -185,11 +186,11 @@ def _coarse_to_fine(steps: Sequence[int]) -> list[int]:
     return list(dict.fromkeys([*steps[-1:], *(step for stride in (32, 16, 8, 4, 2, 1) for step in steps[::stride])]))
 
 
-def _fewer_answers(record: SampleRecord) -> SampleRecord:
+def _fewer_answers(record: AnsweredRow) -> AnsweredRow:
     return replace(record, answers=record.answers[:MAX_ANSWERS])
 
 
-def _images_of(records: Sequence[SampleRecord]) -> Iterator[str]:
+def _images_of(records: Sequence[AnsweredRow]) -> Iterator[str]:
     """Names of the images of prompts, then of those that the environment added."""
     yield from (image.name for record in records for image in record.images)
     turns = (turn for record in records for answer in record.answers for turn in answer.turns)

@@ -10,25 +10,31 @@ from typing import TypeAlias
 import numpy as np
 
 from fovea.evaluation.comparison import TargetMetrics
-from fovea.evaluation.statistics import Difference, format_interval, mean_text, percent, percent_text, shown_once
+from fovea.evaluation.statistics import (
+    Difference,
+    Figures,
+    format_interval,
+    mean_text,
+    percent,
+    percent_text,
+    shown_once,
+)
 from fovea.metrics.jsonl import BESIDE_STEPS, PART_OF_SYNC
 from fovea.report.curves import Curves
 from fovea.report.summary import (
     STAGES,
-    FiguresJson,
     Stage,
     SummaryJson,
     accuracy_at,
     by_type_at,
     duplicates_text,
-    estimate_from_json,
     not_scored_text,
     stages_on_test,
 )
-from fovea.report.tables import DEPENDENCE, dependence_of, image_ablation_of, rewards_of, sampled_of
 from fovea_gym.benchmarks.estimates import Estimate
 
 Cell: TypeAlias = Estimate | Difference | None
+DEPENDENCE = "Dependence on the picture: nats per token of the answer"
 Bar: TypeAlias = tuple[float, float, float]
 """Low end, mean and high end of an interval, as shares in 0..1."""
 
@@ -87,13 +93,13 @@ def run_summary(summary: SummaryJson | None, curves: Curves) -> RunSummary:
     seconds = summary["seconds"]
     total = f"RL {seconds['rl']:,.0f} s, {seconds['total']:,.0f} s in total"
     warmup = f"warm-up {seconds['warmup']:,.0f} s, " if seconds["warmup"] else ""
-    unscored = {stage: figures["rows_unscored"] for stage, figures in stages_on_test(summary).items()}
+    unscored = {stage: figures.rows_unscored for stage, figures in stages_on_test(summary).items()}
     notes = (
         _controls_note(summary),
         not_scored_text(unscored),
         duplicates_text(summary["duplicates_across_splits"], summary["duplicates_searched_frac"]),
     )
-    held_out = [_accuracies(summary), *_rewards(stages_on_test(summary))]
+    held_out = [accuracy_table(summary), *reward_tables(summary)]
     return RunSummary(
         line=f"{summary['steps']:,} RL steps, seed {summary['seed']}; {warmup}{total}",
         headline=_accuracy_headline(summary),
@@ -135,6 +141,39 @@ def target_summary(metrics: TargetMetrics, reference: str) -> RunSummary:
     )
 
 
+def rewards_of(each: TargetMetrics | Figures) -> Mapping[str, Estimate]:
+    """The mean reward and its named parts; none where no reward was kept."""
+    return {"reward": each.reward, **each.parts} if each.reward else {}
+
+
+def sampled_of(each: TargetMetrics) -> Mapping[str, Cell]:
+    """pass@k and the accuracy of the majority vote; none without sampled answers."""
+    if not each.pass_at:
+        return {}
+    majority = {f"majority of {max(each.pass_at)}": each.majority}
+    return {f"pass@{k}": value for k, value in each.pass_at.items()} | majority
+
+
+def image_ablation_of(each: TargetMetrics) -> Mapping[str, Cell]:
+    """Accuracies with true, shuffled and blank images, and what the changes cost; none without controls."""
+    ablation = each.image_ablation
+    if ablation is None:
+        return {}
+    return {
+        "true images": ablation.true,
+        "shuffled": ablation.shuffled,
+        "blank": ablation.blank,
+        "lost by shuffling": ablation.lost_by_shuffling,
+        "lost by blanking": ablation.lost_by_blanking,
+    }
+
+
+def dependence_of(each: TargetMetrics) -> Mapping[str, Estimate]:
+    """How much likelier answers are with true images than with shuffled and with blank ones; none without controls."""
+    found = each.picture_dependence
+    return {"true against shuffled": found.shuffled, "true against blank": found.blank} if found else {}
+
+
 def _accuracy_stat(label: str, value: Estimate) -> Stat:
     return Stat(
         label=label, value=f"{percent(value.mean)} %", note=f"95 % interval {format_interval((value.low, value.high))}"
@@ -163,34 +202,28 @@ def _rewards_so_far(curves: Curves) -> tuple[Stat, ...]:
     )
 
 
-def _accuracies(summary: SummaryJson) -> FigureTable:
+def accuracy_table(summary: SummaryJson) -> FigureTable:
     """Accuracy by question type, of all rows, and by image type, at every stage."""
     stages = [stage for stage in STAGES if accuracy_at(summary, stage)]
     kinds = [by_type_at(summary, stage) for stage in stages]
     names = list(kinds[-1]) if len(kinds[-1]) > 1 else []
     rows = [_share_row(name, [of.get(name) for of in kinds]) for name in names]
     rows.append(_share_row("all", [accuracy_at(summary, stage) for stage in stages]))
-    images = [_estimates(figures["by_image_type"]) for figures in stages_on_test(summary).values()]
+    images = [figures.by_image_type for figures in stages_on_test(summary).values()]
     rows += [_share_row(f"images: {name}", [of.get(name) for of in images]) for name in (images[-1] if images else ())]
     columns = tuple(_label(summary, stage) for stage in stages)
     title = "Accuracy on held-out rows in %, with 95 % intervals"
     return FigureTable(title=title, first="question type", columns=columns, rows=tuple(rows))
 
 
-def _rewards(stages: Mapping[str, FiguresJson]) -> list[FigureTable]:
-    """Reward and parts on the test rows at every stage."""
-    means = [
-        ({"reward": estimate_from_json(of["reward"])} if of["reward"] else {}) | _estimates(of["parts"])
-        for of in stages.values()
-    ]
+def reward_tables(summary: SummaryJson) -> list[FigureTable]:
+    """Reward and parts on the test rows at every stage; none where no reward was kept."""
+    stages = stages_on_test(summary)
+    means = list(map(rewards_of, stages.values()))
     labels = shown_once(means) if means else {}
     rows = tuple(_row(label, [of.get(name) for of in means], mean_text) for name, label in labels.items())
     title = "Reward and its parts on held-out rows, with 95 % intervals"
     return [FigureTable(title=title, first="mean of", columns=tuple(stages), rows=rows)] if rows else []
-
-
-def _estimates(values: Mapping[str, object]) -> dict[str, Estimate]:
-    return {name: estimate_from_json(value) for name, value in values.items()}  # type: ignore[arg-type]
 
 
 def _row(name: str, values: Sequence[Cell], text: Callable[[Cell], str]) -> FigureRow:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from PIL import Image
 
+from fovea.evaluation.records import IMAGE_NAME
 from fovea_gym.utils.bounded import read_file
 from fovea_gym.utils.files import write_atomically
 
@@ -41,8 +42,7 @@ def write_image(run_dir: Path, png: bytes) -> str:
 
 def image_path(run_dir: Path, name: str) -> Path:
     """Path of a stored image; ValueError for a name that `write_image` cannot have returned."""
-    # a run folder may come from someone else: a name must not lead out of it
-    if not re.fullmatch(r"[0-9a-f]{16}", name):
+    if not re.fullmatch(IMAGE_NAME, name):
         raise ValueError(f"image name {name!r}")
     return run_dir / "samples" / "images" / f"{name}.png"
 

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
 from fovea.evaluation.statistics import percent, percent_text
 from fovea.report.figures import FigureRow, FigureTable, RunSummary
 from fovea.report.summary import Stage, SummaryJson, accuracy_at
 from fovea_gym.benchmarks.estimates import Estimate
-from fovea_gym.errors import DataError
 from fovea_gym.utils.bounded import read_file
 from fovea_gym.utils.files import write_atomically
+from fovea_gym.utils.stored import from_json, to_json
 
 PUBLISHED_FILE = "published.json"
 
@@ -48,19 +47,22 @@ class PublishedJson(TypedDict):
     settings: list[DifferingSetting]
 
 
+_PUBLISHED = TypeAdapter(PublishedJson)
+
+
 def write_published(run_dir: Path, published: PublishedJson) -> None:
-    write_atomically(run_dir / PUBLISHED_FILE, (json.dumps(published, indent=2) + "\n").encode())
+    write_atomically(run_dir / PUBLISHED_FILE, (to_json(_PUBLISHED, published, indent=2) + "\n").encode())
 
 
 def with_published(shown: RunSummary, summary: SummaryJson | None, run_dir: Path) -> RunSummary:
     """The summary of a run with the published result, if its folder has one; DataError for a damaged file."""
     path = run_dir / PUBLISHED_FILE
     try:
-        published = TypeAdapter(PublishedJson).validate_json(read_file(path, within=run_dir))
+        content = read_file(path, within=run_dir)
     except FileNotFoundError:
         return shown
-    except ValidationError as error:
-        raise DataError(f"{path}: {error.errors()[0]['msg']}; delete the file, and the page leaves it out") from error
+    fix = "delete the file, and the page leaves it out"
+    published = from_json(_PUBLISHED, content, f"{path} is not a published result", fix)
     ours: dict[Stage, Estimate | None] = {
         stage: accuracy_at(summary, stage) if summary else None for stage in ("before", "final")
     }

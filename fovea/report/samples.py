@@ -6,22 +6,34 @@ samples/index.jsonl one line per step with the summaries of its records, which l
 
 from __future__ import annotations
 
-import json
+import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fovea.report.record_json import record_from_json, record_to_json, summary_from_json, summary_to_json
-from fovea.report.records import GroupSummary, SampleRecord, summary_of
+from pydantic import TypeAdapter
+
+from fovea.evaluation.records import ANSWERED_ROW, AnsweredRow
 from fovea_gym.errors import DataError
 from fovea_gym.utils.bounded import append_to, read_file, read_lines
 from fovea_gym.utils.files import write_atomically
+from fovea_gym.utils.stored import Number, from_json, to_json
 
 INDEX_FILE = "index.jsonl"
-BAD_CONTENT = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
-"""Exceptions of reading JSON of another shape."""
 _STEP = re.compile(r"[0-9]{6,15}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSummary:
+    """Fields of a group's record that filters and lists need, without reading the record."""
+
+    kind: str
+    row: str
+    """Hash of question, truth and images: equal for the same row in another step or another run."""
+    rewards: tuple[Number, ...] = ()
+    """Reward of each answer."""
+    num_truncated: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,13 +44,32 @@ class IndexedStep:
     groups: tuple[GroupSummary, ...]
 
 
-def write_samples(run_dir: Path, step: int, records: Sequence[SampleRecord]) -> None:
+INDEXED_STEP = TypeAdapter(IndexedStep)
+
+
+def indexed(step: int, records: Sequence[AnsweredRow]) -> IndexedStep:
+    """The entry of a step's records in the index."""
+    return IndexedStep(step=step, groups=tuple(map(_summary, records)))
+
+
+def _summary(record: AnsweredRow) -> GroupSummary:
+    # a data set may hold lone surrogates, which UTF-8 cannot encode
+    words = [record.question, record.truth, *(image.name for image in record.images)]
+    row = hashlib.sha256("\0".join(words).encode("utf-8", errors="surrogatepass")).hexdigest()[:12]
+    return GroupSummary(
+        kind=record.kind,
+        row=row,
+        rewards=tuple(answer.reward for answer in record.answers),
+        num_truncated=sum(answer.was_truncated for answer in record.answers),
+    )
+
+
+def write_samples(run_dir: Path, step: int, records: Sequence[AnsweredRow]) -> None:
     """Write the records of one step; records of an earlier attempt at it (before a resume) are replaced."""
-    lines = [json.dumps(record_to_json(record), allow_nan=False) + "\n" for record in records]
+    lines = [to_json(ANSWERED_ROW, record) + "\n" for record in records]
     write_atomically(step_path(run_dir, step), "".join(lines).encode())
-    entry = {"step": step, "groups": [summary_to_json(summary_of(record)) for record in records]}
     with append_to(samples_folder(run_dir) / INDEX_FILE) as index:
-        index.write(json.dumps(entry, allow_nan=False) + "\n")
+        index.write(to_json(INDEXED_STEP, indexed(step, records)) + "\n")
 
 
 def drop_samples(run_dir: Path, *, after: int) -> None:
@@ -55,7 +86,7 @@ def drop_samples(run_dir: Path, *, after: int) -> None:
 def _is_entry_until(line: bytes, last: int) -> bool:
     try:
         return line.endswith(b"\n") and index_line(line).step <= last
-    except BAD_CONTENT:
+    except DataError:
         return False
 
 
@@ -65,22 +96,18 @@ def sample_steps(run_dir: Path) -> list[int]:
     return sorted(int(name) for name in names if _STEP.fullmatch(name))
 
 
-def read_step(run_dir: Path, step: int) -> tuple[SampleRecord, ...]:
+def read_step(run_dir: Path, step: int) -> tuple[AnsweredRow, ...]:
     """The records of one step; FileNotFoundError where it has none, DataError where its file holds something else."""
     path = step_path(run_dir, step)
     content = read_file(path, within=run_dir)
-    try:
-        # split at "\n" only: str.splitlines would also cut inside a text with a line separator
-        rows = [json.loads(line) for line in content.decode("utf-8").split("\n") if line]
-        return tuple(map(record_from_json, rows))
-    except BAD_CONTENT as error:
-        raise DataError(f"{path} holds no sample records ({error!r}); delete that file") from error
+    # split at "\n" only: str.splitlines would also cut inside a text with a line separator
+    lines = filter(None, content.split(b"\n"))
+    return tuple(from_json(ANSWERED_ROW, line, f"{path} holds no sample records") for line in lines)
 
 
 def index_line(line: str | bytes) -> IndexedStep:
-    """A line of samples/index.jsonl; one of BAD_CONTENT where it is none."""
-    row = json.loads(line)
-    return IndexedStep(step=int(row["step"]), groups=tuple(map(summary_from_json, row["groups"])))
+    """A line of samples/index.jsonl; DataError for any other."""
+    return from_json(INDEXED_STEP, line, f"a line of samples/{INDEX_FILE} is not an entry", "delete that line")
 
 
 def samples_folder(run_dir: Path) -> Path:

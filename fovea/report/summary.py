@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
-from fovea.evaluation.statistics import figures_of
+from fovea.evaluation.statistics import Figures, figures_of
 from fovea.types import Evaluation
 from fovea_gym.benchmarks.estimates import Estimate
-from fovea_gym.errors import DataError
 from fovea_gym.utils.bounded import read_file
-from fovea_gym.utils.files import from_json_number, json_number, write_atomically
+from fovea_gym.utils.files import write_atomically
+from fovea_gym.utils.stored import from_json, to_json
 
 Stage: TypeAlias = Literal["before", "warmup", "final"]
 """When the test rows are evaluated: before training, after a warm-up, after RL."""
@@ -47,33 +46,12 @@ class TrainingSeconds(TypedDict):
     total: float
 
 
-class EstimateJson(TypedDict):
-    """A mean over `n` rows with its 95 % interval, whose ends are null for a mean of one value."""
-
-    mean: float
-    low: float | None
-    high: float | None
-    n: int
-
-
-class FiguresJson(TypedDict):
-    """The figures of one evaluation, as `evaluation.statistics.Figures`."""
-
-    accuracy: EstimateJson
-    by_type: dict[str, EstimateJson]
-    by_image_type: dict[str, EstimateJson]
-    reward: EstimateJson | None
-    parts: dict[str, EstimateJson]
-    rows_unscored: int
-    """Rows left out because their grader gave no score."""
-
-
 class FiguresAlongARun(TypedDict):
     """Figures on the test rows along a run, with intervals; null where it had no such evaluation."""
 
-    before: FiguresJson | None
-    warmup: FiguresJson | None
-    final: FiguresJson
+    before: Figures | None
+    warmup: Figures | None
+    final: Figures
 
 
 class SummaryJson(TypedDict):
@@ -134,9 +112,9 @@ class Summary:
             "steps": self.steps,
             "seed": self.seed,
             "test": {
-                "before": _figures(self.before) if self.before else None,
-                "warmup": _figures(self.warmup) if self.warmup else None,
-                "final": _figures(self.final),
+                "before": figures_of(self.before) if self.before else None,
+                "warmup": figures_of(self.warmup) if self.warmup else None,
+                "final": figures_of(self.final),
             },
         }
 
@@ -152,59 +130,31 @@ class Summary:
         return {"warmup": _mean(warmup) if warmup else None, "final": _mean(values), "n": len(values)}
 
 
-def _figures(evaluation: Evaluation) -> FiguresJson:
-    figures = figures_of(evaluation)
-    return {
-        "accuracy": _estimate(figures.accuracy),
-        "by_type": _estimates(figures.by_type),
-        "by_image_type": _estimates(figures.by_image_type),
-        "reward": _estimate(figures.reward) if figures.reward else None,
-        "parts": _estimates(figures.parts),
-        "rows_unscored": evaluation.num_unscored,
-    }
-
-
-def _estimates(values: Mapping[str, Estimate]) -> dict[str, EstimateJson]:
-    return {name: _estimate(value) for name, value in values.items()}
-
-
-def _estimate(value: Estimate) -> EstimateJson:
-    return {"mean": value.mean, "low": json_number(value.low), "high": json_number(value.high), "n": value.n}
+_SUMMARY = TypeAdapter(SummaryJson)
 
 
 def write_summary(path: Path, summary: Summary) -> None:
-    write_atomically(path, (json.dumps(summary.to_json(), indent=2) + "\n").encode())
+    write_atomically(path, (to_json(_SUMMARY, summary.to_json(), indent=2) + "\n").encode())
 
 
 def read_summary(path: Path) -> SummaryJson:
-    try:
-        return TypeAdapter(SummaryJson).validate_json(read_file(path, within=path.parent))
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise DataError(
-            f"{path}: {'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg']}; delete the file, "
-            "and the report leaves the summary out"
-        ) from error
+    content = read_file(path, within=path.parent)
+    return from_json(_SUMMARY, content, f"{path} is not a summary", "delete the file, and the report leaves it out")
 
 
 def accuracy_at(summary: SummaryJson, stage: Stage) -> Estimate | None:
     """The accuracy on all test rows at a stage of a run; None where it was not evaluated."""
     figures = summary["test"][stage]
-    return estimate_from_json(figures["accuracy"]) if figures else None
+    return figures.accuracy if figures else None
 
 
-def by_type_at(summary: SummaryJson, stage: Stage) -> dict[str, Estimate]:
+def by_type_at(summary: SummaryJson, stage: Stage) -> Mapping[str, Estimate]:
     """The accuracy on the test rows by question type at a stage of a run; empty where it was not evaluated."""
     figures = summary["test"][stage]
-    return {kind: estimate_from_json(value) for kind, value in figures["by_type"].items()} if figures else {}
+    return figures.by_type if figures else {}
 
 
-def estimate_from_json(value: EstimateJson) -> Estimate:
-    low, high = from_json_number(value["low"]), from_json_number(value["high"])
-    return Estimate(mean=value["mean"], low=low, high=high, n=value["n"])
-
-
-def stages_on_test(summary: SummaryJson) -> dict[str, FiguresJson]:
+def stages_on_test(summary: SummaryJson) -> dict[str, Figures]:
     """The figures on the test rows at each stage that was evaluated."""
     before = "before warm-up" if summary["test"]["warmup"] else "before RL"
     kept = {before: summary["test"]["before"], "after warm-up": summary["test"]["warmup"]}

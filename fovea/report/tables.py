@@ -8,16 +8,24 @@ from rich.table import Table
 from rich.text import Text
 
 from fovea.evaluation.comparison import TargetMetrics
-from fovea.evaluation.statistics import Difference, Figures, figures_of, mean_text, percent_text, shown_once
-from fovea.report.summary import Summary, duplicates_text, not_scored_text
+from fovea.evaluation.statistics import figures_of, mean_text, percent_text
+from fovea.report.figures import (
+    DEPENDENCE,
+    Cell,
+    FigureTable,
+    accuracy_table,
+    dependence_of,
+    image_ablation_of,
+    reward_tables,
+    rewards_of,
+    sampled_of,
+)
+from fovea.report.summary import Summary, duplicates_text, not_scored_text, stages_on_test
 from fovea.types import Evaluation
-from fovea_gym.benchmarks.estimates import Estimate
 from fovea_gym.utils.shown_text import printable
 
-Cell = Estimate | Difference | None
 TARGETS_PER_TABLE = 2
 """Columns of figures in 80 of the terminal, with room for the names of figures and targets."""
-DEPENDENCE = "Dependence on the picture: nats per token of the answer"
 FIGURE_WIDTH = 20
 """Characters of a figure with its interval: `-3.8 [-10.4, +12.2]`."""
 
@@ -74,62 +82,29 @@ def _side_by_side(
     return [_figures(_table(title), "", part, labels, show) for part in parts]
 
 
-def rewards_of(each: TargetMetrics | Figures) -> Mapping[str, Estimate]:
-    """The mean reward and its named parts; none where no reward was kept."""
-    return {"reward": each.reward, **each.parts} if each.reward else {}
-
-
-def sampled_of(each: TargetMetrics) -> Mapping[str, Cell]:
-    """pass@k and the accuracy of the majority vote; none without sampled answers."""
-    if not each.pass_at:
-        return {}
-    majority = {f"majority of {max(each.pass_at)}": each.majority}
-    return {f"pass@{k}": value for k, value in each.pass_at.items()} | majority
-
-
-def image_ablation_of(each: TargetMetrics) -> Mapping[str, Cell]:
-    """Accuracies with true, shuffled and blank images, and what the changes cost; none without controls."""
-    ablation = each.image_ablation
-    if ablation is None:
-        return {}
-    return {
-        "true images": ablation.true,
-        "shuffled": ablation.shuffled,
-        "blank": ablation.blank,
-        "lost by shuffling": ablation.lost_by_shuffling,
-        "lost by blanking": ablation.lost_by_blanking,
-    }
-
-
-def dependence_of(each: TargetMetrics) -> Mapping[str, Estimate]:
-    """How much likelier answers are with true images than with shuffled and with blank ones; none without controls."""
-    found = each.picture_dependence
-    return {"true against shuffled": found.shuffled, "true against blank": found.blank} if found else {}
-
-
 def tables_of(summary: Summary) -> list[Table]:
-    """The tables that a run ends with; those without content are left out."""
-    stages = {header: figures_of(evaluation) for header, evaluation in _stages(summary).items()}
-    types = [(header, figures.by_image_type) for header, figures in stages.items()]
-    rewards = [(header, rewards_of(figures)) for header, figures in stages.items()]
-    made = [summary_table(summary)]
-    if types[-1][1]:
-        title = "Accuracy by image type in %, with 95 % intervals"
-        made.append(_figures(_table(title), "image type", types, {name: name for name in types[-1][1]}, percent_text))
-    if rewards[-1][1]:
-        title = "Reward and its parts on held-out rows, with 95 % intervals"
-        labels = shown_once([figures for _, figures in rewards])
-        made.append(_figures(_table(title), "mean of", rewards, labels, mean_text))
-    return [*made, *filter(None, [controls_table(summary)])]
+    """The tables that a run ends with, with the figures of its page; those without content are left out."""
+    rewards = [rendered(table) for table in reward_tables(summary.to_json())]
+    return [summary_table(summary), *rewards, *filter(None, [controls_table(summary)])]
 
 
 def summary_table(summary: Summary) -> Table:
-    """Accuracies in percent with 95 % intervals, by question type: before training, after warm-up, after RL."""
-    stages = _stages(summary)
-    missing = not_scored_text({stage: evaluation.num_unscored for stage, evaluation in stages.items()})
+    """Accuracies in percent with 95 % intervals: before training, after warm-up, after RL."""
+    figures = summary.to_json()
+    missing = not_scored_text({stage: each.rows_unscored for stage, each in stages_on_test(figures).items()})
     found = duplicates_text(summary.duplicates_across_splits, summary.duplicates_searched_frac)
-    title = "Accuracy on held-out images in %, with 95 % intervals"
-    return _by_type(_table(title, " ".join(filter(None, [found, missing]))), stages, summary.final.accuracies)
+    return rendered(accuracy_table(figures), " ".join(filter(None, [found, missing])))
+
+
+def rendered(figures: FigureTable, caption: str = "") -> Table:
+    """A table of the page for the terminal."""
+    table = _table(figures.title, caption)
+    _columns(table, figures.first, [*figures.columns, "n"])
+    for place, row in enumerate(figures.rows):
+        if place and row.name == "all":
+            table.add_section()
+        table.add_row(Text(printable(row.name)), *map(_styled, row.texts), "" if row.n is None else f"{row.n}")
+    return table
 
 
 def controls_table(summary: Summary) -> Table | None:
@@ -147,12 +122,6 @@ def controls_table(summary: Summary) -> Table | None:
     missing = not_scored_text({name: evaluation.num_unscored for name, evaluation in columns.items()})
     table = _table(f"Image ablation ({', '.join(shown)}), after RL", " ".join(filter(None, [caption, missing])))
     return _by_type(table, columns, summary.final.accuracies)
-
-
-def _stages(summary: Summary) -> dict[str, Evaluation]:
-    before = "before warm-up" if summary.warmup else "before RL"
-    stages = {before: summary.before, "after warm-up": summary.warmup, "after RL": summary.final}
-    return {header: evaluation for header, evaluation in stages.items() if evaluation}
 
 
 def _by_type(table: Table, columns: Mapping[str, Evaluation], kinds: Iterable[str]) -> Table:

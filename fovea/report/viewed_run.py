@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -11,6 +12,7 @@ from threading import Lock
 from typing import Any, get_args
 
 from fovea.config.recipes import read_yaml
+from fovea.evaluation.records import AnsweredRow
 from fovea.metrics.findings import Column, Finding, find
 from fovea.metrics.jsonl import METRICS_FILE
 from fovea.report.about import CONFIG_FILE, SUMMARY_FILE, about, read_config
@@ -20,7 +22,6 @@ from fovea.report.curves import Curves, SampleIndex, Total
 from fovea.report.figures import run_summary
 from fovea.report.held_out import answers_json, evaluations
 from fovea.report.published import with_published
-from fovea.report.records import SampleRecord
 from fovea.report.samples import read_step
 from fovea.report.summary import SummaryJson, read_summary
 
@@ -44,11 +45,17 @@ def _image_ablation(summary: SummaryJson) -> dict[str, Column]:
     }
 
 
+PAGE_SECONDS = 0.25
+"""Seconds that a page waits for a refresh of a run."""
+
+
 class ViewedRun:
     """One run as the page reads it; safe to call from several threads."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, refresh_seconds: float = math.inf) -> None:
+        """Of a long run, reads for about `refresh_seconds` now and with every refresh."""
         self.folder = folder
+        self._refresh_seconds = refresh_seconds
         self._curves = Curves(folder)
         self._index = SampleIndex(folder)
         self._entries: list[str] = []  # as JSON: a page that opens wants all of them at once
@@ -62,7 +69,7 @@ class ViewedRun:
     def refresh(self) -> None:
         """Read what the run has written since the last time."""
         with self._lock:
-            self._curves.refresh()
+            self._curves.refresh(self._refresh_seconds)
             self._index.refresh()
             new = self._index.after(len(self._entries))
             self._entries += [json.dumps(entry_json(entry), allow_nan=False) for entry in new]
@@ -75,6 +82,7 @@ class ViewedRun:
                 "name": self.folder.resolve().name,
                 "folder": str(self.folder),
                 "step": self._curves.last_step,
+                "share_read": self._curves.share_read,
                 "finished": (self.folder / SUMMARY_FILE).exists(),
                 "seconds_since_step": self._seconds_since_step(),
                 "metrics": self._curves.names,
@@ -117,7 +125,7 @@ class ViewedRun:
         with self._lock:
             return f"[{','.join(self._entries[after:])}]"
 
-    def records(self, step: int) -> tuple[SampleRecord, ...]:
+    def records(self, step: int) -> tuple[AnsweredRow, ...]:
         """The groups of a step; FileNotFoundError where it has none, DataError where its file is damaged."""
         return read_step(self.folder, step)
 
@@ -140,6 +148,8 @@ class ViewedRun:
         return read_summary(path) if path.exists() else None
 
     def _findings(self) -> list[Finding]:
+        if self._curves.share_read < 1:
+            return []  # the steps that were read are not the newest
         key = (self._curves.last_step, self._config, (self.folder / SUMMARY_FILE).exists())
         if key != self._found[0]:  # a page asks every two seconds
             self._found = key, run_findings(self._curves.columns, self._yaml, self._summary())

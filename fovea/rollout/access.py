@@ -23,11 +23,9 @@ class EngineAccess:
     seed: int
     network: PolicyNetwork | None = None
     """The network that an engine samples with which shares weights."""
-    is_copy: bool = False
-    """True if this network is apart from the policy's, so that pushes copy into it."""
     pushed: Collection[str] = ()
     """Weights that every push brings, whose memory is the update's while the engine sleeps."""
-    can_give_way: bool = False
+    can_free_memory: bool = False
     """True if an update that runs out of memory frees what the engine keeps, and goes on."""
     tape: Tape | None = None
     """Records activations of the rollout for the update."""

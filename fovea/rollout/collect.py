@@ -10,14 +10,13 @@ from numpy.typing import NDArray
 
 from fovea.data.prompt_source import PromptedTask, RendersPrompts, SeenReply, as_sent
 from fovea.rollout.base import Engine
-from fovea.rollout.conversation import Conversations, SessionLog, scored
-from fovea.rollout.schedule import Place
+from fovea.rollout.conversation import Conversation, Conversations, SessionLog, scored
 from fovea.types import Completion, Episode, Group, Prompt, Request, SampledTurn, Sampling, TurnTokens
 from fovea_gym.environments.base import Environment, Session
 from fovea_gym.environments.sessions import unreadable
 from fovea_gym.errors import DataError, FailedEpisodeError, UnscoredError
 from fovea_gym.graders.grading import Grading
-from fovea_gym.types import Message, Turn
+from fovea_gym.types import Message, Task, Turn
 from fovea_gym.utils.event_loop import gather_or_cancel
 
 
@@ -69,24 +68,10 @@ async def collect(  # noqa: PLR0913 (each says one thing about the rollout)
     are. The last `num_noisy` episodes of a group are drawn on its noisy prompt.
     """
     environment, indices = interaction.environment, range(num_before, num_before + len(prompted))
-    places = [(index, number) for index in indices for number in range(n)]
     talks: Conversations | None = None
     if interaction.converses:
+        places = [(index, number) for index in indices for number in range(n)]
         talks = Conversations.of(environment, places, engine=engine, log=sessions, seen_reply=interaction.seen_reply)
-
-    async def episode(
-        talks: Conversations, item: PromptedTask, request: Request, first: Turn, place: Place
-    ) -> Episode | FailedEpisodeError:
-        speaker = EngineSpeaker(engine, interaction, item, request)
-        conversation = await talks.go_on(item.task, session_seed(request, place[1]), first, speaker, place)
-        try:
-            return await scored(interaction.grading, item.task, conversation)
-        except FailedEpisodeError as error:
-            if sessions is None:
-                raise
-            if conversation.failure is None:  # of the score
-                sessions.failures.append(error)
-            return error
 
     async def group(index: int, item: PromptedTask) -> Group | None:
         # ids and seeds depend on no earlier call, so that a resumed run samples the same
@@ -95,16 +80,23 @@ async def collect(  # noqa: PLR0913 (each says one thing about the rollout)
             prompt=item.prompt,
             sampling=replace(sampling, seed=request_seed(*seed, index)),
             n=n,
-            for_update=for_update and not interaction.converses,
+            for_update=for_update and talks is None,
             keep=environment.max_turns > 1,
         )
         firsts = await _of_views(engine, environment, item, request, num_noisy)
         try:
             if talks is None:
-                found = await _answered(interaction.grading, item, firsts, sessions)
+                found = await _single_answers(interaction.grading, item.task, firsts, sessions)
             else:
-                found = await gather_or_cancel(
-                    episode(talks, item, request, first, (index, number)) for number, first in enumerate(firsts)
+                found = await _conversations(
+                    engine,
+                    interaction,
+                    item,
+                    request=request,
+                    index=index,
+                    firsts=firsts,
+                    talks=talks,
+                    sessions=sessions,
                 )
             return _group_of(item, found, fewest)
         except UnscoredError as error:
@@ -118,26 +110,53 @@ async def collect(  # noqa: PLR0913 (each says one thing about the rollout)
     return [group for group in groups if group is not None]
 
 
-async def _answered(
-    grading: Grading, item: PromptedTask, firsts: Sequence[Turn], sessions: SessionLog | None
+async def _single_answers(
+    grading: Grading, task: Task, answers: Sequence[Turn], sessions: SessionLog | None
 ) -> Sequence[Episode | FailedEpisodeError]:
-    """The scored answers; one without a score is noted in `sessions` where the settings leave out only it."""
+    """The scored episodes of one answer each."""
+    if sessions is not None and grading.drops_completions:
+        # each by itself, since the others go on without one that has no score
+        episodes = (Conversation(turns=(answer,)) for answer in answers)
+        return await gather_or_cancel(_scored_or_failed(grading, task, each, sessions) for each in episodes)
+    scores = await grading.scores(task, [(answer,) for answer in answers])
+    return [Episode(task=task, turns=(answer,), score=score) for answer, score in zip(answers, scores, strict=True)]
 
-    async def scored_ones(answers: Sequence[Turn]) -> list[Episode]:
-        scores = await grading.scores(item.task, [(first,) for first in answers])
-        scored_turns = zip(answers, scores, strict=True)
-        return [Episode(task=item.task, turns=(first,), score=score) for first, score in scored_turns]
 
-    async def scored_or_failed(first: Turn, log: SessionLog) -> Episode | FailedEpisodeError:
-        try:
-            return (await scored_ones([first]))[0]
-        except FailedEpisodeError as error:
-            log.failures.append(error)
-            return error
+async def _conversations(  # noqa: PLR0913 (both parties of a conversation, and where its failures go)
+    engine: Engine,
+    interaction: Interaction,
+    item: PromptedTask,
+    *,
+    request: Request,
+    index: int,
+    firsts: Sequence[Turn],
+    talks: Conversations,
+    sessions: SessionLog | None,
+) -> Sequence[Episode | FailedEpisodeError]:
+    """The scored episodes that begin with these answers to `request`, each continued in a session."""
 
-    if sessions is None or not grading.drops_completions:
-        return await scored_ones(firsts)
-    return await gather_or_cancel(scored_or_failed(first, sessions) for first in firsts)
+    async def episode(number: int, first: Turn) -> Episode | FailedEpisodeError:
+        speaker = EngineSpeaker(engine, interaction, item, request)
+        conversation = await talks.go_on(
+            item.task, session_seed(request, number), first, speaker, place=(index, number)
+        )
+        return await _scored_or_failed(interaction.grading, item.task, conversation, sessions)
+
+    return await gather_or_cancel(episode(*each) for each in enumerate(firsts))
+
+
+async def _scored_or_failed(
+    grading: Grading, task: Task, conversation: Conversation, sessions: SessionLog | None
+) -> Episode | FailedEpisodeError:
+    """The scored episode, or its failure, noted in `sessions`; without these the failure is raised."""
+    try:
+        return await scored(grading, task, conversation)
+    except FailedEpisodeError as error:
+        if sessions is None:
+            raise
+        if conversation.failure is None:  # of the score; that of a session has been noted where it ended
+            sessions.failures.append(error)
+        return error
 
 
 def _group_of(item: PromptedTask, found: Sequence[Episode | FailedEpisodeError], fewest: int) -> Group:

@@ -148,16 +148,12 @@ class Conversations:
 
 async def scored(grading: Grading, task: Task, conversation: Conversation) -> Episode:
     """The scored episode of a conversation; FailedEpisodeError where the settings leave it out."""
-    score = await _score(grading, task, conversation)
+    failure = conversation.failure
+    if failure is None:
+        given = conversation.score
+        (score,) = await (grading if given is None else grading.beside(given)).scores(task, [conversation.turns])
+    elif failure.reward is None:
+        raise failure
+    else:
+        score = Score(reward=failure.reward, accuracy=0.0)
     return Episode(task=task, turns=conversation.turns, score=score, end=conversation.end)
-
-
-async def _score(grading: Grading, task: Task, conversation: Conversation) -> Score:
-    if (failure := conversation.failure) is not None:
-        if failure.reward is None:
-            raise failure
-        return Score(reward=failure.reward, accuracy=0.0)
-    if conversation.score is not None:
-        grading = grading.beside(conversation.score)
-    (score,) = await grading.scores(task, [conversation.turns])
-    return score

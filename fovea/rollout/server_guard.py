@@ -1,4 +1,4 @@
-"""Guard of an engine's web server: keys, request limits, and images by address, which it reads itself."""
+"""Guard of an engine's web server: who may call it, and what a request may hold."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import math
 import os
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
@@ -23,88 +22,6 @@ from fovea_gym.rows.fetch import fetch
 from fovea_gym.rows.images import ImageOpener
 from fovea_gym.types import ImageRef
 from fovea_gym.utils.addresses import is_loopback
-
-SOURCES = ("url", "image", "video", "audio")
-"""Names in messages, or their ends as in `image_url`, under which engines take files by address."""
-IMAGE = "image_url"
-MAX_ADDRESSES = 16
-"""Images by address in one request, which are read one after another."""
-MAX_BYTES = 48 << 20
-"""Of all images by address in one request; as base64, they are as much as the longest request."""
-MAX_MEGAPIXELS = 64.0
-DATA_ONLY = b"images come as data: URLs; this server opens no addresses or files"
-IMAGES_ONLY = b"images come as image_url, with a data:, http:// or https:// URL; this server opens no other addresses"
-TOO_MANY = b"more than %d images by address" % MAX_ADDRESSES
-# one for all, so that it does not tell what exists at an address
-UNREADABLE = b"an image could not be read at its address; send it as a data: URL"
-TOO_LONG = b"images by address of more than %d bytes" % MAX_BYTES
-
-
-class ImageRefusedError(Exception):
-    """A request with an image that is not read; its argument is the answer."""
-
-
-@dataclass(frozen=True, slots=True)
-class ImageAddress:
-    """A place in messages with something to be fetched or opened, rather than given as data."""
-
-    holder: dict[str, Any]
-    name: str
-    is_image: bool
-
-    @property
-    def url(self) -> str:
-        url: str = self.holder[self.name]
-        return url
-
-
-def addresses(messages: Any) -> Iterator[ImageAddress]:
-    """All addresses in messages."""
-    left = [("", messages)]
-    while left:
-        name, part = left.pop()
-        if isinstance(part, list):
-            left.extend((name, each) for each in part)
-        elif isinstance(part, dict):
-            left.extend(part.items())
-            for key, value in part.items():
-                if key.endswith(SOURCES) and isinstance(value, str) and not value.startswith("data:"):
-                    yield ImageAddress(part, key, is_image=key == IMAGE or (name, key) == (IMAGE, "url"))
-
-
-async def replace_addresses(messages: Any, limits: UrlLimits | None) -> None:
-    """Put images in the places of their addresses, as data: URLs; ImageRefusedError for what is not read.
-
-    No address at all is read without `limits`.
-
-    The engines themselves fetch from this machine and its network, and SGLang opens files.
-    """
-    found = list(addresses(messages))
-    if found and limits is None:
-        raise ImageRefusedError(DATA_ONLY)
-    if not all(address.is_image for address in found):
-        raise ImageRefusedError(IMAGES_ONLY)
-    if len(found) > MAX_ADDRESSES:
-        raise ImageRefusedError(TOO_MANY)
-    if limits is not None and found:
-        # on a thread: the server answers others meanwhile
-        contents = await asyncio.to_thread(_contents, [address.url for address in found], limits)
-        for address, content in zip(found, contents, strict=True):
-            address.holder[address.name] = f"data:image/*;base64,{base64.b64encode(content).decode()}"
-
-
-def _contents(urls: Sequence[str], limits: UrlLimits) -> list[bytes]:
-    opener, contents = ImageOpener(max_mib=limits.max_mib, max_megapixels=MAX_MEGAPIXELS), list[bytes]()
-    for url in urls:
-        try:
-            contents.append(fetch(url, IMAGE, limits))
-            opener.size(ImageRef(source=contents[-1]))  # in its header; the engine decodes it
-        except BadRowError as error:
-            raise ImageRefusedError(UNREADABLE) from error
-        if sum(map(len, contents)) > MAX_BYTES:
-            raise ImageRefusedError(TOO_LONG)
-    return contents
-
 
 Message: TypeAlias = MutableMapping[str, Any]
 """A request's description, or an event of it."""
@@ -145,43 +62,92 @@ async def whole_body(receive: Receive, max_bytes: float = math.inf) -> bytes | N
 
 
 HEALTH = "/health"
-ASKING = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/metrics")
+COMPLETIONS = ("/v1/chat/completions", "/v1/completions")
+ASKING = (*COMPLETIONS, "/v1/models", "/metrics")
 """Paths for whoever may ask. All others are administration: some write files, or replace the model, by GET too."""
-UNAUTHORIZED, FORBIDDEN = 401, 403
-KEY_FILE = "server-key"
-"""File of the folder of pushes with the key of administration."""
+MAX_BODY_BYTES = 64 << 20
+"""Of a request: a hundred photographs of half a MiB."""
+LOWEST_BIAS = -100.0
+"""Of OpenAI's interface: it leaves a token e^-100 of its probability."""
+BAD_REQUEST, UNAUTHORIZED, FORBIDDEN, TOO_LARGE = 400, 401, 403, 413
 
 
-class RequireKey:
+class RefusedError(Exception):
+    """A call that is refused, with the status and the reason of the answer."""
+
+    def __init__(self, status: int, reason: bytes) -> None:
+        super().__init__(status, reason)
+        self.status, self.reason = status, reason
+
+
+class Guard:
     """ASGI middleware that lets those with a key ask, and those with the key of administration do everything.
 
     Without a key for asking, a server on loopback refuses what a browser sends for a web page, also for one whose name
     has come to lead to this machine (DNS rebinding).
+
+    A request for completions is bounded in size, and its images by address are refused, or read here. Banned ids get a
+    `logit_bias`, since vLLM and SGLang read no `suppress_tokens` from a generation config.
     """
 
     def __init__(self, app: App) -> None:
         self._app = app
         self._api_key, self._admin_key = (_bearer(os.environ.get(name)) for name in (API_KEY_ENV, ADMIN_KEY_ENV))
+        self._bias = {str(index): LOWEST_BIAS for index in json.loads(os.environ[BANNED_IDS_ENV])}
+        limits = os.environ.get(URL_LIMITS_ENV)
+        self._url_limits = None if limits is None else UrlLimits(**json.loads(limits))
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
             return await send({"type": "websocket.close"})  # before it is accepted: status 403
-        if scope["type"] == "http" and scope["path"] != HEALTH and (refusal := self._refusal(scope)):
-            return await refuse(send, *refusal)
+        if scope["type"] != "http" or scope["path"] == HEALTH:
+            return await self._app(scope, receive, send)
+        try:
+            self._check_caller(scope)
+            if scope["method"] == "POST" and scope["path"] in COMPLETIONS:
+                body = await self._checked_body(receive)
+                headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
+                headers.append((b"content-length", str(len(body)).encode()))
+                scope, receive = {**scope, "headers": headers}, _first(body, receive)
+        except RefusedError as error:
+            return await refuse(send, error.status, error.reason)
         return await self._app(scope, receive, send)
 
-    def _refusal(self, scope: Message) -> tuple[int, bytes] | None:
-        """Status and reason of a call that is refused."""
+    def _check_caller(self, scope: Message) -> None:
         given = header(scope, b"authorization")
         if self._admin_key and secrets.compare_digest(given, self._admin_key):
-            return None
+            return
         if self._api_key is None and _is_of_a_page(scope):
-            return FORBIDDEN, b"web pages may not call this server; start it with --api-key-env"
+            raise RefusedError(FORBIDDEN, b"web pages may not call this server; start it with --api-key-env")
         if self._api_key and not secrets.compare_digest(given, self._api_key):
-            return UNAUTHORIZED, b"Unauthorized"
+            raise RefusedError(UNAUTHORIZED, b"Unauthorized")
         if scope["path"] not in ASKING:
-            return FORBIDDEN, b"this server answers %s only" % ", ".join(ASKING).encode()
-        return None
+            raise RefusedError(FORBIDDEN, b"this server answers %s only" % ", ".join(ASKING).encode())
+
+    async def _checked_body(self, receive: Receive) -> bytes:
+        """The body of a request for completions as the engine gets it: with bans, and without addresses."""
+        body = await whole_body(receive, MAX_BODY_BYTES)
+        if body is None:
+            raise RefusedError(TOO_LARGE, b"a request of more than %d bytes" % MAX_BODY_BYTES)
+        try:
+            request = json.loads(body)
+        except (ValueError, RecursionError):  # no JSON, or too deep
+            request = None
+        if not isinstance(request, dict):
+            raise RefusedError(BAD_REQUEST, b"the request is not a JSON object")
+        await replace_addresses(request.get("messages"), self._url_limits)
+        given = request.get("logit_bias")
+        return json.dumps({**request, "logit_bias": (given if isinstance(given, dict) else {}) | self._bias}).encode()
+
+
+def _first(body: bytes, receive: Receive) -> Receive:
+    """A `receive` of a request with this body; then the given one, which tells of a client that hangs up."""
+    messages = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+    async def receive_body() -> Message:
+        return next(messages, None) or await receive()
+
+    return receive_body
 
 
 def _bearer(key: str | None) -> bytes | None:
@@ -194,6 +160,72 @@ def _is_of_a_page(scope: Message) -> bool:
     site = header(scope, b"sec-fetch-site")
     is_elsewhere = host is None or not is_loopback(host[1].decode("latin-1").lower())
     return is_elsewhere or bool(header(scope, b"origin")) or site not in (b"", b"same-origin", b"none")
+
+
+SOURCES = ("url", "image", "video", "audio")
+"""Names in messages, or their ends as in `image_url`, under which engines take files by address."""
+IMAGE = "image_url"
+MAX_ADDRESSES = 16
+"""Images by address in one request, which are read one after another."""
+MAX_BYTES = 48 << 20
+"""Of all images by address in one request; as base64, they are as much as the longest request."""
+MAX_MEGAPIXELS = 64.0
+DATA_ONLY = b"images come as data: URLs; this server opens no addresses or files"
+IMAGES_ONLY = b"images come as image_url, with a data:, http:// or https:// URL; this server opens no other addresses"
+TOO_MANY = b"more than %d images by address" % MAX_ADDRESSES
+# one for all, so that it does not tell what exists at an address
+UNREADABLE = b"an image could not be read at its address; send it as a data: URL"
+TOO_LONG = b"images by address of more than %d bytes" % MAX_BYTES
+
+
+async def replace_addresses(messages: Any, limits: UrlLimits | None) -> None:
+    """Put images in the places of their addresses, as data: URLs; RefusedError for what is not read.
+
+    No address at all is read without `limits`. The engines themselves fetch from this machine and its network, and
+    SGLang opens files.
+    """
+    found = list(_addresses(messages))
+    if not found:
+        return
+    if limits is None:
+        raise RefusedError(BAD_REQUEST, DATA_ONLY)
+    if not all(is_image for _, _, is_image in found):
+        raise RefusedError(BAD_REQUEST, IMAGES_ONLY)
+    if len(found) > MAX_ADDRESSES:
+        raise RefusedError(BAD_REQUEST, TOO_MANY)
+    opener, num_bytes = ImageOpener(max_image_mib=limits.max_image_mib, max_image_megapixels=MAX_MEGAPIXELS), 0
+    for holder, key, _ in found:
+        try:
+            # on a thread: the server answers others meanwhile
+            content = await asyncio.to_thread(fetch, holder[key], IMAGE, limits)
+            opener.size(ImageRef(source=content))  # in its header; the engine decodes it
+        except BadRowError as error:
+            raise RefusedError(BAD_REQUEST, UNREADABLE) from error
+        num_bytes += len(content)
+        if num_bytes > MAX_BYTES:
+            raise RefusedError(BAD_REQUEST, TOO_LONG)
+        holder[key] = f"data:image/*;base64,{base64.b64encode(content).decode()}"
+
+
+def _addresses(messages: Any) -> Iterator[tuple[dict[str, Any], str, bool]]:
+    """The places in messages with something to be fetched or opened, rather than given as data.
+
+    Each is a dictionary, its key, and True for the address of an image.
+    """
+    left = [("", messages)]
+    while left:
+        name, part = left.pop()
+        if isinstance(part, list):
+            left.extend((name, each) for each in part)
+        elif isinstance(part, dict):
+            left.extend(part.items())
+            for key, value in part.items():
+                if key.endswith(SOURCES) and isinstance(value, str) and not value.startswith("data:"):
+                    yield part, key, key == IMAGE or (name, key) == (IMAGE, "url")
+
+
+KEY_FILE = "server-key"
+"""File of the folder of pushes with the key of administration."""
 
 
 def made_key(folder: Path) -> str:
@@ -224,63 +256,3 @@ def _write_once(file: Path) -> None:
         new.write_text(secrets.token_hex(16))
         with suppress(FileExistsError):
             file.hardlink_to(new)
-
-
-PATHS = ("/v1/chat/completions", "/v1/completions")
-LOWEST_BIAS = -100.0
-"""Of OpenAI's interface: it leaves a token e^-100 of its probability."""
-MAX_BODY_BYTES = 64 << 20
-"""Of a request: a hundred photographs of half a MiB."""
-BAD_REQUEST, TOO_LARGE = 400, 413
-
-
-class Bans:
-    """ASGI middleware that adds a `logit_bias` against banned ids to every request for completions.
-
-    vLLM and SGLang read no `suppress_tokens` from a generation config. Images by address are refused, or read here.
-    """
-
-    def __init__(self, app: App) -> None:
-        self._app = app
-        self._bias = {str(index): LOWEST_BIAS for index in json.loads(os.environ[BANNED_IDS_ENV])}
-        limits = os.environ.get(URL_LIMITS_ENV)
-        self._url_limits = None if limits is None else UrlLimits(**json.loads(limits))
-
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in PATHS:
-            return await self._app(scope, receive, send)
-        body = await whole_body(receive, MAX_BODY_BYTES)
-        if body is None:
-            return await refuse(send, TOO_LARGE, b"a request of more than %d bytes" % MAX_BODY_BYTES)
-        request = _parsed(body)
-        if request is None:
-            return await refuse(send, BAD_REQUEST, b"the request is not a JSON object")
-        try:
-            await replace_addresses(request.get("messages"), self._url_limits)
-        except ImageRefusedError as error:
-            return await refuse(send, BAD_REQUEST, error.args[0])
-        changed = self._with_bans(request)
-        headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
-        headers.append((b"content-length", str(len(changed)).encode()))
-        given = False
-
-        async def receive_changed() -> Message:
-            nonlocal given
-            if given:
-                return await receive()  # tells of a client that hangs up
-            given = True
-            return {"type": "http.request", "body": changed, "more_body": False}
-
-        await self._app({**scope, "headers": headers}, receive_changed, send)
-
-    def _with_bans(self, request: dict[str, Any]) -> bytes:
-        given = request.get("logit_bias")
-        return json.dumps({**request, "logit_bias": (given if isinstance(given, dict) else {}) | self._bias}).encode()
-
-
-def _parsed(body: bytes) -> dict[str, Any] | None:
-    try:
-        request = json.loads(body)
-    except (ValueError, RecursionError):  # no JSON, or too deep
-        return None
-    return request if isinstance(request, dict) else None

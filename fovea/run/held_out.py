@@ -15,8 +15,8 @@ from fovea.evaluation.controls import (
     image_controls,
     pictured_tasks,
 )
-from fovea.evaluation.evaluator import AnsweredRow
 from fovea.evaluation.json_file import write_answers
+from fovea.evaluation.records import AnsweredRow
 from fovea.evaluation.statistics import sampled_dev_metrics
 from fovea.report.held_out import MAX_PICTURED, read_pictures, thumbnails, write_pictures
 from fovea.run.callbacks import EvalRecord

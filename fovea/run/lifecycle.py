@@ -1,4 +1,8 @@
-"""The lifecycle of a run around its steps: start or resume, records after each step, and the end."""
+"""A run around its steps, in their order.
+
+`begin` starts or resumes it, `record` writes and saves what a step has changed, `end_early` and `finish` end it, and
+`closing` closes its services on every way out.
+"""
 
 from __future__ import annotations
 
@@ -40,35 +44,6 @@ from fovea_gym.errors import FoveaError
 
 ENDING_SECONDS = 30.0
 """Longest wait for the checkpoint that is being written when a run ends by an error."""
-
-
-def stopping(run: Run) -> AbstractContextManager[Stop]:
-    """Handle the signals that end a run within the block, and its time limit."""
-    return ending_signals(Stop(run.config.max_hours, run.started - run.spent_seconds))
-
-
-@asynccontextmanager
-async def closing(run: Run) -> AsyncIterator[None]:
-    """Close the services and files of a run on every way out."""
-    async with AsyncExitStack() as stack:
-        # closed in the opposite order, each of them whatever becomes of the others
-        stack.enter_context(run.held)
-        stack.callback(run.stream.grading.close)
-        stack.push_async_callback(run.policy.close)
-        stack.push_async_callback(run.engine.close)
-        stack.enter_context(run.metrics)
-        stack.enter_context(run.progress)
-        try:
-            with leaving_limit(run.folder, run.config.train.max_tokens_per_microbatch):
-                yield
-        except Exception:
-            # an error of the run ends it, whatever becomes of the checkpoint before it: a worker that waits in a
-            # collective call, which the others have left, would never say that its part is written
-            with suppress(FoveaError, TimeoutError):
-                async with asyncio.timeout(ENDING_SECONDS):
-                    await run.checkpoints.finish()
-            raise
-        await run.checkpoints.finish()
 
 
 async def begin(run: Run) -> TrainState:
@@ -142,27 +117,6 @@ async def _limit_microbatches(run: Run, saved: MicrobatchTokens | None) -> None:
             run.progress.print("the KV cache is freed before every update, since memory ran out before this resume")
 
 
-def _pace(config: Config) -> dict[str, Any]:
-    """The settings that a resumed run may have changed and that change its figures from there on, by their keys."""
-    train, critic = config.train, config.algorithm.critic
-    rates = ("learning_rate", "vision_tower_learning_rate", "projector_learning_rate")
-    keys = (*rates, "max_grad_norm", "weight_decay", "lr_warmup_steps", "lr_schedule", "final_lr_frac")
-    pace = {f"train.{key}": getattr(train, key) for key in keys}
-    if critic is not None:
-        pace["algorithm.advantage.critic.learning_rate"] = critic.learning_rate
-    if train.lr_schedule != "constant":
-        # where the schedule of the learning rate ends
-        pace["max_steps"] = config.max_steps
-    return pace
-
-
-async def measure_parity(run: Run) -> ParityReading:
-    """Measure the parity of a run that was built only for this, and close it."""
-    async with closing(run):
-        await run.weight_sync.push(0)
-        return await read_parity(run, 0)
-
-
 async def _warmed_up(run: Run, state: TrainState) -> TrainState:
     assert run.warmup is not None
     started = perf_counter()
@@ -228,6 +182,19 @@ async def record(run: Run, state: TrainState, groups: Sequence[Group], metrics: 
     return state
 
 
+def _next_kl_coef(config: Config, kl_coef: float, metrics: Metrics) -> float:
+    kl, rollout = config.algorithm.kl, config.rollout
+    if not isinstance(kl, KlInReward) or kl.controller is None:
+        return kl_coef
+    return next_kl_coef(
+        kl_coef,
+        metrics.get("kl/reward"),
+        target=kl.controller.target,
+        horizon_samples=kl.controller.horizon_samples,
+        num_samples=rollout.prompts_per_step * rollout.samples_per_prompt,
+    )
+
+
 async def _print_notes(run: Run, state: TrainState, metrics: Metrics) -> None:
     """Print what a step had that the user may want to act on, such as a skipped update or a lost engine."""
     step, settings = state.step, run.config
@@ -252,23 +219,85 @@ async def _print_notes(run: Run, state: TrainState, metrics: Metrics) -> None:
         run.progress.print(f"step {step}: {finding.text}")
 
 
-def _print_hints(run: Run) -> None:
-    """Print the advice of the whole run again at its end, and why it collapsed or does not move, where it does."""
-    for hint in [*read_hints(run.folder), *(finding.text for finding in ViewedRun(run.folder).findings())]:
-        run.progress.print(hint)
+async def save_checkpoint(run: Run, state: TrainState) -> None:
+    """Save a checkpoint from which `begin` resumes exactly; it is written while the run goes on."""
+    saved = {
+        **position_of(run),
+        "train_state": state.to_json(),
+        "pace": _pace(run.config),
+        "fingerprint": run.fingerprint,
+        "unscored_bytes": unscored_bytes(run.folder),
+    }
+    with run.phases("checkpoint"):
+        await run.checkpoints.save(state.step, run.policy, saved, state.retained)
+        if not run.config.checkpoint.background:
+            await run.checkpoints.finish()
 
 
-def _next_kl_coef(config: Config, kl_coef: float, metrics: Metrics) -> float:
-    kl, rollout = config.algorithm.kl, config.rollout
-    if not isinstance(kl, KlInReward) or kl.controller is None:
-        return kl_coef
-    return next_kl_coef(
-        kl_coef,
-        metrics.get("kl/reward"),
-        target=kl.controller.target,
-        horizon_samples=kl.controller.horizon_samples,
-        num_samples=rollout.prompts_per_step * rollout.samples_per_prompt,
-    )
+def _pace(config: Config) -> dict[str, Any]:
+    """The settings that a resumed run may have changed and that change its figures from there on, by their keys."""
+    train, critic = config.train, config.algorithm.critic
+    rates = ("learning_rate", "vision_tower_learning_rate", "projector_learning_rate")
+    keys = (*rates, "max_grad_norm", "weight_decay", "lr_warmup_steps", "lr_schedule", "final_lr_frac")
+    pace = {f"train.{key}": getattr(train, key) for key in keys}
+    if critic is not None:
+        pace["algorithm.advantage.critic.learning_rate"] = critic.learning_rate
+    if train.lr_schedule != "constant":
+        # where the schedule of the learning rate ends
+        pace["max_steps"] = config.max_steps
+    return pace
+
+
+@asynccontextmanager
+async def closing(run: Run) -> AsyncIterator[None]:
+    """Close the services and files of a run on every way out."""
+    async with AsyncExitStack() as stack:
+        # closed in the opposite order, each of them whatever becomes of the others
+        stack.enter_context(run.held)
+        stack.callback(run.stream.grading.close)
+        stack.push_async_callback(run.policy.close)
+        stack.push_async_callback(run.engine.close)
+        stack.enter_context(run.metrics)
+        stack.enter_context(run.progress)
+        try:
+            with leaving_limit(run.folder, run.config.train.max_tokens_per_microbatch):
+                yield
+        except Exception:
+            # an error of the run ends it, whatever becomes of the checkpoint before it: a worker that waits in a
+            # collective call, which the others have left, would never say that its part is written
+            with suppress(FoveaError, TimeoutError):
+                async with asyncio.timeout(ENDING_SECONDS):
+                    await run.checkpoints.finish()
+            raise
+        await run.checkpoints.finish()
+
+
+def stopping(run: Run) -> AbstractContextManager[Stop]:
+    """Handle the signals that end a run within the block, and its time limit."""
+    return ending_signals(Stop(run.config.max_hours, run.started - run.spent_seconds))
+
+
+async def end_early(run: Run, state: TrainState, stop: Stop) -> NoReturn:
+    """Save a run that a signal or its time limit ends, print where it can go on, and end it.
+
+    With `evaluate.after_max_hours` it is evaluated first if the time limit ends it.
+    """
+    reason = stop.reason
+    await save_last(run, state)
+    _print_hints(run)
+    run.progress.print(f"{reason}: saved at step {state.step}; run_dir={run.folder} resume=auto goes on from here")
+    if stop.received is None and run.config.evaluate.after_max_hours:
+        with stop.at_once():
+            # the loop that draws ahead may have dropped what these weights were to draw
+            await run.weight_sync.push(state.step)
+            await finish(run, state)
+    stop.end()
+
+
+async def save_last(run: Run, state: TrainState) -> None:
+    """Write the last checkpoint of this process, and wait until it is there."""
+    await save_checkpoint(run, state)
+    await run.checkpoints.finish()
 
 
 async def finish(run: Run, state: TrainState) -> Summary:
@@ -310,39 +339,14 @@ async def finish(run: Run, state: TrainState) -> Summary:
     return summary
 
 
-async def save_checkpoint(run: Run, state: TrainState) -> None:
-    """Save a checkpoint from which `begin` resumes exactly; it is written while the run goes on."""
-    saved = {
-        **position_of(run),
-        "train_state": state.to_json(),
-        "pace": _pace(run.config),
-        "fingerprint": run.fingerprint,
-        "unscored_bytes": unscored_bytes(run.folder),
-    }
-    with run.phases("checkpoint"):
-        await run.checkpoints.save(state.step, run.policy, saved, state.retained)
-        if not run.config.checkpoint.background:
-            await run.checkpoints.finish()
+def _print_hints(run: Run) -> None:
+    """Print the advice of the whole run again at its end, and why it collapsed or does not move, where it does."""
+    for hint in [*read_hints(run.folder), *(finding.text for finding in ViewedRun(run.folder).findings())]:
+        run.progress.print(hint)
 
 
-async def save_last(run: Run, state: TrainState) -> None:
-    """Write the last checkpoint of this process, and wait until it is there."""
-    await save_checkpoint(run, state)
-    await run.checkpoints.finish()
-
-
-async def end_early(run: Run, state: TrainState, stop: Stop) -> NoReturn:
-    """Save a run that a signal or its time limit ends, print where it can go on, and end it.
-
-    With `evaluate.after_max_hours` it is evaluated first if the time limit ends it.
-    """
-    reason = stop.reason
-    await save_last(run, state)
-    _print_hints(run)
-    run.progress.print(f"{reason}: saved at step {state.step}; run_dir={run.folder} resume=auto goes on from here")
-    if stop.received is None and run.config.evaluate.after_max_hours:
-        with stop.at_once():
-            # the loop that draws ahead may have dropped what these weights were to draw
-            await run.weight_sync.push(state.step)
-            await finish(run, state)
-    stop.end()
+async def measure_parity(run: Run) -> ParityReading:
+    """Measure the parity of a run that was built only for this, and close it."""
+    async with closing(run):
+        await run.weight_sync.push(0)
+        return await read_parity(run, 0)

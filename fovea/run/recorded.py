@@ -11,10 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from fovea.evaluation.answer import SampledAnswer, sampled_answer
+from fovea.evaluation.records import (
+    AnsweredRow,
+    RecordedEpisode,
+    RecordedImage,
+    RecordedMessage,
+    TokenTrace,
+    recorded_episode,
+)
 from fovea.metrics.tracker import TrackedSample
 from fovea.report.images import png_bytes, read_image, write_image
-from fovea.report.records import RecordedAnswer, RecordedImage, RecordedMessage, RecordedTurn, SampleRecord, TokenTrace
 from fovea.report.samples import write_samples
 from fovea.run.context import Run
 from fovea.samples import length_penalty, replace_samples
@@ -28,7 +34,7 @@ MAX_TEXT_CHARS = 1000
 """Of a question and of an answer in a caption."""
 
 
-def tracked_samples(run_dir: Path, records: Iterable[SampleRecord]) -> Sequence[TrackedSample]:
+def tracked_samples(run_dir: Path, records: Iterable[AnsweredRow]) -> Sequence[TrackedSample]:
     """The first image of each record that has one, of at most TRACKER_MAX_PIXELS each."""
     with_images = ((record, read_image(run_dir, record.images[0].name)) for record in records if record.images)
     return [
@@ -44,16 +50,14 @@ def _decoded(png: bytes) -> Image.Image:
     return image.resize((max(1, int(image.width * scale)), max(1, int(image.height * scale))))
 
 
-def _caption(record: SampleRecord) -> str:
+def _caption(record: AnsweredRow) -> str:
     """The question, the truth, and the group's first answer: the best or worst would show another policy."""
-    lines = [_cut(record.prompt), f"truth: {_cut(record.truth)}"]
+    lines = [_cut(record.question), f"truth: {_cut(record.truth)}"]
     if len(record.images) > 1:
         lines.append(f"image 1 of {len(record.images)}")
-    if rewards := [answer.score.reward for answer in record.answers]:
+    if rewards := [answer.reward for answer in record.answers]:
         mean = sum(rewards) / len(rewards)
-        lines.append(
-            f"reward {rewards[0]:.3g} (mean of {len(rewards)}: {mean:.3g}): {_cut(record.answers[0].score.text)}"
-        )
+        lines.append(f"reward {rewards[0]:.3g} (mean of {len(rewards)}: {mean:.3g}): {_cut(record.answers[0].text)}")
     return "\n".join(lines)
 
 
@@ -119,11 +123,11 @@ def _tokens_alone(sample: Sample) -> Sample:
     )
 
 
-def _record(run: Run, group: Group, samples: Samples) -> SampleRecord:
+def _record(run: Run, group: Group, samples: Samples) -> AnsweredRow:
     first = group.episodes[0]
-    return SampleRecord(
+    return AnsweredRow(
         id=first.task.id,
-        prompt=first.task.question,
+        question=first.task.question,
         truth=first.task.answer,
         kind=first.task.kind,
         messages=_messages(run, first.turns[0].messages, group.prompt.images),
@@ -131,34 +135,27 @@ def _record(run: Run, group: Group, samples: Samples) -> SampleRecord:
     )
 
 
-def _answer(run: Run, episode: Episode, samples: Samples) -> RecordedAnswer:
+def _answer(run: Run, episode: Episode, samples: Samples) -> RecordedEpisode:
+    """The record of an episode with its images and tokens; what its length took from the reward is a separate part."""
     sample = samples.get(episode.tokens[0].completion.id)
     generated = [turn for turn in episode.turns if isinstance(turn, SampledTurn)]
-    return RecordedAnswer(
-        score=_score(run, episode),
+    answer = recorded_episode(episode)
+    penalty = length_penalty(episode, run.config.algorithm, run.config.rollout.max_new_tokens)
+    turns = zip(answer.turns, generated, _places(episode.tokens), strict=True)
+    return replace(
+        answer,
+        parts={**answer.parts, "algorithm.overlong": penalty} if penalty else answer.parts,
         turns=tuple(
-            RecordedTurn(
-                # the messages of the first turn are the prompt, which all answers share
+            replace(
+                recorded,
                 messages=_messages(run, turn.messages, turn.tokens.observation.images) if number else (),
-                text=turn.text,
-                finish=turn.finish,
                 tokens=None if sample is None else _trace(run, sample, place),
                 version=turn.tokens.completion.version,
-                reward=episode.score.turns[number] if episode.score.turns else None,
                 seconds=round(turn.seconds, DECIMALS),
             )
-            for number, (turn, place) in enumerate(zip(generated, _places(episode.tokens), strict=True))
+            for number, (recorded, turn, place) in enumerate(turns)
         ),
-        marks=episode.score.marks,
-        end=episode.end,
     )
-
-
-def _score(run: Run, episode: Episode) -> SampledAnswer:
-    """The score by the environment; what the length took from the reward is a separate part."""
-    score = sampled_answer(episode)
-    penalty = length_penalty(episode, run.config.algorithm, run.config.rollout.max_new_tokens)
-    return replace(score, parts={**score.parts, "algorithm.overlong": penalty}) if penalty else score
 
 
 def _places(turns: Sequence[TurnTokens]) -> Iterator[slice]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from time import perf_counter
 from typing import Any, TypedDict
 
+from pydantic import TypeAdapter
+
 from fovea.data.curriculum import CurriculumState
-from fovea.evaluation.controls import Searched, SharedImages
+from fovea.evaluation.controls import SharedImages
 from fovea.run.checkpoint import RetainedCheckpoints
 from fovea.run.context import Run
 from fovea.run.microbatches import MicrobatchTokens
@@ -70,44 +72,17 @@ class TrainState:
 
     def to_json(self) -> dict[str, Any]:
         """JSON form, without the step, which a checkpoint has anyway."""
-        saved = asdict(self)
-        for name in ("step", "started", "earlier_seconds"):
-            del saved[name]
-        return saved | {"kept": saved.pop("retained"), "total_seconds": self.total_seconds}
+        saved: dict[str, Any] = _STATE.dump_python(
+            replace(self, earlier_seconds=self.total_seconds), mode="json", exclude=_OF_THIS_PROCESS
+        )
+        return saved
 
     @staticmethod
     def from_json(step: int, saved: Mapping[str, Any], *, started: float) -> TrainState:
         """Read what `to_json` wrote, in a process that began at `started`."""
-        return TrainState(
-            step=step,
-            kl_coef=saved["kl_coef"],
-            before=_evaluation_from_json(saved["before"]),
-            after_warmup=_evaluation_from_json(saved["after_warmup"]),
-            warmup_seconds=saved["warmup_seconds"],
-            rl_seconds=saved["rl_seconds"],
-            shared_images=_shared_images_from_json(saved["shared_images"]),
-            retained=RetainedCheckpoints(**saved["kept"]),
-            microbatches=MicrobatchTokens(**saved["microbatches"]) if saved["microbatches"] else None,
-            started=started,
-            earlier_seconds=saved["total_seconds"],
-        )
+        names = {field.name for field in fields(TrainState)} - _OF_THIS_PROCESS
+        return _STATE.validate_python({"step": step, "started": started, **{name: saved[name] for name in names}})
 
 
-def _evaluation_from_json(saved: Mapping[str, Any] | None) -> Evaluation | None:
-    if not saved:
-        return None
-    return Evaluation(
-        **{name: _tuples(saved[name]) for name in ("accuracies", "by_image_type", "parts")},
-        rewards=tuple(saved["rewards"]),
-        num_unscored=saved["num_unscored"],
-    )
-
-
-def _tuples(saved: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
-    return {name: tuple(values) for name, values in saved.items()}
-
-
-def _shared_images_from_json(saved: Mapping[str, Any] | None) -> SharedImages | None:
-    if saved is None:
-        return None
-    return SharedImages(shared=saved["shared"], test=Searched(**saved["test"]), train=Searched(**saved["train"]))
+_OF_THIS_PROCESS = {"step", "started"}
+_STATE = TypeAdapter(TrainState)

@@ -31,8 +31,8 @@ class WarmupStage:
     order: Order
     source: PromptSource
     environment: Environment
-    answer_ids: Callable[[str, str], tuple[int, ...]]
-    """(answer, name of its row) -> token ids."""
+    answer_ids: Callable[[Prompt, str, str], tuple[int, ...]]
+    """(prompt, answer, name of its row) -> token ids."""
 
 
 async def warm_up(
@@ -115,7 +115,7 @@ async def _demonstrated(
 
 
 def _pair(stage: WarmupStage, row: PromptedTask, prompt: Prompt, text: str) -> SftExample:
-    return SftExample(prompt=prompt, answer_ids=stage.answer_ids(text, _where(row)))
+    return SftExample(prompt=prompt, answer_ids=stage.answer_ids(prompt, text, _where(row)))
 
 
 def _where(row: PromptedTask) -> str:

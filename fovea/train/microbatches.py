@@ -47,7 +47,7 @@ class MicrobatchLimit:
         self.max_tokens = train.max_tokens_per_microbatch
         self.groups_per_row = train.groups_per_microbatch
         """Groups per micro-batch with train.enable_dynamic_batch_size=false."""
-        self.free_beside: Callable[[], bool] = lambda: False
+        self.free_memory: Callable[[], bool] = lambda: False
         """Frees what the engine in this process keeps for its next rollout; returns False if nothing was freed."""
         self._train = train
         self._ranks = ranks
@@ -76,11 +76,11 @@ class MicrobatchLimit:
         MicrobatchMemoryError with several ranks, as in `fit`, but with the limit unchanged.
         """
         if self._ran_out:
-            self.free_beside()
+            self.free_memory()
         try:
             return passes()
         except (MemoryError, RuntimeError) as error:
-            if isinstance(error, FoveaError) or not is_out_of_memory(error) or not self.free_beside():
+            if isinstance(error, FoveaError) or not is_out_of_memory(error) or not self.free_memory():
                 raise
             self._note_freed(error)
         _free_unreachable()

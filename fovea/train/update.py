@@ -248,7 +248,7 @@ class TrainedPolicy(ABC):
         assert self._warmup is not None, "supervised steps, but the policy was made without settings for them"
         if self._sft is None:
             self._sft = self._supervised_trainer(self._warmup)
-        self._limit.free_beside()  # a warm-up step cannot start again when memory runs out
+        self._limit.free_memory()  # a warm-up step cannot start again when memory runs out
         self._weights_changed()
         return {"loss": self._sft.update(pairs)}
 
@@ -391,9 +391,9 @@ class TrainedPolicy(ABC):
         """Index of the share of micro-batches that each process runs, by rank; empty if each runs a separate one."""
         return ()
 
-    def free_first(self, free_beside: Callable[[], bool]) -> None:
-        """Set the function that frees memory before micro-batches become smaller (`MicrobatchLimit.free_beside`)."""
-        self._limit.free_beside = free_beside
+    def set_free_memory(self, free_memory: Callable[[], bool]) -> None:
+        """Set the function that frees memory before micro-batches become smaller (`MicrobatchLimit.free_memory`)."""
+        self._limit.free_memory = free_memory
 
     def limit_microbatches(self, max_tokens: int) -> None:
         """Pack micro-batches of at most `max_tokens`, if that is less than the setting."""

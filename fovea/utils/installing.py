@@ -22,6 +22,11 @@ def pip_install_elsewhere(extra: str | None) -> str:
     return f"{installing.pip_install(None)} {pip_install(extra).removeprefix('pip install ')}"
 
 
+def pip_install_tools() -> str:
+    """The command that installs the package of the tools."""
+    return installing.pip_install(None, TOOLS, ROOT / "tools")
+
+
 def find_tool(group: str, name: str) -> Any:
     """The object that the tools register under this name; None where they are not installed."""
     return entry_points.load(group, name, [name], owner=TOOLS)
@@ -31,6 +36,5 @@ def load_tool(group: str, name: str, used_as: str) -> Any:
     """The same; ConfigError with the command that installs them. `used_as` is what a user has typed."""
     found = find_tool(group, name)
     if found is None:
-        install = installing.pip_install(None, TOOLS, ROOT / "tools")
-        raise ConfigError(f"{used_as} comes with the package {TOOLS}, which is not installed: {install}")
+        raise ConfigError(f"{used_as} comes with the package {TOOLS}, which is not installed: {pip_install_tools()}")
     return found

@@ -15,7 +15,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Mount, Route, Router
 from starlette.types import Receive, Scope, Send
 
-from fovea.report.viewed_run import ViewedRun
+from fovea.report.viewed_run import PAGE_SECONDS, ViewedRun
 from fovea.view.run_list import listed_runs, run_folders
 from fovea.view.server import HEADERS, page, run_routes, secured
 
@@ -66,7 +66,7 @@ class _Pages:
 
     def _page(self, names: str) -> Router:
         if names not in self._open:
-            page_of = Router(run_routes(list(map(ViewedRun, self._folders(names)))))
+            page_of = Router(run_routes([ViewedRun(run, PAGE_SECONDS) for run in self._folders(names)]))
             self._open = dict([*self._open.items(), (names, page_of)][-MAX_OPEN:])
         return self._open[names]
 

@@ -1,8 +1,9 @@
 """Protocols of a push of weights from the policy to the engines, and its report.
 
-A policy's weights come one by one (`models.outgoing.OutgoingWeight`); `weights.push.WeightPusher` gives them to sinks.
+An engine on the policy's own tensors receives nothing but the new version (`weights.push.SharedWeights`). To any other
+engine a policy's weights go one by one (`models.outgoing.OutgoingWeight`), by `weights.push.WeightPusher`, to sinks.
 A new transport is a `WeightSink` and, where it crosses processes, a `WeightSync` beside the engine that receives;
-`wiring.workers` (for one process `wiring.backends`) makes both.
+`wiring.workers` makes both.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ class SyncReport:
 
     version: int
     num_tensors: int
-    """Tensors that the push brought; from the second on, only those that training changes."""
+    """Tensors that the push brought; from the second on, only those that training changes, and none that are shared."""
     bytes_copied: int
     """Bytes that it brought to each engine; 0 where policy and engine share their tensors."""
     checksum: int | None = None
-    """Checksum of these tensors as this worker sent or received them; None where it did neither."""
+    """Checksum of these tensors as this worker sent or received them; None where it did neither, as where policy and
+    engine share their tensors."""
 
     def metrics(self) -> Metrics:
         """Metrics of a push."""
@@ -76,7 +78,7 @@ class WeightSink(Protocol):
         """Use the new weights: verify them, and empty all caches made with older ones.
 
         EngineError for a value that differs. A sink that holds copies in this process has compared them before, in
-        `sinks.read_compared`; one in another process compares them with the hashes that it made of what it took.
+        `push.read_compared`; one in another process compares them with the hashes that it made of what it took.
         """
         ...
 

@@ -18,7 +18,7 @@ from fovea.train.ranks import Ranks
 from fovea.types import Shape
 from fovea.utils.checksum import bit_hash, combined
 from fovea.weights.base import SyncReport, WeightSink
-from fovea.weights.sinks import read_compared
+from fovea.weights.push import read_compared
 
 NO_PAIRS: Mapping[int, Ranks] = MappingProxyType({})
 

@@ -1,21 +1,43 @@
-"""Pushes of a policy's weights: gathered one by one, and given to sinks in buckets of bounded size."""
+"""Pushes of a policy's weights to the engines.
+
+An engine on the policy's own tensors only has to know that they have changed (`SharedWeights`). For all others the
+weights are gathered one by one, and given to sinks in buckets of bounded size (`WeightPusher`): to a copy of the
+network in this process, to an engine with its own weights, or to those of other processes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from fovea.errors import EngineError
 from fovea.models.outgoing import OutgoingWeight
+from fovea.rollout.base import Engine
+from fovea.rollout.checks import check_shapes
 from fovea.train.local import Caller, call_here
 from fovea.train.torch.sharding import full
-from fovea.utils.checksum import bit_hash, combined
+from fovea.types import Shape, Weights
+from fovea.utils.checksum import bit_hash, combined, read_hashes
 from fovea.weights.base import LosesEngines, SyncReport, WeightSink
-from fovea.weights.sinks import SharedTensors, read_compared
 
 BUCKET_BYTES = 1 << 26
 """Tensors that a sink gets in one call: enough that calls cost nothing, and little beside a layer of a large model."""
+
+
+@runtime_checkable
+class NetworkEngine(Engine, Protocol):
+    """An engine that samples with tensors in this process."""
+
+    def own_weights(self) -> Weights:
+        """The tensors of the engine's network, under the names of a push."""
+        ...
+
+    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Take references to these weights, all of them, and empty all caches made with older ones."""
+        ...
 
 
 class WeightPusher:
@@ -66,21 +88,106 @@ class WeightPusher:
         hashes: list[Tensor] = []
         num_bytes = 0
         for bucket in in_buckets((each.name, full(each.tensor(), self._dtype).contiguous()) for each in sent):
-            hashes += [bit_hash(tensor) for _, tensor in bucket if self._sinks]
-            num_bytes += sum(tensor.nbytes for _, tensor in bucket)
+            if self._sinks:
+                hashes += [bit_hash(tensor) for _, tensor in bucket]
+                num_bytes += sum(tensor.nbytes for _, tensor in bucket)
             for sink in self._sinks:
                 sink.take_weights(bucket)
         bits = read_compared(hashes, self._sinks)
         for sink in self._sinks:
             sink.finish_push(version)
         self._sent_all = True
-        is_copied = any(not isinstance(sink, SharedTensors) for sink in self._sinks)
         return SyncReport(
             version=version,
             num_tensors=len(sent),
-            bytes_copied=num_bytes if is_copied else 0,
+            bytes_copied=num_bytes,
             checksum=combined(bits) if self._sinks else None,
         )
+
+
+class SharedWeights:
+    """The weight sync of an engine on the policy's own tensors, and of engines elsewhere where a run has some.
+
+    Nothing is sent, and so nothing is compared: the engine reads its tensors again and empties its caches.
+    """
+
+    def __init__(self, engine: NetworkEngine, elsewhere: WeightPusher | None = None) -> None:
+        self._engine = engine
+        self._elsewhere = elsewhere
+
+    async def push(self, version: int) -> SyncReport:
+        report = SyncReport(version=version, num_tensors=0, bytes_copied=0)
+        if self._elsewhere is not None:
+            report = await self._elsewhere.push(version)
+        self._engine.load_weights(dict(self._engine.own_weights()), version)
+        return report
+
+    async def leave_out_lost(self, left: Sequence[int]) -> None:
+        """Send only to the remaining engines elsewhere, by rank among all workers."""
+        assert self._elsewhere is not None, f"no engine is elsewhere, and these are left: {left}"
+        await self._elsewhere.leave_out_lost(left)
+
+
+class NetworkCopy:
+    """Copies into the tensors of an engine's network, in place."""
+
+    def __init__(self, engine: NetworkEngine) -> None:
+        self._engine = engine
+        self._own = dict(engine.own_weights())
+        self._names: list[str] = []
+        """Names of the tensors of this push, in its order."""
+        self._converted: dict[str, Tensor] = {}
+        """Hashes of those that have another type in the engine, as it holds them if they arrive."""
+        self.has_weights = False
+
+    def begin_push(self, shapes: Mapping[str, Shape]) -> None:
+        # all of the engine's weights or, where it has all, some of them
+        due = shapes.keys() & self._own.keys() if self.has_weights else self._own.keys()
+        check_shapes(shapes, {name: tuple(self._own[name].shape) for name in due}, engine="the engine")
+        self._names, self._converted = [], {}
+
+    @torch.no_grad()
+    def take_weights(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
+        for name, tensor in bucket:
+            own = self._own[name]
+            if not own.untyped_storage().nbytes():
+                own.untyped_storage().resize_(own.nbytes)  # the engine's sleep has freed it
+            own.copy_(tensor)
+            self._names.append(name)
+            if tensor.dtype != own.dtype:
+                self._converted[name] = bit_hash(tensor.to(own.dtype))
+
+    def hashes(self) -> list[Tensor]:
+        """Hashes of the tensors of this push as the engine holds them, then of those that it holds in another type.
+
+        To be taken after the last tensor: one that shares memory with another would be overwritten later.
+        """
+        return [*(bit_hash(self._own[name]) for name in self._names), *self._converted.values()]
+
+    def compare(self, sent: Sequence[int], numbers: Sequence[int]) -> None:
+        """Compare the numbers of `hashes` with those of the tensors that were sent; EngineError where one differs."""
+        held, converted = numbers[: len(self._names)], numbers[len(self._names) :]
+        due = dict(zip(self._names, sent, strict=True)) | dict(zip(self._converted, converted, strict=True))
+        differing = [name for name, number in zip(self._names, held, strict=True) if number != due[name]]
+        if differing:
+            raise EngineError(
+                f"the weight {differing[0]} differs between trainer and engine after it was copied; run again, and "
+                "report this as a bug if it comes back"
+            )
+
+    def finish_push(self, version: int) -> None:
+        """Let the engine use its tensors, which `read_compared` has compared."""
+        self._engine.load_weights(self._own, version)
+        self.has_weights = True
+
+
+def read_compared(hashes: Sequence[Tensor], sinks: Sequence[object]) -> list[int]:
+    """The numbers of the hashes of what was sent, compared with what copies hold, in one read of the device."""
+    copies = [sink for sink in sinks if isinstance(sink, NetworkCopy)]
+    sent, *found = read_hashes(hashes, *(copy.hashes() for copy in copies))
+    for copy, numbers in zip(copies, found, strict=True):
+        copy.compare(sent, numbers)
+    return sent
 
 
 def in_buckets(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:

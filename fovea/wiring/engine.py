@@ -14,8 +14,7 @@ from fovea.config.algorithm import ClippedLoss
 from fovea.config.backends import StreamedEngine as StreamedSettings
 from fovea.config.model import Model
 from fovea.config.run import Config
-from fovea.evaluation.chat_server import ChatModel, ServerEvaluator
-from fovea.evaluation.evaluator import Evaluator
+from fovea.evaluation.evaluator import Answers, Evaluator
 from fovea.models.activation_tape import Tape
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.processor import Processor
@@ -30,12 +29,10 @@ from fovea.train.update import TrainedPolicy
 from fovea.types import Sampling
 from fovea.utils.installing import pip_install_elsewhere
 from fovea.weights.base import PushedEngine, WeightSink
-from fovea.weights.sinks import NetworkCopy, SharedTensors
+from fovea.weights.push import NetworkCopy, NetworkEngine
 from fovea.wiring.interpreter import find_interpreter, variables_of
 from fovea_gym.environments.base import Environment
 from fovea_gym.errors import ClusterError, ConfigError, FoveaError, OutOfMemoryError
-from fovea_gym.graders.grading import Grading
-from fovea_gym.rows.images import OpenImage
 from fovea_gym.settings.base import Section, packages_of
 from fovea_gym.settings.environments import ShapesEnvironment
 from fovea_gym.utils.http_json import CallBounds
@@ -111,20 +108,23 @@ def engine_access(config: Config, model: Model, processor: Processor) -> EngineA
     return EngineAccess(model=model, processor=processor, max_model_len=longest, seed=config.seed)
 
 
-def make_engine(config: Config, access: EngineAccess) -> tuple[Engine, WeightSink]:
-    """Make the engine of this process, and its sink of weights."""
+def make_engine(config: Config, access: EngineAccess) -> PushedEngine | NetworkEngine:
+    """Make the engine of this process."""
     settings = config.rollout.engine
     if isinstance(settings, StreamedSettings):
-        streamed = make_streamed(config, settings, access.model, access.processor)
-        return streamed, streamed
-    embedded = settings.make(access)
-    return embedded, NetworkCopy(embedded) if access.is_copy else SharedTensors(embedded)
+        return make_streamed(config, settings, access.model, access.processor)
+    return settings.make(access)
 
 
-def free_first(policy: TrainedPolicy, engine: Engine) -> None:
+def sink_of(engine: PushedEngine | NetworkEngine) -> WeightSink:
+    """The sink of an engine that does not share the policy's tensors."""
+    return NetworkCopy(engine) if isinstance(engine, NetworkEngine) else engine
+
+
+def connect_free_memory(policy: TrainedPolicy, engine: Engine) -> None:
     """Have the policy free the memory of an engine in its process before its micro-batches become smaller."""
     if isinstance(engine, EmbeddedEngine):
-        policy.free_first(engine.free_spare_memory)
+        policy.set_free_memory(engine.free_memory)
 
 
 def make_tape(config: Config, vlm: PolicyNetwork) -> Tape | None:
@@ -166,44 +166,18 @@ def records_linears(config: Config, hidden_size: int) -> bool:
 
 
 def make_evaluator(
-    config: Config,
-    engine: Engine,
-    environment: Environment,
-    grading: Grading,
-    on_unscored: Callable[[str], None] = lambda _: None,
+    config: Config, environment: Environment, model: Answers, on_unscored: Callable[[str], None] = lambda _: None
 ) -> Evaluator:
     """Make the evaluator of held-out rows; `on_unscored` gets the reason why a row has no score."""
     return Evaluator(
-        engine,
-        environment,
-        grading,
-        greedy=_greedy(config, environment),
+        model,
+        greedy=Sampling(
+            max_new_tokens=config.rollout.max_new_tokens,
+            temperature=0.0,
+            stop=config.rollout.stop,
+            answer_end=answer_end_of(config, environment),
+        ),
         batch_size=EVALUATED_AT_ONCE,
-        max_episode_tokens=config.rollout.max_episode_tokens,
         image_type_key=config.evaluate.image_type_key,
         on_unscored=on_unscored,
-    )
-
-
-def make_server_evaluator(
-    config: Config, model: ChatModel, environment: Environment, grading: Grading, open_image: OpenImage
-) -> ServerEvaluator:
-    """Make the evaluator of a model behind a server."""
-    return ServerEvaluator(
-        model,
-        environment,
-        grading,
-        open_image,
-        greedy=_greedy(config, environment),
-        batch_size=EVALUATED_AT_ONCE,
-        image_type_key=config.evaluate.image_type_key,
-    )
-
-
-def _greedy(config: Config, environment: Environment) -> Sampling:
-    return Sampling(
-        max_new_tokens=config.rollout.max_new_tokens,
-        temperature=0.0,
-        stop=config.rollout.stop,
-        answer_end=answer_end_of(config, environment),
     )

@@ -14,18 +14,16 @@ from fovea.processes.session_processes import end_left_processes
 from fovea.wiring.frames import ModelPictures
 from fovea.wiring.grading import reward_grading, reward_limits, text_scorer, with_opinions
 from fovea.wiring.images import make_access, make_opener
-from fovea.wiring.tools import SESSION, make_tools, uses_tools
+from fovea.wiring.tools import SESSION, limited, make_tools, uses_tools
 from fovea_gym.environments.access import Access, GradedEnvironment, Part
 from fovea_gym.environments.base import Environment, defines
 from fovea_gym.environments.custom.environment import UserEnvironment, UserSessions, user_graders
 from fovea_gym.environments.custom.loading import checked_environment
 from fovea_gym.environments.custom.signatures import RewardFunction
 from fovea_gym.environments.mixture import Mixture, errors_of_part, without_scores
-from fovea_gym.environments.sessions import LimitedSessions
 from fovea_gym.environments.stages import stages_of
 from fovea_gym.errors import ConfigError
-from fovea_gym.graders.grading import Grading
-from fovea_gym.graders.limited_calls import MAX_LATE_CALLS, CallThreads, LimitedCalls
+from fovea_gym.graders.grading import MAX_LATE_CALLS, CallThreads, Grading, LimitedCalls
 from fovea_gym.graders.opinions import WithToolBonus
 from fovea_gym.settings.environments import MixturePart, OwnEnvironment
 
@@ -49,7 +47,7 @@ def make_environment(
     else:
         settings = config.with_own_files.environment
         name = settings.file if isinstance(settings, OwnEnvironment) else settings.name
-        made = graded(config, settings.make(offered(config), config.seed), name)
+        made = graded(config, settings.made(offered(config), config.seed), name)
     if config.warmup is not None and not made.environment.has_demonstrations:
         raise ConfigError(
             f"warmup imitates demonstrations, which environment.name={config.environment.name} does not have; set "
@@ -82,6 +80,7 @@ def offered(config: Config) -> Access:
         image_root=rows.image_root,
         url_limits=rows.url_limits,
         section=SECTION,
+        data_section=rows.data_section,
         cache=rows.cache,
         imitated=config.warmup is not None,
         pictures=ModelPictures(config.model, opener),
@@ -117,7 +116,7 @@ def graded(config: Config, given: Any, name: str) -> GradedEnvironment:
     if isinstance(given, Environment) and has_graders:
         environment, grading, name = given, given.grading(), type(given).__name__
     else:
-        user = given if has_graders else checked_environment(given, name)
+        user = given if has_graders else checked_environment(given, name, SECTION.removesuffix("."))
         environment = _user_environment(user, name, config.environment.session.max_concurrent)
         limits = reward_limits(config, f"{name}.score")
         grading = (
@@ -127,7 +126,7 @@ def graded(config: Config, given: Any, name: str) -> GradedEnvironment:
         )
     if environment.has_sessions and not parts:
         # those of a mixture are within the limits of each part
-        environment = LimitedSessions(environment, config.environment.session, name, settings=SESSION)
+        environment = limited(environment, config.environment.session, name)
         if num_ended := end_left_processes():
             LOG.warning("ended %d processes that the sessions of a killed run had left", num_ended)
     return GradedEnvironment(environment=environment, grading=grading, stages=stages, parts=parts)

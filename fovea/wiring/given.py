@@ -19,6 +19,8 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from fovea.config.run import Config
+from fovea.data.bad_rows import with_skip
+from fovea.wiring.images import SECTION
 from fovea_gym.environments.base import Split
 from fovea_gym.environments.dataset_tasks import check_answer, check_question
 from fovea_gym.errors import BadRowError, ConfigError, DataError, first_line
@@ -140,11 +142,11 @@ class GivenRows:
         if cell is None:
             return None
         try:
-            refs = image_refs(cell, where=where, folder=self.image_root)
+            refs = image_refs(cell, where=where, folder=self.image_root, image_root=f"{SECTION}image_root")
             cells = [self._image(ref) for ref in refs]
-        except BadRowError:
+        except BadRowError as error:
             if not self.skip_bad:
-                raise
+                raise with_skip(error) from error
             cells = [_NO_IMAGE]
         return cells if type_of_column != IMAGE_TYPE else cells[0]
 
@@ -159,8 +161,8 @@ class GivenRows:
         if isinstance(source, np.ndarray):
             if source.dtype != np.uint8 or source.ndim != 3 or source.shape[2] != 3:
                 problem = f"an array of {source.dtype} with shape {list(source.shape)} is not an RGB picture"
-                fix = "give uint8 values of shape [height, width, 3], or set data.on_bad_row=skip"
-                raise BadRowError(f"{ref.where}: {problem}; {fix}", "image_kind")
+                fix = "give uint8 values of shape [height, width, 3]"
+                raise BadRowError(f"{ref.where}: {problem}", "image_kind", fix)
             source = Image.fromarray(source)
         return image_cell(_encoded(source, ref.where))
 
@@ -202,7 +204,7 @@ def _encoded(image: Image.Image, where: str) -> bytes:
             problem = f"{where}: the picture cannot be stored ({error})"
             continue
         return encoded.getvalue()
-    raise BadRowError(f"{problem}; give its encoded bytes or its path, or set data.on_bad_row=skip", "image_damaged")
+    raise BadRowError(problem, "image_damaged", "give its encoded bytes or its path")
 
 
 def digest_of(file: Path) -> str:

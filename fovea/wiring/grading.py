@@ -16,17 +16,24 @@ from fovea.models.vision_reward import VisionRewardScorer, named_as_reward_model
 from fovea.wiring import reward_host
 from fovea.wiring.images import make_opener
 from fovea.wiring.model_trial import try_model, try_scorer
+from fovea.wiring.tools import RESUME
 from fovea_gym.environments.custom.grader import reward_grader
 from fovea_gym.environments.custom.loading import checked_reward, load_reward
 from fovea_gym.environments.custom.processes import RewardProcesses
 from fovea_gym.environments.custom.signatures import RewardFunction
 from fovea_gym.errors import ConfigError
 from fovea_gym.graders.base import Grader
-from fovea_gym.graders.grading import Closes, Grading
-from fovea_gym.graders.judge import JudgeClient, limits_of
-from fovea_gym.graders.limited_calls import CallLimits, CallThreads, LimitedCalls, UnlimitedCalls
-from fovea_gym.graders.opinions import (
+from fovea_gym.graders.grading import (
+    CallLimits,
+    CallThreads,
+    Closes,
+    Grading,
+    LimitedCalls,
     LimitedGrader,
+    UnlimitedCalls,
+)
+from fovea_gym.graders.judge import JudgeClient, limits_of
+from fovea_gym.graders.opinions import (
     OpinionOfJudge,
     OpinionOfRewardModel,
     Overrulable,
@@ -58,7 +65,7 @@ def _in_processes(config: Config, reward: str | tuple[str, ...], limits: CallLim
         "data": config.data.model_dump(mode="json"),
         "run_dir": config.run_dir,
     }
-    processes = RewardProcesses(reward_host.__name__, settings, limits.name, config.reward_timeout_seconds)
+    processes = RewardProcesses(reward_host.__name__, settings, limits)
     # their own time limit leaves the start of a process out
     calls = LimitedCalls(replace(limits, timeout_seconds=None, may_hold_lock=False))
     return Grading(graders=(processes,), calls=calls, clients=(processes,))
@@ -68,10 +75,12 @@ def reward_limits(config: Config, name: str) -> CallLimits:
     """Limits for calls of the user's code."""
     return CallLimits(
         name=name,
+        settings="reward_",
         calls_at_once=config.reward_calls_at_once,
         timeout_seconds=config.reward_timeout_seconds,
         on_failure=config.reward_on_failure,
         may_hold_lock=True,
+        way_out=f", or set reward_in=process, where such a call can be ended{RESUME}",
     )
 
 

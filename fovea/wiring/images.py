@@ -11,7 +11,10 @@ from fovea_gym.rows.access import RowAccess, UrlLimits
 from fovea_gym.rows.fetch import FailedHosts, FetchedFiles
 from fovea_gym.rows.images import ImageOpener
 from fovea_gym.rows.readers.remote import remote_image
+from fovea_gym.tools.results import ResultLimits
 
+SECTION = "data."
+"""The words before the names of these settings in a recipe, and so in errors of the gym."""
 URL_CACHE_GIB = 8.0
 """Disk for downloaded images."""
 HOST_PAUSE_SECONDS = 60.0
@@ -21,9 +24,10 @@ HOST_PAUSE_SECONDS = 60.0
 def url_limits(settings: Data) -> UrlLimits:
     """Limits of reading from URLs."""
     return UrlLimits(
-        max_mib=settings.max_image_mib,
-        timeout_seconds=settings.url_timeout_seconds,
+        max_image_mib=settings.max_image_mib,
+        url_timeout_seconds=settings.url_timeout_seconds,
         allow_private_addresses=settings.allow_private_addresses,
+        section=SECTION,
     )
 
 
@@ -32,14 +36,24 @@ def make_opener(settings: Data, folder: Path, note: Callable[[str], None] = lamb
     read = FailedHosts(partial(remote_image, limits=url_limits(settings)), HOST_PAUSE_SECONDS, note)
     fetch = FetchedFiles(folder / "images", URL_CACHE_GIB, read)
     return ImageOpener(
-        max_mib=settings.max_image_mib,
-        max_megapixels=settings.max_image_megapixels,
-        convert=settings.convert_images,
+        max_image_mib=settings.max_image_mib,
+        max_image_megapixels=settings.max_image_megapixels,
+        convert_images=settings.convert_images,
         fetch=fetch,
+        section=SECTION,
     )
 
 
 def make_access(settings: Data) -> RowAccess:
     """Make the access settings of data files."""
-    limits = url_limits(settings)
-    return RowAccess(cache_dir=Path(settings.cache_dir), image_root=settings.image_root, url_limits=limits)
+    return RowAccess(
+        cache_dir=Path(settings.cache_dir),
+        image_root=settings.image_root,
+        url_limits=url_limits(settings),
+        data_section=SECTION,
+    )
+
+
+def result_limits(settings: Data, opener: ImageOpener) -> ResultLimits:
+    """Make the checks of pictures that tools return."""
+    return ResultLimits(open_image=opener, image_root=settings.image_root, section=SECTION)

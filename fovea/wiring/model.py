@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from fovea.config.model import Model
 from fovea.config.run import Config
+from fovea.data.bad_rows import with_skip
 from fovea.models.decoder import TORCH_KERNELS, Kernels, kernels_refusal
 from fovea.models.heads import ValueHead
 from fovea.models.load import empty_network, load_network, pick_device
@@ -246,7 +247,7 @@ def tokenizer_corpus(environment: Environment, on_bad_row: Literal["error", "ski
     for index in range(min(len(tasks), CORPUS_ROWS)):
         try:
             texts += [tasks[index].question, *environment.demonstration(tasks[index])]
-        except DataError:
+        except DataError as error:
             if on_bad_row == "error":
-                raise  # the run reports others when its data order comes to them
+                raise with_skip(error) from error  # the run reports others when its data order comes to them
     return texts

@@ -141,7 +141,7 @@ def _steps(settings: Model, where: str) -> Iterator[str]:
     """Use all that is tried; yields the name of each step before it."""
     yield LOADING
     processor = load_processor(settings)
-    render = Renderer(processor, ImageOpener(max_mib=1, max_megapixels=1))
+    render = Renderer(processor, ImageOpener(max_image_mib=1, max_image_megapixels=1))
     yield WRITING
     picture = ImageRef(source=np.random.default_rng(0).integers(0, 255, (96, 128, 3), dtype=np.uint8))
     asked = [Message(role="user", parts=(picture, "How many?"))]

@@ -22,7 +22,7 @@ from fovea_gym.environments.custom.loading import load_reward
 from fovea_gym.environments.custom.processes import HEADER, score_to_json
 from fovea_gym.errors import FoveaError, first_line, named, result_or_error
 from fovea_gym.graders.base import Grader, NoScoreError
-from fovea_gym.graders.limited_calls import result_of
+from fovea_gym.graders.grading import result_of
 from fovea_gym.types import Turn
 
 

@@ -13,8 +13,10 @@ from fovea.config.model import Model
 from fovea.config.run import Config
 from fovea.data.bad_rows import BAD_ROWS_FILE, BadRows
 from fovea.data.curriculum import CurriculumProgress
+from fovea.data.order import Order
 from fovea.data.prompt_source import PromptSource
 from fovea.errors import ModelError
+from fovea.evaluation.evaluator import EngineAnswers
 from fovea.metrics.findings import FindingsWatch
 from fovea.metrics.jsonl import METRICS_FILE
 from fovea.metrics.log import JsonlSink, MetricsLog, Phases, Sink, read_metrics
@@ -35,6 +37,7 @@ from fovea.run.sampling import answer_end_of
 from fovea.run.signals import Stop, ending_signals
 from fovea.run.unscored import record_unscored_answer
 from fovea.run.views import in_one_turn
+from fovea.run.warmup import WarmupStage
 from fovea.train.start_check import Reference, Row, StartCheck
 from fovea.wiring.backends import open_backends
 from fovea.wiring.data import make_order, make_renderer, make_sources, within_epochs
@@ -44,14 +47,15 @@ from fovea.wiring.given import Frames, rows_as_files
 from fovea.wiring.images import make_opener
 from fovea.wiring.model import locate_model, open_vlm
 from fovea.wiring.outputs import chosen_trackers, make_profile, make_trackers, model_table, peak_tflops
-from fovea.wiring.policy import make_warmup
 from fovea.wiring.tools import use_of_model, with_tools
 from fovea.wiring.trial_score import remarks_on_answers, remarks_on_images, remarks_on_shares, try_reward
 from fovea_gym.environments.access import GradedEnvironment
 from fovea_gym.environments.base import Environment
 from fovea_gym.environments.custom.signatures import RewardFunction
-from fovea_gym.errors import DataError
+from fovea_gym.environments.mixture import with_shares
+from fovea_gym.errors import ConfigError, DataError
 from fovea_gym.rows.images import ImageOpener
+from fovea_gym.rows.tasks import kinds_of
 from fovea_gym.types import Task
 
 ROWS_TRIED = 64
@@ -156,7 +160,7 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
         check_unchanged(before, fingerprint, allow=allow, say=progress.print)
     # before the model is loaded: their errors should not cost minutes
     stream = _stream(config, graded, environment, sources.train)
-    warmup = make_warmup(config, environment, sources.train, renderer)
+    warmup = _warmup(config, environment, sources.train, renderer)
     profile = make_profile(config, folder, start_step, progress)
     metrics = _metrics_log(config, folder, resumed, progress, profile)
     on_unscored = partial(record_unscored_answer, folder, progress.warn)
@@ -180,7 +184,12 @@ def _make_services(config: Config, graded: GradedEnvironment, started: float, gi
         weight_sync=backends.weight_sync,
         warmup=warmup,
         open_image=opener,
-        evaluator=make_evaluator(config, backends.engine, environment, graded.grading, on_unscored),
+        evaluator=make_evaluator(
+            config,
+            environment,
+            EngineAnswers(backends.engine, environment, graded.grading, config.rollout.max_episode_tokens),
+            on_unscored,
+        ),
         checkpoints=checkpoints,
         resumed=resumed,
         fingerprint=fingerprint,
@@ -206,6 +215,32 @@ def _stream(config: Config, graded: GradedEnvironment, environment: Environment,
         environment=environment,
         grading=graded.grading,
         max_episode_tokens=config.rollout.max_episode_tokens,
+    )
+
+
+def _warmup(config: Config, environment: Environment, train: PromptSource, renderer: Renderer) -> WarmupStage | None:
+    """Make the warm-up; None without one."""
+    settings = config.warmup
+    if settings is None:
+        return None
+    unknown = set(settings.stop_kind_accuracy) - set(kinds_of(environment.tasks("dev")))
+    if unknown:
+        raise ConfigError(
+            f"warmup.stop_kind_accuracy: no dev row is of kind {', '.join(sorted(unknown))}, so that the warm-up could "
+            f"never stop; the kinds are {', '.join(sorted(set(kinds_of(environment.tasks('dev')))))}"
+        )
+    return WarmupStage(
+        settings=settings,
+        # a separate data order, so that the rows of RL do not depend on how long the warm-up took
+        order=Order(
+            kinds_of(train.tasks),
+            weights=with_shares(settings.kind_weights, train.tasks),
+            seed=config.seed + 1,
+            setting="warmup.kind_weights",
+        ),
+        source=train,
+        environment=environment,
+        answer_ids=renderer.demonstration,
     )
 
 

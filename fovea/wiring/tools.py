@@ -9,6 +9,7 @@ from fovea.errors import ModelError
 from fovea.models.processor import Processor
 from fovea.models.render import Renderer
 from fovea.models.tool_calls import format_of
+from fovea.wiring.images import result_limits
 from fovea_gym.environments.access import Part
 from fovea_gym.environments.base import Environment
 from fovea_gym.environments.mixture import Mixture
@@ -17,16 +18,18 @@ from fovea_gym.errors import ConfigError
 from fovea_gym.rows.images import ImageOpener
 from fovea_gym.settings.environments import MixtureEnvironment
 from fovea_gym.settings.mcp import McpServers
+from fovea_gym.settings.splits import SessionLimits
 from fovea_gym.tools.base import THOUSANDTHS, Frame, Tool
 from fovea_gym.tools.calls.json_calls import JsonCalls
 from fovea_gym.tools.loading import load_tools
 from fovea_gym.tools.picture_tools import MEASURE, PictureTool
-from fovea_gym.tools.results import ResultLimits
 from fovea_gym.tools.session import ToolUse, WithTools
 from fovea_gym.types import Message
 
 SESSION = "environment.session."
 """The words before the limits of sessions in a recipe."""
+RESUME = ", then set resume=auto"
+"""The last advice on code that has blocked a run, which ends then."""
 
 
 def make_tools(config: Config, given: Sequence[object] = ()) -> tuple[Tool, ...]:
@@ -95,7 +98,12 @@ def with_tools(
         )
     calling = WithTools(inside, use, tools, max_turns=inside.max_turns + further)
     asks_score = not isinstance(environment, LimitedSessions) or environment.asks_score
-    return LimitedSessions(calling, settings.session, type(inside).__name__, settings=SESSION, asks_score=asks_score)
+    return limited(calling, settings.session, type(inside).__name__, asks_score=asks_score)
+
+
+def limited(environment: Environment, limits: SessionLimits, name: str, *, asks_score: bool = True) -> LimitedSessions:
+    """An environment within the limits of sessions, which errors name as a recipe has them."""
+    return LimitedSessions(environment, limits, name, settings=SESSION, way_out=RESUME, asks_score=asks_score)
 
 
 def use_of_model(
@@ -105,7 +113,7 @@ def use_of_model(
     return ToolUse(
         format=format_of(processor.chat_template, processor.name),
         frame=frame_of(renderer),
-        limits=ResultLimits(open_image=opener, image_root=config.data.image_root),
+        limits=result_limits(config.data, opener),
         check_picture=lambda ref: renderer.fewest_tokens([Message(role="tool", parts=(ref,))]),
         shows_pictures=renderer.shows_tool_pictures,
         warn=warn,
@@ -117,7 +125,7 @@ def use_of_server(config: Config, opener: ImageOpener, warn: Callable[[str], Non
     return ToolUse(
         format=JsonCalls(),
         frame=THOUSANDTHS,
-        limits=ResultLimits(open_image=opener, image_root=config.data.image_root),
+        limits=result_limits(config.data, opener),
         check_picture=opener,
         warn=warn,
     )

@@ -131,7 +131,7 @@ def remarks_on_images(tasks: Sequence[Task], opener: ImageOpener) -> Iterator[st
                 if not isinstance(ref.source, str) or not is_url(ref.source):
                     turned += opener.is_turned(ref)
                     seen += 1
-    if turned and "rotated" in opener.convert:
+    if turned and "rotated" in opener.convert_images:
         yield f"{turned} of {seen} images turned by EXIF ({len(looked_at)} of {len(tasks):,} training rows looked at)"
 
 

@@ -26,10 +26,10 @@ from fovea.run.signals import ENDING
 from fovea.train.local import Caller, CallerThread, LocalPolicy, call_here
 from fovea.train.ranks import Ranks
 from fovea.train.update import PolicyAccess, TrainedPolicy
-from fovea.weights.base import WeightSink
+from fovea.weights.base import WeightSink, WeightSync
 from fovea.weights.broadcast import Broadcast, ReceivedWeights
-from fovea.weights.push import WeightPusher
-from fovea.wiring.engine import engine_access, free_first, make_engine, make_tape
+from fovea.weights.push import NetworkEngine, SharedWeights, WeightPusher
+from fovea.wiring.engine import connect_free_memory, engine_access, make_engine, make_tape, sink_of
 from fovea.wiring.interpreter import set_threads
 from fovea.wiring.model import kernel_notes, open_vlm
 from fovea_gym.errors import ConfigError
@@ -82,11 +82,11 @@ def make_worker(config: Config, model: Model, processor: Processor, role: Role) 
         network = None
         if shares_weights:
             network = open_vlm(config, model, processor.banned_ids, role.everyone).requires_grad_(False)
-        engine, sink = make_engine(config, replace(access, network=network, is_copy=True))
+        engine = make_engine(config, replace(access, network=network))
         return Worker(
             policy=None,
             engine=engine,
-            weight_sync=ReceivedWeights(role.receivers, sink, pair),
+            weight_sync=ReceivedWeights(role.receivers, sink_of(engine), pair),
             kernel_notes=() if network is None else kernel_notes(config, network),
         )
     if not config.train.backend.shares_network:
@@ -95,13 +95,14 @@ def make_worker(config: Config, model: Model, processor: Processor, role: Role) 
     readers = role.everyone if shares_weights else role.learners
     vlm = open_vlm(config, model, processor.banned_ids, readers)
     notes = kernel_notes(config, vlm)
-    # copied before the policy's tensors are sharded in place; those of a single learner are shared
-    if shares_weights and role.has_engine and role.learners.mesh is not None:
+    # the tensors of a single learner are shared; else they are copied before the policy shards them in place
+    is_shared = shares_weights and role.learners.mesh is None
+    if shares_weights and role.has_engine and not is_shared:
         pushed = [each.name for each in outgoing(vlm.network) if each.is_trained]
-        access = replace(access, network=copy.deepcopy(vlm).requires_grad_(False), is_copy=True, pushed=pushed)
+        access = replace(access, network=copy.deepcopy(vlm).requires_grad_(False), pushed=pushed)
     elif shares_weights:
         tape = make_tape(config, vlm) if role.is_alone else None
-        access = replace(access, network=vlm, tape=tape, can_give_way=role.is_alone)
+        access = replace(access, network=vlm, tape=tape, can_free_memory=role.is_alone)
     call = CallerThread("policy") if role.in_thread else call_here
     policy = config.train.backend.make(
         PolicyAccess(
@@ -113,18 +114,17 @@ def make_worker(config: Config, model: Model, processor: Processor, role: Role) 
             ranks=role.learners,
         )
     )
-    beside = [make_engine(config, access)] if role.has_engine else []
-    for engine, _ in beside:
-        free_first(policy, engine)
-    sinks = [sink for _, sink in beside]
-    if role.receivers is not None:
-        sinks.append(Broadcast(role.receivers, role.pairs))
-    return Worker(
-        policy=LocalPolicy(policy, call),
-        engine=beside[0][0] if beside else None,
-        weight_sync=make_pusher(config, policy, sinks, call),
-        kernel_notes=notes,
-    )
+    sinks: list[WeightSink] = [] if role.receivers is None else [Broadcast(role.receivers, role.pairs)]
+    beside = make_engine(config, access) if role.has_engine else None
+    if beside is not None:
+        connect_free_memory(policy, beside)
+    sync: WeightSync
+    if is_shared and isinstance(beside, NetworkEngine):
+        sync = SharedWeights(beside, make_pusher(config, policy, sinks, call) if sinks else None)
+    else:
+        own = [] if beside is None else [sink_of(beside)]
+        sync = make_pusher(config, policy, [*own, *sinks], call)
+    return Worker(policy=LocalPolicy(policy, call), engine=beside, weight_sync=sync, kernel_notes=notes)
 
 
 def _worker_with_two_networks(config: Config, access: EngineAccess, everyone: Ranks) -> Worker:
@@ -133,12 +133,12 @@ def _worker_with_two_networks(config: Config, access: EngineAccess, everyone: Ra
     if config.rollout.engine.shares_weights:
         network = open_vlm(config, model, banned_ids, everyone).requires_grad_(False)
     policy = config.train.backend.make(PolicyAccess(config=config, model=model, banned_ids=banned_ids))
-    engine, sink = make_engine(config, replace(access, network=network, is_copy=True))
-    free_first(policy, engine)
+    engine = make_engine(config, replace(access, network=network))
+    connect_free_memory(policy, engine)
     return Worker(
         policy=LocalPolicy(policy),
         engine=engine,
-        weight_sync=make_pusher(config, policy, [sink]),
+        weight_sync=make_pusher(config, policy, [sink_of(engine)]),
         kernel_notes=() if network is None else kernel_notes(config, network),
     )
 

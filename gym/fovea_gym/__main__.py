@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import get_args
 
 from fovea_gym.errors import FoveaError
 from fovea_gym.utils.shown_text import printable, without_secrets
@@ -39,13 +38,11 @@ def _failed(text: str, exit_code: int) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from fovea_gym.graders.by_name import Gradable
-
     parser = argparse.ArgumentParser(prog="python -m fovea_gym", description="Visual tasks without a trainer.")
     commands = parser.add_subparsers(dest="command", required=True)
     text = "Score a JSONL file of rows with `prediction` (the whole completion) and `truth`, line by line."
     grade = commands.add_parser("grade", help="score a file of answers", description=text)
-    grade.add_argument("environment", choices=get_args(Gradable))
+    grade.add_argument("environment", help="a grader, such as geo3k; another name lists them")
     grade.add_argument("file", type=Path, metavar="FILE", help="rows in JSONL; - is stdin")
     grade.add_argument("--out", type=Path, metavar="FILE", help="write rows here, and the summary to stdout")
     text = "Write rows of an environment as a page of HTML: pictures, prompts and gold answers."
@@ -61,7 +58,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _grade(options: argparse.Namespace) -> None:
     from fovea_gym.commands.grade import check_files, grade_file
+    from fovea_gym.graders.by_name import check_grader
 
+    check_grader(options.environment)
     file = Path("/dev/stdin") if str(options.file) == "-" else options.file
     check_files(options.environment, file, options.out)
     if options.out is None:

@@ -39,18 +39,21 @@ class DataError(FoveaError, ValueError):
 
 
 class BadRowError(DataError):
-    """A row that cannot be turned into a prompt; `data.on_bad_row` decides between stopping and skipping it.
+    """A row that cannot be turned into a prompt, which a run may skip.
 
-    `reason` is the key that it is counted under, such as `image_damaged`; docs/data.md lists them.
+    `problem` is the message without the `fix`, which is for the author of the row. `reason` is the key that the row is
+    counted under, such as `image_damaged`; docs/data.md lists them.
     """
 
-    def __init__(self, message: str, reason: str) -> None:
-        super().__init__(message)
+    def __init__(self, problem: str, reason: str, fix: str = "") -> None:
+        super().__init__(f"{problem}; {fix}" if fix else problem)
+        self.problem = problem
         self.reason = reason
+        self.fix = fix
 
     def __reduce__(self) -> tuple[Any, ...]:
         # a worker process sends it to its caller: an exception is otherwise made again of its message only
-        return type(self), (str(self), self.reason)
+        return type(self), (self.problem, self.reason, self.fix)
 
 
 OTHER = "other"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from functools import reduce
 from typing import Any
@@ -15,10 +16,10 @@ from fovea_gym.environments.custom.environment import UserEnvironment, UserSessi
 from fovea_gym.environments.custom.loading import checked_environment
 from fovea_gym.environments.stages import stages_of
 from fovea_gym.errors import ConfigError, first_line
-from fovea_gym.graders.limited_calls import CallThreads
+from fovea_gym.graders.grading import CallThreads
 from fovea_gym.rows.images import Size
 from fovea_gym.rows.opening import default_opener
-from fovea_gym.settings.base import NAME, Tree, names_of, nested, over, variant_of
+from fovea_gym.settings.base import NAME, Tree, file_meant, names_of, nested, over, variant_of
 from fovea_gym.settings.environments import EnvironmentConfig
 from fovea_gym.settings.splits import EnvironmentSettings
 from fovea_gym.types import ImageRef
@@ -50,13 +51,16 @@ def make(name: str, *, seed: int = 0, access: Access | None = None, **settings: 
     if section is None and ".py:" in name:
         return make("own", seed=seed, access=access, file=name, **settings)
     if section is None:
-        raise ConfigError(f"there is no environment {name}; choose one of {', '.join(names_of(chosen))}")
+        names = names_of(chosen)
+        meant = file_meant(name) or next(iter(difflib.get_close_matches(name, names, n=1)), None)
+        fix = f"did you mean {meant}?" if meant else f"choose one of {', '.join(names)}"
+        raise ConfigError(f"there is no environment {name}; {fix}")
     try:
         made = section.model_validate({NAME: name, **settings}, strict=True)
     except ValidationError as error:
         raise ConfigError(f"{name}: {first_line(error).partition(': ')[2]}") from error
     assert isinstance(made, EnvironmentSettings), name
-    given = made.make(access or Access(pictures=_StoredPictures()), seed)
+    given = made.made(access or Access(pictures=_StoredPictures()), seed)
     return given if isinstance(given, Environment) else _graded(checked_environment(given, name), name)
 
 

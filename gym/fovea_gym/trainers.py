@@ -7,6 +7,8 @@ function that they call. Given an environment in place of a grader, they find th
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, get_args
@@ -18,9 +20,8 @@ from fovea_gym.environments.dataset_prompts import IMAGE_MARK, texts_of
 from fovea_gym.environments.stages import Stages
 from fovea_gym.errors import ConfigError, DataError, MissingExtraError
 from fovea_gym.graders.base import Grader
-from fovea_gym.graders.by_name import Gradable, grader_of
-from fovea_gym.graders.grading import Grading
-from fovea_gym.graders.limited_calls import UnlimitedCalls
+from fovea_gym.graders.by_name import Gradable, check_grader, grader_of
+from fovea_gym.graders.grading import Grading, UnlimitedCalls
 from fovea_gym.rows.images import OpenImage
 from fovea_gym.rows.opening import default_opener
 from fovea_gym.types import ImageRef, Message, Score, Task, Turn
@@ -54,6 +55,10 @@ def to_dataset(
             raise
         problem = "to_dataset makes a Hugging Face data set, and the package datasets is not installed"
         raise MissingExtraError(f"{problem}; {pip_install('hub')}") from error
+    if form not in get_args(Form):
+        near = difflib.get_close_matches(str(form), get_args(Form), n=1)
+        fix = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(get_args(Form))}"
+        raise ConfigError(f"form={form} is not a form of prompts; {fix}")
     tasks = environment.tasks(split)
     indices = range(len(tasks) if rows is None else min(rows, len(tasks)))
     opener = open_image or default_opener()
@@ -166,6 +171,12 @@ class _Scorer:
             if not hasattr(grader, "graders") and not hasattr(grader, "score"):
                 raise ConfigError(f"{self.name} has no grader; give a grader or its name, such as vqa, in its place")
             graders = tuple(getattr(grader, "graders", None) or user_graders(grader, Stages(), f"{self.name}.score"))
+        elif isinstance(grader, type) or not inspect.iscoroutinefunction(getattr(grader, "score", None)):
+            what = f"the class {grader.__name__}" if isinstance(grader, type) else f"an object of type {self.name}"
+            raise ConfigError(
+                f"{what} is not a grader; give the name of one, such as geo3k, an environment, or an object with "
+                "async def score(self, task, turns)"
+            )
         self._grading = Grading(graders=graders, calls=UnlimitedCalls(self.name))
         self._tasks: dict[Split, Sequence[Task]] = {}
 
@@ -195,9 +206,10 @@ class _GraderByName:
     """The grader of a file of answers (`fovea_gym grade`): its score is the reward."""
 
     def __init__(self, name: Gradable) -> None:
-        if name not in get_args(Gradable) or name == "caption":
-            others = ", ".join(each for each in get_args(Gradable) if each != "caption")
-            raise ConfigError(f"{name} does not grade single answers; name {others}, or give an environment")
+        single = [each for each in get_args(Gradable) if each != "caption"]
+        if name == "caption":
+            raise ConfigError(f"{name} does not grade single answers; name {', '.join(single)}, or give an environment")
+        check_grader(name, single)
         self._grade = grader_of(name, ())
 
     async def score(self, task: Task, turns: Sequence[Turn]) -> Score:

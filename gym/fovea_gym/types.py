@@ -18,11 +18,11 @@ FinishReason: TypeAlias = Literal["stop", "length"]
 
 
 PixelChange: TypeAlias = "Callable[[NDArray[np.uint8]], NDArray[np.uint8]]"
-"""A change of RGB values [height, width, 3] that keeps their shape (`data.views`)."""
+"""A change of RGB values [height, width, 3] that keeps their shape (views of a run)."""
 
 
 Conversion: TypeAlias = Literal["cmyk", "16_bit", "frames", "rotated"]
-"""Conversions of an image that may be refused or allowed (`data.convert_images`)."""
+"""Conversions of an image that may be refused or allowed (`ImageOpener.convert_images`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -9,7 +9,7 @@ from PIL import Image
 
 from fovea_gym.rows.images import ImageOpener
 
-from_array = ImageOpener(max_mib=1, max_megapixels=4)
+from_array = ImageOpener(max_image_mib=1, max_image_megapixels=4)
 """Opens images that are arrays."""
 
 

@@ -29,9 +29,9 @@ from fovea.models.tiny import TinyParts
 from fovea.models.vlm import VLM
 from fovea.samples import make_batch
 from fovea.train.packing import pack_row
-from fovea.types import Completion, Group, Prompt
+from fovea.types import Group, Prompt
 from fovea_gym.types import Score, Task
-from tests.records import one_turn
+from tests.records import PROMPT, completion_of, one_turn
 from tests.reference import gradients, largest_relative_difference, model_inputs
 from tests.tiny_models import CPU, mixed_prompts, random_completions, tiny
 
@@ -208,19 +208,12 @@ def weights_of(case: Case) -> list[float]:
     episodes = [
         one_turn(
             Task(id="0", question="q", answer="a"),
-            Completion(
-                token_ids_T=np.arange(length),
-                logprobs_T=np.zeros(length, dtype=np.float32),
-                text="",
-                finish="length" if number in case.truncated else "stop",
-                version=0,
-            ),
+            completion_of(range(length), finish="length" if number in case.truncated else "stop"),
             Score(reward=number, accuracy=0),
         )
         for number, length in enumerate(FLAT)
     ]
-    prompt = Prompt(token_ids_L=np.arange(3), unexpanded_ids_U=np.arange(3))
-    groups = [Group(prompt=prompt, episodes=tuple(episodes[start : start + 2])) for start in range(0, len(FLAT), 2)]
+    groups = [Group(prompt=PROMPT, episodes=tuple(episodes[start : start + 2])) for start in range(0, len(FLAT), 2)]
     algorithm = Algorithm(aggregation=case.mode, mask_truncated=bool(case.truncated))
     batch, _ = make_batch(groups, algorithm, max_new_tokens=MAX_TOKENS)
     return [sample.weight for sample in batch.samples]

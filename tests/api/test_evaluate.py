@@ -89,7 +89,7 @@ def test_what_wrong_arguments_are_told_names_arguments_of_python(tmp_path: Path)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     (tmp_path / "stranger.py").write_text("def score(task, text, images):\n    return 1.0\n")
-    with pytest.raises(fovea.FoveaError, match=r"reward=python:tests\.api\.small\.score .* give it again from Python"):
+    with pytest.raises(fovea.FoveaError, match=r"reward=python:tests\.api\.small\.score\b"):
         fovea.evaluate("run")
     own = run.config_file.read_text().replace("python:tests.api.small.score", "stranger.py:score")
     run.config_file.write_text(own)
@@ -105,7 +105,7 @@ def test_what_wrong_arguments_are_told_names_arguments_of_python(tmp_path: Path)
         (lambda: fovea.export(run, "new", adapter_only=True), "has no adapter"),
         (lambda: fovea.export("nowhere", "new"), "nowhere: neither a run"),
     ]
-    with pytest.raises(fovea.FoveaError, match=r"^rows holds no rows; give some"):  # not test_rows
+    with pytest.raises(fovea.FoveaError, match=r"^rows\b"):  # not test_rows
         fovea.evaluate("gold", rows=[], reward=score)
     Path("recipe.yaml").write_text("model: {tiny: {}}\n")
     for call, message in wrong:
@@ -134,7 +134,7 @@ class AsksThem(BanditEnvironment):
 
 
 def test_rows_of_one_id_are_refused() -> None:
-    with pytest.raises(fovea.FoveaError, match=r"two rows of the split have the id 'x'; give every row .* separate"):
+    with pytest.raises(fovea.FoveaError, match=r"\bid 'x'"):
         fovea.evaluate("gold", recipe="shapes", environment=AsksThem(), quiet=True)
 
 
@@ -145,5 +145,5 @@ def test_an_object_that_is_no_target_and_several_recipes_are_told() -> None:
         fovea.evaluate(trainer)  # type: ignore[arg-type]
     with pytest.raises(fovea.FoveaError, match=told.format("export")):
         fovea.export(trainer, "out")  # type: ignore[arg-type]
-    with pytest.raises(fovea.FoveaError, match=r"recipe names 2 recipes, of which fovea\.evaluate takes one; give"):
+    with pytest.raises(fovea.FoveaError, match=r"^recipe\b.*\bfovea\.evaluate\b"):
         fovea.evaluate("gold", recipe=["shapes", "tiny"])  # type: ignore[arg-type]

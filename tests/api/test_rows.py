@@ -85,7 +85,7 @@ def test_equal_rows_in_memory_resume_and_other_rows_are_refused() -> None:
     assert len(resumed.metrics) == 3
     changed = rows()
     changed[5]["photo"] = picture("black")
-    with pytest.raises(fovea.FoveaError, match=r"the given rows .* are not those that the run in run began with; give"):
+    with pytest.raises(fovea.FoveaError, match=r"\brows\b.*\brun in run\b"):
         trained(changed, max_steps=4, resume="auto")
 
 
@@ -141,31 +141,31 @@ BROKEN: dict[str, tuple[Any, str]] = {
     ),
     "no image": (
         [RED, {**RED, "photo": 3.5}],
-        r"rows row 1, image 1: a value of type float is not an image; store encoded bytes",
+        r"\brows row 1, image 1: .*\bfloat\b",
     ),
     "an array of floats": (
         [{**RED, "photo": np.zeros((4, 4, 3))}],
-        r"rows row 0, image 1: an array of float64 .* is not an RGB picture; give uint8",
+        r"\brows row 0, image 1: .*\bfloat64\b.*\buint8\b",
     ),
     "a cell that no file holds": (
         [{**RED, "extra": extra} for extra in (1, object())],
-        r"rows row 1, column extra: a value of type object cannot be kept in a file; make it text",
+        r"\brows row 1, column extra: .*\bobject\b",
     ),
     "an empty mapping": (
         [{**RED, "extra": {}}],
-        r"rows, column extra: a mapping that is empty in every row cannot be kept in a file; leave it out, or write",
+        r"\brows, column extra: a mapping\b",
     ),
     "an empty mapping inside": (
         [{**RED, "extra": [{"kind": "a", "more": {}}]}],
-        r"rows, column extra: a mapping that is empty in every row cannot be kept in a file",
+        r"\brows, column extra: a mapping\b",
     ),
     "pictures in another column": (
         [{**RED, "second": picture("red")}],
-        r"rows row 0, column second: .* cannot be kept .* set environment\.image_key=second",
+        r"\brows row 0, column second: .*\benvironment\.image_key=second\b",
     ),
     "mixed types": (
         [{**RED, "answer": answer} for answer in (3, "three")],
-        r"rows, column answer holds int \(row 0\), str \(row 1\); make all of its values one type",
+        r"\brows, column answer\b.*\bint \(row 0\), str \(row 1\)",
     ),
 }
 
@@ -215,13 +215,13 @@ def test_a_column_that_is_not_there_is_told_with_the_nearest_one(
 @pytest.mark.parametrize("argument", ["rows", "test_rows", "dev_rows"])
 def test_what_is_no_table_is_refused_where_it_is_given(argument: str) -> None:
     given = {"rows": rows(), argument: pd.Series(["a question"])}
-    with pytest.raises(fovea.FoveaError, match=f"^{argument}: an object of type Series holds no rows that can be read"):
+    with pytest.raises(fovea.FoveaError, match=rf"^{argument}: .*\bSeries\b"):
         fovea.GRPO(**given, reward=score, environment=PHOTOS, settings=SETTINGS)
 
 
 def test_the_rows_that_lack_a_column_are_named() -> None:
     misspelt = [{"photo": row["photo"], "questoin": "?"} for row in rows(3)]
-    with pytest.raises(fovea.FoveaError, match=r"^test_rows: no column is called problem, prompt, question"):
+    with pytest.raises(fovea.FoveaError, match=r"^test_rows: .*\bproblem, prompt, question\b"):
         fovea.GRPO(rows=rows(), test_rows=misspelt, reward=score, environment=PHOTOS, settings=SETTINGS).train()
 
 

@@ -68,7 +68,7 @@ def test_without_time_nothing_runs(capsys: pytest.CaptureFixture[str], tmp_path:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 def test_without_a_device_it_says_so() -> None:
-    with pytest.raises(SystemExit, match="needs a CUDA device; --tiny runs its lines without one"):
+    with pytest.raises(SystemExit, match=r"--tiny\b"):
         main([])
 
 

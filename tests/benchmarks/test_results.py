@@ -66,7 +66,7 @@ def test_a_line_per_name_has_the_intervals_over_its_seeds(runs: list[str], capsy
         (Path(folder) / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
         (Path(folder) / "answers").mkdir()
         for name, parts in (("before", [{"km": 9.0}, {}, {}]), ("final", [{"km": 1.0}, {"km": 3.0}, {}])):
-            lines = "".join(f"{json.dumps({'parts': part})}\n" for part in parts)
+            lines = "".join(f"{json.dumps({'answers': [{'parts': part}]})}\n" for part in parts)
             (Path(folder) / "answers" / f"test-{name}.jsonl").write_text(lines)
     main([*runs, "--kinds", "count", "col", "--medians", "km"])
     headers, _, line = cells(capsys.readouterr().out)[-3:]

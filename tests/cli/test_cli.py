@@ -25,7 +25,7 @@ from fovea.config.recipes import find_recipe, shipped_recipes
 from fovea.config.run import Config
 from fovea.errors import TrainError
 from fovea.run.signals import Stop
-from fovea.utils.installing import pip_install
+from fovea.utils.installing import TOOLS, pip_install, pip_install_tools
 from fovea_gym.errors import DataError
 from fovea_tools.commands import plan, reproduce
 from gym_tests.tables import table
@@ -268,6 +268,15 @@ def test_doctor_tells_sound_from_broken_from_missing(monkeypatch: pytest.MonkeyP
         assert lines[absent] == f"not installed; log.absent needs it: {pip_install('far')}"
     assert lines["devices"].startswith("cpu")
     assert int(lines["cores"].split()[0]) >= 1
+
+
+def test_doctor_says_what_to_install_before_an_extra_of_the_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    for installed, first in (({}, f"first {pip_install_tools()}, then "), ({TOOLS: "1.0"}, "")):
+        monkeypatch.setattr(doctor, "installed_version", installed.get)
+        lines = doctor.findings(doctor.Found({}, []))
+        for package, extra in {"mixtrain": "mixtrain", "gguf": "talk"}.items():
+            assert lines[package].endswith(f" needs it: {first}{pip_install(extra)}")
+        assert lines["ray"].endswith(f" needs it: {pip_install('ray')}")
 
 
 GOOD, TESTED = "{}, known to be good", "{}, but Fovea was tested with {} (docs/engines.md): "

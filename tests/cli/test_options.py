@@ -242,6 +242,16 @@ def test_a_dry_run_passes_where_the_run_would(here: Path) -> None:
             "train: 1 of the 6 rows opened cannot be used",
         ),
         ([GOOD] * 5 + [GOOD | {"question": "long " * 3000}], [], "data.max_prompt_tokens=2048"),
+        (
+            [GOOD] * 5 + [GOOD | {"answer": "long " * 5000}],
+            ["warmup={}", "environment.dev_files=[test.jsonl]"],
+            "and the model has positions for 4096; shorten the answer, or set warmup=null",
+        ),
+        (
+            [GOOD] * 5 + [GOOD | {"answer": "a<|im_end|>b"}],
+            ["warmup={}", "environment.dev_files=[test.jsonl]"],
+            "a demonstration of train/5: it contains <|im_end|>, which completions never hold",
+        ),
         ([GOOD] * 5, ["model.lora={targets: [nothing]}"], "model.lora.targets: nothing with exclude=[]"),
     ],
 )
@@ -252,6 +262,18 @@ def test_a_dry_run_opens_rows_and_model(
     result = dry_run(*words, recipe="own.yaml")
     assert result.exit_code == 2, result.output
     assert message in result.stderr
+
+
+def test_a_dry_run_says_that_the_warm_up_imitates_longer_answers_than_rl_samples(here: Path) -> None:
+    write_rows([GOOD] * 5 + [GOOD | {"answer": "one two three four five"}])
+    words = ["rollout.max_new_tokens=4", "environment.dev_files=[test.jsonl]"]
+    result = dry_run(*words, "warmup={}", recipe="own.yaml")
+    assert result.exit_code == 0, result.output
+    said = (
+        r"train: 6 rows; the longest answer that the warm-up imitates has \d+ tokens, which rollout\.max_new_tokens=4 "
+    )
+    assert re.search(said + "cuts when RL samples it", result.stdout)
+    assert "imitates" not in dry_run(*words, recipe="own.yaml").stdout
 
 
 def test_a_dry_run_opens_all_rows_where_that_is_asked_for(here: Path) -> None:

@@ -24,8 +24,9 @@ from fovea_gym.errors import ConfigError, DataError, FoveaError
 
 PRIVATE = b"-----BEGIN OPENSSH PRIVATE KEY-----"
 NAME = "0123456789abcdef"
-MESSAGE = {"role": "user", "parts": [{"image": NAME, "frame": None}, "q"], "tool": "", "failed": False}
-RECORD = {"id": "train/0", "kind": "k", "prompt": "q", "truth": "t", "messages": [MESSAGE], "answers": []}
+MESSAGE = {"role": "user", "parts": [{"name": NAME}, "q"]}
+ANSWER = {"turns": [{"text": "a"}], "reward": 0.5, "accuracy": 0.5}
+RECORD = {"id": "train/0", "kind": "k", "question": "q", "truth": "t", "messages": [MESSAGE], "answers": [ANSWER]}
 LEVELS = list(zip("abcdefghi", "bcdefghij", strict=True))
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in LEVELS
@@ -113,7 +114,7 @@ def test_serving_deletes_nothing_through_a_link(run: Path, tmp_path: Path) -> No
     (mine / "weights").write_text("mine")
     os.utime(mine, (0, 0))
     (run / "exports").symlink_to("../mine/checkpoints")
-    with pytest.raises(DataError, match=r"exports/step-1 is a link, or below one, that leads out of"):
+    with pytest.raises(DataError, match=r"\bexports/step-1\b"):
         served_folder(str(run), print)
     assert (mine / "weights").read_text() == "mine"
 
@@ -173,7 +174,7 @@ def test_names_and_numbers_of_any_length(run: Path) -> None:
 def test_a_broken_size_of_microbatches_is_named(tmp_path: Path) -> None:
     for text in ("", "{", "[]", '{"setting": 1}', '{"setting": "x", "limit": 1}', '{"setting": 1, "limit": 1e999}'):
         (tmp_path / "microbatches.json").write_text(text)
-        with pytest.raises(DataError, match=r"microbatches.json holds no size of micro-batches .*; delete the file"):
+        with pytest.raises(DataError, match=r"\bmicrobatches\.json\b"):
             left_limit(tmp_path)
 
 

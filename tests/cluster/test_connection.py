@@ -32,6 +32,7 @@ from fovea.train.schedule import ImagesByRank, UpdatePasses
 from fovea.types import Completion, Prompt, PromptImage, Request, Sampling
 from fovea_gym.errors import ClusterError
 from fovea_gym.utils.event_loop import wait_for
+from tests.records import completion_of, text_prompt
 from tests.runs import ROOT, environment
 
 LIMIT_SECONDS = 20
@@ -91,14 +92,11 @@ class Policy:
 
 
 def completion(name: str, text: str) -> Completion:
-    ids, logprobs = np.zeros(1, np.int64), np.zeros(1, np.float32)
-    return Completion(id=name, token_ids_T=ids, logprobs_T=logprobs, finish="stop", text=text, version=0)
+    return completion_of([0], id=name, text=text)
 
 
 def request(name: str, n: int = 2, *, length: int = 1, **changes: Any) -> Request:
-    ids = np.zeros(length, np.int64)
-    prompt = Prompt(token_ids_L=ids, unexpanded_ids_U=ids)
-    return Request(id=name, prompt=prompt, sampling=Sampling(max_new_tokens=1), n=n, **changes)
+    return Request(id=name, prompt=text_prompt([0] * length), sampling=Sampling(max_new_tokens=1), n=n, **changes)
 
 
 def worker(name: str) -> Worker:
@@ -163,12 +161,12 @@ def test_images_of_the_steps_of_a_warm_up_do_not_pile_up(remote: Remote) -> None
         assert wait_for(policy.sft([SftExample(prompt=prompt, answer_ids=(0,))])) == {"loss": 32.0}, (
             "it came with its pixels"
         )
-        assert remote.handle._pending.packing.named == {}
+        assert remote.handle._calls.packing.named == {}
 
 
 def test_images_of_requests_are_forgotten_but_not_while_an_answer_may_name_one(remote: Remote) -> None:
     engine = WorkersEngine(workers(remote.handle), "test")
-    named = remote.handle._pending.packing.named
+    named = remote.handle._calls.packing.named
     ids = np.zeros(1, np.int64)
     image = PromptImage(key="a", tensors={"pixels": np.zeros(8, np.float32)}, num_tokens=1, grid=(1, 1, 1))
     asked = replace(request("r"), prompt=Prompt(token_ids_L=ids, unexpanded_ids_U=ids, images=(image,)))
@@ -241,9 +239,9 @@ def test_a_worker_that_has_ended_fails_the_calls_that_wait_by_its_rank(remote: R
         bad = await remote.handle.start(Call(method="policy.update", arguments=("bad",)))
         with pytest.raises(ClusterError, match="only on this rank"):
             await bad
-        with pytest.raises(ClusterError, match="the worker process of rank 1 has ended"):
+        with pytest.raises(ClusterError, match="rank 1 has ended"):
             await waiting
-        with pytest.raises(ClusterError, match="the worker process of rank 1 has ended"):
+        with pytest.raises(ClusterError, match="rank 1 has ended"):
             await result(remote.handle, Call(method="engine.sleep"))
 
     wait_for(run())
@@ -280,7 +278,7 @@ def test_an_answer_that_cannot_be_read_fails_the_calls_that_wait() -> None:
     async def run() -> None:
         answer = await handle.start(Call(method="engine.sleep"))
         there.send_bytes(b"no pickle")
-        with pytest.raises(ClusterError, match="the worker process of rank 1 has ended"):
+        with pytest.raises(ClusterError, match="rank 1 has ended"):
             await asyncio.wait_for(answer, LIMIT_SECONDS)
         await handle.close()
 
@@ -319,7 +317,7 @@ def test_requests_of_a_driver_that_hangs_up_are_dropped(remote: Remote) -> None:
         # a second call, whose answer says that the first one has begun
         await result(remote.handle, Call(method="engine.sleep"))
         await remote.handle.close()
-        with pytest.raises(ClusterError, match="the worker process of rank 1 has ended"):
+        with pytest.raises(ClusterError, match="rank 1 has ended"):
             await waiting
 
     wait_for(run())

@@ -23,7 +23,7 @@ from tests.tiny_models import tiny
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.7", "example.org", "::"])
 def test_other_machines_are_served_with_a_key_only(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="add --api-key-env VARIABLE"):
+    with pytest.raises(ConfigError, match=r"--api-key-env VARIABLE\b"):
         ServerAddress(host=host).api_key()
     with pytest.raises(ConfigError, match="this environment variable is not set"):
         ServerAddress(host=host, api_key_env="FOVEA_TEST_KEY").api_key()

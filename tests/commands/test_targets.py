@@ -69,7 +69,7 @@ def test_a_name_below_a_folder_is_no_hub_id(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     for word in ("runs/shaeps", "runs/shaeps/checkpoints/step-2", "./runs/shaeps", "rums/shapes/checkpoints"):
         near = "runs" if word.startswith("rums") else "runs/shapes"
-        with pytest.raises(ConfigError, match=rf"^{word}: no such folder; did you mean {near}\?$"):
+        with pytest.raises(ConfigError, match=rf"^{word}: .*\b{near}\?$"):
             parse_target(word)
     with pytest.raises(ConfigError, match=r"^runs/qwen3-vl-2b: no such folder; a target is a run"):
         parse_target("runs/qwen3-vl-2b")
@@ -81,9 +81,9 @@ def test_a_file_or_recipe_is_no_target(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     Path("notes.txt").touch()
     for word in ("run/config.yaml", "./run/config.yaml", "notes.txt"):
-        with pytest.raises(ConfigError, match=rf"^{word}: a file, not a folder; name the folder of the run or model"):
+        with pytest.raises(ConfigError, match=rf"^{word}: a file\b"):
             parse_target(word)
-    with pytest.raises(ConfigError, match=r"^geo3k: a recipe, not a target; give recipe=geo3k together with a target"):
+    with pytest.raises(ConfigError, match=r"^geo3k: .*\brecipe=geo3k\b"):
         parse_target("geo3k")
 
 
@@ -94,10 +94,10 @@ def test_a_run_is_its_newest_checkpoint(tmp_path: Path) -> None:
     chosen = parse_target(str(run / "checkpoints" / "step-2"))
     assert isinstance(chosen, CheckpointTarget)
     assert (chosen.folder.name, chosen.run) == ("step-2", run.resolve())
-    with pytest.raises(ConfigError, match="step 10: named twice, but a target has one column; remove one"):
+    with pytest.raises(ConfigError, match="step 10: "):
         parse_targets([str(run), "majority", f"{run}/"])
     (run / "config.yaml").unlink()
-    with pytest.raises(ConfigError, match=r"no config\.yaml in its run folder .*; move the file back"):
+    with pytest.raises(ConfigError, match=r"\bconfig\.yaml\b"):
         parse_target(str(run / "checkpoints" / "step-2"))
     with pytest.raises(ConfigError, match="neither a run with a checkpoint, nor a checkpoint, nor a model folder"):
         parse_target(str(make_run(tmp_path / "young", steps=())))
@@ -118,13 +118,13 @@ def test_rows_are_those_of_the_first_run_or_of_the_recipe(tmp_path: Path) -> Non
     config = shared_settings(targets, None, ["evaluate.test_size=5"])
     assert (config.seed, config.evaluate.test_size) == (4, 5)
     both = [*targets, parse_target(str(hard))]
-    with pytest.raises(ConfigError, match=r"different environments \(environment\.level: 1 and 3\); give a recipe"):
+    with pytest.raises(ConfigError, match=r"\benvironment\.level: 1 and 3\b"):
         shared_settings(both, None, [])
     assert shared_settings(both, None, ["environment.level=2"]).environment.level == 2  # type: ignore[union-attr]
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("model: {tiny: {}}\nseed: 9\n")
     assert shared_settings(both, recipe, []).seed == 9
-    with pytest.raises(ConfigError, match=r"which rows to evaluate on; give a recipe that does \(recipe=FILE,"):
+    with pytest.raises(ConfigError, match=r"\(recipe=FILE,"):
         shared_settings(targets[:1], None, [])
 
 
@@ -156,14 +156,14 @@ def test_a_revision_pins_the_model(tmp_path: Path) -> None:
 def test_a_folder_has_no_revisions(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="only hub ids have revisions"):
         load_network(Model(path=str(tmp_path), revision="v1"))
-    with pytest.raises(ValueError, match=r"model\.tiny is made here and has no revisions"):
+    with pytest.raises(ValueError, match=r"\bmodel\.tiny\b"):
         Model.model_validate({"tiny": {}, "revision": "v1"})
 
 
 def test_runs_with_different_rewards_need_a_recipe(tmp_path: Path) -> None:
     first, second = make_run(tmp_path / "own", reward="mine.py:score"), make_run(tmp_path / "other")
     targets = parse_targets([str(first), str(second)])
-    with pytest.raises(ConfigError, match=r"different environments \(reward: mine\.py:score and None\); give a recipe"):
+    with pytest.raises(ConfigError, match=r"\breward: mine\.py:score and None\b"):
         shared_settings(targets, None, [])
     assert shared_settings(targets, second / "config.yaml", []).reward is None
     assert shared_settings(targets, None, ["reward=ours.py:score"]).reward == "ours.py:score"
@@ -193,5 +193,5 @@ def test_servers_are_asked_before_any_row_is_read(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(http_json, "FIRST_PAUSE_SECONDS", 0.01)
     monkeypatch.setattr(EvalSet, "of", read)
     targets = ["gold", "http://127.0.0.1:9"]
-    with pytest.raises(ConfigError, match=r"http://127\.0\.0\.1:9: no OpenAI-compatible server answers there"):
+    with pytest.raises(ConfigError, match=r"^http://127\.0\.0\.1:9: "):
         evaluate_targets(targets, [], EvalOptions(recipe=shipped_recipe("shapes"), quiet=True))

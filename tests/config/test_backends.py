@@ -87,18 +87,18 @@ def test_names_choose_the_engine_and_the_backend() -> None:
         ),
         (MEGATRON, "cluster.placement=hybrid cluster.rollout_gpus=1", "placement=hybrid with .*process groups"),
         (MEGATRON, "train.gradient_checkpointing=selective", r"=selective with .*\(full\) or none"),
-        (MEGATRON, "model.lora.parts=vision_tower", r"lora\.parts with .*adapters only on the language model"),
-        (MEGATRON, "train.projector_learning_rate=1e-5", r"projector_learning_rate with .*one learning rate for all"),
-        (MEGATRON, "train.backend.replicas=2", r"train\.backend\.replicas: a setting of .*\.name=torch only"),
+        (MEGATRON, "model.lora.parts=vision_tower", r"lora\.parts with "),
+        (MEGATRON, "train.projector_learning_rate=1e-5", r"projector_learning_rate with "),
+        (MEGATRON, "train.backend.replicas=2", r"train\.backend\.replicas: .*\.name=torch\b"),
         (MEGATRON, "train.backend.sequence_parallel=true", r"sequence_parallel=true with .*tensor_parallel_size=1"),
-        ((), "cluster.num_nodes=2", "cluster.num_nodes=2 needs Ray"),
-        ((), "cluster.rollout_gpus=1", "cluster.rollout_gpus=1 sets GPUs apart to generate"),
-        ((), "cluster.placement=disaggregated", "placement=disaggregated needs GPUs that only generate"),
-        ((), "cluster.placement=hybrid", "cluster.placement=hybrid needs GPUs that only generate"),
+        ((), "cluster.num_nodes=2", r"cluster\.num_nodes=2\b.*\bRay\b"),
+        ((), "cluster.rollout_gpus=1", r"cluster\.rollout_gpus=1\b"),
+        ((), "cluster.placement=disaggregated", r"placement=disaggregated\b"),
+        ((), "cluster.placement=hybrid", r"cluster\.placement=hybrid\b"),
         (
             ("cluster={placement: hybrid, rollout_gpus: 4, num_nodes: 2, gpus_per_node: 2}",),
             "",
-            "cluster.rollout_gpus=4 leaves no GPU of 4 for training",
+            r"cluster\.rollout_gpus=4\b",
         ),
     ],
 )
@@ -124,7 +124,7 @@ def test_the_last_workers_hold_an_engine_alone() -> None:
 def test_learners_are_some_and_divided_by_replicas() -> None:
     cluster = Cluster(placement="disaggregated", rollout_gpus=2)
     assert Placement.of(cluster, 8, replicas=3).replicas == 3
-    with pytest.raises(ConfigError, match=r"replicas=4 does not divide .* processes, 6; set it to 1, 2, 3 or 6$"):
+    with pytest.raises(ConfigError, match=r"replicas=4\b.*\b1, 2, 3 or 6$"):
         Placement.of(cluster, 8, replicas=4)
     with pytest.raises(ConfigError, match="there are 1 processes, so that none trains"):
         Placement.of(Cluster(placement="disaggregated", rollout_gpus=1), 1)

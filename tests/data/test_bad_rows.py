@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
+from fovea.config.loading import load_config
 from fovea.data.bad_rows import BAD_ROWS_FILE, BadRows
+from fovea.wiring.images import make_access, make_opener, result_limits
 from fovea_gym.errors import BadRowError, DataError
 from fovea_gym.rows.rows import MADE, open_rows
 from fovea_gym.rows.tasks import RowPlace
+from fovea_gym.tools.base import BadResultError
+from fovea_gym.tools.results import checked_parts
+from fovea_gym.types import ImageRef
 from fovea_tools.commands.data import app as data_app
 
 
@@ -21,6 +29,34 @@ def test_a_file_that_a_command_writes_is_told_with_it() -> None:
         command.name or command.callback.__name__ for command in data_app.registered_commands if command.callback
     ]
     assert {name.replace("-", "_") for name in commands} == set(MADE)
+
+
+def test_errors_about_rows_and_images_name_the_settings_of_the_run(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "a.jsonl").write_text('{"image": "../../etc/passwd"}')
+    turned = Image.new("RGB", (40, 40))
+    turned.getexif()[0x0112] = 6
+    words = ["model.tiny={}", f"data.cache_dir={tmp_path}/file", f"data.image_root={tmp_path}"]
+    limits = ["data.max_image_mib=0.0001", "data.max_image_megapixels=0.01", "data.convert_images=[]"]
+    data = load_config([], [*words, *limits]).data
+    opener, access = make_opener(data, tmp_path), make_access(data)
+    rows = open_rows([str(tmp_path / "a.jsonl")], access=access)
+    calls: dict[str, Callable[[], object]] = {
+        "data.max_image_mib=0.0001": lambda: opener(ImageRef(source=b"x" * 200)),
+        "data.max_image_megapixels=0.01": lambda: opener(ImageRef(source=np.zeros((200, 200, 3), np.uint8))),
+        "add rotated to data.convert_images": lambda: opener(ImageRef(source=turned)),
+        "set data.allow_private_addresses=true": lambda: opener(ImageRef(source="http://127.0.0.1:9/a.png")),
+        "set data.image_root": lambda: rows.image_refs(0, rows[0]["image"]),
+        "set data.cache_dir": lambda: open_rows([f"file://{tmp_path}/a.jsonl"], access=access),
+        f"inside data.image_root={tmp_path}": lambda: checked_parts(
+            [ImageRef(source="/etc/passwd")], "look", result_limits(data, opener)
+        ),
+    }
+    for setting, call in calls.items():
+        with pytest.raises((DataError, BadResultError)) as error:
+            call()
+        assert setting in str(error.value)
+        assert "on_bad_row" not in str(error.value), "the place that ends the run at a bad row says so"
 
 
 def place(n: int) -> RowPlace:

@@ -72,7 +72,7 @@ def test_unknown_kind_in_weights() -> None:
     with pytest.raises(ConfigError) as error:
         order(colour=2.0)
     assert str(error.value) == ("data.kind_weights weighs 'colour', but no row is of that kind; use one of a, b, c")
-    with pytest.raises(ConfigError, match=r"warmup.kind_weights: a has weight 0, .* set it above 0"):
+    with pytest.raises(ConfigError, match=r"^warmup\.kind_weights: a\b"):
         Order(KINDS, weights={"a": 0.0}, seed=0, setting="warmup.kind_weights")
 
 
@@ -83,7 +83,7 @@ def test_no_rows() -> None:
 
 def test_state_of_other_rows_is_refused() -> None:
     other = Order(KINDS[1:], weights={}, seed=0)
-    with pytest.raises(DataError, match=r"'a': 6.* the data have .*'a': 7.*resume with the data files the run began"):
+    with pytest.raises(DataError, match=r"'a': 6.*'a': 7"):
         order().restore(other.state())
 
 
@@ -144,11 +144,11 @@ def test_epochs_differ_and_depend_on_the_seed() -> None:
 
 def test_an_order_is_resumed_by_its_own_kind_and_rows() -> None:
     epochs, kinds = EpochOrder(7, seed=0, shuffle=True), Order(["a"] * 7, weights={}, seed=0)
-    with pytest.raises(DataError, match=r"without max_epochs and with data.shuffle=true; resume it in the same way"):
+    with pytest.raises(DataError, match=r"without max_epochs and with data\.shuffle=true\b"):
         epochs.restore(kinds.state())  # type: ignore[arg-type]
     with pytest.raises(DataError, match=r"began with max_epochs, or data.shuffle=false"):
         kinds.restore(epochs.state())  # type: ignore[arg-type]
-    with pytest.raises(DataError, match="of 7 rows, but the data have 8"):
+    with pytest.raises(DataError, match=r"\b7 rows\b.*\b8\b"):
         EpochOrder(8, seed=0, shuffle=True).restore(epochs.state())
 
 
@@ -158,7 +158,7 @@ def test_an_order_that_ends_before_the_position_is_refused() -> None:
     EpochOrder(7, seed=0, shuffle=True, max_epochs=2).restore(drawn.state())
     with pytest.raises(
         ConfigError,
-        match=r"max_epochs=1, but the run has drawn 14 times from its 7 rows, so nothing is left to train; set a",
+        match=r"\bmax_epochs=1\b.*\b14\b.*\b7\b",
     ):
         EpochOrder(7, seed=0, shuffle=True, max_epochs=1).restore(drawn.state())
 
@@ -166,7 +166,5 @@ def test_an_order_that_ends_before_the_position_is_refused() -> None:
 @pytest.mark.parametrize("once", ["max_epochs=2", "data.shuffle=false"])
 @pytest.mark.parametrize("weights", ["data.kind_weights={a: 2}", "curriculum.level_weights=[{'1': 2}]"])
 def test_rows_that_come_once_have_no_weights(once: str, weights: str) -> None:
-    with pytest.raises(
-        ConfigError, match=f"{once} uses every row once per epoch, but {weights.partition('=')[0]} samples"
-    ):
+    with pytest.raises(ConfigError, match=rf"\b{once}\b.*\b{weights.partition('=')[0]}\b"):
         load_config([], ["model.tiny={}", once, weights])

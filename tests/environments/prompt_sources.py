@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from threading import current_thread
 from typing import Any, Literal
 
 import numpy as np
@@ -24,8 +25,13 @@ class PixelRenderer:
     """Prompts with an image of one mebibyte; a question of "bad" cannot be read."""
 
     def __init__(self, most_tokens: int | None = None) -> None:
-        self.rendered = 0
+        self.threads: list[str] = []
+        """The thread of each prompt."""
         self.most_tokens = most_tokens
+
+    @property
+    def rendered(self) -> int:
+        return len(self.threads)
 
     def fewest_tokens(self, _messages: Sequence[Message]) -> int:
         return 0
@@ -34,7 +40,7 @@ class PixelRenderer:
         question = str(messages[0].parts[0])
         if question == "bad":
             raise DataError("rows.parquet row 3: no image; drop the row")
-        self.rendered += 1
+        self.threads.append(current_thread().name)
         pixels = np.zeros((1024, 256), dtype=np.float32)
         image = PromptImage(key=question, tensors={"pixels": pixels}, num_tokens=256, grid=(1, 32, 32))
         ids = np.zeros(len(question), dtype=np.int64)

@@ -108,18 +108,18 @@ def test_a_resumed_run_goes_on_in_its_stage(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_more_stages_is_refused() -> None:
-    with pytest.raises(DataError, match="the checkpoint is in stage 5, but there are 3; resume with the curriculum"):
+    with pytest.raises(DataError, match=r"\bstage 5\b.*\b3\b"):
         CurriculumProgress(STAGES).restore({"stage": 4, "recent_rewards": []})
 
 
 @table(
     ("stages", "settings", "message"),
     [
-        (STAGES, {"starts": [5]}, "curriculum.starts has 1 steps for 3 stages, .* write 2"),
-        (STAGES, {"level_weights": [{}]}, "curriculum.level_weights has 1 tables, but the environment has 3 stages"),
+        (STAGES, {"starts": [5]}, r"\bcurriculum\.starts\b.*\b1\b.*\b3\b"),
+        (STAGES, {"level_weights": [{}]}, r"\bcurriculum\.level_weights\b.*\b1\b.*\b3\b"),
         # as of geospot with your own reward, which scores all steps alike
-        (None, {"starts": [5, 9]}, r"curriculum.starts=\[5, 9\], but this run has one stage: .* take .* out"),
-        (None, {"advance": "success"}, "curriculum.advance=success, but this run has one stage: .* take .* out"),
+        (None, {"starts": [5, 9]}, r"\bcurriculum\.starts=\[5, 9\]"),
+        (None, {"advance": "success"}, r"\bcurriculum\.advance=success\b"),
     ],
 )
 def test_schedules_that_do_not_fit(stages: Stages | None, settings: dict[str, object], message: str) -> None:
@@ -168,8 +168,8 @@ def test_level_weights_are_relative_to_the_share_of_rows() -> None:
 @table(
     ("levels", "weights", "message"),
     [
-        (None, {"easy": 1}, "curriculum.level_weights is set, but the rows have no levels; remove it"),
-        (["easy"], {"hard": 1}, "curriculum.level_weights weighs 'hard', but no row is of that level; use one of easy"),
+        (None, {"easy": 1}, r"\bcurriculum\.level_weights\b"),
+        (["easy"], {"hard": 1}, r"\bcurriculum\.level_weights\b.*'hard'.*\beasy\b"),
         (["easy"], {"easy": 0}, "leaves no row to draw; give one of easy a weight"),
     ],
 )

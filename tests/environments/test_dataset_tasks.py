@@ -25,7 +25,7 @@ def test_image_key_is_short_for_one_of_image_keys() -> None:
     config = load_config([], [*given, "environment.image_key=photo"])
     assert isinstance(config.environment, Geo3kEnvironment)
     assert config.environment.image_key == "photo"
-    with pytest.raises(ConfigError, match=r"are both set; name all columns in environment.image_keys"):
+    with pytest.raises(ConfigError, match=r"\benvironment\.image_keys\b"):
         load_config([], [*given, "environment.image_key=photo", "environment.image_keys=[photo]"])
 
 
@@ -75,7 +75,7 @@ def read(tasks, indices):
         (ref,) = tasks[index].images
         num_bytes += len(ref.source)
         if place % 50 == 0:
-            ImageOpener(max_mib=32, max_megapixels=64)(ref)
+            ImageOpener(max_image_mib=32, max_image_megapixels=64)(ref)
     return num_bytes
 
 path, cache = sys.argv[1], GroupCache(16 << 20)

@@ -28,8 +28,7 @@ from fovea_gym.environments.mixture import Mixture, Part
 from fovea_gym.environments.shapes.environment import Shapes
 from fovea_gym.environments.shapes.questions import KINDS
 from fovea_gym.errors import ConfigError, DataError, ScoreError
-from fovea_gym.graders.grading import Grading
-from fovea_gym.graders.limited_calls import CallLimits, LimitedCalls
+from fovea_gym.graders.grading import CallLimits, Grading, LimitedCalls
 from fovea_gym.rows.tasks import kinds_of, place_of
 from fovea_gym.settings.environments import ShapesEnvironment
 from fovea_gym.types import Score, Task, Turn
@@ -209,7 +208,7 @@ def test_errors_name_their_part(tmp_path: Path) -> None:
     parts = parts_in(tmp_path)
     parts["words"]["reward"] = f"{tmp_path}/large.py:large"
     graded = make_environment(config_of(parts))
-    with pytest.raises(DataError, match=r"environment\.parts\.words: train/\d+: the reward of '0' is 1e\+07, beyond"):
+    with pytest.raises(DataError, match=r"^environment\.parts\.words: train/\d+: .*1e\+07"):
         reward_of(graded, "words", "0")
     parts["words"]["environment"]["test_files"] = ["none.jsonl"]
     with pytest.raises(DataError, match=r"environment\.parts\.words: environment\.test_files: no such file"):
@@ -240,7 +239,7 @@ def test_stages_of_a_part_are_refused(tmp_path: Path) -> None:
     staged = f"from fovea_gym.environments.stages import Stage\n{OWN}{stages}"
     (tmp_path / "own.py").write_text(staged)
     parts = parts_in(tmp_path) | {"sums": {"environment": f"{tmp_path}/own.py:Sums"}}
-    with pytest.raises(ConfigError, match=r"environment\.parts\.sums has 2 stages.*curriculum\.enabled=false"):
+    with pytest.raises(ConfigError, match=r"^environment\.parts\.sums\b.*\bcurriculum\.enabled=false\b"):
         make_environment(config_of(parts))
     graded = make_environment(config_of(parts, curriculum={"enabled": False}))
     assert reward_of(graded, "sums", "1") == 1

@@ -19,10 +19,11 @@ from fovea.commands.targets import ServerTarget, parse_target, parse_targets
 from fovea.config.run import Config
 from fovea.data.prompt_source import PromptSource
 from fovea.errors import EngineError
-from fovea.evaluation.chat_server import ChatModel, EmptyPrompts, ServerEvaluator
+from fovea.evaluation.chat_server import ChatModel, EmptyPrompts, ServerAnswers
 from fovea.evaluation.controls import image_controls
-from fovea.evaluation.evaluator import AnsweredRow
+from fovea.evaluation.evaluator import Evaluator
 from fovea.evaluation.json_file import write_answers
+from fovea.evaluation.records import AnsweredRow
 from fovea.models.tiny import TinyParts
 from fovea.types import Sampling
 from fovea.wiring.environment import make_environment
@@ -74,14 +75,9 @@ def ask(
     async def answers() -> list[AnsweredRow]:
         server = JsonServer(endpoint.url.removesuffix("/v1"), bounds, headers)
         try:
-            evaluator = ServerEvaluator(
-                await ChatModel.of(server, model, template),
-                environment,
-                graded(BanditEnvironment()),
-                from_array,
-                greedy=GREEDY,
-                batch_size=3,
-            )
+            chat_model, grading = await ChatModel.of(server, model, template), graded(BanditEnvironment())
+            answers_of = ServerAnswers(chat_model, environment, grading, from_array)
+            evaluator = Evaluator(answers_of, greedy=GREEDY, batch_size=3)
             source = PromptSource(
                 environment.tasks("test"),
                 environment,
@@ -158,7 +154,7 @@ def test_answers_are_cut_where_they_end(started: Callable[..., Endpoint]) -> Non
     endpoint = started(says(r"so \boxed{\frac{1}{2}} or", r"\boxed{1", finish="length"))
     (row,) = ask(endpoint, BanditEnvironment(), size=1, sampling=sampling, n=2)
     assert [answer.text for answer in row.answers] == [r"so \boxed{\frac{1}{2}}", r"\boxed{1"]
-    assert [answer.finish for answer in row.answers] == ["stop", "length"]
+    assert [answer.turns[-1].finish for answer in row.answers] == ["stop", "length"]
 
 
 class TwoTurns(BanditEnvironment):
@@ -182,7 +178,7 @@ def pixels(part: dict[str, dict[str, str]]) -> np.ndarray:
 def test_a_conversation_is_sent_whole_with_the_pictures_as_they_are(started: Callable[..., Endpoint]) -> None:
     endpoint = started(says("closer"), says("a", finish="length"))
     (row,) = ask(endpoint, TwoTurns(), size=1)
-    assert (row.answers[0].text, row.answers[0].finish, row.answers[0].accuracy) == ("a", "length", 1.0)
+    assert (row.answers[0].text, row.answers[0].was_truncated, row.answers[0].accuracy) == ("a", True, 1.0)
     first, second = (json.loads(json.dumps(sent["messages"])) for sent in endpoint.requests)
     assert second[:1] == first
     assert second[1] == {"role": "assistant", "content": "closer"}
@@ -216,8 +212,9 @@ def test_a_server_reads_tools_as_a_template_that_knows_none_and_its_calls_are_an
     calls = [demonstrated_call("zoom", {"box": [0, 0, 500, 500]}), demonstrated_call("secret", {})]
     endpoint = started(*map(says, [*calls, "b"]))
     (row,) = ask(endpoint, environment, size=1)
-    shown = [turn.text for turn in row.answers[0].turns]
-    assert shown == [calls[0], "[image]", calls[1], "<|im_end|>word", "b"]
+    turns = row.answers[0].turns
+    assert [turn.text for turn in turns] == [*calls, "b"]
+    assert [message.parts for turn in turns for message in turn.messages] == [("[image]",), ("<|im_end|>word",)]
     assert warnings == []
 
     first, second, third = (request["messages"] for request in endpoint.requests)
@@ -254,13 +251,10 @@ def test_the_file_of_answers_has_all_turns_of_a_conversation(started: Callable[.
     rows = ask(started(says("closer"), says("a")), TwoTurns(), size=1)
     write_answers(tmp_path, "test-final", [*rows, *ask(started(says("a")), BanditEnvironment(), size=1)])
     two, one = map(json.loads, (tmp_path / "answers" / "test-final.jsonl").read_text().splitlines())
-    assert two["answer"] == "a"
-    assert two["turns"] == [
-        {"role": "assistant", "content": "closer"},
-        {"role": "user", "content": "And here? [image]"},
-        {"role": "assistant", "content": "a"},
-    ]
-    assert "turns" not in one
+    first, last = two["answers"][0]["turns"]
+    assert (first["text"], first["messages"], last["text"]) == ("closer", [], "a")
+    assert last["messages"] == [{"role": "user", "parts": ["And here?", "[image]"], "tool": "", "failed": False}]
+    assert [turn["text"] for turn in one["answers"][0]["turns"]] == ["a"]
 
 
 def test_the_key_comes_from_the_environment(started: Callable[..., Endpoint], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,20 +12,20 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fovea.evaluation.answer import SampledAnswer
-from fovea.evaluation.comparison import EvalResults, EvalRow, TargetAnswers, target_metrics
-from fovea.evaluation.evaluator import AnsweredRow
+from fovea.evaluation.comparison import EvalResults, TargetAnswers, target_metrics
 from fovea.evaluation.json_file import write_json
+from fovea.evaluation.records import AnsweredRow, TaskRow
 from fovea.evaluation.statistics import bootstrap_interval, mean_text, percent_text
 from fovea.report.tables import tables
 from fovea_gym.benchmarks.estimates import Estimate
+from tests.records import said
 
 KINDS = ["count", "colour", "count", "colour"]
 
 
-def row(index: int) -> EvalRow:
+def row(index: int) -> TaskRow:
     image_type = "photo" if index < 3 else "drawing"
-    return EvalRow(
+    return TaskRow(
         id=f"test/{index}", index=index, kind=KINDS[index], question="q", truth=str(index), image_type=image_type
     )
 
@@ -34,7 +34,7 @@ def answered(values: dict[int, float | Sequence[float]]) -> dict[str, AnsweredRo
     found = {}
     for index, value in values.items():
         several = value if isinstance(value, list | tuple) else [value]
-        answers = tuple(SampledAnswer(text=f"{x:g}", reward=x, accuracy=x) for x in several)
+        answers = tuple(said(f"{x:g}", reward=x, accuracy=x) for x in several)
         found[f"test/{index}"] = AnsweredRow(id=f"test/{index}", index=index, kind=KINDS[index], answers=answers)
     return found
 
@@ -164,6 +164,6 @@ def test_json_holds_figures_and_every_answer(tmp_path: Path) -> None:
     assert content["rows"][1]["truth"] == "1"
     trained = content["rows"][1]["answers"]["trained"]
     assert trained["greedy"]["accuracy"] == 1.0
-    assert [answer["prediction"] for answer in trained["samples"]] == ["0", "1"]
+    assert [answer["turns"][-1]["text"] for answer in trained["samples"]] == ["0", "1"]
     assert trained["shuffled_images"]["accuracy"] == 0.0
     assert "shuffled_images" not in content["rows"][3]["answers"]["trained"]

@@ -19,7 +19,7 @@ from fovea.evaluation.controls import (
     with_blank_images,
     with_shuffled_images,
 )
-from fovea.evaluation.evaluator import Evaluator
+from fovea.evaluation.evaluator import EngineAnswers, Evaluator
 from fovea.models.render import Renderer
 from fovea.types import Completion, Request, Sampling
 from fovea_gym.environments.shapes.environment import Shapes
@@ -70,7 +70,7 @@ def test_blank_images_of_large_photos_hold_no_pixels(tmp_path: Path) -> None:
     """Those of all test rows are held at once."""
     Image.new("RGB", (40, 30)).save(tmp_path / "a.png")
     task = Task(id="0", question="q", answer="a", images=(ImageRef(source=str(tmp_path / "a.png")),))
-    open_image = ImageOpener(max_mib=1, max_megapixels=1)
+    open_image = ImageOpener(max_image_mib=1, max_image_megapixels=1)
     (blank,) = with_blank_images([task], open_image)
     source = blank.images[0].source
     assert isinstance(source, np.ndarray)
@@ -84,7 +84,7 @@ def test_rows_that_cannot_be_read_are_left_out_of_controls() -> None:
     images = [ImageRef(source=np.full((8, 8, 3), 7, dtype=np.uint8)), ImageRef(source="nowhere.png", where="row 1")]
     tasks = [Task(id=str(index), question="q", answer="a", images=(ref,)) for index, ref in enumerate(images)]
 
-    careful_opener = ImageOpener(max_mib=1, max_megapixels=1)
+    careful_opener = ImageOpener(max_image_mib=1, max_image_megapixels=1)
     renderer = Renderer(tiny("qwen3_vl").processor, careful_opener)
     test = source_of(tasks, renderer)
     assert usable_tasks(test, 2) == tasks[:1]
@@ -147,10 +147,9 @@ def test_controls_of_several_turns_show_no_true_picture_in_any_turn() -> None:
     environment, parts = BoardGame(settings, seed=0), tiny("qwen3_vl")
     render, tasks = renderer(parts), list(environment.tasks("test"))
     source = PromptSource(tasks, environment, render, max_prompt_tokens=1000, on_bad_row="error", cache_gib=0.0)
+    player = BestMoves(best_moves(tasks, render), parts.processor.tokenizer)
     evaluator = Evaluator(
-        BestMoves(best_moves(tasks, render), parts.processor.tokenizer),
-        environment,
-        Grading(graders=environment.graders),
+        EngineAnswers(player, environment, Grading(graders=environment.graders)),
         greedy=Sampling(max_new_tokens=4, temperature=0),
         batch_size=16,
     )

@@ -7,15 +7,15 @@ from functools import partial
 import numpy as np
 import pytest
 
-from fovea.evaluation.answer import SampledAnswer
 from fovea.evaluation.answer_logprobs import answer_logprobs
 from fovea.evaluation.controls import image_controls
 from fovea.evaluation.dependence import dependence
-from fovea.evaluation.evaluator import AnsweredRow
+from fovea.evaluation.records import AnsweredRow
 from fovea.models.vlm import VLM
 from fovea_gym.environments.shapes.environment import Shapes
 from fovea_gym.settings.environments import ShapesEnvironment
 from tests.environments.prompt_sources import opener, source_of
+from tests.records import said
 from tests.reference import reference_logprobs
 from tests.tiny_models import renderer, tiny
 
@@ -24,8 +24,7 @@ TEMPERATURE = 0.7
 
 
 def answered(index: int, tokens: tuple[int, ...]) -> AnsweredRow:
-    said = SampledAnswer(text="said", reward=0.0, accuracy=0.0)
-    return AnsweredRow(id=f"test/{index}", index=index, kind="all", answers=(said,), token_ids=tokens)
+    return AnsweredRow(id=f"test/{index}", index=index, kind="all", answers=(said("said"),), token_ids=tokens)
 
 
 @pytest.mark.parametrize("row_tokens", [16_384, 100, 1])

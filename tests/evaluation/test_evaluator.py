@@ -12,13 +12,12 @@ import pytest
 
 from fovea.data.prompt_source import PromptSource
 from fovea.evaluation.baselines import baseline_answers, majority_answers
-from fovea.evaluation.evaluator import Evaluator
+from fovea.evaluation.evaluator import EngineAnswers, Evaluator
 from fovea.run.lifecycle import begin
 from fovea.types import Sampling
 from fovea_gym.environments.custom.grader import UserGrader
 from fovea_gym.errors import DataError, ScoreError, UnscoredError
-from fovea_gym.graders.grading import Grading
-from fovea_gym.graders.limited_calls import CallLimits, CallThreads, LimitedCalls
+from fovea_gym.graders.grading import CallLimits, CallThreads, Grading, LimitedCalls
 from fovea_gym.types import Score, Task, Turn
 from fovea_gym.utils.event_loop import wait_for
 from gym_tests.bandit import BanditEnvironment, graded
@@ -133,7 +132,8 @@ def evaluator_of(
     engine.table, engine.version = np.array([[0.0, 0.0, 9.0, 0.0]] * 4), 0
     greedy = Sampling(max_new_tokens=1, temperature=0.0)
     environment, grading = BanditEnvironment(), graded(scores)
-    return Evaluator(engine, environment, grading, greedy=greedy, batch_size=3, on_unscored=on_unscored)
+    model = EngineAnswers(engine, environment, grading)
+    return Evaluator(model, greedy=greedy, batch_size=3, on_unscored=on_unscored)
 
 
 def test_an_engines_images_are_forgotten_after_every_chunk() -> None:

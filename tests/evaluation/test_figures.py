@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from fovea.data.prompt_source import PromptSource
-from fovea.evaluation.evaluator import Evaluator
+from fovea.evaluation.evaluator import EngineAnswers, Evaluator
 from fovea.evaluation.statistics import dev_metrics, figures_of, mean_text, percent_text, shown_once
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
@@ -56,9 +56,7 @@ def evaluation_of(key: str | None = "image", rows: list[Any] | None = None) -> E
     environment, engine = Kilometres(), BanditEngine()
     engine.table, engine.version = np.zeros((4, 4)), 0
     evaluator = Evaluator(
-        engine,
-        environment,
-        graded(environment),
+        EngineAnswers(engine, environment, graded(environment)),
         greedy=Sampling(max_new_tokens=1, temperature=0.0),
         batch_size=3,
         image_type_key=key,
@@ -138,16 +136,15 @@ def test_a_run_keeps_its_answers_and_its_figures(tmp_path: Path) -> None:
     assert names == ["dev-step-000005", "dev-step-000010", "test-before", "test-final"]
     lines = [json.loads(line) for line in (tmp_path / "answers" / "dev-step-000010.jsonl").read_text().splitlines()]
     assert [line["id"] for line in lines] == ["dev/0", "dev/1", "dev/2", "dev/3"]
-    assert lines[1].keys() >= {"answer", "truth", "reward", "accuracy", "parts", "kind"}
+    assert lines[1].keys() >= {"answers", "truth", "kind"}
     (reading,) = [row for row in read_metrics(tmp_path) if row["step"] == 10]
-    assert reading["accuracy/dev"] == reading["dev/reward"] == sum(line["reward"] for line in lines) / 4
+    assert reading["accuracy/dev"] == reading["dev/reward"] == sum(line["answers"][0]["reward"] for line in lines) / 4
     test = read_summary(tmp_path / "summary.json")["test"]
     assert test["before"] is not None
-    assert test["before"]["accuracy"]["n"] == test["final"]["parts"]["answer"]["n"] == 6
-    final = test["final"]["reward"]
+    assert test["before"].accuracy.n == test["final"].parts["answer"].n == 6
+    final = test["final"].reward
     assert final is not None
-    assert final["low"] is not None
-    assert final["low"] <= final["mean"]
+    assert final.low <= final.mean
 
 
 def test_the_first_table_can_be_left_out(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_slow_images_cut_a_sample_short(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_bad_rows_are_left_for_the_run_to_find() -> None:
     tasks = [grey(0, 7), Task(id="1", question="q", answer="a", images=(ImageRef(source="nowhere.png"),))]
-    source, careful = source_of(tasks), ImageOpener(max_mib=1, max_megapixels=1)
+    source, careful = source_of(tasks), ImageOpener(max_image_mib=1, max_image_megapixels=1)
     found = find_shared_images(
         source, source_of(tasks), lambda ref: pixel_hash(careful(ref)), sample_rows=None, say=lambda _: None
     )
@@ -110,7 +110,7 @@ def test_bad_rows_are_left_for_the_run_to_find() -> None:
 class Counting:
     def __init__(self) -> None:
         self.opened: list[object] = []
-        self._open = ImageOpener(max_mib=1, max_megapixels=1)
+        self._open = ImageOpener(max_image_mib=1, max_image_megapixels=1)
 
     def __call__(self, ref: ImageRef) -> Image.Image:
         self.opened.append(ref.source)

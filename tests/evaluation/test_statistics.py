@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fovea.evaluation.answer import SampledAnswer
+from fovea.evaluation.records import RecordedEpisode
 from fovea.evaluation.statistics import (
     best_of,
     bootstrap_interval,
@@ -21,10 +21,11 @@ from fovea.evaluation.statistics import (
     vote,
 )
 from fovea_gym.benchmarks.estimates import estimate, mean_estimate, wilson_interval
+from tests.records import said
 
 
-def said(*texts: str, accuracy: float = 0.0) -> list[SampledAnswer]:
-    return [SampledAnswer(text=text, reward=0.0, accuracy=accuracy) for text in texts]
+def all_said(*texts: str, accuracy: float = 0.0) -> list[RecordedEpisode]:
+    return [said(text, accuracy=accuracy) for text in texts]
 
 
 def binomial_quantile(n: int, p: float, level: float) -> int:
@@ -150,15 +151,15 @@ def test_budgets() -> None:
 
 
 def test_the_majority_is_by_box_and_a_tie_goes_to_the_first() -> None:
-    answers = said(r"so \boxed{12}", r"\boxed{7}", r"\boxed{ 12 }", "7")
+    answers = all_said(r"so \boxed{12}", r"\boxed{7}", r"\boxed{ 12 }", "7")
     assert majority(answers).text == r"so \boxed{12}"
-    assert majority(said("red", "Blue", "blue ")).text == "Blue"
-    assert majority(said("c", "b", "a")).text == "c"
+    assert majority(all_said("red", "Blue", "blue ")).text == "Blue"
+    assert majority(all_said("c", "b", "a")).text == "c"
     assert vote(r"\boxed{A \frac{1}{2}}") == r"a \frac{1}{2}"
 
 
 def test_equal_answers_are_one_in_the_vote() -> None:
-    answers = said(r"\boxed{3}", r"\boxed{0.5}", r"\boxed{3.0}", r"\boxed{\frac12}", r"\boxed{x = 1/2}")
+    answers = all_said(r"\boxed{3}", r"\boxed{0.5}", r"\boxed{3.0}", r"\boxed{\frac12}", r"\boxed{x = 1/2}")
     assert majority(answers).text == r"\boxed{0.5}"
-    assert majority(said("Yes.", "no", "no", "yes", r"\text{Yes}")).text == "Yes."
-    assert majority(said("12 cm", "12 m", "12 m", "12 mm")).text == "12 m"
+    assert majority(all_said("Yes.", "no", "no", "yes", r"\text{Yes}")).text == "Yes."
+    assert majority(all_said("12 cm", "12 m", "12 m", "12 mm")).text == "12 m"

@@ -88,7 +88,7 @@ def test_a_live_file_can_be_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("line", ["no json", "[1]", '{"reward": 1}', '{"step": 1, "reward": "x"}'])
 def test_a_broken_line_is_named(tmp_path: Path, line: str) -> None:
     (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
-    with pytest.raises(DataError, match=r"metrics\.jsonl line 2 is .*; delete that line"):
+    with pytest.raises(DataError, match=r"\bmetrics\.jsonl line 2\b"):
         read_metrics(tmp_path)
 
 

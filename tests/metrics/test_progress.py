@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -31,6 +32,14 @@ def plain_console() -> Console:
 
 def terminal() -> Console:
     return Console(file=io.StringIO(), width=90, force_terminal=True, _environ={"TERM": "xterm"})
+
+
+def until_shown(console: Console, text: str) -> None:
+    """Wait for the display, which draws itself four times a second."""
+    deadline = time.monotonic() + 30
+    while text not in console.file.getvalue():  # type: ignore[attr-defined]
+        assert time.monotonic() < deadline, f"{text} is not shown"
+        time.sleep(0.01)
 
 
 def lines(console: Console) -> list[str]:
@@ -118,7 +127,7 @@ def test_the_live_display_has_a_bar_and_figures_below_what_is_printed() -> None:
     console = terminal()
     with suppress(RuntimeError), Progress(100, 0, True, console) as progress:
         progress.stage("making the model")
-        console.print(progress._render())
+        until_shown(console, "making the model")
         progress.step(25, METRICS)
         progress.print("a [table] of [/numbers]")
         raise RuntimeError

@@ -12,13 +12,13 @@ from fovea.metrics.progress import Progress
 from fovea.metrics.throughput import known_peak_tflops, rates
 from fovea.models.tiny import TinyParts
 from fovea.train.base import ModelFacts
-from fovea.types import Batch, Completion, Group, Sample, SampleGroup
+from fovea.types import Batch, Group, SampleGroup
 from fovea.wiring.outputs import peak_tflops
 from fovea_gym.types import Score, Task
 from gym_tests.tables import table
 from tests.flops import NOT_COUNTED_BY_TORCH
 from tests.policies import make_policy
-from tests.records import all_actions, one_turn, text_prompt
+from tests.records import completion_of, one_turn, sample_of, text_prompt
 from tests.tiny_models import image, renderer, tiny, user
 
 ONE_TERATION = 1e12
@@ -29,7 +29,7 @@ def group(*lengths: int) -> Group:
     episodes = [
         one_turn(
             Task(id="t", question="q", answer="a"),
-            Completion(token_ids_T=np.arange(n), logprobs_T=np.float32([0] * n), text="", finish="stop", version=0),
+            completion_of(range(n)),
             Score(reward=0, accuracy=0),
         )
         for n in lengths
@@ -100,9 +100,8 @@ def batch_of(parts: TinyParts, lengths: tuple[int, ...]) -> Batch:
     prompt = renderer(parts).prompt(user(image(1), "How many circles?"))
     rng = np.random.default_rng(0)
     samples = (
-        Sample(
-            token_ids_T=rng.integers(0, 250, n),
-            mask_T=all_actions(n),
+        sample_of(
+            rng.integers(0, 250, n),
             rollout_logprobs_T=np.full(n, -5, dtype=np.float32),
             reward=1.0,
             weight=1 / sum(lengths),
@@ -124,5 +123,5 @@ def test_the_arithmetic_of_an_update_is_what_torch_counts(family: str, epochs: i
         counted = policy.update(batch)["update_tflop"] * ONE_TERATION
     by_torch = counter.get_total_flops()
     assert counted == pytest.approx(by_torch, rel=FEW_PER_CENT)
-    vision = 3 * epochs * policy._batcher.assignment.cost.work.image(batch.groups[0].prompt.images[0])
+    vision = 3 * epochs * policy.vlm.family.work.image(batch.groups[0].prompt.images[0])
     assert vision > 2 * FEW_PER_CENT * by_torch, "leaving the images out would show"

@@ -283,7 +283,7 @@ def test_a_server_that_is_gone_ends_a_new_run_at_once_and_no_resumed_one(monkeyp
     pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    with pytest.raises(FoveaError, match=r"log\.mlflow_experiment=demo: .*make it reachable, or remove that setting"):
+    with pytest.raises(FoveaError, match=r"^log\.mlflow_experiment=demo: "):
         log_steps("mlflow", [1])
     JsonlSink(Path("run").resolve()).write(1, {"reward": 0.0})
     (warning,) = log_steps("mlflow", [2], resume_step=1)
@@ -361,7 +361,7 @@ def test_names_that_trackers_refuse_are_replaced_and_stay_apart(name: str, plain
 def test_without_its_package_a_tracker_names_the_install_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, f"fovea.metrics.{name}", raising=False)
-    with pytest.raises(MissingExtraError, match=rf"{name} is not installed; {re.escape(pip_install(name))}"):
+    with pytest.raises(MissingExtraError, match=rf"\b{name} .*{re.escape(pip_install(name))}"):
         chosen_trackers(config_of(**LOGS[name]).log)
     monkeypatch.undo()
     sys.modules.pop(f"fovea.metrics.{name}", None)

@@ -157,7 +157,7 @@ def with_banned_token(batch: Batch, banned: int, *, masked: bool) -> Batch:
 def test_a_banned_action_is_refused_by_name_and_a_banned_token_of_an_observation_is_not() -> None:
     parts = tiny("qwen3_vl")
     policy, banned = make_policy(parts, lr_warmup_steps=0), parts.processor.banned_ids[1]
-    with pytest.raises(TrainError, match=f"a sample of row 7 holds token id {banned}, which completions never hold"):
+    with pytest.raises(TrainError, match=rf"row 7 .*\b{banned}\b"):
         policy.update(with_banned_token(make_batch(parts), banned, masked=False))
     observed = with_banned_token(make_batch(parts), banned, masked=True)
     assert all(np.isfinite(logprobs_T).all() for logprobs_T in policy.logprobs(observed))

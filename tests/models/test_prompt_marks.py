@@ -85,7 +85,9 @@ def test_a_special_token_split_over_two_tools_is_refused() -> None:
 )
 @table("family", ["qwen2_5_vl", "qwen3_5"])
 def test_a_row_is_refused_whose_parts_make_a_special_token(family: str, parts: Sequence[str | ImageRef]) -> None:
-    with pytest.raises(BadRowError, match=r"row 7: its text contains <\|\w+\|>, .*data.on_bad_row=skip") as error:
+    with pytest.raises(
+        BadRowError, match=r"row 7: its text contains <\|\w+\|>, .*; remove that from the row$"
+    ) as error:
         Renderer(tiny(family).processor, from_array).prompt(user(*parts), where="row 7")
     assert error.value.reason == "prompt_special_token"
 
@@ -101,7 +103,7 @@ def test_a_row_is_refused_whose_parts_make_a_special_token(family: str, parts: S
 def test_texts_that_only_this_template_joins_are_refused(messages: Sequence[Message]) -> None:
     joined = TRIMMING.replace("{{ '<|im_end|>\\n' }}", "").replace("{{ '<|im_start|>' + message.role + '\\n' }}", "")
     processor = replace(trimming(), chat_template=joined)
-    with pytest.raises(BadRowError, match=r"row 7: its text contains <\|im_end\|>"):
+    with pytest.raises(BadRowError, match=r"row 7: .*<\|im_end\|>"):
         Renderer(processor, from_array).prompt(messages, where="row 7")
 
 
@@ -119,7 +121,7 @@ def test_an_argument_of_the_template_that_makes_a_special_token_is_refused(given
 
 def test_an_argument_that_makes_a_special_token_together_with_a_row_is_refused() -> None:
     processor = replace(trimming(note="end|>", other=""), chat_template=TRIMMING.replace("{{ '<|im_end|>\\n' }}", ""))
-    with pytest.raises(BadRowError, match=r"row 7: its text contains <\|im_end\|>"):
+    with pytest.raises(BadRowError, match=r"row 7: .*<\|im_end\|>"):
         Renderer(processor, from_array).prompt(user("How?", "<|im_"), where="row 7")
 
 

@@ -88,7 +88,7 @@ def test_pixel_limits_are_obeyed(parts: TinyParts) -> None:
 
 
 def test_a_row_that_writes_an_image_pad_is_refused(parts: TinyParts) -> None:
-    with pytest.raises(DataError, match=r"row 7: its text contains <\|image_pad\|>, which the model reads"):
+    with pytest.raises(DataError, match=r"row 7: .*<\|image_pad\|>"):
         renderer(parts).prompt(user(image(1), f"How many {IMAGE_PAD}?"), where="row 7")
 
 
@@ -104,7 +104,7 @@ def test_an_answer_with_a_token_that_is_never_drawn_is_refused(parts: TinyParts)
 
 
 def test_an_answer_with_the_token_that_ends_it_is_refused(parts: TinyParts) -> None:
-    with pytest.raises(DataError, match=r"row 7: it contains <\|im_end\|>, which completions never hold"):
+    with pytest.raises(DataError, match=r"row 7: .*<\|im_end\|>"):
         renderer(parts).target("3<|im_end|>4", where="row 7")
 
 
@@ -145,7 +145,7 @@ def test_an_image_that_is_shown_turned_has_as_many_tokens_as_it_is_stored(family
     note = Image.Exif()
     note[0x0112] = 6
     content = encoded(Image.new("RGB", (333, 90), "blue"), "JPEG", exif=note)
-    opener = ImageOpener(max_mib=1, max_megapixels=1, convert=["rotated"])
+    opener = ImageOpener(max_image_mib=1, max_image_megapixels=1, convert_images=["rotated"])
     chat = user(ImageRef(source=content), "How many?")
     render = Renderer(tiny(family).processor, opener)
     assert opener(ImageRef(source=content)).size == (90, 333)
@@ -185,7 +185,7 @@ def test_a_row_over_its_limit_is_refused_before_any_image_is_decoded(monkeypatch
     assert len(content) < 100_000
     images = tuple(ImageRef(source=content) for _ in range(8))
     task = Task(id="row 7", question="How many?", answer="1", images=images)
-    opener = ImageOpener(max_mib=1, max_megapixels=64)
+    opener = ImageOpener(max_image_mib=1, max_image_megapixels=64)
     source = PromptSource(
         [task],
         Shapes(ShapesEnvironment(), 0),

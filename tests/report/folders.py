@@ -11,16 +11,15 @@ from PIL import Image
 from fovea.config.loading import dump_config
 from fovea.config.model import Model, TinyModel
 from fovea.config.run import Config
-from fovea.evaluation.answer import SampledAnswer
-from fovea.evaluation.evaluator import AnsweredRow
 from fovea.evaluation.json_file import write_answers
+from fovea.evaluation.records import AnsweredRow, RecordedImage, RecordedMessage, RecordedTurn, TokenTrace
 from fovea.metrics.log import JsonlSink, MetricsLog
 from fovea.report.images import png_bytes, write_image
-from fovea.report.records import RecordedAnswer, RecordedImage, RecordedMessage, RecordedTurn, SampleRecord, TokenTrace
 from fovea.report.samples import write_samples
 from fovea.report.summary import Summary, write_summary
 from fovea.types import Evaluation
 from fovea_gym.types import Mark
+from tests.records import said
 
 KINDS = ("colour", "count")
 
@@ -45,7 +44,7 @@ def image_in(folder: Path) -> str:
     return next((folder / "samples" / "images").iterdir()).stem
 
 
-def group(image: str, place: int, text: str, trainer_logprob: float = -1.25) -> SampleRecord:
+def group(image: str, place: int, text: str, trainer_logprob: float = -1.25) -> AnsweredRow:
     """A group of a right answer in two turns, and a truncated one; the log-prob is that of the last token."""
     shown = RecordedImage(name=image, frame=(1000, 1000))
     asked = RecordedMessage(role="user", parts=(shown, f"{text} {place}?"))
@@ -57,25 +56,21 @@ def group(image: str, place: int, text: str, trainer_logprob: float = -1.25) -> 
         trainer_logprobs=(-0.5, trainer_logprob),
         advantages=(0.7, 0.7),
     )
-    right = SampledAnswer(text=text, reward=1.0, accuracy=1.0, parts={text: 1.0}, image_parts=({"seen": 1.0},))
-    wrong = SampledAnswer(text="(100,200),(500,600)", reward=0.0, accuracy=0.0, finish="length")
-    return SampleRecord(
+    turns = (
+        RecordedTurn(text="\\crop{1}", reward=0.25),
+        RecordedTurn(messages=(failure, closer), text=text, tokens=tokens, reward=0.75, seconds=1.5),
+    )
+    mark = Mark(image=1, xy=(0.25, 0.5), label=text)
+    right = said(
+        text, reward=1.0, accuracy=1.0, parts={text: 1.0}, image_parts=({"seen": 1.0},), turns=turns, marks=(mark,)
+    )
+    return AnsweredRow(
         id=f"train/{place}",
-        prompt=f"{text} {place}?",
+        question=f"{text} {place}?",
         truth=text,
         kind=text if place > 1 else KINDS[place],
         messages=(asked,),
-        answers=(
-            RecordedAnswer(
-                score=right,
-                turns=(
-                    RecordedTurn(text="\\crop{1}", reward=0.25),
-                    RecordedTurn(messages=(failure, closer), text=text, tokens=tokens, reward=0.75, seconds=1.5),
-                ),
-                marks=(Mark(image=1, xy=(0.25, 0.5), label=text),),
-            ),
-            RecordedAnswer(score=wrong, turns=(RecordedTurn(text=wrong.text, finish="length"),)),
-        ),
+        answers=(right, said("(100,200),(500,600)", finish="length")),
     )
 
 
@@ -88,7 +83,7 @@ def write_answers_of(folder: Path, name: str, texts: Sequence[str], question: st
             kind=KINDS[place % 2],
             question=question,
             truth="3",
-            answers=(SampledAnswer(text=text, reward=float(text == "3"), accuracy=float(text == "3")),),
+            answers=(said(text, reward=float(text == "3"), accuracy=float(text == "3")),),
         )
         for place, text in enumerate(texts)
     ]

@@ -10,35 +10,35 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from fovea.evaluation.answer import SaidMessage, SampledAnswer
-from fovea.evaluation.comparison import EvalResults, EvalRow, TargetAnswers, target_metrics
-from fovea.evaluation.evaluator import AnsweredRow
+from fovea.evaluation.comparison import EvalResults, TargetAnswers, target_metrics
+from fovea.evaluation.records import AnsweredRow, RecordedMessage, RecordedTurn, TaskRow
 from fovea.report.evaluation import of_every_outcome, write_evaluation
 from fovea.report.images import name_of, png_bytes
 from tests.chromium import open_browser
+from tests.records import said
 from tests.report.pages import ATTACK, ATTACKS, Page
 
 RED = Image.new("RGB", (48, 48), (200, 30, 30))
 
 
 def answers_of(target: str, rights: list[float], text: str = "said", is_model: bool = True) -> TargetAnswers:
-    said = (("assistant", "closer"), ("user", f"{text} again"), ("assistant", text))
-    turns = tuple(SaidMessage(role=role, text=words) for role, words in said)
+    again = RecordedMessage(role="user", parts=(f"{text} again",))
+    turns = (RecordedTurn(text="closer"), RecordedTurn(messages=(again,), text=text))
     greedy = {
         f"test/{i}": AnsweredRow(
             id=f"test/{i}",
             index=i,
             kind="k",
-            answers=(SampledAnswer(text=text, reward=x, accuracy=x, parts={text: x}, turns=turns),),
+            answers=(said(text, reward=x, accuracy=x, parts={text: x}, turns=turns),),
         )
         for i, x in enumerate(rights)
     }
     return TargetAnswers(name=target, greedy=greedy, samples=greedy, shuffled=greedy, blank=greedy, is_model=is_model)
 
 
-def rows(n: int, text: str = "How many?") -> tuple[EvalRow, ...]:
+def rows(n: int, text: str = "How many?") -> tuple[TaskRow, ...]:
     return tuple(
-        EvalRow(id=f"test/{i}", index=i, kind=f"{text} {i % 2}", question=text, truth=text, image_type=text)
+        TaskRow(id=f"test/{i}", index=i, kind=f"{text} {i % 2}", question=text, truth=text, image_type=text)
         for i in range(n)
     )
 
@@ -75,10 +75,11 @@ def test_figures_answers_and_pictures(tmp_path: Path) -> None:
     (ablation,) = (of for title, of in tables.items() if title.startswith("Image ablation"))
     assert [row["name"] for row in ablation][-2:] == ["lost by shuffling", "lost by blanking"]
     row = next(row for row in page.value("answers/1/0")["rows"] if row["id"] == "test/1")
-    assert (row["answer"]["accuracy"], row["images"]) == (1.0, [name_of(png_bytes(RED))])
-    turns = [([message["parts"] for message in turn["messages"]], turn["text"]) for turn in row["answer"]["turns"]]
+    ((answer,), ((picture,),)) = row["answers"], [message["parts"] for message in row["messages"]]
+    assert (answer["accuracy"], picture["name"]) == (1.0, name_of(png_bytes(RED)))
+    turns = [([message["parts"] for message in turn["messages"]], turn["text"]) for turn in answer["turns"]]
     assert turns == [([], "closer"), ([["How many? again"]], "How many?")]
-    assert base64.b64decode(page.blocks[f"images/0/{row['images'][0]}"]) == png_bytes(RED)
+    assert base64.b64decode(page.blocks[f"images/0/{picture['name']}"]) == png_bytes(RED)
     assert page.value("about/0/0")["settings"] == [["note", "How many?"]]
     assert [run["name"] for run in page.value("runs")] == ["How many? one", "How many? two"]
 

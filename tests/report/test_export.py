@@ -6,6 +6,8 @@ import base64
 import hashlib
 import json
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +26,22 @@ from tests.report.folders import finish_run, group, image_in, write_answers_of, 
 from tests.report.pages import ATTACK, ATTACKS, Page
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "geo3k.yaml"
+
+
+def test_the_report_of_a_long_run_needs_little_memory(tmp_path: Path) -> None:
+    """The lines of its metrics, 160 MB here, are in memory a few at a time."""
+    folder = write_run(tmp_path / "run", steps=0)
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step in range(1, 4001):
+            file.write(json.dumps({"step": step, "reward": 0.5, "x" * 40_000: 1.0}) + "\n")
+    code = (
+        "import sys; from pathlib import Path; from fovea.report.export import write_report; "
+        "from fovea.metrics.log import peak_rss_gib; before = peak_rss_gib(); write_report(Path(sys.argv[1])); "
+        "print(peak_rss_gib() - before)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(folder)], check=True, capture_output=True, text=True)
+    assert float(done.stdout) < 0.1
+    assert Page(folder / "report.html").value("runs")[0]["step"] == 4000
 
 
 def test_every_answer_of_the_server_is_in_the_file(tmp_path: Path) -> None:

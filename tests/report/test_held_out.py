@@ -12,9 +12,8 @@ import pytest
 from PIL import Image
 from starlette.testclient import TestClient
 
-from fovea.evaluation.answer import SaidMessage, SampledAnswer
-from fovea.evaluation.evaluator import AnsweredRow
 from fovea.evaluation.json_file import write_answers
+from fovea.evaluation.records import AnsweredRow, RecordedMessage, RecordedTurn
 from fovea.metrics.log import JsonlSink, MetricsLog
 from fovea.metrics.progress import Progress
 from fovea.report.about import add_hint
@@ -22,6 +21,7 @@ from fovea.report.about_run import MAX_CONSOLE_BYTES, MAX_HINT_CHARS, MAX_HINTS
 from fovea.report.held_out import MAX_CHARS, MAX_PICTURES, MAX_ROWS, THUMBNAIL_PX, thumbnails, write_pictures
 from fovea.report.viewed_run import ViewedRun
 from fovea.view.server import make_app
+from tests.records import said
 from tests.report.folders import write_answers_of, write_run
 
 
@@ -54,18 +54,20 @@ def test_answers_come_row_by_row(client: TestClient, folder: Path) -> None:
     answers = client.get("/data/answers/0/0").json()
     assert answers["name"] == "test-final"
     first, second = answers["rows"]
-    answer = first.pop("answer")
+    (answer,) = first.pop("answers")
     assert first == {
         "id": "test/0",
         "kind": "colour",
         "image_type": None,
         "question": "How many?",
         "truth": "3",
-        "images": [],
+        "messages": [],
         "index": 0,
     }
-    assert (answer["text"], answer["reward"], answer["accuracy"], answer["finish"]) == ("3", 1.0, 1.0, "stop")
-    assert (second["answer"]["text"], second["answer"]["accuracy"]) == ("4", 0.0)
+    (turn,) = answer["turns"]
+    assert (turn["text"], turn["finish"], answer["reward"], answer["accuracy"]) == ("3", "stop", 1.0, 1.0)
+    (answer,) = second["answers"]
+    assert (answer["turns"][0]["text"], answer["accuracy"]) == ("4", 0.0)
     assert client.get("/data/answers/0/1").status_code == 404
 
 
@@ -73,7 +75,7 @@ def test_answers_are_bounded(client: TestClient, folder: Path) -> None:
     write_answers_of(folder, "test-final", ["3" * (MAX_CHARS + 1)] * (MAX_ROWS + 1))
     rows = client.get("/data/answers/0/0").json()["rows"]
     assert len(rows) == MAX_ROWS
-    assert rows[0]["answer"]["text"] == f"{'3' * MAX_CHARS} ... ({MAX_CHARS + 1:,} characters)"
+    assert rows[0]["answers"][0]["turns"][0]["text"] == f"{'3' * MAX_CHARS} ... ({MAX_CHARS + 1:,} characters)"
 
 
 @pytest.mark.parametrize("content", ["<script>\n", "[]\n", '{"id": 1}\n', "[" * 100_000, '{"id": "\ud800"}\n'])
@@ -105,10 +107,11 @@ def test_rows_have_the_pictures_that_the_run_has_stored(client: TestClient, fold
     write_answers_of(folder, "test-final", ["3", "4"])
     write_answers_of(folder, "dev-step-000001", ["3"])
     first, second = client.get("/data/answers/0/0").json()["rows"]
-    assert (len(first["images"]), second["images"]) == (MAX_PICTURES, [])
-    png = client.get(f"/images/0/{first['images'][0]}.png").content
+    ((pictures,), ()) = ([message["parts"] for message in row["messages"]] for row in (first, second))
+    assert len(pictures) == MAX_PICTURES
+    png = client.get(f"/images/0/{pictures[0]['name']}.png").content
     assert Image.open(io.BytesIO(png)).size == (THUMBNAIL_PX, THUMBNAIL_PX // 2)
-    assert client.get("/data/answers/0/1").json()["rows"][0]["images"] == [], "of another split"
+    assert client.get("/data/answers/0/1").json()["rows"][0]["messages"] == [], "of another split"
 
 
 @pytest.mark.parametrize("content", ["[]", "no json", '{"test/0": ["../../secret"]}', '{"test/0": 1}', "[" * 100_000])
@@ -121,19 +124,17 @@ def test_damaged_names_of_pictures_are_named(client: TestClient, folder: Path, c
 
 
 def test_turns_of_an_answer_are_kept(client: TestClient, folder: Path) -> None:
-    failure = SaidMessage(role="tool", text="no such tool", tool="loop", failed=True)
-    result = SaidMessage(role="tool", text="closer", tool="look")
-    look, last = (SaidMessage(role="assistant", text=text) for text in ("look", "3"))
-    turns = (look, failure, result, last)
-    answer = SampledAnswer(text="3", reward=1.0, accuracy=1.0, parts={"form": 0.5}, finish="length", turns=turns)
-    write_answers(
-        folder, "test-final", [AnsweredRow(id="a", index=0, kind="count", image_type="map", answers=(answer,))]
-    )
-    (row,) = client.get("/data/answers/0/0").json()["rows"]
-    assert (row["image_type"], row["answer"]["parts"], row["answer"]["finish"]) == ("map", {"form": 0.5}, "length")
-    assert [turn["text"] for turn in row["answer"]["turns"]] == ["look", "3"]
-    assert [turn["finish"] for turn in row["answer"]["turns"]] == ["stop", "length"]
-    assert row["answer"]["turns"][1]["messages"] == [
+    failure = RecordedMessage(role="tool", parts=("no such tool",), tool="loop", failed=True)
+    result = RecordedMessage(role="tool", parts=("closer",), tool="look")
+    last = RecordedTurn(messages=(failure, result), text="3", finish="length")
+    answer = said("3", parts={"form": 0.5}, turns=(RecordedTurn(text="look"), last))
+    row = AnsweredRow(id="a", index=0, kind="count", image_type="map", answers=(answer,))
+    write_answers(folder, "test-final", [row])
+    (shown,) = client.get("/data/answers/0/0").json()["rows"]
+    (answered,) = shown["answers"]
+    assert (shown["image_type"], answered["parts"]) == ("map", {"form": 0.5})
+    assert [(turn["text"], turn["finish"]) for turn in answered["turns"]] == [("look", "stop"), ("3", "length")]
+    assert answered["turns"][1]["messages"] == [
         {"role": "tool", "parts": ["no such tool"], "tool": "loop", "failed": True},
         {"role": "tool", "parts": ["closer"], "tool": "look", "failed": False},
     ]

@@ -1,9 +1,9 @@
 import pytest
 
-from fovea.evaluation.answer import SampledAnswer
+from fovea.evaluation.records import AnsweredRow, RecordedImage, RecordedMessage
 from fovea.report.answers import MAX_MARKS, marks_in, step_json
-from fovea.report.records import RecordedAnswer, RecordedImage, RecordedMessage, SampleRecord
 from fovea_gym.types import Mark
+from tests.records import said
 
 THOUSANDTHS = RecordedImage(name="0123456789abcdef", frame=(1000, 1000))
 PIXELS = RecordedImage(name="0123456789abcdef", frame=(280, 140))
@@ -39,12 +39,10 @@ def test_an_answer_that_the_environment_has_marked_is_not_read_again() -> None:
     """Its coordinates may be of another frame than the model's family has."""
 
     def marks(*given: Mark) -> list[str]:
-        answer = RecordedAnswer(
-            score=SampledAnswer(text="(100,200),(500,600)", reward=1.0, accuracy=1.0, finish="stop"), marks=given
-        )
-        record = SampleRecord(
+        answer = said("(100,200),(500,600)", reward=1.0, accuracy=1.0, marks=given)
+        record = AnsweredRow(
             id="train/7",
-            prompt="Where?",
+            question="Where?",
             truth="",
             kind="box",
             messages=(RecordedMessage(role="user", parts=(THOUSANDTHS, "Where?")),),

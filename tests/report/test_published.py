@@ -8,10 +8,10 @@ import pytest
 
 from fovea.commands.benchmarks import BENCHMARKS
 from fovea.config.recipes import shipped_recipes
-from fovea.evaluation.statistics import percent_text
+from fovea.evaluation.statistics import Figures, percent_text
 from fovea.report.figures import RunSummary
 from fovea.report.published import PUBLISHED_FILE, PublishedJson, with_published, write_published
-from fovea.report.summary import EstimateJson, SummaryJson
+from fovea.report.summary import SummaryJson
 from fovea_gym.benchmarks.estimates import Estimate
 from fovea_gym.errors import DataError
 from fovea_tools.published.catalogue import find_result, published_results
@@ -24,8 +24,8 @@ PUBLISHED: PublishedJson = published_json(RESULT, RECIPES, [])
 
 def summary(mean: float, low: float, high: float) -> SummaryJson:
     """The summary of a run that ended with this accuracy."""
-    accuracy: EstimateJson = {"mean": mean, "low": low, "high": high, "n": 200}
-    final = {"accuracy": accuracy, "by_type": {}, "by_image_type": {}, "reward": None, "parts": {}}
+    accuracy = Estimate(mean=mean, low=low, high=high, n=200)
+    final = Figures(accuracy=accuracy, by_type={}, by_image_type={}, reward=None, parts={})
     return {"test": {"before": None, "warmup": None, "final": final}}  # type: ignore[typeddict-item]
 
 
@@ -85,5 +85,7 @@ def test_other_test_rows_are_not_compared() -> None:
 def test_a_run_without_one_and_a_damaged_file(tmp_path: Path) -> None:
     assert with_published(RunSummary(), None, tmp_path) == RunSummary()
     (tmp_path / PUBLISHED_FILE).write_text('{"title": 3}', encoding="utf-8")
-    with pytest.raises(DataError, match=r"published\.json: .*; delete the file, and the page leaves it out"):
+    with pytest.raises(
+        DataError, match=r"published\.json is not a published result \(.*; delete the file, and the page leaves it out"
+    ):
         with_published(RunSummary(), None, tmp_path)

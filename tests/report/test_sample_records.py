@@ -7,21 +7,18 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fovea.evaluation.answer import SampledAnswer
-from fovea.report.images import image_path, png_bytes, read_image, write_image
-from fovea.report.records import (
-    GroupSummary,
-    RecordedAnswer,
+from fovea.evaluation.records import (
+    AnsweredRow,
     RecordedImage,
     RecordedMessage,
     RecordedTurn,
-    SampleRecord,
     TokenTrace,
-    summary_of,
 )
-from fovea.report.samples import drop_samples, index_line, read_step, sample_steps, write_samples
+from fovea.report.images import image_path, png_bytes, read_image, write_image
+from fovea.report.samples import GroupSummary, drop_samples, index_line, indexed, read_step, sample_steps, write_samples
 from fovea_gym.errors import DataError
 from fovea_gym.types import Mark
+from tests.records import said
 
 FIRST, SECOND = "0123456789abcdef", "fedcba9876543210"
 
@@ -34,14 +31,7 @@ def prompt_of(question: str, *images: RecordedImage) -> tuple[RecordedMessage, .
     return (RecordedMessage(role="user", parts=(*images, question)),)
 
 
-def record(prompt: str = "How many?", **changes: object) -> SampleRecord:
-    right = SampledAnswer(
-        text="\\boxed{3}",
-        reward=1.0,
-        accuracy=1.0,
-        parts={"match": 1.0, "format": 0.5},
-        image_parts=({"seen": 1.0}, {}),
-    )
+def record(prompt: str = "How many?", **changes: object) -> AnsweredRow:
     closer = RecordedMessage(role="tool", tool="crop", parts=("Look closer.", RecordedImage(name=SECOND)))
     failure = RecordedMessage(role="tool", tool="corp", failed=True, parts=("There is no tool corp.",))
     tokens = TokenTrace(
@@ -59,16 +49,25 @@ def record(prompt: str = "How many?", **changes: object) -> SampleRecord:
     mark = Mark(image=1, xy=(0.1, 0.2, 0.5, 0.6), label="truth")
     fields = {
         "id": "train/7",
-        "prompt": prompt,
+        "question": prompt,
         "truth": "3",
         "kind": "count",
         "messages": prompt_of(prompt, RecordedImage(name=FIRST, frame=(1000, 1000)), RecordedImage(name=SECOND)),
         "answers": (
-            RecordedAnswer(score=right, turns=turns, marks=(mark,), end="max_turns"),
-            RecordedAnswer(score=SampledAnswer(text="", reward=-0.5, accuracy=0.0, finish="length")),
+            said(
+                "",
+                reward=1.0,
+                accuracy=1.0,
+                parts={"match": 1.0, "format": 0.5},
+                image_parts=({"seen": 1.0}, {}),
+                turns=turns,
+                marks=(mark,),
+                end="max_turns",
+            ),
+            said("", reward=-0.5, finish="length"),
         ),
     }
-    return SampleRecord(**(fields | changes))
+    return AnsweredRow(**(fields | changes))
 
 
 def test_records_read_back_as_written(tmp_path: Path) -> None:
@@ -100,25 +99,22 @@ def test_a_step_written_again_replaces_the_old(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["line\nbreak", "u\u2028v\u0085w", "\ud800 half a pair", "数 \x00 😀", '"}\n{"'])
 def test_any_text_reads_back(tmp_path: Path, text: str) -> None:
-    answer = RecordedAnswer(
-        score=SampledAnswer(text=text, reward=1, accuracy=1), turns=(RecordedTurn(text=text, tokens=None),)
-    )
-    odd = record(text, truth=text, kind=text, id=text, answers=(answer,))
+    odd = record(text, truth=text, kind=text, id=text, answers=(said(text),))
     write_samples(tmp_path, 1, [odd, record()])
     assert read_step(tmp_path, 1) == (odd, record())
 
 
 def test_a_reward_that_is_not_finite_is_still_valid_json(tmp_path: Path) -> None:
-    answer = SampledAnswer(text="x", reward=math.nan, accuracy=0.0, parts={"match": math.inf})
-    write_samples(tmp_path, 1, [record(answers=(RecordedAnswer(score=answer),))])
+    answer = said("x", reward=math.nan, parts={"match": math.inf})
+    write_samples(tmp_path, 1, [record(answers=(answer,))])
 
     def refuse(constant: str) -> None:
         pytest.fail(f"{constant} is not a JSON")
 
     json.loads((tmp_path / "samples" / "step-000001.jsonl").read_text(), parse_constant=refuse)
     (back,) = read_step(tmp_path, 1)[0].answers
-    assert math.isnan(back.score.reward)
-    assert math.isnan(back.score.parts["match"])
+    assert math.isnan(back.reward)
+    assert math.isnan(back.parts["match"])
 
 
 def test_a_large_image_is_kept_small() -> None:
@@ -166,11 +162,11 @@ def test_the_index_has_a_summary_of_every_group(tmp_path: Path) -> None:
     (line,) = (tmp_path / "samples" / "index.jsonl").read_text().splitlines()
     entry = index_line(line)
     assert entry.step == 50
-    assert entry.groups == (summary_of(record()), summary_of(record("Which?")))
+    assert entry == indexed(50, [record(), record("Which?")])
     first, second = entry.groups
     assert first == GroupSummary(kind="count", row=first.row, rewards=(1.0, -0.5), num_truncated=2)
     assert first.row != second.row
-    assert first.row == summary_of(record(answers=())).row, "the same row in another step"
+    assert first.row == indexed(60, [record(answers=())]).groups[0].row, "the same row in another step"
 
 
 @pytest.mark.parametrize("content", ["no json\n", "{}\n", "[]\n"])

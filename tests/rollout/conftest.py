@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fovea.rollout import server_pool
+from gym_tests.chat_server import Endpoint, endpoints
 from tests.rollout.engines.serving import serving, tiny_for
 from tests.rollout.engines.under_test import ENGINES, NAME
 
@@ -23,6 +25,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if NAME and any(item.path.is_relative_to(HERE / folder) for folder in ("engines", NAME)):
             item.add_marker(NAME)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Endpoint]]:
+    """Starts HTTP endpoints, with which a pool of servers tries again at once."""
+    monkeypatch.setattr(server_pool, "FIRST_PAUSE_SECONDS", 0.01)
+    with endpoints() as start:
+        yield start
 
 
 # of a module, not of the session: vLLM in a process loses its groups when another engine of that process is closed

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import numpy as np
+import pytest
+import torch
 
 from fovea.models.activation_tape import Tape
 from fovea.models.plain import PlainVLM
 from fovea.models.tiny import TinyParts
 from fovea.models.trainable import merged_weights
 from fovea.models.vlm import VLM
+from fovea.rollout.embedded import decode_step
 from fovea.rollout.embedded.engine import EmbeddedEngine
+from fovea.rollout.embedded.memory import PoolMemory
 from fovea.rollout.embedded.plain import PlainEngine
+from fovea.rollout.embedded.requests import KeptKeys
 from fovea.rollout.embedded.tuning import Tuning
 from fovea.types import Completion, Prompt, Request, Sampling
 from fovea_gym.utils.event_loop import wait_for
+from fovea_gym.utils.lru_cache import LRUCache
 from tests.tiny_models import mixed_prompts
 
 LOGPROB_TOLERANCE = 1e-5
@@ -28,7 +35,7 @@ def make_engine(
     *,
     tape: Tape | None = None,
     pushed: Collection[str] = (),
-    can_give_way: bool = False,
+    can_free_memory: bool = False,
     **tuning: object,
 ) -> EmbeddedEngine:
     """An engine on the tensors of a model."""
@@ -39,7 +46,7 @@ def make_engine(
         tape=tape,
         tuning=Tuning(**tuning),  # type: ignore[arg-type]
         pushed=pushed,
-        can_give_way=can_give_way,
+        can_free_memory=can_free_memory,
     )
     engine.load_weights(dict(merged_weights(parts.network)), version=7)
     return engine
@@ -72,6 +79,44 @@ def generate(
         return await asyncio.gather(*map(engine.generate, requests))
 
     return wait_for(all_of_them())
+
+
+def noted_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of every decoding step from now on."""
+    seen: list[int] = []
+    real = decode_step.decode
+
+    def spy(weights: Any, shape: Any, hidden: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+        seen.append(len(hidden))
+        return real(weights, shape, hidden, *rest, **named)
+
+    monkeypatch.setattr(decode_step, "decode", spy)
+    return seen
+
+
+def noted_turns(monkeypatch: pytest.MonkeyPatch) -> list[tuple[KeptKeys, int]]:
+    """The keys that an engine keeps of each turn from now on, and how many turns it keeps then."""
+    kept: list[tuple[KeptKeys, int]] = []
+    put = LRUCache.put
+
+    def noted(cache: LRUCache[Any, Any], key: Any, value: Any, size: int) -> None:
+        put(cache, key, value, size)
+        if isinstance(value, KeptKeys):
+            kept.append((value, len(cache)))
+
+    monkeypatch.setattr(LRUCache, "put", noted)
+    return kept
+
+
+def keep_turns_of(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that are made from now on keep turns of at most so many tokens in all."""
+    size = PoolMemory.size
+
+    def sized(memory: PoolMemory, token_bytes: int) -> None:
+        size(memory, token_bytes)
+        memory.kept_tokens = tokens
+
+    monkeypatch.setattr(PoolMemory, "size", sized)
 
 
 def seeded(count: int, **settings: object) -> list[Sampling]:

@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from fovea.config.run import Config
 from fovea.data.prompt_source import PromptedTask
 from fovea.rollout.collect import Interaction, collect
@@ -18,6 +16,7 @@ from fovea_gym.environments.access import GradedEnvironment
 from fovea_gym.types import Message, Score, Task, Turn
 from fovea_gym.utils.event_loop import wait_for
 from tests.fakes import BanditRenderer
+from tests.records import completion_of, text_prompt
 
 MORE = [Message(role="user", parts=("go on",))]
 
@@ -32,18 +31,14 @@ class Echo:
     async def generate(self, request: Request) -> Sequence[Completion]:
         self.ids.append(request.id)
         await asyncio.sleep(0)
-        ids, logprobs = np.array([1]), np.zeros(1, dtype=np.float32)
-        return [
-            Completion(id=f"{request.id}/{k}", token_ids_T=ids, logprobs_T=logprobs, text="a", finish="stop", version=0)
-            for k in range(request.n)
-        ]
+        return [completion_of([1], id=f"{request.id}/{k}", text="a") for k in range(request.n)]
 
 
 class TwoTokenReplies(BanditRenderer):
     """Renders a prompt as one token, and each reply as two."""
 
     def observation(self, messages: Sequence[Message], *, after: int, where: str = "") -> Prompt:
-        return Prompt(token_ids_L=np.array([2, 3]), unexpanded_ids_U=np.array([2, 3]))
+        return text_prompt([2, 3])
 
 
 class Rows:

@@ -32,7 +32,9 @@ def picture(seed: int) -> ImageRef:
 
 
 def renderer(max_new_tokens: int = 5) -> Renderer:
-    return Renderer(PARTS.processor, ImageOpener(max_mib=1, max_megapixels=1), max_new_tokens=max_new_tokens)
+    return Renderer(
+        PARTS.processor, ImageOpener(max_image_mib=1, max_image_megapixels=1), max_new_tokens=max_new_tokens
+    )
 
 
 def made(max_new_tokens: int = 5) -> AgentConversations:

@@ -7,12 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from fovea.rollout.embedded import decode_step as forward
-from fovea.rollout.embedded import engine as engine_module
-from fovea.rollout.embedded.paged_cache import PagedCache
+from fovea.errors import EngineError
 from fovea.types import Completion, Sampling
-from fovea_gym.utils.event_loop import wait_for
-from tests.rollout.drawing import generate, make_engine, mixed_requests, same, seeded
+from tests.rollout.drawing import generate, make_engine, mixed_requests, noted_rows, same, seeded
 from tests.tiny_models import mixed_prompts, tiny
 
 PARTS = tiny("qwen3_vl")
@@ -49,16 +46,7 @@ def test_no_way_of_running_changes_a_completion(
 
 @pytest.fixture
 def rows_run(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows of every decoding step."""
-    seen: list[int] = []
-    real = forward.decode
-
-    def spy(weights: Any, shape: Any, hidden: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
-        seen.append(len(hidden))
-        return real(weights, shape, hidden, *rest, **named)
-
-    monkeypatch.setattr(forward, "decode", spy)
-    return seen
+    return noted_rows(monkeypatch)
 
 
 def test_only_completions_that_run_are_decoded(rows_run: list[int]) -> None:
@@ -88,16 +76,6 @@ def test_the_budget_bounds_what_runs(rows_run: list[int]) -> None:
     assert max(rows_run) == 6
 
 
-def test_pages_are_all_given_back() -> None:
-    engine = make_engine(PARTS, 2_000, cache="paged", page_tokens=16)
-    generate(engine, *mixed_requests(PARTS), COUNTS)
-    cache = engine._cache
-    assert isinstance(cache, PagedCache)
-    assert sorted(cache._free) == list(range(1, 1 + 2_000 // 16))
-    wait_for(engine.sleep())
-    assert engine._cache is None
-
-
 def test_bfloat16_runs_in_every_cache() -> None:
     parts = tiny("qwen3_vl")
     parts.network.bfloat16()
@@ -116,5 +94,5 @@ def test_weights_that_are_not_finite_are_an_error() -> None:
     parts = tiny("qwen3_vl")
     with torch.no_grad():
         next(parts.network.get_submodule("model.language_model.norm").parameters()).fill_(torch.nan)
-    with pytest.raises(engine_module.EngineError, match="not finite"):
+    with pytest.raises(EngineError, match="not finite"):
         generate(make_engine(parts), mixed_prompts(parts)[:1], [Sampling(max_new_tokens=3)], 2)

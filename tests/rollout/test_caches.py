@@ -26,7 +26,8 @@ from fovea.rollout.embedded.requests import QueuedRequest
 from fovea.rollout.embedded.tuning import PAGE_TOKENS
 from fovea.types import Prompt, Request, Sampling
 from fovea_gym.utils.event_loop import wait_for
-from tests.rollout.drawing import make_engine
+from tests.records import text_prompt
+from tests.rollout.drawing import generate, make_engine, mixed_requests
 from tests.tiny_models import tiny
 from tests.tools.plan.published import RECIPES
 
@@ -36,10 +37,8 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.03}
 
 
 def request(prompt_tokens: int, n: int, limit: int) -> QueuedRequest:
-    ids = np.zeros(prompt_tokens, dtype=np.int64)
-    prompt = Prompt(token_ids_L=ids, unexpanded_ids_U=ids)
     return QueuedRequest(
-        request=Request(id="r", prompt=prompt, sampling=Sampling(max_new_tokens=limit), n=n),
+        request=Request(id="r", prompt=text_prompt([0] * prompt_tokens), sampling=Sampling(max_new_tokens=limit), n=n),
         done=asyncio.Future(loop=LOOP),
         positions_3L=np.zeros((3, prompt_tokens), dtype=np.int64),
         first_position=prompt_tokens,
@@ -242,31 +241,63 @@ def test_pages_are_taken_as_rows_grow() -> None:
     assert cache.reserve([6, 7])
 
 
-def test_room_for_tokens_grows_by_doubling() -> None:
-    cache = make_cache("dense")
-    assert isinstance(cache, DenseCache)
-    cache.add([request(4, 2, 300)])
-    rooms = []
-    for stored in range(300):
-        cache.step(torch.tensor([stored, stored]), stored, level=True)
-        rooms.append(cache._own.room)
-    assert sorted(set(rooms)) == [64, 128, 256, 300]
-
-
-def test_many_short_prompts_and_then_a_few_long_ones_do_not_add_up_to_many_long_ones() -> None:
-    parts = tiny("qwen2_vl")
-    engine = make_engine(parts, 8000)
-    held: list[int] = []
-    reserve = KeyValues.reserve
+@pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, int]]]:
+    """Rows and room of all buffers, prompts' and completions', after each time that one of them may have grown."""
+    buffers, sizes, reserve = list[KeyValues](), list[list[tuple[int, int]]](), KeyValues.reserve
 
     def noted(self: KeyValues, *arguments: Any, **more: Any) -> None:
         reserve(self, *arguments, **more)
-        cache = engine._cache
-        assert isinstance(cache, DenseCache)
-        held.append(cache._prompts.rows * cache._prompts.room + cache._own.rows * cache._own.room)
+        if self not in buffers:
+            buffers.append(self)
+        sizes.append([(each.rows, each.room) for each in buffers])
+
+    monkeypatch.setattr(KeyValues, "reserve", noted)
+    return sizes
+
+
+def test_room_for_tokens_grows_by_doubling(sizes: list[list[tuple[int, int]]]) -> None:
+    cache = make_cache("dense")
+    cache.add([request(4, 2, 300)])
+    for stored in range(300):
+        cache.step(torch.tensor([stored, stored]), stored, level=True)
+    rooms = [each[1][1] for each in sizes if len(each) == 2]
+    assert sorted(set(rooms)) == [64, 128, 256, 300]
+
+
+def test_pages_are_all_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the engine clears its cache, which is empty then."""
+    parts = tiny("qwen3_vl")
+    engine = make_engine(parts, 2_000, cache="paged", page_tokens=16)
+    prompts, samplings = mixed_requests(parts)
+    generate(engine, prompts, samplings, 4)
+    free, clear = list[int](), PagedCache.clear
+
+    def room(cache: PagedCache) -> int:
+        """Tokens of the longest prompt that fits."""
+        return max(tokens for tokens in range(2_000) if cache.fits([request(tokens, 1, 1)]))
+
+    def noted(cache: PagedCache) -> None:
+        free.append(room(cache))
+        clear(cache)
+        free.append(room(cache))
+
+    monkeypatch.setattr(PagedCache, "clear", noted)
+    generate(engine, prompts, samplings, 4)
+    used, cleared = free
+    assert used == cleared > 1_900
+    wait_for(engine.sleep())
+    assert not engine.free_memory(), "there is no cache any more"
+
+
+def test_many_short_prompts_and_then_a_few_long_ones_do_not_add_up_to_many_long_ones(
+    sizes: list[list[tuple[int, int]]],
+) -> None:
+    parts = tiny("qwen2_vl")
+    engine = make_engine(parts, 8000)
 
     def prompt(tokens: int) -> Prompt:
-        return Prompt(token_ids_L=np.arange(tokens) % 200, unexpanded_ids_U=np.arange(tokens) % 200)
+        return text_prompt(np.arange(tokens) % 200)
 
     async def all_of_them() -> None:
         calls = [
@@ -279,10 +310,8 @@ def test_many_short_prompts_and_then_a_few_long_ones_do_not_add_up_to_many_long_
         ]
         await asyncio.gather(*calls)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(KeyValues, "reserve", noted)
-        wait_for(all_of_them())
-    assert max(held) < 2 * 8000
+    wait_for(all_of_them())
+    assert max(sum(rows * room for rows, room in each) for each in sizes) < 2 * 8000
 
 
 def test_the_last_live_rows_fill_the_holes() -> None:

@@ -7,11 +7,9 @@ from itertools import pairwise
 import pytest
 
 from fovea.models.decoder import decoder_shape
-from fovea.rollout.embedded.engine import EmbeddedEngine
-from fovea.rollout.embedded.requests import KeptKeys, RemovedRow
 from fovea.types import Completion
-from tests.rollout.drawing import generate, make_engine, mixed_requests, same
-from tests.rollout.two_turns import drawn
+from tests.rollout.drawing import generate, keep_turns_of, make_engine, mixed_requests, noted_rows, noted_turns, same
+from tests.rollout.two_turns import assert_same_turns, drawn
 from tests.tiny_models import tiny
 
 PARTS = tiny("qwen3_5", num_layers=4)
@@ -24,19 +22,6 @@ def alone() -> list[list[Completion]]:
     return [list(generate(make_engine(PARTS), [p], [s], n)[0]) for p, s, n in requests]
 
 
-def running(engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows of each decode step, to which requests are added while others run."""
-    rows: list[int] = []
-    decode = engine._decode
-
-    def counted(batch: object, cache: object) -> None:
-        rows.append(len(batch))  # type: ignore[arg-type]
-        decode(batch, cache)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(engine, "_decode", counted)
-    return rows
-
-
 @pytest.mark.parametrize(("tight", "pass_tokens"), [(True, 11), (False, 16_384)])
 def test_no_way_of_running_changes_a_completion(
     alone: list[list[Completion]], tight: bool, pass_tokens: int, monkeypatch: pytest.MonkeyPatch
@@ -47,7 +32,7 @@ def test_no_way_of_running_changes_a_completion(
     longest = max(p.num_tokens + n * (s.max_new_tokens + states) for p, s, n in requests)
     budget = longest + 100 if tight else 200_000
     engine = make_engine(PARTS, budget, pass_tokens=pass_tokens, decode_steps_per_sync=7)
-    rows = running(engine, monkeypatch)
+    rows = noted_rows(monkeypatch)
     together = generate(engine, *mixed_requests(PARTS, len(COUNTS)), COUNTS)
     assert all(same(a, b) for a, b in zip(alone, together, strict=True))
     joined_while_others_ran = any(before < after for before, after in pairwise(rows))
@@ -58,25 +43,14 @@ def test_turns_are_kept_by_the_memory_of_keys_and_states(monkeypatch: pytest.Mon
     """A budget of fewer tokens than a turn takes keeps none, and the same is drawn."""
     shape = decoder_shape(PARTS.network.config.text_config)
     engine = make_engine(PARTS)
-    kept: list[KeptKeys] = []
-    keep = engine._keep
-
-    def noted(finished: RemovedRow, keys: KeptKeys | None) -> None:
-        kept.extend([] if keys is None else [keys])
-        keep(finished, keys)
-
-    monkeypatch.setattr(engine, "_keep", noted)
+    kept = noted_turns(monkeypatch)
     groups = drawn(PARTS, engine)
-    for each in kept:
+    assert kept
+    for each, _ in kept:
         states = [x for state in each.states for x in (state.tail_RKC, state.memory_RVDF)]
         held = sum(x.nbytes for x in (*each.layers, *states))
         assert held <= each.cost_tokens * shape.token_bytes(4) < held + shape.token_bytes(4)
-    few = make_engine(PARTS)
-    few._ready_cache()
-    few._memory.kept_tokens = min(each.cost_tokens for each in kept) - 1
-    few._forget_turns()
-    again = drawn(PARTS, few)
-    assert not few._kept
-    for one, other in zip(groups, again, strict=True):
-        for first, second in zip(one.episodes, other.episodes, strict=True):
-            assert same([x.completion for x in first.tokens], [x.completion for x in second.tokens])
+    keep_turns_of(min(each.cost_tokens for each, _ in kept) - 1, monkeypatch)
+    kept.clear()
+    assert_same_turns(groups, drawn(PARTS, make_engine(PARTS)))
+    assert not any(number for _, number in kept)

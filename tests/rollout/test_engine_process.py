@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from fovea.errors import EngineError, LostEngineError
-from fovea.processes.engine_process import LOOK_SECONDS, EngineProcess, Limits, NotStartedError
+from fovea.processes.engine_process import EngineProcess, Limits, NotStartedError
 from fovea.processes.heartbeat import Silence
 from fovea_gym.processes.child import KEPT_LOGS
 from tests.process_groups import members
@@ -190,17 +190,18 @@ def test_silence_while_trainer_and_engine_were_stopped_says_nothing() -> None:
     Path(said.split()[-1]).unlink()
 
 
-def test_a_call_after_a_long_time_without_any_is_not_taken_for_a_silent_one(process: EngineProcess) -> None:
-    class CalledMeanwhile(Silence):
-        """A silence before a call, which begins once the silence was measured."""
-
-        def seconds(self, now: float) -> float:
-            calls.append(process.call("echo", 3))
-            process._silence = Silence(LOOK_SECONDS, now)
-            return 2 * process.limits.timeout_seconds
-
+def test_a_call_after_a_long_time_without_any_is_not_taken_for_a_silent_one(
+    process: EngineProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[Future[int]] = []
-    process._silence = CalledMeanwhile(LOOK_SECONDS, time.monotonic())
+
+    def before_a_call(silence: Silence, now: float) -> float:
+        """A silence before a call, which begins once the silence was measured."""
+        monkeypatch.undo()
+        calls.append(process.call("echo", 3))
+        return 2 * process.limits.timeout_seconds
+
+    monkeypatch.setattr(Silence, "seconds", before_a_call)
     wait_until(lambda: calls, "no look")
     assert calls[0].result(SECONDS) == 3
     assert process.call("echo", 4).result(SECONDS) == 4, "it was not ended"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -14,12 +16,14 @@ from fovea.models.vlm import VLM
 from fovea.rollout.embedded.decode_step import GraphStepper
 from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.rollout.embedded.linears import OneDnnLinears, PlainLinears, can_use_onednn
+from fovea.rollout.embedded.paged_cache import PagedCache
 from fovea.rollout.embedded.tuning import Tuning
 from fovea.train.packing import pack_row
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Completion, Prompt
+from fovea.weights.push import SharedWeights
 from fovea_gym.utils.event_loop import wait_for
-from tests.policies import make_batch, make_policy, shared_weights
+from tests.policies import make_batch, make_policy
 from tests.rollout.drawing import LOGPROB_TOLERANCE, generate, seeded
 from tests.tiny_models import CPU, mixed_prompts, tiny
 
@@ -69,7 +73,7 @@ def difference(parts: TinyParts, prompts: list[Prompt], drawn: list[list[Complet
 def test_the_engine_draws_from_the_adapted_model(family: str, cache: str) -> None:
     parts = with_lora(torch.float32, 0.3, family)
     engine, prompts = engine_of(parts, cache=cache), mixed_prompts(parts)
-    wait_for(shared_weights(policy_of(parts), engine).push(0))
+    wait_for(SharedWeights(engine).push(0))
     drawn = generate(engine, prompts, seeded(3, max_new_tokens=12), n=3)
     assert np.abs(difference(parts, prompts, drawn)).max() < LOGPROB_TOLERANCE
 
@@ -80,9 +84,9 @@ WIDE = {"hidden_size": 256, "num_heads": 4, "num_kv_heads": 2}
 def test_decode_copies_have_the_adapters_merged() -> None:
     parts = with_lora(torch.float32, 0.3, **WIDE)
     engine, prompts = engine_of(parts), mixed_prompts(parts)
-    wait_for(shared_weights(policy_of(parts), engine).push(0))
+    wait_for(SharedWeights(engine).push(0))
     drawn = generate(engine, prompts, seeded(3, max_new_tokens=12), n=4)
-    assert engine._tuning.uses_onednn(12, parts.network.get_input_embeddings().weight)
+    assert Tuning().uses_onednn(12, parts.network.get_input_embeddings().weight)
     assert np.abs(difference(parts, prompts, drawn)).max() < LOGPROB_TOLERANCE
 
 
@@ -97,7 +101,7 @@ def test_small_adapters_count_in_bfloat16() -> None:
     assert 0.05 < float(torch.stack(changed).mean()) < 0.25
     prompts, samplings = mixed_prompts(parts), seeded(3, max_new_tokens=1)
     engine = engine_of(parts)
-    wait_for(shared_weights(policy_of(parts), engine).push(0))
+    wait_for(SharedWeights(engine).push(0))
     beside = difference(parts, prompts, generate(engine, prompts, samplings, n=16))
     assert np.abs(beside).max() < LOGPROB_TOLERANCE
     merged = tiny("qwen3_vl")
@@ -121,21 +125,34 @@ def test_bfloat16_decode_copies_leave_adapters_beside_the_weights() -> None:
     assert (copied - plain).abs().mean() < 0.1 * (merged - plain).abs().mean()
 
 
+def noted_init(kind: type, made: list[type]) -> Callable[..., None]:
+    """The constructor of a class, which notes each object in `made`."""
+    init: Callable[..., None] = kind.__init__
+
+    def noted(*arguments: object, **settings: object) -> None:
+        made.append(kind)
+        init(*arguments, **settings)
+
+    return noted
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_graphs_outlive_a_push_and_read_the_new_adapters(dtype: torch.dtype) -> None:
+def test_graphs_outlive_a_push_and_read_the_new_adapters(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[type] = []
+    for kind in (GraphStepper, PagedCache):
+        monkeypatch.setattr(kind, "__init__", noted_init(kind, made))
     parts = with_lora(dtype, 0.3)
     engine, policy, prompts = engine_of(parts, cache="paged"), policy_of(parts), mixed_prompts(parts)
-    sync = shared_weights(policy, engine)
+    sync = SharedWeights(engine)
     wait_for(sync.push(0))
     before = generate(engine, prompts, seeded(3, max_new_tokens=8), n=2)
-    stepper, pages = engine._stepper, engine._cache
-    assert isinstance(stepper, GraphStepper)
+    assert made == [PagedCache, GraphStepper]
     old = dict(merged_weights(parts.network))
     policy.update(make_batch(parts))
     assert any(not torch.equal(old[name], x) for name, x in merged_weights(parts.network))
     assert wait_for(sync.push(1)).bytes_copied == 0
-    assert (engine._stepper, engine._cache) == (stepper, pages)
     after = generate(engine, prompts, seeded(3, max_new_tokens=8), n=2)
+    assert made == [PagedCache, GraphStepper], "those from before the push"
     limit = LOGPROB_TOLERANCE if dtype == torch.float32 else 0.1
     assert np.abs(difference(parts, prompts, after)).max() < limit
     assert np.abs(difference(parts, prompts, before)).max() > limit, "drawn before the update"

@@ -10,23 +10,20 @@ from typing import Any
 import pytest
 import torch
 
-from fovea.config.algorithm import Algorithm
 from fovea.config.sections import Warmup
 from fovea.errors import EngineError
 from fovea.models.trainable import merged_weights
 from fovea.models.vlm import VLM
-from fovea.rollout.embedded import engine as engine_module
-from fovea.rollout.embedded import tuning
+from fovea.rollout.embedded import memory, tuning
 from fovea.rollout.embedded.decode_step import Drawn
 from fovea.rollout.embedded.engine import EmbeddedEngine
+from fovea.rollout.embedded.memory import default_bytes
 from fovea.rollout.embedded.paged_cache import PagedCache
-from fovea.rollout.embedded.tuning import default_bytes
 from fovea.train.base import SftExample
-from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Sampling
-from fovea.wiring.engine import free_first
+from fovea.wiring.engine import connect_free_memory
 from fovea_gym.utils.event_loop import wait_for
-from tests.policies import make_batch, make_policy, train_settings
+from tests.policies import make_batch, make_policy, policy_on, train_settings
 from tests.rollout.drawing import generate, make_engine, same, seeded
 from tests.tiny_models import mixed_prompts, tiny
 
@@ -59,7 +56,7 @@ class FakeGpu:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     fake = FakeGpu(10**9, 2 * 10**9)
-    make_cache = engine_module.make_cache
+    make_cache = memory.make_cache
 
     def noted(*arguments: Any, **more: Any) -> Any:
         cache: Any = make_cache(*arguments, **more)
@@ -71,9 +68,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
         fake.captures += 1
         return function
 
-    monkeypatch.setattr(engine_module, "make_cache", noted)
+    monkeypatch.setattr(memory, "make_cache", noted)
     monkeypatch.setattr(tuning, "rerun", capture)
-    monkeypatch.setattr(tuning, "device_memory", fake.memory)
+    monkeypatch.setattr(memory, "device_memory", fake.memory)
     return fake
 
 
@@ -122,14 +119,14 @@ def test_graphs_are_captured_once_where_the_pool_fits_beside_the_update(
 
 def test_no_graph_is_captured_after_the_first_rollout_where_an_update_can_free_the_pool(gpu: FakeGpu) -> None:
     parts = tiny("qwen3_vl")
-    engine = make_engine(parts, TOKENS, can_give_way=True, **PAGED)
+    engine = make_engine(parts, TOKENS, can_free_memory=True, **PAGED)
     assert captures_of_steps(gpu, engine, parts, update_bytes=5 * 10**8, counts=(6, 5, 4, 6)) == [3, 0, 0, 0]
     assert gpu.pool_bytes
 
 
 def test_a_pool_beside_which_the_first_update_leaves_too_little_is_freed_from_then_on(gpu: FakeGpu) -> None:
     parts = tiny("qwen3_vl")
-    engine = make_engine(parts, TOKENS, can_give_way=True, **PAGED)
+    engine = make_engine(parts, TOKENS, can_free_memory=True, **PAGED)
     assert captures_of_steps(gpu, engine, parts, update_bytes=95 * 10**7, counts=(6, 6, 6, 6)) == [3, 0, 3, 3]
 
 
@@ -138,9 +135,9 @@ def test_an_update_without_memory_frees_the_pool_and_goes_on(gpu: FakeGpu, caplo
     found, captures = [], []
     for update_bytes in (0, gpu.free):
         parts = tiny("qwen3_vl")
-        engine = make_engine(parts, TOKENS, can_give_way=True, **PAGED)
+        engine = make_engine(parts, TOKENS, can_free_memory=True, **PAGED)
         policy = make_policy(parts)
-        free_first(policy, engine)
+        connect_free_memory(policy, engine)
         policy.vlm.register_forward_pre_hook(lambda *_, num_bytes=update_bytes: gpu.allocate(num_bytes))
         caplog.clear()
         for step in range(3):
@@ -162,17 +159,10 @@ def test_an_update_without_memory_frees_the_pool_and_goes_on(gpu: FakeGpu, caplo
 
 def test_a_step_of_the_warm_up_has_the_memory_of_a_pool_that_stays_in_rl(gpu: FakeGpu) -> None:
     parts = tiny("qwen3_vl")
-    engine = make_engine(parts, TOKENS, can_give_way=True, **PAGED)
+    engine = make_engine(parts, TOKENS, can_free_memory=True, **PAGED)
     engine.load_weights(dict(merged_weights(parts.network)), version=0)  # that of the warm-up
-    policy = TorchPolicy(
-        VLM(parts.network, parts.processor.banned_ids),
-        train=train_settings(),
-        algorithm=Algorithm(),
-        temperature=0.9,
-        max_steps=10,
-        warmup=Warmup(),
-    )
-    free_first(policy, engine)
+    policy = policy_on(VLM(parts.network, parts.processor.banned_ids), train_settings(), warmup=Warmup())
+    connect_free_memory(policy, engine)
     policy.vlm.register_forward_pre_hook(lambda *_: gpu.allocate(gpu.free))
     pair = SftExample(prompt=mixed_prompts(parts)[0], answer_ids=(5, 6, 7))
     for _ in range(2):
@@ -187,19 +177,19 @@ def test_a_step_of_the_warm_up_has_the_memory_of_a_pool_that_stays_in_rl(gpu: Fa
     assert gpu.pool_bytes, "it stays in the first update"
 
 
-def test_a_sleeping_engine_that_gives_way_frees_its_copies_too(gpu: FakeGpu) -> None:
+def test_a_sleeping_engine_frees_its_copies_with_its_memory(gpu: FakeGpu) -> None:
     parts = tiny("qwen3_vl")
     own = dict(merged_weights(parts.network))
-    engine = make_engine(parts, TOKENS, pushed=own, can_give_way=True, **PAGED)
-    assert not engine.free_spare_memory(), "nothing is held yet"
+    engine = make_engine(parts, TOKENS, pushed=own, can_free_memory=True, **PAGED)
+    assert not engine.free_memory(), "nothing is held yet"
     generate(engine, mixed_prompts(parts), seeded(3, max_new_tokens=9), n=2)
-    assert engine.free_spare_memory()
+    assert engine.free_memory()
     assert not gpu.pool_bytes
     assert all(weight.untyped_storage().nbytes() for weight in own.values()), "it is awake and draws with them"
     generate(engine, mixed_prompts(parts), seeded(3, max_new_tokens=9), n=2)
     wait_for(engine.sleep())
     assert gpu.pool_bytes
-    assert engine.free_spare_memory()
+    assert engine.free_memory()
     assert not gpu.pool_bytes
     assert not any(weight.untyped_storage().nbytes() for weight in own.values())
     with pytest.raises(EngineError, match="were pushed; push them first"):
@@ -267,12 +257,12 @@ def test_a_default_pool_is_sized_by_free_memory_and_to_stay() -> None:
 def test_an_engine_without_a_setting_sizes_its_pool(gpu: FakeGpu) -> None:
     parts = tiny("qwen3_vl")
     gpu.free = 10**7
-    with pytest.raises(EngineError, match=r"rollout\.engine\.max_batch_tokens=\d+; raise that"):
+    with pytest.raises(EngineError, match=r"rollout\.engine\.max_batch_tokens=\d+"):
         generate(make_engine(parts, None, **PAGED), mixed_prompts(parts)[:1], [Sampling(max_new_tokens=100_000)], n=1)
     assert gpu.pool_bytes == pytest.approx(0.8 * gpu.free, rel=0.01)
 
 
 def test_an_engine_on_a_cpu_has_a_budget_without_a_setting() -> None:
     parts = tiny("qwen3_vl")
-    with pytest.raises(EngineError, match=r"rollout\.engine\.max_batch_tokens=65536; raise that"):
+    with pytest.raises(EngineError, match=r"rollout\.engine\.max_batch_tokens=65536"):
         generate(make_engine(parts, None), mixed_prompts(parts)[:1], [Sampling(max_new_tokens=100_000)], n=1)

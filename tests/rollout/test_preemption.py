@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 
+from fovea.errors import EngineError
 from fovea.models.activation_tape import Tape
-from fovea.rollout.embedded import engine as engine_module
-from fovea.rollout.embedded import paged_cache, prefill
+from fovea.rollout.embedded import paged_cache, prefill, scheduler
 from fovea.rollout.embedded.batch import DecodeBatch
 from fovea.rollout.embedded.cache import Cache
 from fovea.rollout.embedded.requests import KeptKeys, QueuedRequest, RemovedRow
-from fovea.types import Prompt, Sampling
-from fovea_gym.utils.lru_cache import LRUCache
-from tests.rollout.drawing import LOGPROB_TOLERANCE, generate, make_engine, same, seeded
-from tests.rollout.two_turns import drawn
+from fovea.types import Completion, Prompt, Request, Sampling
+from fovea_gym.utils.event_loop import wait_for
+from tests.rollout.drawing import generate, keep_turns_of, make_engine, same, seeded
+from tests.rollout.two_turns import assert_same_turns, drawn
 from tests.tiny_models import mixed_prompts, tiny
 
 PARTS = tiny("qwen3_vl")
@@ -42,14 +43,14 @@ def mixed_requests() -> tuple[list[Prompt], list[Sampling]]:
 def preempted(monkeypatch: pytest.MonkeyPatch) -> list[RemovedRow]:
     """The rows that were preempted; admission leaves rows no room to grow, so that many are."""
     seen: list[RemovedRow] = []
-    real = engine_module.resumption
+    real = scheduler.resumption
 
     def noted(row: RemovedRow) -> QueuedRequest:
         seen.append(row)
         return real(row)
 
     monkeypatch.setattr(paged_cache, "GROWTH_TOKENS", 1)
-    monkeypatch.setattr(engine_module, "resumption", noted)
+    monkeypatch.setattr(scheduler, "resumption", noted)
     return seen
 
 
@@ -74,10 +75,10 @@ def test_preempted_completions_are_those_of_an_engine_with_room(
     for _ in range(2):  # a second time on what the first has left behind
         tight = generate(engine, prompts, samplings, COUNTS)
         assert all(same(a, b) for a, b in zip(roomy, tight, strict=True))
-        assert len({row.completion_id for row in preempted}) > len(COUNTS)
+        assert len({row.row.completion_id for row in preempted}) > len(COUNTS)
         drawn_once = {c.id: c for group in tight for c in group}
         for row in preempted:  # what had been drawn stays, bit for bit
-            completion, length = drawn_once[row.completion_id], len(row.token_ids_T)
+            completion, length = drawn_once[row.row.completion_id], len(row.token_ids_T)
             np.testing.assert_array_equal(completion.token_ids_T[:length], row.token_ids_T)
             np.testing.assert_array_equal(completion.logprobs_T[:length], row.logprobs_T)
         preempted.clear()
@@ -121,19 +122,13 @@ def test_later_turns_are_preempted_and_find_their_kept_keys_again(
         for group in roomy
         for e in group.episodes
     )
-    engine = make_engine(PARTS, 2 * longest, **PAGED)
     if not evicted:
-        monkeypatch.setattr(engine, "_forget_turns", lambda: setattr(engine, "_kept", LRUCache(10**6)))
-    tight = drawn(PARTS, engine)
+        keep_turns_of(10**6, monkeypatch)
+    tight = drawn(PARTS, make_engine(PARTS, 2 * longest, **PAGED))
     assert any(row.row.request.request.continues is not None for row in preempted)
     twice = len(restored) - len({id(kept) for kept in restored})
     assert (twice == 0) == evicted, "before a preemption and after it"
-    for one, other in zip(roomy, tight, strict=True):
-        for first, second in zip(one.episodes, other.episodes, strict=True):
-            for a, b in zip(first.tokens, second.tokens, strict=True):
-                np.testing.assert_array_equal(a.completion.token_ids_T, b.completion.token_ids_T)
-                np.testing.assert_allclose(a.completion.logprobs_T, b.completion.logprobs_T, atol=LOGPROB_TOLERANCE)
-                assert a.completion.text == b.completion.text
+    assert_same_turns(roomy, tight)
 
 
 def test_a_preempted_completion_keeps_the_vision_graph_of_its_prompt(preempted: list[RemovedRow]) -> None:
@@ -148,3 +143,29 @@ def test_a_preempted_completion_keeps_the_vision_graph_of_its_prompt(preempted: 
         assert all(trace is not None for trace in traces)
         (graph,) = {trace.graph_number for trace in traces if trace is not None}
         assert tape.graph(graph).keys() >= {image.key for image in prompt.images}
+
+
+def test_a_failure_of_a_preempted_completion_reaches_every_caller(
+    preempted: list[RemovedRow], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the caller whose request is admitted with it, in neither the queue nor the batch at that time."""
+    prompt = mixed_prompts(PARTS)[0]
+    # two of the prompts fit, and not all of their completions; the third waits for the end of the first
+    engine = make_engine(PARTS, prompt.num_tokens * 2 + 24, **PAGED)
+
+    def fail(*_: object) -> None:
+        raise EngineError("no memory")
+
+    monkeypatch.setattr(DecodeBatch, "resume", fail)
+
+    async def ends() -> list[BaseException | Sequence[Completion]]:
+        samplings = seeded(3, max_new_tokens=20)
+        # for an update, so that equal prompts share no pages
+        asked = [Request(id=str(i), prompt=prompt, sampling=s, for_update=True) for i, s in enumerate(samplings)]
+        async with asyncio.timeout(20):
+            return await asyncio.gather(*map(engine.generate, asked), return_exceptions=True)
+
+    first, *others = wait_for(ends())
+    assert not isinstance(first, BaseException)
+    assert len(preempted) == 1
+    assert [str(each) for each in others] == ["no memory"] * 2

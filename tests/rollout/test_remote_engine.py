@@ -78,7 +78,7 @@ def test_a_push_waits_for_the_end_of_a_request_that_was_given_up(engine: RemoteE
     async def give_up() -> None:
         drawing = asyncio.ensure_future(engine.generate(replace(REQUEST, id=FOR_EVER)))
         await asyncio.sleep(0.1)
-        with pytest.raises(EngineError, match="new weights came while"):
+        with pytest.raises(EngineError, match="new weights"):
             engine.begin_push({})
         drawing.cancel()
         with suppress(asyncio.CancelledError):
@@ -97,7 +97,7 @@ def test_a_request_that_is_aborted_ends_with_an_error(engine: RemoteEngine) -> N
     """Whoever gave it up waits for it no longer, but its end is a call that has been answered."""
     drawing = engine.process.call("generate", replace(REQUEST, id=FOR_EVER))
     engine.process.run("abort", FOR_EVER)
-    with pytest.raises(EngineError, match="the request was aborted"):
+    with pytest.raises(EngineError, match="aborted"):
         drawing.result(10)
 
 
@@ -106,11 +106,11 @@ def test_an_engine_sleeps_after_its_requests_and_until_it_is_woken(engine: Remot
         drawing = asyncio.ensure_future(engine.generate(replace(REQUEST, id=f"{AFTER}1.0")))
         done, _ = await asyncio.wait([drawing], timeout=0.3)
         assert not done
-        with pytest.raises(EngineError, match="sleep was called while"):
+        with pytest.raises(EngineError, match="sleep"):
             await engine.sleep()
         await drawing
         await engine.sleep()
-        with pytest.raises(EngineError, match="asleep; call wake first"):
+        with pytest.raises(EngineError, match="asleep"):
             await engine.generate(REQUEST)
         await engine.wake()
         await engine.generate(REQUEST)

@@ -25,8 +25,7 @@ from fovea.run.context import Run
 from fovea.types import Completion, Group, Request, Sampling
 from fovea_gym.environments.custom.grader import UserGrader
 from fovea_gym.errors import ScoreError, UnscoredError
-from fovea_gym.graders.grading import Grading
-from fovea_gym.graders.limited_calls import CallLimits, CallThreads, LimitedCalls
+from fovea_gym.graders.grading import CallLimits, CallThreads, Grading, LimitedCalls
 from fovea_gym.types import Score, Task, Turn
 from fovea_gym.utils.event_loop import wait_for
 from gym_tests.bandit import BanditEnvironment, graded
@@ -61,7 +60,7 @@ class Slow:
 
 
 def graded_by(score: Callable[[Task, Sequence[Turn]], Score], on_failure: Literal["error", "drop"] = "drop") -> Grading:
-    limits = CallLimits(name="slow", calls_at_once=AT_ONCE, on_failure=on_failure)
+    limits = CallLimits(name="slow", settings="reward_", calls_at_once=AT_ONCE, on_failure=on_failure)
     return Grading(graders=(UserGrader(score, CallThreads("slow")),), calls=LimitedCalls(limits))
 
 

@@ -15,10 +15,9 @@ from fovea.rollout.server_guard import (
     KEY_FILE,
     LOWEST_BIAS,
     MAX_BODY_BYTES,
-    Bans,
+    Guard,
     Message,
     Receive,
-    RequireKey,
     Send,
     made_key,
 )
@@ -49,7 +48,7 @@ def test_each_path_needs_its_key(
 ) -> None:
     monkeypatch.setenv(API_KEY_ENV, "asks")
     monkeypatch.setenv(ADMIN_KEY_ENV, "administers")
-    assert status(RequireKey, path, **headers) == expected
+    assert status(Guard, path, **headers) == expected
 
 
 @pytest.mark.parametrize(
@@ -73,8 +72,8 @@ def test_without_a_key_no_web_page_may_ask(
 ) -> None:
     for name in (API_KEY_ENV, ADMIN_KEY_ENV):
         monkeypatch.delenv(name, raising=False)
-    assert status(RequireKey, ASK, **headers) == expected
-    assert status(RequireKey, ADMINISTER, **headers) == 403
+    assert status(Guard, ASK, **headers) == expected
+    assert status(Guard, ADMINISTER, **headers) == 403
 
 
 def test_a_websocket_is_closed_before_it_is_open() -> None:
@@ -83,7 +82,7 @@ def test_a_websocket_is_closed_before_it_is_open() -> None:
     async def send(message: Message) -> None:
         sent.append(message)
 
-    wait_for(RequireKey(everybody)({"type": "websocket", "path": "/v1/realtime", "headers": []}, None, send))  # type: ignore[arg-type]
+    wait_for(Guard(everybody)({"type": "websocket", "path": "/v1/realtime", "headers": []}, None, send))  # type: ignore[arg-type]
     assert sent == [{"type": "websocket.close"}]
 
 
@@ -118,8 +117,8 @@ def called(*chunks: bytes) -> tuple[int, bytes]:
     async def send(message: Message) -> None:
         statuses.append(message.get("status", 0))
 
-    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": []}
-    wait_for(Bans(application)(scope, receive, send))
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [(b"host", b"127.0.0.1")]}
+    wait_for(Guard(application)(scope, receive, send))
     return statuses[0], b"".join(got)
 
 

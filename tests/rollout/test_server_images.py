@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from fovea.rollout.server import BANNED_IDS_ENV, URL_LIMITS_ENV, ModelServer, environment
-from fovea.rollout.server_guard import MAX_ADDRESSES, UNREADABLE, Bans, Message
+from fovea.rollout.server_guard import MAX_ADDRESSES, UNREADABLE, Guard, Message
 from fovea_gym.rows import fetch
 from fovea_gym.rows.access import UrlLimits
 from fovea_gym.utils.event_loop import wait_for
@@ -50,11 +50,11 @@ def asked(*parts: Any, **limits: Any) -> tuple[int, bytes, Any]:
     async def send(message: Message) -> None:
         sent.append(message)
 
-    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": []}
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [(b"host", b"127.0.0.1")]}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(BANNED_IDS_ENV, "[]")
-        patch.setenv(URL_LIMITS_ENV, json.dumps(asdict(UrlLimits(retries=0, **{"max_mib": 1.0, **limits}))))
-        wait_for(Bans(engine)(scope, receive, send))
+        patch.setenv(URL_LIMITS_ENV, json.dumps(asdict(UrlLimits(retries=0, **{"max_image_mib": 1.0, **limits}))))
+        wait_for(Guard(engine)(scope, receive, send))
     content = json.loads(got[0])["messages"][0]["content"] if got else None
     return sent[0]["status"], sent[-1].get("body", b""), content
 
@@ -109,7 +109,7 @@ def test_no_answer_tells_what_exists(site: Site, tmp_path: Path) -> None:
         *("http://127.0.0.1:9/a.png", "ftp://127.0.0.1/a.png", "http://user@127.0.0.1/a.png", "s3://bucket/a.png"),
     ]
     for url in addresses:
-        assert asked(image(url), allow_private_addresses=True, timeout_seconds=2.0)[:2] == refused(), url
+        assert asked(image(url), allow_private_addresses=True, url_timeout_seconds=2.0)[:2] == refused(), url
 
 
 def test_a_picture_of_too_many_pixels_never_reaches_the_engine() -> None:

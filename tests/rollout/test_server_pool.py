@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -14,18 +14,11 @@ from fovea.rollout import server_pool
 from fovea.rollout.server_pool import MAX_TRIES, PooledServer, ServerPool, TakenError
 from fovea_gym.utils.event_loop import wait_for
 from fovea_gym.utils.http_json import CallBounds, CallError, JsonServer
-from gym_tests.chat_server import Endpoint, endpoints
+from gym_tests.chat_server import Endpoint
 
 WHOLE = (200, b'{"whole": true}')
 PART = (200, b'{"whole": false}')
 BOUNDS = CallBounds(timeout_seconds=5.0, calls_at_once=8)
-
-
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Endpoint]]:
-    monkeypatch.setattr(server_pool, "FIRST_PAUSE_SECONDS", 0.01)
-    with endpoints() as start:
-        yield start
 
 
 class Prepared:
@@ -131,11 +124,10 @@ def test_a_server_that_is_back_is_not_lost_by_a_call_from_before(
 
 
 def test_a_call_waits_for_a_server_that_is_gone_until_it_is_back(started: Callable[..., Endpoint]) -> None:
-    gone = started(WHOLE)
+    gone = started((503, b"ending"), WHOLE)
     prepare = Prepared()
 
     async def use(pool: ServerPool) -> Any:
-        pool._lose(pool.members[0], CallError("gone"), 1)
         prepare.unfit.add(gone.url)
         asking = asyncio.ensure_future(ask(pool))
         await asyncio.sleep(0.2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,17 +16,24 @@ from fovea.models.plain import PlainVLM
 from fovea.models.vlm import VLM
 from fovea.rollout.collect import extended
 from fovea.rollout.embedded.batch import DecodeBatch
-from fovea.rollout.embedded.cache import Cache
+from fovea.rollout.embedded.paged_cache import PagedCache
 from fovea.rollout.embedded.prefill import PrefillRow
-from fovea.rollout.embedded.requests import KeptKeys, RemovedRow
 from fovea.samples import replace_samples
 from fovea.train.base import Needs
 from fovea.train.torch.policy import TorchPolicy
 from fovea_gym.types import Message, Task, Turn
-from tests.policies import make_policy, stepped_gradients, train_settings
+from tests.policies import make_policy, train_settings, update_gradients
 from tests.reference import gradients, largest_relative_difference
 from tests.rollout.drawing import make_engine
-from tests.rollout.two_turns import TEMPERATURE, LooksTwice, batch_of, drawn, environment, whole_logprobs
+from tests.rollout.two_turns import (
+    TEMPERATURE,
+    LooksTwice,
+    assert_same_turns,
+    batch_of,
+    drawn,
+    environment,
+    whole_logprobs,
+)
 from tests.tiny_models import FAMILIES, renderer, tiny
 
 TOLERANCE = 1e-5
@@ -94,9 +102,7 @@ def test_gradients_equal_transformers_on_whole_conversations(family: str) -> Non
         loss = loss - sample.weight * (torch.from_numpy(sample.advantages_T[sample.mask_T]) * logprobs_A).sum()
     torch.autograd.backward(loss)
     expected = gradients(parts.network)
-    stepped = stepped_gradients(policy)
-    policy.update(batch)
-    found = {name: stepped[p] for name, p in parts.network.named_parameters() if p in stepped}
+    found = {name.removeprefix("network."): x for name, x in update_gradients(policy, batch).items()}
     assert largest_relative_difference(expected, found) < 2e-5
 
 
@@ -128,37 +134,32 @@ def test_requests_that_wait_or_run_hold_no_keys_beyond_the_budget(monkeypatch: p
         for e in g.episodes
     )
     engine = make_engine(parts, 2 * longest, cache="paged", page_tokens=16)
-    kept: list[weakref.ref[torch.Tensor]] = []
+    copied: list[weakref.ref[torch.Tensor]] = []
     held: list[int] = []
-    keep, decode = engine._keep, engine._decode
+    copy, step = PagedCache.copy_row, DecodeBatch.step
 
-    def noted(finished: RemovedRow, keys: KeptKeys | None) -> None:
-        kept.extend(weakref.ref(layer) for layer in keys.layers[:1]) if keys else None
-        keep(finished, keys)
+    def noted(cache: PagedCache, row: int, tokens: int) -> list[torch.Tensor]:
+        layers = copy(cache, row, tokens)
+        copied.append(weakref.ref(layers[0]))
+        return layers
 
-    def decoded(batch: DecodeBatch, cache: Cache) -> None:
-        held.append(sum(layer.shape[2] for ref in kept if (layer := ref()) is not None))
-        decode(batch, cache)
+    def stepped(batch: DecodeBatch, *arguments: Any) -> None:
+        held.append(sum(layer.shape[2] for ref in copied if (layer := ref()) is not None))
+        step(batch, *arguments)
 
-    monkeypatch.setattr(engine, "_keep", noted)
-    monkeypatch.setattr(engine, "_decode", decoded)
-    for one, other in zip(roomy, drawn(parts, engine), strict=True):
-        for first, second in zip(one.episodes, other.episodes, strict=True):
-            for a, b in zip(first.tokens, second.tokens, strict=True):
-                np.testing.assert_array_equal(a.completion.token_ids_T, b.completion.token_ids_T)
+    monkeypatch.setattr(PagedCache, "copy_row", noted)
+    monkeypatch.setattr(DecodeBatch, "step", stepped)
+    assert_same_turns(roomy, drawn(parts, engine))
     assert 0 < max(held) <= 2 * longest
 
 
-def test_without_kept_keys_the_same_is_drawn() -> None:
+def test_without_kept_keys_the_same_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """The slow twin: an engine that forgets computes every turn from its whole conversation."""
     parts = tiny("qwen2_5_vl")
-    forgets = make_engine(parts)
-    forgets._keep = lambda *_: None  # type: ignore[method-assign]
-    for one, other in zip(drawn(parts, make_engine(parts)), drawn(parts, forgets), strict=True):
-        for first, second in zip(one.episodes, other.episodes, strict=True):
-            for a, b in zip(first.tokens, second.tokens, strict=True):
-                np.testing.assert_array_equal(a.completion.token_ids_T, b.completion.token_ids_T)
-                np.testing.assert_allclose(a.completion.logprobs_T, b.completion.logprobs_T, atol=TOLERANCE)
+    keeps, forgets = make_engine(parts), make_engine(parts)
+    generate = forgets.generate
+    forgets.generate = lambda request: generate(replace(request, keep=False, continues=None))  # type: ignore[method-assign]
+    assert_same_turns(drawn(parts, keeps), drawn(parts, forgets))
 
 
 @pytest.mark.parametrize("stopped", [True, False])

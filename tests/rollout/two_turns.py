@@ -18,7 +18,6 @@ from fovea.rollout.base import Engine
 from fovea.rollout.collect import Interaction, collect
 from fovea.samples import make_batch, replace_samples
 from fovea.train.base import Needs
-from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch, Group, Sample, Sampling
 from fovea_gym.environments.base import Environment
 from fovea_gym.environments.shapes.environment import ShapesGrader
@@ -26,7 +25,7 @@ from fovea_gym.examples.shapes_zoom import ShapesZoom, ShapesZoomEnvironment
 from fovea_gym.graders.grading import Grading
 from fovea_gym.types import Message, Task, Turn
 from fovea_gym.utils.event_loop import wait_for
-from tests.policies import train_settings
+from tests.policies import policy_on, train_settings
 from tests.reference import reference_logprobs
 from tests.rollout.drawing import make_engine, plain_engine
 from tests.tiny_models import renderer
@@ -68,18 +67,22 @@ def drawn(
     return wait_for(collect(engine, interaction, prompted, sampling=sampling, n=n, seed=(1,)))
 
 
+def assert_same_turns(groups: Sequence[Group], others: Sequence[Group], atol: float = TOLERANCE) -> None:
+    """The completions of all turns are the same, their log-probs within `atol`."""
+    first, second = ([x for group in each for y in group.episodes for x in y.tokens] for each in (groups, others))
+    for a, b in zip(first, second, strict=True):
+        np.testing.assert_array_equal(a.completion.token_ids_T, b.completion.token_ids_T)
+        np.testing.assert_allclose(a.completion.logprobs_T, b.completion.logprobs_T, atol=atol)
+        assert a.completion.text == b.completion.text
+
+
 def assert_drawn_and_scored_alike(fast: TinyParts, plain: TinyParts) -> None:
     """Turns with images, on the fast path and on the plain one, which computes each from the whole conversation."""
     groups, twins = drawn(fast, make_engine(fast)), drawn(plain, plain_engine(plain))  # type: ignore[arg-type]
-    for one, other in zip(groups, twins, strict=True):
-        for first, second in zip(one.episodes, other.episodes, strict=True):
-            for a, b in zip(first.tokens, second.tokens, strict=True):
-                np.testing.assert_array_equal(a.completion.token_ids_T, b.completion.token_ids_T)
+    assert_same_turns(groups, twins)
     batch, scored = batch_of(groups), []
     for model in (VLM(fast.network, fast.processor.banned_ids), PlainVLM(plain.network, plain.processor.banned_ids)):
-        policy = TorchPolicy(
-            model, train=train_settings(), algorithm=Algorithm(), temperature=TEMPERATURE, max_steps=10
-        )
+        policy = policy_on(model, train_settings(), temperature=TEMPERATURE)
         scored.append(policy.annotate(batch, Needs(old_logprobs=True)))
     for one, other in zip(scored[0].samples, scored[1].samples, strict=True):
         assert one.old_logprobs_T is not None

@@ -48,7 +48,7 @@ class SlowPolicy(BanditPolicy):
 def saved(folder: Path, step: int) -> tuple[object, object]:
     checkpoint = folder / "checkpoints" / f"step-{step}"
     state = json.loads((checkpoint / "state.json").read_text())
-    for key in ("rl_seconds", "total_seconds", "warmup_seconds"):
+    for key in ("rl_seconds", "earlier_seconds", "warmup_seconds"):
         del state["train_state"][key]
     return json.loads((checkpoint / "table.json").read_text()), state
 

@@ -121,7 +121,7 @@ def test_a_warm_up_runs_once_and_rl_starts_from_it(resume: bool, tmp_path: Path)
             order=Order(["all"] * 16, weights={}, seed=0),
             source=run.sources.train,
             environment=run.environment,
-            answer_ids=lambda text, _row: (ANSWERS.index(text),),
+            answer_ids=lambda _prompt, text, _row: (ANSWERS.index(text),),
         )
         replace_in(run, "warmup", stage)
         policy, engine, evaluate = run.policy, run.engine, run.evaluator.evaluate

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,7 @@ from fovea.errors import ParityError
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.models.families.qwen_vl import QwenVL
-from fovea.models.outgoing import OutgoingWeight
+from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.run.context import Run
 from fovea.run.lifecycle import begin
 from fovea.run.parity import read_parity
@@ -41,15 +40,14 @@ ROUNDING = 1e-5
 
 
 def other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = TorchPolicy.outgoing
+    own = EmbeddedEngine.own_weights
 
-    def changed(policy: TorchPolicy) -> Iterator[OutgoingWeight]:
+    def changed(engine: EmbeddedEngine) -> Iterator[tuple[str, torch.Tensor]]:
         torch.manual_seed(0)
-        for weight in own(policy):
-            other = weight.parameter + 0.3 * torch.randn_like(weight.parameter)
-            yield weight if ".visual." in weight.name else replace(weight, parameter=other)
+        for name, weight in own(engine):
+            yield name, weight if ".visual." in name else weight + 0.3 * torch.randn_like(weight)
 
-    monkeypatch.setattr(TorchPolicy, "outgoing", changed)
+    monkeypatch.setattr(EmbeddedEngine, "own_weights", changed)
 
 
 def plain_positions(monkeypatch: pytest.MonkeyPatch) -> None:

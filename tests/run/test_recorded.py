@@ -24,7 +24,7 @@ def test_a_record_has_what_the_update_makes_of_every_token(tmp_path: Path) -> No
     for answer in (answer for record in records for answer in record.answers):
         (turn,) = answer.turns
         assert turn.tokens is not None
-        assert turn.text == answer.score.text
+        assert turn.text == answer.text
         assert turn.version == 1, "the push after the first update"
         # the bandit's engine draws with the weights of its policy
         assert turn.tokens.trainer_logprobs == pytest.approx(turn.tokens.engine_logprobs, abs=2e-4)
@@ -36,7 +36,7 @@ def test_a_record_has_what_the_update_makes_of_every_token(tmp_path: Path) -> No
                 if turn.tokens.pieces == (f"<{each.token_ids_T[0]}>",)
                 and turn.tokens.advantages == pytest.approx(each.advantages_T, abs=1e-4)
             )
-            assert sample.reward == answer.score.reward
+            assert sample.reward == answer.reward
     assert found
 
 
@@ -44,9 +44,9 @@ def test_what_its_length_took_from_the_reward_of_an_answer_is_a_part(tmp_path: P
     overlong = {"buffer_frac": 1.0, "penalty_factor": 0.5}
     train(bandit_run(tmp_path / "run", max_steps=1, rollout=PER_STEP, algorithm={"overlong": overlong}))
     train(bandit_run(tmp_path / "none", max_steps=1, rollout=PER_STEP))
-    parts = [answer.score.parts for record in read_step(tmp_path / "run", 1) for answer in record.answers]
+    parts = [answer.parts for record in read_step(tmp_path / "run", 1) for answer in record.answers]
     assert {each["algorithm.overlong"] for each in parts} == {-0.5}, "one token of one"
-    assert "algorithm.overlong" not in read_step(tmp_path / "none", 1)[0].answers[0].score.parts
+    assert "algorithm.overlong" not in read_step(tmp_path / "none", 1)[0].answers[0].parts
 
 
 def test_texts_and_names_of_tools_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ def stage(**settings: object) -> WarmupStage:
         order=Order(["all", "all"], weights={}, seed=0),
         source=source,
         environment=BanditEnvironment(),
-        answer_ids=lambda text, _row: (ANSWERS.index(text), 9),
+        answer_ids=lambda _prompt, text, _row: (ANSWERS.index(text), 9),
     )
 
 

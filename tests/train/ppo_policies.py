@@ -21,7 +21,7 @@ from fovea.train.torch.optimizer import Optimizer
 from fovea.train.torch.passes import ValueFunction, ValueModel
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch
-from tests.policies import train_settings
+from tests.policies import policy_on, train_settings
 
 GAE = Gae(gamma=0.99, gae_lambda=0.95, critic=Critic(value_clip=None))
 PPO = Algorithm(name="ppo", ppo_epochs=1, entropy_coef=0.0, advantage=GAE)
@@ -41,13 +41,8 @@ def ppo_policy(
     torch.nn.init.normal_(linear.weight, std=0.1)
     values = value_parameters(vlm) if model is None else trainable_parameters(model)
     critic = AdamWSettings.of_run(settings, peak_rate=1e-2, max_steps=10)
-    return TorchPolicy(
-        vlm,
-        train=settings,
-        algorithm=algorithm,
-        temperature=0.9,
-        max_steps=10,
-        value_function=ValueFunction(optimizer=Optimizer(values, critic), model=model),
+    return policy_on(
+        vlm, settings, algorithm, value_function=ValueFunction(optimizer=Optimizer(values, critic), model=model)
     )
 
 
@@ -58,7 +53,7 @@ def with_rewards(batch: Batch) -> Batch:
 
 def logprobs_and_values(policy: TorchPolicy, batch: Batch) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Whichever trunk the value function has."""
-    if policy._value_function is not None and policy._value_function.model is not None:
+    if policy.value_function is not None and policy.value_function.model is not None:
         return policy.logprobs(batch), policy.values(batch)
     return policy.logprobs_and_values(batch)
 
@@ -67,11 +62,3 @@ def scored(policy: TorchPolicy, batch: Batch, algorithm: Algorithm = PPO) -> Bat
     logprobs, values = logprobs_and_values(policy, batch)
     batch = with_values(with_old_logprobs(with_rewards(batch), logprobs), values)
     return with_advantages(batch, algorithm, 0.0)[0]
-
-
-def gradients(policy: TorchPolicy, stepped: dict[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Those of policy and critic, by name."""
-    named = dict(policy._vlm.named_parameters())
-    if policy._value_function is not None and policy._value_function.model is not None:
-        named |= {f"critic.{name}": p for name, p in policy._value_function.model.named_parameters()}
-    return {name: stepped[p] for name, p in named.items() if p in stepped}

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from fovea.advantages import with_advantages
 from fovea.config.run import Config
@@ -92,8 +93,9 @@ class Driver:
         self.here, self.there = Packing(), Packing()
 
     def annotate(self, batch: Batch) -> Batch:
-        needs = Needs.of(self.policy._algorithm)
-        images = self.policy.images_by_rank().to_annotate(
+        images_by_rank = self.policy.images_by_rank()
+        needs = Needs.of(images_by_rank.schedule.algorithm)
+        images = images_by_rank.to_annotate(
             batch,
             policy_passes=needs.old_logprobs or needs.values,
             reference_passes=needs.reference_logprobs,
@@ -113,7 +115,7 @@ class Driver:
 
     def _arrived(self, argument: Any, images: Sequence[ImageKeys]) -> Any:
         """The argument as this rank receives it."""
-        share = Share(SharedArguments([argument]), images[self.policy._ranks.rank])
+        share = Share(SharedArguments([argument]), images[dist.get_rank() if len(images) > 1 else 0])
         return self.there.unpack(self.here.pack(share))[0]
 
 
@@ -123,16 +125,9 @@ def three_groups() -> Batch:
 
 
 def step(policy: TorchPolicy, batch: Batch, kl_coef: float = 0.05) -> dict[str, float]:
-    driver = Driver(policy)
-    batch, _ = with_advantages(driver.annotate(batch), policy._algorithm, kl_coef)
+    driver, algorithm = Driver(policy), policy.images_by_rank().schedule.algorithm
+    batch, _ = with_advantages(driver.annotate(batch), algorithm, kl_coef)
     return driver.update(batch)
-
-
-def with_nan(batch: Batch, group: int) -> Batch:
-    groups = list(batch.groups)
-    samples = [replace(s, advantages_T=np.full(len(s.token_ids_T), np.nan, np.float32)) for s in groups[group].samples]
-    groups[group] = replace(groups[group], samples=tuple(samples))
-    return replace(batch, groups=tuple(groups))
 
 
 def checksum(policy: TorchPolicy) -> float:

@@ -12,14 +12,15 @@ from fovea.config.model import Lora, Model, TinyModel
 from fovea.config.sections import Train
 from fovea.models.activation_tape import Tape
 from fovea.models.tiny import TinyParts
-from fovea.models.trainable import choose_trainable, trainable_parameters
+from fovea.models.trainable import choose_trainable
 from fovea.models.vision.feature_cache import FeatureCache
 from fovea.models.vlm import VLM
 from fovea.rollout.embedded.engine import EmbeddedEngine
-from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch, Completion, Prompt, Sample, SampleGroup, Sampling
+from fovea.weights.push import SharedWeights
 from fovea_gym.utils.event_loop import wait_for
-from tests.policies import shared_weights, stepped_gradients
+from tests.policies import gradients_and_metrics, optimizer_steps, policy_on
+from tests.records import sample_of
 from tests.rollout.drawing import generate
 from tests.tiny_models import mixed_prompts
 
@@ -51,16 +52,10 @@ class Pair:
         self.tape = Tape(self.vlm.linear_widths if linears else [], max_bytes, torch.float32)
         self.engine = EmbeddedEngine(self.vlm, parts.processor, max_batch_tokens=10_000, tape=self.tape)
         values = {"learning_rate": 1e-3, "lr_warmup_steps": 0, "plain_update_every_steps": 1000} | train
-        self.policy = TorchPolicy(
-            self.vlm,
-            train=Train.model_validate(values),
-            algorithm=algorithm or Algorithm(),
-            temperature=TEMPERATURE,
-            max_steps=10,
-            tape=self.tape,
-        )
-        self.weight_sync = shared_weights(self.policy, self.engine)
-        self.policy._steps = 1  # step 0 is a plain one
+        train_values = Train.model_validate(values)
+        self.policy = policy_on(self.vlm, train_values, algorithm, temperature=TEMPERATURE, tape=self.tape)
+        self.weight_sync = SharedWeights(self.engine)
+        self.policy.update(Batch(groups=()))  # step 0 is a plain one
         wait_for(self.weight_sync.push(0))
         self.prompts = mixed_prompts(parts)
 
@@ -74,9 +69,8 @@ class Pair:
 
     def gradient(self, batch: Batch) -> dict[str, torch.Tensor]:
         """What the update stepped on."""
-        stepped = stepped_gradients(self.policy)
-        self.metrics = self.policy.update(batch)
-        return {name: stepped[p] for name, p in trainable_parameters(self.vlm).items() if p in stepped}
+        gradient, self.metrics = gradients_and_metrics(self.policy, batch)
+        return gradient
 
 
 def batch_of(prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]], *, traces: bool = True) -> Batch:
@@ -85,14 +79,11 @@ def batch_of(prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]], 
 
     def sample(completion: Completion) -> Sample:
         tokens = completion.token_ids_T
-        advantage = np.full(len(tokens), rng.normal(), dtype=np.float32)
-        return Sample(
-            token_ids_T=tokens,
-            mask_T=np.ones(len(tokens), dtype=np.bool_),
+        return sample_of(
+            tokens,
             rollout_logprobs_T=completion.logprobs_T,
-            reward=0.0,
             weight=1 / num_tokens,
-            advantages_T=advantage,
+            advantages_T=np.full(len(tokens), rng.normal(), dtype=np.float32),
             completion_ids=(completion.id,) if traces else (),
         )
 
@@ -102,13 +93,7 @@ def batch_of(prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]], 
 
 def gradients_of_steps(pair: Pair, batch: Batch) -> list[dict[str, torch.Tensor]]:
     """Those of every optimizer step, in proportion to which the weights move."""
-    steps: list[dict[str, torch.Tensor]] = []
-    adamw, parameters = pair.policy._optimizer.adamw, trainable_parameters(pair.vlm)
     # with its usual epsilon Adam turns the rounding of a gradient near 0 into a step as long as any
-    for group in adamw.param_groups:
-        group["eps"] = 1.0
-    adamw.register_step_pre_hook(
-        lambda *_: steps.append({name: p.grad.clone() for name, p in parameters.items() if p.grad is not None})
-    )
-    pair.metrics = pair.policy.update(batch)
+    with optimizer_steps(eps=1.0) as steps:
+        pair.metrics = pair.policy.update(batch)
     return steps

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 
 from fovea.models.flops import Passes, Work
-from fovea.types import Prompt, PromptImage, Sample, SampleGroup
-from tests.records import all_actions
+from fovea.types import PromptImage, Sample, SampleGroup
+from tests.records import sample_of, text_prompt
 
 TRAINED = Passes(linear=3, attention=3, vision=3, vision_attention=3)
 CACHED = Passes(linear=3, attention=3, vision=0, vision_attention=0)
@@ -19,8 +20,7 @@ FULL = Work(token=2, pair=4, action=6, patch=8, image_pair=10, window_pair=0, wi
 
 def group(prompt_tokens: int, *completions: int, grid: tuple[int, int, int] | None = None) -> SampleGroup:
     images = () if grid is None else (PromptImage(key="", tensors={}, num_tokens=1, grid=grid),)
-    ids = np.arange(prompt_tokens)
-    prompt = Prompt(token_ids_L=ids, unexpanded_ids_U=ids, images=images)
+    prompt = replace(text_prompt(range(prompt_tokens)), images=images)
     return SampleGroup(prompt=prompt, samples=tuple(sample(tokens) for tokens in completions))
 
 
@@ -29,12 +29,4 @@ FIRST_IDS = itertools.count()
 
 
 def sample(tokens: int) -> Sample:
-    zeros = np.zeros(tokens, dtype=np.float32)
-    return Sample(
-        token_ids_T=next(FIRST_IDS) + np.arange(tokens),
-        mask_T=all_actions(tokens),
-        rollout_logprobs_T=zeros,
-        reward=0.0,
-        weight=1.0,
-        advantages_T=zeros,
-    )
+    return sample_of(next(FIRST_IDS) + np.arange(tokens), advantages_T=np.zeros(tokens, dtype=np.float32))

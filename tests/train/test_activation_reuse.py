@@ -24,14 +24,15 @@ from fovea.rollout.embedded.tuning import Tuning
 from fovea.samples import with_old_logprobs
 from fovea.train.update_metrics import ActivationMeter
 from fovea.types import Completion, Request, Sampling
+from fovea.weights.push import SharedWeights
 from fovea.wiring.engine import make_tape
 from fovea_gym.utils.event_loop import wait_for
 from tests.meta_device import META
-from tests.policies import shared_weights
+from tests.policies import micro_batcher
 from tests.reference import largest_relative_difference
 from tests.rollout.drawing import generate
 from tests.saved import save_policy
-from tests.tiny_models import DENSE_FAMILIES, FAMILIES, mixed_prompts, tiny
+from tests.tiny_models import DENSE_FAMILIES, FAMILIES, mixed_prompts, tiny, tower_passes
 from tests.train.recording_pair import FROZEN, GRADIENT_TOLERANCE, LORA, TRAINED, Pair, batch_of, gradients_of_steps
 
 DEEP_TOWER = {"vision_depth": 8}
@@ -63,7 +64,7 @@ def test_completions_that_end_early_and_wait_in_line_are_recorded_right() -> Non
         parts = tiny("qwen3_vl")
         pair = Pair(parts)
         pair.engine = EmbeddedEngine(pair.vlm, parts.processor, max_batch_tokens=160, tape=pair.tape)
-        pair.weight_sync = shared_weights(pair.policy, pair.engine)
+        pair.weight_sync = SharedWeights(pair.engine)
         wait_for(pair.weight_sync.push(0))
         pair.prompts = pair.prompts * 3
         groups = pair.rollout(max_new_tokens=24, n=2, stop=("e", "a"))
@@ -226,14 +227,6 @@ def test_outputs_of_packed_weights_serve_as_well() -> None:
     assert largest_relative_difference(gradients[1], gradients[0]) < GRADIENT_TOLERANCE
 
 
-def tower_passes(vlm: VLM) -> list[int]:
-    """Patches of each forward pass of the tower from now on."""
-    passes: list[int] = []
-    tower = vlm.network.get_submodule("model.visual")
-    tower.register_forward_pre_hook(lambda _tower, args: passes.append(len(args[0])))
-    return passes
-
-
 @pytest.mark.parametrize("family", DENSE_FAMILIES)
 @pytest.mark.parametrize("how", ["none", "full"])
 def test_a_trained_tower_runs_once_for_rollout_and_update(how: Recompute, family: str) -> None:
@@ -245,12 +238,12 @@ def test_a_trained_tower_runs_once_for_rollout_and_update(how: Recompute, family
         recompute_activations(pair.vlm.network, how)
         tuning = Tuning(cache="paged", decode_steps_per_sync=3)
         pair.engine = EmbeddedEngine(pair.vlm, parts.processor, max_batch_tokens=10_000, tape=pair.tape, tuning=tuning)
-        pair.weight_sync = shared_weights(pair.policy, pair.engine)
+        pair.weight_sync = SharedWeights(pair.engine)
         wait_for(pair.weight_sync.push(0))
         patches = tower_passes(pair.vlm)
         batch = batch_of(pair.prompts, pair.rollout(), traces=traces)
         assert len(patches) == 1, "all prompts are admitted at once"
-        micros = pair.policy._batcher.micro_batches(batch.groups)
+        micros = micro_batcher(parts, max_tokens_per_microbatch=85).micro_batches(batch.groups)
         of_rows = [sum(len(x.tensors["pixel_values"]) for x in micro.row.images) for micro in micros]
         assert len([number for number in of_rows if number]) > 1
         found.append(pair.gradient(batch))

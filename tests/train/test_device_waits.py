@@ -29,7 +29,7 @@ from fovea.train.torch.passes import ValueFunction, ValueModel
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch
 from tests.meta_device import META, PretendedDevice
-from tests.policies import make_batch, train_settings
+from tests.policies import make_batch, policy_on, train_settings
 from tests.tiny_models import tiny
 from tests.train.ppo_policies import PPO, with_rewards
 
@@ -54,14 +54,7 @@ def policy_on_meta(
     cache = FeatureCache(2**30) if model.get("freeze_vision_tower") else None
     vlm: VLM = VLM(parts.network.bfloat16(), parts.processor.banned_ids, feature_cache=cache).to(META)
     with PretendedDevice():  # hashes of frozen weights are read
-        return TorchPolicy(
-            vlm,
-            train=train_settings(gradient_checkpointing=how),
-            algorithm=algorithm or Algorithm(),
-            temperature=0.9,
-            max_steps=10,
-            warmup=warmup,
-        )
+        return policy_on(vlm, train_settings(gradient_checkpointing=how), algorithm, warmup=warmup)
 
 
 def waits(call: Callable[[], object]) -> Counter[str]:
@@ -80,7 +73,7 @@ def ppo_on_meta(*, separate: bool) -> TorchPolicy:
     values = value_parameters(vlm) if model is None else trainable_parameters(model)
     optimizer = Optimizer(values, AdamWSettings.of_run(train, peak_rate=1e-2, max_steps=10))
     critic = ValueFunction(optimizer=optimizer, model=model)
-    return TorchPolicy(vlm, train=train, algorithm=PPO, temperature=0.9, max_steps=10, value_function=critic)
+    return policy_on(vlm, train, PPO, value_function=critic)
 
 
 def scored_batch() -> Batch:

@@ -11,11 +11,13 @@ import torch
 
 from fovea.config.algorithm import Algorithm
 from fovea.samples import with_old_logprobs
+from fovea.train.microbatches import MicroBatcher
 from fovea.train.packing import MicroBatch
+from fovea.train.schedule import UpdatePasses
 from fovea.train.torch.policy import TorchPolicy
 from fovea.train.update_metrics import UpdateStats
 from fovea.types import Batch, Metrics, SampleGroup
-from tests.policies import make_batch, make_policy
+from tests.policies import count_passes, flat_weights, make_batch, make_policy
 from tests.tiny_models import tiny
 
 TRAIN = {"lr_warmup_steps": 0, "max_tokens_per_microbatch": 300}
@@ -27,17 +29,6 @@ def policy_of_epochs(**algorithm: object) -> TorchPolicy:
     return make_policy(tiny("qwen3_vl"), algorithm=settings, **TRAIN)
 
 
-def weights_of(policy: TorchPolicy) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in policy._vlm.parameters()])
-
-
-def count_passes(policy: TorchPolicy) -> list[int]:
-    """Grows by one with every forward pass of the model."""
-    passes: list[int] = []
-    policy._vlm.register_forward_pre_hook(lambda *_: passes.append(1))
-    return passes
-
-
 def update(with_pass: bool, **algorithm: object) -> tuple[torch.Tensor, Metrics, int]:
     policy = policy_of_epochs(**algorithm)
     batch = make_batch(tiny("qwen3_vl"))
@@ -45,7 +36,7 @@ def update(with_pass: bool, **algorithm: object) -> tuple[torch.Tensor, Metrics,
     if with_pass:
         batch = with_old_logprobs(batch, policy.logprobs(batch))
     metrics = policy.update(batch)
-    return weights_of(policy), metrics, len(passes)
+    return flat_weights(policy), metrics, len(passes)
 
 
 @pytest.mark.parametrize("clip", [0.2, 0.001])
@@ -116,15 +107,19 @@ def test_each_epoch_has_minibatches_of_its_own(monkeypatch: pytest.MonkeyPatch) 
     """Those of the schedule, which the images of a step are handed out by."""
     policy, batch = policy_of_epochs(minibatches=3), make_batch(tiny("qwen3_vl"))
     batch = with_old_logprobs(batch, policy.logprobs(batch))
-    schedule, pack = policy._schedule, policy._batcher.micro_batches
     taken: list[Sequence[SampleGroup]] = []
+    pack = MicroBatcher.micro_batches
 
-    def noted(groups: Sequence[SampleGroup], only: SampleGroup | None = None) -> list[MicroBatch]:
+    def noted(
+        batcher: MicroBatcher, groups: Sequence[SampleGroup], only: SampleGroup | None = None
+    ) -> list[MicroBatch]:
         taken.extend([groups] if groups else [])
-        return pack(groups, only)
+        return pack(batcher, groups, only)
 
-    monkeypatch.setattr(policy._batcher, "micro_batches", noted)
+    monkeypatch.setattr(MicroBatcher, "micro_batches", noted)
     policy.update(batch)
+    algorithm = Algorithm(ppo_epochs=EPOCHS, minibatches=3)
+    schedule = UpdatePasses(algorithm=algorithm, plain_update_every_steps=20, step=0)
     epochs = [schedule.minibatches(epoch, batch.groups) for epoch in range(EPOCHS)]
     assert taken == [groups for minibatches in epochs for groups in minibatches]
     assert epochs[0] != epochs[1]

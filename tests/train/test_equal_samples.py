@@ -15,7 +15,7 @@ from fovea.samples import with_old_logprobs
 from fovea.train.packing import Continuation, pack_conversations
 from fovea.train.row_assignment import Cost, GroupSlice, slice_groups
 from fovea.types import Batch
-from tests.policies import REPEATED, make_batch, make_policy, repeated, update_gradients
+from tests.policies import REPEATED, make_batch, make_policy, micro_batcher, repeated, update_gradients
 from tests.reference import largest_relative_difference
 from tests.tiny_models import CPU, DENSE_FAMILIES, image, renderer, tiny, user
 from tests.train.recording_pair import Pair, batch_of
@@ -55,8 +55,8 @@ def test_gradient_and_metrics_are_those_of_samples_that_share_nothing(
 def test_a_row_holds_equal_completions_once_and_all_their_actions() -> None:
     parts = tiny("qwen3_vl")
     batch = make_batch(parts)
-    (micro,) = make_policy(parts)._batcher.micro_batches(repeated(batch).groups)
-    (of_unequal,) = make_policy(parts)._batcher.micro_batches(batch.groups)
+    (micro,) = micro_batcher(parts).micro_batches(repeated(batch).groups)
+    (of_unequal,) = micro_batcher(parts).micro_batches(batch.groups)
     assert micro.row.num_tokens == of_unequal.row.num_tokens
     lengths = [len(g.samples[place].token_ids_T) for g in batch.groups for place in REPEATED]
     assert micro.lengths == tuple(lengths)
@@ -65,7 +65,7 @@ def test_a_row_holds_equal_completions_once_and_all_their_actions() -> None:
 
 def test_the_plain_path_shares_them_too() -> None:
     parts = tiny("qwen3_vl")
-    (micro,) = make_policy(parts)._batcher.micro_batches(repeated(make_batch(parts)).groups)
+    (micro,) = micro_batcher(parts).micro_batches(repeated(make_batch(parts)).groups)
     fast = make_policy(parts).vlm(micro.row, temperature=0.9, chunk_tokens=1000)
     plain_parts = tiny("qwen3_vl")
     plain = PlainVLM(plain_parts.network, plain_parts.processor.banned_ids)
@@ -78,11 +78,12 @@ def test_the_plain_path_shares_them_too() -> None:
 def test_they_are_read_from_the_tape_once(family: str) -> None:
     gradients, tokens = [], []
     for traces in (True, False):
-        pair = Pair(tiny(family))
+        parts = tiny(family)
+        pair = Pair(parts)
         rollout = pair.rollout(n=4)
         same = [[group[0], group[1], group[0], group[1]] for group in rollout]
         batch = batch_of(pair.prompts, same, traces=traces)
-        (micro,) = pair.policy._batcher.micro_batches(batch.groups)
+        (micro,) = micro_batcher(parts).micro_batches(batch.groups)
         tokens.append(micro.row.num_tokens)
         gradients.append(pair.gradient(batch))
         assert pair.metrics["reused_frac"] == float(traces)
@@ -128,7 +129,7 @@ def test_old_logprobs_of_copies_are_their_own() -> None:
     """What a copy brings with it is not taken from the first of its kind."""
     parts = tiny("qwen3_vl")
     batch = repeated(make_batch(parts))
-    (micro,) = make_policy(parts)._batcher.micro_batches(with_old_logprobs(batch, _numbers(batch)).groups)
+    (micro,) = micro_batcher(parts).micro_batches(with_old_logprobs(batch, _numbers(batch)).groups)
     assert micro.old_logprobs_A is not None
     assert micro.old_logprobs_A.tolist() == [x for each in _numbers(batch) for x in each]
 

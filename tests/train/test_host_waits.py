@@ -12,6 +12,7 @@ from torch import Tensor
 from fovea.config.algorithm import Algorithm
 from fovea.config.model import Model, TinyModel
 from fovea.models.activation_tape import Tape
+from fovea.models.decoder import decoder_shape
 from fovea.models.policy_network import PolicyNetwork
 from fovea.models.recompute import Recompute, recompute_activations
 from fovea.models.shared_prefix.attention import fastest_kernel, heads_of
@@ -28,7 +29,7 @@ from fovea.train.torch.passes import Reuse, Scorer, policy_pass
 from fovea.types import Batch
 from tests.meta_device import META, NoPageableCopies
 from tests.policies import make_batch, train_settings
-from tests.tiny_models import DENSE_FAMILIES, tiny
+from tests.tiny_models import DENSE_FAMILIES, tiny, tower_passes
 
 
 def vlm_on_meta(family: str, how: Recompute = "none", cache: FeatureCache | None = None, **model: object) -> VLM:
@@ -97,8 +98,8 @@ def test_neither_does_a_graph_of_the_rollout() -> None:
 def test_neither_do_experts_nor_adapters_on_a_frozen_tower() -> None:
     run(*passes_of(vlm_on_meta("qwen3_vl_moe"), make_batch(tiny("qwen3_vl_moe"))))
     frozen = {"lora": {"rank": 4}, "freeze_vision_tower": True}
-    vlm, patches = vlm_on_meta("qwen3_vl", cache=FeatureCache(2**30), **frozen), list[int]()
-    vlm.network.model.visual.register_forward_pre_hook(lambda _tower, args: patches.append(len(args[0])))
+    vlm = vlm_on_meta("qwen3_vl", cache=FeatureCache(2**30), **frozen)
+    patches = tower_passes(vlm)
     scorer, algorithm, micros = passes_of(vlm, make_batch(tiny("qwen3_vl")))
     run(scorer, algorithm, micros)
     of_rows = [sum(len(x.tensors["pixel_values"]) for x in micro.row.images) for micro in micros]
@@ -107,7 +108,7 @@ def test_neither_do_experts_nor_adapters_on_a_frozen_tower() -> None:
 
 def test_it_ran_by_the_kernels_of_a_gpu() -> None:
     vlm = vlm_on_meta("qwen3_vl")
-    assert fastest_kernel(heads_of(vlm._shape, vlm.device, vlm.dtype)) == "varlen"
+    assert fastest_kernel(heads_of(decoder_shape(vlm.text_config), vlm.device, vlm.dtype)) == "varlen"
     assert vlm.slow_kernels() == []
 
 

@@ -17,10 +17,9 @@ from torch import Tensor
 from fovea.algorithms.aggregation import sample_weights
 from fovea.config.algorithm import Algorithm
 from fovea.models.tiny import TinyParts
-from fovea.models.trainable import trainable_parameters
 from fovea.samples import replace_samples
 from fovea.types import Batch, Sample
-from tests.policies import make_batch, make_policy, stepped_gradients
+from tests.policies import gradients_and_metrics, make_batch, make_policy
 from tests.reference import gradients, largest_relative_difference, reference_entropy, reference_logprobs
 from tests.tiny_models import tiny
 
@@ -208,9 +207,7 @@ def test_an_update_off_policy_is_that_of_the_written_out_loss(
     of_weights = {"importance/weight": mean("weight"), "importance/clipped_frac": mean("capped")}
     algorithm, backend = settings_of(loss, level, kl, aggregation), {"logits_mib": logits_mib}
     policy = make_policy(parts, algorithm=algorithm, max_tokens_per_microbatch=100, backend=backend)
-    stepped = stepped_gradients(policy)
-    metrics = policy.update(batch)
-    found = {name: stepped[p] for name, p in trainable_parameters(policy._vlm).items() if p in stepped}
+    found, metrics = gradients_and_metrics(policy, batch)
     assert largest_relative_difference(expected, found) < 1e-4
     wanted = {
         "loss": float(total.detach()),

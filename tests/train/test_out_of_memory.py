@@ -20,10 +20,11 @@ from fovea.models.vlm import VLM
 from fovea.train.base import Needs
 from fovea.train.microbatches import MicrobatchLimit
 from fovea.train.ranks import ALONE, Ranks
+from fovea.train.torch.optimizer import Optimizer
 from fovea.train.update_metrics import ActivationMeter
 from fovea.types import Batch
 from fovea_gym.errors import OutOfMemoryError
-from tests.policies import make_batch, make_policy, many_groups, train_settings
+from tests.policies import make_batch, make_policy, many_groups, micro_batcher, train_settings
 from tests.tiny_models import tiny
 from tests.train.limited_memory import NUM_GROUPS, ROOMY, SPARE_MIB, result
 
@@ -40,7 +41,7 @@ def test_an_update_that_runs_out_of_memory_equals_one_with_smaller_micro_batches
 
     policy = make_policy(tiny("qwen3_vl"), max_tokens_per_microbatch=ROOMY)
     policy.update(many_groups(3))
-    policy._limit.max_tokens = int(max_tokens)
+    policy.limit_microbatches(int(max_tokens))
     expected = result(policy, policy.update(many_groups(NUM_GROUPS)))
     assert expected.pop("microbatch/out_of_memory") == 0
     assert limited == json.loads(json.dumps(expected))
@@ -62,7 +63,7 @@ def too_much() -> object:
 
 
 def fail(limit: MicrobatchLimit, batch: Batch) -> None:
-    limit.fit(too_much, batch.groups, make_policy(tiny("qwen3_vl"))._batcher.assignment.cost)
+    limit.fit(too_much, batch.groups, micro_batcher(tiny("qwen3_vl")).assignment.cost)
 
 
 def longest(batch: Batch) -> int:
@@ -85,9 +86,10 @@ def test_below_the_longest_completion_the_settings_to_change_are_named() -> None
 def test_a_halved_limit_gives_way_to_a_longer_completion() -> None:
     """It was halved for shorter ones: the run would end with an error about a setting that is large enough."""
     policy, batch = make_policy(tiny("qwen3_vl"), max_tokens_per_microbatch=ROOMY), many_groups(3)
-    policy._limit.max_tokens = 2
-    assert np.isfinite(policy.update(batch)["loss"])
-    assert policy._limit.max_tokens == 2
+    policy.limit_microbatches(2)
+    metrics = policy.update(batch)
+    assert np.isfinite(metrics["loss"])
+    assert metrics["microbatch/max_tokens"] == 2
     with pytest.raises(TrainError, match=r"does not fit train\.max_tokens_per_microbatch=2"):
         make_policy(tiny("qwen3_vl"), max_tokens_per_microbatch=2).update(batch)
 
@@ -141,14 +143,14 @@ class Beside:
 
 def fit(limit: MicrobatchLimit, beside: Beside) -> str:
     batch = make_batch(tiny("qwen3_vl"))
-    return limit.fit(beside.passes, batch.groups, make_policy(tiny("qwen3_vl"))._batcher.assignment.cost)
+    return limit.fit(beside.passes, batch.groups, micro_batcher(tiny("qwen3_vl")).assignment.cost)
 
 
 def test_what_is_beside_the_passes_is_freed_before_micro_batches_become_smaller(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     limit, beside = MicrobatchLimit(train_settings(max_tokens_per_microbatch=512), ALONE), Beside()
-    limit.free_beside = beside.free
+    limit.free_memory = beside.free
     assert fit(limit, beside) == "done"
     assert beside.tries == 2
     assert limit.metrics() == {"microbatch/max_tokens": 512, "microbatch/out_of_memory": 0}
@@ -160,7 +162,7 @@ def test_what_is_beside_the_passes_is_freed_before_micro_batches_become_smaller(
 
 def test_several_ranks_begin_again_without_what_is_beside_and_with_the_same_limit() -> None:
     limit, beside = MicrobatchLimit(train_settings(max_tokens_per_microbatch=512), Ranks(rank=1, size=2)), Beside()
-    limit.free_beside = beside.free
+    limit.free_memory = beside.free
     with pytest.raises(MicrobatchMemoryError, match=r"on rank 1 next to the KV cache") as raised:
         fit(limit, beside)
     assert raised.value.next_max_tokens == 512
@@ -171,7 +173,7 @@ def test_several_ranks_begin_again_without_what_is_beside_and_with_the_same_limi
 
 def test_scoring_beside_an_engine_lowers_no_limit() -> None:
     limit, beside, batch = MicrobatchLimit(train_settings(), ALONE), Beside(), make_batch(tiny("qwen3_vl"))
-    limit.free_beside = beside.free
+    limit.free_memory = beside.free
     before = limit.max_tokens
     of_passes = limit.beside_engine(lambda: (beside.passes(), limit.max_tokens)[1], batch.groups)
     assert beside.tries == 2
@@ -184,8 +186,8 @@ def test_scoring_beside_an_engine_lowers_no_limit() -> None:
 def test_memory_that_runs_out_in_the_gate_of_several_ranks_lowers_no_limit() -> None:
     """The next attempt began with micro-batches of one group, for the rest of the run."""
     limit = MicrobatchLimit(train_settings(max_tokens_per_microbatch=512), Ranks(rank=1, size=2))
-    limit.free_beside = lambda: True
-    with pytest.raises(MicrobatchMemoryError, match=r"on rank 1 next to the KV cache") as raised:
+    limit.free_memory = lambda: True
+    with pytest.raises(MicrobatchMemoryError, match=r"rank 1 .*rollout\.engine\.max_batch_tokens") as raised:
         limit.beside_engine(too_much, make_batch(tiny("qwen3_vl")).groups)
     assert raised.value.next_max_tokens == limit.max_tokens == 512
 
@@ -212,18 +214,24 @@ def test_a_policy_scores_one_group_at_a_time_beside_an_engine(monkeypatch: pytes
 def test_moments_are_there_before_the_first_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that runs out of memory half way could not begin again."""
     policy = make_policy(tiny("qwen3_vl"))
-    found: list[int] = []
-    scorer = policy._batcher.micro_batches
+    made: list[Optimizer] = []
+    found: list[tuple[int, int]] = []
+    make = Optimizer.make_moments
 
-    def noted(*arguments: Any) -> Any:
-        found.append(len(policy._optimizer.adamw.state))
-        return scorer(*arguments)
+    def noted(optimizer: Optimizer) -> None:
+        make(optimizer)
+        made.append(optimizer)
 
-    monkeypatch.setattr(policy._batcher, "micro_batches", noted)
+    def count(*_: object) -> None:
+        (optimizer,) = made
+        found.append((len(optimizer.adamw.state), len(optimizer.parameters)))
+
+    monkeypatch.setattr(Optimizer, "make_moments", noted)
     policy.update(Batch(groups=()))
-    assert not policy._optimizer.adamw.state, "an update without groups needs none"
+    assert not made, "an update without groups needs none"
+    policy.vlm.register_forward_pre_hook(count)
     policy.update(make_batch(tiny("qwen3_vl")))
-    assert found[-1] == len(policy._optimizer.masters.by_name)
+    assert [moments == weights for moments, weights in found] == [True]
 
 
 def too_large_for_torch() -> object:

@@ -27,12 +27,12 @@ from fovea.samples import replace_samples, with_old_logprobs, with_values
 from fovea.train.local import LocalPolicy
 from fovea.train.torch.policy import TorchPolicy
 from fovea.wiring.run import build
-from tests.policies import NUM_TOKENS, make_batch, stepped_gradients
+from tests.policies import NUM_TOKENS, gradients_and_metrics, make_batch, update_gradients
 from tests.reference import largest_relative_difference, reference_logprobs, reference_states
 from tests.runs import untimed
 from tests.saved import save_policy, saved_bytes
 from tests.tiny_models import FAMILIES, tiny
-from tests.train.ppo_policies import GAE, PPO, gradients, logprobs_and_values, ppo_policy, scored, with_rewards
+from tests.train.ppo_policies import GAE, PPO, logprobs_and_values, ppo_policy, scored, with_rewards
 
 
 class CountLayers:
@@ -57,9 +57,9 @@ class CountLayers:
 def test_values_are_the_head_on_transformers_own_states(parts: TinyParts, separate: bool) -> None:
     """One row at a time through transformers; packed and shared prefixes change nothing."""
     policy, batch = ppo_policy(parts, separate=separate, max_tokens_per_microbatch=100), make_batch(parts)
-    critic = policy._value_function
+    critic = policy.value_function
     assert critic is not None
-    head = (policy._vlm.value_head if critic.model is None else critic.model.head).linear  # type: ignore[union-attr]
+    head = (policy.vlm.value_head if critic.model is None else critic.model.head).linear  # type: ignore[union-attr]
     _, values = logprobs_and_values(policy, batch)
     samples = [(group.prompt, sample) for group in batch.groups for sample in group.samples]
     for (prompt, sample), values_T in zip(samples, values, strict=True):
@@ -71,7 +71,7 @@ def test_the_gradient_is_that_of_the_written_out_loss(parts: TinyParts) -> None:
     """Policy loss at ratio 1 plus value_coef times half the squared error, token mean; through transformers."""
     policy = ppo_policy(parts)
     batch = scored(policy, make_batch(parts))
-    head = policy._vlm.value_head
+    head = policy.vlm.value_head
     assert head is not None
     loss = torch.zeros(())
     for group in batch.groups:
@@ -84,11 +84,9 @@ def test_the_gradient_is_that_of_the_written_out_loss(parts: TinyParts) -> None:
             loss = loss - (ratio_T * torch.from_numpy(sample.advantages_T)).sum()
             loss = loss + 0.5 * 0.5 * (values_T - torch.from_numpy(sample.returns_T)).square().sum()
     (loss / NUM_TOKENS).backward()
-    expected = {name: p.grad.clone() for name, p in policy._vlm.named_parameters() if p.grad is not None}
-    policy._vlm.zero_grad()
-    stepped = stepped_gradients(policy)
-    policy.update(batch)
-    assert largest_relative_difference(expected, gradients(policy, stepped)) < 1e-5
+    expected = {name: p.grad.clone() for name, p in policy.vlm.named_parameters() if p.grad is not None}
+    policy.vlm.zero_grad()
+    assert largest_relative_difference(expected, update_gradients(policy, batch)) < 1e-5
 
 
 @pytest.mark.parametrize("separate", [False, True])
@@ -97,10 +95,9 @@ def test_no_split_changes_gradient_or_metrics(separate: bool) -> None:
     for max_tokens in (10_000, 300, 75):
         parts = tiny("qwen3_vl")
         policy = ppo_policy(parts, separate=separate, max_tokens_per_microbatch=max_tokens)
-        stepped = stepped_gradients(policy)
-        metrics = policy.update(scored(policy, make_batch(parts)))
+        gradient, metrics = gradients_and_metrics(policy, scored(policy, make_batch(parts)))
         del metrics["memory/activations_gib"], metrics["microbatch/max_tokens"], metrics["balance/microbatches"]
-        results.append((gradients(policy, stepped), metrics))
+        results.append((gradient, metrics))
     for gradient, metrics in results[1:]:
         assert largest_relative_difference(results[0][0], gradient) < 1e-5
         assert metrics == pytest.approx(results[0][1], rel=1e-4, abs=1e-6)
@@ -108,9 +105,9 @@ def test_no_split_changes_gradient_or_metrics(separate: bool) -> None:
 
 def changed(policy: TorchPolicy, change: Callable[[], object]) -> set[str]:
     """Which parts move: the policy, the value function."""
-    critic = policy._value_function
+    critic = policy.value_function
     assert critic is not None
-    parts = {"policy": policy_parameters(policy._vlm), "value": critic.optimizer.parameters}
+    parts = {"policy": policy_parameters(policy.vlm), "value": critic.optimizer.parameters}
     before = {part: [p.detach().clone() for p in named.values()] for part, named in parts.items()}
     change()
     return {
@@ -181,10 +178,9 @@ def test_recomputed_activations_change_no_gradient_and_keep_less(separate: bool)
         recompute_activations(parts.network, recompute)
         policy = ppo_policy(parts, separate=separate)
         batch = scored(policy, make_batch(parts))
-        stepped = stepped_gradients(policy)
         with CountLayers() as calls:
-            policy.update(batch)
-        results.append((gradients(policy, stepped), calls.count))
+            gradient = update_gradients(policy, batch)
+        results.append((gradient, calls.count))
     (plain, none), (recomputed, some) = results
     assert largest_relative_difference(plain, recomputed) < 1e-5
     layers = 3 * (2 if separate else 1)
@@ -198,10 +194,10 @@ def test_a_critic_of_its_own_begins_as_the_warmed_up_policy() -> None:
         for parameter in parts.network.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
     policy.snapshot_reference()
-    assert policy._value_function is not None
-    assert policy._value_function.model is not None
+    assert policy.value_function is not None
+    assert policy.value_function.model is not None
     for (name, a), (_, b) in zip(
-        policy._vlm.named_parameters(), policy._value_function.model.trunk.named_parameters(), strict=True
+        policy.vlm.named_parameters(), policy.value_function.model.trunk.named_parameters(), strict=True
     ):
         assert torch.equal(a, b), name
 

@@ -15,10 +15,11 @@ from torch import Tensor
 from fovea.algorithms.aggregation import sample_weights
 from fovea.config.algorithm import Algorithm, Critic, Gae, KlInLoss
 from fovea.models.tiny import TinyParts
+from fovea.models.trainable import trainable_parameters
 from fovea.samples import replace_samples, with_old_logprobs, with_reference_logprobs
 from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch
-from tests.policies import make_batch, make_policy, stepped_gradients
+from tests.policies import gradients_and_metrics, make_batch, make_policy
 from tests.process_ranks import run_group
 from tests.reference import largest_relative_difference
 from tests.tiny_models import tiny
@@ -76,11 +77,11 @@ def step_of(name: str) -> Batch:
 def result_of(name: str, groups: Batch) -> Result:
     """The loss and every gradient of these groups, zero where there is none."""
     policy = POLICIES[name]()
-    stepped = stepped_gradients(policy)
-    loss = policy.update(groups)["loss"]
-    masters = {key: x for optimizer in policy._optimizers for key, x in optimizer.masters.by_name.items()}
-    gradients = {key: stepped.get(x, torch.zeros_like(x)) for key, x in masters.items()}
-    return gradients | {"loss": torch.tensor(loss)}
+    found, metrics = gradients_and_metrics(policy, groups)
+    parameters = trainable_parameters(policy.vlm)
+    zeros = {key: torch.zeros_like(x, dtype=torch.float32) for key, x in parameters.items()}
+    assert found.keys() <= zeros.keys()
+    return zeros | found | {"loss": torch.tensor(metrics["loss"])}
 
 
 def process(rank: int, steps: dict[str, Batch], folder: Path) -> None:

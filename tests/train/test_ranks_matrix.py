@@ -5,18 +5,16 @@ Families, algorithms, what is trained, and how memory is saved; `test_ranks` has
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fovea.train.ranks import ALONE, Ranks
 from fovea.types import Batch
-from tests.process_ranks import run_group
+from tests.process_ranks import found_by_ranks
 from tests.tiny_models import mixed_prompts, tiny
 from tests.train.rank_policies import STEPS, Found, assert_as_one_process, batch_of, checksum, policy_of, step
 from tests.views import MASK
@@ -83,26 +81,19 @@ def run(case: Case, ranks: Ranks) -> Found:
     return {"metrics": [step(policy, case.batch(seed)) for seed in range(STEPS)], "weights": checksum(policy)}
 
 
-def process(rank: int, cases: dict[str, Case], num_ranks: int, replicas: int, folder: Path) -> None:
+def process(rank: int, cases: dict[str, Case], replicas: int) -> dict[str, Found]:
     ranks = Ranks.of_process_group("cpu", replicas=replicas)
-    found = {name: run(case, ranks) for name, case in cases.items()}
-    (folder / f"{rank}.json").write_text(json.dumps(found))
-
-
-def spawned(cases: dict[str, Case], num_ranks: int, replicas: int, folder: Path) -> list[dict[str, Found]]:
-    """What each of so many processes found, which are started once for all cases."""
-    run_group(process, cases, num_ranks, replicas, folder, num_ranks=num_ranks)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_ranks)]
+    return {name: run(case, ranks) for name, case in cases.items()}
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Found]]:
-    return spawned(TWO, 2, 1, tmp_path_factory.mktemp("two"))
+    return found_by_ranks(process, TWO, 1, folder=tmp_path_factory.mktemp("two"))
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Found]]:
-    return spawned(FOUR, 4, 2, tmp_path_factory.mktemp("four"))
+    return found_by_ranks(process, FOUR, 2, folder=tmp_path_factory.mktemp("four"), num_ranks=4)
 
 
 def assert_five_steps(found: Sequence[Found], alone: Found) -> None:

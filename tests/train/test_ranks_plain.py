@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from fovea.types import Batch
 from fovea.wiring.model import make_vlm
 from fovea_tools.families.tiny import save_tiny_kind
 from tests.policies import make_batch
-from tests.process_ranks import run_group
+from tests.process_ranks import found_by_ranks
 from tests.tiny_models import CORPUS, tiny
 from tests.train.rank_policies import GRPO, SEPARATE, Found, assert_as_one_process, checksum, step
 
@@ -69,9 +68,9 @@ def case(name: str, ranks: Ranks, folder: Path) -> Found:
     return {"metrics": metrics, "weights": checksum(policy)}
 
 
-def process(rank: int, folder: Path) -> None:
+def process(rank: int, folder: Path) -> dict[str, Found]:
     ranks = Ranks.of_process_group("cpu")
-    (folder / f"{rank}.json").write_text(json.dumps({name: case(name, ranks, folder) for name in CASES}))
+    return {name: case(name, ranks, folder) for name in CASES}
 
 
 @pytest.fixture(scope="module")
@@ -79,11 +78,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("plain")
     for kind in {kind for kind, _, _ in CASES.values()} - {"qwen3_vl"}:
         save_tiny_kind(kind, made / kind, CORPUS)
-    run_group(process, made)
     return made
 
 
+@pytest.fixture(scope="module")
+def both(folder: Path) -> list[dict[str, Found]]:
+    return found_by_ranks(process, folder, folder=folder)
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_two_ranks_equal_one_process(name: str, folder: Path) -> None:
-    found = [json.loads((folder / f"{rank}.json").read_text())[name] for rank in range(2)]
-    assert_as_one_process(found, case(name, ALONE, folder))
+def test_two_ranks_equal_one_process(name: str, both: list[dict[str, Found]], folder: Path) -> None:
+    assert_as_one_process([found[name] for found in both], case(name, ALONE, folder))

@@ -10,11 +10,12 @@ import pytest
 
 from fovea.config.algorithm import Algorithm
 from fovea.models.tiny import TinyParts
+from fovea.train.schedule import UpdatePasses
 from fovea.train.torch.policy import TorchPolicy
 from fovea.train.update_metrics import mismatch
-from fovea.types import Batch, Metrics, Prompt, Sample, SampleGroup
+from fovea.types import Batch, Metrics, SampleGroup
 from tests.policies import make_batch, make_policy
-from tests.records import all_actions
+from tests.records import PROMPT, floats, sample_of
 from tests.reference import reference_logprobs
 from tests.tiny_models import tiny
 
@@ -80,8 +81,8 @@ def test_later_epochs_cut_the_step_into_other_minibatches() -> None:
     algorithm = Algorithm(ppo_epochs=3, minibatches=4)
     orders = []
     for _ in range(2):
-        policy = make_policy(tiny("qwen3_vl"), algorithm=algorithm)
-        minibatches = [policy._schedule.minibatches(epoch, named) for epoch in range(3)]
+        schedule = UpdatePasses(algorithm=algorithm, plain_update_every_steps=1, step=4)
+        minibatches = [schedule.minibatches(epoch, named) for epoch in range(3)]
         orders.append([[group.task_id for groups in of_epoch for group in groups] for of_epoch in minibatches])
     assert orders[0] == orders[1]
     first, second, third = orders[0]
@@ -90,18 +91,8 @@ def test_later_epochs_cut_the_step_into_other_minibatches() -> None:
     assert len({tuple(order) for order in orders[0]}) == 3
 
 
-PROMPT = Prompt(token_ids_L=np.arange(3), unexpanded_ids_U=np.arange(3))
-
-
-def floats(*values: float) -> np.ndarray:
-    return np.array(values, dtype=np.float32)
-
-
 def group(*rollout: np.ndarray) -> SampleGroup:
-    samples = (
-        Sample(token_ids_T=np.arange(len(x)), mask_T=all_actions(len(x)), rollout_logprobs_T=x, reward=0.0, weight=1.0)
-        for x in rollout
-    )
+    samples = (sample_of(range(len(x)), rollout_logprobs_T=x) for x in rollout)
     return SampleGroup(prompt=PROMPT, samples=tuple(samples))
 
 

@@ -15,7 +15,6 @@ from fovea.models.plain import PlainVLM
 from fovea.models.trainable import choose_trainable, part_of, trainable_parameters
 from fovea.models.vlm import VLM
 from fovea.samples import replace_samples
-from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Batch
 from tests.policies import (
     APART,
@@ -23,6 +22,7 @@ from tests.policies import (
     RATES,
     make_batch,
     make_policy,
+    policy_on,
     train_settings,
     update_gradients,
     written_out_gradients,
@@ -81,14 +81,9 @@ def test_steps_of_no_one_and_two_pictures_are_the_same_on_the_plain_path_under_a
     metrics, changes = [], []
     for path in (VLM, PlainVLM):
         parts, frozen = tiny("qwen3_vl"), tiny("qwen3_vl")
-        policy = TorchPolicy(
-            path(parts.network, parts.processor.banned_ids),
-            train=train_settings(lr_warmup_steps=0),
-            algorithm=Algorithm(kl=KlInLoss(coef=0.5)),
-            temperature=0.9,
-            max_steps=10,
-            reference=path(frozen.network, parts.processor.banned_ids).requires_grad_(False),
-        )
+        vlm, reference = (path(each.network, parts.processor.banned_ids) for each in (parts, frozen))
+        settings = train_settings(lr_warmup_steps=0), Algorithm(kl=KlInLoss(coef=0.5))
+        policy = policy_on(vlm, *settings, reference=reference.requires_grad_(False))
         metrics.append([step(policy, Batch(groups=(group,))) for group in (none, one, two)])
         changes.append({name: weight.detach() - before[name] for name, weight in parts.network.named_parameters()})
     for number, (fast, plain) in enumerate(zip(*metrics, strict=True)):

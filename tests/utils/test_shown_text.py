@@ -16,7 +16,7 @@ from fovea.metrics.progress import Progress
 from fovea.report.about import CONFIG_FILE
 from fovea.run.folder import open_run_folder
 from fovea_gym.errors import DataError
-from fovea_gym.rows.access import UrlLimits
+from fovea_gym.rows.access import RowAccess
 from fovea_gym.rows.readers.remote import local_copy
 
 URL = "https://bob:hunter2@host.org/rows.parquet?version=3&X-Amz-Signature=abc123&token=t0psecret#part"
@@ -53,7 +53,7 @@ def test_settings_read_back_say_which_key_is_missing(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"had a password or key.*add environment.train_files=\[\.\.\.\] with the whole"
     ):
-        local_copy(url, "environment.train_files", tmp_path, UrlLimits())
+        local_copy(url, "environment.train_files", RowAccess(cache_dir=tmp_path))
 
 
 def test_text_of_rows_does_not_reach_the_terminal_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

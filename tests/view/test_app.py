@@ -1,9 +1,11 @@
+import json
 import re
 from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
 
+from fovea.report.curves import CHUNK_BYTES
 from fovea.report.page_files import PAGE_FILES, page_file
 from fovea.report.viewed_run import ViewedRun
 from fovea.view.server import make_app
@@ -29,6 +31,39 @@ def test_facts_of_a_run_are_read_anew(client: TestClient, folder: Path) -> None:
         file.write('{"step": 6, "reward": 0.7, "entropy": 1.5}\n')
     (run,) = client.get("/data/runs").json()
     assert (run["step"], run["metrics"][-1]) == (6, "entropy")
+
+
+def long_run(folder: Path, damaged: int | None = None) -> Path:
+    """A run of three chunks of metrics; `damaged` is the number of a line that holds none."""
+    write_run(folder, steps=0)
+    lines = [json.dumps({"step": step, "reward": 0.0, "x" * 10_000: step}) for step in range(1, 1001)]
+    if damaged is not None:
+        lines[damaged - 1] = "oops"
+    (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    assert 2 * CHUNK_BYTES < (folder / "metrics.jsonl").stat().st_size < 3 * CHUNK_BYTES
+    return folder
+
+
+def test_a_long_run_is_read_while_its_page_is_open(tmp_path: Path) -> None:
+    folder = long_run(tmp_path / "run")
+    client = TestClient(make_app([ViewedRun(folder, refresh_seconds=0)]), base_url="http://127.0.0.1")
+    seen = [client.get("/data/runs").json()[0] for _ in range(3)]
+    assert 0 < seen[0]["share_read"] < seen[1]["share_read"] == seen[2]["share_read"] == 1
+    assert (seen[0]["step"], seen[1]["step"]) < (1000, 1000) == (seen[2]["step"], 1000)
+    assert seen[0]["findings"] == [], "the newest steps are not known yet"
+    whole = ViewedRun(folder).facts()
+    assert whole["findings"], "no answer earns anything"
+    assert seen[2] | {"seconds_since_step": 0} == whole | {"seconds_since_step": 0}
+
+
+def test_a_damaged_line_far_into_a_long_run_is_said_by_every_poll(tmp_path: Path) -> None:
+    folder = long_run(tmp_path / "run", damaged=900)
+    client = TestClient(make_app([ViewedRun(folder, refresh_seconds=0)]), base_url="http://127.0.0.1")
+    second_chunk, *answers = [client.get("/data/runs") for _ in range(4)]
+    assert [second_chunk.status_code, *(answer.status_code for answer in answers)] == [200, 422, 422, 422]
+    assert {answer.json()["error"].partition(",")[0] for answer in answers} == {
+        f"{folder}/metrics.jsonl line 900 is 'oops'"
+    }
 
 
 def test_a_curve_says_what_it_means(client: TestClient) -> None:
@@ -59,10 +94,10 @@ def test_a_step_has_turns_tokens_and_marks(client: TestClient, folder: Path) -> 
     assert result["parts"][1]["frame"] == [1000, 1000]
     assert [(turn["reward"], turn["seconds"]) for turn in right["turns"]] == [(0.25, 0), (0.75, 1.5)]
     assert (right["end"], wrong["turns"][0]["reward"]) == ("done", None)
-    assert right["turns"][1]["tokens"]["trainer"] == [-0.5, -1.25]
+    assert right["turns"][1]["tokens"]["trainer_logprobs"] == [-0.5, -1.25]
     assert right["marks"] == [{"image": 1, "xy": [0.25, 0.5], "label": "\\boxed{3}"}], "given by the reward"
     assert wrong["marks"] == [{"image": 1, "xy": [0.1, 0.2, 0.5, 0.6], "label": ""}], "found in the text"
-    name = step["groups"][0]["messages"][0]["parts"][0]["image"]
+    name = step["groups"][0]["messages"][0]["parts"][0]["name"]
     image = client.get(f"/images/0/{name}.png")
     assert image.headers["content-type"] == "image/png"
     assert image.content == (folder / "samples" / "images" / f"{name}.png").read_bytes()

@@ -13,11 +13,11 @@ import pytest
 from PIL import Image
 
 from fovea.config.loading import load_config
+from fovea.evaluation.records import RecordedImage, RecordedMessage, RecordedTurn
 from fovea.loop import train
 from fovea.metrics.log import JsonlSink, MetricsLog
 from fovea.report.export import export
 from fovea.report.images import png_bytes, write_image
-from fovea.report.records import RecordedImage, RecordedMessage, RecordedTurn
 from fovea.report.samples import write_samples
 from fovea.report.viewed_run import ViewedRun
 from fovea.wiring.run import build

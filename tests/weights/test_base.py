@@ -14,13 +14,12 @@ from fovea.errors import EngineError
 from fovea.models.outgoing import OutgoingWeight
 from fovea.models.trainable import choose_trainable
 from fovea.types import Sampling, Shape, Weights
-from fovea.weights.base import WeightSink
-from fovea.weights.push import WeightPusher
-from fovea.weights.sinks import NetworkCopy, SharedTensors
+from fovea.weights.base import SyncReport, WeightSink
+from fovea.weights.push import NetworkCopy, SharedWeights, WeightPusher
 from fovea_gym.utils.event_loop import wait_for
 from tests.meta_device import META, NoPageableCopies
-from tests.policies import make_policy, shared_weights
-from tests.rollout.drawing import generate, make_engine
+from tests.policies import make_batch, make_policy
+from tests.rollout.drawing import generate, make_engine, same
 from tests.tiny_models import mixed_prompts, tiny
 
 
@@ -54,7 +53,7 @@ def test_copies_are_counted_and_carry_the_version() -> None:
     assert torch.equal(engine.own["a"], torch.linspace(0, 1, 4).bfloat16()), "of the engine's type"
 
 
-class LosesOne(SharedTensors):
+class LosesOne(NetworkCopy):
     """A sink whose second push fails at its end."""
 
     def finish_push(self, version: int) -> None:
@@ -80,7 +79,6 @@ def test_a_weight_that_is_overwritten_on_arrival_is_named(dtype: torch.dtype) ->
     assert engine.version == -1, "not loaded"
 
 
-@pytest.mark.parametrize("sink", [SharedTensors, NetworkCopy])
 @pytest.mark.parametrize(
     ("names", "shape", "error"),
     [
@@ -89,24 +87,31 @@ def test_a_weight_that_is_overwritten_on_arrival_is_named(dtype: torch.dtype) ->
         ("ab", 2, r"1 have another shape in the engine, first b is \[3\] and not \[2\]"),
     ],
 )
-def test_names_and_shapes_match_on_both_sides(sink: type[NetworkCopy], names: str, shape: int, error: str) -> None:
+def test_names_and_shapes_match_on_both_sides(names: str, shape: int, error: str) -> None:
     own = {"a": torch.zeros(4), "b": torch.zeros(shape), "c": torch.zeros(1)}
     engine = Engine(**{name: own[name] for name in names})
     with pytest.raises(EngineError, match=error):
-        wait_for(pusher(sink(engine)).push(0))
+        wait_for(pusher(NetworkCopy(engine)).push(0))
     assert engine.version == -1
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_an_engine_beside_its_policy_shares_all_weights(lora: bool) -> None:
+def test_an_engine_on_its_policys_tensors_draws_with_the_new_weights_and_gets_none(lora: bool) -> None:
     parts = tiny("qwen3_vl")
     choose_trainable(parts.network, Model(tiny=TinyModel(), lora=Lora(rank=4) if lora else None), seed=0)
-    engine, policy = make_engine(parts), make_policy(parts)
-    report = wait_for(shared_weights(policy, engine).push(1))
-    assert report.num_tensors == len(dict(engine.own_weights()))
-    assert report.bytes_copied == 0, "references only"
-    ((completion,),) = generate(engine, mixed_prompts(parts)[:1], [Sampling(max_new_tokens=2)], 1)
-    assert completion.version == 1
+    engine, policy = make_engine(parts), make_policy(parts, learning_rate=1e-2, lr_warmup_steps=0)
+    prompts, seeded = mixed_prompts(parts), [Sampling(max_new_tokens=4, seed=3)] * 3
+    before = generate(engine, prompts, seeded, 2)
+    policy.update(make_batch(parts))
+    report = wait_for(SharedWeights(engine).push(1))
+    assert report == SyncReport(version=1, num_tensors=0, bytes_copied=0)
+    assert report.metrics() == {"transfer/weights_mib": 0.0}, "nothing was sent whose checksum two sides could compare"
+    fresh = make_engine(parts)
+    wait_for(SharedWeights(fresh).push(1))
+    after, expected = generate(engine, prompts, seeded, 2), generate(fresh, prompts, seeded, 2)
+    assert {completion.version for group in after for completion in group} == {1}
+    assert all(map(same, after, expected))
+    assert not any(map(same, after, before))
 
 
 class Stream:
@@ -135,11 +140,50 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         yield found
 
 
-@pytest.mark.parametrize("sink", [SharedTensors, NetworkCopy, Stream])
+def test_engines_elsewhere_get_the_tensors_before_the_engine_beside_the_policy_the_version() -> None:
+    """One learner that generates, and engines in other processes."""
+    copy, beside = Engine(a=torch.zeros(4), b=torch.zeros(3)), Engine(a=torch.ones(4), b=torch.ones(3))
+    sync = SharedWeights(beside, pusher(NetworkCopy(copy), trained="b"))
+    for version, num_tensors, num_bytes in ((0, 2, 7 * 4), (1, 1, 3 * 4)):
+        report = wait_for(sync.push(version))
+        assert (report.num_tensors, report.bytes_copied) == (num_tensors, num_bytes)
+        assert report.checksum is not None
+        assert (copy.version, beside.version) == (version, version)
+    assert torch.equal(copy.own["a"], torch.linspace(0, 1, 4))
+    assert torch.equal(beside.own["a"], torch.ones(4)), "nothing is copied into the policy's tensors"
+
+
+class Elsewhere(Stream):
+    """A sink of engines in other processes, which may be lost."""
+
+    left: Sequence[int] = (1, 2)
+
+    def leave_out_lost(self, left: Sequence[int]) -> None:
+        self.left = left
+
+
+def test_an_engine_elsewhere_that_was_lost_is_left_out_beside_shared_weights() -> None:
+    sink = Elsewhere()
+    wait_for(SharedWeights(Engine(a=torch.zeros(1)), pusher(sink)).leave_out_lost([2]))
+    assert sink.left == [2]
+
+
+def on_device() -> dict[str, Tensor]:
+    return {f"layers.{layer}": torch.ones(3, 600, device=META, requires_grad=True) for layer in range(20)}
+
+
+@pytest.mark.parametrize("sink", [NetworkCopy, Stream])
 def test_a_push_reads_the_device_once_for_all_tensors(sink: Any, reads: list[int]) -> None:
-    weights = {f"layers.{layer}": torch.ones(3, 600, device=META, requires_grad=True) for layer in range(20)}
+    weights = on_device()
     engine = Engine(**{name: torch.zeros_like(weight) for name, weight in weights.items()})
     outgoing = [OutgoingWeight(name=name, parameter=weight) for name, weight in weights.items()]
     wait_for(WeightPusher(lambda: outgoing, [sink() if sink is Stream else sink(engine)]).push(1))
     (read,) = reads
     assert read >= len(weights), "a hash of every weight, at least"
+
+
+def test_a_push_of_shared_weights_never_waits_for_the_device(reads: list[int]) -> None:
+    engine = Engine(**on_device())
+    wait_for(SharedWeights(engine).push(1))
+    assert engine.version == 1
+    assert not reads

@@ -23,8 +23,7 @@ from fovea.types import Shape, Weights
 from fovea.weights import push
 from fovea.weights.base import WeightSync
 from fovea.weights.broadcast import Broadcast, ReceivedWeights
-from fovea.weights.push import WeightPusher
-from fovea.weights.sinks import NetworkCopy
+from fovea.weights.push import NetworkCopy, WeightPusher
 from fovea.wiring.workers import make_pusher
 from fovea_gym.errors import FoveaError
 from fovea_gym.utils.event_loop import wait_for

@@ -24,8 +24,7 @@ from fovea.models.vlm import VLM
 from fovea.rollout.base import Engine
 from fovea.rollout.embedded.engine import EmbeddedEngine
 from fovea.types import Completion, Request, Sampling
-from fovea.weights.push import WeightPusher
-from fovea.weights.sinks import NetworkCopy
+from fovea.weights.push import NetworkCopy, WeightPusher
 from fovea.wiring.workers import make_worker
 from fovea_gym.utils.event_loop import wait_for
 from tests.policies import make_policy

@@ -10,25 +10,31 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from fovea.commands.exporting.export import export
 from fovea.commands.targets import find_checkpoint, open_checkpoint
+from fovea.config.loading import load_config
 from fovea.config.run import Config
 from fovea.errors import TrainError
 from fovea.loop import train
 from fovea.models.processor import load_processor
 from fovea.models.tiny import make_tiny
-from fovea.models.vision.feature_cache import FeatureCache
+from fovea.run.context import Run
 from fovea.run.lifecycle import begin
 from fovea.train.base import ModelFacts
+from fovea.train.packing import pack_row
+from fovea.train.torch.policy import TorchPolicy
+from fovea.types import Batch, SampleGroup
 from fovea.utils.installing import pip_install
 from fovea.wiring import model as wired_model
 from fovea.wiring.backends import open_backends, placement_of
+from fovea.wiring.environment import make_environment
 from fovea.wiring.model import (
     MODEL_FOLDER,
     liger_kernels,
@@ -39,14 +45,17 @@ from fovea.wiring.model import (
     tokenizer_corpus,
 )
 from fovea.wiring.outputs import model_table
+from fovea_gym.environments.access import Access
 from fovea_gym.environments.base import Environment, Split
 from fovea_gym.environments.shapes.environment import Shapes
 from fovea_gym.errors import ConfigError, DataError, MissingExtraError
 from fovea_gym.rows.tasks import LazyTasks
 from fovea_gym.settings.environments import ShapesEnvironment
+from fovea_gym.settings.splits import EnvironmentSettings
 from fovea_gym.types import Task
 from fovea_gym.utils.event_loop import wait_for
-from tests.tiny_models import save, tiny
+from tests.records import sample_of
+from tests.tiny_models import mixed_prompts, save, tiny, tower_passes
 from tests.wiring.small import SMALL, run_of
 
 
@@ -59,7 +68,11 @@ def test_features_are_cached_exactly_when_the_tower_is_frozen(
     config = Config.model_validate({"model": {"tiny": {}, **model}, **SMALL})
     environment = Shapes(config.environment, 0)  # type: ignore[arg-type]
     vlm = open_vlm(config, locate_model(config, tmp_path, lambda: environment), banned_ids=())
-    assert isinstance(vlm._feature_cache, FeatureCache) is cached
+    encoded = tower_passes(vlm)
+    images = mixed_prompts(tiny("qwen3_vl"))[0].images
+    with torch.no_grad():
+        assert torch.equal(*(vlm.image_features(images)[0].embeds_VD for _ in range(2)))
+    assert len(encoded) == (1 if cached else 2)
     assert any(p.requires_grad for p in vlm.network.get_submodule("model.visual").parameters()) is not cached
 
 
@@ -107,12 +120,27 @@ def test_liger_kernels_need_their_package() -> None:
         liger_kernels(torch.device("cuda"))
 
 
+ANSWER = np.arange(5, 8)
+
+
+def one_sample(run: Run) -> Batch:
+    """An answer to the first row."""
+    row = run.sources.train.get(0)
+    assert row is not None
+    return Batch(groups=(SampleGroup(prompt=row.prompt, samples=(sample_of(ANSWER),)),))
+
+
 def test_pixel_limits_and_temperature_reach_their_places(tmp_path: Path) -> None:
     run = run_of(tmp_path, model={"tiny": {}, "max_pixels": 32 * 32}, rollout={"temperature": 0.7, "max_new_tokens": 3})
     row = run.sources.train.get(0)
     assert row is not None
     assert row.prompt.images[0].tensors["image_grid_thw"].tolist() == [1, 4, 4]
-    assert run.policy.trained._scorer.temperature == 0.7  # type: ignore[attr-defined]
+    policy: TorchPolicy = run.policy.trained  # type: ignore[attr-defined, assignment]
+    packed = pack_row(policy.vlm.family, [row.prompt], [[ANSWER]], policy.vlm.device)
+    with torch.no_grad():
+        expected, other = (policy.vlm(packed, temperature=t, chunk_tokens=9).logprobs_A for t in (0.7, 1.0))
+    np.testing.assert_allclose(policy.logprobs(one_sample(run))[0], expected, atol=1e-6)
+    assert not torch.allclose(expected, other, atol=1e-4)
 
 
 def test_each_split_comes_from_its_own_rows(tmp_path: Path) -> None:
@@ -138,7 +166,7 @@ def test_a_reference_is_copied_only_where_no_adapter_can_be_switched_off(
 ) -> None:
     """After a warm-up of the adapters the model without them is not what RL began with; no KL term needs none."""
     run = run_of(tmp_path, model={"tiny": {}, "lora": lora}, algorithm={"kl": kl}, warmup=warmup)
-    assert (run.policy.trained._reference is not None) is copied  # type: ignore[attr-defined]
+    assert (run.policy.trained.images_by_rank().reference is not None) is copied  # type: ignore[attr-defined]
 
 
 def test_shared_images_stop_a_run_that_forbids_them_before_it_trains(tmp_path: Path) -> None:
@@ -191,13 +219,16 @@ def test_bad_rows_are_skipped_when_the_words_are_learned() -> None:
 
 def test_the_reference_is_a_copy_that_stays(tmp_path: Path) -> None:
     run = run_of(tmp_path, algorithm={"kl": {"coef": 0.1}})
-    policy = run.policy
-    reference, trained = policy.trained._reference.vlm, policy.trained._vlm  # type: ignore[attr-defined]
-    assert reference is not trained
-    assert not any(parameter.requires_grad for parameter in reference.parameters())
-    assert all(parameter.requires_grad for parameter in trained.parameters())
-    own = {parameter.data_ptr() for parameter in trained.parameters()}
-    assert not own & {parameter.data_ptr() for parameter in reference.parameters()}
+    policy: TorchPolicy = run.policy.trained  # type: ignore[attr-defined, assignment]
+    assert all(parameter.requires_grad for parameter in policy.vlm.parameters())
+    batch = one_sample(run)
+    before = policy.reference_logprobs(batch)
+    with torch.no_grad():
+        for parameter in policy.vlm.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    for reference, first, trained in zip(policy.reference_logprobs(batch), before, policy.logprobs(batch), strict=True):
+        np.testing.assert_array_equal(reference, first)
+        assert not np.allclose(trained, first, atol=1e-2)
 
 
 @pytest.mark.parametrize(("critic", "rate"), [({}, 0.02), ({"trunk": "separate"}, 0.02), ({"learning_rate": 0.5}, 0.5)])
@@ -207,8 +238,8 @@ def test_the_critics_rate_follows_the_policys_unless_it_is_set(
     """1e-5 beside 5e-7, at any scale (decision 009)."""
     train = {"learning_rate": 1e-3, "lr_warmup_steps": 0}
     run = run_of(tmp_path, algorithm={"name": "ppo", "advantage": {"critic": critic}}, train=train)
-    rates = [each.set_rate(0) for each in run.policy.trained._optimizers]  # type: ignore[attr-defined]
-    assert rates == pytest.approx([1e-3, rate])
+    metrics = wait_for(run.policy.update(Batch(groups=())))
+    assert (metrics["learning_rate"], metrics["learning_rate/value"]) == pytest.approx((1e-3, rate))
 
 
 def test_the_table_of_a_model_counts_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,3 +353,45 @@ def test_workers_on_ray_get_an_interpreter_that_they_find(
     with pytest.raises(Stopped) as stopped:
         open_backends(config, config.model, load_processor(config.model))
     assert str(stopped.value) == there.format(here=os.getcwd(), home=Path.home())
+
+
+class Returning(EnvironmentSettings):
+    """Settings of another package, whose `make` returns this value."""
+
+    name: Literal["part"] = "part"
+    returned: Any = None
+
+    def make(self, access: Access, seed: int) -> object:
+        return self.returned
+
+
+class WithoutSeed(Returning):
+    def make(self, access: Access) -> object:  # type: ignore[override]
+        return self.returned
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            WithoutSeed(),
+            r"takes \(access: .*\) .*, but is called as make\(access, seed\); write def make\(self, access, ",
+        ),
+        (Returning(), "returned None, which is not an environment; return an environment"),
+        (Returning(returned=7), "returned an object of type int, which is not an environment; return an env"),
+        (Returning(returned=Path), "returned Path, which is not an environment; return an object of it"),
+    ],
+)
+def test_a_make_that_gives_no_environment_is_refused(settings: EnvironmentSettings, message: str) -> None:
+    config = load_config([], ["model.tiny={}"]).model_copy(update={"environment": settings})
+    with pytest.raises(ConfigError, match=rf"\.make {message}"):
+        make_environment(config)
+
+
+def test_a_class_in_a_file_that_is_named_without_its_ending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "clocks.py").touch()
+    with pytest.raises(ConfigError, match=r"for your class in that file write clocks\.py:Clocks$"):
+        load_config([], ["model.tiny={}", "environment=clocks:Clocks"])
+    with pytest.raises(ConfigError, match=r"does not fit; allowed: .*(?<!Clocks)$"):
+        load_config([], ["model.tiny={}", "environment=watches:Clocks"])

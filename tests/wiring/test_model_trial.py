@@ -131,7 +131,7 @@ def test_pictures_and_servers_try_the_folder_before_they_use_it(
     monkeypatch.setattr(model_trial, "CPU_SECONDS", 5)
     folder = save(tiny("qwen3_vl"), tmp_path)
     template(ENDLESS)(folder)
-    pictures = ModelPictures(Model(path=str(folder)), ImageOpener(max_mib=1, max_megapixels=1))
+    pictures = ModelPictures(Model(path=str(folder)), ImageOpener(max_image_mib=1, max_image_megapixels=1))
     image = Image.new("RGB", (64, 64), "red")
     with pytest.raises(ModelError, match="did not end"):
         pictures.seen(ImageRef(source=image))

@@ -80,7 +80,7 @@ def make_probe(processor: Processor, settings: Model) -> Probe:
     """Make a probe with a noise image from a fixed seed."""
     # not a multiple of the patch size, so that the image processor must resize and its settings are tested too
     noise = np.random.default_rng(0).integers(0, 256, (*PROBE_SIDES_PX, 3), dtype=np.uint8)
-    opener = ImageOpener(max_mib=1, max_megapixels=1)  # both limits are above what the noise image needs
+    opener = ImageOpener(max_image_mib=1, max_image_megapixels=1)  # both limits are above what the noise image needs
     renderer = Renderer(processor, opener, min_pixels=settings.min_pixels, max_pixels=settings.max_pixels)
     message = Message(role="user", parts=(ImageRef(source=noise), PROBE_QUESTION))
     return Probe(

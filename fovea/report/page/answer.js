@@ -10,7 +10,7 @@ const ENDS = { max_turns: "ended at the limit of turns", max_tokens: "ended at t
 
 /** The card of answer `number`, of the run with this place; `firstImage` is the number of the first image after the prompt, `label` stands before its figures. */
 export function answerCard(run, answer, number, { heat, scale, firstImage, onToken, repeats, label }) {
-  const turns = answer.turns.length ? answer.turns : [{ messages: [], text: answer.text, finish: answer.finish, tokens: null }];
+  const { turns } = answer;
   const marks = answer.marks.map((mark) => [number, mark]);
   let image = firstImage;
   const pictureWithMarks = (part) => {
@@ -70,6 +70,6 @@ function scoreLine(answer, label, turns, repeats) {
     element("span", {}, `accuracy ${shown(answer.accuracy)}`),
     advantages.length ? element("span", { class: least < 0 ? "negative" : most > 0 ? "positive" : "soft" }, `advantage ${advantage}`) : null,
     parts.map(([name, value]) => element("span", { class: "part" }, foreign(name), ` ${shown(value)}`)),
-    answer.finish === "length" ? element("span", { class: "truncated" }, "truncated at the length limit") : null,
+    turns.at(-1).finish === "length" ? element("span", { class: "truncated" }, "truncated at the length limit") : null,
     ENDS[answer.end] ? element("span", { class: "truncated" }, ENDS[answer.end]) : null);
 }

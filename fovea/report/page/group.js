@@ -18,7 +18,7 @@ export function groupView(run, facts, step, place, group, { heat, scale, title }
       title ? " · " : "", `step ${whole(step)} · `, foreign(group.kind), group.id ? [" · ", foreign(group.id)] : null),
     images.length ? element("div", { class: "images" }, figures) : null,
     element("div", { class: "text" },
-      words(group.prompt, "words question"),
+      words(group.question, "words question"),
       element("p", { class: "truth" }, element("span", { class: "soft" }, "Truth: "), foreign(group.truth)),
       promptAsRead(group),
       readout,
@@ -36,7 +36,7 @@ function numbered(answer, number) {
 /** The prompt with its roles, folded, where it holds more than the question. */
 function promptAsRead(group) {
   const texts = group.messages.flatMap((message) => message.parts.filter((part) => typeof part === "string"));
-  if (texts.length === 1 && texts[0] === group.prompt) return null;
+  if (texts.length === 1 && texts[0] === group.question) return null;
   let image = 0;
   return element("details", { class: "prompt" }, element("summary", {}, "The prompt as the model read it"),
     group.messages.map((message) => element("div", { class: "message" }, element("span", { class: "soft" }, foreign(message.role)),

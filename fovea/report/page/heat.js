@@ -9,7 +9,7 @@ const SMALLEST_GAP = 0.01; // nats; rounding alone makes smaller ones, which sho
 /** The values of a heat [T] for recorded tokens, null where not finite; none where the run has not recorded them. */
 export function valuesOf(tokens, heat) {
   if (heat === "advantage") return tokens.advantages;
-  if (heat === "gap") return !tokens.engine.length ? [] : tokens.trainer.map((logprob, place) => gapOf(logprob, tokens.engine[place]));
+  if (heat === "gap") return !tokens.engine_logprobs.length ? [] : tokens.trainer_logprobs.map((logprob, place) => gapOf(logprob, tokens.engine_logprobs[place]));
   return [];
 }
 
@@ -50,7 +50,7 @@ function tokenSpan(piece, value, scale, place) {
 }
 
 function facts(tokens, place) {
-  const [engine, trainer, advantage] = [tokens.engine[place], tokens.trainer[place], tokens.advantages[place]];
+  const [engine, trainer, advantage] = [tokens.engine_logprobs[place], tokens.trainer_logprobs[place], tokens.advantages[place]];
   const pieces = [`${JSON.stringify(tokens.pieces[place])}`];
   if (engine !== undefined) pieces.push(`log-prob ${shown(engine)} engine`);
   if (trainer !== undefined) pieces.push(`${shown(trainer)} trainer`);

@@ -91,10 +91,10 @@ async function answersOf(run, place, name) {
 function merged(found) {
   const rows = new Map();
   found.forEach((answers, run) => {
-    for (const { answer, ...row } of answers) {
+    for (const row of answers) {
       const key = JSON.stringify([row.id, row.question, row.truth]);
       if (!rows.has(key)) rows.set(key, { ...row, run, answers: found.map(() => null) });
-      rows.get(key).answers[run] = answer;
+      [rows.get(key).answers[run]] = row.answers;
     }
   });
   return [...rows.values()];
@@ -118,7 +118,7 @@ function tallyOf(rows, runs) {
 }
 
 function rowView(row, runs) {
-  const images = row.images.map((image, place) => picture(row.run, { image }, place + 1, []));
+  const images = row.messages.flatMap((message) => message.parts).map((image, place) => picture(row.run, image, place + 1, []));
   return element("article", { class: `group held-out${images.length ? "" : " text-only"}` },
     element("p", { class: "soft place" }, foreign(row.id), " · ", foreign(row.kind), row.image_type === null ? null : [" · ", foreign(row.image_type)], row.index < 0 ? null : ` · row ${whole(row.index)}`),
     images.length ? element("div", { class: "images" }, images) : null,

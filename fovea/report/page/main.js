@@ -39,7 +39,10 @@ function drawHead(runs) {
       element("div", {}, element("dt", {}, label), element("dd", {}, foreign(text))))))));
 }
 
+const isRead = (run) => run.share_read === 1;
+
 function progress(run) {
+  if (!isRead(run)) return `reading metrics.jsonl: ${Math.floor(100 * run.share_read)} %`;
   if (run.finished && !run.step) return ""; // a target of an evaluation
   const steps = run.max_steps ? `step ${whole(run.step)} of ${whole(run.max_steps)}` : `step ${whole(run.step)}`;
   if (run.finished) return `${steps}, finished`;
@@ -58,7 +61,7 @@ async function poll() {
     if (text !== headText) drawHead(runs);
     headText = text;
     const page = pages[pageName()];
-    if ((await page.refresh(runs)) || hasFailed) await page.draw();
+    if (runs.every(isRead) && ((await page.refresh(runs)) || hasFailed)) await page.draw();
     alert.hidden = true;
     hasFailed = false;
   } catch (error) {
@@ -81,7 +84,7 @@ async function show() {
   }
   const page = pages[name];
   if (!page.root.isConnected) main.replaceChildren(page.root);
-  if (!runs.length) return;
+  if (!runs.length || !runs.every(isRead)) return;
   try {
     await page.refresh(runs);
     await page.draw();
@@ -106,7 +109,8 @@ function nextPoll() {
       document.removeEventListener("visibilitychange", end);
       resolve();
     };
-    const timer = setTimeout(end, POLL_MS);
+    const reads = !hasFailed && !document.hidden && !runs.every(isRead); // every poll reads more of a long run
+    const timer = setTimeout(end, reads ? 0 : POLL_MS);
     document.addEventListener("visibilitychange", end);
   });
 }

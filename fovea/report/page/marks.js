@@ -7,7 +7,7 @@ const SMALL_PX = 128; // narrower images are enlarged without blur
 
 /** An image of a run; `marks` are pairs of an answer's number and a mark on it. */
 export function picture(run, image, number, marks) {
-  const address = imageAddress(run, image.image);
+  const address = imageAddress(run, image.name);
   if (!address) return element("figure", { class: "shot" }, element("p", { class: "soft" }, `Image ${number} is not in this file; \`fovea view\` shows it.`));
   const shown = element("img", { alt: `Image ${number}`, src: address, loading: "lazy" });
   const root = element("figure", { class: "shot" }, shown, marks.map(([answer, mark]) => drawn(answer, mark)));

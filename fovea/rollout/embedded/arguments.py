@@ -21,12 +21,12 @@ def make_engine(
     vlm: PolicyNetwork,
     tape: Tape | None = None,
     pushed: Collection[str] = (),
-    can_give_way: bool = False,
+    can_free_memory: bool = False,
 ) -> EmbeddedEngine | PlainEngine:
     """Make the engine that samples with this network in this process: embedded, else plain.
 
     `pushed` are the weights that every push brings, whose memory is the update's while the embedded engine sleeps.
-    `can_give_way`: an update that runs out of memory frees what the engine keeps, and goes on.
+    `can_free_memory`: an update that runs out of memory frees what the engine keeps, and goes on.
     """
     int8 = settings.decode_weights == "int8"
     device = vlm.device
@@ -49,5 +49,5 @@ def make_engine(
         tape=tape,
         tuning=Tuning(int8_decoding=int8),
         pushed=pushed,
-        can_give_way=can_give_way,
+        can_free_memory=can_free_memory,
     )

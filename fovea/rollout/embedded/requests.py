@@ -93,6 +93,10 @@ class DecodeRow:
     answer_from: int = 0
     """Tokens in which no answer begins (`Sampling.answer_end`)."""
 
+    @property
+    def completion_id(self) -> str:
+        return f"{self.request.request.id}/{self.index}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemovedRow:
@@ -105,10 +109,6 @@ class RemovedRow:
     """True if a stop token or string ended it; False at the length limit, and if it was preempted."""
     places_T: NDArray[np.int64]
     """Activation-tape places of all tokens but the last, which is never fed back."""
-
-    @property
-    def completion_id(self) -> str:
-        return f"{self.row.request.request.id}/{self.row.index}"
 
 
 def by_prompt(requests: Iterable[QueuedRequest]) -> list[list[QueuedRequest]]:

@@ -14,14 +14,12 @@ from sglang.srt.entrypoints.http_server import app, launch_server
 from sglang.srt.server_args import ServerArgs
 
 from fovea.rollout.server import API_KEY_ENV
-from fovea.rollout.server_guard import Bans, RequireKey
+from fovea.rollout.server_guard import Guard
 
 
 def main(arguments: dict[str, Any]) -> None:
     """Serve until a signal ends the process."""
-    # the last one added sees a request first
-    app.add_middleware(Bans)
-    app.add_middleware(RequireKey)
+    app.add_middleware(Guard)
     launch_server(ServerArgs(**arguments, api_key=os.environ.get(API_KEY_ENV)))
 
 

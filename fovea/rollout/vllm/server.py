@@ -27,11 +27,7 @@ TRAINED_ON: Mapping[str, Any] = {
 
 
 MODULE = "vllm.entrypoints.launchers.api_server.entry"
-MIDDLEWARE = (
-    "fovea.rollout.server_guard.Bans",
-    "fovea.rollout.vllm.servers.SamePush",
-    "fovea.rollout.server_guard.RequireKey",
-)
+MIDDLEWARE = ("fovea.rollout.vllm.servers.SamePush", "fovea.rollout.server_guard.Guard")
 """Innermost first: a request without the key gets no further than the last."""
 WEIGHTS_DIR_ENV = "FOVEA_WEIGHTS_DIR"
 DEV_MODE_ENV = "VLLM_SERVER_DEV_MODE"

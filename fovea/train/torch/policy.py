@@ -113,7 +113,8 @@ class TorchPolicy(TrainedPolicy):
             everyone=ranks,
         )
         self._tape = tape
-        self._value_function = value_function
+        self.value_function = value_function
+        """PPO's critic; None without one."""
         self._reference_is_loaded_model = True
         model = None if value_function is None else value_function.model
         self._models: list[nn.Module] = [vlm, *([] if model is None else [model])]
@@ -126,8 +127,6 @@ class TorchPolicy(TrainedPolicy):
             rate_ratios=_rate_ratios(vlm, train),
         )
         self._saving = Saving(ranks)
-        self._engine_has_these_weights = False
-        """True while no weight has changed since the last `outgoing`: rollout activations may be reused."""
 
     @property
     def vlm(self) -> PolicyNetwork:
@@ -136,7 +135,7 @@ class TorchPolicy(TrainedPolicy):
 
     @property
     def _optimizers(self) -> list[Optimizer]:
-        return [self._optimizer, *([] if self._value_function is None else [self._value_function.optimizer])]
+        return [self._optimizer, *([] if self.value_function is None else [self.value_function.optimizer])]
 
     def _forward(self, batch: Batch) -> Scored:
         return self._scorer.score(batch)
@@ -150,7 +149,7 @@ class TorchPolicy(TrainedPolicy):
 
     @property
     def _value_model(self) -> nn.Module | None:
-        return None if self._value_function is None else self._value_function.model
+        return None if self.value_function is None else self.value_function.model
 
     @contextmanager
     def _update_mode(self) -> Iterator[None]:
@@ -184,7 +183,7 @@ class TorchPolicy(TrainedPolicy):
         """Rollout activations of these groups; None if the weights have changed since, or on a plain step."""
         if self._tape is None:
             return None
-        if self._schedule.is_plain or not self._engine_has_these_weights:
+        if self._schedule.is_plain or not self._tape.is_current:
             self._tape.free_graphs()
             return None
         return Reuse.of(groups, self._tape)
@@ -200,7 +199,8 @@ class TorchPolicy(TrainedPolicy):
         return bad or [group.task_id for group in groups]
 
     def _weights_changed(self) -> None:
-        self._engine_has_these_weights = False
+        if self._tape is not None:
+            self._tape.is_current = False
 
     def _pass_metrics(self) -> Metrics:
         experts = imbalance(self._ranks.gather(self._vlm.expert_load.counts()))
@@ -218,8 +218,8 @@ class TorchPolicy(TrainedPolicy):
         self._sft = None
         self._weights_changed()
         self._optimizer.masters.sync_from_model()
-        if self._value_function is not None:
-            self._value_function.snapshot_reference(self._vlm)
+        if self.value_function is not None:
+            self.value_function.snapshot_reference(self._vlm)
         if self._reference is not None:
             copy_weights(dict(self._vlm.named_parameters()), dict(self._reference.vlm.named_parameters()))
             self._reference_is_loaded_model = False
@@ -231,7 +231,6 @@ class TorchPolicy(TrainedPolicy):
 
     def outgoing(self) -> Iterable[OutgoingWeight]:
         """The weights for a sync, with adapters separate."""
-        self._engine_has_these_weights = True
         return outgoing(self._vlm.network)
 
     def outgoing_merged(self) -> Iterable[OutgoingWeight]:
@@ -246,8 +245,8 @@ class TorchPolicy(TrainedPolicy):
         for model, guard in self._guards:
             self._ranks.run_on_each(partial(guard.check, model))
         tensors = self._optimizer.tensors(TRAINABLE)
-        if self._value_function is not None:
-            tensors |= self._value_function.optimizer.tensors(VALUE)
+        if self.value_function is not None:
+            tensors |= self.value_function.optimizer.tensors(VALUE)
         if self._reference is not None and not self._reference_is_loaded_model:
             tensors[REFERENCE] = dict(self._reference.vlm.named_parameters())
         self._saving.begin(folder, tensors, self._counts)
@@ -260,8 +259,8 @@ class TorchPolicy(TrainedPolicy):
         """Restore the state that `save` wrote; TrainError if it belongs to another model."""
         self._weights_changed()
         self._optimizer.load(folder, TRAINABLE)
-        if self._value_function is not None:
-            self._value_function.optimizer.load(folder, VALUE)
+        if self.value_function is not None:
+            self.value_function.optimizer.load(folder, VALUE)
         self._steps, self._skipped_in_a_row = load_counts(folder, "steps", "skipped_in_a_row")
         if self._reference is not None:
             self._reference_is_loaded_model = not load_reference(folder, self._reference.vlm)

@@ -17,7 +17,7 @@ from fovea_gym.adapters.own_score import FIRST_SEED, ScoredBySession
 from fovea_gym.environments.base import Environment, Session, Split
 from fovea_gym.environments.custom.loading import load_named
 from fovea_gym.errors import ConfigError, DataError, MissingExtraError, describe_error, first_line, named
-from fovea_gym.graders.limited_calls import MAX_LATE_CALLS, CallThreads
+from fovea_gym.graders.grading import MAX_LATE_CALLS, CallThreads
 from fovea_gym.rows.tasks import LazyTasks
 from fovea_gym.settings.environments import GymnasiumEnvironment
 from fovea_gym.types import ImageRef, Message, Score, Task, Turn

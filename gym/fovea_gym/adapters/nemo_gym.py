@@ -24,7 +24,6 @@ from fovea_gym.environments.file_splits import FileSplits
 from fovea_gym.errors import DataError, first_line
 from fovea_gym.graders.base import NoScoreError
 from fovea_gym.rows.access import RowAccess
-from fovea_gym.rows.cells import image_refs
 from fovea_gym.rows.rows import Rows
 from fovea_gym.settings.environments import NemoGymEnvironment
 from fovea_gym.tools.base import Picture, Tool, ToolError
@@ -210,7 +209,7 @@ def _task(split: Split, rows: Rows, index: int, kind: str) -> Task:
     except (TypeError, ValueError) as error:
         raise bad_row(where, f"the row is not JSON ({first_line(error)}); give JSONL files", "row_kind") from error
     urls = [part.url for _, parts in messages for part in parts if isinstance(part, ImageUrl)]
-    images = image_refs(*urls, where=where, folder=rows.folder(index))
+    images = rows.image_refs(index, *urls)
     question = "\n".join(part for part in messages[-1][1] if isinstance(part, str))
     return Task(id=f"{split}/{index}", question=question, answer="", images=images, kind=kind, row=row)
 

@@ -14,7 +14,7 @@ from fovea_gym.errors import ConfigError, DataError, first_line
 from fovea_gym.graders.base import Grader
 from fovea_gym.rows.access import RowAccess
 from fovea_gym.rows.readers.base import listed
-from fovea_gym.rows.rows import Rows, image_refs, open_rows
+from fovea_gym.rows.rows import Rows, open_rows
 from fovea_gym.types import ImageRef, Message, Score, Task, Turn
 
 
@@ -81,7 +81,7 @@ def _tasks(benchmark: Benchmark, rows: Rows, index: int) -> list[Task]:
             question, answer, kind = benchmark.question(row), benchmark.answer(row), benchmark.kind(row)
             images = benchmark.images(row)
             benchmark.is_right(row, benchmark.target(row))  # raises where no answer could be graded
-        refs = image_refs(*images, where=where, folder=rows.folder(index))
+        refs = rows.image_refs(index, *images)
         tasks.append(Task(id=name, question=question, answer=answer, images=refs, kind=kind, row=row))
     return tasks
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fovea_gym.utils.stored import Number
+
 Z_95 = 1.959964
 """97.5 % point of the standard normal distribution."""
 
@@ -16,9 +18,9 @@ Z_95 = 1.959964
 class Estimate:
     """A mean over rows with its 95 % confidence interval."""
 
-    mean: float
-    low: float
-    high: float
+    mean: Number
+    low: Number
+    high: Number
     n: int
     """Number of rows."""
 

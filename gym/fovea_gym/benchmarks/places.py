@@ -23,7 +23,7 @@ _NUMBER = r"\s*(-?\d+(?:\.\d+)?)"
 _FOUR = rf"{_NUMBER},{_NUMBER},{_NUMBER},{_NUMBER}\s*"
 _SQUARE, _ANY_BRACKET = re.compile(rf"\[{_FOUR}\]"), re.compile(rf"[\[(]{_FOUR}[\])]")
 _NOTHING: Box = (0.0, 0.0, 0.0, 0.0)
-_HEADERS = ImageOpener(max_mib=32, max_megapixels=64)
+_HEADERS = ImageOpener(max_image_mib=32, max_image_megapixels=64)
 """Reads sizes of pictures, within the default limits of `data`."""
 
 

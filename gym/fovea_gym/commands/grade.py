@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fovea_gym.environments.dataset_prompts import ON_BAD_ROW, bad_row
+from fovea_gym.environments.dataset_prompts import bad_row
 from fovea_gym.errors import OTHER, BadRowError, ConfigError, DataError
 from fovea_gym.graders.by_name import Gradable, grader_of
 
@@ -60,9 +60,8 @@ def grade_file(name: Gradable, file: Path, write: Callable[[bytes], object]) -> 
             row = row_of(line, f"line {number}")
             graded = grade(_prediction(row, f"line {number}"), row, f"line {number}")
         except DataError as error:
-            # without the hint at a setting of training runs
-            problem = str(error).removesuffix(f"; {ON_BAD_ROW}")
-            summary.add_ungraded(error.reason if isinstance(error, BadRowError) else OTHER, number)
+            problem, reason = (error.problem, error.reason) if isinstance(error, BadRowError) else (str(error), OTHER)
+            summary.add_ungraded(reason, number)
             row |= {"score": None, "parts": {}, "reason": problem}
         else:
             summary.add_score(graded.score)

@@ -24,9 +24,8 @@ from fovea_gym.environments.dataset_prompts import plain_answer, question_of
 from fovea_gym.environments.dataset_tasks import FileTasks
 from fovea_gym.errors import DataError
 from fovea_gym.graders.base import Grade, Grader, shown
-from fovea_gym.graders.grading import Grading
+from fovea_gym.graders.grading import Grading, LimitedCalls
 from fovea_gym.graders.judge import CAPTION_PROMPT, JudgeClient, limits_of
-from fovea_gym.graders.limited_calls import LimitedCalls
 from fovea_gym.graders.opinions import OpinionOfJudge, ScoresAnswers
 from fovea_gym.rows.access import RowAccess
 from fovea_gym.rows.images import OpenImage

@@ -21,12 +21,11 @@ _ROLES: dict[object, Role] = {
     **{"system": "system", "user": "user", "human": "user"},
     **{"assistant": "assistant", "gpt": "assistant"},
 }
-ON_BAD_ROW = "fix the row, or set data.on_bad_row=skip"
 
 
 def bad_row(where: str, problem: str, reason: str) -> BadRowError:
     """The error for a row with this problem."""
-    return BadRowError(f"{where}: {problem}; {ON_BAD_ROW}", reason)
+    return BadRowError(f"{where}: {problem}", reason, "fix the row")
 
 
 def never_right(answer: str, where: str) -> BadRowError:

@@ -30,7 +30,7 @@ from fovea_gym.errors import BadRowError, DataError
 from fovea_gym.graders.base import Grader
 from fovea_gym.rows.access import RowAccess
 from fovea_gym.rows.readers.base import listed, nearest
-from fovea_gym.rows.rows import Rows, image_refs
+from fovea_gym.rows.rows import Rows
 from fovea_gym.settings.environments import RowsEnvironment
 from fovea_gym.settings.splits import FileEnvironment
 from fovea_gym.types import Message, Task
@@ -86,13 +86,13 @@ class FileTasks(Environment):
         key = prompt_key(row, self._settings)
         if key is None:
             raise bad_row(where, "the row has no question", "prompt_empty")
-        images = image_refs(*image_cells(row, self._settings), where=where, folder=rows.folder(index))
+        images = rows.image_refs(index, *image_cells(row, self._settings))
         texts = self._question(row, key, where)
         check_prompt(texts, images, where)
         if self._settings.system_prompt is not None and texts[0][0] == "system":
             setting = f"{self._section}system_prompt"
             problem = f"the row has a system message, and {setting} is set too"
-            raise BadRowError(f"{where}: {problem}; unset {setting}", "prompt_role")
+            raise BadRowError(f"{where}: {problem}", "prompt_role", f"unset {setting}")
         interleaved(self._framed(texts), images, where)
         answer = self._answer(row, key, where)
         asked = texts[-1][1]
@@ -115,8 +115,8 @@ class FileTasks(Environment):
                 raise
             names = self._settings.answer_names
             problem = f"no column is called {' or '.join(names)} (the columns are {listed(list(row))})"
-            fix = f"set {self._section}answer_key{nearest(names, list(row))}, or data.on_bad_row=skip"
-            raise BadRowError(f"{where}: {problem}, so nothing can be right; {fix}", error.reason) from None
+            fix = f"set {self._section}answer_key{nearest(names, list(row))}"
+            raise BadRowError(f"{where}: {problem}, so nothing can be right", error.reason, fix) from None
 
     def _answer_cell(self, row: Row, key: str, where: str) -> object:
         answer = answer_key(row, key, self._settings)
@@ -160,7 +160,7 @@ def check_pictures(settings: FileEnvironment, rows: Rows, source: str, section: 
 
 
 def first_rows(rows: Sequence[Row]) -> Iterator[Row]:
-    """The first rows of a file, without those that cannot be read: `data.on_bad_row` decides about these."""
+    """The first rows of a file, without those that cannot be read, which are refused when their turn comes."""
     for index in range(min(len(rows), _ROWS_LOOKED_AT)):
         with suppress(BadRowError):
             yield rows[index]

@@ -14,7 +14,6 @@ import numpy as np
 from fovea_gym.environments.base import Split
 from fovea_gym.errors import BadRowError, DataError
 from fovea_gym.rows.access import RowAccess
-from fovea_gym.rows.cells import image_refs
 from fovea_gym.rows.images import is_url, no_such_image
 from fovea_gym.rows.rows import Rows, open_rows
 from fovea_gym.rows.tasks import LazyTasks, RowPlace
@@ -64,7 +63,7 @@ def image_hashes(rows: Rows, columns: Sequence[str]) -> Iterable[tuple[bytes, ..
     """Hashes of the images in these columns, row by row; none for cells that hold no image."""
     for index, cells in enumerate(zip(*(rows.column(name) for name in columns), strict=True)):
         try:
-            refs = image_refs(*cells, where=rows.where(index), folder=rows.folder(index))
+            refs = rows.image_refs(index, *cells)
         except BadRowError:  # it is counted when a split comes to it
             refs = ()
         yield tuple(map(_image_hash, refs))
@@ -185,7 +184,7 @@ class FileSplits:
         if len(rows) == 1:
             return "there is a single training row"
         for name in self._settings.image_names:
-            for ref in image_refs(next(iter(rows.column(name))), where=rows.where(0), folder=rows.folder(0)):
+            for ref in rows.image_refs(0, next(iter(rows.column(name)))):
                 if isinstance(ref.source, str) and not is_url(ref.source) and not Path(ref.source).exists():
                     raise no_such_image(f"{ref.where} ({ref.source[:200]})")
         return f"the {len(rows)} training rows, or those that are left of them, share one image"

@@ -6,15 +6,15 @@ since an engine that computes on the run's loop would hold them up.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from fovea_gym.environments.base import Environment, OwnReplies, Session, Split
 from fovea_gym.environments.custom.checks import check_messages
-from fovea_gym.environments.session_task import SessionTask
 from fovea_gym.errors import (
     BadRowError,
     ClusterError,
@@ -28,21 +28,22 @@ from fovea_gym.errors import (
     describe_error,
 )
 from fovea_gym.graders.base import LateError, NoScoreError, TryAgainError
-from fovea_gym.graders.limited_calls import CallLimits, CallThreads, LimitedCalls, called, without_ends
+from fovea_gym.graders.grading import CallLimits, CallThreads, LimitedCalls, called, without_ends
 from fovea_gym.settings.splits import SessionLimits
 from fovea_gym.tools.base import Tool
 from fovea_gym.types import Message, Score, Task, Turn
+from fovea_gym.utils.event_loop import BackgroundLoop
 
 LOG = logging.getLogger(__name__)
 Result = TypeVar("Result")
+Make: TypeAlias = Callable[[], Awaitable[Result]]
 
 
 def unreadable(session: Session, error: DataError) -> FoveaError:
     """The error for an episode whose reply cannot be rendered, such as one with a damaged picture."""
     text, reason = str(error), "reply"
     if isinstance(error, BadRowError):
-        # the rest of its text is advice for rows
-        reason, text = "picture", text.partition("; ")[0] if "data.on_bad_row" in text else text
+        reason, text = "picture", error.problem  # its fix is for rows
     if isinstance(session, LimitedSession):
         return session.failure(reason, text)
     return DataError(f"{text}; correct it in the environment's reply") if reason == "picture" else error
@@ -76,10 +77,12 @@ class LimitedSessions(Environment):
         name: str,
         *,
         settings: str = "session.",
+        way_out: str = "",
         asks_score: bool = True,
     ) -> None:
         """`name` is what messages call the environment; `settings` stands before the names of its limits there.
 
+        `way_out` is advice on code that keeps the deadline from acting, after that to correct it.
         Without `asks_score` graders score its episodes.
         """
         self.asks_score = asks_score
@@ -99,14 +102,17 @@ class LimitedSessions(Environment):
             calls_at_once=limits.max_concurrent,
             timeout_seconds=limits.deadline_seconds,
             may_hold_lock=True,
-            way_out="",
+            way_out=way_out,
         )
         self._calls = LimitedCalls(of_calls)
         weakref.finalize(self, self._calls.loop.close)
 
     def without_scores(self) -> LimitedSessions:
         """The same environment, whose episodes graders score."""
-        return LimitedSessions(self.inside, self._limits, self._name, settings=self._settings, asks_score=False)
+        way_out = self._calls.limits.way_out
+        return LimitedSessions(
+            self.inside, self._limits, self._name, settings=self._settings, way_out=way_out, asks_score=False
+        )
 
     def tasks(self, split: Split) -> Sequence[Task]:
         return self.inside.tasks(split)
@@ -203,9 +209,7 @@ class LimitedSession(Session):
         if session is not None:
             await self._calls.call(lambda: _of_session(session.close), 0, ())
 
-    async def _limited(
-        self, method: str, make: Callable[[], Awaitable[Result]], again: tuple[type[NoScoreError], ...]
-    ) -> Result:
+    async def _limited(self, method: str, make: Make[Result], again: tuple[type[NoScoreError], ...]) -> Result:
         retries = self._limits.retries
         try:
             return await self._task.call(lambda: self._calls.call(lambda: _of_session(make), retries, again))
@@ -219,7 +223,7 @@ class LimitedSession(Session):
         return self._opened
 
 
-async def _of_session(make: Callable[[], Awaitable[Result]]) -> Result:
+async def _of_session(make: Make[Result]) -> Result:
     """The result of the session's code; NoScoreError for whatever it raises but errors that end the run."""
     with without_ends():
         try:
@@ -230,3 +234,68 @@ async def _of_session(make: Callable[[], Awaitable[Result]]) -> Result:
             raise NoScoreError(f"failed: {error}") from error
         except Exception as error:
             raise NoScoreError(describe_error(error)) from error
+
+
+class SessionTask:
+    """Calls in one task of a background loop, awaited on another; a cancelled caller ends its call, not the task.
+
+    All calls of a session are made in it, since cancel scopes of anyio (MCP) need a single task.
+    """
+
+    def __init__(self, loop: BackgroundLoop) -> None:
+        self._loop = loop
+        self._task: asyncio.Task[None] | None = None
+        self._calls: asyncio.Queue[tuple[Make[Any], asyncio.Future[Any]]] = asyncio.Queue()
+        self._running: asyncio.Future[Any] | None = None
+
+    async def call(self, make: Make[Result]) -> Result:
+        """The result of a call."""
+        return await self._loop.run(self._ask(make))
+
+    async def last_call(self, make: Make[Result]) -> Result:
+        """The result of a call after which the task ends; it runs to its end if the caller is cancelled meanwhile."""
+        return await self._loop.run_to_end(self._ask_last(make))
+
+    async def _ask_last(self, make: Make[Result]) -> Result:
+        try:
+            return await self._ask(make)
+        finally:
+            if self._task is not None:
+                self._task.cancel()
+
+    async def _ask(self, make: Make[Result]) -> Result:
+        if self._task is None:
+            self._task = asyncio.create_task(self._serve())
+        answer: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        self._calls.put_nowait((make, answer))
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            if self._running is answer:
+                self._task.cancel()
+            raise
+
+    async def _serve(self) -> None:
+        while True:
+            make, answer = await self._calls.get()
+            if not answer.cancelled():
+                await self._answer(make, answer)
+
+    async def _answer(self, make: Make[Any], answer: asyncio.Future[Any]) -> None:
+        self._running = answer
+        try:
+            result = await make()
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or not answer.cancelled():
+                answer.cancel()
+                raise
+            task.uncancel()
+        except Exception as error:
+            if not answer.cancelled():
+                answer.set_exception(error)
+        else:
+            if not answer.cancelled():
+                answer.set_result(result)
+        finally:
+            self._running = None

@@ -5,15 +5,16 @@ The graders of geo3k and vqa import only pydantic, and start in a tenth of a sec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
 from types import ModuleType
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from fovea_gym.environments.dataset_prompts import bad_row, never_right, plain_answer
-from fovea_gym.errors import BadRowError, DataError
+from fovea_gym.errors import ConfigError, DataError
 from fovea_gym.graders import boxed_answer, vqa_answer
 from fovea_gym.graders.base import Grade
 from fovea_gym.graders.vqa_words import options_of, true_letter
@@ -22,6 +23,14 @@ Gradable: TypeAlias = Literal["geo3k", "vqa", "caption", "geospot", "shapes", "g
 """Environments whose answers can be graded offline."""
 Row: TypeAlias = Mapping[str, object]
 OfflineGrader: TypeAlias = Callable[[str, Row, str], Grade]
+
+
+def check_grader(name: str, graders: Sequence[str] = get_args(Gradable)) -> None:
+    """ConfigError, with a near name, for one that none of these graders has."""
+    if name not in graders:
+        near = difflib.get_close_matches(name, graders, n=1)
+        fix = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(graders)}"
+        raise ConfigError(f"there is no grader {name}; {fix}")
 
 
 def grader_of(name: Gradable, rows: Iterable[Row]) -> OfflineGrader:
@@ -82,10 +91,7 @@ def _geospot(geospot: ModuleType, prediction: str, row: Row, where: str) -> Grad
     if not isinstance(truth, Mapping):
         problem = f"truth is of type {type(truth).__name__}, not an object with any of country, region, city, lat, lon"
         raise bad_row(where, problem, "answer_kind")
-    try:
-        place = geospot.place_of(truth, where=where)
-    except DataError as error:
-        raise BadRowError(str(error), "place") from error
+    place = geospot.place_of(truth, where=where)
     if not place.known:
         raise bad_row(where, "truth has none of country, region, city, lat, lon", "answer_missing")
     graded: Grade = geospot.grade(prediction, truth)

@@ -1,22 +1,47 @@
-"""Scores of a run's answers: the one place where a grader is called, whatever it is and however it fails."""
+"""Scores of a run's answers: the one place where a grader is called, whatever it is and however it fails.
+
+From the outside in: `Grading` asks the grader of a stage and checks its reward; `LimitedCalls` gives every call a time
+limit, retries and a place among those that run at once, for graders that wait and for sessions; `CallThreads` runs
+the user's blocking code in threads.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from decimal import Decimal
-from typing import Protocol
+from threading import Thread
+from typing import Any, Literal, Protocol, TypeVar
 
-from fovea_gym.errors import DataError, FailedEpisodeError, ScoreError
-from fovea_gym.graders.base import Grader
-from fovea_gym.graders.limited_calls import LimitedCalls, UnlimitedCalls
+from fovea_gym.errors import (
+    DataError,
+    FailedEpisodeError,
+    ScoreError,
+    UnscoredError,
+    describe_error,
+    first_line,
+    result_or_error,
+)
+from fovea_gym.graders.base import Grader, LateError, NoScoreError, TryAgainError
 from fovea_gym.graders.opinions import GivenScore, beside
 from fovea_gym.types import Score, Task, Turn
+from fovea_gym.utils.event_loop import BackgroundLoop
+from fovea_gym.utils.loop_watch import LoopWatch
 
 REWARD_LIMIT = 1e6
 """Size above which a reward is an error: it would drown all others, and its square may not be finite."""
+FIRST_PAUSE_SECONDS = 0.5
+MAX_PAUSE_SECONDS = 30.0
+HELD_SECONDS = 60.0
+"""How long after its time limit a call may keep the event loop from running: an export or an engine's start of the same
+process may hold the interpreter lock for seconds."""
+MAX_LATE_CALLS = 8
+Result = TypeVar("Result")
 
 
 class Closes(Protocol):
@@ -103,3 +128,185 @@ class Grading:
             if any("\ud800" <= character <= "\udfff" for character in name):
                 raise DataError(f"{task.id}: the score has a part {name!r:.60} with half a character; rename it")
         return score
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallLimits:
+    """The limits of the calls of a grader or of sessions, and the words for them in messages."""
+
+    name: str
+    """The grader: `mine.py:score`, `the judge at http://localhost:8000/v1`."""
+    settings: str = ""
+    """The words before the names of these limits in errors, such as `judge.` or `reward_`."""
+    time_limit: str = "timeout_seconds"
+    """Last words of the setting of the time limit."""
+    calls_at_once: int = 1
+    timeout_seconds: float | None = 10.0
+    """For one try; None for graders with a separate limit."""
+    max_retries: int = 0
+    """Further tries after a timeout or a TryAgainError, with growing pauses."""
+    on_failure: Literal["error", "drop", "drop_completion"] = "error"
+    may_hold_lock: bool = False
+    """True if the calls run code of the user's, which can keep the time limit from acting."""
+    way_out: str = ""
+    """Advice on code that keeps the time limit from acting, after that to correct it, such as another remedy."""
+
+    @property
+    def time_setting(self) -> str:
+        """The setting of the time limit."""
+        return f"{self.settings}{self.time_limit}"
+
+
+class UnlimitedCalls:
+    """Calls of graders that keep to their own limits, on an event loop beside the run's."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = BackgroundLoop(name)
+
+    async def score(self, grader: Grader, task: Task, turns: Sequence[Turn]) -> Score:
+        """The grader's score; to be awaited on `loop`."""
+        return await grader.score(task, turns)
+
+
+class LimitedCalls:
+    """Calls of a run's graders within shared limits."""
+
+    def __init__(self, limits: CallLimits) -> None:
+        self.limits = limits
+        self._slots = asyncio.Semaphore(limits.calls_at_once)
+        # a separate thread: an engine that computes on the run's loop would hold up replies until their time runs out
+        self.loop = BackgroundLoop(limits.name)
+        self._calling = _watch(limits).calling if limits.may_hold_lock else nullcontext
+
+    async def score(self, grader: Grader, task: Task, turns: Sequence[Turn]) -> Score:
+        """The score of the first try that gives one, awaited on `loop`; else ScoreError, or UnscoredError to drop.
+
+        A FailedEpisodeError drops the completion, another UnscoredError its group.
+        """
+        try:
+            return await self.call(
+                lambda: grader.score(task, turns), self.limits.max_retries, (LateError, TryAgainError)
+            )
+        except NoScoreError as error:
+            text = f"{self.limits.name} {error}"
+            if self.limits.on_failure == "drop":
+                raise UnscoredError(text) from error
+            if self.limits.on_failure == "drop_completion":
+                raise FailedEpisodeError(text, "score") from error
+            fix = f"fix it, or set {self.limits.settings}on_failure=drop to leave such groups out"
+            raise ScoreError(f"{text}; {fix}") from error
+
+    async def call(
+        self, make: Callable[[], Awaitable[Result]], max_retries: int, again: tuple[type[NoScoreError], ...]
+    ) -> Result:
+        """The result of the first try that gives one, awaited on `loop`; errors of types in `again` are tried again."""
+        for num_failed in range(1, max_retries + 2):
+            try:
+                return await self._try(make)
+            except NoScoreError as error:
+                if num_failed > max_retries or not isinstance(error, again):
+                    tries = f" in the last of {num_failed} tries" if num_failed > 1 else ""
+                    raise type(error)(f"{error}{tries}") from error
+            await asyncio.sleep(min(FIRST_PAUSE_SECONDS * 2 ** (num_failed - 1), MAX_PAUSE_SECONDS))
+        raise AssertionError("the last try returns or raises")
+
+    async def _try(self, make: Callable[[], Awaitable[Result]]) -> Result:
+        timeout_seconds = self.limits.timeout_seconds
+        try:
+            async with self._slots, asyncio.timeout(timeout_seconds) as limit:
+                with self._calling():
+                    return await make()
+        except TimeoutError as error:
+            if not limit.expired():  # the code's own error, of a socket for instance
+                raise NoScoreError(f"raised {first_line(error)}") from error
+            raise LateError(f"took more than {self.limits.time_setting}={timeout_seconds or 0:g}") from error
+
+
+def _watch(limits: CallLimits) -> LoopWatch:
+    assert limits.timeout_seconds is not None, limits.name
+    seconds = limits.timeout_seconds + HELD_SECONDS
+    return LoopWatch(
+        seconds,
+        f"error: {limits.name} has blocked this process for {seconds:g} s, and {limits.time_setting}="
+        f"{limits.timeout_seconds:g} cannot end it: it holds Python's interpreter lock, as a regular expression with "
+        f"nested repeats does, or is async and does not await; correct it at its line below{limits.way_out}",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LimitedGrader:
+    """A grader whose calls keep to their own limits."""
+
+    grader: Grader
+    calls: LimitedCalls
+
+    async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
+        return await self.calls.score(self.grader, task, turns)
+
+
+class BlockingCalls(Protocol):
+    """Runs calls that block, one at a time or several."""
+
+    async def run(self, call: Callable[[], object]) -> object:
+        """The result of a call; NoScoreError where it raises."""
+        ...
+
+
+class CallThreads:
+    """Threads for calls of one piece of code, each call in a separate thread; to be used from one event loop."""
+
+    def __init__(
+        self, name: str, *, setting: str = "reward_timeout_seconds", max_late_calls: int = MAX_LATE_CALLS
+    ) -> None:
+        """`setting` is the time limit after which the caller gives a call up."""
+        self._name = name
+        self._setting = setting
+        self._max_late_calls = max_late_calls
+        self._late: list[Thread] = []
+
+    async def run(self, call: Callable[[], object]) -> object:
+        """The result of a call. NoScoreError where it raises, ScoreError where too many calls given up still run."""
+        done: Future[tuple[object, BaseException | None]] = Future()
+        done.set_running_or_notify_cancel()  # from here on a timeout cannot cancel it under the thread's hands
+        # a daemon: a call that never ends must not hold the end of the process
+        thread = Thread(target=lambda: done.set_result(result_or_error(call)), name=self._name, daemon=True)
+        thread.start()
+        try:
+            result, error = await asyncio.wrap_future(done)
+        except asyncio.CancelledError:
+            self._late = [each for each in self._late if each.is_alive()] + [thread]
+            if len(self._late) < self._max_late_calls:
+                raise
+            raise ScoreError(
+                f"{len(self._late)} calls of {self._name} still run after {self._setting} each, and a thread cannot be "
+                f"ended; make it end, or raise {self._setting}"
+            ) from None
+        return result_of(result, error)
+
+
+async def called(threads: BlockingCalls, function: Callable[..., Any], *arguments: object) -> Any:
+    """The result of the user's function, awaited if it is async, else called in a thread."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*arguments)
+    return await threads.run(lambda: function(*arguments))
+
+
+@contextmanager
+def without_ends() -> Iterator[None]:
+    """NoScoreError for errors of awaited code that would end its event loop, or look like its end."""
+    try:
+        yield
+    except (asyncio.CancelledError, SystemExit, KeyboardInterrupt) as error:
+        running = asyncio.current_task()
+        if running is not None and running.cancelling():  # by the time limit, or since the run ends
+            raise
+        raise NoScoreError(describe_error(error)) from error
+
+
+def result_of(result: object, error: BaseException | None) -> object:
+    """The result of a call; NoScoreError where it has raised."""
+    if isinstance(error, TryAgainError):
+        raise error
+    if error is not None:
+        raise NoScoreError(describe_error(error)) from error
+    return result

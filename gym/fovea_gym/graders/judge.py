@@ -11,7 +11,7 @@ from PIL.Image import Image
 
 from fovea_gym.errors import ConfigError
 from fovea_gym.graders.base import NoScoreError, TryAgainError
-from fovea_gym.graders.limited_calls import CallLimits
+from fovea_gym.graders.grading import CallLimits
 from fovea_gym.rows.images import png_url
 from fovea_gym.settings.rewards import Judge
 from fovea_gym.utils.http_json import CallBounds, CallError, JsonServer, bearer

@@ -11,7 +11,6 @@ from PIL.Image import Image
 
 from fovea_gym.environments.dataset_prompts import question_of
 from fovea_gym.graders.base import Grader, weighted_turns
-from fovea_gym.graders.limited_calls import LimitedCalls
 from fovea_gym.rows.images import OpenImage
 from fovea_gym.types import Score, Task, Turn
 from fovea_gym.utils.event_loop import gather_or_cancel
@@ -68,17 +67,6 @@ class OpinionOfRewardModel(OpinionOfJudge):
             return await asyncio.to_thread(model.score, question, answer, images)
 
         super().__init__(ask, open_image)
-
-
-@dataclass(frozen=True, slots=True)
-class LimitedGrader:
-    """A grader whose calls keep to their own limits."""
-
-    grader: Grader
-    calls: LimitedCalls
-
-    async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
-        return await self.calls.score(self.grader, task, turns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,12 +18,14 @@ if TYPE_CHECKING:
 class UrlLimits:
     """Limits of one download, most of them settings of the same names in `config.Data`."""
 
-    max_mib: float = 32.0
-    timeout_seconds: float = 20.0
+    max_image_mib: float = 32.0
+    url_timeout_seconds: float = 20.0
     max_redirects: int = 5
     retries: int = 2
     """Further tries where the server is busy, broken or unreachable."""
     allow_private_addresses: bool = False
+    section: str = ""
+    """The words before these names in errors: `data.` where a recipe has them."""
 
 
 _CACHE_BYTES = 1 << 28
@@ -64,6 +66,8 @@ class RowAccess:
     url_limits: UrlLimits = field(default_factory=UrlLimits)
     section: str = ""
     """The words before the names of an environment's settings in errors: `environment.` where a recipe has them."""
+    data_section: str = ""
+    """The words before `cache_dir` and `image_root` in errors: `data.` where a recipe has them."""
     cache: GroupCache = field(default_factory=GroupCache)
     """Decoded row groups, shared by all Parquet files so that its bound holds for the run."""
 

@@ -30,20 +30,23 @@ _ANYWHERE = re.compile(r"(https?|s3a?|gs|gcs)://")
 _IPV6_HOST = re.compile(r"https?://\[[0-9A-Fa-f:.%]+\]")
 _LONGEST_PATH = 4096
 """Characters: Linux takes no longer path, and the time of resolving one is quadratic in its slashes."""
-_SKIP = "or set data.on_bad_row=skip"
 
 
-def image_refs(*cells: object, where: str, folder: str | Path | None) -> tuple[ImageRef, ...]:
+def image_refs(
+    *cells: object, where: str, folder: str | Path | None, image_root: str = "image_root"
+) -> tuple[ImageRef, ...]:
     """Return references to the images of a row's cells, numbered from 1 over all cells; BadRowError naming `where`.
 
     A cell is one image or a list of them; None is not an image. An image is encoded bytes, also as a numpy array, a
     {bytes, path} struct, base64 text, bare or as a data URI, a path relative to `folder` (a URL where the data file
     is remote), a URL (https://, http://, s3://, gs://), a picture of Pillow's, or RGB values [height, width, 3].
     `folder` is None for rows of the user's own code, whose paths start at the working directory and may lead anywhere.
+    `image_root` is what an error calls the setting of another folder.
     """
     images = [image for cell in cells for image in _listed(cell)]
     folder = None if folder is None else str(folder)
-    return tuple(_image_ref(image, f"{where}, image {n}", folder) for n, image in enumerate(images, start=1))
+    names = (f"{where}, image {n}" for n in range(1, len(images) + 1))
+    return tuple(_image_ref(*each, folder, image_root) for each in zip(images, names, strict=True))
 
 
 def _listed(cell: object) -> Iterator[object]:
@@ -57,7 +60,7 @@ def _listed(cell: object) -> Iterator[object]:
         yield cell
 
 
-def _image_ref(image: object, where: str, folder: str | None) -> ImageRef:
+def _image_ref(image: object, where: str, folder: str | None, image_root: str) -> ImageRef:
     if isinstance(image, Mapping):
         content = image.get("bytes")
         image = image.get("path") if content is None else content
@@ -70,25 +73,25 @@ def _image_ref(image: object, where: str, folder: str | None) -> ImageRef:
     if isinstance(image, os.PathLike):
         image = os.fspath(image)
     if isinstance(image, str) and image.strip():
-        return ImageRef(source=_from_text(image, where, folder), where=where)
+        return ImageRef(source=_from_text(image, where, folder, image_root), where=where)
     seen = "an empty text" if isinstance(image, str) else f"a value of type {type(image).__name__}"
     raise BadRowError(
-        f"{where}: {seen} is not an image; store encoded bytes, base64, a path, a URL or a {{bytes, path}} struct, "
-        f"{_SKIP}",
+        f"{where}: {seen} is not an image",
         "image_kind",
+        "store encoded bytes, base64, a path, a URL or a {bytes, path} struct",
     )
 
 
-def _from_text(text: str, where: str, folder: str | None) -> bytes | str:
+def _from_text(text: str, where: str, folder: str | None, image_root: str) -> bytes | str:
     if text.startswith("data:"):
         head = _DATA_URI.match(text)
         if head is None:
             problem = f"{text[:40]}... is not a data URI of an image in base64"
-            raise BadRowError(f"{where}: {problem}; write data:image/png;base64,..., {_SKIP}", "image_base64")
+            raise BadRowError(f"{where}: {problem}", "image_base64", "write data:image/png;base64,...")
         return _unbase64(text[head.end() :], where)
     if _BASE64.fullmatch(text):
         return _unbase64(text, where)
-    return _located(text, where, folder)
+    return _located(text, where, folder, image_root)
 
 
 def _unbase64(text: str, where: str) -> bytes:
@@ -96,34 +99,30 @@ def _unbase64(text: str, where: str) -> bytes:
         return base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError) as error:
         problem = f"the base64 text of the image is damaged ({error})"
-        raise BadRowError(f"{where}: {problem}; write it again, {_SKIP}", "image_base64") from error
+        raise BadRowError(f"{where}: {problem}", "image_base64", "write it again") from error
 
 
-def _located(path: str, where: str, folder: str | None) -> str:
+def _located(path: str, where: str, folder: str | None, image_root: str) -> str:
     if "::" in _IPV6_HOST.sub("", path, count=1) and (is_url(path) or is_url(folder or "")):
         # fsspec reads s3://a::file:///b as a chain of protocols that ends at a file of this machine
-        raise BadRowError(
-            f"{where}: {path[:200]} is a chain of URLs; write the URL of one image, {_SKIP}", "url_invalid"
-        )
+        raise BadRowError(f"{where}: {path[:200]} is a chain of URLs", "url_invalid", "write the URL of one image")
     if _ANYWHERE.match(path):
         return path
     if len(path) > _LONGEST_PATH:
         problem = f"a text of {len(path)} characters, {path[:40]}..., is not an image and too long for a path"
-        raise BadRowError(f"{where}: {problem}; correct the row, {_SKIP}", "image_kind")
+        raise BadRowError(f"{where}: {problem}", "image_kind", "correct the row")
     if folder is None:
         if is_url(path):
             problem = f"{path[:200]} is of a protocol that is not read"
-            raise BadRowError(
-                f"{where}: {problem}; give a path, or a URL at http(s)://, s3:// or gs://, {_SKIP}",
-                "image_outside_folder",
-            )
+            fix = "give a path, or a URL at http(s)://, s3:// or gs://"
+            raise BadRowError(f"{where}: {problem}", "image_outside_folder", fix)
         return os.path.abspath(path)
     inside = _below(folder, path)
     if inside is None:
         raise BadRowError(
-            f"{where}: the path {path[:200]} leads out of {folder}, where the images of this data file are; move the "
-            f"image there, set data.image_root, store its bytes in the row, {_SKIP}",
+            f"{where}: the path {path[:200]} leads out of {folder}, where the images of this data file are",
             "image_outside_folder",
+            f"move the image there, set {image_root}, store its bytes in the row",
         )
     return inside
 

@@ -56,15 +56,15 @@ class Deadline:
 
 
 class PinnedNetwork(httpcore2.NetworkBackend):
-    """TCP connections to public addresses, or to any with `allow_private_addresses`, until a deadline.
+    """TCP connections to public addresses, or to any where the limits allow private ones, until a deadline.
 
     A private address is a BadRowError naming `where`; failures of the network are httpcore2's exceptions.
     """
 
-    def __init__(self, where: str, deadline: Deadline, *, allow_private_addresses: bool) -> None:
+    def __init__(self, where: str, deadline: Deadline, limits: UrlLimits) -> None:
         self._where = where
         self._deadline = deadline
-        self._allow_private_addresses = allow_private_addresses
+        self._limits = limits
         self._sockets = httpcore2.SyncBackend()
 
     def connect_tcp(
@@ -86,12 +86,12 @@ class PinnedNetwork(httpcore2.NetworkBackend):
         except (OSError, UnicodeError) as error:
             raise httpcore2.ConnectError(str(error)) from error
         private = [address for address in found if not is_public(address)]
-        if private and not self._allow_private_addresses:
+        if private and not self._limits.allow_private_addresses:
             raise BadRowError(
                 f"{self._where}: {host} is at {private[0]}, an address of this machine or a private network, which "
-                "rows may not reach; set data.allow_private_addresses=true if you trust the rows, or "
-                "data.on_bad_row=skip",
+                "rows may not reach",
                 "url_private_address",
+                f"set {self._limits.section}allow_private_addresses=true if you trust the rows",
             )
         return found[0]
 
@@ -183,7 +183,7 @@ class FailedHosts:
             content = self._read(url, where)
         except BadRowError as error:
             if error.reason.startswith(_OF_THE_HOST):
-                self._failed(name, str(error))
+                self._failed(name, error.problem)
             raise
         with self._lock:
             self._hosts.pop(name, None)
@@ -196,11 +196,12 @@ class FailedHosts:
         if host is not None and left_seconds > 0:
             raise BadRowError(
                 f"{where}: {name} failed for {host.failures} images in a row and is asked again in "
-                f"{left_seconds:.0f} s; bring it back, or set data.on_bad_row=skip",
+                f"{left_seconds:.0f} s",
                 "url_host_failed",
+                "bring it back",
             )
 
-    def _failed(self, name: str, error: str) -> None:
+    def _failed(self, name: str, problem: str) -> None:
         with self._lock:
             host = self._hosts.setdefault(name, _FailingHost())
             host.failures += 1
@@ -212,7 +213,7 @@ class FailedHosts:
                 self._noted.add(name)
         if is_new:
             self._note(
-                f"{name} failed for {MAX_FAILURES} images in a row, the last one: {error.partition('; ')[0]}; "
+                f"{name} failed for {MAX_FAILURES} images in a row, the last one: {problem}; "
                 f"its images count as bad rows, and it is asked for one every {self._pause_seconds:g} s"
             )
 
@@ -231,9 +232,9 @@ class _Retryable(Exception):
 
 
 def fetch(url: str, where: str, limits: UrlLimits) -> bytes:
-    """Return the content at an http(s) URL, of at most `max_mib`; BadRowError naming `where`."""
+    """Return the content at an http(s) URL, of at most `max_image_mib`; BadRowError naming `where`."""
     content = io.BytesIO()
-    download(url, where, limits, content, max_bytes=limits.max_mib * 2**20)
+    download(url, where, limits, content, max_bytes=limits.max_image_mib * 2**20)
     return content.getvalue()
 
 
@@ -252,7 +253,8 @@ def download(url: str, where: str, limits: UrlLimits, into: BinaryIO, *, max_byt
 def _copy(url: str, where: str, limits: UrlLimits, into: BinaryIO, max_bytes: float) -> None:
     def check_size(num_bytes: int) -> None:
         if num_bytes > max_bytes:
-            raise _bad(where, f"the server sends more than data.max_image_mib={limits.max_mib:g}", "image_too_large")
+            limit = f"{limits.section}max_image_mib={limits.max_image_mib:g}"
+            raise _bad(where, f"the server sends more than {limit}", "image_too_large")
 
     into.seek(0)
     into.truncate()
@@ -266,8 +268,8 @@ def _copy(url: str, where: str, limits: UrlLimits, into: BinaryIO, max_bytes: fl
 @contextmanager
 def _opened(url: str, where: str, limits: UrlLimits) -> Iterator[httpcore2.Response]:
     """The response of status 200 at the end of the redirects; its body ends complete or in an error."""
-    deadline = Deadline(limits.timeout_seconds)
-    network = PinnedNetwork(where, deadline, allow_private_addresses=limits.allow_private_addresses)
+    deadline = Deadline(limits.url_timeout_seconds)
+    network = PinnedNetwork(where, deadline, limits)
     with _failures_named(where, limits):
         for _ in range(limits.max_redirects + 1):
             target = _parsed(url, where)
@@ -288,7 +290,8 @@ def _failures_named(where: str, limits: UrlLimits) -> Iterator[None]:
     except BadRowError:
         raise
     except httpcore2.TimeoutException as error:
-        problem = f"the server took more than data.url_timeout_seconds={limits.timeout_seconds:g}"
+        limit = f"{limits.section}url_timeout_seconds={limits.url_timeout_seconds:g}"
+        problem = f"the server took more than {limit}"
         raise _Retryable(_bad(where, problem, "url_timeout")) from error
     except (httpcore2.NetworkError, httpcore2.ProtocolError, ValueError) as error:
         problem = f"the server cannot be read ({type(error).__name__}: {str(error)[:120]})"
@@ -336,7 +339,7 @@ def _check_status(response: httpcore2.Response, where: str) -> None:
 
 
 def _bad(where: str, problem: str, reason: str) -> BadRowError:
-    return BadRowError(f"{where}: {problem}; correct the row, raise the limit, or set data.on_bad_row=skip", reason)
+    return BadRowError(f"{where}: {problem}", reason, "correct the row, raise the limit")
 
 
 class FetchedFiles:

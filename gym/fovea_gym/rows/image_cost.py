@@ -16,7 +16,7 @@ MAX_PAGES = 1000
 MAX_SIDE_PX = 100_000
 """Pillow keeps a pointer of each line, which of a picture one pixel wide is more than its pixels."""
 BYTES_PER_PIXEL = 12
-"""Memory of decoding per pixel of `data.max_image_megapixels`: RGBA, its copy and the result."""
+"""Memory of decoding per pixel of `max_image_megapixels`: RGBA, its copy and the result."""
 _BIG_TIFF = 43
 _MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]")
 """Begin of a segment of a JPEG with a length, or its end: pixels are coded without such bytes."""

@@ -3,7 +3,7 @@
 The size of a file is checked before it is read, and the number of pixels in its header before they are decoded (a file
 of 40 kB can claim a gigapixel), with what else decoding costs (`image_cost`). Transparent pixels are shown on white.
 Nothing is repaired: half a file is an error, not half an image, and an image that needs a conversion is refused unless
-`data.convert_images` names it. By default it names one: photos are turned as their EXIF orientation says.
+`convert_images` names it. By default it names one: photos are turned as their EXIF orientation says.
 """
 
 from __future__ import annotations
@@ -82,37 +82,18 @@ def no_fetch(url: str, where: str) -> bytes:
     raise _refused(where, f"{url[:200]} is not on this machine", "download it", "url_unreachable")
 
 
-def _content(ref: ImageRef, max_mib: float, fetch: Fetch) -> tuple[str, bytes]:
-    """The name of an encoded image in errors, and the content of its file."""
-    assert isinstance(ref.source, str | bytes), f"{ref.where} is {type(ref.source).__name__}, which is not encoded"
-    where, content = ref.where, ref.source
-    if isinstance(content, str):
-        where = f"{ref.where} ({content[:200]})"
-        content = fetch(content, where) if is_url(content) else _read(content, where, max_mib)
-    check_bytes(len(content), where, max_mib)
-    return where, content
-
-
-@contextmanager
-def _header(content: bytes, where: str, max_megapixels: float) -> Iterator[Image.Image]:
-    """An image of which only the header is read; BadRowError where decoding it would cost more than its pixels."""
-    if (problem := costly(content, max_megapixels)) is not None:
-        raise _refused(where, problem, "save the image again", "image_too_costly")
-    with _broken_is_bad(where, content), Image.open(io.BytesIO(content), formats=_FORMATS) as image:
-        yield image
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageOpener:
     """Reads, checks and decodes images, or only their headers; raises BadRowError naming `ref.where`."""
 
-    max_mib: float
-    """The limit `data.max_image_mib`."""
-    max_megapixels: float
-    """The limit `data.max_image_megapixels`."""
-    convert: Collection[Conversion] = ()
-    """The conversions of `data.convert_images`."""
+    max_image_mib: float
+    """Largest file."""
+    max_image_megapixels: float
+    convert_images: Collection[Conversion] = ()
+    """Conversions to make; an image that needs another one is refused."""
     fetch: Fetch = no_fetch
+    section: str = ""
+    """The words before these names in errors: `data.` where a recipe has them."""
 
     def __call__(self, ref: ImageRef) -> Image.Image:
         """The image as RGB, with no file open, and changed as the reference says."""
@@ -121,14 +102,13 @@ class ImageOpener:
 
     def _opened(self, ref: ImageRef) -> Image.Image:
         if isinstance(ref.source, np.ndarray):
-            _check_values(ref.source, ref.where, self.max_megapixels)
+            self._check_values(ref.source, ref.where)
             return Image.fromarray(np.ascontiguousarray(ref.source))
         if isinstance(ref.source, Image.Image):
             with _broken_is_bad(ref.where):
-                return _checked(ref.source, b"", ref.where, self.max_megapixels, self.convert)
-        where, content = _content(ref, self.max_mib, self.fetch)
-        with _header(content, where, self.max_megapixels) as image:
-            return _checked(image, content, where, self.max_megapixels, self.convert)
+                return self._checked(ref.source, b"", ref.where)
+        with self._header(ref) as (image, content, where):
+            return self._checked(image, content, where)
 
     def size(self, ref: ImageRef) -> Size:
         """The size in an image's header, of which no pixel is decoded.
@@ -136,14 +116,13 @@ class ImageOpener:
         It is that of the stored image: where that is shown turned, no count of pixels or visual tokens differs.
         """
         if isinstance(ref.source, np.ndarray):
-            _check_values(ref.source, ref.where, self.max_megapixels)
+            self._check_values(ref.source, ref.where)
             return ref.source.shape[1], ref.source.shape[0]
         if isinstance(ref.source, Image.Image):
-            _check_pixels(*ref.source.size, ref.where, self.max_megapixels)
+            self._check_pixels(*ref.source.size, ref.where)
             return ref.source.size
-        where, content = _content(ref, self.max_mib, self.fetch)
-        with _header(content, where, self.max_megapixels) as image:
-            _check_pixels(*image.size, where, self.max_megapixels)
+        with self._header(ref) as (image, _, where):
+            self._check_pixels(*image.size, where)
             return image.size
 
     def is_turned(self, ref: ImageRef) -> bool:
@@ -152,11 +131,71 @@ class ImageOpener:
             return False
         if isinstance(ref.source, Image.Image):
             return bool(_turned(ref.source))
-        where, content = _content(ref, self.max_mib, self.fetch)
-        with _header(content, where, self.max_megapixels) as image:
-            _check_pixels(*image.size, where, self.max_megapixels)
+        with self._header(ref) as (image, content, where):
+            self._check_pixels(*image.size, where)
             may_hold = image.format != "PNG" or _MAY_HOLD_ORIENTATION.search(content) is not None
             return may_hold and bool(_turned(image))
+
+    def _check_values(self, values: NDArray[np.uint8], where: str) -> None:
+        if values.dtype != np.uint8 or values.ndim != 3 or values.shape[2] != 3:
+            raise _refused(
+                where,
+                f"an array of {values.dtype} with shape {list(values.shape)} is not an RGB picture",
+                "give uint8 values of shape [height, width, 3]",
+                "image_kind",
+            )
+        height, width = values.shape[:2]
+        self._check_pixels(width, height, where)
+
+    def _check_pixels(self, width: int, height: int, where: str) -> None:
+        if not (width and height):
+            raise _refused(where, f"the image is {width}x{height} pixels, that is empty", "replace it", "image_empty")
+        if max(width, height) > MAX_SIDE_PX:
+            problem = f"the image is {width}x{height} pixels, and a side has at most {MAX_SIDE_PX}"
+            raise _refused(where, problem, "cut the image", "image_shape")
+        megapixels = width * height / 1e6
+        if megapixels > self.max_image_megapixels:
+            raise _refused(
+                where,
+                f"the image is {width}x{height} pixels ({megapixels:.1f} megapixels), above "
+                f"{self.section}max_image_megapixels={self.max_image_megapixels:g}",
+                "shrink the image, raise the limit",
+                "image_too_many_pixels",
+            )
+
+    def _checked(self, image: Image.Image, content: bytes, where: str) -> Image.Image:
+        """The image as RGB, unless it has too many pixels or needs a conversion that nobody asked for."""
+        self._check_pixels(*image.size, where)
+        needed = _conversions(image, content) | _turned(image)  # Pillow turns a TIFF as it loads it, and forgets that
+        image.load()
+        needed |= _turned(image)  # some formats say so at the end of the file
+        for kind in sorted(needed - set(self.convert_images)):
+            raise _refused(
+                where,
+                f"the image {_CONVERSION_PROBLEMS[kind]}",
+                f"convert the file, add {kind} to {self.section}convert_images",
+                f"image_{kind}",
+            )
+        turn = _UPRIGHT.get(image.getexif().get(_ORIENTATION_TAG, 1))
+        return _to_rgb(image if turn is None else image.transpose(turn), where)
+
+    @contextmanager
+    def _header(self, ref: ImageRef) -> Iterator[tuple[Image.Image, bytes, str]]:
+        """An encoded image of which only the header is read, the content of its file, and its name in errors.
+
+        BadRowError where the file is too large, or decoding it would cost more than its pixels.
+        """
+        assert isinstance(ref.source, str | bytes), f"{ref.where} is {type(ref.source).__name__}, which is not encoded"
+        where, content, limit = ref.where, ref.source, f"{self.section}max_image_mib"
+        if isinstance(content, str):
+            where = f"{ref.where} ({content[:200]})"
+            is_remote = is_url(content)
+            content = self.fetch(content, where) if is_remote else _read(content, where, self.max_image_mib, limit)
+        check_bytes(len(content), where, self.max_image_mib, limit)
+        if (problem := costly(content, self.max_image_megapixels)) is not None:
+            raise _refused(where, problem, "save the image again", "image_too_costly")
+        with _broken_is_bad(where, content), Image.open(io.BytesIO(content), formats=_FORMATS) as image:
+            yield image, content, where
 
 
 def is_url(path: str) -> bool:
@@ -172,7 +211,7 @@ def png_url(image: Image.Image) -> str:
 
 
 def _refused(where: str, problem: str, fix: str, reason: str) -> BadRowError:
-    return BadRowError(f"{where}: {problem}; {fix}, or set data.on_bad_row=skip", reason)
+    return BadRowError(f"{where}: {problem}", reason, fix)
 
 
 def no_such_image(where: str) -> BadRowError:
@@ -180,24 +219,12 @@ def no_such_image(where: str) -> BadRowError:
     return _refused(where, "no such image file", "correct the path in the row", "image_missing")
 
 
-def _check_values(values: NDArray[np.uint8], where: str, max_megapixels: float) -> None:
-    if values.dtype != np.uint8 or values.ndim != 3 or values.shape[2] != 3:
-        raise _refused(
-            where,
-            f"an array of {values.dtype} with shape {list(values.shape)} is not an RGB picture",
-            "give uint8 values of shape [height, width, 3]",
-            "image_kind",
-        )
-    height, width = values.shape[:2]
-    _check_pixels(width, height, where, max_megapixels)
-
-
-def _read(path: str, where: str, max_mib: float) -> bytes:
+def _read(path: str, where: str, max_mib: float, setting: str) -> bytes:
     try:
         status = Path(path).stat()
         if not stat.S_ISREG(status.st_mode):
             raise _refused(where, "is not a regular file", "give the path of an image", "image_missing")
-        check_bytes(status.st_size, where, max_mib)
+        check_bytes(status.st_size, where, max_mib, setting)
         return Path(path).read_bytes()
     except FileNotFoundError as error:
         raise no_such_image(where) from error
@@ -208,32 +235,15 @@ def _read(path: str, where: str, max_mib: float) -> bytes:
         raise _refused(where, f"the file cannot be read ({error})", fix, "image_missing") from error
 
 
-def check_bytes(num_bytes: int, where: str, max_mib: float) -> None:
-    """Raise BadRowError for an image file larger than `max_mib` (`data.max_image_mib`)."""
+def check_bytes(num_bytes: int, where: str, max_mib: float, setting: str) -> None:
+    """Raise BadRowError for an image file larger than `max_mib`, which `setting` sets."""
     mib = num_bytes / 2**20
     if mib > max_mib:
         raise _refused(
             where,
-            f"the file has {mib:.1f} MiB, above data.max_image_mib={max_mib:g}",
+            f"the file has {mib:.1f} MiB, above {setting}={max_mib:g}",
             "shrink the image, raise the limit",
             "image_too_large",
-        )
-
-
-def _check_pixels(width: int, height: int, where: str, max_megapixels: float) -> None:
-    if not (width and height):
-        raise _refused(where, f"the image is {width}x{height} pixels, that is empty", "replace it", "image_empty")
-    if max(width, height) > MAX_SIDE_PX:
-        problem = f"the image is {width}x{height} pixels, and a side has at most {MAX_SIDE_PX}"
-        raise _refused(where, problem, "cut the image", "image_shape")
-    megapixels = width * height / 1e6
-    if megapixels > max_megapixels:
-        raise _refused(
-            where,
-            f"the image is {width}x{height} pixels ({megapixels:.1f} megapixels), above "
-            f"data.max_image_megapixels={max_megapixels:g}",
-            "shrink the image, raise the limit",
-            "image_too_many_pixels",
         )
 
 
@@ -254,25 +264,6 @@ def _broken_is_bad(where: str, content: bytes = b"") -> Iterator[None]:
         kind = type(error).__name__
         problem = f"the image is damaged ({kind}: {error})"
         raise _refused(where, problem, "replace the file", "image_damaged") from error
-
-
-def _checked(
-    image: Image.Image, content: bytes, where: str, max_megapixels: float, convert: Collection[Conversion]
-) -> Image.Image:
-    """The image as RGB, unless it has too many pixels or needs a conversion that nobody asked for."""
-    _check_pixels(*image.size, where, max_megapixels)
-    needed = _conversions(image, content) | _turned(image)  # Pillow turns a TIFF as it loads it, and forgets that
-    image.load()
-    needed |= _turned(image)  # some formats say so at the end of the file
-    for kind in sorted(needed - set(convert)):
-        raise _refused(
-            where,
-            f"the image {_CONVERSION_PROBLEMS[kind]}",
-            f"convert the file, add {kind} to data.convert_images",
-            f"image_{kind}",
-        )
-    turn = _UPRIGHT.get(image.getexif().get(_ORIENTATION_TAG, 1))
-    return _to_rgb(image if turn is None else image.transpose(turn), where)
 
 
 def _conversions(image: Image.Image, content: bytes) -> set[Conversion]:

@@ -6,14 +6,16 @@ from fovea_gym.rows.images import ImageOpener
 from fovea_gym.types import Conversion
 
 MAX_MIB, MAX_MEGAPIXELS = 32.0, 64.0
-"""The defaults of `data.max_image_mib` and `data.max_image_megapixels`."""
+"""The default limits of an image."""
 CONVERTED: tuple[Conversion, ...] = ("rotated",)
-"""The default of `data.convert_images`."""
+"""The conversions that are made by default."""
 
 
 def default_opener() -> ImageOpener:
     """An opener with the limits that a run has by default; private addresses are refused."""
-    return ImageOpener(max_mib=MAX_MIB, max_megapixels=MAX_MEGAPIXELS, convert=CONVERTED, fetch=_fetch)
+    return ImageOpener(
+        max_image_mib=MAX_MIB, max_image_megapixels=MAX_MEGAPIXELS, convert_images=CONVERTED, fetch=_fetch
+    )
 
 
 def _fetch(url: str, where: str) -> bytes:
@@ -21,4 +23,4 @@ def _fetch(url: str, where: str) -> bytes:
     from fovea_gym.rows.access import UrlLimits
     from fovea_gym.rows.readers.remote import remote_image
 
-    return remote_image(url, where, UrlLimits(max_mib=MAX_MIB))
+    return remote_image(url, where, UrlLimits(max_image_mib=MAX_MIB))

@@ -27,6 +27,7 @@ from fovea_gym.rows.readers.frame import ImageFolder, InMemory, MemoryTable, is_
 from fovea_gym.rows.readers.lines import csv_rows, json_array, json_lines
 from fovea_gym.rows.readers.parquet import ParquetTable
 from fovea_gym.rows.readers.remote import RemoteTable, expand, local_copy, part_of, split_part
+from fovea_gym.types import ImageRef
 from fovea_gym.utils.installing import pip_install
 
 __all__ = ["InMemory", "Rows", "Source", "given_rows", "image_refs", "open_rows"]
@@ -41,10 +42,12 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 class Rows(Sequence[Mapping[str, object]]):
     """The rows of several tables, one table after the other."""
 
-    def __init__(self, tables: Sequence[Table], image_root: str | None = None) -> None:
+    def __init__(self, tables: Sequence[Table], image_root: str | None = None, data_section: str = "") -> None:
+        """`data_section` stands before the name of the setting `image_root` in errors."""
         self._tables = tables
         self._ends = list(itertools.accumulate(len(table) for table in tables))
         self._image_root = image_root
+        self._data_section = data_section
 
     @property
     def columns(self) -> list[str]:
@@ -77,6 +80,11 @@ class Rows(Sequence[Mapping[str, object]]):
     def folder(self, index: int) -> str | None:
         """The folder (or the URL of one) of the paths inside the row; None where they may lead anywhere."""
         return self._image_root or self._locate(index)[0].folder
+
+    def image_refs(self, index: int, *cells: object) -> tuple[ImageRef, ...]:
+        """References to the images of a row's cells; BadRowError that names the row."""
+        setting = f"{self._data_section}image_root"
+        return image_refs(*cells, where=self.where(index), folder=self.folder(index), image_root=setting)
 
     def column(self, name: str) -> Iterable[object]:
         """Values of a column, one per row; None where a row has none."""
@@ -112,7 +120,7 @@ def open_rows(
         names = ", ".join(table.name for table in tables)
         raise DataError(f"{setting}: {names} holds no rows; name a file with rows")
     root = opener.access.image_root
-    return Rows(tables, os.path.expanduser(root) if root else None)
+    return Rows(tables, os.path.expanduser(root) if root else None, opener.access.data_section)
 
 
 def given_rows(source: InMemory, name: str) -> Rows:
@@ -216,14 +224,13 @@ class _Opener:
 
     def _remote(self, url: str) -> Table:
         _check_format(url, self.setting)
-        path = local_copy(url, self.setting, self.access.copies, self.access.url_limits)
+        path = local_copy(url, self.setting, self.access)
         return RemoteTable(self._file(path), url)
 
     def _file(self, path: Path) -> Table:
         _check_format(str(path), self.setting)
         if path.suffix == ".parquet":
-            access = self.access
-            return ParquetTable(path, setting=self.setting, cache=access.cache, copies=access.copies)
+            return ParquetTable(path, setting=self.setting, access=self.access)
         if path.suffix in {".jsonl", ".ndjson"}:
             return json_lines(path, self.setting)
         if path.suffix == ".json":

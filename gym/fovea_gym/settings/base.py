@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
+from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, TypeVar, get_args, get_origin
 
@@ -202,6 +203,13 @@ def _long_form(field: FieldInfo | None, value: Any) -> Any:
     if isinstance(value, bool) and NoneType in get_args(field.annotation):
         return {} if value else None
     return value
+
+
+def file_meant(value: str) -> str | None:
+    """`clocks.py:Clocks` for `clocks:Clocks` where that file exists; None for other values."""
+    file, _, name = value.rpartition(":")
+    is_meant = bool(file) and name.isidentifier() and Path(f"{file}.py").expanduser().is_file()
+    return f"{file}.py:{name}" if is_meant else None
 
 
 def _named(field: FieldInfo | None, value: Any) -> Any:

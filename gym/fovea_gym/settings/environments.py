@@ -407,7 +407,7 @@ class MixturePart(Section):
         from fovea_gym.environments.access import Part
         from fovea_gym.environments.base import Environment
 
-        made = self.environment.make(access, seed)
+        made = self.environment.made(access, seed)
         if self.reward is not None or not isinstance(made, Environment):
             raise ConfigError(
                 "your own reward or environment is scored within limits of a run; give Access(make_part=...)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
+from fovea_gym.errors import ConfigError
 from fovea_gym.settings.base import CoefficientOrZero, MayChange, Member, RowCount, Seconds, Section
 from fovea_gym.settings.mcp import McpServers
 
@@ -61,6 +63,23 @@ class EnvironmentSettings(Member):
     @abstractmethod
     def make(self, access: Access, seed: int) -> object:
         """Make an `Environment`, or an object with its methods and `score`; `access` is what the run offers it."""
+
+    def made(self, access: Access, seed: int) -> object:
+        """The environment of `make`; ConfigError where another package's cannot be called so, or returns none."""
+        where = f"{type(self).__module__}.{type(self).__qualname__}.make"
+        signature = inspect.signature(self.make)
+        try:
+            signature.bind(access, seed)
+        except TypeError:
+            raise ConfigError(
+                f"{where} takes {signature}, but is called as make(access, seed); write def make(self, access, seed)"
+            ) from None
+        made = self.make(access, seed)
+        if isinstance(made, type) or not hasattr(made, "tasks"):
+            what = "None" if made is None else getattr(made, "__name__", f"an object of type {type(made).__name__}")
+            fix = "return an object of it" if isinstance(made, type) else "return an environment"
+            raise ConfigError(f"{where} returned {what}, which is not an environment; {fix}")
+        return made
 
 
 class DrawnRows(EnvironmentSettings):

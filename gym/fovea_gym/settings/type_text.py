@@ -45,10 +45,6 @@ def show(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-_RESUME = {True: "auto", False: "never"}
-"""Values of `resume` for a boolean in another system."""
-
-
 def hint(key: str, value: object, allowed: str) -> str:
     """Suggest a value where the given one shows what was meant."""
     if allowed.startswith(GROUP):
@@ -58,7 +54,7 @@ def hint(key: str, value: object, allowed: str) -> str:
         return f"; write [{value}]"
     if isinstance(value, bool) and "text" in allowed:
         spelled = "yes, no, on and off are read as true and false, as YAML has them; as text write '\"yes\"'"
-        return f"; {f'{show(value)} is resume={_RESUME[value]} here' if key == 'resume' else spelled}"
+        return f"; {spelled}"
     if allowed.startswith("text") and isinstance(value, int | float):
         return f"; to give it as text write '\"{show(value)}\"'"
     digits = value.strip("+-").replace(".", "", 1) if isinstance(value, str) else ""

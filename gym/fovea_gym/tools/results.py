@@ -36,6 +36,8 @@ class ResultLimits:
     open_image: OpenImage
     image_root: str | None = None
     """Folder in which paths of pictures have to be; None: a tool returns no paths."""
+    section: str = ""
+    """The words before `image_root` in errors: `data.` where a recipe has it."""
 
 
 def as_parts(result: object, tool: str) -> list[str | ImageRef]:
@@ -70,23 +72,24 @@ def checked_parts(parts: Sequence[str | ImageRef], tool: str, limits: ResultLimi
 
 def _opened(ref: ImageRef, tool: str, limits: ResultLimits) -> ImageRef:
     """A picture in memory, so that no later step can fail to open it."""
-    _check_place(ref.source, tool, limits.image_root)
+    _check_place(ref.source, tool, limits)
     _check_size(ref.source, tool)
     try:
         image = limits.open_image(ref)
     except BadRowError as error:
-        # the advice for rows that follows does not concern a tool
-        raise BadResultError(f"{tool} returned a picture that cannot be shown: {str(error).split(';')[0]}") from error
+        # its fix is for rows
+        raise BadResultError(f"{tool} returned a picture that cannot be shown: {error.problem}") from error
     _check_size(image, tool)
     return ImageRef(source=image, where=ref.where)
 
 
-def _check_place(source: object, tool: str, image_root: str | None) -> None:
+def _check_place(source: object, tool: str, limits: ResultLimits) -> None:
     if not isinstance(source, str):
         return
+    image_root, setting = limits.image_root, f"{limits.section}image_root"
     has_place = image_root is not None and not is_url(source)
     if not (has_place and Path(source).resolve().is_relative_to(Path(str(image_root)).resolve())):
-        place = "data.image_root" if image_root is None else f"data.image_root={image_root}"
+        place = setting if image_root is None else f"{setting}={image_root}"
         raise BadResultError(
             f"{tool} returned the path {source:.200}, which is not inside {place}; return the picture itself"
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,9 @@ from fovea_gym.adapters.gymnasium import Gymnasium, action_in
 from fovea_gym.errors import ConfigError
 from fovea_gym.graders.base import NoScoreError
 from fovea_gym.settings.environments import GymnasiumEnvironment
-from fovea_gym.types import ImageRef, Message, Score, Task, Turn
+from fovea_gym.types import ImageRef, Message, Turn
 from gym_tests.adapters.gym_game import Walk
+from gym_tests.grading import played
 from gym_tests.tables import table
 
 GAMES = Path(__file__).parent / "gym_game.py"
@@ -36,28 +36,6 @@ class RegisteredWalk(Walk):
 def walk(**settings: Any) -> Gymnasium:
     given = {"id": f"{GAMES}:Walk", "actions": ACTIONS, "kwargs": {"length": 6}}
     return Gymnasium(GymnasiumEnvironment.model_validate(given | settings))
-
-
-def played(
-    environment: Gymnasium, task: Task, answers: Sequence[str], seed: int = 0
-) -> tuple[list[Sequence[Message] | None], Score]:
-    """The replies to these answers until the episode ends, and its score."""
-
-    async def episode() -> tuple[list[Sequence[Message] | None], Score]:
-        session = await environment.open(task, seed)
-        turns, replies = list[Turn](), list[Sequence[Message] | None]()
-        for number, answer in enumerate(answers, 1):
-            turns.append(Turn(messages=(), text=answer))
-            if number == environment.max_turns:
-                break
-            replies.append(await session.reply(turns))
-            if replies[-1] is None:
-                break
-        score = await session.score(turns)
-        await session.close()
-        return replies, score
-
-    return asyncio.run(episode())
 
 
 def pixels(message: Message) -> NDArray[np.uint8]:
@@ -91,9 +69,9 @@ def test_an_episode_equals_the_environment_stepped_directly() -> None:
     assert score.turns == pytest.approx(rewards)
     assert score.reward == pytest.approx(sum(rewards))
     assert score.accuracy == float(is_over)
-    for reply, picture in zip(replies, shown, strict=False):
-        if reply is not None:
-            np.testing.assert_array_equal(pixels(reply[0]), picture)
+    # nothing replies to the last action
+    for reply, picture in zip(replies, shown[:-1], strict=True):
+        np.testing.assert_array_equal(pixels(reply), picture)
 
 
 def test_a_group_begins_alike_and_goes_on_by_its_seeds() -> None:
@@ -101,7 +79,7 @@ def test_a_group_begins_alike_and_goes_on_by_its_seeds() -> None:
     task = environment.tasks("train")[0]
     answers = ["right"] * 8
     first, again, other = (played(environment, task, answers, seed)[0] for seed in (1, 1, 2))
-    walked = [[place(reply[0]) for reply in replies if reply] for replies in (first, again, other)]
+    walked = [[place(reply) for reply in replies] for replies in (first, again, other)]
     assert walked[0] == walked[1] != walked[2]
 
 
@@ -118,13 +96,9 @@ def test_an_answer_without_an_action_is_a_failed_message_and_changes_nothing() -
     task = environment.tasks("dev")[0]
     start = place(environment.prompt(task)[0])
     replies, score = played(environment, task, ["up we go", "<action>right</action>"])
-    assert replies[0] is not None
-    assert replies[0][0].failed
-    assert replies[0][0].parts == (
-        "No action was read. Answer with one action, as <action>left</action>: left, right.",
-    )
-    assert replies[1] is not None
-    assert place(replies[1][0]) == start + 1
+    assert replies[0].failed
+    assert replies[0].parts == ("No action was read. Answer with one action, as <action>left</action>: left, right.",)
+    assert place(replies[1]) == start + 1
     assert score.turns[0] == 0
     assert score.parts == {"invalid_actions": 1.0}
 

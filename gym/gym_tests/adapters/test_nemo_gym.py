@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import io
 import json
 import sys
 from collections.abc import Iterator
@@ -13,7 +12,6 @@ from typing import Any
 
 import pytest
 from openai.types.responses import Response
-from PIL import Image
 
 from fovea_gym.adapters.nemo_gym import NemoGym
 from fovea_gym.errors import BadRowError, DataError
@@ -28,10 +26,11 @@ from fovea_gym.tools.session import ToolUse, WithTools
 from fovea_gym.types import ImageRef, Message, Score, Task, Turn
 from fovea_gym.utils.http_json import JsonServer
 from gym_tests.adapters.servers import serving
+from gym_tests.images import png
 from gym_tests.tables import table
 
 SERVER = Path(__file__).parent / "nemo_gym_server.py"
-OPENER = ImageOpener(max_mib=1, max_megapixels=1)
+OPENER = ImageOpener(max_image_mib=1, max_image_megapixels=1)
 LOOK = {
     "type": "function",
     "name": "look",
@@ -43,9 +42,7 @@ PARTS = [{"type": "input_text", "text": "Which letters are hidden?"}]
 
 
 def picture() -> str:
-    content = io.BytesIO()
-    Image.new("RGB", (16, 8), "red").save(content, "PNG")
-    return f"data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}"
+    return f"data:image/png;base64,{base64.b64encode(png('red', 16, 8)).decode()}"
 
 
 def row(content: Any = PARTS, tools: Any = (LOOK,), **more: Any) -> dict[str, Any]:
@@ -146,7 +143,7 @@ def test_failures_of_the_server_are_named(url: str, tmp_path: Path) -> None:
     broken, odd = made.tasks("train")
     with pytest.raises(NoScoreError, match=r"fails in /seed_session \(status 500 .*no such game"):
         played(made, broken, ["abc"])
-    with pytest.raises(NoScoreError, match="verifies with the reward 'high', which is not a number"):
+    with pytest.raises(NoScoreError, match="reward 'high'"):
         played(made, odd, ["abc"])
     down = environment("http://127.0.0.1:9", tmp_path, row())
     with pytest.raises(NoScoreError, match=r"at http://127.0.0.1:9 fails in /seed_session \(ConnectError"):
@@ -175,5 +172,5 @@ def test_bad_rows_are_named(tmp_path: Path, bad: Any, message: str) -> None:
 
 
 def test_files_without_requests_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no column responses_create_params.*The columns are question"):
+    with pytest.raises(DataError, match=r"\bresponses_create_params\b.*\bquestion\b"):
         environment("http://127.0.0.1:9", tmp_path, {"question": "a"}).tasks("train")

@@ -28,14 +28,15 @@ from fovea_gym.errors import ConfigError
 from fovea_gym.graders.base import NoScoreError
 from fovea_gym.rows.images import ImageOpener
 from fovea_gym.settings.environments import OpenEnvEnvironment
-from fovea_gym.types import ImageRef, Message, Score, Task, Turn
+from fovea_gym.types import ImageRef, Score, Turn
 from fovea_gym.utils import event_loop
 from gym_tests.adapters.servers import serving
+from gym_tests.grading import played
 from gym_tests.tables import table
 
 SERVER = Path(__file__).parent / "openenv_server.py"
 INTERPRETERS = {"stand-in": sys.executable, "package": os.environ.get("FOVEA_OPENENV_PYTHON", "")}
-OPENER = ImageOpener(max_mib=1, max_megapixels=1)
+OPENER = ImageOpener(max_image_mib=1, max_image_megapixels=1)
 
 
 @pytest.fixture(scope="module", params=list(INTERPRETERS))
@@ -49,24 +50,6 @@ def url(request: pytest.FixtureRequest) -> Iterator[str]:
 def corridor(url: str, **settings: Any) -> OpenEnv:
     given = {"url": url, "action_key": "direction", "image_keys": ("nested",), "text_keys": ("text",)}
     return OpenEnv(OpenEnvEnvironment.model_validate(given | settings))
-
-
-def played(environment: OpenEnv, task: Task, answers: list[str]) -> tuple[list[Message], Score]:
-    async def episode() -> tuple[list[Message], Score]:
-        session = await environment.open(task, 0)
-        assert session.has_score
-        turns, replies = list[Turn](), list[Message]()
-        for answer in answers:
-            turns.append(Turn(messages=(), text=answer))
-            reply = None if len(turns) == environment.max_turns else await session.reply(turns)
-            if reply is None:
-                break
-            replies += reply
-        score = await session.score(turns)
-        await session.close()
-        return replies, score
-
-    return asyncio.run(episode())
 
 
 def cell(pictures: list[ImageRef]) -> set[int]:
@@ -137,7 +120,7 @@ def test_failures_are_named(url: str) -> None:
     with pytest.raises(NoScoreError, match=r"^at http://127.0.0.1:\d+ refuses step: there is no way up$"):
         played(environment, task, ["up"])
     changing = corridor(url, text_keys=("text", "step_id"))
-    with pytest.raises(NoScoreError, match="resets seed 0 to another observation than before, so that the prompt"):
+    with pytest.raises(NoScoreError, match=r"seed 0\b"):
         played(changing, changing.tasks("train")[0], ["left"])
     with pytest.raises(ConfigError, match=r"observes .*text, .*, and not depth; correct its settings"):
         corridor(url, image_keys=("depth",))
@@ -156,7 +139,7 @@ def test_failures_are_named(url: str) -> None:
 
 
 def test_a_server_that_is_down_is_one_line() -> None:
-    with pytest.raises(ConfigError, match=r"^url=http://127.0.0.1:9 cannot be reached at ws://") as caught:
+    with pytest.raises(ConfigError, match=r"^url=http://127.0.0.1:9\b") as caught:
         corridor("http://127.0.0.1:9")
     assert "\n" not in str(caught.value)
 

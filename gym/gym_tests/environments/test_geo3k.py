@@ -91,7 +91,7 @@ def test_verl_layout(tmp_path: Path) -> None:
     ]
     assert task.answer == r"\frac{1}{2}"
     assert task.row["reward_model"] == verl["reward_model"]
-    with pytest.raises(DataError, match=r"row 0: the row has a system message, .* unset system_prompt"):
+    with pytest.raises(DataError, match=r"row 0: .*\bsystem_prompt\b"):
         geo3k(tmp_path, [verl], system_prompt="Be brief.", **VERL).tasks("test")[0]
 
 
@@ -101,7 +101,7 @@ def test_several_image_columns_and_paths_beside_the_file(tmp_path: Path) -> None
     environment = geo3k(tmp_path, [cells], image_keys=("one", "two"))
     (task,) = environment.tasks("test")
     assert [ref.where for ref in task.images] == [f"test.parquet row 0, image {n}" for n in (1, 2)]
-    opened = ImageOpener(max_mib=1, max_megapixels=1)(task.images[1])
+    opened = ImageOpener(max_image_mib=1, max_image_megapixels=1)(task.images[1])
     assert opened.getpixel((0, 0)) == (1, 2, 3)
 
 
@@ -178,10 +178,10 @@ def test_both_public_rewards(settings: dict[str, object], right: float, wrong: f
 @table(
     ("settings", "problem"),
     [
-        ({"reward_max_val": 1, "format_weight": 0.1}, r"format_weight=0\.1 shares the reward, but .* make it binary"),
-        ({"reward_min_val": 0, "think_tags": True}, r"think_tags=true is about the form, which the binary reward"),
-        ({"reward_max_val": 1, "reward_min_val": 1}, r"reward_min_val=1 is not below reward_max_val=1"),
-        ({"reward_min_val": 2}, r"reward_min_val=2 is not below reward_max_val=1"),
+        ({"reward_max_val": 1, "format_weight": 0.1}, r"\bformat_weight=0\.1\b"),
+        ({"reward_min_val": 0, "think_tags": True}, r"\bthink_tags=true\b"),
+        ({"reward_max_val": 1, "reward_min_val": 1}, r"\breward_min_val=1\b.*\breward_max_val=1\b"),
+        ({"reward_min_val": 2}, r"\breward_min_val=2\b.*\breward_max_val=1\b"),
     ],
 )
 def test_rewards_that_contradict_each_other_are_refused(settings: dict[str, object], problem: str) -> None:
@@ -245,7 +245,7 @@ def test_any_of_several_gold_answers_is_right(tmp_path: Path) -> None:
         assert task.answer == "12"
         given = [r"\boxed{12.0}", r"\boxed{\sqrt{18}}", r"\boxed{12, 3\sqrt{2}}", r"\boxed{13}"]
         assert [scored(environment.graders, task, text).accuracy for text in given] == [1, 1, 0, 0]
-    with pytest.raises(BadRowError, match=r"the answer is of type list"):
+    with pytest.raises(BadRowError, match=r"\blist\b"):
         geo3k(tmp_path, [row(answer=[["12"]])]).tasks("test")[0]
     with pytest.raises(BadRowError, match="wrong even when it is given word for word"):
         geo3k(tmp_path, [row(answer=["12", "$"])]).tasks("test")[0]

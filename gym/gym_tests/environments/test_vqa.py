@@ -60,13 +60,13 @@ def test_options_stand_under_the_question_and_one_letter_is_right(tmp_path: Path
 
 def test_an_answer_that_is_no_option_is_a_bad_row(tmp_path: Path) -> None:
     environment = vqa(tmp_path, [row("Which?", "pink", choices=["red", "blue"])], choices_key="choices")
-    with pytest.raises(BadRowError, match=r"test/0: the answer 'pink' is none of the 2 options") as caught:
+    with pytest.raises(BadRowError, match=r"test/0: .*'pink'") as caught:
         environment.prompt(environment.tasks("test")[0])
     assert caught.value.reason == "answer_no_option"
 
 
 def test_settings_that_contradict_each_other_are_refused() -> None:
-    with pytest.raises(ValidationError, match=r"answers_key=a asks for soft accuracy, which choices_key=c"):
+    with pytest.raises(ValidationError, match=r"\banswers_key=a\b.*\bchoices_key=c\b"):
         VqaEnvironment(train_files=("a",), test_files=("a",), answers_key="a", choices_key="c")
 
 

@@ -29,7 +29,9 @@ WHERE = "train.parquet row 12, image 1"
 def open_bytes(content: bytes, *, max_mib: float = 32, max_megapixels: float = 64) -> Image.Image:
     """With every conversion that there is."""
     ref = ImageRef(source=content, where=WHERE)
-    return ImageOpener(max_mib=max_mib, max_megapixels=max_megapixels, convert=get_args(Conversion))(ref)
+    return ImageOpener(max_image_mib=max_mib, max_image_megapixels=max_megapixels, convert_images=get_args(Conversion))(
+        ref
+    )
 
 
 def values(image: Image.Image) -> NDArray[np.uint8]:
@@ -46,7 +48,7 @@ def test_bytes_path_and_values_open_alike(kind: str, tmp_path: Path) -> None:
     content = encoded(Image.fromarray(pixels), kind)
     (tmp_path / "a.bin").write_bytes(content)
     for source in (content, str(tmp_path / "a.bin"), pixels):
-        image = ImageOpener(max_mib=1, max_megapixels=1)(ImageRef(source=source))
+        image = ImageOpener(max_image_mib=1, max_image_megapixels=1)(ImageRef(source=source))
         assert image.mode == "RGB"
         np.testing.assert_array_equal(values(image), pixels)
 
@@ -148,14 +150,14 @@ def turned(kind: str) -> bytes:
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
 def test_it_is_known_whether_an_image_is_turned(kind: str) -> None:
-    opener = ImageOpener(max_mib=1, max_megapixels=1)
+    opener = ImageOpener(max_image_mib=1, max_image_megapixels=1)
     upright, pillows = encoded(Image.fromarray(colours()), kind), Image.open(io.BytesIO(turned(kind)))
     assert opener.is_turned(ImageRef(source=turned(kind)))
     assert opener.is_turned(ImageRef(source=pillows))
     assert not opener.is_turned(ImageRef(source=upright))
     assert not opener.is_turned(ImageRef(source=colours()))
     with pytest.raises(BadRowError, match="megapixels"):
-        ImageOpener(max_mib=1, max_megapixels=1e-6).is_turned(ImageRef(source=turned(kind)))
+        ImageOpener(max_image_mib=1, max_image_megapixels=1e-6).is_turned(ImageRef(source=turned(kind)))
 
 
 def sixteen_bit_colours(kind: str) -> bytes:
@@ -193,12 +195,10 @@ def test_what_needs_a_conversion_is_refused_until_it_is_asked_for(kind: Conversi
     assert CONVERTIBLE.keys() == set(get_args(Conversion))
     for content in CONVERTIBLE[kind]:
         ref = ImageRef(source=content, where=WHERE)
-        with pytest.raises(
-            BadRowError, match=rf"image 1: the image .*, add {kind} to data.convert_images, or"
-        ) as error:
-            ImageOpener(max_mib=1, max_megapixels=1)(ref)
+        with pytest.raises(BadRowError, match=rf"image 1: the image .*, add {kind} to convert_images$") as error:
+            ImageOpener(max_image_mib=1, max_image_megapixels=1)(ref)
         assert error.value.reason == f"image_{kind}"
-        assert ImageOpener(max_mib=1, max_megapixels=1, convert=[kind])(ref).mode == "RGB"
+        assert ImageOpener(max_image_mib=1, max_image_megapixels=1, convert_images=[kind])(ref).mode == "RGB"
 
 
 def test_sixteen_bit_colours_become_eight() -> None:
@@ -208,27 +208,27 @@ def test_sixteen_bit_colours_become_eight() -> None:
 
 def test_a_second_small_picture_in_a_photo_is_no_film() -> None:
     photo = encoded(Image.fromarray(colours()), "MPO", save_all=True, append_images=[Image.new("RGB", (2, 2))])
-    assert ImageOpener(max_mib=1, max_megapixels=1)(ImageRef(source=photo)).size == (7, 5)
+    assert ImageOpener(max_image_mib=1, max_image_megapixels=1)(ImageRef(source=photo)).size == (7, 5)
 
 
 def test_a_picture_of_pillow_is_checked_like_any_other(tmp_path: Path) -> None:
     picture = Image.fromarray(colours())
-    opened = ImageOpener(max_mib=1, max_megapixels=1)(ImageRef(source=picture))
+    opened = ImageOpener(max_image_mib=1, max_image_megapixels=1)(ImageRef(source=picture))
     np.testing.assert_array_equal(values(opened), colours())
     (tmp_path / "half.png").write_bytes(encoded(Image.fromarray(colours(64, 64)))[:3000])
     lazy = Image.open(tmp_path / "half.png")
     with pytest.raises(DataError, match=r"the image is damaged"):
-        ImageOpener(max_mib=1, max_megapixels=1)(ImageRef(source=lazy))
-    with pytest.raises(DataError, match=r"above data\.max_image_megapixels"):
-        ImageOpener(max_mib=1, max_megapixels=1)(ImageRef(source=Image.new("1", (2000, 2000))))
+        ImageOpener(max_image_mib=1, max_image_megapixels=1)(ImageRef(source=lazy))
+    with pytest.raises(DataError, match=r"above max_image_megapixels"):
+        ImageOpener(max_image_mib=1, max_image_megapixels=1)(ImageRef(source=Image.new("1", (2000, 2000))))
 
 
 def test_bomb_is_refused_from_its_header() -> None:
     with pytest.raises(DataError) as error:
         open_bytes(png_of(9000, 9000))
     assert str(error.value) == (
-        f"{WHERE}: the image is 9000x9000 pixels (81.0 megapixels), above data.max_image_megapixels=64; "
-        "shrink the image, raise the limit, or set data.on_bad_row=skip"
+        f"{WHERE}: the image is 9000x9000 pixels (81.0 megapixels), above max_image_megapixels=64; "
+        "shrink the image, raise the limit"
     )
     with pytest.raises(DataError, match="Pillow refuses it"):
         open_bytes(png_of(60000, 60000))
@@ -239,16 +239,16 @@ def test_large_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
     path = tmp_path / "large.png"
     with path.open("wb") as file:
         file.truncate(2**30)
-    with pytest.raises(DataError, match=r"1024\.0 MiB, above data.max_image_mib=32; shrink the image, raise"):
-        ImageOpener(max_mib=32, max_megapixels=64)(ImageRef(source=str(path)))
-    with pytest.raises(DataError, match=r"above data.max_image_mib=0\.001"):
+    with pytest.raises(DataError, match=r"1024\.0 MiB, above max_image_mib=32; shrink the image, raise"):
+        ImageOpener(max_image_mib=32, max_image_megapixels=64)(ImageRef(source=str(path)))
+    with pytest.raises(DataError, match=r"above max_image_mib=0\.001"):
         open_bytes(b"x" * 2000, max_mib=0.001)
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "TIFF", "WEBP"])
 def test_half_a_file_is_an_error(kind: str) -> None:
     content = encoded(Image.fromarray(colours(64, 64)), kind)
-    with pytest.raises(DataError, match=r"row 12, image 1: .*; replace the file, or set data.on_bad_row=skip"):
+    with pytest.raises(DataError, match=r"row 12, image 1: .*; replace the file$"):
         open_bytes(content[: len(content) // 2])
 
 
@@ -275,20 +275,20 @@ def test_what_is_no_image(content: bytes, reason: str, problem: str) -> None:
 @pytest.mark.parametrize("path", ["https://a.org/b.png", "s3://bucket/b.png"])
 def test_without_a_fetcher_nothing_is_read_from_the_network(path: str) -> None:
     with pytest.raises(DataError, match=r"is not on this machine; download it"):
-        ImageOpener(max_mib=1, max_megapixels=1)(ImageRef(source=path, where=WHERE))
+        ImageOpener(max_image_mib=1, max_image_megapixels=1)(ImageRef(source=path, where=WHERE))
 
 
 def test_paths_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "pointer.png").write_text("version https://git-lfs.github.com/spec/v1")
     for path, problem in [
         (str(tmp_path / "pointer.png"), r"pointer\.png\): the content is not an image"),
-        (str(tmp_path / "none.png"), "no such image file; correct the path in the row, or set"),
+        (str(tmp_path / "none.png"), "no such image file; correct the path in the row$"),
         (str(tmp_path), "is not a regular file"),
         ("a\0b", "the file cannot be read"),
         ("x" * 5000, "the file cannot be read"),
     ]:
         with pytest.raises(DataError, match=problem):
-            ImageOpener(max_mib=1, max_megapixels=1)(ImageRef(source=path, where=WHERE))
+            ImageOpener(max_image_mib=1, max_image_megapixels=1)(ImageRef(source=path, where=WHERE))
 
 
 @pytest.mark.parametrize(
@@ -303,7 +303,7 @@ def test_paths_that_cannot_be_read(tmp_path: Path) -> None:
 )
 def test_arrays_that_are_no_picture(make: Callable[[], NDArray[np.uint8]], problem: str) -> None:
     with pytest.raises(DataError, match=problem):
-        ImageOpener(max_mib=1, max_megapixels=1)(ImageRef(source=make(), where=WHERE))
+        ImageOpener(max_image_mib=1, max_image_megapixels=1)(ImageRef(source=make(), where=WHERE))
 
 
 SEEDS = [encoded(Image.fromarray(colours(9, 9)), kind) for kind in ("PNG", "JPEG", "GIF", "TIFF", "WEBP", "BMP")]

@@ -146,7 +146,7 @@ def test_columns_of_pandas_are_read_by_place(tmp_path: Path) -> None:
 
 
 def test_pictures_and_paths_of_ones_own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Paths from the user's own code may lead anywhere, unless `data.image_root` says where images are."""
+    """Paths from the user's own code may lead anywhere, unless `image_root` says where images are."""
     (tmp_path / "far").mkdir()
     (tmp_path / "here").mkdir()
     picture = Image.new("RGB", (4, 4), "red")
@@ -157,7 +157,7 @@ def test_pictures_and_paths_of_ones_own_code(tmp_path: Path, monkeypatch: pytest
         rows = opened(source, tmp_path)
         for index in range(len(cells)):
             (ref,) = image_refs(rows[index]["image"], where="w", folder=rows.folder(index))
-            assert ImageOpener(max_mib=1, max_megapixels=1)(ref).getpixel((0, 0)) == (255, 0, 0)
+            assert ImageOpener(max_image_mib=1, max_image_megapixels=1)(ref).getpixel((0, 0)) == (255, 0, 0)
         rooted = opened(source, tmp_path, image_root=str(tmp_path / "far"))
         (ref,) = image_refs("x.png", where="w", folder=rooted.folder(0))
         assert ref.source == str(tmp_path / "far" / "x.png")
@@ -338,7 +338,7 @@ def test_a_folder_of_images_with_a_table(tmp_path: Path) -> None:
         assert rows.where(0) == "train/metadata.csv line 2"
         assert list(rows.column("image")) == ["cat.png", None]
         (ref,) = image_refs(rows[0]["image"], where="w", folder=rows.folder(0))
-        assert ImageOpener(max_mib=1, max_megapixels=1)(ref).getpixel((0, 0)) == (1, 2, 3)
+        assert ImageOpener(max_image_mib=1, max_image_megapixels=1)(ref).getpixel((0, 0)) == (1, 2, 3)
     (folder / "metadata.csv").unlink()
     (folder / "metadata.jsonl").write_text('{"file_names": ["cat.png", "cat.png"], "mask_file_name": "cat.png"}\n')
     assert dict(opened(str(folder), tmp_path)[0]) == {"images": ["cat.png", "cat.png"], "mask": "cat.png"}
@@ -392,7 +392,7 @@ def test_a_remote_file_and_the_images_beside_it(tmp_path: Path) -> None:
     table = '{"image": "pictures/a b.png"}\n{"image": "../secret.png"}\n{"image": "/etc/passwd"}\n'
     with served({"/data/rows.jsonl": table.encode()}) as site:
         url = f"{site.url}/data/rows.jsonl"
-        with pytest.raises(DataError, match=r"set data.allow_private_addresses=true"):
+        with pytest.raises(DataError, match=r"; set allow_private_addresses=true"):
             opened(url, tmp_path)
         limits = UrlLimits(allow_private_addresses=True, retries=0)
         with pytest.raises(DataError, match=r"none.jsonl: the server answers 404 Not Found; correct the address, or"):
@@ -447,7 +447,7 @@ def test_every_form_of_an_image(tmp_path: Path) -> None:
     for image in forms():
         for cell in (image, [image], (image,)):
             (ref,) = image_refs(cell, where="w", folder=tmp_path)
-            opened_image = ImageOpener(max_mib=1, max_megapixels=1)(ref)
+            opened_image = ImageOpener(max_image_mib=1, max_image_megapixels=1)(ref)
             assert (opened_image.size, opened_image.getpixel((0, 0))) == ((3, 2), (1, 2, 3)), image
     objects = np.empty(2, dtype=object)
     objects[:] = [{"bytes": PNG, "path": None}, "a.png"]

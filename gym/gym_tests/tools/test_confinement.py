@@ -123,7 +123,7 @@ def test_calls_are_apart(run: Run) -> None:
 
 
 def test_a_way_that_does_not_hold_is_refused_with_what_got_through() -> None:
-    with pytest.raises(ConfigError, match=r"set allow_unconfined_python=true if a program may read") as raised:
+    with pytest.raises(ConfigError, match=r"\ballow_unconfined_python=true\b") as raised:
         PythonTool.checked(["unconfined"])
     for harm in ("write files outside", "read files outside", "connect to a socket with a path", "send a signal"):
         assert harm in str(raised.value)
@@ -131,7 +131,7 @@ def test_a_way_that_does_not_hold_is_refused_with_what_got_through() -> None:
 
 def test_a_missing_bubblewrap_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"\(bubblewrap: bwrap is not installed\); install bubblewrap"):
+    with pytest.raises(ConfigError, match=r"bubblewrap: bwrap\b"):
         PythonTool.checked(["bubblewrap"], python="/usr/bin/../bin/python3")
 
 

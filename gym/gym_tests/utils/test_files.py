@@ -117,7 +117,7 @@ def test_fifos_and_devices_are_not_waited_for(tmp_path: Path) -> None:
     for path in (tmp_path / "fifo", Path("/dev/zero"), tmp_path):
         with pytest.raises((DataError, IsADirectoryError)):
             read_file(path)
-    with pytest.raises(DataError, match=r"fifo is neither a file nor a folder"):
+    with pytest.raises(DataError, match=r"\bfifo\b"):
         check_tree(tmp_path)
 
 
@@ -146,9 +146,9 @@ def test_sparse_files_take_no_memory(tmp_path: Path) -> None:
     file = tmp_path / "sparse"
     file.touch()
     os.truncate(file, 1 << 40)
-    with pytest.raises(DataError, match=r"sparse has more than 1 MiB"):
+    with pytest.raises(DataError, match=r"\bsparse\b.*\b1 MiB"):
         read_file(file, max_mib=1)
-    with pytest.raises(DataError, match=r"sparse has a line of more than 16 MiB"):
+    with pytest.raises(DataError, match=r"\bsparse\b.*\b16 MiB"):
         list(read_lines(file))
 
 

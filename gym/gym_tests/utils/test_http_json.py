@@ -42,7 +42,7 @@ def test_a_proxy_gets_calls_of_other_machines_and_none_of_this_one(monkeypatch: 
 @pytest.mark.parametrize("key", ["schlüssel", "sk-one\nsk-two", "sk\u2026"])
 def test_a_key_that_no_header_may_hold_is_named_by_its_setting(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_KEY", key)
-    with pytest.raises(ConfigError, match=r"^judge\.api_key_env=SOME_KEY: the key .* copy it again") as caught:
+    with pytest.raises(ConfigError, match=r"^judge\.api_key_env=SOME_KEY: ") as caught:
         bearer("SOME_KEY", "judge.api_key_env")
     assert key not in str(caught.value)
 

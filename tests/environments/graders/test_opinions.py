@@ -150,7 +150,7 @@ class RuledSessions(ScoredEpisodes):
 
 def test_a_second_opinion_beside_sessions_is_refused_at_once(tmp_path: Path) -> None:
     config = {"environment": {"name": "vqa", **files(tmp_path, ROWS)}, "second_opinion": "wrong", **JUDGE}
-    with pytest.raises(ConfigError, match=r"second_opinion overrules .* sessions, which may score .*; set second_opin"):
+    with pytest.raises(ConfigError, match=r"^second_opinion\b"):
         limited(RuledSessions(), config)
 
 
@@ -211,11 +211,11 @@ SCENES: dict[str, object] = {"name": "shapes"}
 @table(
     ("environment", "settings", "message"),
     [
-        (SCENES, {"second_opinion": "wrong", **JUDGE}, r"second_opinion overrules the rule of environment\.name=vqa"),
-        (SCENES, JUDGE, r"judge is set, but nothing uses it; set model_reward=\{judge: 0.5\}, or judge=null"),
-        ("vqa", {"second_opinion": "always"}, "second_opinion uses the model of `judge`, which is not set; set judge"),
-        ("vqa", {"model_reward": {"reward_model": 0.5}, **JUDGE}, "model_reward uses the model of `reward_model`"),
-        ("vqa", {"reward_model": {"path": "a"}}, "reward_model is set, but nothing uses it"),
+        (SCENES, {"second_opinion": "wrong", **JUDGE}, r"\bsecond_opinion\b.*\benvironment\.name=vqa\b"),
+        (SCENES, JUDGE, r"\bjudge\b.*\bmodel_reward=\{judge: 0.5\}, or judge=null"),
+        ("vqa", {"second_opinion": "always"}, r"\bsecond_opinion\b.*`judge`"),
+        ("vqa", {"model_reward": {"reward_model": 0.5}, **JUDGE}, r"\bmodel_reward\b.*`reward_model`"),
+        ("vqa", {"reward_model": {"path": "a"}}, r"\breward_model\b.*\bmodel_reward\b"),
         ("vqa", {"model_reward": {"judge": 0.6, "reward_model": 0.6}, **JUDGE}, "with a sum of at most 1"),
         ("vqa", {"model_reward": {}}, "with a sum of at most 1"),
         ("vqa", {"judge": {**JUDGE["judge"], "prompt": "?"}}, r"prompt has no \{answer\}"),

@@ -35,7 +35,7 @@ def settings_of(file: Path, **settings: object) -> GroundingEnvironment:
 
 def pictures(family: str = "qwen3_vl", **settings: object) -> ModelPictures:
     model = Model.model_validate({"tiny": {"family": family}, **settings})
-    return ModelPictures(model, ImageOpener(max_mib=8, max_megapixels=8, convert=("rotated",)))
+    return ModelPictures(model, ImageOpener(max_image_mib=8, max_image_megapixels=8, convert_images=("rotated",)))
 
 
 def grounding(file: Path, family: str = "qwen3_vl", **settings: object) -> Grounding:

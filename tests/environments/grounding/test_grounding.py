@@ -222,7 +222,7 @@ def test_pixels_of_a_model_with_tiles_are_an_error(monkeypatch: pytest.MonkeyPat
     seen_by, tiles = pictures(), PromptImage(key="", tensors={}, num_tokens=1, grid=(1, 1, 1))
     monkeypatch.setattr(seen_by, "_look", lambda _: tiles)
     with pytest.raises(ConfigError, match="tiles"):
-        seen_by._seen((64, 64))
+        seen_by.seen(ImageRef(source=np.zeros((64, 64, 3), np.uint8)))
 
 
 def test_answers_in_a_file_are_graded(tmp_path: Path) -> None:

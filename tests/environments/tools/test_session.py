@@ -192,7 +192,7 @@ def test_only_so_many_calls_of_a_turn_are_made() -> None:
         (np.zeros((5000, 5000, 3), np.uint8), "picture returned a picture of 5000x5000 pixels"),
         (np.zeros((4, 4), np.float32), "an array of float32 with shape [4, 4] is not an RGB picture"),
         (ImageRef(source=b"no picture"), "picture returned a picture that cannot be shown"),
-        (ImageRef(source="/etc/passwd"), "picture returned the path /etc/passwd, which is not inside data.image_root"),
+        (ImageRef(source="/etc/passwd"), "picture returned the path /etc/passwd, which is not inside image_root"),
         (ImageRef(source="https://a.org/a.png"), "picture returned the path https://a.org/a.png, which is not"),
         ([quartered()] * 9, "picture returned 9 pictures; the limit is 8"),
         (Image.new("RGB", (1000, 1)), "the image processor refuses it"),

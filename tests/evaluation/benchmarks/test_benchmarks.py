@@ -145,7 +145,7 @@ def test_the_gold_answers_are_right_and_the_table_has_the_published_figures(fold
         for published in saved[name]["published"]:
             assert f"{name}: published for {published['model']}, {published['source']}" in said
         answers = page.value(f"answers/1/{list(ROWS).index(name)}")
-        assert (answers["name"], answers["rows"][0]["answer"]["text"]) == (name, "No")
+        assert (answers["name"], answers["rows"][0]["answers"][0]["turns"][-1]["text"]) == (name, "No")
     assert saved["hallusionbench"]["scores"]["constant:No"]["aAcc"]["mean"] == pytest.approx(1 / 3)
     assert page.value("runs")[0]["evaluations"] == list(ROWS)
     headline = {stat["label"]: stat for stat in page.value("summary/0/0")["headline"]}

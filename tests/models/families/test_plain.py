@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from fovea.config.algorithm import Algorithm
 from fovea.loop import train
 from fovea.metrics.log import read_metrics
 from fovea.models.heads import ValueHead
@@ -17,11 +16,10 @@ from fovea.models.recompute import Recompute, recompute_plainly
 from fovea.models.trainable import merged_weights
 from fovea.models.vlm import VLM
 from fovea.train.packing import pack_row
-from fovea.train.torch.policy import TorchPolicy
 from fovea.types import Sampling
 from fovea.wiring.run import build
 from tests.plain_runs import run_settings
-from tests.policies import make_batch, train_settings
+from tests.policies import make_batch, policy_on, train_settings
 from tests.reference import gradients, largest_relative_difference
 from tests.rollout.drawing import generate, make_engine, plain_engine, same, seeded
 from tests.rollout.two_turns import assert_drawn_and_scored_alike
@@ -103,13 +101,7 @@ def test_an_update_moves_the_weights_as_on_the_fast_path() -> None:
     for kind in (VLM, PlainVLM):
         parts = tiny("qwen2_5_vl")
         settings = train_settings(plain_update_every_steps=1)
-        policy = TorchPolicy(
-            kind(parts.network, parts.processor.banned_ids),
-            train=settings,
-            algorithm=Algorithm(),
-            temperature=0.9,
-            max_steps=10,
-        )
+        policy = policy_on(kind(parts.network, parts.processor.banned_ids), settings)
         metrics = policy.update(make_batch(parts))
         moved.append((metrics, {name: x.detach().clone() for name, x in parts.network.named_parameters()}))
     (fast, fast_weights), (plain, plain_weights) = moved

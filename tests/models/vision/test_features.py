@@ -11,7 +11,7 @@ from fovea.models.tiny import TinyParts
 from fovea.models.vision.feature_cache import FeatureCache
 from fovea.models.vlm import VLM
 from fovea.types import PromptImage
-from tests.tiny_models import image, renderer, tiny, user
+from tests.tiny_models import image, renderer, tiny, tower_passes, user
 
 GENEROUS = 2**30
 
@@ -60,11 +60,9 @@ def test_a_rollout_encodes_by_patches_and_a_row_all_images_at_once(
     images, vlm = pictures(parts), VLM(parts.network, parts.processor.banned_ids)
     of_one = len(images[0].tensors["pixel_values"])
     monkeypatch.setattr("fovea.models.vlm.PASS_PATCHES", 2 * of_one)
-    patches: list[int] = []
-    hook = parts.network.model.visual.register_forward_pre_hook(lambda _tower, args: patches.append(len(args[0])))
+    patches = tower_passes(vlm)
     with torch.no_grad():
         whole, by_passes = vlm.image_features(images), vlm.rollout_features(images)
-    hook.remove()
     assert patches == [5 * of_one, 2 * of_one, 2 * of_one, of_one]
     for a, b in zip(whole, by_passes, strict=True):
         torch.testing.assert_close(a.embeds_VD, b.embeds_VD)
@@ -72,5 +70,8 @@ def test_a_rollout_encodes_by_patches_and_a_row_all_images_at_once(
 
 def test_a_copy_of_the_model_shares_the_memory() -> None:
     parts = tiny("qwen3_vl")
-    vlm = VLM(parts.network, parts.processor.banned_ids, feature_cache=FeatureCache(GENEROUS))
-    assert copy.deepcopy(vlm)._feature_cache is vlm._feature_cache
+    cache, images = FeatureCache(GENEROUS), pictures(parts)
+    vlm = VLM(parts.network, parts.processor.banned_ids, feature_cache=cache)
+    for model in (copy.deepcopy(vlm), vlm):
+        model.image_features(images)
+        assert cache.encoded_images == len(images)

@@ -164,7 +164,7 @@ def test_eval_of_the_server_is_that_of_the_folder(
         assert len(there.pop("samples")) == len(here.pop("samples")) == 2
         # greedy, with shuffled images and with blank ones: text, reward, parts, and why it ended
         assert there == here
-    assert len({row["answers"][server.url]["greedy"]["prediction"] for row in found["rows"]}) > 2
+    assert len({row["answers"][server.url]["greedy"]["turns"][-1]["text"] for row in found["rows"]}) > 2
 
 
 def test_lmms_eval_scores_the_server_as_fovea_eval_does(
@@ -186,7 +186,7 @@ def test_lmms_eval_scores_the_server_as_fovea_eval_does(
         found = json.loads((tmp_path / "eval.json").read_text())["benchmarks"]["mathvision"]
         answers = [row["answers"][server.url]["greedy"] for row in found["rows"]]
         share = found["scores"][server.url]["accuracy"]["mean"]
-        return [each["prediction"] for each in answers], [each["accuracy"] for each in answers], share
+        return [each["turns"][-1]["text"] for each in answers], [each["accuracy"] for each in answers], share
 
     for row, said in list(zip(rows, evaluated()[0], strict=True))[::2]:
         row.update(options=[], answer=extracted(said))  # an answer that the model may give

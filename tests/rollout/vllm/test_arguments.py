@@ -31,7 +31,7 @@ def test_further_arguments_reach_vllm_beside_the_settings() -> None:
 def test_more_tokens_than_the_model_has_positions_for_are_refused(tmp_path: Path) -> None:
     parts = tiny("qwen3_vl")
     save_tiny(parts, tmp_path)
-    with pytest.raises(ConfigError, match=r"max_model_len=5000, but \S+ has positions for 4096 tokens; lower it"):
+    with pytest.raises(ConfigError, match=r"max_model_len=5000, but \S+ has .* 4096 "):
         make_engine(
             VllmSettings(max_model_len=5000), Model(path=str(tmp_path)), parts.processor, max_model_len=1, seed=0
         )

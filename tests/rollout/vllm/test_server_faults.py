@@ -7,7 +7,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from fovea.errors import EngineError
-from fovea.rollout import server_pool
 from fovea.rollout.server import ModelServer
 from fovea.rollout.server_guard import Message, Receive, Send
 from fovea.rollout.vllm.push_folder import PushFolder
@@ -26,7 +25,7 @@ from fovea.rollout.vllm.servers import SamePush, ServerFacts, VllmServers
 from fovea_gym.errors import ConfigError
 from fovea_gym.utils.event_loop import wait_for
 from fovea_gym.utils.http_json import CallBounds, JsonServer
-from gym_tests.chat_server import Endpoint, endpoints
+from gym_tests.chat_server import Endpoint
 from tests.rollout.asgi_calls import everybody, status_of
 from tests.rollout.short_runs import LIMIT_SECONDS
 
@@ -184,13 +183,6 @@ def facts(held_push: str) -> tuple[int, bytes]:
         max_images=1,
         held_push=held_push,
     )
-
-
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Endpoint]]:
-    monkeypatch.setattr(server_pool, "FIRST_PAUSE_SECONDS", 0.01)
-    with endpoints() as start:
-        yield start
 
 
 def engine_of(endpoint: Endpoint, folder: Path) -> VllmServers:

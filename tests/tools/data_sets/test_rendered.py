@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,17 +20,16 @@ from fovea.config.run import Config
 from fovea.loop import train
 from fovea.wiring.environment import make_environment
 from fovea.wiring.run import build
-from fovea_gym.environments.base import Environment, Split
+from fovea_gym.environments.base import Split
 from fovea_gym.environments.shapes.environment import Shapes
 from fovea_gym.environments.shapes.scenes import Thing
-from fovea_gym.graders.base import Grader
 from fovea_gym.graders.vqa_words import LETTERS
 from fovea_gym.settings.environments import ShapesEnvironment
 from fovea_tools.data_sets.europe import REGIONS
 from fovea_tools.data_sets.readable import KINDS, UNSEEN, is_unseen
 from fovea_tools.data_sets.scenes import FORMS, captions
 from fovea_tools.data_sets.vqa import NUM_ANNOTATORS, QUESTION_TYPES, ask
-from gym_tests.grading import scored
+from gym_tests.grading import check_gold, scored
 
 
 class DataSet(NamedTuple):
@@ -78,13 +76,6 @@ def config_of(name: str, folder: Path, *overrides: str) -> Config:
     files = [f"environment.{split}_files=[{folder / f'{file}.parquet'}]" for split, file in names.items()]
     recipes = [DATA_SETS[name].recipe, *([] if name in OWN_MODEL else ["tiny"])]
     return load_config(list(map(shipped_recipe, recipes)), [*files, *overrides])
-
-
-def check_gold(environment: Environment, graders: Sequence[Grader], split: Split) -> None:
-    for task in environment.tasks(split):
-        text = environment.target(task)
-        score = scored(graders, task, text, tuple(environment.prompt(task)))
-        assert (score.reward, score.accuracy) == (1.0, 1.0), (task.id, text)
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ def test_a_circle_is_refused(tmp_path: Path) -> None:
     write(tmp_path, {"a.yaml": "defaults: [b]\n", "b.yaml": "defaults: [a]\n", "c.yaml": "defaults: x\n"})
     with pytest.raises(ConfigError, match="name each other in a circle"):
         composed(tmp_path / "a.yaml")
-    with pytest.raises(ConfigError, match=r'c\.yaml: defaults="x": Hydra takes a list of files'):
+    with pytest.raises(ConfigError, match=r'\bc\.yaml: defaults="x": '):
         composed(tmp_path / "c.yaml")
 
 
@@ -189,7 +189,7 @@ def test_the_environment_gives_folders_and_no_secrets(monkeypatch: pytest.Monkey
     values = ("${oc.env:HOME}/data", "${oc.env:A_KEY,none}", "${oc.env:NOT_SET_ANYWHERE}", "${oc.env:NOT_SET,3}")
     assert [resolve(value, "a.key", VALUES.get) for value in values] == ["/home/ann/data", "none", None, 3]
     assert resolve("${oc.env:A_KEY}", "a.key", VALUES.get, variables=None) == "hunter2", "where it is not shown"
-    problem = r"^a.key: \$\{oc.env:A_KEY\} is set in the environment, which a recipe does not show; add a.key=VALUE"
+    problem = r"^a\.key: \$\{oc\.env:A_KEY\}.*\ba\.key=VALUE\b"
     with pytest.raises(ConfigError, match=problem):
         resolve("${oc.env:A_KEY}", "a.key", VALUES.get)
 
@@ -197,7 +197,7 @@ def test_the_environment_gives_folders_and_no_secrets(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("${multiplied:2, 3}", "a.key: .* is a function that is not known here; write its value"),
+        ("${multiplied:2, 3}", r"\ba\.key: .*\bmultiplied\b"),
         ("${multiply:2}", "a.key: .* has no value"),
         ("${int_div:2, 0}", "a.key: .* has no value"),
         ("${a.circle}", "a.key: its references lead in a circle"),

@@ -60,9 +60,9 @@ def test_tokens_of_a_prompt_count_for_each_of_its_completions(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("train.backend.tensor_parallel_size=8", r"tensor_parallel_size=8 does not divide the model's 28 attention"),
-        ("train.backend.pipeline_parallel_size=3", r"=2 times pipeline_parallel_size=3 does not divide .*, 8; start"),
-        ("train.backend.expert_parallel_size=2", r"expert_parallel_size=2, but a qwen2_5_vl has no experts"),
+        ("train.backend.tensor_parallel_size=8", r"tensor_parallel_size=8\b.*\b28\b"),
+        ("train.backend.pipeline_parallel_size=3", r"=2 times pipeline_parallel_size=3\b.*\b8\b"),
+        ("train.backend.expert_parallel_size=2", r"expert_parallel_size=2\b.*\bqwen2_5_vl\b"),
     ],
 )
 def test_what_megatron_cannot_divide_is_refused(setting: str, message: str, tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def test_traffic_of_replicas_by_hand(tmp_path: Path) -> None:
         found = make_plan(with_settings(config, {"train.backend.replicas": replicas}), sizes)
         assert found.received_bytes == pytest.approx(past * rows * (4 * 2 + 4) * count + over_replicas)
         assert found.link_seconds == pytest.approx(found.received_bytes / 450e9)
-    with pytest.raises(ConfigError, match=r"replicas=3 does not divide .* 8; set it to 1, 2, 4 or 8"):
+    with pytest.raises(ConfigError, match=r"\breplicas=3\b.*\b1, 2, 4 or 8\b"):
         make_plan(with_settings(config, {"train.backend.replicas": 3}), sizes)
     alone = make_plan(with_settings(config, {"plan.gpus": 1}), sizes)
     assert alone.received_bytes == alone.link_seconds == 0

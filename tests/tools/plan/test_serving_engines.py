@@ -90,7 +90,7 @@ def test_a_cache_of_a_set_size(words: list[str], weights: int, cache_tokens: int
 def test_engines_that_would_share_gpus_are_refused(apart: list[str], tmp_path: Path) -> None:
     """As a run refuses them."""
     words = ["rollout.engine=vllm", "rollout.engine.tensor_parallel_size=2", *apart]
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2, but each of \d GPUs has an engine"):
+    with pytest.raises(ConfigError, match=r"\btensor_parallel_size=2\b"):
         plan_of(tmp_path, *words)
 
 

@@ -111,7 +111,7 @@ def test_maps_of_greedy_answers_are_on_the_page(run: Path) -> None:
     made = saliency(run, "--rows", "0-2,5")
     assert [one.id for one in made] == ["test/0", "test/1", "test/2", "test/5"]
     assert {one.weights for one in made} == {"step-1"}
-    answers = {row["id"]: row["answer"]["text"] for row in ViewedRun(run).answers(0)["rows"]}
+    answers = {row["id"]: row["answers"][0]["turns"][0]["text"] for row in ViewedRun(run).answers(0)["rows"]}
     assert [one.answer for one in made] == [answers[one.id] for one in made], "answers of the same weights"
     page = (run / FOLDER / "index.html").read_text(encoding="utf-8")
     assert re.findall(r'<img src="(test-00000\d)-', page) == [f"test-00000{row}" for row in (0, 1, 2, 5)]
@@ -125,7 +125,7 @@ def test_maps_of_recorded_answers_are_of_these_answers(run: Path) -> None:
     (before,) = saliency(run, "--recorded", "test-before", "--row", "3")
     number = list(ViewedRun(run).facts()["evaluations"]).index("test-before")
     (row,) = [row for row in ViewedRun(run).answers(number)["rows"] if row["index"] == 3]
-    assert (before.id, before.answer) == (row["id"], row["answer"]["text"])
+    assert (before.id, before.answer) == (row["id"], row["answers"][0]["turns"][0]["text"])
 
 
 def test_a_checkpoint_writes_into_its_run_unless_a_file_is_named(run: Path, tmp_path: Path) -> None:

@@ -151,16 +151,16 @@ def test_an_error_names_the_input(source: str, message: str) -> None:
 
 def test_a_required_input_is_named(tmp_path: Path) -> None:
     """And a file without an object."""
-    with pytest.raises(ConfigError, match=r"^trained_model: must be given; allowed: text"):
+    with pytest.raises(ConfigError, match=r"^trained_model: "):
         read_inputs(EvaluationInputs, "{}")
     (tmp_path / "in.json").write_text("[1]")
-    with pytest.raises(ConfigError, match=r"in.json: \[1\] is not an object of inputs"):
+    with pytest.raises(ConfigError, match=r"\bin\.json: \[1\]"):
         read_inputs(TrainingInputs, str(tmp_path / "in.json"))
 
 
 def test_an_input_and_its_setting_beside_it_are_refused() -> None:
     inputs = TrainingInputs(gamma=0.5, settings={"algorithm.advantage.gamma": 0.5})
-    with pytest.raises(ConfigError, match=r"^gamma: settings has algorithm.advantage.gamma beside it"):
+    with pytest.raises(ConfigError, match=r"^gamma: .*\balgorithm\.advantage\.gamma\b"):
         settings_of(inputs)
 
 

@@ -12,7 +12,6 @@ import pyarrow as pa
 
 from fovea_gym.errors import DataError
 from fovea_gym.rows.access import GroupCache, RowAccess
-from fovea_gym.rows.cells import image_refs
 from fovea_gym.rows.readers.base import listed
 from fovea_gym.rows.rows import Rows, open_rows
 from fovea_gym.rows.writing import IMAGE_TYPE, image_cell, write_rows
@@ -66,8 +65,8 @@ def _name(source: str, split: str) -> str:
 
 def _cells(rows: Rows) -> Iterator[dict[str, object]]:
     for index in range(len(rows)):
-        row, where = rows[index], rows.where(index)
-        refs = image_refs(row["images"], where=where, folder=rows.folder(index))
+        row = rows[index]
+        refs = rows.image_refs(index, row["images"])
         yield {
             "images": [image_cell(_encoded(ref)) for ref in refs],
             "problem": row["problem"],

@@ -145,7 +145,7 @@ def _check_of(settings: Model) -> tuple[StartCheck, Any, Any]:
     """The check, the trainer's network, and transformers'."""
     processor, ours, theirs = load_processor(settings), load_network(settings), load_network(settings)
     config = Config.model_validate({"model": settings.model_dump()})
-    opener = ImageOpener(max_mib=1, max_megapixels=1)
+    opener = ImageOpener(max_image_mib=1, max_image_megapixels=1)
     config_theirs = config_of(theirs)
     reference = Reference(
         network=theirs,

@@ -10,7 +10,7 @@ from typing import TypeAlias
 from fovea.config.backends import DEFAULT_BATCH_TOKENS, EmbeddedSettings, MegatronBackend
 from fovea.config.run import Config
 from fovea.models.vision.tower_inputs import PASS_PATCHES
-from fovea.rollout.embedded.tuning import POOL_FRAC, default_bytes
+from fovea.rollout.embedded.memory import POOL_FRAC, default_bytes
 from fovea.weights.push import BUCKET_BYTES
 from fovea_tools.plan import megatron, states
 from fovea_tools.plan.activations import (

@@ -12,8 +12,6 @@ import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fovea.evaluation.answer import SampledAnswer
-from fovea.report.records import RecordedAnswer
 from fovea_gym.errors import DataError
 from fovea_gym.utils.bounded import read_file
 from fovea_gym.utils.files import write_atomically
@@ -101,13 +99,6 @@ def _count(value: object) -> int:
     if isinstance(value, int) and value > 0:
         return value
     raise ValueError(f"{value!r} is not a whole number above 0")
-
-
-def mapped_text(answer: SampledAnswer | RecordedAnswer) -> str:
-    """The text that a map is of: the answer's first turn, the only one that the prompt's pictures are before."""
-    if answer.turns:
-        return answer.turns[0].text
-    return answer.score.text if isinstance(answer, RecordedAnswer) else answer.text
 
 
 _SAMPLE = re.compile(r"([0-9]{1,15}):([0-9]{1,6}):([0-9]{1,6})")

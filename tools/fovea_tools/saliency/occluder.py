@@ -48,7 +48,6 @@ from fovea_tools.saliency.maps import (
     SamplePlace,
     map_files,
     map_path,
-    mapped_text,
     sample_place,
     write_map,
 )
@@ -200,7 +199,8 @@ def _asked(target: CheckpointTarget | ModelTarget, wanted: Wanted) -> tuple[Spli
     if missing := [row for row in wanted.rows if row not in answers]:
         raise ConfigError(f"--row {missing[0]}: {name} has no answer to it, only to {len(answers)} others")
     found = [answers[row] for row in wanted.rows]
-    asked = [Asked(row=each.index, id=each.id, answer=mapped_text(each.answer)) for each in found]
+    # the first turn, the only one that the prompt's pictures are before
+    asked = [Asked(row=each.index, id=each.id, answer=each.answers[0].turns[0].text) for each in found]
     return ("test" if name.startswith("test-") else "dev"), asked
 
 
@@ -215,7 +215,7 @@ def _sample(run: Path, place: SamplePlace) -> Asked:
     if group is None or answer is None:
         of_what = f"answers 1 to {len(group.answers)} in that group" if group else f"groups 1 to {len(groups)}"
         raise ConfigError(f"{where}: step {place.step} has {of_what}")
-    return Asked(id=group.id, answer=mapped_text(answer))
+    return Asked(id=group.id, answer=answer.turns[0].text)
 
 
 @dataclass(frozen=True, slots=True)

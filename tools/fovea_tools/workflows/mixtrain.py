@@ -14,14 +14,18 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from mixtrain import Checkpoint, Dataset, Eval, MixFlow, Sandbox
+from pydantic import TypeAdapter
 
 from fovea.api.targets import export
 from fovea.metrics.log import read_metrics
 from fovea.report.summary import FiguresAlongARun
+from fovea_gym.benchmarks.estimates import Estimate
 from fovea_gym.settings.base import Section
+from fovea_gym.utils.stored import as_json
 from fovea_tools.workflows.inputs import EvaluationInputs, TrainingInputs, check_names, checked
 from fovea_tools.workflows.training import TrainingOutputs, evaluate, train
 
+_ESTIMATE = TypeAdapter(Estimate)
 Run = TypeVar("Run", bound=Callable[..., dict[str, Any]])
 Flow = TypeVar("Flow", bound=type[MixFlow])
 
@@ -159,12 +163,12 @@ def _checkpoint(outputs: TrainingOutputs) -> Checkpoint | None:
 def figure_rows(evaluation: FiguresAlongARun) -> Iterator[dict[str, object]]:
     """A row for each held-out figure of each stage of a run, with its 95 % interval."""
     for stage in ("before", "warmup", "final"):
-        figures: Any = evaluation[stage]
+        figures = evaluation[stage]
         if figures is None:
             continue
-        reward = {} if figures["reward"] is None else {"reward": figures["reward"]}
-        for name, estimate in {"accuracy": figures["accuracy"], **reward, **figures["by_type"]}.items():
-            yield {"stage": stage, "figure": name, **estimate}
+        reward = {} if figures.reward is None else {"reward": figures.reward}
+        for name, estimate in {"accuracy": figures.accuracy, **reward, **figures.by_type}.items():
+            yield {"stage": stage, "figure": name, **as_json(_ESTIMATE, estimate)}
 
 
 def _name(kind: str, outputs: TrainingOutputs) -> str:

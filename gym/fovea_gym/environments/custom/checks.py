@@ -32,7 +32,7 @@ def check_tasks(tasks: Sequence[Task], made: str) -> None:
 
 
 def _first_made(tasks: Sequence[Task]) -> Iterator[Task]:
-    with suppress(BadRowError):  # `data.on_bad_row` decides about it when its turn comes
+    with suppress(BadRowError):  # it is refused when its turn comes
         yield tasks[0]
 
 

@@ -19,7 +19,7 @@ from fovea_gym.environments.sessions import WaitingReplies
 from fovea_gym.environments.stages import Stages
 from fovea_gym.errors import DataError, describe_error, named
 from fovea_gym.graders.base import NoScoreError
-from fovea_gym.graders.limited_calls import CallThreads, called
+from fovea_gym.graders.grading import CallThreads, called
 from fovea_gym.tools.base import Tool
 from fovea_gym.types import Message, Score, Task, Turn
 

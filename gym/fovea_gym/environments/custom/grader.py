@@ -14,7 +14,7 @@ from PIL.Image import Image
 from fovea_gym.environments.custom.signatures import BESIDE_PARTS, RewardFunction, is_async, length_of, takes_length
 from fovea_gym.errors import describe_error, named
 from fovea_gym.graders.base import Grader, NoScoreError, weighted_turns
-from fovea_gym.graders.limited_calls import BlockingCalls, called, without_ends
+from fovea_gym.graders.grading import BlockingCalls, called, without_ends
 from fovea_gym.rows.images import OpenImage
 from fovea_gym.settings.rewards import OVERLONG, part_name
 from fovea_gym.types import ImageRef, Mark, Score, Task, Turn

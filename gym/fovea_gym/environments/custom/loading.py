@@ -30,6 +30,7 @@ from fovea_gym.environments.custom.signatures import (
     check_required,
 )
 from fovea_gym.errors import ConfigError, FoveaError, describe_error, result_or_error
+from fovea_gym.settings.base import file_meant
 from fovea_gym.settings.environments import OwnEnvironment
 from fovea_gym.settings.rewards import FROM_PYTHON
 from fovea_gym.types import AnswerEnd
@@ -65,16 +66,24 @@ def checked_reward(function: object, name: str) -> RewardFunction:
 
 
 def load_environment(settings: OwnEnvironment, section: str = "") -> Any:
-    """An instance of the class of `environment`; ConfigError where it is none, or lacks a method."""
-    spec = settings.file
-    made = load_named(spec, "environment")
+    """An instance of the class of `settings.file`; ConfigError where it is none, or lacks a method.
+
+    Errors name the setting that `section` is, with the file as its value.
+    """
+    spec, setting = settings.file, section.removesuffix(".")
+    made = load_named(spec, setting)
     if not isinstance(made, type):
-        raise ConfigError(f"environment={spec} is not a class; name one with the methods {', '.join(METHODS)}")
-    return checked_environment(_instance(made, settings, section), spec)
+        named = _setting_of(spec, setting)
+        raise ConfigError(f"{named} is not a class; name one with the methods {', '.join(METHODS)}")
+    return checked_environment(_instance(made, settings, section), spec, setting)
 
 
-def checked_environment(user: Any, name: str) -> Any:
-    """An object of the user's that has the methods of an environment; ConfigError where it lacks one."""
+def checked_environment(user: Any, name: str, setting: str = "") -> Any:
+    """An object of the user's that has the methods of an environment; ConfigError where it lacks one.
+
+    `setting` is the one that errors say has `name` as its value, if any.
+    """
+    named = _setting_of(name, setting)
     needed = METHODS.keys() | ({"at"} if defines(user, "stages") else set())
     # its graders or its sessions may score
     needed -= {"score"} if hasattr(user, "graders") or defines(user, "open") else set()
@@ -83,34 +92,34 @@ def checked_environment(user: Any, name: str) -> Any:
         if bound is None and method not in needed:
             continue
         if not callable(bound):
-            raise ConfigError(f"environment={name} has no method {method}; add {method}({', '.join(parameters)})")
-        _check_call(bound, parameters, "environment", f"{name}.{method}")
-    _check_turns(user, name)
+            raise ConfigError(f"{named} has no method {method}; add {method}({', '.join(parameters)})")
+        _check_call(bound, parameters, setting, f"{name}.{method}")
+    _check_turns(user, named)
     if not isinstance(end := getattr(user, "answer_end", None), AnswerEnd | None):
         raise ConfigError(
-            f"environment={name} has answer_end={end!r}; set fovea_gym.types.AnswerEnd(), for a box, or another one, "
+            f"{named} has answer_end={end!r}; set fovea_gym.types.AnswerEnd(), for a box, or another one, "
             'such as AnswerEnd(closing="</answer>")'
         )
     if defines(user, "stages") and not defines(user, "default_starts"):
         raise ConfigError(
-            f"environment={name} has stages, but no default_starts; add the steps at which the second and later ones "
+            f"{named} has stages, but no default_starts; add the steps at which the second and later ones "
             "begin, such as default_starts = (100, 300)"
         )
     return user
 
 
-def _check_turns(user: Any, name: str) -> None:
+def _check_turns(user: Any, named: str) -> None:
     """An environment that replies says how often, and the reverse."""
     max_turns = getattr(user, "max_turns", None)
     for method in ("reply", "open"):
         if hasattr(user, method) and max_turns is None:
             fix = "add max_turns = 4, or another bound"
-            raise ConfigError(f"environment={name} has a method {method}, but no max_turns; {fix}")
+            raise ConfigError(f"{named} has a method {method}, but no max_turns; {fix}")
     if max_turns is not None and (not isinstance(max_turns, int) or max_turns < 1):
-        raise ConfigError(f"environment={name} has max_turns={max_turns!r}; set a whole number from 1 on")
+        raise ConfigError(f"{named} has max_turns={max_turns!r}; set a whole number from 1 on")
     if max_turns is not None and max_turns > 1 and not any(defines(user, each) for each in ("reply", "open", "tools")):
         fix = "add reply(task, turns), or leave max_turns out"
-        raise ConfigError(f"environment={name} has max_turns={max_turns}, but no reply, open or tools; {fix}")
+        raise ConfigError(f"{named} has max_turns={max_turns}, but no reply, open or tools; {fix}")
 
 
 def _instance(made: type, settings: OwnEnvironment, section: str) -> object:
@@ -124,23 +133,30 @@ def _instance(made: type, settings: OwnEnvironment, section: str) -> object:
     if isinstance(error, FoveaError):
         raise error
     if error is not None:
-        raise ConfigError(f"environment={settings.file} cannot be made: it {describe_error(error)}; fix it")
+        named = _setting_of(settings.file, section.removesuffix("."))
+        raise ConfigError(f"{named} cannot be made: it {describe_error(error)}; fix it")
     return instance
 
 
-def load_named(spec: str, setting: str) -> object:
+def _setting_of(name: str, setting: str) -> str:
+    """The name as the value of its setting, `environment=mine.py:Own`; only the name where there is no setting."""
+    return f"{setting}={name}" if setting else name
+
+
+def load_named(spec: str, setting: str = "") -> object:
     """The object that a file defines under a name."""
     path, name = check_named(spec, setting)
     module, error = result_or_error(lambda: import_file(path))
     if error is not None:
-        raise ConfigError(f"{setting}: {path} cannot be imported: it {describe_error(error)}; fix it") from error
+        named = f"{setting}: {path}" if setting else path
+        raise ConfigError(f"{named} cannot be imported: it {describe_error(error)}; fix it") from error
     assert isinstance(module, ModuleType), path
     if not hasattr(module, name):
         near = difflib.get_close_matches(name, vars(module), n=1)
         public = [each for each, value in vars(module).items() if not each.startswith("_") and callable(value)]
         others = ", ".join(public) or "it defines none"
         meant = f"did you mean {near[0]}?" if near else f"define it, or name another: {others}"
-        raise ConfigError(f"{setting}={spec}: {path} has no {name}; {meant}")
+        raise ConfigError(f"{_setting_of(spec, setting)}: {path} has no {name}; {meant}")
     return getattr(module, name)
 
 
@@ -149,11 +165,13 @@ def check_named(spec: str, setting: str) -> tuple[Path, str]:
     if spec.startswith(FROM_PYTHON):
         raise ConfigError(_is_from_python(spec, setting))
     file, _, name = spec.rpartition(":")
+    named = _setting_of(spec, setting)
     if not file.endswith(".py") or not name.isidentifier():
-        raise ConfigError(f"{setting}={spec} does not name a file and something in it; write path/to/file.py:name")
+        fix = file_meant(spec) or "path/to/file.py:name"
+        raise ConfigError(f"{named} does not name a file and something in it; write {fix}")
     path = Path(file).expanduser()
     if not path.is_file():
-        raise ConfigError(f"{setting}={spec}: there is no file {path} in {Path.cwd()}; fix the path")
+        raise ConfigError(f"{named}: there is no file {path} in {Path.cwd()}; fix the path")
     return path, name
 
 
@@ -187,9 +205,8 @@ def _check_call(function: Callable[..., object], parameters: Sequence[str], sett
         name, listed = shown.rpartition(":")[2], ", ".join(parameters)
         last = name.rpartition(".")[2]
         fix = f"lambda {listed}: ..." if last == "<lambda>" else f"def {last}({listed})"
-        raise ConfigError(
-            f"{setting}: {shown} takes {signature}, but is called as {name}({listed}); write {fix}"
-        ) from None
+        named = f"{setting}: {shown}" if setting else shown
+        raise ConfigError(f"{named} takes {signature}, but is called as {name}({listed}); write {fix}") from None
 
 
 def import_file(path: Path) -> ModuleType:

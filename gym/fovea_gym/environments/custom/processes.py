@@ -22,6 +22,7 @@ from pydantic import TypeAdapter
 
 from fovea_gym.errors import ConfigError, first_line, named
 from fovea_gym.graders.base import NoScoreError
+from fovea_gym.graders.grading import CallLimits
 from fovea_gym.processes.child import ChildProcess
 from fovea_gym.types import Score, Task, Turn
 from fovea_gym.utils.launch import module_command, with_this_fovea, without_torchrun
@@ -40,12 +41,12 @@ _SCORES = TypeAdapter(Score)
 class RewardProcesses:
     """A grader of which each call has a process; a process that has answered waits for the next call."""
 
-    def __init__(self, module: str, settings: Mapping[str, Any], name: str, timeout_seconds: float) -> None:
-        """`module` is run with the descriptor of a socket, by which it gets `settings`; `name` is for messages."""
+    def __init__(self, module: str, settings: Mapping[str, Any], limits: CallLimits) -> None:
+        """`module` is run with the descriptor of a socket, by which it gets `settings`; of `limits` it has the time."""
         self._command = module_command(module)
         self._settings = json.dumps(settings).encode()
-        self._name = name
-        self._timeout_seconds = timeout_seconds
+        self._name = limits.name
+        self._limits = limits
         self._idle: list[RewardProcess] = []
 
     async def score(self, task: Task, turns: Sequence[Turn]) -> Score:
@@ -68,12 +69,12 @@ class RewardProcesses:
     async def _ask(self, process: RewardProcess, message: bytes) -> dict[str, Any]:
         """The answer of a process, which then waits for the next call; EOFError says how a process has ended."""
         try:
-            async with asyncio.timeout(self._timeout_seconds):
+            async with asyncio.timeout(self._limits.timeout_seconds):
                 answer = await process.ask(message)
         except TimeoutError as error:
             await process.kill()
-            text = f"took more than reward_timeout_seconds={self._timeout_seconds:g}, and its process was killed"
-            raise NoScoreError(text) from error
+            limit = f"{self._limits.time_setting}={self._limits.timeout_seconds or 0:g}"
+            raise NoScoreError(f"took more than {limit}, and its process was killed") from error
         except EOFError as error:
             raise type(error)(await process.ended()) from error
         except BaseException:

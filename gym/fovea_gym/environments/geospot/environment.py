@@ -26,13 +26,11 @@ from fovea_gym.environments.geospot.reward import (
     place_of,
 )
 from fovea_gym.environments.stages import Stage
-from fovea_gym.errors import BadRowError, DataError
+from fovea_gym.errors import DataError
 from fovea_gym.rows.access import RowAccess
-from fovea_gym.rows.rows import Rows, image_refs
+from fovea_gym.rows.rows import Rows
 from fovea_gym.settings.environments import GeoColumn, GeoSpotEnvironment
 from fovea_gym.types import Message, Score, Task, Turn
-
-_SKIP = "or set data.on_bad_row=skip"
 
 
 class GeoSpot(Environment):
@@ -72,7 +70,7 @@ class GeoSpot(Environment):
         place = true_place(row, where, self._config)
         if place.country is None:
             raise bad_row(where, "the country is empty, so the first stages have nothing to ask for", "place")
-        images = image_refs(self._image(row, where), where=where, folder=rows.folder(index))
+        images = rows.image_refs(index, self._image(row, where))
         if not images:
             raise bad_row(where, "there is no picture, so there is nothing to look at", "image_absent")
         known = (place.city, place.region, self._country(row, place), *(f"{x:.4f}" for x in place.at or ()))
@@ -119,11 +117,7 @@ class GeoSpotGrader:
 
 def true_place(row: Mapping[str, object], where: str, config: GeoSpotEnvironment) -> KnownPlace:
     """The place in a row, by the columns that the settings name; BadRowError where it is none."""
-    keys = [config.columns.get(name, name) for name in get_args(GeoColumn)]
-    try:
-        return place_of(row, keys, where)
-    except DataError as error:
-        raise BadRowError(f"{error}, {_SKIP}", "place") from error
+    return place_of(row, [config.columns.get(name, name) for name in get_args(GeoColumn)], where)
 
 
 def _facts(stage: GeoStage, weights: Mapping[str, float]) -> Mapping[str, float]:

@@ -31,7 +31,7 @@ from fovea_gym.environments.geospot.gazetteer import (
     spellings,
 )
 from fovea_gym.environments.geospot.parsing import PlaceAnswer, parse_answer
-from fovea_gym.errors import DataError
+from fovea_gym.errors import BadRowError, DataError
 from fovea_gym.graders.base import Grade
 
 
@@ -198,14 +198,15 @@ def grade(prediction: str, truth: Mapping[str, object]) -> Grade:
 def place_of(
     truth: Mapping[str, object], keys: Sequence[str] = ("country", "region", "city", "lat", "lon"), where: str = "truth"
 ) -> KnownPlace:
-    """The true place of a row; `keys` name its columns, empty cells are unknown. DataError if they are not a place."""
+    """The true place of a row; `keys` name its columns, empty cells are unknown. BadRowError for other values."""
     country, region, city = (_name(truth.get(key), key, where) for key in keys[:3])
     code = None if country is None else country_code(country)
     if country is not None and code is None:
-        raise DataError(f"{where}: {country!r} is not a country we know; write its English name or ISO code")
+        fix = "write its English name or ISO code"
+        raise BadRowError(f"{where}: {country!r} is not a country we know", "place", fix)
     lat, lon = (_degrees(truth.get(key), key, limit, where) for key, limit in zip(keys[3:], (90, 180), strict=True))
     if (lat is None) != (lon is None):
-        raise DataError(f"{where}: one of {keys[3]} and {keys[4]} is empty; give both or neither")
+        raise BadRowError(f"{where}: one of {keys[3]} and {keys[4]} is empty", "place", "give both or neither")
     at = None if lat is None or lon is None else LatLon(lat, lon)
     return KnownPlace(country=code, region=region, city=city, at=at)
 
@@ -214,7 +215,7 @@ def _name(cell: object, key: str, where: str) -> str | None:
     if cell is None or (isinstance(cell, float) and math.isnan(cell)):  # pandas writes NaN for an empty text
         return None
     if not isinstance(cell, str):
-        raise DataError(f"{where}: {key} is of type {type(cell).__name__}, not a text; fix the row")
+        raise BadRowError(f"{where}: {key} is of type {type(cell).__name__}, not a text", "place", "fix the row")
     return " ".join(cell.split()) or None
 
 
@@ -224,11 +225,12 @@ def _degrees(cell: object, key: str, limit: float, where: str) -> float | None:
     try:
         degrees = float(str(cell))
     except ValueError as error:
-        raise DataError(f"{where}: {key} is {str(cell)[:40]!r}, not degrees; write a number such as 48.86") from error
+        problem = f"{where}: {key} is {str(cell)[:40]!r}, not degrees"
+        raise BadRowError(problem, "place", "write a number such as 48.86") from error
     if math.isnan(degrees):
         return None
     if abs(degrees) > limit:
-        raise DataError(f"{where}: {key} is {degrees:g}, beyond {limit:g} degrees; fix the row")
+        raise BadRowError(f"{where}: {key} is {degrees:g}, beyond {limit:g} degrees", "place", "fix the row")
     return degrees
 
 

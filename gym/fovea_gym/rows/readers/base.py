@@ -135,10 +135,10 @@ def nearest(meant: Sequence[str], columns: Sequence[str]) -> str:
     return f"={near[0]}" if near else " to one of them"
 
 
-def copied_once(folder: Path, name: str, make: Callable[[Path], object]) -> Path:
+def copied_once(folder: Path, name: str, make: Callable[[Path], object], setting: str) -> Path:
     """Return `folder/name`, written by `make(path)` unless it is there already; two processes may do so at once.
 
-    Raises DataError where the disk refuses.
+    Raises DataError where the disk refuses, with the `setting` that names another one.
     """
     copy = folder / name
     try:
@@ -148,6 +148,6 @@ def copied_once(folder: Path, name: str, make: Callable[[Path], object]) -> Path
     except OSError as error:
         raise DataError(
             f"a copy of {name} cannot be kept in {folder} ({error.strerror or error}); make room there, or set "
-            "data.cache_dir to a folder on another disk"
+            f"{setting} to a folder on another disk"
         ) from error
     return copy

@@ -102,8 +102,7 @@ def _cells(source: object, name: str) -> _Cells:
         return _cells_of_rows(source, name)
     if isinstance(source, str | bytes | PathLike):
         raise DataError(
-            f"{name}={source!r:.80} is not a table but a text or a path; read the file, such as by pandas.read_csv, or "
-            "name it in environment.train_files in place of this argument (docs/data.md)"
+            f"{name}={source!r:.80} is not a table but a text or a path; read the file, such as by pandas.read_csv"
         )
     raise DataError(
         f"{name}: an object of type {type(source).__name__} holds no rows that can be read; give a pandas DataFrame, a "

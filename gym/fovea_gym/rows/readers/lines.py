@@ -56,9 +56,7 @@ class ByteRangeTable:
         # UnicodeDecodeError and JSONDecodeError are ValueErrors
         except (ValueError, RecursionError, csv.Error) as error:
             raise BadRowError(
-                f"{self.name} {self.place(index)}: cannot be read ({first_line(error)}); correct it, or set "
-                "data.on_bad_row=skip",
-                "row_unreadable",
+                f"{self.name} {self.place(index)}: cannot be read ({first_line(error)})", "row_unreadable", "correct it"
             ) from error
 
     def place(self, index: int) -> str:

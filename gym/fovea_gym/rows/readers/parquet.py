@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fovea_gym.errors import BadRowError, DataError
-from fovea_gym.rows.access import GroupCache
+from fovea_gym.rows.access import RowAccess
 from fovea_gym.rows.readers.base import copied_once, first_line
 
 # Rows are drawn in random order: a row costs its whole group unless that is still in memory.
@@ -33,22 +33,23 @@ _VALUE_BYTES = 8
 class ParquetTable:
     """The rows of one Parquet file; DataError, naming `setting`, where it cannot be read.
 
-    A file with large row groups is copied into the folder `copies` once, in small ones.
+    A file with large row groups is copied into the access's folder of copies once, in small ones.
     """
 
-    def __init__(self, path: Path, *, setting: str, cache: GroupCache, copies: Path) -> None:
+    def __init__(self, path: Path, *, setting: str, access: RowAccess) -> None:
         self.name, self.folder = path.name, str(path.parent)
         self.key = str(path.resolve())
         self._path, self._setting = path, setting
         self._file = _open(path, setting)
         if _largest_group(self._file) > MAX_GROUP_BYTES or _shares_prefixes(self._file.metadata):
             stamp = hashlib.sha256(f"{self.key} {path.stat()}".encode()).hexdigest()[:32]
-            self._path = copied_once(copies, f"{stamp}.parquet", self._copy_in_small_groups)
+            copy, named = f"{stamp}.parquet", f"{access.data_section}cache_dir"
+            self._path = copied_once(access.copies, copy, self._copy_in_small_groups, named)
             self._file = _open(self._path, setting, keep_equal_texts=False)
         self.columns: Sequence[str] = self._file.schema_arrow.names
         sizes = (self._file.metadata.row_group(index).num_rows for index in range(self._file.num_row_groups))
         self._ends = list(itertools.accumulate(sizes))
-        self._cache = cache
+        self._cache = access.cache
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -61,7 +62,7 @@ class ParquetTable:
             row: dict[str, object] = table.slice(index - first, 1).to_pylist()[0]
         except (pa.ArrowException, ValueError, OverflowError) as error:
             problem = f"{self.name} row {index}: a value cannot be read ({first_line(error)})"
-            raise BadRowError(f"{problem}; correct it, or set data.on_bad_row=skip", "row_unreadable") from error
+            raise BadRowError(problem, "row_unreadable", "correct it") from error
         return row
 
     def place(self, index: int) -> str:
@@ -85,8 +86,9 @@ class ParquetTable:
         except (pa.ArrowException, OSError) as error:
             raise BadRowError(
                 f"{self.name} rows {first} to {self._ends[group] - 1} cannot be decoded "
-                f"({first_line(error)}), so the file is damaged; copy or write it again",
+                f"({first_line(error)}), so the file is damaged",
                 "row_unreadable",
+                "copy or write it again",
             ) from error
 
     def _copy_in_small_groups(self, into: Path) -> None:

@@ -1,4 +1,4 @@
-"""Remote data files, copied to `data.cache_dir` and then read like local ones.
+"""Remote data files, copied to the folder of copies and then read like local ones.
 
 http(s) goes through `fovea_gym.rows.fetch`, with its checks; files, buckets and the Hugging Face hub through fsspec (s3://
 and gs:// need the extras of these names). fsspec knows dozens of other protocols: some reach private addresses, and a
@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import fsspec
 import fsspec.asyn
 
 from fovea_gym.errors import BadRowError, DataError, MissingExtraError, named
-from fovea_gym.rows.access import UrlLimits
+from fovea_gym.rows.access import RowAccess, UrlLimits
 from fovea_gym.rows.fetch import download, fetch
 from fovea_gym.rows.images import check_bytes
 from fovea_gym.rows.readers.base import Table, TableView, copied_once, first_line
@@ -120,7 +121,7 @@ def expand(url: str, setting: str) -> list[str]:
     return [str(filesystem.unstrip_protocol(name)) for name in found]
 
 
-def local_copy(url: str, setting: str, folder: Path, limits: UrlLimits) -> Path:
+def local_copy(url: str, setting: str, access: RowAccess) -> Path:
     """Return a local copy of the file at a URL, made unless the same state of the file was copied before."""
     if lacks_secrets(url):
         raise DataError(
@@ -128,12 +129,14 @@ def local_copy(url: str, setting: str, folder: Path, limits: UrlLimits) -> Path:
             "with the whole URL"
         )
     if is_web(url):
-        return _web_copy(url, setting, folder, limits)
+        return _web_copy(url, setting, access)
     filesystem, path = _filesystem(url, setting)
     with named(partial(_unreadable, url, setting)):
         state = filesystem.info(path)
         stamp = [str(state.get(key)) for key in ("size", "ETag", "etag", "mtime", "LastModified", "updated", "created")]
-        return copied_once(*_place(folder, url, stamp), lambda into: filesystem.get_file(path, str(into)))
+        place, name = _place(access.copies, url, stamp)
+        named_folder = f"{access.data_section}cache_dir"
+        return copied_once(place, name, lambda into: filesystem.get_file(path, str(into)), named_folder)
 
 
 def remote_image(url: str, where: str, limits: UrlLimits) -> bytes:
@@ -145,7 +148,8 @@ def remote_image(url: str, where: str, limits: UrlLimits) -> bytes:
         return fetch(url, where, limits)
     filesystem, path = _filesystem(url, where)
     with named(partial(_bad_image, where, limits)):
-        check_bytes(int(_call(filesystem, "size", path, limits) or 0), where, limits.max_mib)
+        num_bytes = int(_call(filesystem, "size", path, limits) or 0)
+        check_bytes(num_bytes, where, limits.max_image_mib, f"{limits.section}max_image_mib")
         content: bytes = _call(filesystem, "cat_file", path, limits)
     return content
 
@@ -155,28 +159,24 @@ def _call(filesystem: Any, method: str, path: str, limits: UrlLimits) -> Any:
     if not filesystem.async_impl:
         return getattr(filesystem, method)(path)
     coroutine = getattr(filesystem, f"_{method}")
-    return fsspec.asyn.sync(filesystem.loop, coroutine, path, timeout=limits.timeout_seconds)
+    return fsspec.asyn.sync(filesystem.loop, coroutine, path, timeout=limits.url_timeout_seconds)
 
 
 def _bad_image(where: str, limits: UrlLimits, error: Exception) -> BadRowError:
     if isinstance(error, FileNotFoundError):
         problem, reason = "no such image file", "image_missing"
     elif isinstance(error, TimeoutError):
-        problem, reason = f"it took more than data.url_timeout_seconds={limits.timeout_seconds:g}", "url_timeout"
+        limit = f"{limits.section}url_timeout_seconds={limits.url_timeout_seconds:g}"
+        problem, reason = f"it took more than {limit}", "url_timeout"
     else:
         problem, reason = f"cannot be read ({type(error).__name__}: {first_line(error)})", "url_unreachable"
-    return BadRowError(f"{where}: {problem}; correct the row, or set data.on_bad_row=skip", reason)
+    return BadRowError(f"{where}: {problem}", reason, "correct the row")
 
 
-def _web_copy(url: str, setting: str, folder: Path, limits: UrlLimits) -> Path:
+def _web_copy(url: str, setting: str, access: RowAccess) -> Path:
     """Download a file into the folder of copies."""
-    limits = UrlLimits(
-        timeout_seconds=_DOWNLOAD_SECONDS,
-        max_redirects=limits.max_redirects,
-        retries=limits.retries,
-        allow_private_addresses=limits.allow_private_addresses,
-    )
-    place, name = _place(folder, url, [])
+    limits = replace(access.url_limits, url_timeout_seconds=_DOWNLOAD_SECONDS)
+    place, name = _place(access.copies, url, [])
     (place / name).unlink(missing_ok=True)  # few servers say reliably whether a file has changed
 
     def make(into: Path) -> None:
@@ -186,10 +186,10 @@ def _web_copy(url: str, setting: str, folder: Path, limits: UrlLimits) -> Path:
         except BadRowError as error:
             if error.reason == "url_private_address":
                 raise
-            problem = str(error).partition("; ")[0]
-            raise DataError(f"{problem}; correct the address, or download the file and name the copy") from error
+            fix = "correct the address, or download the file and name the copy"
+            raise DataError(f"{error.problem}; {fix}") from error
 
-    return copied_once(place, name, make)
+    return copied_once(place, name, make, f"{access.data_section}cache_dir")
 
 
 def _place(folder: Path, url: str, stamp: Sequence[str]) -> tuple[Path, str]:

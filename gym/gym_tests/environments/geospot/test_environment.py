@@ -26,7 +26,7 @@ def test_gold_answers_of_photos_score_full_marks() -> None:
     tasks = list(environment.tasks("test"))
     assert len(tasks) == 24
     check_gold(environment, tasks)
-    assert min(ImageOpener(max_mib=9, max_megapixels=9)(tasks[0].images[0]).size) > 100
+    assert min(ImageOpener(max_image_mib=9, max_image_megapixels=9)(tasks[0].images[0]).size) > 100
 
 
 def test_a_users_own_table(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_columns_by_other_names(tmp_path: Path) -> None:
     columns = {"country": "land", "region": "state", "city": "town", "lat": "y", "lon": "x"}
     environment = geospot(tmp_path, [row], image_key="photo", columns=columns)
     check_gold(environment, list(environment.tasks("train")))
-    with pytest.raises(DataError, match=r"^columns\.city: rows\.parquet has no column 'city'"):
+    with pytest.raises(DataError, match=r"^columns\.city: rows\.parquet\b"):
         geospot(tmp_path, [row], image_key="photo", columns={**columns, "city": "city"}).tasks("train")
 
 
@@ -69,7 +69,7 @@ def test_rows_that_are_no_places(cells: dict[str, object], problem: str, tmp_pat
         tasks[1]
     assert str(error.value).startswith("rows.parquet row 1: ")
     assert problem in str(error.value)
-    assert str(error.value).endswith("or set data.on_bad_row=skip")
+    assert "data." not in str(error.value)
 
 
 def test_a_wrong_answer_says_which_part_is_wrong(tmp_path: Path) -> None:

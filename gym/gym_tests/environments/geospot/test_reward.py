@@ -72,7 +72,7 @@ def test_a_part_that_the_truth_lacks_is_not_asked_for() -> None:
     assert grade_answer(PlaceAnswer(country="France", city="Paris"), truth).score == 1.0
     assert grade_answer(PlaceAnswer(country="France"), truth).score == pytest.approx(0.6)
     assert grade_answer(PlaceAnswer(country="France"), truth, STAGES[2]).score == 1.0
-    with pytest.raises(DataError, match="the truth knows city, but the stage asks for country; add country to the row"):
+    with pytest.raises(DataError, match=r"\bcity\b.*\bcountry\b"):
         grade_answer(PlaceAnswer(country="France"), KnownPlace(city="Paris"), STAGES[0])
 
 

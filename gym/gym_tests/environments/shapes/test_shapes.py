@@ -144,7 +144,7 @@ def test_the_picture_shows_the_answer(side_px: int) -> None:
         assert pixels(task).shape == (side_px, side_px, 3)
         assert pixels(task).dtype == np.uint8
         assert brightest_colour(pixels(task)) == task.answer, task.id
-        opened = ImageOpener(max_mib=1, max_megapixels=1)(task.images[0])
+        opened = ImageOpener(max_image_mib=1, max_image_megapixels=1)(task.images[0])
         np.testing.assert_array_equal(np.asarray(opened), pixels(task))
 
 

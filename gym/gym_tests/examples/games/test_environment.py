@@ -23,8 +23,8 @@ from fovea_gym.examples.games.environment import (
     start_of,
 )
 from fovea_gym.examples.games.frozen_lake import FrozenLake
-from fovea_gym.types import Message, Score, Task, Turn
-from fovea_gym.utils.event_loop import wait_for
+from fovea_gym.types import Message, Task
+from gym_tests.grading import played
 
 SPLITS: tuple[Split, ...] = ("train", "dev", "test")
 
@@ -35,19 +35,6 @@ def lake(**settings: Any) -> BoardGame:
 
 def sokoban(**settings: Any) -> BoardGame:
     return BoardGame(SokobanEnvironment(**settings), seed=0)
-
-
-def played(environment: BoardGame, task: Task, texts: Sequence[str]) -> tuple[list[Message], Score]:
-    """The replies to these answers, up to the end of the episode, and its score."""
-    turns: list[Turn] = []
-    replies: list[Message] = []
-    for text in texts:
-        turns.append(Turn(messages=(), text=text))
-        messages = environment.reply(task, turns) if len(turns) < environment.max_turns else None
-        if messages is None:
-            break
-        replies += messages
-    return replies, wait_for(environment.graders[-1].score(task, turns))
 
 
 def pixels(message: Message) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,23 +9,9 @@ import pytest
 from fovea_gym.environments.base import Split
 from fovea_gym.examples.pages.environment import Pages, PagesEnvironment, click_in, pages_of
 from fovea_gym.examples.pages.page import picture
-from fovea_gym.types import Score, Task, Turn
-from fovea_gym.utils.event_loop import wait_for
+from gym_tests.grading import played
 
 SPLITS: tuple[Split, ...] = ("train", "dev", "test")
-
-
-def played(environment: Pages, task: Task, texts: Sequence[str]) -> tuple[list[Any], Score]:
-    """The pictures after the first, up to the end of the episode, and its score."""
-    turns: list[Turn] = []
-    pictures = []
-    for text in texts:
-        turns.append(Turn(messages=(), text=text))
-        messages = environment.reply(task, turns) if len(turns) < environment.max_turns else None
-        if messages is None:
-            break
-        pictures.append(messages[0].parts[0].source)  # type: ignore[union-attr]
-    return pictures, wait_for(environment.graders[-1].score(task, turns))
 
 
 @pytest.mark.parametrize("settings", [{}, {"scale": 99}])
@@ -35,9 +20,9 @@ def test_clicks_on_the_centres_are_right(settings: dict[str, Any]) -> None:
     for split in SPLITS:
         for task in environment.tasks(split)[:30]:
             texts = environment.demonstration(task)
-            pictures, score = played(environment, task, texts)
+            replies, score = played(environment, task, texts)
             assert len(texts) == (2 if task.kind == "menu" else 1)
-            assert len(pictures) == len(texts) - 1
+            assert len(replies) == len(texts) - 1
             assert (score.reward, score.accuracy, score.parts) == (1.0, 1.0, {"format": 1.0})
             assert score.turns == (1 / len(texts),) * len(texts)
 
@@ -48,11 +33,11 @@ def test_a_wrong_click_ends_the_episode_and_a_menu_is_half_of_its_task() -> None
     menu, control = environment.demonstration(task)
     closed, opened = pages_of(task)
     decoy = ",".join(str(round(1000 * place)) for place in closed[1].centre)
-    pictures, score = played(environment, task, [menu, menu[::-1]])
-    assert (pictures[0] == picture(opened, 48)).all()
+    replies, score = played(environment, task, [menu, menu[::-1]])
+    assert (replies[0].parts[0].source == picture(opened, 48)).all()  # type: ignore[union-attr]
     assert (score.reward, score.accuracy, score.turns) == (0.5, 0.0, (0.5, 0.0))
-    pictures, score = played(environment, task, [decoy, control])
-    assert (pictures, score.reward, score.turns) == ([], 0.0, (0.0,))
+    replies, score = played(environment, task, [decoy, control])
+    assert (replies, score.reward, score.turns) == ([], 0.0, (0.0,))
 
 
 def test_neither_word_of_a_control_is_enough_to_find_it() -> None:

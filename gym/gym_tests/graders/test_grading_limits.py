@@ -12,8 +12,7 @@ import pytest
 
 from fovea_gym.errors import DataError, ScoreError
 from fovea_gym.graders.base import NoScoreError, weighted_turns
-from fovea_gym.graders.grading import Grading
-from fovea_gym.graders.limited_calls import CallLimits, LimitedCalls
+from fovea_gym.graders.grading import CallLimits, Grading, LimitedCalls
 from fovea_gym.graders.opinions import WithModelReward
 from fovea_gym.types import Score, Task, Turn
 from fovea_gym.utils.event_loop import gather_or_cancel, wait_for
@@ -37,7 +36,7 @@ class LosesItsConnection:
 def test_a_timeout_that_a_grader_raises_is_not_taken_for_that_of_its_limits() -> None:
     grader = LosesItsConnection()
     grading = Grading(graders=(grader,), calls=LimitedCalls(CallLimits(name="mine", timeout_seconds=60, max_retries=3)))
-    with pytest.raises(ScoreError, match="mine raised TimeoutError: the socket timed out; fix it"):
+    with pytest.raises(ScoreError, match="mine raised TimeoutError: the socket timed out"):
         score_in_run(grading, TASK, "red")
     assert grader.num_calls == 1
 
@@ -72,7 +71,7 @@ def test_of_two_rewards_that_raise_the_second_prints_no_traceback(caplog: pytest
             grader.second_runs.wait(30)
             raise
 
-    with pytest.raises(ScoreError, match=r"^first: mine raised ValueError: first; fix it"):
+    with pytest.raises(ScoreError, match=r"^first: mine raised ValueError: first\b"):
         wait_for(gather_or_cancel(map(scored, ("first", "second"))))
     grader.second_may_raise.set()
     assert isinstance(grading.calls, LimitedCalls)
@@ -112,5 +111,5 @@ def test_a_models_share_leaves_turns_that_sum_to_the_reward() -> None:
 
 def test_the_limit_of_a_reward_is_that_of_a_turns() -> None:
     grading = Grading(graders=(Says(Score(reward=0, accuracy=0, turns=(2e6, -2e6))),))
-    with pytest.raises(DataError, match=r"train/0: the reward of 'second' is 2e\+06, beyond 1e\+06; scale it down"):
+    with pytest.raises(DataError, match=r"train/0: .*'second'.*2e\+06"):
         asyncio.run(grading.scores(ROW, [TURNS]))

@@ -1,0 +1,95 @@
+"""Which requests of the engine run next, and which completion is preempted where the KV cache runs short."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from fovea.rollout.embedded.batch import DecodeBatch
+from fovea.rollout.embedded.cache import Cache
+from fovea.rollout.embedded.requests import DecodeRow, KeptKeys, QueuedRequest, resumption
+from fovea.types import Completion
+from fovea_gym.utils.lru_cache import LRUCache
+
+PREFILL_PASSES = 2
+"""Forward passes' tokens of prompts that are admitted at once."""
+
+
+class Scheduler:
+    """The queue of an engine and its running requests.
+
+    Requests are admitted strictly first come, first served: a smaller one does not overtake, or a large one might wait
+    forever. A preempted completion waits at the head of the queue, as a request of its own (`resumption`).
+    """
+
+    def __init__(self, pass_tokens: int) -> None:
+        """`pass_tokens` are the prompt tokens of one forward pass of prefill."""
+        self._most_new_tokens = PREFILL_PASSES * pass_tokens
+        self._queue: deque[QueuedRequest] = deque()
+        self._running: dict[QueuedRequest, list[Completion | None]] = {}
+        """Finished completions of each admitted request, oldest first; None for those that run or were preempted."""
+        self._full = False
+        """The next request of the queue does not fit until some rows finish."""
+
+    def __bool__(self) -> bool:
+        """True while requests wait or run."""
+        return bool(self._queue or self._running)
+
+    @property
+    def needs_exact(self) -> bool:
+        """True if a running request accepts no approximate weights."""
+        return any(request.sampling.exact for request in self._running)
+
+    def submit(self, request: QueuedRequest) -> None:
+        """Append a request to the queue."""
+        self._queue.append(request)
+
+    def admit(self, cache: Cache, turns: LRUCache[str, KeptKeys]) -> list[QueuedRequest]:
+        """Take the requests at the head of the queue that fit the cache, as many as are prefilled at once.
+
+        Each gets the KV cache of its turn before where `turns` holds it. Preempted completions come first.
+        """
+        admitted: list[QueuedRequest] = []
+        new_tokens = 0
+        while self._queue and not self._full:
+            request = self._queue[0].request
+            # not before: a request that waits must not hold what is evicted meanwhile
+            kept = None if request.continues is None else turns.get(request.continues)
+            # features and states of all these prompts are in memory together
+            new_tokens += request.prompt.num_tokens - (0 if kept is None else kept.num_tokens)
+            if admitted and new_tokens > self._most_new_tokens:
+                break
+            self._full = not cache.fits([*admitted, self._queue[0]])
+            if not self._full:
+                self._queue[0].kept = kept
+                admitted.append(self._queue.popleft())
+        self._running |= {request: [None] * request.n for request in admitted if request.preempted is None}
+        return admitted
+
+    def make_room(self, batch: DecodeBatch, cache: Cache, steps: int) -> None:
+        """Preempt the youngest rows until the others have room for these steps."""
+        while not cache.reserve(batch.tokens_after(steps)):
+            age = {request: place for place, request in enumerate(self._running)}
+            youngest = max(range(len(batch)), key=lambda row: (age[batch.rows[row].request], batch.rows[row].index))
+            cache.remove([youngest])
+            self._queue.extendleft(map(resumption, batch.remove([youngest])))
+            self._full = True
+
+    def finish(self, row: DecodeRow, completion: Completion) -> None:
+        """Note the completion of a row, and answer its request with all of them after the last."""
+        completions = self._running[row.request]
+        completions[row.index] = completion
+        if None not in completions:
+            del self._running[row.request]
+            # the future of a cancelled caller is done already
+            if not row.request.done.done():
+                row.request.done.set_result([each for each in completions if each is not None])
+        self._full = False
+
+    def fail(self, error: BaseException) -> None:
+        """Raise an error in every waiting caller."""
+        for request in (*self._queue, *self._running):
+            if not request.done.done():
+                request.done.set_exception(error)
+        self._queue.clear()
+        self._running.clear()
+        self._full = False
